@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.rounding import assert_trained_alike
 from torchtitan.config import resolve
 from torchtitan.testing.compare import write_corpus
+from torchtitan.train.callbacks import Callback
 
 __all__ = [
     "arguments",
@@ -147,6 +148,21 @@ def train(argv: list[str]) -> dict[str, Any]:
         "metrics": read_metrics(Path(config.job.dump_folder)),
         "progress": progress.state_dict(),
     }
+
+
+class After(Callback):
+    """Calls a function with the result of each step."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def after_step(self, run, result):
+        self.function(result)
+
+
+def first(function):
+    """To arrange a trainer's callbacks: `function(result)` before all others."""
+    return lambda callbacks: (After(function), *callbacks)
 
 
 class TorchAverage:

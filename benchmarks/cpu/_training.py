@@ -116,6 +116,7 @@ def framework(run: Run, extra: Sequence[str] = (), dp: int | None = None) -> Non
         dp: data-parallel degree, if that isn't the number of ranks.
     """
     from torchtitan.config import resolve
+    from torchtitan.train.callbacks import Callback
     from torchtitan.train.preflight import preflight
     from torchtitan.train.trainer import Trainer
 
@@ -134,8 +135,12 @@ def framework(run: Run, extra: Sequence[str] = (), dp: int | None = None) -> Non
     ]
     config = resolve(arguments, int(os.environ.get("WORLD_SIZE", "1"))).config
     meter = Meter(run)
-    trainer = Trainer(config, preflight(config))
-    trainer.after_step = (*trainer.after_step, lambda _: meter.tick(trainer.progress.step))
+
+    class Ticking(Callback):
+        def after_step(self, run: Any, result: Any) -> None:
+            meter.tick(run.progress.step)
+
+    trainer = Trainer(config, preflight(config), callbacks=[Ticking()])
     progress = trainer.train()
     meter.report(progress.last_loss)
     trainer.close()

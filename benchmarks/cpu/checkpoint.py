@@ -12,7 +12,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ def measure(
         extra: flags that change the model.
     """
     from torchtitan.config import resolve
+    from torchtitan.train.callbacks import Callback
     from torchtitan.train.preflight import preflight
     from torchtitan.train.trainer import Trainer
 
@@ -54,10 +55,19 @@ def measure(
         *extra,
     ]
     config = resolve(argv, 1).config
-    trainer = Trainer(config, preflight(config))
+
+    class After(Callback):
+        def __init__(self, function: Callable[[], None]):
+            self.function = function
+
+        def after_step(self, run: Any, result: Any) -> None:
+            self.function()
+
+    before = After(lambda: times.before_save())
+    after = After(lambda: times.after_save())
+    trainer = Trainer(config, preflight(config), arrange=lambda ours: (before, *ours, after))
     count = sum(p.numel() for p in trainer.parts.models[0].parameters())
     times = _Times(trainer, stretch)
-    trainer.after_step = (times.before_save, *trainer.after_step, times.after_save)
     trainer.train()
     trainer.close()
     base = statistics.median(times.plain)
@@ -89,11 +99,11 @@ class _Times:
         self._mark = now
         return seconds
 
-    def before_save(self, _: Any) -> None:
+    def before_save(self) -> None:
         if self.trainer.progress.step % (2 * self.stretch) == 0:
             self.plain.append(self._lap())
 
-    def after_save(self, _: Any) -> None:
+    def after_save(self) -> None:
         step = self.trainer.progress.step
         checkpointer = self.trainer.checkpointer
         if step % (2 * self.stretch) == 0:

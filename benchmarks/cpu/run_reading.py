@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torchtitan.config import load_config
 from torchtitan.config.load.render import to_toml
-from torchtitan.tools import reports as report
+from torchtitan.tools.reports import collect as report
 from torchtitan.tools.reports.folder import Runs
 from torchtitan.tools.reports.table import as_text, read_rows
 

@@ -140,12 +140,12 @@ def furthest(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def train(
-    argv: list[str], prepare: Callable[[Any], None] | None = None, world: int | None = None
+    argv: list[str], callbacks: Sequence[Any] = (), world: int | None = None
 ) -> list[Figures]:
     """Train in this process, as `torchtitan train` does.
 
     Args:
-        prepare: called with the trainer before the first step.
+        callbacks: called before the framework's.
         world: ranks; by default those of the environment.
 
     Returns:
@@ -156,10 +156,8 @@ def train(
     from torchtitan.train.trainer import Trainer
 
     config = resolve(argv, world or int(os.environ.get("WORLD_SIZE", "1"))).config
-    trainer = Trainer(config, preflight(config))
+    trainer = Trainer(config, preflight(config), arrange=lambda ours: (*callbacks, *ours))
     try:
-        if prepare:
-            prepare(trainer)
         trainer.train()
     except BaseException as error:
         trainer.close(error)

@@ -67,31 +67,32 @@ def groups(bench: Bench) -> Figures:
     import torch
     import torch.distributed as dist
 
+    from torchtitan.train.callbacks import Callback
+
     figures = Figures()
 
-    def prepare(trainer: Any) -> None:
-        figures["backend"] = dist.get_backend_config()
-        figures["groups"] = len(dist.distributed_c10d._world.pg_map)
-        x = torch.ones(4, device=bench.device)
-        dist.all_reduce(x)
-        dist.barrier()
-        try:
-            group = dist.split_group(split_ranks=[[0]])
-            dist.all_reduce(x, group=group)
-            figures["split"] = "works"
-        except Exception as error:  # an assertion of torch's, in some releases
-            figures["split"] = str(error).strip().splitlines()[0][:200]
+    class Failing(Callback):
+        def on_start(self, run: Any) -> None:
+            figures["backend"] = dist.get_backend_config()
+            figures["groups"] = len(dist.distributed_c10d._world.pg_map)
+            x = torch.ones(4, device=bench.device)
+            dist.all_reduce(x)
+            dist.barrier()
+            try:
+                group = dist.split_group(split_ranks=[[0]])
+                dist.all_reduce(x, group=group)
+                figures["split"] = "works"
+            except Exception as error:  # an assertion of torch's, in some releases
+                figures["split"] = str(error).strip().splitlines()[0][:200]
 
-        def fail(_: Any) -> None:
-            if trainer.progress.step == 2:
+        def after_step(self, run: Any, result: Any) -> None:
+            if run.progress.step == 2:
                 raise RuntimeError("made by this stage")
-
-        trainer.after_step = (*trainer.after_step, fail)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            train(bench.flags(*SMALL, "--training.steps=3"), prepare)
+            train(bench.flags(*SMALL, "--training.steps=3"), [Failing()])
         except RuntimeError as error:
             if "made by this stage" not in str(error):
                 raise
@@ -273,14 +274,14 @@ def watch(bench: Bench) -> Figures:
 
 
 def _sleepy(argv: list[str]) -> None:
-    def prepare(trainer: Any) -> None:
-        def sleep(_: Any) -> None:
-            if trainer.progress.step == 3 and os.environ["RANK"] == "1":
+    from torchtitan.train.callbacks import Callback
+
+    class Sleeping(Callback):
+        def after_step(self, run: Any, result: Any) -> None:
+            if run.progress.step == 3 and os.environ["RANK"] == "1":
                 time.sleep(600)
 
-        trainer.after_step = (*trainer.after_step, sleep)
-
-    train(argv, prepare)
+    train(argv, [Sleeping()])
 
 
 def _several_ranks(bench: Bench) -> dict[str, str]:

@@ -88,7 +88,7 @@ def speed(
         fake_cluster(world, 0) if world > 1 else nullcontext(),
         patch("torchtitan.parallel.init._fill", _fill),
     ):
-        found = train(bench.flags(*flags, *run), watched.prepare, world)
+        found = train(bench.flags(*flags, *run), [watched.callback()], world)
     timed = [record for record in found if every < record["step"] <= 3 * every]
     seconds = sum(column(timed, "step_time_s")) / len(timed)
     rate = watched.tokens / seconds
@@ -133,39 +133,51 @@ class _Watched:
         """
         self.bench = bench
         self.timed = timed
+        self.tokens = 0.0
+        """Of a step, per GPU."""
+        self.flops = 0.0
+        """Of a token."""
+        self.peak_flops: float | None = None
         self.allocated = 0
         self.kernels: Sequence[Figures] = ()
 
-    def prepare(self, trainer: Any) -> None:
+    def callback(self) -> Any:
         import torch
         import torch.distributed as dist
 
         from torchtitan.telemetry.metrics import peak_flops
+        from torchtitan.train.callbacks import Callback
+        from torchtitan.train.preflight import preflight
         from torchtitan.utils.device import device_name
 
-        training = trainer.config.training
-        setup = trainer.setup
-        self.tokens = training.global_batch_size * training.seq_len / dist.get_world_size()
-        """Of a step, per GPU."""
-        self.flops = setup.spec.flops_per_token(setup.args, training.seq_len)
-        self.peak_flops = peak_flops(device_name(), "bfloat16")
         cuda = torch.cuda.is_available()
         activities = [
             torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
         ]
         profile = torch.profiler.profile(activities=activities)
+        watched = self
 
-        def follow(_: Any) -> None:
-            if cuda:  # before the step's report resets it
-                self.allocated = max(self.allocated, torch.cuda.max_memory_allocated())
-            if trainer.progress.step == self.timed:
-                profile.start()
-            elif trainer.progress.step == self.timed + 1:
-                profile.stop()
-                self.kernels = _largest(profile, "device" if cuda else "cpu")
-                profile.export_chrome_trace(str(self.bench.kept / "trace.json.gz"))
+        class Following(Callback):
+            def on_start(self, run: Any) -> None:
+                training = run.config.training
+                setup = preflight(run.config, output=False)
+                tokens = training.global_batch_size * training.seq_len
+                watched.tokens = tokens / dist.get_world_size()
+                watched.flops = setup.spec.flops_per_token(setup.args, training.seq_len)
+                watched.peak_flops = peak_flops(device_name(), "bfloat16")
 
-        trainer.after_step = (follow, *trainer.after_step)
+            def after_step(self, run: Any, result: Any) -> None:
+                if cuda:  # before the step's report resets it
+                    allocated = torch.cuda.max_memory_allocated()
+                    watched.allocated = max(watched.allocated, allocated)
+                if run.progress.step == watched.timed:
+                    profile.start()
+                elif run.progress.step == watched.timed + 1:
+                    profile.stop()
+                    watched.kernels = _largest(profile, "device" if cuda else "cpu")
+                    profile.export_chrome_trace(str(watched.bench.kept / "trace.json.gz"))
+
+        return Following()
 
 
 def _largest(profile: Any, where: str) -> list[Figures]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests import families
 from tests.runs import arguments, full, train
 from torchtitan.checkpoint.commit import committed_steps
-from torchtitan.checkpoint.convert import nearest_flavor
+from torchtitan.checkpoint.hf.convert import nearest_flavor
 from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.commands import ckpt
 from torchtitan.models import get_spec
@@ -361,7 +361,7 @@ importlib.util.find_spec = lambda name: None  # without transformers, which take
 from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.checkpoint.state import read_weights
 from torchtitan.models import get_spec
-from torchtitan.checkpoint import convert
+from torchtitan.checkpoint.hf import convert
 from torchtitan.commands import ckpt
 
 def status(key):

@@ -13,7 +13,16 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.runs import SAVE, TorchAverage, arguments, assert_averages, average_of, train, weights
+from tests.runs import (
+    SAVE,
+    After,
+    TorchAverage,
+    arguments,
+    assert_averages,
+    average_of,
+    train,
+    weights,
+)
 from torchtitan.config import resolve
 from torchtitan.config.sections.optim import EMA
 from torchtitan.optim.ema import WeightAverage
@@ -30,28 +39,23 @@ def followed(argv):
     """
     config = resolve(argv, dist.get_world_size()).config
     lines = []
+    seen = []
+    names = set()
+
+    def follow(result):
+        if result.updated:
+            found = weights(trainer.parts.models)
+            seen.append({name: value for name, value in found.items() if name in names})
+
     level = logger.level
     logger.setLevel("INFO")
     with mock.patch.object(logger, "handle", lambda record: lines.append(record.getMessage())):
-        trainer = Trainer(config, preflight(config))
+        trainer = Trainer(config, preflight(config), callbacks=[After(follow)])
     logger.setLevel(level)
     parameters = [name for model in trainer.parts.models for name, _ in model.named_parameters()]
     boxes = [None] * dist.get_world_size()
     dist.all_gather_object(boxes, parameters)
-    names = {name for box in boxes for name in box}
-    seen = []
-
-    def follow(result):
-        if result.updated:
-            seen.append(
-                {
-                    name: value
-                    for name, value in weights(trainer.parts.models).items()
-                    if name in names
-                }
-            )
-
-    trainer.after_step = (*trainer.after_step, follow)
+    names |= {name for box in boxes for name in box}
     update = trainer.parts.average.update
 
     def watched(step):

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from tests.runs import arguments, train
+from tests.runs import After, arguments, train
 from torchtitan.config import resolve
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
@@ -71,7 +71,6 @@ def look_after_each_commit(argv, folder, fail):
     error.
     """
     config = resolve(argv, dist.get_world_size()).config
-    trainer = Trainer(config, preflight(config))
     seen = []
 
     def look(_):
@@ -82,7 +81,7 @@ def look_after_each_commit(argv, folder, fail):
             upload.result()
             seen.append(kinds(folder))
 
-    trainer.after_step = (*trainer.after_step, look)
+    trainer = Trainer(config, preflight(config), callbacks=[After(look)])
     error = None
     try:
         trainer.train()

@@ -17,8 +17,8 @@ from torchtitan.config.derive import axis_degrees
 from torchtitan.tools.planner.memory import PARTS, memory_of
 from torchtitan.tools.planner.pipeline_orders import as_csv, orders_of
 from torchtitan.tools.planner.trace import trace_ranks
-from torchtitan.tools.planner.traffic import collectives
-from torchtitan.tools.planner.workload import Workload, hardware_flops
+from torchtitan.tools.planner.traffic import collectives, hardware_flops
+from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import forward_backward

@@ -37,19 +37,22 @@ from torchtitan.utils.errors import ConfigError, UserError
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "train_configs").glob("*.toml"))
 P = "--parallelism."
-FAULTS = "--experimental.custom_import=tests.faults.rehearsal_faults"
+FAULTS = [
+    "--experimental.custom_import=tests.faults.rehearsal_faults",
+    "--training.callbacks=fault",
+]
 HERE = r"tests/faults/rehearsal_faults.py:\d+ in {}"
 WHAT = {
     "skip": (
         "collectives",
         1,
         r"rank 1 did not enter all_reduce #\d+ of all ranks = dp_shard \(float32 \[4\] sum; ranks 0-1\) during the "  # noqa: E501
-        r"report, where rank 0 waits, at {}; its last one there is #\d+ ",
+        r"callbacks, where rank 0 waits, at {}; its last one there is #\d+ ",
     ),
     "order": (
         "collectives",
         1,
-        r"rank 1 entered all_reduce #\d+ of extra \(float32 \[8\] sum; ranks 0-1\) during the report, at {}, where "  # noqa: E501
+        r"rank 1 entered all_reduce #\d+ of extra \(float32 \[8\] sum; ranks 0-1\) during the callbacks, at {}, where "  # noqa: E501
         r"rank 0 entered all_reduce \(float32 \[4\] sum\), at {}",
     ),
     "kind": (
@@ -65,7 +68,7 @@ WHAT = {
     "root": (
         "collectives",
         1,
-        r"rank 1 entered broadcast #\d+ of all ranks .* of root 1 during the report, at {}",
+        r"rank 1 entered broadcast #\d+ of all ranks .* of root 1 during the callbacks, at {}",
     ),
     "group": (
         "groups",
@@ -125,7 +128,7 @@ SUITE = ("data",)
 
 
 def planted(tmp_path, name):
-    argv = arguments(tmp_path, FAULTS, f"--job.description={name}", "--checkpoint.enable")
+    argv = arguments(tmp_path, *FAULTS, f"--job.description={name}", "--checkpoint.enable")
     return rehearse(resolve(argv, 2).config, 2).faults
 
 

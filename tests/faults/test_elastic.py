@@ -55,11 +55,14 @@ def test_padding_under_a_pipeline_and_workers(ranks, tmp_path):
 # ---- real processes
 
 SLOW = """
-import os, time
-if "RANK" in os.environ:
-    from torchtitan.train.trainer import Trainer
-    train = Trainer._train_one
-    Trainer._train_one = lambda self, batches: (train(self, batches), time.sleep({seconds}))
+import time
+from torchtitan.config.registry import callbacks
+from torchtitan.train.callbacks import Callback
+
+@callbacks.register("slow")
+class Slow(Callback):
+    def after_step(self, run, result):
+        time.sleep({seconds})
 """
 
 
@@ -83,6 +86,7 @@ class Run:
             "--checkpoint.interval=4",
             "--optimizer.lr=1e-3",
             "--experimental.custom_import=slow_steps",
+            "--training.callbacks=slow",
             *extra,
             steps=100000,
             global_batch=3,
@@ -133,7 +137,8 @@ class Run:
         metrics = [r for r in read_metrics(self.dump) if "loss" in r]
         steps = metrics[-1]["step"]
         assert [r["step"] for r in metrics] == list(range(1, steps + 1))
-        argv = [a for a in self.argv if "custom_import" not in a]
+        slow = ("--experimental.custom_import", "--training.callbacks")
+        argv = [a for a in self.argv if not a.startswith(slow)]
         argv += [f"--training.steps={steps}", f"--job.dump_folder={self.folder / 'whole'}"]
         whole = ranks(1, train, argv, timeout=200)[0]
         assert [r["loss"] for r in metrics] == pytest.approx(losses(whole), rel=1e-4)

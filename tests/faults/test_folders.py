@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from tests.runs import SAVE, SCHEDULE, arguments, losses, read_metrics, train
+from tests.runs import SAVE, SCHEDULE, arguments, first, losses, read_metrics, train
 from torchtitan.config import resolve
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
@@ -32,13 +32,12 @@ def other_run():
 def train_with(argv, step, action):
     """Train, with `action()` after `step` on rank 0; what the run raised, if it did."""
     config = resolve(argv, dist.get_world_size()).config
-    trainer = Trainer(config, preflight(config))
 
     def act(_):
         if trainer.progress.step == step and dist.get_rank() == 0:
             action()
 
-    trainer.after_step = (act, *trainer.after_step)
+    trainer = Trainer(config, preflight(config), arrange=first(act))
     try:
         trainer.train()
     except UserError as error:

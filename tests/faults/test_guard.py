@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.rounding import assert_trained_alike
-from tests.runs import EXPERTS, LR, arguments, average_of, losses, weights
+from tests.runs import EXPERTS, LR, arguments, average_of, first, losses, weights
 from torchtitan.config import resolve
 from torchtitan.data.loader import StepLoader
 from torchtitan.train.preflight import preflight
@@ -191,7 +191,6 @@ def test_spike_after_spike_ends_the_run_on_every_rank(ranks, tmp_path):
 def corrupted(argv, rank, name):
     """Train, and flip one bit of a weight of one rank after step 3."""
     config = resolve(argv, dist.get_world_size()).config
-    trainer = Trainer(config, preflight(config))
 
     def flip(_):
         if trainer.progress.step == 3 and dist.get_rank() == rank:
@@ -200,7 +199,7 @@ def corrupted(argv, rank, name):
             bits = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             bits.detach().view(torch.int32).view(-1)[0] ^= 1
 
-    trainer.after_step = (flip, *trainer.after_step)
+    trainer = Trainer(config, preflight(config), arrange=first(flip))
     try:
         trainer.train()
     except Exception as error:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runs import SAVE, arguments
+from tests.runs import SAVE, After, arguments
 from torchtitan.config import resolve
 from torchtitan.parallel.collectives import local
 from torchtitan.train.preflight import preflight
@@ -30,8 +30,6 @@ def poisoned(argv, step_to_poison, what):
     weights and optimizer stayed as they were.
     """
     config = resolve(argv, dist.get_world_size()).config
-    trainer = Trainer(config, preflight(config))
-    block = list(trainer.parts.models[0].layers.values())[-1]
     before = None
     kept = []
 
@@ -58,7 +56,8 @@ def poisoned(argv, step_to_poison, what):
         elif trainer.progress.step == step_to_poison:
             kept.append(unchanged())
 
-    trainer.after_step = (*trainer.after_step, watch)
+    trainer = Trainer(config, preflight(config), callbacks=[After(watch)])
+    block = list(trainer.parts.models[0].layers.values())[-1]
     block.ffn_norm.register_forward_pre_hook(poison)
     try:
         return "ok", trainer.train().state_dict(), *kept
@@ -101,7 +100,6 @@ def starved(argv):
     allocator's error.
     """
     config = resolve(argv, dist.get_world_size()).config
-    trainer = Trainer(config, preflight(config))
     limits = resource.getrlimit(resource.RLIMIT_AS)
 
     def limit(_):
@@ -111,7 +109,7 @@ def starved(argv):
                 resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (1 << 30), limits[1])
             )
 
-    trainer.after_step = (*trainer.after_step, limit)
+    trainer = Trainer(config, preflight(config), callbacks=[After(limit)])
     try:
         trainer.train()
     finally:
@@ -139,7 +137,6 @@ while not os.path.exists(sys.argv[2]):
 def slowed(argv, done):
     """Train while rank 1 is stopped nine tenths of the time; what was logged."""
     config = resolve(argv, dist.get_world_size()).config
-    trainer = Trainer(config, preflight(config))
     lines = []
     brakes = []
 
@@ -149,7 +146,7 @@ def slowed(argv, done):
                 subprocess.Popen([sys.executable, "-c", STOP_AND_GO, str(os.getpid()), str(done)])
             )
 
-    trainer.after_step = (*trainer.after_step, slow)
+    trainer = Trainer(config, preflight(config), callbacks=[After(slow)])
     with mock.patch.object(logger, "handle", lambda record: lines.append(record.getMessage())):
         trainer.train()
     for brake in brakes:

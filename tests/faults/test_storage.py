@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.checkpoints import small_checkpointer, train_state
-from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, train
+from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, first, train
 from torchtitan.checkpoint import save
 from torchtitan.checkpoint.commit import begin, temporary_folder
 from torchtitan.config import resolve
@@ -151,7 +151,6 @@ def set_file_user(uid):
 def locked_while_training(argv):
     """Train; after step 4 the folder is read-only."""
     config = resolve(argv, dist.get_world_size()).config
-    trainer = Trainer(config, preflight(config))
     folder = Path(config.job.dump_folder, "checkpoint")
 
     def lock(_):
@@ -160,7 +159,7 @@ def locked_while_training(argv):
             dist.barrier()
             set_file_user(65534)
 
-    trainer.after_step = (lock, *trainer.after_step)
+    trainer = Trainer(config, preflight(config), arrange=first(lock))
     try:
         trainer.train()
     except Exception as error:

@@ -27,19 +27,30 @@ ROOT = Path(__file__).parents[2]
 MODEL = [*EXPERTS[1:], *(f"--model.overrides.{key}={value}" for key, value in TINY.items())]
 TENSOR_PARALLEL = ["--parallelism.tensor_parallel_degree=2"]
 SPIKE = """
-from torchtitan.train.trainer import Trainer
-train, done = Trainer._train_one, []
+from torchtitan.config.registry import callbacks
+from torchtitan.train.callbacks import Callback
 
-def train_one(self, batches):
+@callbacks.register("spike")
+class Spike(Callback):
     hook = None
-    if self.progress.step + 1 == {step} and not done:
-        done.append(True)
-        hook = self.parts.models[-1].norm.register_forward_hook(lambda module, args, output: output * 300)
-    train(self, batches)
-    if hook is not None:
-        hook.remove()
+    done = False
 
-Trainer._train_one = train_one
+    def on_start(self, run):
+        if run.progress.step + 1 == {step} and not self.done:
+            self.done = True
+            self.hook = run.models[-1].norm.register_forward_hook(lambda module, args, output: output * 300)
+
+    def after_step(self, run, result):
+        self.end()
+        self.on_start(run)
+
+    def on_rewind(self, run, step):
+        self.end()
+
+    def end(self):
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
 """  # noqa: E501
 CONFIG = """
 [job]
@@ -51,6 +62,7 @@ seq_len = 64
 global_batch_size = 8
 local_batch_size = 4
 mixed_precision_param = "float32"
+callbacks = ["spike"]
 [[training.sources]]
 name = "code"
 dataset = "demo"

@@ -171,7 +171,7 @@ def test_a_source_is_read_exactly_as_often_as_it_may_be(mixture, caplog, monkeyp
     enough = 2 * len(files) // 8
     alone.check_enough(enough)
     with pytest.raises(
-        UserError, match=rf"training.steps: all sources .* set training.steps = {enough},"
+        UserError, match=rf"training.steps: the data runs out .* set training.steps = {enough},"
     ):
         alone.check_enough(enough + 1)
     with pytest.raises(UserError, match="all have been read max_epochs times after"):

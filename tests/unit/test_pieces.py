@@ -123,7 +123,7 @@ def test_no_word_crosses_a_cut(words, cases, tmp_path, llama_folder):  # noqa: F
 
 @pytest.mark.parametrize("words", WHOLE)
 def test_tokenizers_of_other_words_get_whole_texts_up_to_a_limit(words, tmp_path, monkeypatch):
-    monkeypatch.setattr("torchtitan.data.text.tokenizer._WHOLE", 5_000)
+    monkeypatch.setattr("torchtitan.data.text.tokenizer.WHOLE_TEXT_CHARACTERS", 5_000)
     monkeypatch.setattr(module, "PIECE", 10)
     tokenizer = variant(tmp_path, **WHOLE[words])
     text = "a b, c\n" * 100

@@ -17,8 +17,8 @@ from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoin
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.memory import memory_of, predict_memory
 from torchtitan.tools.planner.predict import memory_band, predict
-from torchtitan.tools.planner.traffic import collectives
-from torchtitan.tools.planner.workload import Stage, hardware_flops
+from torchtitan.tools.planner.traffic import collectives, hardware_flops
+from torchtitan.tools.planner.workload import Stage
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 # ---- sizes, FLOPs and activations, against the real model

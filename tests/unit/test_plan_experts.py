@@ -18,8 +18,7 @@ from torchtitan.tools.planner.memory import memory_of
 from torchtitan.tools.planner.predict import derived_workload, predict
 from torchtitan.tools.planner.savings import savings
 from torchtitan.tools.planner.search import search
-from torchtitan.tools.planner.traffic import collectives
-from torchtitan.tools.planner.workload import hardware_flops
+from torchtitan.tools.planner.traffic import collectives, hardware_flops
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
 

@@ -14,11 +14,12 @@ from torchtitan.commands.plan import main
 from torchtitan.config import load_config, resolve
 from torchtitan.config.derive import AXES, DEGREE_KEYS, layout_degrees
 from torchtitan.tools.planner.axes import settings_of
+from torchtitan.tools.planner.layouts import any_layout
 from torchtitan.tools.planner.planner import make_plan
 from torchtitan.tools.planner.predict import derived_workload, predict
 from torchtitan.tools.planner.proposals import complexity
 from torchtitan.tools.planner.render import search_data, search_table
-from torchtitan.tools.planner.search import any_layout, search
+from torchtitan.tools.planner.search import search
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
 

@@ -502,9 +502,8 @@ def test_sizes_of_texts_are_known(tmp_path, corpus):
             "1",
         ]
     )
-    assert loader(tmp_path).sources["data"].files.text_bytes == sum(
-        len(text.encode()) for text in texts
-    )
+    about = json.loads((tmp_path / "tokens-00000.json").read_text())
+    assert about["bytes"] == sum(len(text.encode()) for text in texts)
 
 
 @pytest.mark.parametrize("kind", ["files", "stream"])

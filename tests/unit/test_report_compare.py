@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.unit.test_report_reading import BEGAN, record, write_run
-from torchtitan.tools import reports as report
+from torchtitan.tools.reports import collect as report
 from torchtitan.tools.reports.noise import at_points, independent_values, paired, smooth, unpaired
 
 

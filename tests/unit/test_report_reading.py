@@ -14,7 +14,7 @@ from random import Random
 import psutil
 import pytest
 
-from torchtitan.tools import reports as report
+from torchtitan.tools.reports import collect as report
 from torchtitan.tools.reports import lines as lines_module
 from torchtitan.tools.reports.folder import read_folder
 from torchtitan.tools.reports.lines import JsonLines
@@ -254,7 +254,7 @@ def test_any_part_of_any_file(tmp_path, seed, monkeypatch):
     some.
     """
     monkeypatch.setattr(lines_module, "_BLOCK", 16)
-    monkeypatch.setattr(lines_module, "LONGEST", 100)
+    monkeypatch.setattr(lines_module, "METRICS_LINE_BYTES", 100)
     random = Random(seed)
     step = 0
     content = []
@@ -339,7 +339,7 @@ def test_a_gigabyte_that_is_no_record(tmp_path, filler, monkeypatch):
         os.truncate(path, 2**30)
         end = b"\n"
     else:
-        monkeypatch.setattr(lines_module, "MOST", 2**23)
+        monkeypatch.setattr(lines_module, "METRICS_READ_BYTES", 2**23)
         end = b"{\n" * 2**22
     with path.open("ab") as file:
         file.write(end + json.dumps(record(9)).encode() + b"\n")

@@ -2,13 +2,16 @@
 
 import pytest
 
+from torchtitan.utils.retry import retry
 from torchtitan.utils.text import (
+    flat,
     show_date,
     show_duration,
     show_gib,
     show_loss,
     show_percent,
     show_rate,
+    show_size,
     show_tokens,
 )
 
@@ -29,6 +32,10 @@ from torchtitan.utils.text import (
         (show_gib(71.234), "71.2 GiB"),
         (show_gib(0.357), "0.36 GiB"),
         (show_gib(1536), "1,536.0 GiB"),
+        (show_size(999), "999 bytes"),
+        (show_size(4_520_000), "4.5 MB"),
+        (show_size(999_960_000), "1.0 GB"),
+        (show_size(2.5e15), "2,500.0 TB"),
         (show_rate(7822.3), "7,822"),
         (show_rate(12.34), "12.3"),
         (show_duration(0.0234), "0.023 s"),
@@ -45,6 +52,32 @@ from torchtitan.utils.text import (
 )
 def test_figures(shown, expected):
     assert shown == expected
+
+
+def test_nested_tables_become_one():
+    assert flat({"a": {"b": 1, "c": {}}, "d": [2]}) == {"a.b": 1, "d": [2]}
+    assert flat({"b": {"c": 1}}, "a.") == {"a.b.c": 1}
+
+
+def test_another_attempt_follows_only_errors_that_may_pass(monkeypatch):
+    pauses = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    errors = [OSError("first"), OSError("second"), KeyError("lasting")]
+    failures = []
+
+    def fail():
+        raise errors[len(failures)]
+
+    with pytest.raises(KeyError, match="lasting"):
+        retry(
+            fail,
+            attempts=5,
+            pause=0.5,
+            may_pass=lambda error: isinstance(error, OSError),
+            failed=lambda *failure: failures.append(failure),
+        )
+    assert failures == [(errors[0], 1, 0.5), (errors[1], 2, 1.0)]
+    assert pauses == [0.5, 1.0]
 
 
 def test_dates_are_local(monkeypatch):

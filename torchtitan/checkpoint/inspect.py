@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -35,61 +34,20 @@ def settings(manifest: Manifest) -> dict[str, Any]:
     return out
 
 
-@dataclass(frozen=True)
-class Summary:
-    """A checkpoint in figures."""
-
-    path: str
-    step: int
-    saved: str
-    """Time of the save, ISO 8601."""
-    resumable: bool
-    """False if it holds only weights."""
-    averaged: bool
-    """Its weights are the average that the run kept."""
-    merged: list[dict[str, Any]] | None
-    """The checkpoints that it is the average of."""
-    model: dict[str, Any]
-    parameters: int
-    bytes: dict[str, dict[str, int]]
-    """Size of the tensors by part (`model`, `optimizer`) and dtype."""
-    files: int
-    file_bytes: int
-    train_state: dict[str, Any]
-    data: dict[str, Any]
-    versions: dict[str, str]
-    git: str | None
-    ranks: int | None
-    config: dict[str, Any]
-    """By dotted key, without the defaults."""
-
-
-def summarize(step: Path) -> Summary:
-    """Summarize a checkpoint from its manifest.
-
-    Raises:
-        DamageError: there is none, or it is damaged.
-    """
-    manifest = read_manifest(step)
-    return Summary(
-        path=str(step),
-        step=manifest.step,
-        saved=manifest.saved,
-        resumable=not manifest.model_only,
-        averaged=manifest.averaged,
-        merged=manifest.model_dump()["merged"],
-        model=manifest.model,
-        parameters=manifest.parameters,
-        bytes=manifest.tensor_bytes,
-        files=len(manifest.files),
-        file_bytes=sum(file.bytes for file in manifest.files.values()),
-        train_state=_state(manifest),
-        data=manifest.data,
-        versions=manifest.versions,
-        git=manifest.git,
-        ranks=manifest.ranks,
-        config=settings(manifest),
-    )
+def as_data(step: Path, manifest: Manifest) -> dict[str, Any]:
+    """A checkpoint in figures, for `--json`."""
+    same = {"step", "saved", "averaged", "merged", "model", "parameters"}
+    same |= {"data", "versions", "git", "ranks"}
+    return {
+        "path": str(step),
+        **manifest.model_dump(include=same),
+        "resumable": not manifest.model_only,
+        "bytes": manifest.tensor_bytes,
+        "files": len(manifest.files),
+        "file_bytes": manifest.file_bytes(),
+        "train_state": _state(manifest),
+        "config": settings(manifest),
+    }
 
 
 def _state(manifest: Manifest) -> dict[str, Any]:
@@ -99,62 +57,62 @@ def _state(manifest: Manifest) -> dict[str, Any]:
     return manifest.train_state.model_dump(exclude_defaults=True)
 
 
-def overview(found: Sequence[Summary]) -> str:
+def overview(found: Sequence[tuple[Path, Manifest]]) -> str:
     """A table of several checkpoints, or all about a single one."""
     if len(found) == 1:
-        return "\n".join(_page(found[0]))
+        return "\n".join(_page(*found[0]))
     rows = [("step", "saved", "parameters", "size", "weights", "tokens", "resumable")]
-    for s in found:
-        tokens = s.train_state.get("progress", {}).get("tokens")
+    for _, manifest in found:
+        state = manifest.train_state
         rows.append(
             (
-                str(s.step),
-                s.saved,
-                f"{s.parameters:,}",
-                show_size(s.file_bytes),
-                ", ".join(s.bytes.get("model", {})),
-                "" if tokens is None else f"{tokens:,}",
-                "yes" if s.resumable else _kind(s),
+                str(manifest.step),
+                manifest.saved,
+                f"{manifest.parameters:,}",
+                show_size(manifest.file_bytes()),
+                ", ".join(manifest.tensor_bytes.get("model", {})),
+                "" if state is None else f"{state.progress.tokens:,}",
+                _kind(manifest) if manifest.model_only else "yes",
             )
         )
     return aligned(rows)
 
 
-def _page(s: Summary) -> Iterator[str]:
-    yield s.path
-    limits = "" if s.resumable else f" ({_kind(s)}: can't be resumed)"
+def _page(step: Path, manifest: Manifest) -> Iterator[str]:
+    yield str(step)
+    limits = f" ({_kind(manifest)}: can't be resumed)" if manifest.model_only else ""
     rows = [
-        ("step", f"{s.step}{limits}"),
-        ("saved", s.saved),
-        ("model", f"{s.model.get('name')}, {s.parameters:,} parameters"),
+        ("step", f"{manifest.step}{limits}"),
+        ("saved", manifest.saved),
+        ("model", f"{manifest.model.get('name')}, {manifest.parameters:,} parameters"),
     ]
-    for part, sizes in s.bytes.items():
+    for part, sizes in manifest.tensor_bytes.items():
         kinds = [f"{name} {show_size(size)}" for name, size in sizes.items()]
         rows.append((part, ", ".join(kinds)))
-    rows.append(("files", f"{s.files}, {show_size(s.file_bytes)}"))
+    rows.append(("files", f"{len(manifest.files)}, {show_size(manifest.file_bytes())}"))
     yield indent(aligned(rows), "  ")
-    if s.merged:
+    if manifest.merged:
         yield "  merged from"
-    for source in s.merged or ():
-        ending = " (ema)" if source["averaged"] else ""
-        yield f"    {source['weight']:.3g} x {source['checkpoint']}{ending}"
-    written_by: dict[str, Any] = dict(s.versions)
-    if s.git:
-        written_by["git"] = s.git
-    if s.ranks:
-        written_by["ranks"] = s.ranks
-    position = dict(s.train_state.get("data", {}))
+        for source in manifest.merged:
+            ending = " (ema)" if source.averaged else ""
+            yield f"    {source.weight:.3g} x {source.checkpoint}{ending}"
+    written_by: dict[str, Any] = dict(manifest.versions)
+    if manifest.git:
+        written_by["git"] = manifest.git
+    if manifest.ranks:
+        written_by["ranks"] = manifest.ranks
+    state = _state(manifest)
+    position = state.get("data", {})
     position.pop("fingerprint", None)  # shown as "data"
-    position["sources"] = {}
-    for name, source in s.train_state.get("data", {}).get("sources", {}).items():
-        lanes = {"lanes": "see --json"} if "lanes" in source else {}
-        position["sources"][name] = source | lanes
+    for source in position.get("sources", {}).values():
+        if "lanes" in source:
+            source["lanes"] = "see --json"
     tables = {
         "written by": written_by,
-        "model": s.model,
-        "state": s.train_state | {"data": position},
-        "data": s.data,
-        "configuration, without the defaults": s.config,
+        "model": manifest.model,
+        "state": state,
+        "data": manifest.data,
+        "configuration, without the defaults": settings(manifest),
     }
     for title, table in tables.items():
         if table:
@@ -163,11 +121,11 @@ def _page(s: Summary) -> Iterator[str]:
             yield f"    {key} = {value}"
 
 
-def _kind(s: Summary) -> str:
+def _kind(manifest: Manifest) -> str:
     """What a checkpoint that can't be resumed holds."""
-    if s.averaged:
+    if manifest.averaged:
         return "the average of the weights"
-    return "merged weights" if s.merged else "weights only"
+    return "merged weights" if manifest.merged else "weights only"
 
 
 def compare(a: Path, b: Path, tolerance: float) -> Iterator[tuple[str, str]]:

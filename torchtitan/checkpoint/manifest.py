@@ -156,6 +156,10 @@ class Manifest(Strict):
             "data": self.train_state.data
         }
 
+    def file_bytes(self) -> int:
+        """Size of all files but the manifest."""
+        return sum(file.bytes for file in self.files.values())
+
     def settings(self) -> dict[str, Any]:
         """The configuration, as sections."""
         return tomli.loads(self.config)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.commit import checkpoints_at, damage, remove, versions
-from torchtitan.checkpoint.convert import check_averaged
 from torchtitan.checkpoint.index import read_index
 from torchtitan.checkpoint.load import Reader, read_tensor
 from torchtitan.checkpoint.manifest import Manifest, read_manifest
 from torchtitan.checkpoint.save import write_streamed
+from torchtitan.checkpoint.state import check_averaged
 from torchtitan.utils.errors import CheckpointError, ConfigError, UserError
 from torchtitan.utils.storage import is_remote
 
@@ -177,9 +177,7 @@ def _mean(sources: Sequence[_Source], name: str, dtype: torch.dtype) -> Tensor:
     size = sources[-1].reader.read_metadata().state_dict_metadata[name].size
     total = torch.zeros(size.numel(), dtype=torch.float64)
     for source in sources:
-        value = read_tensor(source.reader, source.key(name)).flatten()
-        for part, piece in zip(total.split(_PIECE), value.split(_PIECE), strict=True):
-            part.add_(piece.double(), alpha=source.weight)
+        _add(total, read_tensor(source.reader, source.key(name)).flatten(), source.weight)
     mean = torch.empty(len(total), dtype=dtype)
     for part, piece in zip(mean.split(_PIECE), total.split(_PIECE), strict=True):
         part.copy_(piece)
@@ -188,3 +186,9 @@ def _mean(sources: Sequence[_Source], name: str, dtype: torch.dtype) -> Tensor:
             f"{name}: the mean holds NaN or infinity, in {str(dtype).removeprefix('torch.')}"
         )
     return mean.view(size)
+
+
+def _add(total: Tensor, value: Tensor, weight: float) -> None:
+    """Add `weight` times `value` to a sum in fp64. `value` is freed before the next one is read."""
+    for part, piece in zip(total.split(_PIECE), value.split(_PIECE), strict=True):
+        part.add_(piece.double(), alpha=weight)

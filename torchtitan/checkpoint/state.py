@@ -11,14 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from torchtitan.checkpoint.load import Reader, load
+from torchtitan.checkpoint.manifest import Manifest, first_problem
+from torchtitan.config.registry import import_custom
+from torchtitan.models import ModelSpec, get_spec
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.optimizer import AnyOptimizer
 from torchtitan.parallel.collectives import local, sharded_like, storage_of
-from torchtitan.utils.errors import CheckpointError, DamageError
+from torchtitan.utils.errors import CheckpointError, ConfigError, DamageError, UserError
 
 State = dict[str, Any]
 
@@ -165,3 +169,56 @@ def differences(state: State, reader: Reader) -> list[str]:
         if size != shape:
             wrong.append(f"{name} is {size} in the checkpoint, {shape} in the model")
     return wrong
+
+
+# ---- the model in a manifest
+
+
+def model_of(
+    step: Path, manifest: Manifest, custom_import: str | None = None
+) -> tuple[ModelSpec, Any, str]:
+    """Family, hyper-parameters and tokenizer folder of the model of a checkpoint.
+
+    Args:
+        custom_import: module that registers the family. The checkpoint's own is never imported, or
+            the author of a checkpoint could run any code here.
+
+    Raises:
+        UserError: the family is unknown, or the manifest doesn't describe a model of it.
+    """
+    settings = manifest.settings()
+    sizes = dict(manifest.model)
+    name = sizes.pop("name", "")
+    module = settings.get("experimental", {}).get("custom_import")
+    if custom_import:
+        import_custom(custom_import)
+    try:
+        spec = get_spec(str(name))
+    except ConfigError:
+        if custom_import or not module:
+            raise
+        raise UserError(
+            f"{step} is of the model family {name!a}, which the module {module!a} registers; if "
+            f"you trust that module, add --custom-import {module!a}"
+        ) from None
+    try:
+        args = type(next(iter(spec.flavors.values()))).model_validate(sizes)
+    except ValidationError as error:
+        problem = first_problem(error)
+        raise DamageError(f"{step} is damaged: the model in its manifest: {problem}") from None
+    return spec, args, str(settings.get("model", {}).get("hf_assets_path", ""))
+
+
+def check_averaged(step: Path, manifest: Manifest) -> None:
+    """
+    Raises:
+        UserError: the checkpoint has no average of the weights.
+    """
+    if "ema" in manifest.tensor_bytes:
+        return
+    if manifest.averaged or manifest.merged:
+        kind = "merged" if manifest.merged else "the average"
+        why = f"its weights are {kind}; leave --ema out"
+    else:
+        why = "its run had no ema.enable = true"
+    raise UserError(f"--ema: {step} has no average of the weights: {why}")

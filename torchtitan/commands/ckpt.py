@@ -14,7 +14,6 @@ gs://), except the source of from-hf. At most two tensors are in memory at a tim
 """
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 
@@ -26,21 +25,20 @@ from torchtitan.utils.text import count, plural
 
 def inspect(options: argparse.Namespace) -> int:
     from torchtitan.checkpoint.commit import checkpoints_at
-    from torchtitan.checkpoint.inspect import overview, summarize
+    from torchtitan.checkpoint.inspect import as_data, overview
+    from torchtitan.checkpoint.manifest import read_manifest
 
     found = []
     damaged = []
     for step in checkpoints_at(options.path):
         try:
-            found.append(summarize(step))
+            found.append((step, read_manifest(step)))
         except DamageError as error:
             damaged.append(error)
-    if found or not damaged:
-        print(
-            json.dumps([dataclasses.asdict(s) for s in found], indent=1)
-            if options.json
-            else overview(found)
-        )
+    if options.json and (found or not damaged):
+        print(json.dumps([as_data(*checkpoint) for checkpoint in found], indent=1))
+    elif found or not damaged:
+        print(overview(found))
     if damaged:
         raise CheckpointError("\n".join(map(str, damaged)))
     return 0
@@ -64,7 +62,7 @@ def verify(options: argparse.Namespace) -> int:
             bad += 1
             print("\n  ".join([f"{step}: damaged", *problems]))
         else:
-            size = sum(file.bytes for file in manifest.files.values())
+            size = manifest.file_bytes()
             print(f"{step}: OK, {len(manifest.files)} files, {size:,} bytes")
     for path in leftovers(options.path):
         print(
@@ -141,7 +139,7 @@ def upload(options: argparse.Namespace) -> int:
 
 
 def to_hf(options: argparse.Namespace) -> int:
-    from torchtitan.checkpoint import convert
+    from torchtitan.checkpoint.hf import convert
 
     convert.to_hf(
         options.source,
@@ -158,7 +156,7 @@ def to_hf(options: argparse.Namespace) -> int:
 
 
 def from_hf(options: argparse.Namespace) -> int:
-    from torchtitan.checkpoint import convert
+    from torchtitan.checkpoint.hf import convert
     from torchtitan.config import resolve
     from torchtitan.train.preflight import preflight
 

@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torchtitan.tools.reports import collect
-from torchtitan.tools.reports.collect import report_page
+from torchtitan.tools.reports.collect import collect, report_page
 from torchtitan.tools.reports.folder import Runs
 from torchtitan.tools.reports.text import as_text
 from torchtitan.utils.errors import UserError

@@ -1,13 +1,12 @@
 """Tokenize text once, ahead of training:
 
-    torchtitan tokenize --input 'corpus/*.jsonl.gz' --output tokens/ --tokenizer
-    assets/hf/Llama-3.1-8B
+    torchtitan tokenize --input 'corpus/*.jsonl.gz' --output tokens/ \\
+        --tokenizer assets/hf/Llama-3.1-8B
 
 then set `training.dataset_path = "tokens/"`. One process reads the files in sequence, without a
 cache, and others tokenize. Every `--part` documents make a token file, written atomically. After an
-interruption, the same command does only the missing parts. A report of documents, tokens, bytes,
-exact duplicates and bad documents ends up in
-`NAME-report.json` beside the token files.
+interruption, the same command does only the missing parts. `NAME-report.json` beside the token
+files counts documents, tokens, bytes, exact duplicates and bad documents.
 """
 
 import argparse
@@ -68,13 +67,13 @@ class Meter:
         self.start = self.reported = time.monotonic()
 
     def advance(self, size: int) -> None:
-        """`size` bytes were read."""
+        """Count `size` bytes as read."""
         self.read += size
 
     def wrote(self, documents: int, tokens: int) -> None:
-        """So many documents and tokens were written."""
-        self.documents = self.documents + documents
-        self.tokens = self.tokens + tokens
+        """Count documents and tokens as written."""
+        self.documents += documents
+        self.tokens += tokens
         now = time.monotonic()
         rate = self.tokens / max(now - self.start, 1e-9)
         what = f"{plural(self.documents, 'document')}, {show_rate(rate)} tokens/s"
@@ -147,7 +146,7 @@ def parser() -> argparse.ArgumentParser:
 def _size_and_fingerprint(
     options: argparse.Namespace, stamps: Sequence[FileStamp]
 ) -> tuple[int, str]:
-    """Bytes of the input, and what changes when it does."""
+    """Size of the input in bytes, and a fingerprint of it."""
     if not stamps:
         demo = _demo(options)
         return demo.text_bytes, demo.contents.fingerprint
@@ -169,30 +168,30 @@ def _demo_items(demo: DemoDocuments, meter: Meter) -> Iterator[Item]:
 
 
 def _report(output: Output, parts: int) -> dict[str, Any]:
-    """What all token files hold together."""
+    """The summary of all token files."""
     metas = [meta for i in range(parts) if (meta := output.meta(i))]
-    documents, tokens, size = (
-        sum(meta[key] for meta in metas) for key in ("documents", "tokens", "bytes")
-    )
-    again, again_bytes = count_duplicates(
-        [output.file(i).with_suffix(".hashes") for i in range(parts)]
-    )
+    documents = sum(meta["documents"] for meta in metas)
+    tokens = sum(meta["tokens"] for meta in metas)
+    size = sum(meta["bytes"] for meta in metas)
+    bad = Counter[str]()
+    for meta in metas:
+        bad.update(meta["bad"])
+    hashes = [output.file(i).with_suffix(".hashes") for i in range(parts)]
+    again, again_bytes = count_duplicates(hashes)
     return {
         "documents": documents,
         "tokens": tokens,
         "bytes": size,
         "bytes_per_token": round(size / tokens, 4) if tokens else None,
         "duplicates": {"documents": again, "bytes": again_bytes},
-        "skipped": dict(
-            sum((Counter(meta["bad"]) for meta in metas), Counter[str]()).most_common()
-        ),
+        "skipped": dict(bad.most_common()),
         "first_skipped": [place for meta in metas for place in meta["places"]][:100],
         "files": parts,
     }
 
 
 def _stamps(options: argparse.Namespace) -> list[FileStamp]:
-    """The files of the input; none of the demo text.
+    """The files of the input; empty for the demo text.
 
     Raises:
         UserError: there are none, or one can't be read.
@@ -212,7 +211,7 @@ def _write(
     stamps: Sequence[FileStamp],
     size: int,
 ) -> int:
-    """Tokenize what is missing; the number of parts."""
+    """Write the missing token files; returns the number of parts."""
     try:
         with (meter := Meter(size)).bar:
             items = (
@@ -220,7 +219,13 @@ def _write(
                 if stamps
                 else _demo_items(_demo(options), meter)
             )
-            return tokenize(items, encoder, output, options.workers, meter.wrote)
+            return tokenize(
+                items,
+                encoder,
+                output,
+                options.workers,
+                meter.wrote,
+            )
     except BrokenProcessPool:
         raise UserError(
             "a worker process was killed, probably for lack of memory. Finished parts "
@@ -242,7 +247,12 @@ def main(argv: list[str]) -> int:
         "tokenizer": build_tokenizer(options.tokenizer).fingerprint,
         "part": options.part,
     }
-    output = Output(options.output, options.name, options.part, common)
+    output = Output(
+        options.output,
+        options.name,
+        options.part,
+        common,
+    )
     try:
         options.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -252,7 +262,16 @@ def main(argv: list[str]) -> int:
     if done := sum(output.meta(i) is not None for i in output.existing()):
         print(f"{plural(done, 'part')} already done")
     encoder = Encoder(options.tokenizer, options.text_column, options.on_bad_document == "stop")
-    report = _report(output, _write(options, encoder, output, stamps, size))
+    report = _report(
+        output,
+        _write(
+            options,
+            encoder,
+            output,
+            stamps,
+            size,
+        ),
+    )
     write_whole(options.output / f"{options.name}{REPORT}", json.dumps(report, indent=1).encode())
     skipped = Counter(report["skipped"])
     if not report["bytes"]:

@@ -35,6 +35,7 @@ from torchtitan.utils.text import brief, cut
 
 __all__ = [
     "Section",
+    "callbacks",
     "data_sources",
     "losses",
     "metric_sinks",
@@ -195,6 +196,9 @@ metric_sinks = Functions(
 )
 """`make(dump_folder, start_step[, keys])`: a `torchtitan.telemetry.trackers.Sink`."""
 
+callbacks = Functions("training.callbacks", "callback")
+"""`make([keys])`: a `torchtitan.train.callbacks.Callback`."""
+
 _MODELS = Path(__file__).parents[1] / "models"
 model_families: Registry[Any] = Registry(
     "model.name",
@@ -211,6 +215,7 @@ REGISTRIES: tuple[Functions, ...] = (
     data_sources,
     tokenizers,
     metric_sinks,
+    callbacks,
 )
 """What a module of the user registers, with keys of its own."""
 CHOICES: tuple[Registry[Any], ...] = (*REGISTRIES, model_families)

@@ -1,4 +1,4 @@
-"""Notices, at a resume, data that has changed since the checkpoint was saved."""
+"""Notices at a resume that data has changed since the checkpoint was saved."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,7 +17,7 @@ class ContentsRecord:
     def __init__(self, spec: DataSpec, contents: Mapping[str, Contents]):
         """
         Args:
-            contents: of each source, by its name.
+            contents: the contents of each source by its name.
         """
         self.spec = spec
         self.contents = contents
@@ -45,37 +45,57 @@ class ContentsRecord:
         self._rendered = None
 
     def lists(self) -> bytes:
-        """The file of a checkpoint that names the files of all sources."""
+        """The checkpoint's file with the files of all sources."""
         if self._rendered is None:
             self._rendered = render_lists(self._lists)
         return self._rendered
 
     def compare(self, state: DataState, lists: Callable[[], Lists]) -> list[str]:
-        """The sources whose contents are no longer those at a position.
+        """The sources whose contents have changed since a position was taken.
 
         Args:
-            lists: reads the recorded files of the sources. Called only if something has changed.
+            lists: reads the recorded files of the sources; called only if something has changed.
 
         Raises:
-            UserError: there are some, or validation sets, unless `on_changed_data` allows that.
+            UserError: sources or validation sets have changed, unless `on_changed_data` allows it.
         """
         saved = state.sources
         if parked := saved.keys() - self.contents.keys():
             kept = lists().get("sources", {})
-            self._lists["sources"] |= {name: kept[name] for name in parked if name in kept}
+            self._lists["sources"] |= {name: kept[name] for name in parked & kept.keys()}
             self._rendered = None
         found = []
         for source in self.spec.sources:
             if source.name in saved:
-                recorded = partial(_files, lists, "sources", source.name)
-                if self._has_changed(self, source, saved[source.name].contents, recorded):
+                recorded = partial(
+                    _files,
+                    lists,
+                    "sources",
+                    source.name,
+                )
+                if self._has_changed(
+                    self,
+                    source,
+                    saved[source.name].contents,
+                    recorded,
+                ):
                     found.append(source.name)
         for section, other in self._held_out.items():
             before = state.fingerprint.held_out.get(section)
-            # Under another name the set was changed on purpose; no position depends on it.
+            # With another name, the set was changed on purpose; no position depends on it.
             if before is not None and before.dataset == self.held_out[section].dataset:
-                recorded = partial(_files, lists, "held_out", section)
-                self._has_changed(other, other.spec.sources[0], before.contents, recorded)
+                recorded = partial(
+                    _files,
+                    lists,
+                    "held_out",
+                    section,
+                )
+                self._has_changed(
+                    other,
+                    other.spec.sources[0],
+                    before.contents,
+                    recorded,
+                )
         return found
 
     def _has_changed(
@@ -87,9 +107,9 @@ class ContentsRecord:
     ) -> bool:
         """
         Args:
-            own: the record of the source.
-            before: its fingerprint at the checkpoint.
-            files: reads its files at the checkpoint.
+            own: the record that has the source.
+            before: the source's fingerprint at the checkpoint.
+            files: reads the source's files at the checkpoint.
         """
         key = f"{own.spec.key(source)}.dataset{'_path' if source.dataset_path else ''}"
         now = own.contents[source.name]
@@ -102,11 +122,13 @@ class ContentsRecord:
             )
             return False
         recorded = files() if now.files else ()
+        what = f"it was {before}, and is {now.fingerprint}"
         same_reading = before.partition("; ")[2] == now.fingerprint.partition("; ")[2]
-        found = changes(recorded, now.files) if recorded and same_reading else []
-        if recorded and same_reading and not found:
-            return False
-        what = in_words(found) if found else f"it was {before}, and is {now.fingerprint}"
+        if recorded and same_reading:
+            found = changes(recorded, now.files)
+            if not found:
+                return False
+            what = in_words(found)
         problem = f"{key}: the data has changed since the checkpoint was saved: {what}"
         if self.spec.on_changed_data == "continue":
             logger.warning(

@@ -66,7 +66,12 @@ def build_loader(
     """
     later = spec.options.timeout_seconds or limits[1]
     share = ((dp_rank, dp_degree),)
-    return StepLoader(spec, share, local_batch_size, (max(limits[0], later), later))
+    return StepLoader(
+        spec,
+        share,
+        local_batch_size,
+        (max(limits[0], later), later),
+    )
 
 
 class StepLoader:
@@ -149,7 +154,12 @@ class StepLoader:
         now = self.fingerprint
         for name in ("tokenizer", "seq_len", "seed"):
             key = _KEYS.get(name, f"{self.spec.section}.{name}")
-            self._check_same(name, key, getattr(saved, name), getattr(now, name))
+            self._check_same(
+                name,
+                key,
+                getattr(saved, name),
+                getattr(now, name),
+            )
         positions = dict(state.sources)
         for name in self.record.compare(state, lists):
             kind = positions[name].kind
@@ -197,7 +207,12 @@ class StepLoader:
             )
 
     @staticmethod
-    def _check_same(what: str, key: str, old: object, now: object) -> None:
+    def _check_same(
+        what: str,
+        key: str,
+        old: object,
+        now: object,
+    ) -> None:
         if old != now:
             raise UserError(
                 f"{key}: the checkpoint's data position is for {what} {old}, but this "
@@ -262,7 +277,12 @@ class StepLoader:
             self._workers = self._workers or Workers(self.spec, self.share, self.start)
             steps = self._workers.steps()
         else:
-            steps = StepReader(self.spec, self.sources, self.share, self.start).steps()
+            steps = StepReader(
+                self.spec,
+                self.sources,
+                self.share,
+                self.start,
+            ).steps()
         for step, rows in enumerate(steps, self.start.step):
             yield self._batch(step, rows)
 
@@ -279,7 +299,15 @@ class StepLoader:
 
     def blank(self) -> StepBatch:
         """A first batch without labels."""
-        return self._batch(0, StepRows([], [], [], self.start))
+        return self._batch(
+            0,
+            StepRows(
+                [],
+                [],
+                [],
+                self.start,
+            ),
+        )
 
     def _stalled(self) -> str:
         section = self.spec.section
@@ -288,10 +316,9 @@ class StepLoader:
         reading = "; ".join(retry.doing for retry in self.retries.values())
         doing = f"{workers} worker processes don't answer" if workers else f"still {reading}"
         return (
-            f"{section}.dataset: no data for {self.limit:g} s from {self.name}: {doing}. "
-            "Check whether its storage or "
-            f"network hangs, or raise {options}.timeout_seconds (keep it below "
-            "comm.train_timeout_seconds)."
+            f"{section}.dataset: no data for {self.limit:g} s from {self.name}: {doing}. Check "
+            f"whether its storage or network hangs, or raise {options}.timeout_seconds (keep it "
+            "below comm.train_timeout_seconds)."
         )
 
     def _warn_of_shared_lanes(self) -> None:
@@ -299,13 +326,11 @@ class StepLoader:
         for config, source in zip(self.spec.sources, self.sources.values(), strict=True):
             if self.spec.infinite and isinstance(source, DocumentSource) and source.lanes < rows:
                 logger.warning(
-                    f"{self.spec.key(config)}.dataset_path: "
-                    f"{plural(source.lanes, 'document')} for {rows} rows per "
-                    "step: a step has consecutive rows of a document, and ranks that "
-                    "share a document all tokenize it. "
-                    "Split the text into more documents, or convert it to token files "
-                    "with torchtitan tokenize, whose "
-                    "rows are windows at different positions"
+                    f"{self.spec.key(config)}.dataset_path: {plural(source.lanes, 'document')} for "
+                    f"{rows} rows per step: a step has consecutive rows of a document, and ranks "
+                    "that share a document all tokenize it. Split the text into more documents, "
+                    "or convert it to token files with torchtitan tokenize, whose rows are "
+                    "windows at different positions"
                 )
 
 

@@ -1,12 +1,12 @@
 """The position in the data after a step, as readers hold it and as checkpoints record it.
 
-DataState
-    fingerprint: DataFingerprint              what the position is valid for
-    step
-    shares: SharesState                       how the rows were divided among the sources
-    sources: name -> SourcePosition
-        lanes: index -> LanePosition          only of text
-            cursor: DocumentPosition | StreamPosition
+    DataState
+        fingerprint: DataFingerprint              the data that the position is valid for
+        step
+        shares: SharesState                       how the rows were divided among the sources
+        sources: name -> SourcePosition
+            lanes: index -> LanePosition          only for text
+                cursor: DocumentPosition | StreamPosition
 
 These models are the only definition of the format. Imports no torch.
 """
@@ -14,7 +14,7 @@ These models are the only definition of the format. Imports no torch.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -33,9 +33,9 @@ class StreamPosition(Strict):
 
     epoch: Count
     stream: dict[str, JsonValue] | None
-    """The stream's own state; None at the beginning of an epoch."""
+    """The stream's state; None at the beginning of an epoch."""
     skipped: dict[str, Count] = Field(default={})
-    """Bad documents that were passed over since the first step, by kind."""
+    """Bad documents skipped since the first step, by kind."""
 
 
 class LanePosition(Strict):
@@ -44,13 +44,13 @@ class LanePosition(Strict):
     cursor: DocumentPosition | StreamPosition
     """Position before the current document."""
     offset: Annotated[int, Field(ge=-1, lt=2**63)]
-    """The next id of the current document, or of the piece of it; -1 between two documents."""
+    """The next id of the current document or piece; -1 between two documents."""
     position: Count = 0
     """Where the current piece of a long document starts."""
 
 
 class SourcePosition(Strict):
-    """Rows that were read from a source, and of text, the position in each of its lanes."""
+    """The rows read from a source and, for text, the position in each of its lanes."""
 
     contents: str
     """Fingerprint of the source."""
@@ -76,7 +76,7 @@ class SourcePosition(Strict):
 
     @property
     def skipped(self) -> Counter[str]:
-        """Bad documents that the lanes have passed over, by kind."""
+        """Bad documents that the lanes have skipped, by kind."""
         found = Counter[str]()
         for lane in (self.lanes or {}).values():
             if isinstance(lane.cursor, StreamPosition):
@@ -84,9 +84,7 @@ class SourcePosition(Strict):
         return found
 
     def restarted(self) -> "SourcePosition":
-        """This position for contents that have changed: each lane begins anew with the document it
-        stood in.
-        """
+        """This position for changed contents: each lane restarts its current document."""
         lanes = {
             index: lane.model_copy(update={"offset": -1, "position": 0})
             for index, lane in (self.lanes or {}).items()
@@ -109,7 +107,7 @@ class SharesState(Strict):
 
 
 class DataPosition(Strict):
-    """The position of one reader, with only its own lanes, or of all readers together."""
+    """The position of one reader, with its lanes only, or of all readers together."""
 
     step: Count
     shares: SharesState
@@ -122,20 +120,18 @@ class SourceFingerprint(Strict):
 
 
 class DataFingerprint(Strict):
-    """What a position is valid for."""
+    """The data that a position is valid for."""
 
     sources: dict[str, SourceFingerprint]
     tokenizer: str
     seq_len: Count
     seed: Count
     held_out: dict[str, SourceFingerprint] = Field(default={})
-    """Validation sets, by the sections that configure them. No position depends on them."""
+    """Validation sets by their sections. No position depends on them."""
 
 
 class DataState(DataPosition):
-    """The data position that a checkpoint records: complete, and the same for any number of
-    readers.
-    """
+    """The data position in a checkpoint: complete, and the same for any number of readers."""
 
     fingerprint: DataFingerprint
 
@@ -148,29 +144,20 @@ class DataState(DataPosition):
 
 
 def joined(parts: Sequence[DataPosition]) -> DataPosition:
-    """The position that the positions of several readers make up, each of which has some of the
-    lanes.
-    """
+    """The position of several readers together, each of which has some of the lanes."""
     first = parts[0]
-    sources = {}
+    sources = dict(first.sources)
     for name, source in first.sources.items():
-        lanes: dict[str, LanePosition] = {}
-        for part in parts:
-            lanes |= part.sources[name].lanes or {}
-        sources[name] = (
-            source.model_copy(update={"lanes": lanes}) if source.lanes is not None else source
-        )
-    return DataPosition(
-        step=first.step,
-        shares=first.shares,
-        sources=sources,
-    )
+        if source.lanes is not None:
+            lanes: dict[str, LanePosition] = {}
+            for part in parts:
+                lanes |= part.sources[name].lanes or {}
+            sources[name] = source.model_copy(update={"lanes": lanes})
+    return DataPosition(step=first.step, shares=first.shares, sources=sources)
 
 
-def json_fault(value: Any, depth: int = 0) -> tuple[str, str] | None:
-    """What would not come back from JSON as it is: its place in `value`, and what it is; None if
-    all would.
-    """
+def json_fault(value: object, depth: int = 0) -> tuple[str, str] | None:
+    """Place and description of a part of `value` that JSON would change; None if there is none."""
     if type(value) is dict:
         for key in value:
             if type(key) is not str:
@@ -191,7 +178,7 @@ def json_fault(value: Any, depth: int = 0) -> tuple[str, str] | None:
     return None
 
 
-def _scalar_fault(value: Any) -> str | None:
+def _scalar_fault(value: object) -> str | None:
     if type(value) is float and not math.isfinite(value):
         return f"the number {value}"
     if type(value) is str:

@@ -92,12 +92,16 @@ class StepReader:
             for name, reader in self.readers.items():
                 if reader.left is not None:
                     left[name] = reader.left
-        counts = divide(self.shares, weights, count, left)
+        counts = divide(
+            self.shares,
+            weights,
+            count,
+            left,
+        )
         if sum(counts.values()) < count:
             raise UserError(
                 f"{self.spec.section}.sources: all have been read max_epochs times after "
-                f"{self.step} steps; set "
-                f"training.steps = {self.step}, or raise max_epochs"
+                f"{self.step} steps; set training.steps = {self.step}, or raise max_epochs"
             )
         slots = place(counts, self.spec.seed, self.step)
         found: dict[int, Row] = {}
@@ -132,7 +136,12 @@ class StepReader:
 class Workers:
     """`num_workers` processes, each of which reads a consecutive share of the rank's rows."""
 
-    def __init__(self, spec: DataSpec, share: Share, start: DataPosition):
+    def __init__(
+        self,
+        spec: DataSpec,
+        share: Share,
+        start: DataPosition,
+    ):
         """
         Args:
             share: the rank's.
@@ -170,7 +179,12 @@ class Workers:
                 return
             sums = map(sum, zip(*(part.epochs for part in found), strict=True))
             epochs = [total / len(found) for total in sums]
-            whole = StepRows([], [], epochs, joined([part.position for part in found]))
+            whole = StepRows(
+                [],
+                [],
+                epochs,
+                joined([part.position for part in found]),
+            )
             for part, share in zip(parts, self.shares, strict=True):
                 if isinstance(part, StepRows):
                     whole.rows.extend(part.rows)
@@ -185,7 +199,12 @@ class Workers:
 class _WorkerRows(IterableDataset):
     """A worker's part of each step; None at the end of a finite pass, or the text of an error."""
 
-    def __init__(self, spec: DataSpec, shares: list[Share], start: DataPosition):
+    def __init__(
+        self,
+        spec: DataSpec,
+        shares: list[Share],
+        start: DataPosition,
+    ):
         self.spec = spec
         self.shares = shares
         self.start = start
@@ -200,7 +219,12 @@ class _WorkerRows(IterableDataset):
                     one.name: open_source(self.spec, one, self.spec.retry(one))
                     for one in self.spec.sources
                 }
-                steps = StepReader(self.spec, sources, self.shares[info.id], self.start).steps()
+                steps = StepReader(
+                    self.spec,
+                    sources,
+                    self.shares[info.id],
+                    self.start,
+                ).steps()
             while True:
                 with _undivided():
                     rows = next(steps, None)

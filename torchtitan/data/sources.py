@@ -136,8 +136,18 @@ def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
     if make is None and source.dataset_path is not None:
         key = f"{section}.dataset_path"
         if found := find_token_files(source.dataset_path, key):
-            files = TokenFiles(found, spec.seq_len, spec.tokenizer, key)
-            return TokenSource(files, spec, source.max_epochs, retry)
+            files = TokenFiles(
+                found,
+                spec.seq_len,
+                spec.tokenizer,
+                key,
+            )
+            return TokenSource(
+                files,
+                spec,
+                source.max_epochs,
+                retry,
+            )
     if source.max_epochs is not None:
         raise UserError(
             f"{section}.max_epochs: the end of a text is known only from its tokens; "
@@ -145,10 +155,20 @@ def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
             f"`torchtitan tokenize` and name them as {section}.dataset_path, or remove max_epochs"
         )
     if make is not None:
-        made = open_custom(make, source.dataset, source.dataset_path, section)
+        made = open_custom(
+            make,
+            source.dataset,
+            source.dataset_path,
+            section,
+        )
         if isinstance(made, RegisteredDocuments):
             return DocumentSource(made, spec, retry)
-        stream = StreamSource(made, spec, source, retry)
+        stream = StreamSource(
+            made,
+            spec,
+            source,
+            retry,
+        )
         stream.check()
         return stream
     documents = open_documents(
@@ -162,7 +182,12 @@ def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
     if documents is not None:
         return DocumentSource(documents, spec, retry)
     found_stream = open_stream(source.dataset, section, source.text_column)
-    return StreamSource(found_stream, spec, source, retry)
+    return StreamSource(
+        found_stream,
+        spec,
+        source,
+        retry,
+    )
 
 
 class TokenSource(Source):
@@ -186,13 +211,25 @@ class TokenSource(Source):
             self.rows = self.epochs * len(files)
 
     def reader(self, share: Share, lanes: int | None = None) -> SourceReader:
-        return TokenReader(self.files, share, self.seed, self.epochs, self.retry)
+        return TokenReader(
+            self.files,
+            share,
+            self.seed,
+            self.epochs,
+            self.retry,
+        )
 
 
 class _LaneSource(Source):
     """Rows are cut from lanes of documents."""
 
-    def __init__(self, contents: Contents, lanes: int, spec: DataSpec, retry: Retry):
+    def __init__(
+        self,
+        contents: Contents,
+        lanes: int,
+        spec: DataSpec,
+        retry: Retry,
+    ):
         self.contents = contents
         self.lanes = lanes
         self.spec = spec
@@ -212,7 +249,12 @@ class _LaneSource(Source):
             lane: Lane(self.cursor(lane, count), spec.tokenizer, spec.seq_len)
             for lane in sorted(own)
         }
-        return LaneReader(self.contents.fingerprint, share, read, count)
+        return LaneReader(
+            self.contents.fingerprint,
+            share,
+            read,
+            count,
+        )
 
 
 class DocumentSource(_LaneSource):
@@ -220,14 +262,30 @@ class DocumentSource(_LaneSource):
 
     kind = "documents"
 
-    def __init__(self, documents: Documents, spec: DataSpec, retry: Retry):
+    def __init__(
+        self,
+        documents: Documents,
+        spec: DataSpec,
+        retry: Retry,
+    ):
         lanes = min(max(spec.batch_sizes), len(documents))
-        super().__init__(documents.contents, lanes, spec, retry)
+        super().__init__(
+            documents.contents,
+            lanes,
+            spec,
+            retry,
+        )
         self.documents = documents
 
     def cursor(self, lane: int, lanes: int) -> Cursor:
         seed = self.spec.seed if self.spec.infinite else None
-        return DocumentCursor(self.documents, lane, lanes, seed, self.retry)
+        return DocumentCursor(
+            self.documents,
+            lane,
+            lanes,
+            seed,
+            self.retry,
+        )
 
 
 class StreamSource(_LaneSource):
@@ -245,7 +303,12 @@ class StreamSource(_LaneSource):
         # Every lane gets whole shards: if the number of lanes didn't divide theirs, each would read
         # the whole stream.
         lanes = math.gcd(max(spec.batch_sizes), stream.num_shards)
-        super().__init__(Contents(f"stream of {source.dataset}"), lanes, spec, retry)
+        super().__init__(
+            Contents(f"stream of {source.dataset}"),
+            lanes,
+            spec,
+            retry,
+        )
         self.stream = stream
         self.column = source.text_column
 

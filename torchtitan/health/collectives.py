@@ -15,7 +15,7 @@ class Group(NamedTuple):
 
     ranks: tuple[int, ...]
     description: str
-    """In words: `tp`, `all ranks = dp_shard`."""
+    """Its name in words: `tp`, `all ranks = dp_shard`."""
     at: str = ""
     """Where it was created, if known."""
     name: str = ""
@@ -117,7 +117,7 @@ def uneven_exchange(exchanges: Mapping[int, Iterable[Exchange]]) -> Uneven | Non
     """The first exchange of experts' rows whose ranks disagree.
 
     Args:
-        exchanges: those of each rank.
+        exchanges: rank to its exchanges.
     """
     same: dict[tuple[int, ...], dict[int, Exchange]] = {}
     for rank, own in exchanges.items():

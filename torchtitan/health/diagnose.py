@@ -139,7 +139,7 @@ def _describe(collective: Recorded | None) -> str:
 Edge = tuple[Recorded | None, set[int]]
 """A collective that a rank waits in, and the ranks that it waits for."""
 Waits = dict[int, list[Edge]]
-"""For each rank that waits: its edges, the oldest collective first."""
+"""Rank that waits to its edges, the oldest collective first."""
 
 
 def _waits(dumps: Dumps) -> Waits:

@@ -1,6 +1,4 @@
-"""torch's Flight Recorder: a ring of the last collectives of each rank, configured and written to
-disk.
-"""
+"""Configures torch's Flight Recorder, a ring of each rank's last collectives, and dumps it."""
 
 import json
 import os
@@ -18,13 +16,11 @@ from torchtitan.utils.formats import safe_loads
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 DUMPED = 2000
-"""Collectives written per rank. One rank reads those of all ranks, so this is bounded."""
+"""Maximum number of collectives written per rank; one rank reads the dumps of all."""
 
 
 def configure_flight_recorder(comm: Comm, dump_folder: str) -> None:
-    """Set the Flight Recorder's environment, as torch before 2.13 and since spell it. Call before
-    any group exists.
-    """
+    """Set the Flight Recorder's environment for old and new torch, before any group exists."""
     folder = Path(dump_folder, comm.save_traces_folder)
     size = str(comm.trace_buf_size)
     settings = {"TORCH_FR_BUFFER_SIZE": size}
@@ -66,40 +62,36 @@ def dump_flight_recorder(comm: Comm, dump_folder: str, *, stacks: bool = True) -
             if isinstance(group, dist.ProcessGroup)
         }
         # The record may name destroyed groups; the analyzer accepts only groups in the table.
-        trace["entries"] = [
-            e for e in trace.get("entries", ()) if e["process_group"][0] in trace["pg_config"]
-        ]
-        for entry in trace["entries"]:
+        entries = []
+        for entry in trace.get("entries", ()):
+            group = trace["pg_config"].get(entry["process_group"][0])
+            if group is None:
+                continue
+            entries.append(entry)
             if entry["retired"]:
                 entry["state"] = "completed"
-            if (
-                entry["profiling_name"] == "gloo:all_gather"
-            ):  # some entries record the shape of one part
-                members = json.loads(trace["pg_config"][entry["process_group"][0]]["ranks"])
-                entry["output_sizes"] = [[len(members), *size] for size in entry["input_sizes"]]
+            # some entries record the shape of one part
+            if entry["profiling_name"] == "gloo:all_gather":
+                members = len(json.loads(group["ranks"]))
+                entry["output_sizes"] = [[members, *size] for size in entry["input_sizes"]]
+        trace["entries"] = entries
     trace["entries"] = trace.get("entries", [])[-DUMPED:]
-    path = Path(
-        dump_folder, comm.save_traces_folder, f"{comm.save_traces_file_prefix}{dist.get_rank()}"
-    )
-    write_whole(path, pickle.dumps(trace))
+    name = f"{comm.save_traces_file_prefix}{dist.get_rank()}"
+    write_whole(Path(dump_folder, comm.save_traces_folder, name), pickle.dumps(trace))
 
 
 def collective_counts() -> dict[str, dict[str, int]]:
     """Number of collectives that each process group has started and completed."""
-    return safe_loads(_recorder()(includeCollectives=False, includeStackTraces=False)).get(
-        "pg_status", {}
-    )
+    trace = safe_loads(_recorder()(includeCollectives=False, includeStackTraces=False))
+    return trace.get("pg_status", {})
 
 
 def _records_nccl() -> bool:
-    return "nccl" in str(dist.get_backend_config()) and hasattr(
-        torch._C._distributed_c10d, "_dump_nccl_trace"
-    )
+    in_use = "nccl" in str(dist.get_backend_config())
+    return in_use and hasattr(torch._C._distributed_c10d, "_dump_nccl_trace")
 
 
 def _recorder() -> Callable[..., bytes]:
-    """The function that returns the Flight Recorder's contents, pickled: NCCL's if NCCL is in use,
-    else gloo's.
-    """
+    """The function that dumps the Flight Recorder of NCCL, if in use, else gloo's."""
     c10d: Any = torch._C._distributed_c10d
     return c10d._dump_nccl_trace if _records_nccl() else c10d._dump_fr_trace

@@ -1,5 +1,4 @@
-"""The training guard: finds loss and gradient spikes, and skips their update or rewinds to a
-checkpoint.
+"""The training guard: finds spikes, and skips their update or rewinds to a checkpoint.
 
 All ranks judge the same global numbers and so make the same calls.
 """
@@ -25,9 +24,7 @@ from torchtitan.utils.logging import event, logger
 _SIGMA = 1.4826
 """Standard deviation of a normal distribution, in units of its median absolute deviation."""
 _MIN_RELATIVE_SIGMA = 0.01
-"""Floor of the standard deviation, relative to the median, so that noise in a flat loss is no
-spike.
-"""
+"""Floor of the standard deviation, relative to the median: noise in a flat loss is no spike."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +48,7 @@ def deviation(value: float, window: Sequence[float]) -> float:
 
 
 class SpikeDetector:
-    """Finds spikes, and records which rows of the data the weights have not seen because of
-    them.
-    """
+    """Finds spikes, and records the rows that the weights have not seen because of them."""
 
     def __init__(self, config: schema.Guard, rows_per_step: int):
         self.config = config
@@ -78,21 +73,18 @@ class SpikeDetector:
         self.rows += self.rows_per_step
         if config.policy == "off":
             return None
-        reasons = [
-            reason for name, value in values.items() if (reason := self._reason(name, value))
-        ]
+        found = [self._reason(name, value) for name, value in values.items()]
+        reasons = [reason for reason in found if reason]
         # Under "warn" spikes enter the window too; otherwise a lasting change would be reported
         # forever.
-        if (
-            step > config.warmup_steps
-            and (not reasons or not self.acts)
-            and all(map(math.isfinite, values.values()))
-        ):
+        usual = math.isfinite(loss) and math.isfinite(grad_norm) and not (reasons and self.acts)
+        if usual and step > config.warmup_steps:
             for name, value in values.items():
                 self.windows[name].append(value)
         if not reasons:
             self.calm += 1
-            if self.calm >= (config.window if config.policy == "rewind" else 1):
+            enough = config.window if config.policy == "rewind" else 1
+            if self.calm >= enough:
                 self.streak = 0
             return None
         self.calm = 0
@@ -103,9 +95,8 @@ class SpikeDetector:
     def _reason(self, name: str, value: float) -> str | None:
         text = name.replace("_", " ")
         if not math.isfinite(value):
-            return (
-                f"{text} {value}" if self.acts else None
-            )  # otherwise training.on_nonfinite decides
+            # otherwise training.on_nonfinite decides
+            return f"{text} {value}" if self.acts else None
         window = self.windows[name]
         threshold = self.thresholds[name]
         if not threshold or len(window) < self.config.window:
@@ -116,9 +107,7 @@ class SpikeDetector:
         return f"{text} {value:.4g}, {above:.1f} standard deviations above {median(window):.4g}"
 
     def skip_rows(self, first: int) -> list[int]:
-        """Record that the weights have not seen the rows from `first` to the current position; that
-        range.
-        """
+        """Record that the weights have not seen the rows since `first`; the merged range."""
         merged = [r for r in self.skipped if r[1] < first]
         for r in self.skipped[len(merged) :]:
             first = min(first, r[0])
@@ -201,8 +190,7 @@ class Guard:
         return False
 
     def handle_spike(self) -> Resumed | None:
-        """Carry out and log the action for a spike in the step just done; the checkpoint rewound
-        to, if any.
+        """Carry out and log the action for a spike in this step; the checkpoint rewound to.
 
         Raises:
             GuardError: `guard.limit` is exceeded, or the weights can't be restored.
@@ -235,9 +223,9 @@ class Guard:
         if spike.action == "warn":
             done = "the update was made anyway (guard.policy)"
         elif resumed is None:
-            done = "update skipped" + (
-                "; there is no checkpoint yet" if spike.action == "rewind" else ""
-            )
+            done = "update skipped"
+            if spike.action == "rewind":
+                done += "; there is no checkpoint yet"
             about["rows"] = self.spikes.skip_step()
         else:
             done = (
@@ -251,16 +239,8 @@ class Guard:
         )
         if dist.get_rank() == 0:
             with self.journal.open("a") as file:
-                file.write(
-                    json.dumps(
-                        {
-                            "step": spike.step,
-                            **about,
-                            "time": time.time(),
-                        }
-                    )
-                    + "\n"
-                )
+                line = {"step": spike.step, **about, "time": time.time()}
+                file.write(json.dumps(line) + "\n")
         return resumed
 
     def load(self, train_state: dict[str, Any]) -> None:

@@ -47,9 +47,7 @@ class Continuation:
     tokens: list[int] = field(default_factory=list)
     """Without the end-of-text token."""
     end: Literal["", "eos", "length", "context", "stop"] = ""
-    """Why it ended: end of text, `max_new_tokens`, the model's `max_seq_len`, or a text to stop at.
-    Empty: not yet.
-    """
+    """Why it ended: end of text, `max_new_tokens`, `max_seq_len` or a stop text. Empty: not yet."""
 
     def take(
         self,
@@ -69,16 +67,13 @@ class Continuation:
             self.end = "context"
 
     def text(self, tokenizer: Tokenizer) -> str:
-        """The continuation, decoded with the prompt: some tokenizers drop the space before the
-        first word.
-        """
-        return tokenizer.decode([*self.prompt, *self.tokens])[len(tokenizer.decode(self.prompt)) :]
+        """The continuation, decoded after the prompt: some tokenizers drop a leading space."""
+        whole = tokenizer.decode([*self.prompt, *self.tokens])
+        return whole[len(tokenizer.decode(self.prompt)) :]
 
 
 class _Cache:
-    """The positions of one forward's tokens, shared by the layers. Each layer keeps its own keys
-    and values.
-    """
+    """The positions of one forward's tokens, for all layers, which keep their keys and values."""
 
     def __init__(self, model: Any, rows: int, places: int):
         self.rows = rows
@@ -119,16 +114,18 @@ class _CachedAttention:
         assert mask is None, "generation has no document masks"
         cache = self.cache
         rows = len(k)
-        if (
-            not self.keys.numel()
-        ):  # allocated here, as tensor parallelism leaves a rank only some of the heads
-            self.keys = k.new_zeros(cache.rows, k.shape[1], cache.places, k.shape[3])
+        if not self.keys.numel():
+            # allocated here, as tensor parallelism leaves a rank only some of the heads
+            heads = k.shape[1]
+            self.keys = k.new_zeros(cache.rows, heads, cache.places, k.shape[3])
             self.values = torch.zeros_like(self.keys)
         index = cache.index.expand_as(k)
-        keys = self.keys[:rows].scatter_(2, index, k)[:, :, : cache.span]
-        values = self.values[:rows].scatter_(2, index, v)[:, :, : cache.span]
+        keys = self.keys[:rows].scatter_(2, index, k)
+        values = self.values[:rows].scatter_(2, index, v)
         if cache.empty:
             return self.plain(q, k, v)
+        keys = keys[:, :, : cache.span]
+        values = values[:, :, : cache.span]
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
             q, keys, values, attn_mask=cache.visible, enable_gqa=grouped
@@ -170,7 +167,8 @@ def sample(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Genera
     noise = torch.empty_like(logits)
     for row, generator in zip(noise, generators, strict=True):
         row.exponential_(generator=generator)
-    return (logits - noise.clamp_(min=torch.finfo(noise.dtype).tiny).log()).argmax(-1)
+    noise = noise.clamp_(min=torch.finfo(noise.dtype).tiny).log()
+    return (logits - noise).argmax(-1)
 
 
 NextLogits = Callable[[Sequence[list[int]]], Tensor]
@@ -227,8 +225,7 @@ class TextGenerator:
         """
         Args:
             model: without FSDP; sharded over `mesh` if there is one. Its own `max_seq_len` must
-            exceed this one by the
-                number of ranks.
+                exceed this one by the number of ranks.
             rows: largest number of prompts per call.
             max_seq_len: longest text, prompt included.
             vocab_size: ids from here on are unknown to the tokenizer, and never sampled.
@@ -266,9 +263,8 @@ class TextGenerator:
             row[: len(prompt)] = torch.tensor(prompt)
         begin = [0] * len(rows)
         while True:
-            logits = self._logits(
-                tokens, begin, [n - first - 1 for n, first in zip(lengths, begin, strict=True)]
-            )
+            last = [length - first - 1 for length, first in zip(lengths, begin, strict=True)]
+            logits = self._logits(tokens, begin, last)
             drawn = sample(logits, sampling, generators)
             if self.ranks > 1:
                 dist.broadcast(drawn, src=0)  # ranks whose samples differ by rounding would hang
@@ -279,11 +275,9 @@ class TextGenerator:
                     progress(row)
             if all(row.end for row in rows):
                 return rows
-            # A row that has ended stays at its position; its results are ignored.
-            begin = [
-                n if not row.end else first
-                for n, first, row in zip(lengths, begin, rows, strict=True)
-            ]
+            for i, row in enumerate(rows):
+                if not row.end:  # others stay at their position; their results are ignored
+                    begin[i] = lengths[i]
             lengths = [first + 1 for first in begin]
             tokens = drawn.cpu()[:, None]
 
@@ -298,12 +292,13 @@ class TextGenerator:
         padding = -tokens.shape[1] % self.ranks  # the ranks divide the sequence evenly
         tokens = F.pad(tokens, (0, padding)).to(self.device)
         positions = torch.tensor(begin)[:, None] + torch.arange(tokens.shape[1])
-        self.cache.place(positions.to(self.device), int(positions.max()))
-        hidden = self.model(tokens, positions.to(self.device), project=False)
+        furthest = int(positions.max())
+        positions = positions.to(self.device)
+        self.cache.place(positions, furthest)
+        hidden = self.model(tokens, positions, project=False)
         if self.mesh is not None:
-            hidden = DTensor.from_local(
-                hidden, self.mesh, [Shard(1)], run_check=False
-            ).full_tensor()
+            sharded = DTensor.from_local(hidden, self.mesh, [Shard(1)], run_check=False)
+            hidden = sharded.full_tensor()
         hidden = hidden[torch.arange(len(last)), torch.tensor(last)][:, None]
         # Under tensor parallelism, every rank passes this same token as its part of the sequence.
         logits = self.model.project(hidden, self.model.output_weight)[:, 0].float()

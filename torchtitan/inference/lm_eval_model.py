@@ -29,7 +29,7 @@ _MAX_NEW_TOKENS = 256
 """Default for requests without a limit, as in the `hf` backend."""
 
 Pair = tuple[Any, list[int], list[int]]
-"""What a request is called (unused here), the ids of its context and of its continuation."""
+"""A request's name (unused here), and the ids of its context and of its continuation."""
 
 
 class Logits(Protocol):
@@ -63,17 +63,17 @@ class EvalTokenizer:
     def __init__(self, tokenizer: Tokenizer, *, by_file: bool = False):
         """
         Args:
-            by_file: add the special tokens that the tokenizer's files ask for, not those of
-            training.
+            by_file: add special tokens as the tokenizer's files say, not as in training.
         """
+        bos = tokenizer.bos_id
         self.eos_id = tokenizer.eos_id
-        self.prefix_id = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-        """What a text without context follows."""
-        self._before = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        self.prefix_id = tokenizer.eos_id if bos is None else bos
+        """The token before a text without context."""
+        self._before = [] if bos is None else [bos]
         self._after: list[int] = []
         self._ids: Callable[[str, bool], list[int]] = lambda text, _: tokenizer.encode(text)
         self._decode = tokenizer.decode
-        self._special = {tokenizer.bos_id, tokenizer.eos_id}
+        self._special = {bos, tokenizer.eos_id}
         if isinstance(tokenizer, TiktokenTokenizer):
             backend = tokenizer.backend
             self._ids = lambda text, _: backend.encode(text, allowed_special="all")
@@ -84,7 +84,7 @@ class EvalTokenizer:
             self._read(tokenizer, by_file)
 
     def _read(self, tokenizer: HuggingFaceTokenizer, by_file: bool) -> None:
-        """As transformers' fast tokenizers read their files."""
+        """Read the files as transformers' fast tokenizers do."""
         assert tokenizer.path is not None
         # recognizes special tokens
         backend: Any = type(tokenizer.backend).from_file(str(tokenizer.path))
@@ -110,14 +110,15 @@ class EvalTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """
         Args:
-            add_special_tokens: begin the text as training does, or as the tokenizer's files ask
-            for.
+            add_special_tokens: begin the text as in training, or as the tokenizer's files say.
         """
         ids = self._ids(text, add_special_tokens)
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self._decode([i for i in ids if not (skip_special_tokens and i in self._special)])
+        if skip_special_tokens:
+            ids = [i for i in ids if i not in self._special]
+        return self._decode(list(ids))
 
 
 @dataclass
@@ -179,17 +180,20 @@ class HarnessModel(TemplateLM):
         """Each text whole, in windows of the longest row, each token predicted once."""
         windows: list[Pair] = []
         owners: list[int] = []
-        for owner, (text,) in enumerate(request.args for request in requests):
+        for owner, request in enumerate(requests):
+            (text,) = request.args
             for window in get_rolling_token_windows(
                 token_list=self.tok_encode(text),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
             ):
-                windows.append((None, *make_disjoint_window(window)))
+                context, continuation = make_disjoint_window(window)
+                windows.append((None, context, continuation))
                 owners.append(owner)
         sums = [0.0] * len(requests)
-        for owner, (value, _) in zip(owners, self._loglikelihood_tokens(windows), strict=True):
+        likelihoods = self._loglikelihood_tokens(windows)
+        for owner, (value, _) in zip(owners, likelihoods, strict=True):
             sums[owner] += value
         return sums
 
@@ -254,36 +258,31 @@ class HarnessModel(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         found = [""] * len(requests)
-        alike: dict[str, list[int]] = {}
+        by_settings: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
-            alike.setdefault(repr(request.args[1]), []).append(i)
-        for members in alike.values():
-            prompts = [self.tok_encode(requests[i].args[0]) for i in members]
-            # alike lengths share a batch
-            order = sorted(range(len(members)), key=lambda k: -len(prompts[k]))
-            for first in range(0, len(order), self.logits.batch):
-                together = order[first : first + self.logits.batch]
-                made = self._continue([prompts[k] for k in together], requests[members[0]].args[1])
-                for k, text in zip(together, made, strict=True):
-                    found[members[k]] = text
+            by_settings.setdefault(repr(request.args[1]), []).append(i)
+        for members in by_settings.values():
+            settings = requests[members[0]].args[1]
+            prompts = {i: self.tok_encode(requests[i].args[0]) for i in members}
+            members.sort(key=lambda i: -len(prompts[i]))  # similar lengths share a batch
+            for first in range(0, len(members), self.logits.batch):
+                batch = members[first : first + self.logits.batch]
+                texts = self._continue([prompts[i] for i in batch], settings)
+                for i, text in zip(batch, texts, strict=True):
+                    found[i] = text
         return found
 
     def _continue(self, prompts: list[list[int]], asked: dict[str, Any]) -> list[str]:
-        """
-        Args:
-            asked: the generation settings of a task.
-        """
+        """Continue prompts by the generation settings that a task has `asked` for."""
         settings: dict[str, Any] = dict(normalize_gen_kwargs(asked, _MAX_NEW_TOKENS))
-        until = handle_stop_sequences(
-            settings["until"], self.texts.decode([self.eot_token_id], False)
-        )
+        end = self.texts.decode([self.eot_token_id], False)
+        until = handle_stop_sequences(settings["until"], end)
         new = settings["max_gen_toks"]
-        room = self.max_length - settings["max_gen_toks"]
+        room = self.max_length - new
         if room <= 0:
             raise UserError(
-                f"lm-eval: a task asks for {new} new tokens, and the model reads "
-                f"{self.max_length} in all; leave out "
-                "the task, or lower max_gen_toks in its generation_kwargs"
+                f"lm-eval: a task asks for {new} new tokens, and the model reads {self.max_length} "
+                "in all; leave out the task, or lower max_gen_toks in its generation_kwargs"
             )
         sampling = Sampling(temperature=0)
         if settings["do_sample"]:
@@ -304,6 +303,5 @@ class HarnessModel(TemplateLM):
             device=self.logits.device,
             ends=ends,
         )
-        return [
-            postprocess_generated_text(self.texts.decode(row.tokens), until, None) for row in rows
-        ]
+        texts = [self.texts.decode(row.tokens) for row in rows]
+        return [postprocess_generated_text(text, until, None) for text in texts]

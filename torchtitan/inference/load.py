@@ -11,12 +11,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchtitan.checkpoint.commit import checkpoints_at
-from torchtitan.checkpoint.convert import check_averaged, model_of
 from torchtitan.checkpoint.hf.folder import SafetensorsReader, read_hf_config
 from torchtitan.checkpoint.hf.weights import check_hf, load_hf
 from torchtitan.checkpoint.load import Reader, alone
 from torchtitan.checkpoint.manifest import read_manifest
-from torchtitan.checkpoint.state import check_own_model, read_weights
+from torchtitan.checkpoint.state import (
+    check_averaged,
+    check_own_model,
+    model_of,
+    read_weights,
+)
 from torchtitan.config.load.decode import load_config
 from torchtitan.config.load.extend import recorded_tokenizer
 from torchtitan.config.registry import import_custom

@@ -11,11 +11,9 @@ DEAD_AFTER = 100
 many. By then chance doesn't explain it, whatever the batch size and `metrics.log_freq`.
 """
 OVERLOAD = 3.0
-"""A load, relative to the mean of the layer, that is too much if it stays: its rank does the work
-of three.
-"""
+"""Too high a load, relative to the mean of the layer: the rank does the work of three."""
 OVERLOAD_STEPS = 100
-"""For which it has stayed. At the start of training, loads this uneven are usual and pass."""
+"""Number of steps to wait: uneven loads are usual at the start of training, and pass."""
 _NAMED = 8
 
 
@@ -25,12 +23,10 @@ class ExpertLoads(NamedTuple):
     rows: dict[int, list[int]]
     """Layer to the rows of its experts."""
     loss: float
-    """The auxiliary losses of the last of the steps, with their coefficients, summed over the
-    layers.
-    """
+    """Auxiliary losses of the last step with their coefficients, summed over the layers."""
 
     def summary(self) -> dict[str, Any]:
-        """What a record says about all experts together."""
+        """Entries of a record about all experts together."""
         peaks = {layer: max(rows) * len(rows) / sum(rows) for layer, rows in self.rows.items()}
         worst = max(peaks, key=lambda layer: peaks[layer])
         return {
@@ -42,10 +38,11 @@ class ExpertLoads(NamedTuple):
 
 
 def read_loads(table: Tensor) -> ExpertLoads | None:
-    """The loads in a table `[layers, experts + 1]` on the host, whose last column holds auxiliary
-    losses.
+    """The loads in a table on the host; None if no token was routed.
 
-    None if no token was routed. A layer without experts has no rows.
+    Args:
+        table: `[layers, experts + 1]`; the last column holds auxiliary losses. A layer without
+            experts has no rows.
     """
     rows = {
         layer: list(map(int, loads))
@@ -56,7 +53,7 @@ def read_loads(table: Tensor) -> ExpertLoads | None:
 
 
 def _entropy(rows: Sequence[int]) -> float:
-    """Entropy of the distribution of rows over experts, divided by that of the uniform one."""
+    """Entropy of the distribution of rows over experts, relative to the uniform one."""
     if len(rows) == 1:
         return 1.0
     shares = [n / sum(rows) for n in rows if n]
@@ -72,9 +69,7 @@ class DeadExperts:
         self._named: set[tuple[int, int]] = set()
 
     def observe(self, loads: ExpertLoads) -> tuple[int, str | None]:
-        """Take in loads. How many experts are dead, and a warning if some of them were not dead
-        before.
-        """
+        """The number of dead experts after these loads, and a warning if some are new."""
         for layer, rows in loads.rows.items():
             for expert, n in enumerate(rows):
                 idle = self._idle.get((layer, expert), 0.0) + sum(rows) / len(rows)
@@ -97,11 +92,11 @@ class Overload:
 
     def __init__(self) -> None:
         self._steps = 0
-        """Since the last record without an overloaded expert."""
+        """Number of steps since the last record without an overloaded expert."""
         self._warned = False
 
     def observe(self, loads: ExpertLoads, steps: int) -> str | None:
-        """Take in the loads of some steps; a warning if one is due."""
+        """A warning after the loads of some steps, if one is due."""
         about = loads.summary()
         self._steps = self._steps + steps if about["expert_load_max"] > OVERLOAD else 0
         if self._steps < OVERLOAD_STEPS or self._warned:

@@ -21,6 +21,7 @@ from torchtitan.telemetry.trackers.build import Trackers
 from torchtitan.telemetry.trackers.jsonl import JsonlSink
 from torchtitan.utils.activity import Stopwatch
 from torchtitan.utils.device import peak_memory
+from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 
 TRAINING = ("first_step", "steps", "repeated", "data", "staging")
@@ -66,14 +67,10 @@ class Metrics:
         self.console = ConsoleSink(
             total_steps, start_step, config.disable_color_printing or rank != 0
         )
-        self.file = self.loads = self.samples = None
-        if rank == 0:
-            self.file = JsonlSink(folder / "metrics.jsonl", start_step)
-            if experts:  # in a file of their own, because they are many
-                self.loads = JsonlSink(folder / "expert_load.jsonl", start_step)
-            if samples:
-                self.samples = JsonlSink(folder / "samples.jsonl", start_step)
-        self.files = [file for file in (self.file, self.loads, self.samples) if file is not None]
+        self.files: dict[str, JsonlSink] = {}
+        for name, wanted in (("metrics", True), ("expert_load", experts), ("samples", samples)):
+            if wanted and rank == 0:
+                self.files[name] = JsonlSink(folder / f"{name}.jsonl", start_step)
         self.trackers = Trackers(
             config, job, settings, run_record, start_step=start_step, custom=custom or Custom()
         )
@@ -103,13 +100,18 @@ class Metrics:
         skipped: int,
         experts: Tensor | None = None,
         sources: Record | None = None,
+        own: Mapping[str, float] | None = None,
     ) -> Record:
         """Record `step`.
 
         Args:
             tokens, skipped: totals of the run; the latter in steps.
             experts: from `ExpertBalance.take`.
-            sources: from `describe_sources`.
+            sources: loss, tokens, epochs and bytes per token of each data source.
+            own: what the user's callbacks log.
+
+        Raises:
+            UserError: a callback logs under the name of a built-in metric.
         """
         seconds = self._stopwatch.lap()
         elapsed = sum(seconds[kind] for kind in TRAINING)
@@ -137,6 +139,10 @@ class Metrics:
         loads = read_loads(experts) if experts is not None else None
         if loads is not None:
             record |= self._log_experts(step, loads)
+        for name, value in (own or {}).items():
+            if name in record or name.startswith(("validation_", "eval/")):
+                raise UserError(f"run.log({name!r}): a built-in metric has this name")
+            record[name] = value
         self._send(record)
         self.new_tokens = self.steps = 0
         return record
@@ -152,18 +158,11 @@ class Metrics:
         for text in (warning, self._overload.observe(loads, self.steps)):
             if text is not None:
                 logger.warning(f"step {step}: {text}")
-        if self.loads is not None:
-            self.loads.log(
-                {
-                    "step": step,
-                    "steps": self.steps,
-                    "rows": loads.rows,
-                }
-            )
-        shares = {
-            layer: [n * len(rows) / sum(rows) for n in rows] for layer, rows in loads.rows.items()
-        }
-        histograms = {f"expert_load/layer {layer}": values for layer, values in shares.items()}
+        self._write("expert_load", {"step": step, "steps": self.steps, "rows": loads.rows})
+        histograms = {}
+        for layer, rows in loads.rows.items():
+            total = sum(rows)
+            histograms[f"expert_load/layer {layer}"] = [n * len(rows) / total for n in rows]
         self.trackers.call("log_histograms", step, histograms)
         return loads.summary() | {"dead_experts": dead}
 
@@ -171,7 +170,7 @@ class Metrics:
         """Drop the steps after `step`, which will be trained again. Most trackers keep both
         versions.
         """
-        for file in self.files:
+        for file in self.files.values():
             file.rewind(step)
         self.trackers.call("rewind", step)
         self._stopwatch.lap()
@@ -188,9 +187,9 @@ class Metrics:
         record: Record = {"step": step}
         for one in sets:
             suffix = f"/{one['name']}" if one["name"] else ""
-            record |= {
-                f"validation_{key}{suffix}": value for key, value in one.items() if key != "name"
-            }
+            for key, value in one.items():
+                if key != "name":
+                    record[f"validation_{key}{suffix}"] = value
         self._send(record | {"time": time.time()})
 
     def log_evals(self, step: int, scores: Mapping[str, float]) -> None:
@@ -199,13 +198,10 @@ class Metrics:
         Args:
             scores: by task and metric.
         """
-        self._send(
-            {
-                "step": step,
-                **{f"eval/{name}": value for name, value in scores.items()},
-                "time": time.time(),
-            }
-        )
+        record: Record = {"step": step}
+        for name, value in scores.items():
+            record[f"eval/{name}"] = value
+        self._send(record | {"time": time.time()})
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
         """Record texts of the model.
@@ -214,12 +210,9 @@ class Metrics:
             samples: prompt, text after it, and why it ended, of each.
         """
         for sample in samples:
-            logger.info(
-                f"step {step}: "
-                f"{json.dumps(sample['prompt'] + ' | ' + sample['text'], ensure_ascii=False)}"
-            )
-            if self.samples is not None:
-                self.samples.log({"step": step, **sample})
+            text = json.dumps(f"{sample['prompt']} | {sample['text']}", ensure_ascii=False)
+            logger.info(f"step {step}: {text}")
+            self._write("samples", {"step": step, **sample})
         self.trackers.call("log_samples", step, samples)
 
     def event(self, event: Mapping[str, Any]) -> None:
@@ -228,9 +221,13 @@ class Metrics:
 
     def _send(self, record: Record) -> None:
         self.console.log(record)
-        if self.file is not None:
-            self.file.log(record)
+        self._write("metrics", record)
         self.trackers.call("log", record)
+
+    def _write(self, name: str, record: Record) -> None:
+        """Append to a file, if this rank writes it."""
+        if name in self.files:
+            self.files[name].log(record)
 
     def close(self, reason: str = "completed") -> None:
         """
@@ -239,7 +236,7 @@ class Metrics:
         """
         self._stopwatch.close()
         self.console.close()
-        for file in self.files:
+        for file in self.files.values():
             file.close()
         self.trackers.close(reason)
 

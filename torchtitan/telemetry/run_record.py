@@ -1,5 +1,4 @@
-"""The run's ledger, `<dump_folder>/run.json`: every start, its hardware, how it ended, and where
-its time went.
+"""The record of a run, `<dump_folder>/run.json`: its starts, how they ended, where time went.
 
 Every second counts as one kind; nested time is charged to the innermost phase. Goodput is the share
 of `steps`: training that is kept.
@@ -36,34 +35,22 @@ KINDS = {
 }
 """What time is spent on: name in the file, and in words."""
 
+_Start = dict[str, Any]
+"""What the file says about one start."""
 HEARTBEAT_SECONDS = 1.0
 """Least time between two writes of the file, however short the steps are."""
 
 
 def git_revision() -> str | None:
-    """The commit of this code, with `-dirty` if files have changed since; None outside a git
-    repository.
-    """
+    """The commit of this code, `-dirty` if files have changed; None outside a git repository."""
     if CHECKOUT is None or not (CHECKOUT / ".git").exists():
         return None
-    command = [
-        "git",
-        "-C",
-        str(CHECKOUT),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=40",
-        "--exclude=*",
-    ]
+    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "-C", str(CHECKOUT), *describe]
     try:
-        return subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=10,
-        ).stdout.strip()
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=10
+        ).strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -74,11 +61,9 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
     for about in ("config", "versions", "ranks", "git"):
         old = _flat(about, before.get(about))
         new = _flat(about, now.get(about))
-        out += [
-            f"{key} {_word(old.get(key))} -> {_word(new.get(key))}"
-            for key in {**old, **new}
-            if old.get(key) != new.get(key)
-        ]
+        for key in old | new:
+            if old.get(key) != new.get(key):
+                out.append(f"{key} {_word(old.get(key))} -> {_word(new.get(key))}")
     return out
 
 
@@ -92,19 +77,13 @@ def _flat(about: str, value: Any) -> dict[str, Any]:
 
 
 def _word(value: Any) -> str:
-    return (
-        "unset"
-        if value is None
-        else json.dumps(value)
-        if isinstance(value, str | list)
-        else str(value)
-    )
+    if value is None:
+        return "unset"
+    return json.dumps(value) if isinstance(value, str | list) else str(value)
 
 
 class RunRecord:
-    """Records one start in the file of the whole run. Rank 0 writes it, and so does a rank that
-    fails.
-    """
+    """Records one start in the file of the whole run. Rank 0 writes it, or a rank that fails."""
 
     def __init__(
         self,
@@ -129,12 +108,10 @@ class RunRecord:
         self.clock = clock
         self.writes = writes
         self.id = secrets.token_hex(5)
-        """Of the run, whatever its starts; on rank 0."""
+        """The run's id, kept across restarts (rank 0 only)."""
         self.trackers: dict[str, Any] = {}
-        """What trackers call this run, so that the next start continues it there: name of the
-        tracker to its record.
-        """
-        self.starts: list[dict[str, Any]] = self._earlier(step, resumable) if writes else []
+        """What each tracker, by name, needs to continue the run at the next start."""
+        self.starts: list[_Start] = self._earlier(step, resumable) if writes else []
         self.furthest = max((start["step"] for start in self.starts), default=0)
         self.seconds = dict.fromkeys(KINDS, 0.0)
         self._starting = "start"
@@ -146,32 +123,29 @@ class RunRecord:
         now = clock()
         self.seconds[self._starting] = now - since
         self._first = True
-        own = {
+        self._own: _Start = {
             "time": began,
             "resumed_step": step,
             "step": step,
             "last_seen": now,
             "end": None,
+            **about,
+            "seconds": self.seconds,
         }
-        self.starts.append(
-            {
-                **own,
-                **about,
-                "seconds": self.seconds,
-            }
-        )
+        self.starts.append(self._own)
         if writes:
             self._write(self.starts)
 
-    def _earlier(self, step: int, resumable: bool) -> list[dict[str, Any]]:
+    def _earlier(self, step: int, resumable: bool) -> list[_Start]:
         """The run's earlier starts. The file of another run is set aside, like its metrics."""
         if not self.path.exists():
             return []
         try:
             run = self._read()
-            starts: list[dict[str, Any]] = run["starts"]
-            starts[-1]["end"] = starts[-1]["end"] or "killed"
-            if step or (resumable and starts[-1]["end"] not in ("completed", "interrupted")):
+            starts: list[_Start] = run["starts"]
+            end = starts[-1]["end"] or "killed"
+            starts[-1]["end"] = end
+            if step or (resumable and end not in ("completed", "interrupted")):
                 self._take(run)
                 return starts
         except (ValueError, LookupError, TypeError) as error:
@@ -196,53 +170,48 @@ class RunRecord:
 
     def heartbeat(self, step: int) -> None:
         """Record that `step` is done and the run is alive."""
-        self.starts[-1]["step"] = step
-        if self.writes and self.clock() >= self.starts[-1]["last_seen"] + HEARTBEAT_SECONDS:
+        self._own["step"] = step
+        if self.writes and self.clock() >= self._own["last_seen"] + HEARTBEAT_SECONDS:
             self._write(self.starts)
 
     def record(self, key: str, value: object) -> None:
         """Add an entry about this start, written with the next heartbeat or at the end."""
-        self.starts[-1][key] = value
+        self._own[key] = value
 
     def end(self, step: int, last_step: int, error: BaseException | None = None) -> str | None:
-        """Record how this start ended; after a failure, with the message of the rank that caused
-        it.
+        """Record how this start ended; after a failure, in the words of the rank that caused it.
 
         Returns:
             what rank 0 recorded; None on the others.
         """
         failure = None if error is None else failure_of(error)
-        if failure is not None:
-            reason = failure.end
-        else:
+        if failure is None:
             reason = "completed" if step >= last_step else "preempted"
-        starts: list[dict[str, Any]] = []
+        else:
+            reason = failure.end
+        starts: list[_Start] = []
         with suppress(OSError, ValueError, LookupError):
             run = self._read()
             starts = run["starts"]
         if self.writes:
             if failure is not None and failure.elsewhere and starts:
                 reason = starts[-1]["end"] or reason
-            self.starts[-1] |= {"step": step, "end": reason}
+            self._own |= {"step": step, "end": reason}
             self._write(self.starts)
-        elif starts and isinstance(error, Exception) and not failure_of(error).elsewhere:
+        elif starts and isinstance(error, Exception) and failure and not failure.elsewhere:
             starts[-1]["end"] = reason
             self._take(run)
             self._write(starts)
         self._stopwatch.close()
-        return self.starts[-1]["end"] if self.writes else None
+        return reason if self.writes else None
 
     def goodput(self) -> str:
         """The whole run's time in one line."""
         good, seconds = _account(self.starts)
-        parts = (
-            f"{KINDS[kind]} {show_duration(s)}"
-            for kind, s in seconds.items()
-            if s >= 0.001 * sum(seconds.values())
-        )
-        return (
-            f"Goodput {show_percent(good)}: {', '.join(parts)}; {plural(len(self.starts), 'start')}"
-        )
+        least = 0.001 * sum(seconds.values())
+        parts = [f"{KINDS[kind]} {show_duration(s)}" for kind, s in seconds.items() if s >= least]
+        starts = plural(len(self.starts), "start")
+        return f"Goodput {show_percent(good)}: {', '.join(parts)}; {starts}"
 
     def save_trackers(self) -> None:
         """Write what trackers recorded at the end of this start."""
@@ -250,24 +219,23 @@ class RunRecord:
             self._write(list(self.starts))  # a copy: the clock has stopped
 
     def shares(self) -> tuple[float, dict[str, float]]:
-        """Goodput in percent, and the seconds of each kind, over all starts until the last
-        heartbeat.
-        """
+        """Goodput in percent, and the seconds of each kind, over all starts."""
         return _account(self.starts)
 
     def _read(self) -> dict[str, Any]:
         return json.loads(self.path.read_text())
 
     def _take(self, run: Mapping[str, Any]) -> None:
-        """Keep what the file says of the whole run. Files of earlier releases say nothing."""
+        """Keep the file's id and trackers, which files of earlier releases lack."""
         self.id = run.get("id", self.id)
         self.trackers = run.get("trackers", {})
 
-    def _write(self, starts: list[dict[str, Any]]) -> None:
+    def _write(self, starts: list[_Start]) -> None:
         if starts is self.starts:
-            lap, starts[-1]["last_seen"] = self._stopwatch.lap(), self.clock()
-            for kind, spent in lap.items():
-                self.seconds[{"start": self._starting, "staging": "saves"}.get(kind, kind)] += spent
+            names = {"start": self._starting, "staging": "saves"}
+            for kind, spent in self._stopwatch.lap().items():
+                self.seconds[names.get(kind, kind)] += spent
+            self._own["last_seen"] = self.clock()
         good, seconds = _account(starts)
         record = {
             "format": 1,
@@ -283,7 +251,7 @@ class RunRecord:
             logger.warning(f"can't write {self.path}: {error.strerror}")
 
 
-def _account(starts: Sequence[Mapping[str, Any]]) -> tuple[float, dict[str, float]]:
+def _account(starts: Sequence[_Start]) -> tuple[float, dict[str, float]]:
     """Goodput in percent, and the seconds of each kind over all starts."""
     seconds = {kind: sum(start["seconds"][kind] for start in starts) for kind in KINDS}
     return 100 * seconds["steps"] / (sum(seconds.values()) or 1.0), seconds

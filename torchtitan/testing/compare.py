@@ -10,9 +10,10 @@ the run's weights, computes gradients of its own, and updates by those of the ru
 loss, gradients and update differ by their own rounding alone.
 """
 
+import dataclasses
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,17 +28,17 @@ from torchtitan.config import registry, resolve
 from torchtitan.config.registry import Custom
 from torchtitan.config.sections.optim import Optimizer
 from torchtitan.config.sections.schema import Config
+from torchtitan.data.loader import StepBatch, StepLoader
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.models.layers import attention_backend, document_mask
 from torchtitan.optim.loss import RowLoss, build_loss
 from torchtitan.optim.lr_schedule import build_shape, lr_factor, stage_scale
-from torchtitan.optim.optimizer import OptimizerInBackward
 from torchtitan.parallel.agree import from_rank_0
 from torchtitan.parallel.collectives import unsharded
 from torchtitan.parallel.expert import balance_of
 from torchtitan.parallel.init import materialize
-from torchtitan.train.build import build_data
-from torchtitan.train.forward import LocalBatch
+from torchtitan.train.build import build, build_data
+from torchtitan.train.callbacks import Callback, Run
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.train.step import StepResult
 from torchtitan.train.trainer import Trainer
@@ -78,21 +79,15 @@ def observe(config: Config, setup: Setup, *, padded: bool = False) -> Observatio
     Args:
         padded: the last quarter of each row doesn't count.
     """
-    trainer = Trainer(config, setup)
-    if padded:
-        own_rows = trainer.parts.compute.own_rows
-
-        def padded_rows(
-            tokens: Tensor, labels: Tensor, sources: Tensor | None = None
-        ) -> LocalBatch:
-            return own_rows(tokens, _padded(labels), sources)
-
-        trainer.parts.compute.own_rows = padded_rows  # type: ignore[method-assign]
+    out = Observation()
+    order = list(setup.spec.module_flops(setup.args, config.training.seq_len))
+    trainer = Trainer(
+        config,
+        setup,
+        callbacks=[_Observer(order, out)],
+        build=partial(build, make_data=_padded_data) if padded else build,
+    )
     try:
-        order = list(setup.spec.module_flops(setup.args, config.training.seq_len))
-        out = Observation()
-        _watch_gradients(trainer, order, out)
-        _watch_updates(trainer, order, out)
         trainer.train()
     finally:
         trainer.close()
@@ -119,56 +114,58 @@ def _padded(labels: Tensor) -> Tensor:
     return F.pad(labels[:, :end], (0, labels.shape[1] - end), value=IGNORE_INDEX)
 
 
-def _watch_gradients(trainer: Trainer, order: list[str], out: Observation) -> None:
-    """Let training add the gradients of each step."""
-    seen: dict[str, Tensor] = {}
-    optimizer = trainer.parts.optimizer
-    named = [(name, p) for model in trainer.parts.models for name, p in model.named_parameters()]
-    if isinstance(optimizer, OptimizerInBackward):
-        for name, param in named:
+class _PaddedLoader:
+    """A loader whose rows end with a quarter that doesn't count."""
 
-            def keep(p: Tensor, name: str = name) -> None:
-                seen[name] = _full(p.grad)
+    def __init__(self, loader: StepLoader):
+        self.loader = loader
 
-            handle = param.register_post_accumulate_grad_hook(keep)
-            param._post_accumulate_grad_hooks.move_to_end(
-                handle.id, last=False
-            )  # before the update frees it
-    else:
-        step = optimizer.step
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
 
-        def step_and_keep(**settings: Any) -> None:
-            step(**settings)  # may clip the gradients first
-            seen.update(
-                {
-                    name: _full(torch.zeros_like(p) if p.grad is None else p.grad)
-                    for name, p in named
-                }
-            )
-
-        optimizer.step = step_and_keep  # type: ignore[method-assign]
-
-    def keep_step(_: StepResult) -> None:
-        out.gradients.append(_of_all_ranks(seen, order))
-        seen.clear()
-
-    trainer.after_step += (keep_step,)
+    def __iter__(self) -> Iterator[StepBatch]:
+        for batch in self.loader:
+            yield dataclasses.replace(batch, labels=_padded(batch.labels))
 
 
-def _watch_updates(trainer: Trainer, order: list[str], out: Observation) -> None:
-    """Let training add the weights and the experts' loads of each step."""
+def _padded_data(*args: Any, **kwargs: Any) -> Any:
+    return _PaddedLoader(build_data(*args, **kwargs))
 
-    def keep(_: StepResult) -> None:
-        if (experts := trainer.parts.experts) is not None:
-            out.loads.append(experts.loads.cpu().clone())
+
+class _Observer(Callback):
+    """Adds gradients, weights and the experts' loads of each step to an observation."""
+
+    def __init__(self, order: list[str], out: Observation):
+        """
+        Args:
+            order: the model's modules, from the input to the output.
+        """
+        self.order = order
+        self.out = out
+        self.gradients: dict[str, Tensor] = {}
+        self.names: dict[Tensor, str] = {}
+
+    def on_start(self, run: Run) -> None:
+        self.names = {p: name for model in run.models for name, p in model.named_parameters()}
+        for optimizer in getattr(run.optimizer, "optimizers", [run.optimizer]):
+            optimizer.register_step_post_hook(self._keep)
+
+    def _keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """After the optimizer's step, because that may clip the gradients first."""
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                self.gradients[self.names[p]] = _full(gradient)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        self.out.gradients.append(_of_all_ranks(self.gradients, self.order))
+        self.gradients.clear()
+        if run.experts is not None:
+            self.out.loads.append(run.experts.loads.cpu().clone())
         own = {
-            name: _full(value)
-            for model in trainer.parts.models
-            for name, value in _trained(model).items()
+            name: _full(value) for model in run.models for name, value in _trained(model).items()
         }
-        out.weights.append(_of_all_ranks(own, order))
-
-    trainer.after_step += (keep,)
+        self.out.weights.append(_of_all_ranks(own, self.order))
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:

@@ -97,6 +97,7 @@ def shrink(
         "training.global_batch_size": rows * data_parallel_degree(config) * accumulation,
         "training.steps": STEPS,
         "training.max_norm": 0,
+        "training.callbacks": "[]",
         "training.dtype": "float32",
         "training.mixed_precision_param": "float32",
         "parallelism.pipeline_parallel_microbatch_size": 1,

@@ -3,6 +3,7 @@
 import math
 import os
 import random
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -46,15 +47,33 @@ def set_determinism(debug: Debug) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def build(config: Config, setup: Setup, device: torch.device) -> Parts:
-    """Everything the trainer works with. The default process group must exist."""
-    mesh = build_mesh(config, device.type, experts=setup.n_experts > 0)
+def build(
+    config: Config,
+    setup: Setup,
+    device: torch.device,
+    *,
+    make_mesh: Callable[..., Mesh] | None = None,
+    make_data: Callable[..., StepLoader] | None = None,
+    make_models: Callable[..., list[FSDPModule]] | None = None,
+) -> Parts:
+    """Everything the trainer works with. The default process group must exist.
+
+    Args:
+        make_mesh: instead of `build_mesh`; called with the same arguments.
+        make_data: instead of `build_data`.
+        make_models: instead of `parallelize`.
+    """
+    mesh = (make_mesh or build_mesh)(config, device.type, experts=setup.n_experts > 0)
     share = mesh.dp_rank, mesh.dp_degree
-    loader = build_data(config, "training", setup.tokenizer, share)
-    held_out = build_held_out(config, setup.tokenizer, share) if config.validation.enable else []
+    data = make_data or build_data
+    loader = data(config, "training", setup.tokenizer, share)
+    held_out = []
+    if config.validation.enable:
+        held_out = build_held_out(config, setup.tokenizer, share, data)
     for one in held_out:
         loader.record.add_held_out(one.loader.record)
-    models = parallelize(config, setup.spec, setup.args, setup.stages, mesh, device)
+    shard = make_models or parallelize
+    models = shard(config, setup.spec, setup.args, setup.stages, mesh, device)
     names = [source.name for source in config.training.sources]
     tally = SourceTally(len(names), setup.tokenizer.byte_lengths(), device) if names else None
     compute = build_compute(config, setup, mesh, device, models, config.training, tally=tally)
@@ -72,18 +91,11 @@ def build(config: Config, setup: Setup, device: torch.device) -> Parts:
         forward = build_compute(config, setup, mesh, device, models, section)
         lengths = setup.tokenizer.byte_lengths()
         validation = Validator(forward, section.local_batch_size, held_out, mesh, device, lengths)
-    experts = None
-    if setup.n_experts:
-        blocks = sum(name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1))
-        experts = ExpertBalance(
-            models, blocks, setup.n_experts, config.moe.balance_bias_rate, device
-        )
+    experts = _expert_balance(config, setup, models, device) if setup.n_experts else None
     average = WeightAverage(models, config.ema) if config.ema.enable else None
-    probe = (
-        build_probe(config, setup, mesh, device, models)
-        if config.eval.enable or config.sampling.prompts
-        else None
-    )
+    probe = None
+    if config.eval.enable or config.sampling.prompts:
+        probe = build_probe(config, setup, mesh, device, models)
     return Parts(
         mesh,
         device,
@@ -99,20 +111,33 @@ def build(config: Config, setup: Setup, device: torch.device) -> Parts:
     )
 
 
-def build_held_out(config: Config, tokenizer: Tokenizer, share: tuple[int, int]) -> list[HeldOut]:
+def _expert_balance(
+    config: Config, setup: Setup, models: list[FSDPModule], device: torch.device
+) -> ExpertBalance:
+    blocks = sum(name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1))
+    return ExpertBalance(models, blocks, setup.n_experts, config.moe.balance_bias_rate, device)
+
+
+def build_held_out(
+    config: Config,
+    tokenizer: Tokenizer,
+    share: tuple[int, int],
+    data: Callable[..., StepLoader],
+) -> list[HeldOut]:
     """The validation sets.
 
     Args:
         share: as for `build_data`.
+        data: called as `build_data` is.
     """
     section = config.validation
     if not section.sets:
-        return [HeldOut("", build_data(config, "validation", tokenizer, share), section.steps)]
-    found = []
+        return [HeldOut("", data(config, "validation", tokenizer, share), section.steps)]
+    sets = []
     for one in section.sets:
-        loader = build_data(config, "validation", tokenizer, share, held_out=one)
-        found.append(HeldOut(one.name, loader, section.steps if one.steps is None else one.steps))
-    return found
+        loader = data(config, "validation", tokenizer, share, held_out=one)
+        sets.append(HeldOut(one.name, loader, section.steps if one.steps is None else one.steps))
+    return sets
 
 
 def build_data(

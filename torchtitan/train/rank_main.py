@@ -114,8 +114,9 @@ def _interrupt(trainer: "Trainer", rank: int) -> None:
         print(f"interrupted: {_lost(step, saved)}\n  {_command()}", file=sys.stderr, flush=True)
 
     def record() -> None:
-        reason = trainer.ledger.end(step, trainer.config.training.steps, KeyboardInterrupt())
-        trainer.events.end(step, reason)
+        telemetry = trainer.telemetry
+        ended = telemetry.run_record.end(step, trainer.config.training.steps, KeyboardInterrupt())
+        telemetry.events.end(step, ended)
 
     recording = threading.Thread(target=record, daemon=True)
     recording.start()

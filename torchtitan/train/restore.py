@@ -1,22 +1,80 @@
-"""Where a run starts: its own newest checkpoint, another run's, Hugging Face weights, or
-scratch.
+"""What a checkpoint holds besides tensors, and what a run starts from: its own newest checkpoint,
+another run's, Hugging Face weights, or scratch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from torchtitan.checkpoint import Checkpointer
 from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.config.sections.schema import Config
+from torchtitan.data.loader import StepLoader
+from torchtitan.data.text.contents import Lists
+from torchtitan.health.guard import Guard
 from torchtitan.models import hf_map
+from torchtitan.optim.ema import WeightAverage
+from torchtitan.optim.lr_schedule import LRSchedule
+from torchtitan.parallel.agree import from_all
 from torchtitan.telemetry.run_record import changed_settings
 from torchtitan.train.preflight import Setup
-from torchtitan.train.state import RunState
+from torchtitan.train.state import Progress
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import storage_path
+
+
+@dataclass
+class RunState:
+    """Everything a checkpoint holds but tensors, independent of the layout."""
+
+    progress: Progress
+    schedule: LRSchedule
+    loader: StepLoader
+    guard: Guard
+    average: WeightAverage | None = None
+
+    def gather(self) -> dict[str, Any]:
+        """The state, the same on every rank. Called by all ranks."""
+        positions = from_all(self.progress.data or self.loader.start)
+        state = {
+            "progress": self.progress.state_dict(),
+            "lr_scheduler": self.schedule.state_dict(),
+            "data": self.loader.state(positions),
+            "guard": self.guard.spikes.state_dict(),
+        }
+        return state if self.average is None else state | {"ema": self.average.state_dict()}
+
+    def load(
+        self, state: dict[str, Any], exclude: set[str], data_files: Callable[[], Lists]
+    ) -> None:
+        """Continue from a saved state.
+
+        Args:
+            exclude: `checkpoint.exclude_from_loading`.
+            data_files: reads the files that the data sources had.
+        """
+        if "train_state" not in exclude:
+            self.progress.load_state_dict(state["progress"])
+            self.guard.load(state)
+        if "lr_scheduler" not in exclude:
+            self.schedule.load_state_dict(state["lr_scheduler"])
+        if "dataloader" not in exclude:
+            self.loader.seek(state["data"], data_files)
+        else:
+            self.loader.begin(self.progress.step)
+        if self.average is not None and "ema" not in exclude:
+            self.average.load_state_dict(state.get("ema"))
+
+    def rewind(self, state: dict[str, Any]) -> None:
+        """Return to an earlier step of this run; the data continues where it is."""
+        self.progress.load_state_dict(state["progress"])
+        self.schedule.load_state_dict(state["lr_scheduler"])
+        if self.average is not None:
+            self.average.load_state_dict(state.get("ema"))
 
 
 def restore(

@@ -1,22 +1,18 @@
-"""The parts of a run, and what a checkpoint holds besides their tensors."""
+"""The parts of a run, and how far it is."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.data.loader import StepLoader
 from torchtitan.data.positions import DataPosition
-from torchtitan.data.text.contents import Lists
-from torchtitan.health.guard import Guard
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.optim.optimizer import AnyOptimizer
-from torchtitan.parallel.agree import from_all
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.train.forward import Compute
 from torchtitan.train.logits import Probe
@@ -35,13 +31,13 @@ class Parts:
     schedule: LRSchedule
     loader: StepLoader
     compute: Compute
-    validation: Validator | None
+    validation: Validator | None = None
     experts: ExpertBalance | None = None
     """None for a dense model."""
     average: WeightAverage | None = None
-    """Of the weights; None without `ema.enable`."""
+    """The average of the weights; None without `ema.enable`."""
     probe: Probe | None = None
-    """Of a run that evaluates or writes samples."""
+    """None unless the run evaluates or writes samples."""
 
 
 @dataclass
@@ -54,6 +50,8 @@ class Progress:
     """Steps whose update was skipped: a spike, or a loss or gradient that was not finite."""
     data: DataPosition | None = None
     """This rank's part of the data position; None before the first step of this start."""
+    epochs: Sequence[float] = ()
+    """How often this rank has read each data source."""
     first_loss: float | None = None
     last_loss: float | None = None
 
@@ -76,56 +74,6 @@ class Progress:
         self.step = state["step"]
         self.tokens = state["tokens"]
         self.skipped = state["skipped"]
-
-
-@dataclass
-class RunState:
-    """Everything a checkpoint holds but tensors, independent of the layout."""
-
-    progress: Progress
-    schedule: LRSchedule
-    loader: StepLoader
-    guard: Guard
-    average: WeightAverage | None = None
-
-    def gather(self) -> dict[str, Any]:
-        """The state, the same on every rank. Called by all ranks."""
-        positions = from_all(self.progress.data or self.loader.start)
-        state = {
-            "progress": self.progress.state_dict(),
-            "lr_scheduler": self.schedule.state_dict(),
-            "data": self.loader.state(positions),
-            "guard": self.guard.spikes.state_dict(),
-        }
-        return state if self.average is None else state | {"ema": self.average.state_dict()}
-
-    def load(
-        self, state: dict[str, Any], exclude: set[str], data_files: Callable[[], Lists]
-    ) -> None:
-        """Continue from a saved state.
-
-        Args:
-            exclude: `checkpoint.exclude_from_loading`.
-            data_files: reads the files that the data sources had.
-        """
-        if "train_state" not in exclude:
-            self.progress.load_state_dict(state["progress"])
-            self.guard.load(state)
-        if "lr_scheduler" not in exclude:
-            self.schedule.load_state_dict(state["lr_scheduler"])
-        if "dataloader" not in exclude:
-            self.loader.seek(state["data"], data_files)
-        else:
-            self.loader.begin(self.progress.step)
-        if self.average is not None and "ema" not in exclude:
-            self.average.load_state_dict(state.get("ema"))
-
-    def rewind(self, state: dict[str, Any]) -> None:
-        """Return to an earlier step of this run; the data continues where it is."""
-        self.progress.load_state_dict(state["progress"])
-        self.schedule.load_state_dict(state["lr_scheduler"])
-        if self.average is not None:
-            self.average.load_state_dict(state.get("ema"))
 
 
 def seed_step(seed: int, step: int, dp_rank: int) -> None:

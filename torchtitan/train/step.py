@@ -1,5 +1,6 @@
 """The training step: forward, backward, clip, update."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,68 +45,66 @@ class StepResult(BackwardResult):
     """The weights were updated."""
 
 
+def _is_finite(loss: float, grad_norm: float) -> bool:
+    return math.isfinite(loss) and math.isfinite(grad_norm)
+
+
 def train_step(
     parts: Parts,
     batch: StepBatch,
     config: Config,
     *,
-    stop: bool,
-    agree: bool,
-    approve: Callable[[float, float], bool],
-    before_update: Callable[[], None],
+    stop: bool = False,
+    agree: bool = False,
+    approve: Callable[[float, float], bool] = _is_finite,
+    before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Train on one global batch.
 
     Args:
         stop, agree: as in `forward_backward`.
         approve: whether to update the weights, given the loss and the gradient norm.
-        before_update: called before any weight changes.
+        before_update: called before any weight changes, with complete gradients that are not yet
+            clipped; before the backward if that updates the weights.
     """
     learning_rate = parts.schedule.apply()
-    training = config.training
+    max_norm = config.training.max_norm
     optimizer = parts.optimizer
 
     def update(loss: Tensor, norm: Tensor) -> None:
-        """Clip and update on the device, unless loss or norm isn't finite, before the host knows
-        either.
-        """
-        before_update()
+        """Clip and update on the device, before the host knows whether loss and norm are finite."""
         note("updating the weights")
         assert isinstance(optimizer, ShardedAdam)
-        divisor = 1 / _clip_factor(norm, training.max_norm) if training.max_norm > 0 else None
+        divisor = 1 / _clip_factor(norm, max_norm) if max_norm > 0 else None
         skip = ~torch.isfinite(loss + norm)
         optimizer.step(divisor=divisor, skip=skip)
         if parts.experts is not None:
             parts.experts.step(skip)
 
     # Where a policy judges the numbers first, the host must know them before the weights change.
-    ahead = (
-        isinstance(optimizer, ShardedAdam)
-        and optimizer.clips
-        and not agree
-        and not training.enable_cpu_offload
-    )
-    if isinstance(optimizer, OptimizerInBackward):
+    can_skip = isinstance(optimizer, ShardedAdam) and optimizer.clips
+    ahead = can_skip and not agree and not config.training.enable_cpu_offload
+    in_backward = isinstance(optimizer, OptimizerInBackward)
+    if in_backward:
         before_update()
     result = forward_backward(
         parts,
         batch,
-        training.local_batch_size,
-        training.max_norm,
+        config.training.local_batch_size,
+        max_norm,
         stop,
         agree=agree,
+        before_clip=None if in_backward else before_update,
         update=update if ahead else None,
     )
-    if not ahead:
-        before_update()
-        note("updating the weights")
     updated = approve(result.loss, result.grad_norm)
-    if updated and not ahead:
-        optimizer.step()
-    if parts.experts is not None and not ahead:
-        parts.experts.step(
-            None if updated else torch.ones((), dtype=torch.bool, device=parts.device)
-        )
+    if not ahead:
+        note("updating the weights")
+        if updated:
+            optimizer.step()
+        if parts.experts is not None:
+            rejected = torch.ones((), dtype=torch.bool, device=parts.device)
+            parts.experts.step(None if updated else rejected)
     if updated:
         prepare_weights(parts, config)
     optimizer.zero_grad(set_to_none=True)
@@ -139,6 +138,7 @@ def forward_backward(
     stop: bool = False,
     *,
     agree: bool = False,
+    before_clip: Callable[[], None] | None = None,
     update: Callable[[Tensor, Tensor], None] | None = None,
 ) -> BackwardResult:
     """Compute the gradients of one global batch and clip them.
@@ -149,15 +149,16 @@ def forward_backward(
 
     Args:
         stop: this rank was asked to stop. All ranks learn about it here, and so act after the same
-        step.
+            step.
         agree: make loss and gradient norm bit-identical on all ranks, because a policy judges them.
+        before_clip: called once the gradients are complete.
         update: clips and updates instead, given the loss and the gradient norm on the device.
     """
     asked = AnyRank(stop, parts.device)
     rows = parts.compute.own_rows(batch.tokens, batch.labels, batch.sources)
     local_tokens = int((rows.labels != IGNORE_INDEX).sum())
     loss, norm, total, own = gradients(
-        parts, rows, local_tokens, local_batch_size, 0.0 if update else max_norm
+        parts, rows, local_tokens, local_batch_size, 0.0 if update else max_norm, before_clip
     )
     if update is not None:
         update(loss, norm)
@@ -178,6 +179,7 @@ def gradients(
     local_tokens: int,
     local_batch_size: int,
     max_norm: float,
+    before_clip: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The device's part of a step, during which the host never waits for it. The planner traces
     this function.
@@ -185,6 +187,7 @@ def gradients(
     Args:
         rows: this rank's part of the global batch.
         local_tokens: how many of its tokens are predicted.
+        before_clip: called once the gradients are complete.
 
     Returns:
         Loss, gradient norm, predicted tokens of the whole batch, and this rank's share of the loss;
@@ -196,12 +199,13 @@ def gradients(
     # Not copied from the host, which would wait for the device.
     total = all_reduce(torch.full((), local_tokens, device=device), mesh.batch_group).clamp(min=1)
     loss = torch.zeros((), device=device)
-    batches = rows.to(device).split(
-        local_batch_size
-    )  # all at once: each copy from pageable memory may wait
+    # All rows are copied at once, because each copy from pageable memory may wait.
+    batches = rows.to(device).split(local_batch_size)
     for i, part in enumerate(batches, 1):
         note(f"running forward and backward of batch {i} of {len(batches)}")
         loss += compute.forward_backward(part, total, last=i == len(batches))
+    if before_clip is not None:
+        before_clip()
     norm = _grad_norm(parts, max_norm)
     own = loss.clone()
     all_reduce(loss, mesh.loss_group)

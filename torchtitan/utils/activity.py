@@ -3,8 +3,7 @@
     with phase("data", "waiting for data from c4"):
         batch = next(batches)
 
-Every change of phase is an event. The ledger and the metrics subscribe to add up time; the watch's
-thread reads
+Subscribers hear of every change: the run record and the metrics add up time. The hang watch reads
 `current()` to say where a rank hangs.
 """
 
@@ -19,11 +18,11 @@ Kind = Literal[
 ]
 DATA = "waiting for data"
 SAVING = "saving"
-"""How an activity begins that waits for data, or that may wait for storage. The watch is more
-patient with the latter, and the diagnosis of a hang looks for both.
+"""Prefixes of activities that wait for data or storage. The hang watch is more patient with the
+latter, and the diagnosis looks for both.
 """
 CHECKPOINT_GROUP = "checkpoint"
-"""Description of the process group that saves run on. A save in the background blocks nobody."""
+"""Description of the process group of saves. A save in the background blocks no rank."""
 
 
 class Activity(NamedTuple):
@@ -39,14 +38,10 @@ class Activity(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """An all-to-all of rows whose numbers depend on the data. Collectives record only their
-    sums.
-    """
+    """An all-to-all whose numbers of rows depend on the data; collectives record only sums."""
 
     number: int
-    """Of this process's exchanges. All ranks of a group take part in the same ones in the same
-    order.
-    """
+    """Counts this process's exchanges; all ranks of a group make the same ones, in one order."""
     ranks: Sequence[int]
     sent: Sequence[int]
     """Rows sent to each of `ranks`."""
@@ -55,8 +50,7 @@ class Exchange(NamedTuple):
 
 
 Subscriber = Callable[[Activity, float], None]
-"""Called with a phase that ends, or that a nested one interrupts, and `monotonic()` of that moment.
-"""
+"""Called with an activity that ends or is interrupted by a nested one, and `monotonic()` then."""
 
 _current = Activity("start", "starting", 0, monotonic())
 _subscribers: list[Subscriber] = []
@@ -64,9 +58,7 @@ _exchanges: deque[Exchange] = deque(maxlen=64)
 
 
 def current() -> Activity:
-    """The innermost phase. Every change makes a new object, so `is` tells whether anything has
-    moved.
-    """
+    """The innermost activity. Every change makes a new object, so `is` shows any progress."""
     return _current
 
 
@@ -105,7 +97,7 @@ def last_exchanges() -> list[Exchange]:
 
 
 def forget_exchanges() -> None:
-    """Number exchanges from 1 again. For all ranks together."""
+    """Number exchanges from 1 again, on all ranks together."""
     _exchanges.clear()
 
 
@@ -122,9 +114,7 @@ class Stopwatch:
         self._since = at
 
     def lap(self) -> dict[str, float]:
-        """Seconds by kind since the last call, or since the start; 0 for kinds that did not
-        occur.
-        """
+        """Seconds by kind since the last call or the start; 0 for kinds that did not occur."""
         self._add(_current, monotonic())
         lap = self._seconds
         self._seconds = defaultdict(float)

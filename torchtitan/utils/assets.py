@@ -13,12 +13,12 @@ ASSETS = CHECKOUT or PACKAGE / "assets"
 def find_asset(path: str | Path) -> Path:
     """`path` if it exists, else the shipped file of that path, else `path` unchanged."""
     given = Path(os.path.expanduser(path))
-    return next((found for found in (given, ASSETS / given) if os.path.exists(found)), given)
+    shipped = ASSETS / given
+    return shipped if not os.path.exists(given) and os.path.exists(shipped) else given
 
 
 def find_config(name: str | Path, folder: Path = Path()) -> Path:
-    """The TOML file `name` in `folder`, else the shipped one of that path or bare name
-    (`llama3_8b`).
+    """The TOML file `name` in `folder`, else the shipped one of that path or bare name.
 
     Returns:
         A path that may not exist; reading it then fails with a clear error.

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_M_TRIM_THRESHOLD = -1  # malloc.h
+_M_MMAP_THRESHOLD = -3
 
 
 def device_type() -> str:
@@ -51,15 +52,12 @@ def peak_memory() -> tuple[float, float]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on CUDA or on the CPU."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(
-        error
-    )
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or "DefaultCPUAllocator" in str(error)
 
 
 def seconds_of_matmuls() -> float:
-    """Seconds for a few matrix products, the same on every rank: the rank's own speed, whatever the
-    others do.
-    """
+    """Seconds for a few matrix products: a rank's own speed, independent of the others."""
     on_cuda = device_type() == "cuda"
     size, dtype = (4096, torch.bfloat16) if on_cuda else (512, torch.float32)
     a = torch.ones(size, size, dtype=dtype, device=device_type())
@@ -75,12 +73,9 @@ def seconds_of_matmuls() -> float:
 
 @contextmanager
 def device_syncs(report: bool) -> Iterator[None]:
-    """Within, warn of every operation that makes the host wait for the device, or of none. CUDA
-    only.
-    """
-    if device_type() != "cuda" or not (
-        report or torch.cuda.get_sync_debug_mode()
-    ):  # setting the mode warns, too
+    """Within, warn of every operation that makes the host wait for the device, or of none."""
+    on_cuda = device_type() == "cuda"
+    if not on_cuda or not (report or torch.cuda.get_sync_debug_mode()):  # setting it warns, too
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
@@ -92,8 +87,7 @@ def device_syncs(report: bool) -> Iterator[None]:
 
 
 def tune_cpu() -> None:
-    """Give a CPU rank its share of this node's cores, and make glibc keep freed memory. Does
-    nothing on CUDA.
+    """Give a CPU rank its share of the cores, and make glibc keep freed memory; a no-op on CUDA.
 
     `OMP_NUM_THREADS` takes precedence. By default glibc returns large tensors to the kernel, which
     zeroes them again, page by page, in every step.

@@ -14,15 +14,13 @@ DEBUG_ENV = "TORCHTITAN_DEBUG"
 
 
 class UserError(Exception):
-    """An error the user can fix. The message says what is wrong, where it was set, and what to
-    change.
-    """
+    """An error the user can fix: the message says what is wrong, where, and what to change."""
 
     exit_code = 1
 
 
 SHOWN_PROBLEMS = 20
-"""Of more problems, only this many are shown."""
+"""Maximum number of problems in a message."""
 
 
 class ConfigError(UserError):
@@ -41,12 +39,18 @@ class ConfigError(UserError):
         self.problems = [cut(problem, PROBLEM_CHARACTERS) for problem in problems]
         self.where = where
         self.advice = advice
-        super().__init__("\n".join([*self.shown(), advice] if advice else self.shown()))
+        lines = self.shown()
+        if advice:
+            lines.append(advice)
+        super().__init__("\n".join(lines))
 
     def shown(self) -> list[str]:
         """The first problems, and how many more there are."""
+        lines = self.problems[:SHOWN_PROBLEMS]
         more = len(self.problems) - SHOWN_PROBLEMS
-        return [*self.problems[:SHOWN_PROBLEMS], *([f"and {more:,} more"] if more > 0 else [])]
+        if more > 0:
+            lines.append(f"and {more:,} more")
+        return lines
 
 
 class NonFiniteError(UserError):
@@ -60,7 +64,7 @@ class GuardError(UserError):
 class OutOfMemoryError(UserError):
     """An allocation failed, on the device or on the host."""
 
-    exit_code = 12  # ENOMEM: by it a launcher knows what to advise
+    exit_code = 12  # ENOMEM: tells a launcher what to advise
 
 
 class HangError(UserError):
@@ -72,15 +76,11 @@ class CheckpointError(UserError):
 
 
 class FormatBugError(CheckpointError):
-    """What a checkpoint should record doesn't fit its own format, which is never the user's
-    mistake.
-    """
+    """A checkpoint's content doesn't fit its own format, which is never the user's mistake."""
 
 
 class DamageError(CheckpointError):
-    """The files of a checkpoint are damaged, or not what they claim to be. An earlier checkpoint
-    may be intact.
-    """
+    """A checkpoint's files are damaged or false. An earlier checkpoint may be intact."""
 
 
 def report(error: UserError) -> None:
@@ -94,9 +94,11 @@ def report(error: UserError) -> None:
 def error_text(error: BaseException) -> str:
     """The message of `error`, for the terminal."""
     if isinstance(error, ConfigError) and len(error.problems) > 1:
-        problems = ("  - " + problem.replace("\n", "\n    ") for problem in error.shown())
-        heading = f"error: {len(error.problems):,} problems {error.where}"
-        return "\n".join([heading, *problems, *([error.advice] if error.advice else [])])
+        lines = [f"error: {len(error.problems):,} problems {error.where}"]
+        lines += ["  - " + problem.replace("\n", "\n    ") for problem in error.shown()]
+        if error.advice:
+            lines.append(error.advice)
+        return "\n".join(lines)
     name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     lines = str(error).splitlines() or [type(error).__name__]
     return f"error: {name}" + "\n       ".join(lines)
@@ -160,14 +162,12 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a message about a misspelt word: a suggestion, or nothing if no known word is
-    close.
-    """
+    """The end of a message about a misspelt word: a suggestion, or nothing."""
     near = difflib.get_close_matches(word, list(known), 1, cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def show_warnings(warnings: Iterable[str]) -> None:
-    """Print what is legal, but probably a mistake, where there is no log."""
+    """Print warnings (legal, but probably a mistake) where there is no log."""
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Atomic writes of files, and reads that only regular files can answer."""
+"""Atomic writes, and reads of regular files of limited size."""
 
 import errno
 import os
@@ -16,9 +16,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def write_all(files: Mapping[Path, bytes]) -> None:
-    """Write several files: none is changed until all are synced to disk, each under a temporary
-    name.
-    """
+    """Write several files; none changes until all are synced to disk under temporary names."""
     temporary = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in files}
     try:
         for path, data in files.items():
@@ -47,9 +45,8 @@ def open_regular(path: Path, *, links: bool = False, buffered: bool = True) -> I
     """
     if is_remote(path):
         return path.open("rb")
-    return cast(
-        IO[bytes], open(regular_handle(path, links=links), "rb", buffering=-1 if buffered else 0)
-    )
+    handle = regular_handle(path, links=links)
+    return cast(IO[bytes], open(handle, "rb", buffering=-1 if buffered else 0))
 
 
 def regular_handle(path: str | Path, *, links: bool = False) -> int:
@@ -61,9 +58,8 @@ def regular_handle(path: str | Path, *, links: bool = False) -> int:
     """
     if not links and os.path.islink(path):
         raise OSError(errno.ELOOP, "is a symbolic link", str(path))
-    handle = os.open(
-        path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW)
-    )
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    handle = os.open(path, flags if links else flags | os.O_NOFOLLOW)
     kind = stat.S_IFMT(os.fstat(handle).st_mode)
     if kind == stat.S_IFREG:
         return handle

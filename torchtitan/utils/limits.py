@@ -45,6 +45,19 @@ NOTIFICATIONS_TAIL = 256 * 1024
 
 # tools
 
+RUN_FILE_BYTES = 16 * 2**20
+"""A run's run.json or config.toml."""
+EVENTS_TAIL_BYTES = 4 * 2**20
+"""The end of a run's events that is read, or of what was appended to its metrics."""
+METRICS_LINE_BYTES = 2**20
+"""Longer lines of metrics.jsonl are skipped."""
+METRICS_READ_BYTES = 64 * 2**20
+"""Read of one metrics.jsonl."""
+GRID_FILE_BYTES = 2**20
+"""A file for `submit --runs`."""
+QUERY_FIELDS = 8
+"""Of a request to `torchtitan watch`."""
+
 # utils
 
 JSON_BYTES = 2**28

@@ -32,9 +32,7 @@ NAME = ".lock"
 RENEW_SECONDS = 20.0
 EXPIRY_SECONDS = 90.0
 SETTLE_SECONDS = 1.0
-"""How long to wait before reading a claim back. Object storage has no exclusive creation, so
-another may follow.
-"""
+"""Wait before reading a claim back: object storage has no exclusive creation."""
 _SAME_START = 2.0
 """Difference in seconds between two readings of one process's start."""
 
@@ -59,9 +57,7 @@ class Holder(BaseModel):
         return f"process {self.pid} on {self.host}, since {self.since:%Y-%m-%d %H:%M:%S %Z}"
 
     def is_alive(self, me: "Holder") -> bool | None:
-        """Whether this run is still writing to the folder that `me` wants; None if that can't be
-        seen from here.
-        """
+        """Whether this run still writes to the folder; None if that can't be seen from here."""
         if (self.place, self.pid) == (me.place, me.pid):
             return False  # an earlier run of this process
         if self.place != me.place:
@@ -97,9 +93,7 @@ def _place() -> str:
 
 
 def read_holder(folder: Path) -> tuple[Holder | None, bytes]:
-    """The run that holds `folder`, and the file's content; None and nothing if no run does, None if
-    it is garbage.
-    """
+    """The run that holds `folder`, None if none or unreadable, and the file's content."""
     path = folder / NAME
     try:
         content = patiently(path, lambda: read_regular(path, LOCK_BYTES))
@@ -119,16 +113,13 @@ def in_use(folder: Path, holder: Holder | None) -> str:
     """The message about a folder that another run holds."""
     who = f": {holder}" if holder else ""
     return (
-        f"{folder} is in use by another run{who}. Two runs in one folder would overwrite "
-        "each other's files; stop that "
-        "run, or choose another folder"
+        f"{folder} is in use by another run{who}. Two runs in one folder would overwrite each "
+        "other's files; stop that run, or choose another folder"
     )
 
 
 def used_by_a_neighbor(folder: Path) -> str | None:
-    """What is wrong with starting a run in `folder` if a process on this machine holds it. Takes no
-    lock.
-    """
+    """Why a run can't start in `folder`: a process on this machine holds it. Takes no lock."""
     with suppress(OSError):  # whether the folder can be used is for the run to say
         holder, _ = read_holder(folder)
         if holder is not None and holder.is_alive(current_holder()):
@@ -178,9 +169,8 @@ class FolderLock:
                 raise UserError(f"this run has lost its folder: {in_use(self.folder, holder)}")
             if not content:
                 logger.warning(
-                    f"{self.folder} was deleted while the run was writing to it, and "
-                    "what it held is lost. The run "
-                    "continues in a new folder of that name"
+                    f"{self.folder} was deleted while the run was writing to it, and what it held "
+                    "is lost. The run continues in a new folder of that name"
                 )
             make_folder(self.folder)
             self._write()

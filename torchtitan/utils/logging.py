@@ -26,21 +26,14 @@ EVENT = "event"
 
 
 def event(kind: str, step: int | None = None, **details: Any) -> dict[str, Any]:
-    """Mark a line of the log as an event: `logger.info("Saved /x/step-100", extra=event("saved",
-    100))`.
+    """Marks a line of the log as an event: `logger.info("Saved ...", extra=event("saved", 100))`.
 
     Args:
         kind: started, resumed, saved, deleted, spike, skipped, rewound, stage, straggler,
-        preempted, failed, finished.
+            preempted, failed or finished.
         details: more keys, whose values JSON can hold.
     """
-    return {
-        EVENT: {
-            "kind": kind,
-            "step": step,
-            **details,
-        }
-    }
+    return {EVENT: {"kind": kind, "step": step, **details}}
 
 
 def _logs(rank: int) -> bool:
@@ -49,9 +42,7 @@ def _logs(rank: int) -> bool:
 
 
 def init_logging(rank: int) -> None:
-    """Log to stdout, with the rank as a prefix if several ranks log. `log_to_file` gets these
-    lines, too.
-    """
+    """Log to stdout, with the rank as a prefix if several ranks log."""
     prefix = f"[rank {rank}] " if rank != 0 or "," in os.environ.get("LOG_RANK", "") else ""
     stdout = _Stdout()
     stdout.setLevel(logging.INFO if _logs(rank) else logging.ERROR)
@@ -93,9 +84,7 @@ def log_to_file(
 
 
 def log_failure(error: BaseException) -> None:
-    """Log why this rank fails to its file only: on the terminal, the error is reported once for all
-    ranks.
-    """
+    """Log why this rank fails to its file only; the terminal shows the error once for all ranks."""
     failure = failure_of(error)
     traceback = None if failure.expected else error
     logger.error(failure.message, exc_info=traceback, extra={"only_in_file": True})
@@ -113,7 +102,7 @@ class _Stdout(logging.StreamHandler):
 
 
 class _Pending(logging.Handler):
-    """Keeps lines until the file is known that they belong to."""
+    """Keeps lines until their file is known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,10 +127,8 @@ class _File(RotatingFileHandler):
         self._failing = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self.stream is not None and not os.path.exists(
-            self.baseFilename
-        ):  # deleted: lines would go with it
-            self._drop_stream()
+        if self.stream is not None and not os.path.exists(self.baseFilename):
+            self._drop_stream()  # deleted: lines would go with it
         super().emit(record)
         self._failing &= self.stream is None
 

@@ -1,6 +1,4 @@
-"""Signals: handled at once by a thread, and the request to stop that training honors between two
-steps.
-"""
+"""Signals, handled at once by a thread, and the request to stop after the current step."""
 
 import ctypes
 import os
@@ -14,15 +12,11 @@ from contextlib import contextmanager
 from functools import partial
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Schedulers send the first two before they take a machine away, and a terminal the third on
-Ctrl-C.
-"""
+"""Schedulers send the first two before they take a machine away; Ctrl-C sends the third."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit status after a second Ctrl-C."""
 AGAIN_SECONDS = 0.5
-"""A Ctrl-C within this time of the first is the same one: wrappers pass it on, and people press it
-twice.
-"""
+"""A second Ctrl-C within this time is the same one: wrappers pass it on, people press it twice."""
 STOPPING = "Asked to stop: finishing what is under way; Ctrl-C again ends at once"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -30,8 +24,7 @@ _actions: dict[int, Callable[[], None]] = {}
 
 
 def exit_when_stopped() -> None:
-    """Exit with 75 on a stop signal, until something is installed that handles it better: there is
-    nothing to save yet.
+    """Exit with 75 on a stop signal, until another handler is installed: nothing to save yet.
 
     Also unblocks the signals, which `run_train.sh` blocks while the interpreter starts.
     """
@@ -41,16 +34,13 @@ def exit_when_stopped() -> None:
 
 
 def heeded() -> list[signal.Signals]:
-    """The stop signals to handle: not SIGINT where a shell ignores it, as for a command in the
-    background.
-    """
+    """The stop signals to handle: not SIGINT where a shell ignores it, as in the background."""
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     return [number for number in STOP_SIGNALS if not (ignored and number == signal.SIGINT)]
 
 
 def on_signal(number: int, action: Callable[[], None]) -> None:
-    """Run `action` in a thread whenever this process receives signal `number`. Call it from the
-    main thread.
+    """Run `action` in a thread whenever signal `number` arrives. Call this from the main thread.
 
     An ordinary handler never runs while the main thread is blocked in a collective or a rendezvous.
     """
@@ -143,9 +133,7 @@ def helpers_shielded() -> Iterator[None]:
 
 
 def become_stoppable() -> None:
-    """Accept the stop signals again, in a process group of its own: only those sent to this very
-    process.
-    """
+    """Accept the stop signals again, but only those sent to this very process."""
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 

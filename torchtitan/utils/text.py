@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 DATE = "%Y-%m-%d %H:%M:%S"
-"""Of `time.strftime`: dates in logs and reports."""
+"""Format of dates in logs and reports, for `time.strftime`."""
 _NUMBER = re.compile(r"-?[\d,]+(\.\d+)?%?")
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = 100
@@ -51,8 +51,9 @@ def listed(values: Iterable[object], limit: int = 16) -> str:
 
 def plural(number: int, noun: str) -> str:
     """`1 rank`, `2 ranks`, `10,000 batches`."""
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending}"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 # ---- figures
@@ -66,7 +67,12 @@ def show_tokens(count: float) -> str:
         count /= 1000
         if abs(count) < 999.5 or unit == "T":
             break
-    return f"{count:,.{2 if abs(count) < 9.995 else 1 if abs(count) < 99.95 else 0}f}{unit}"
+    digits = 0
+    if abs(count) < 9.995:
+        digits = 2
+    elif abs(count) < 99.95:
+        digits = 1
+    return f"{count:,.{digits}f}{unit}"
 
 
 def show_loss(loss: float) -> str:
@@ -90,7 +96,7 @@ def show_size(size: float) -> str:
         return f"{size:.0f} bytes"
     for unit in ("kB", "MB", "GB"):
         size /= 1000
-        if size < 1000:
+        if size < 999.95:
             return f"{size:.1f} {unit}"
     return f"{size / 1000:,.1f} TB"
 
@@ -101,9 +107,7 @@ def show_rate(per_second: float) -> str:
 
 
 def show_duration(seconds: float) -> str:
-    """`0.25 s`, `5.2 s`, `42 s`, `2 min 05 s`, `1 h 02 min`, `3 d 07 h`; `unknown` unless
-    finite.
-    """
+    """`0.25 s`, `5.2 s`, `42 s`, `2 min 05 s`, `1 h 02 min`, `3 d 07 h`; or `unknown`."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 0:
@@ -146,8 +150,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A borderless table, the same on a terminal and in a file: cells are never cut, numbers are
-    right-aligned.
+    """A borderless table: cells are never cut, numbers are right-aligned.
 
     Args:
         rows: the first holds the headings.

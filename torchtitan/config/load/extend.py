@@ -75,6 +75,7 @@ def _chosen(config: Config) -> Iterator[str]:
     yield config.training.loss
     yield config.model.tokenizer or ""
     yield from config.metrics.sinks
+    yield from config.training.callbacks
     yield config.training.dataset
     yield config.validation.dataset
     yield from (source.dataset for source in config.training.sources)

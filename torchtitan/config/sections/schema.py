@@ -194,6 +194,10 @@ class Training(Section):
     """Choose what happens when the loss or gradient norm is NaN or infinite: `stop` with an error,
     or `skip` the optimizer step. `guard.policy` takes precedence if it is `skip` or `rewind`.
     """
+    callbacks: Annotated[list[Name], Field(max_length=100)] = []
+    """Call these before and after each step, in this order: callbacks that
+    `experimental.custom_import` registers.
+    """
     dataloader: DataLoader = DataLoader()
 
 
@@ -396,7 +400,7 @@ class Experimental(Section):
 
     custom_import: Name = ""
     """Import this Python module first. It can register models, optimizers, schedules, losses, data
-    sources, tokenizers and metric sinks, which the configuration then chooses by name.
+    sources, tokenizers, metric sinks and callbacks, which the configuration then chooses by name.
     """
 
 

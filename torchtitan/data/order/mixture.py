@@ -35,7 +35,7 @@ class Shares:
 
     weights: dict[str, int] = field(default_factory=dict)
     rows: int = 0
-    """Divided since the weights last changed."""
+    """Rows divided since the weights last changed."""
     counts: dict[str, int] = field(default_factory=dict)
     """Rows of each source since then."""
     _aimed: Mapping[str, Fraction] = field(default_factory=dict)
@@ -52,16 +52,15 @@ class Shares:
             self.counts = dict.fromkeys(whole, 0)
 
     def take(self, rows: int) -> dict[str, int]:
-        """The next `rows` rows: how many of each source."""
+        """How many of the next `rows` rows come from each source."""
         self.rows += rows
         total = sum(self.weights.values())
-        now = {
-            name: max(self.counts[name], weight * self.rows // total)
-            for name, weight in self.weights.items()
-        }
-        due = [
-            name for name, weight in self.weights.items() if now[name] * total < weight * self.rows
-        ]
+        now = {}
+        due = []
+        for name, weight in self.weights.items():
+            now[name] = max(self.counts[name], weight * self.rows // total)
+            if now[name] * total < weight * self.rows:
+                due.append(name)
         due.sort(key=lambda name: Fraction(now[name] + 1, self.weights[name]))
         for name in due[: self.rows - sum(now.values())]:
             now[name] += 1
@@ -70,11 +69,7 @@ class Shares:
         return taken
 
     def position(self) -> SharesState:
-        return SharesState(
-            weights=self.weights,
-            rows=self.rows,
-            counts=self.counts,
-        )
+        return SharesState(weights=self.weights, rows=self.rows, counts=self.counts)
 
     def seek(self, position: SharesState) -> None:
         self._aimed = {}
@@ -86,12 +81,9 @@ class Shares:
 def _whole(weights: Mapping[str, Fraction]) -> dict[str, int]:
     """Integers in the ratio of `weights`, without sources of weight zero."""
     used = {name: weight for name, weight in weights.items() if weight > 0}
-    unit = Fraction(1)
-    if used:
-        unit = Fraction(
-            np.gcd.reduce([w.numerator for w in used.values()], dtype=object)
-        ) / Fraction(np.lcm.reduce([w.denominator for w in used.values()], dtype=object))
-    return {name: int(weight / unit) for name, weight in used.items()}
+    above = math.gcd(*(weight.numerator for weight in used.values()))
+    below = math.lcm(*(weight.denominator for weight in used.values()))
+    return {name: int(weight * below / above) for name, weight in used.items()}
 
 
 def divide(
@@ -103,10 +95,9 @@ def divide(
     """How many of the next `rows` rows come from each source.
 
     Args:
-        weights: of all sources, at this step.
-        left: rows that a source still has, for those that end. From the step in which one ends, the
-        others share its
-            weight.
+        weights: the weights of all sources at this step.
+        left: remaining rows of the sources that end. From the step in which one ends, the others
+            share its weight.
 
     Returns:
         Fewer than `rows` in total if all sources end.
@@ -119,11 +110,10 @@ def divide(
             break
         before = shares.position()
         part = shares.take(rows)
-        if ending := {
-            name: left[name] for name, count in part.items() if name in left and count > left[name]
-        }:
+        ending = {name for name, count in part.items() if count > left.get(name, count)}
+        if ending:
             shares.seek(before)
-            part = ending  # their last rows
+            part = {name: left[name] for name in part if name in ending}  # their last rows
         for name, count in part.items():
             taken[name] += count
             rows -= count
@@ -133,9 +123,7 @@ def divide(
 
 
 def place(counts: Mapping[str, int], seed: int, step: int) -> dict[str, Slots]:
-    """The rows of a step that come from each source, scattered over the batch so that all ranks get
-    some of each.
-    """
+    """The rows of a step from each source, scattered over the batch so that all ranks get some."""
     total = sum(counts.values())
     used = [name for name, count in counts.items() if count]
     if len(used) == 1:
@@ -146,12 +134,12 @@ def place(counts: Mapping[str, int], seed: int, step: int) -> dict[str, Slots]:
 
 
 class StagePlan(NamedTuple):
-    """Steps between two changes of the configuration."""
+    """The batch of the steps between two changes of the configuration."""
 
     first: int
-    """Counted from 0."""
+    """The first step, counted from 0."""
     rows: int
-    """Of each step, over all ranks."""
+    """Rows of each step, over all ranks."""
     weights: Mapping[str, Fraction]
 
 
@@ -161,11 +149,10 @@ def _with_ends(plans: Sequence[StagePlan]) -> Iterator[tuple[StagePlan, int]]:
 
 
 def run_dry(plans: Sequence[StagePlan], left: Mapping[str, int], steps: range) -> dict[str, int]:
-    """In which of `steps` each source that ends gives its last row, to within a row; both counted
-    from 0.
+    """The step in which each source gives its last row, to within a row, if it is one of `steps`.
 
     Args:
-        left: rows that a source still has before the first of `steps`, for those that end.
+        left: remaining rows, before the first of `steps`, of the sources that end.
     """
     rest = {name: Fraction(rows) for name, rows in left.items()}
     ended: dict[str, int] = {}
@@ -220,7 +207,7 @@ def _mix(x: int, key: int) -> int:
 
 
 def mixed(values: NDArray[np.int64], *keys: int) -> NDArray[np.uint64]:
-    """A hash of each of `values`, another one for other `keys`."""
+    """A hash of each of `values`, which depends on `keys`."""
     key = 0
     for part in keys:
         key = _mix(part & _64_BITS, key)
@@ -236,12 +223,11 @@ def permute(
     seed: int,
     epoch: int,
 ) -> int:
-    """Where position `index` of epoch `epoch` lies in a data set of `size` items: a bijection of
-    `[0, size)`.
+    """The item at position `index` of an epoch over `size` items: a bijection of `[0, size)`.
 
-    A balanced Feistel network over the smallest even number of bits that holds `size`, applied
-    again while the result lies outside (cycle walking; Black and Rogaway, "Ciphers with arbitrary
-    finite domains", 2002).
+    A shuffle without a table: a balanced Feistel network over the smallest even number of bits that
+    holds `size`, applied again while the result lies outside (cycle walking; Black and Rogaway,
+    "Ciphers with arbitrary finite domains", 2002).
     """
     if size <= 1:
         return 0

@@ -46,7 +46,12 @@ class SourceReader(ABC):
     """Reads a share of the rows of one source."""
 
     @abstractmethod
-    def read(self, step: int, count: int, slots: Slots) -> dict[int, Row]:
+    def read(
+        self,
+        step: int,
+        count: int,
+        slots: Slots,
+    ) -> dict[int, Row]:
         """This reader's rows of a step by their places. After the source's end, rows are missing.
 
         Args:
@@ -97,7 +102,12 @@ class TokenReader(SourceReader):
         self.limit = None if epochs is None else epochs * len(files)
         self.consumed = 0
 
-    def read(self, step: int, count: int, slots: Slots) -> dict[int, Row]:
+    def read(
+        self,
+        step: int,
+        count: int,
+        slots: Slots,
+    ) -> dict[int, Row]:
         own = own_rows(count, self.share)
         first, after = np.searchsorted(slots, [own.start, own.stop])
         rows = {}
@@ -110,7 +120,12 @@ class TokenReader(SourceReader):
     def _row(self, index: int) -> Row:
         epoch, window = divmod(index, len(self.files))
         if self.seed is not None:
-            window = permute(window, len(self.files), self.seed, epoch)
+            window = permute(
+                window,
+                len(self.files),
+                self.seed,
+                epoch,
+            )
         ids = self.retry(f"window {window}", lambda: self.files.window(window))
         return _padded(ids, self.files.seq_len)
 
@@ -153,7 +168,12 @@ class Lane:
     current piece, whose start is part of the position.
     """
 
-    def __init__(self, cursor: Cursor, tokenizer: Tokenizer, seq_len: int):
+    def __init__(
+        self,
+        cursor: Cursor,
+        tokenizer: Tokenizer,
+        seq_len: int,
+    ):
         self.cursor = cursor
         self.tokenizer = tokenizer
         self.seq_len = seq_len
@@ -218,7 +238,13 @@ class Lane:
 class LaneReader(SourceReader):
     """Rows of text, cut from lanes."""
 
-    def __init__(self, contents: str, share: Share, lanes: dict[int, Lane], count: int):
+    def __init__(
+        self,
+        contents: str,
+        share: Share,
+        lanes: dict[int, Lane],
+        count: int,
+    ):
         """
         Args:
             contents: fingerprint of the source.
@@ -231,9 +257,19 @@ class LaneReader(SourceReader):
         self.count = count
         self.consumed = 0
 
-    def read(self, step: int, count: int, slots: Slots) -> dict[int, Row]:
+    def read(
+        self,
+        step: int,
+        count: int,
+        slots: Slots,
+    ) -> dict[int, Row]:
         own = own_rows(count, self.share)
-        lanes = lanes_of(slots, step, count, self.count)
+        lanes = lanes_of(
+            slots,
+            step,
+            count,
+            self.count,
+        )
         rows = {}
         for slot, lane in zip(slots.tolist(), lanes.tolist(), strict=True):
             if lane in self.lanes:
@@ -262,7 +298,12 @@ class LaneReader(SourceReader):
             lane.seek(saved[str(index)])
 
 
-def lanes_of(slots: Slots, step: int, count: int, lanes: int) -> Slots:
+def lanes_of(
+    slots: Slots,
+    step: int,
+    count: int,
+    lanes: int,
+) -> Slots:
     """The lane of each place of a step of `count` rows.
 
     Neighbours in a batch are neighbours in lanes, so that a rank's rows come from few lanes. If

@@ -71,7 +71,12 @@ class Cache:
     def _path(self, index: FileIndex, ending: str) -> Path:
         return self.folder / f"{index.key}.{ending}"
 
-    def open(self, stamps: Sequence[FileStamp], column: str, stop: bool) -> list[FileIndex]:
+    def open(
+        self,
+        stamps: Sequence[FileStamp],
+        column: str,
+        stop: bool,
+    ) -> list[FileIndex]:
         """The indexes of files; the missing ones are made.
 
         Raises:
@@ -98,7 +103,10 @@ class Cache:
         return found
 
     def _read_corpus(
-        self, corpus: Path, stamps: Sequence[FileStamp], column: str
+        self,
+        corpus: Path,
+        stamps: Sequence[FileStamp],
+        column: str,
     ) -> list[FileIndex] | None:
         try:
             entries = json.loads(read_regular(corpus, CACHE_RECORD_BYTES))
@@ -145,9 +153,8 @@ class Cache:
     def _warn_of_damage(self, missing: Sequence[FileIndex]) -> None:
         if again := [index for index in missing if self._path(index, "json").exists()]:
             logger.warning(
-                f"{self.folder}: what was kept of {plural(len(again), 'file')} was "
-                "changed or deleted; indexing again: "
-                f"{listed((index.path for index in again), 6)}"
+                f"{self.folder}: what was kept of {plural(len(again), 'file')} was changed or "
+                f"deleted; indexing again: {listed((index.path for index in again), 6)}"
             )
 
     def _announce(self, missing: Sequence[FileIndex]) -> None:
@@ -163,18 +170,15 @@ class Cache:
         what = f"a copy of the texts of {plural(len(copied), 'file')} and " if copied else ""
         logger.info(
             f"Indexing {plural(len(missing), 'file')} "
-            f"({show_size(sum(index.size for index in missing))}) once: {what}"
-            f"the documents' positions go to {self.folder}, about {show_size(size)} of "
-            f"{show_size(free)} free there. "
-            f"Set {self.key} to use another folder"
+            f"({show_size(sum(index.size for index in missing))}) once: {what}the documents' "
+            f"positions go to {self.folder}, about {show_size(size)} of {show_size(free)} free "
+            f"there. Set {self.key} to use another folder"
         )
         if sum(index.size for index in copied if is_compressed(Path(index.path))) > free:
             raise UserError(
-                f"{self.key}: {self.folder} has {show_size(free)} free, too little for "
-                f"{what}the documents' positions: "
-                f"about {show_size(size)}. Name a folder with more space, or tokenize "
-                "the files ahead (torchtitan "
-                "tokenize), which needs no copy"
+                f"{self.key}: {self.folder} has {show_size(free)} free, too little for {what}the "
+                f"documents' positions: about {show_size(size)}. Name a folder with more space, or "
+                "tokenize the files ahead (torchtitan tokenize), which needs no copy"
             )
         if size > free:
             logger.warning(
@@ -182,7 +186,10 @@ class Cache:
             )
 
     def _make_all(
-        self, missing: Sequence[FileIndex], done: dict[str, FileIndex], stop: bool
+        self,
+        missing: Sequence[FileIndex],
+        done: dict[str, FileIndex],
+        stop: bool,
     ) -> None:
         left = list(missing)
         while left:
@@ -198,7 +205,12 @@ class Cache:
                 self._report(f"waiting for other processes to index {what}")
                 time.sleep(_WAIT_SECONDS)
 
-    def _make(self, index: FileIndex, stop: bool, so_far: str) -> FileIndex | None:
+    def _make(
+        self,
+        index: FileIndex,
+        stop: bool,
+        so_far: str,
+    ) -> FileIndex | None:
         """The index of a file; None if another process is making it."""
         with _locked(self.folder / f"{index.key}.lock") as ending:
             if ending is None:
@@ -218,7 +230,13 @@ class Cache:
 
             try:
                 with ranges.open("wb") as file, texts.open("wb") as copy:
-                    find_documents(index, stop, file, copy if index.copied else None, advance)
+                    find_documents(
+                        index,
+                        stop,
+                        file,
+                        copy if index.copied else None,
+                        advance,
+                    )
                     for written in (file, copy):
                         written.flush()
                         os.fsync(written.fileno())
@@ -247,9 +265,8 @@ class Cache:
             if error.filename is not None and not str(error.filename).startswith(str(self.folder)):
                 raise  # an input
             raise UserError(
-                f"{self.key}: can't write to {self.folder}: {error.strerror}. Name a "
-                "folder with space, or tokenize "
-                "the files ahead (torchtitan tokenize), which needs none"
+                f"{self.key}: can't write to {self.folder}: {error.strerror}. Name a folder with "
+                "space, or tokenize the files ahead (torchtitan tokenize), which needs none"
             ) from error
 
 

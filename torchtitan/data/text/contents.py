@@ -62,7 +62,12 @@ class Contents:
     """The fingerprint of earlier versions: names and sizes, or a count of tokens."""
 
     @classmethod
-    def of(cls, files: Sequence[DataFile], earlier: str | None, reading: str = "") -> "Contents":
+    def of(
+        cls,
+        files: Sequence[DataFile],
+        earlier: str | None,
+        reading: str = "",
+    ) -> "Contents":
         """
         Args:
             reading: options that change the documents of the same files.
@@ -99,7 +104,12 @@ def data_file(
     name = path.removeprefix(f"{base.rstrip('/')}/")
     if not name.isascii():
         name = os.fsencode(name).decode("utf-8", "backslashreplace")
-    return DataFile(name, size, sample, whole)
+    return DataFile(
+        name,
+        size,
+        sample,
+        whole,
+    )
 
 
 def sampled(
@@ -121,8 +131,19 @@ def sampled(
         samples = list(pool.map(one, stamps))
     known = wholes or [""] * len(stamps)
     return [
-        data_file(s.path, folder, s.size, own, all_)
-        for s, own, all_ in zip(stamps, samples, known, strict=True)
+        data_file(
+            s.path,
+            folder,
+            s.size,
+            own,
+            all_,
+        )
+        for s, own, all_ in zip(
+            stamps,
+            samples,
+            known,
+            strict=True,
+        )
     ]
 
 

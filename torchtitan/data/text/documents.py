@@ -74,11 +74,9 @@ class DemoDocuments:
             files += [Path(folder, name) for name in names if name.endswith(".py")]
         files.sort(key=lambda path: path.relative_to(root).as_posix())
         held_out = files[::_HELD_OUT_EVERY]
-        self.files = (
-            held_out
-            if validation
-            else [file for i, file in enumerate(files) if i % _HELD_OUT_EVERY]
-        )
+        if not validation:
+            del files[::_HELD_OUT_EVERY]
+        self.files = held_out if validation else files
         stamps = [FileStamp.of(file) for file in self.files]
         names = [str(file.relative_to(root)) for file in self.files]
         self.contents = Contents.of(sampled(stamps, root), _listing(names, stamps))
@@ -142,7 +140,15 @@ class LocalDocuments:
         if text_column != "text" or self.skipped:
             reading = f"{text_column}: {sorted(self.skipped.items())}"
         base = base_of(path)
-        found = [data_file(i.path, base, i.size, i.sample) for i in self.indexes]
+        found = [
+            data_file(
+                i.path,
+                base,
+                i.size,
+                i.sample,
+            )
+            for i in self.indexes
+        ]
         earlier = _listing([file.name for file in files], stamps, reading)
         self.contents = Contents.of(found, earlier, reading)
         if self.skipped:
@@ -150,7 +156,12 @@ class LocalDocuments:
             where = f"{place(Path(first.path), first.places[0][0])}: {first.places[0][1]}"
             logger.warning(f"{key}: skipping {counted(self.skipped)}; the first is {where}")
 
-    def _hold(self, stamps: Sequence[FileStamp], stop: bool, cache_key: str) -> list[FileIndex]:
+    def _hold(
+        self,
+        stamps: Sequence[FileStamp],
+        stop: bool,
+        cache_key: str,
+    ) -> list[FileIndex]:
         """Index files in memory."""
         logger.info(
             f"Finding the documents of {plural(len(stamps), 'file')}, without a cache folder"
@@ -184,7 +195,12 @@ class LocalDocuments:
         number = index - (int(self._ends[which - 1]) if which else 0)
         start, end = self._range(which, number)
         if file.kind == "json" and not file.copied:
-            line = self._files.read(file.path, start, end - start, file.stamp)
+            line = self._files.read(
+                file.path,
+                start,
+                end - start,
+                file.stamp,
+            )
             try:
                 return decode(line, file.column)
             except BadDocument as error:
@@ -193,15 +209,30 @@ class LocalDocuments:
                 ) from None
         stamp = self._kept(file)["texts"] if file.copied else file.stamp
         if end - start > LONG:
-            return FileText(stamp.path, start, end, stamp)
-        return self._files.read(stamp.path, start, end - start, stamp).decode()
+            return FileText(
+                stamp.path,
+                start,
+                end,
+                stamp,
+            )
+        return self._files.read(
+            stamp.path,
+            start,
+            end - start,
+            stamp,
+        ).decode()
 
     def _range(self, which: int, number: int) -> tuple[int, int]:
         if self._folder is None:
             start, end = self._held[which][number]
         else:
             kept = self._kept(self.indexes[which])["ranges"]
-            content = self._files.read(kept.path, number * RANGE, RANGE, kept)
+            content = self._files.read(
+                kept.path,
+                number * RANGE,
+                RANGE,
+                kept,
+            )
             start, end = np.frombuffer(content, np.int64)
         return int(start), int(end)
 
@@ -218,7 +249,7 @@ def _listing(names: Sequence[str], stamps: Sequence[FileStamp], reading: str = "
 
 
 class DocumentCursor:
-    """Documents lane, lane + L, lane + 2L, ... of the epochs one after another."""
+    """The documents of a lane: every L-th of all epochs, one epoch after another."""
 
     def __init__(
         self,
@@ -244,7 +275,12 @@ class DocumentCursor:
         size = len(self.documents)
         epoch, index = divmod(self.upcoming, size)
         if self.seed is not None:
-            index = permute(index, size, self.seed, epoch)
+            index = permute(
+                index,
+                size,
+                self.seed,
+                epoch,
+            )
         elif epoch:
             return None
         self.upcoming += self.lanes

@@ -120,9 +120,8 @@ def find_token_files(path: str, key: str) -> list[Path]:
     if tokens and beside:
         names = listed(sorted(file.name for file in beside), 6)
         logger.warning(
-            f"{key}: reading {plural(len(tokens), 'token file')} of {path}, and not what "
-            f"lies beside: {names}. To "
-            "read that, name it by itself, or as another source"
+            f"{key}: reading {plural(len(tokens), 'token file')} of {path}, and not what lies "
+            f"beside: {names}. To read that, name it by itself, or as another source"
         )
     return sorted(tokens)
 

@@ -75,7 +75,13 @@ class FileIndex(BaseModel):
     @property
     def stamp(self) -> FileStamp:
         """The file when it was indexed."""
-        return FileStamp(self.path, self.size, self.mtime_ns, self.inode, self.sample)
+        return FileStamp(
+            self.path,
+            self.size,
+            self.mtime_ns,
+            self.inode,
+            self.sample,
+        )
 
     def kept(self, folder: Path) -> dict[str, FileStamp]:
         """The files of the cache that belong to it, by their endings."""

@@ -80,7 +80,12 @@ class _Array:
 
     def __init__(self, file: IO[bytes]):
         # Bytes that aren't UTF-8 become lone surrogates, so that only their entry is bad.
-        self.text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
+        self.text = io.TextIOWrapper(
+            file,
+            "utf-8",
+            errors="surrogateescape",
+            newline="",
+        )
         self.buffer = ""
         self.at = 0
         """Characters of the buffer that have been used."""
@@ -184,7 +189,12 @@ class JsonString(LongText):
     line's size, because one emoji makes every character of a Python string take four bytes.
     """
 
-    def __init__(self, line: bytes, begin: int, end: int):
+    def __init__(
+        self,
+        line: bytes,
+        begin: int,
+        end: int,
+    ):
         """
         Args:
             line: isn't copied.
@@ -203,7 +213,12 @@ class JsonString(LongText):
         decoder = codecs.getincrementaldecoder("utf-8")()
         place = self.begin
         while place < self.end:
-            end = _whole_escapes(self.line, place, min(place + BLOCK, self.end), self.end)
+            end = _whole_escapes(
+                self.line,
+                place,
+                min(place + BLOCK, self.end),
+                self.end,
+            )
             try:
                 raw = decoder.decode(self.line[place:end], final=end == self.end)
             except UnicodeDecodeError as error:

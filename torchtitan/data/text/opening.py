@@ -38,21 +38,41 @@ def sample(handle: int) -> str:
     size = os.fstat(handle).st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=8)
     if size <= WHOLE:
-        _add(digest, handle, 0, size)
+        _add(
+            digest,
+            handle,
+            0,
+            size,
+        )
     else:
         for i in range(_BLOCKS):
-            _add(digest, handle, (size - _BLOCK) * i // (_BLOCKS - 1), _BLOCK)
+            _add(
+                digest,
+                handle,
+                (size - _BLOCK) * i // (_BLOCKS - 1),
+                _BLOCK,
+            )
     return digest.hexdigest()
 
 
 def whole(handle: int) -> str:
     """A hash of all bytes of an open file."""
     digest = hashlib.blake2b(digest_size=8)
-    _add(digest, handle, 0, os.fstat(handle).st_size)
+    _add(
+        digest,
+        handle,
+        0,
+        os.fstat(handle).st_size,
+    )
     return digest.hexdigest()
 
 
-def _add(digest: "hashlib.blake2b", handle: int, start: int, size: int) -> None:
+def _add(
+    digest: "hashlib.blake2b",
+    handle: int,
+    start: int,
+    size: int,
+) -> None:
     end = start + size
     while start < end:
         part = os.pread(handle, min(_BUFFER, end - start), start)
@@ -99,7 +119,12 @@ class FileStamp:
             raise
         if not stat.S_ISREG(status.st_mode):
             raise DataError(f"{path} {_NOT_REGULAR}")
-        return cls(os.path.abspath(path), status.st_size, status.st_mtime_ns, status.st_ino)
+        return cls(
+            os.path.abspath(path),
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ino,
+        )
 
     def matches(self, status: os.stat_result) -> bool:
         """Whether size, time and inode are the same."""
@@ -232,7 +257,13 @@ class OpenFiles:
         """Descriptors, with the size and time of the file when it was opened."""
         self._lock = threading.Lock()
 
-    def read(self, path: str, start: int, size: int, stamp: FileStamp | None = None) -> bytes:
+    def read(
+        self,
+        path: str,
+        start: int,
+        size: int,
+        stamp: FileStamp | None = None,
+    ) -> bytes:
         """`size` bytes from `start` on.
 
         Args:

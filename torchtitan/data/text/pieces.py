@@ -1,5 +1,4 @@
-"""Long texts in pieces, so that encoding one needs memory for a piece, and with the same ids as in
-one go.
+"""Long texts in pieces: encoding needs memory for one piece, and the ids are those of the whole.
 
 A tokenizer splits a text into words with a regular expression and encodes each word by itself. A
 piece ends where the expressions below end a word in any text: none of their alternatives matches a
@@ -32,13 +31,11 @@ _CUT = re.compile(
     r"(?=[\n!\"(),.;=+?{}\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])"
 )
 PIECE = 100_000
-"""Characters of a piece, up to twice as many. A run of so many without a cut, for example of
-blanks, is cut anyway.
-"""
+"""Smallest number of characters of a piece; at twice as many, a run without a cut is cut anyway."""
 
 
 def pieces(text: str | Iterable[str]) -> Iterator[str]:
-    """`text`, or its consecutive parts, cut at the same places."""
+    """The pieces of a text, given as a whole or in consecutive parts."""
     held = ""
     for part in [text] if isinstance(text, str) else text:
         held = held + part if held else part
@@ -57,26 +54,20 @@ def separable(backend: Any) -> bool:
     """Whether a tokenizer of the `tokenizers` library has the same words in pieces as in a whole
     text.
     """
-    normalizer, words = (
-        backend_state(part) for part in (backend.normalizer, backend.pre_tokenizer)
-    )
+    normalizer = backend_state(backend.normalizer)
+    words = backend_state(backend.pre_tokenizer)
     parts = words.get("pretokenizers", [words])
     for token in backend.get_added_tokens_decoder().values():
-        # It is found in a text before the words are, unless it is a special one.
+        # Unless it is special, it is found in a text before the words are.
         looks_around = token.lstrip or token.rstrip or token.single_word
         if not token.special and (looks_around or _CUT.search(token.content)):
             return False
-    return (
-        normalizer.get("type") in (None, "NFC")
-        and all(map(_local, parts))
-        and any(map(_splits, parts))
-    )
+    local = normalizer.get("type") in (None, "NFC") and all(map(_local, parts))
+    return local and any(map(_splits, parts))
 
 
 def backend_state(part: Any) -> dict[str, Any]:
-    """The settings of a part of a tokenizer of the `tokenizers` library, as in its file; none, if
-    it lacks the part.
-    """
+    """The settings of a part of a `tokenizers` tokenizer, as in its file; empty if it is None."""
     return json.loads(part.__getstate__()) if part is not None else {}
 
 

@@ -105,7 +105,12 @@ def read_records(
     try:
         with open_plain(file, None if tabular else advance, stamp) as content:
             try:
-                for record in _records(content, kind, column, advance):
+                for record in _records(
+                    content,
+                    kind,
+                    column,
+                    advance,
+                ):
                     number = record.number
                     yield record
             except DataError as error:

@@ -37,7 +37,10 @@ class Retry:
     """The read in progress, for the error about a stall."""
 
     def __call__(
-        self, what: str, read: Callable[[], T], reset: Callable[[], None] = lambda: None
+        self,
+        what: str,
+        read: Callable[[], T],
+        reset: Callable[[], None] = lambda: None,
     ) -> T:
         """Return `read()`.
 
@@ -74,9 +77,8 @@ class Retry:
             if not _may_pass(error):
                 raise UserError(f"{self.section}.dataset: {place}: {cause}") from error
             raise UserError(
-                f"{self.section}.dataset: reading failed: {place}: {cause} "
-                f"({attempts} attempts). Repair the source, or raise "
-                f"{self.section.split('.')[0]}.dataloader.retries."
+                f"{self.section}.dataset: reading failed: {place}: {cause} ({attempts} attempts). "
+                f"Repair the source, or raise {self.section.split('.')[0]}.dataloader.retries."
             ) from error
 
 

@@ -1,8 +1,7 @@
-"""Folders that `save_to_disk` of the library `datasets` wrote.
+"""Folders written by `save_to_disk` of the library `datasets`.
 
-state.json          of a data set: names its Arrow files. Others beside them are caches of `map` and
-the like
-dataset_dict.json   of several splits: names the folders of each
+state.json          names the Arrow files of a data set; others are caches of `map` and the like
+dataset_dict.json   names the folders of several splits
 """
 
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ def without_caches(files: Sequence[Path]) -> list[Path]:
 
 
 def in_one_split(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """`files` without those of the splits of saved data sets that aren't to be read.
+    """`files` without those of splits that aren't read.
 
     Returns:
         The files, and the folders of the splits that were chosen.
@@ -61,9 +60,8 @@ def saved_files(folder: Path) -> set[str] | None:
         return None
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise DataError(
-            f"{folder} is a saved data set whose rows are chosen or ordered by a table "
-            "of indices (select, shuffle, "
-            "filter); call flatten_indices() on it before save_to_disk()"
+            f"{folder} is a saved data set whose rows are chosen or ordered by a table of indices "
+            "(select, shuffle, filter); call flatten_indices() on it before save_to_disk()"
         )
     names = _names(state["_data_files"], folder)
     for name in names:
@@ -106,16 +104,13 @@ def saved_splits(folder: Path) -> list[str]:
         return splits
     example = f", such as {folder / splits[0]}" if splits else ""
     raise DataError(
-        f"{folder} holds the splits {', '.join(splits) or '(none)'} of a saved data set, "
-        "and none is "
-        f"{_DEFAULT_SPLIT!r}; name the folder of one{example}"
+        f"{folder} holds the splits {', '.join(splits) or '(none)'} of a saved data set, and none "
+        f"is {_DEFAULT_SPLIT!r}; name the folder of one{example}"
     )
 
 
 def _read(file: Path) -> dict[str, Any] | None:
-    """The contents of a description; None if it isn't there, or is no JSON object and no Arrow file
-    is beside it.
-    """
+    """A description; None if it is missing, or damaged in a folder without Arrow files."""
     try:
         return read_json_object(file) if file.exists() else None
     except (OSError, ValueError) as error:

@@ -77,9 +77,8 @@ def open_stream(dataset: str, section: str, text_column: str = "text") -> Stream
     except Exception as error:
         raise UserError(
             f"{section}.dataset: can't open {path} on the Hugging Face hub: "
-            f"{type(error).__name__}: {error}\n"
-            "Check the name and the network (HF_HUB_OFFLINE, HF_TOKEN), or set "
-            f"{section}.dataset_path to local files."
+            f"{type(error).__name__}: {error}\nCheck the name and the network (HF_HUB_OFFLINE, "
+            f"HF_TOKEN), or set {section}.dataset_path to local files."
         ) from error
 
 
@@ -210,7 +209,6 @@ def check_state(state: Any, key: str, name: str) -> None:
         place, what = fault
         raise UserError(
             f"{key}: the state_dict() of {name!r} has "
-            f"{what}{f' at {ascii(place)[1:-1]}' if place else ''}, which a "
-            "checkpoint can't hold; use only dicts with string keys, lists, strings, "
-            "finite numbers, bools and None"
+            f"{what}{f' at {ascii(place)[1:-1]}' if place else ''}, which a checkpoint can't hold; "
+            "use only dicts with string keys, lists, strings, finite numbers, bools and None"
         )

@@ -1,10 +1,9 @@
-"""Rows of Parquet, Arrow and CSV files, of which only the text's column is kept.
+"""The text's column of Parquet, Arrow and CSV files, row by row.
 
     parquet_rows(file, column)  ->  Record(row, {column: value}), ...
 
-Values are Python's; strings are bytes, because Arrow doesn't check UTF-8 (`records.decode` does),
-and long ones
-`HeldBytes`, without a copy. At most a batch of rows is held.
+Strings of Parquet and Arrow are bytes, because Arrow doesn't check UTF-8 (`records.decode` does);
+long ones are `HeldBytes`, without a copy. At most a batch of rows is held.
 """
 
 import csv
@@ -27,9 +26,9 @@ from torchtitan.data.text.texts import (
 from torchtitan.utils.limits import RECORD_BYTES
 
 _ROWS = 256
-"""Rows of Parquet, or of a dictionary's indices, read at once."""
+"""Number of rows of Parquet, or of a dictionary's indices, read at once."""
 _BATCH = 16 * 2**20
-"""Bytes of these rows, judged by the mean of their row group; at least one row is read."""
+"""Bytes of these rows, estimated by the mean of their row group; at least one row is read."""
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
@@ -68,8 +67,11 @@ def parquet_rows(
 
 
 def _rows_at_once(group: Any, column: str) -> int:
-    chunks = [group.column(i) for i in range(group.num_columns)]
-    size = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == column)
+    size = 0
+    for i in range(group.num_columns):
+        chunk = group.column(i)
+        if chunk.path_in_schema == column:
+            size += chunk.total_uncompressed_size
     mean = size / max(group.num_rows, 1)
     return max(1, min(_ROWS, int(_BATCH / max(mean, 1))))
 
@@ -77,8 +79,7 @@ def _rows_at_once(group: Any, column: str) -> int:
 def arrow_rows(
     file: IO[bytes], column: str, advance: Callable[[int], None] | None = None
 ) -> Iterator[Record]:
-    """The rows of an Arrow file or stream. A record batch is held at a time: its text, or of a
-    stream all of it.
+    """The rows of an Arrow file or stream. A record batch is held at a time; of a file, its text.
 
     Raises:
         DataError: it is neither, or damaged.
@@ -122,14 +123,14 @@ def _arrow_batches(file: IO[bytes], column: str) -> Iterator[tuple[Iterator[Any]
     options = pyarrow.ipc.IpcReadOptions(included_fields=[index or 0], use_threads=False)
     file.seek(0)
     reader = open_reader(file, options=options)
-    batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
+    batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
     for batch in batches:
         values = iter([_MISSING] * batch.num_rows) if index is None else _values(batch.column(0))
         yield values, schema.names
 
 
 def _index(schema: Any, column: str) -> int | None:
-    """Place of the column with exactly this name; None if there is none."""
+    """Index of the column with exactly this name; None if there is none."""
     found = schema.get_all_field_indices(column)
     if len(found) > 1:
         raise DataError(
@@ -150,17 +151,20 @@ def _values(values: Any) -> Iterator[Any]:
             yield from _values(coded.slice(first, _ROWS).dictionary_decode())
         return
     values = _as_binary(values)
-    if (
-        not (types.is_binary(values.type) or types.is_large_binary(values.type))
-        or values.nbytes <= LONG
-    ):
+    is_text = types.is_binary(values.type) or types.is_large_binary(values.type)
+    if not is_text or values.nbytes <= LONG:
         yield from values.to_pylist()
         return
     # A scalar would copy the value.
     width = np.int32 if types.is_binary(values.type) else np.int64
     _, places, content = values.buffers()
     ends = np.frombuffer(places, width)[values.offset : values.offset + len(values) + 1].tolist()
-    for start, end, valid in zip(ends, ends[1:], values.is_valid().to_pylist(), strict=False):
+    for start, end, valid in zip(
+        ends,
+        ends[1:],
+        values.is_valid().to_pylist(),
+        strict=False,
+    ):
         text = content.slice(start, end - start)
         if valid:
             yield HeldBytes(text) if len(text) > LONG else text.to_pybytes()
@@ -169,9 +173,7 @@ def _values(values: Any) -> Iterator[Any]:
 
 
 def _as_binary(values: Any) -> Any:
-    """Strings as binary values, with places that lie within the array's bytes; a wrong one would
-    end the process.
-    """
+    """Strings as binary values, validated: a wrong place in the bytes would end the process."""
     import pyarrow
     from pyarrow import types
 
@@ -196,7 +198,7 @@ def _report(file: IO[bytes], read: int, advance: Callable[[int], None] | None) -
 
 @contextmanager
 def _damage(what: str) -> Iterator[None]:
-    """Errors of Arrow about a file's contents as `DataError`; those of a disk are left alone."""
+    """Turn Arrow's errors about contents into `DataError`, but not those of the disk."""
     import pyarrow
 
     try:
@@ -221,7 +223,12 @@ def csv_rows(file: IO[bytes], column: str, delimiter: str) -> Iterator[Record]:
     """
     csv.field_size_limit(RECORD_BYTES)
     # Bytes that aren't UTF-8 become lone surrogates, so that only their row is bad.
-    text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+    text = io.TextIOWrapper(
+        file,
+        "utf-8-sig",
+        errors="surrogateescape",
+        newline="",
+    )
     rows = csv.reader(text, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:

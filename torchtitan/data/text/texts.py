@@ -131,7 +131,14 @@ class FileText(LongText):
             while True:
                 wanted = BLOCK if self.end is None else min(BLOCK, self.end - place)
                 try:
-                    block = self.attempt(partial(_read_at, file, place, wanted))
+                    block = self.attempt(
+                        partial(
+                            _read_at,
+                            file,
+                            place,
+                            wanted,
+                        )
+                    )
                     if self.stamp is not None and not is_compressed(self.path):
                         self.stamp.check(file.fileno())
                     content = block if place else block.removeprefix(BOM)

@@ -20,6 +20,7 @@ from torchtitan.data.text.texts import LongText, Text
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.formats import read_json_object
+from torchtitan.utils.limits import WHOLE_TEXT_CHARACTERS
 
 LLAMA3_SPECIAL = {
     0: "<|begin_of_text|>",
@@ -32,12 +33,7 @@ LLAMA3_SPECIAL = {
     9: "<|eot_id|>",
     10: "<|python_tag|>",
 }
-"""The named ones of Llama 3's 256 special tokens, counted from the end of the ranks; the others are
-reserved.
-"""
-
-_WHOLE = 10_000_000
-"""Characters of the longest text that is encoded whole, which takes about 0.6 KB of memory each."""
+"""Named special tokens by their place after the ranks; the rest of the 256 are reserved."""
 
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
 _EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
@@ -46,10 +42,9 @@ _EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
 class Tokenizer(ABC):
     """Text to token ids and back.
 
-    One that a module of the user registers as `model.tokenizer` implements `_ids` and `decode`, and
-    sets `vocab_size`,
-    `bos_id`, `eos_id` and, unless it calls `super().__init__(path)` with its file, `fingerprint`.
-    It is made again, by the same call, in every process that needs it.
+    A registered `model.tokenizer` implements `_ids` and `decode`, and sets `vocab_size`, `bos_id`,
+    `eos_id` and, unless it calls `super().__init__(path)` with its file, `fingerprint`. Every
+    process that needs it makes it again by the same call.
     """
 
     vocab_size: int
@@ -59,58 +54,63 @@ class Tokenizer(ABC):
     path: Path | None = None
     """The tokenizer's file, if it has one."""
     fingerprint: str
-    """Equal for two tokenizers only if they give the same ids. By default a hash of the file."""
+    """Equal only for tokenizers that give the same ids; by default, a hash of the file."""
     separable = False
-    """Whether a long text gets the same ids when it is encoded in the pieces of `data.text.pieces`.
-    """
+    """Whether the ids stay the same when a text is encoded in the pieces of `data.text.pieces`."""
     _origin: tuple[str, Callable[[Path], "Tokenizer"]] | None = None
-    """`model.hf_assets_path` and what made a registered tokenizer from it."""
+    """A registered tokenizer's `model.hf_assets_path` and constructor."""
 
     def __init__(self, path: Path):
         self.path = path
         self.fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
 
-    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
-        """Ids of `text`, between the special tokens asked for. A long text is encoded in pieces,
-        with the same ids.
+    def encode(
+        self,
+        text: str,
+        *,
+        bos: bool = False,
+        eos: bool = False,
+    ) -> list[int]:
+        """Ids of `text`, with the special tokens if asked. A long text is encoded in pieces.
 
         Raises:
             UserError: the tokenizer fails on this text, or the text is too long for one that can't
-            encode pieces.
+                encode pieces.
         """
-        if not self.separable and len(text) > _WHOLE:
+        if not self.separable and len(text) > WHOLE_TEXT_CHARACTERS:
             raise UserError(
                 f"model.hf_assets_path: {self.name} needs whole texts in memory, and one "
                 f"has {len(text):,} characters "
-                f"({_WHOLE:,} at most); split it into several documents"
+                f"({WHOLE_TEXT_CHARACTERS:,} at most); split it into several documents"
             )
-        start = [self.bos_id] if bos and self.bos_id is not None else []
+        ids: list[int] = []
+        if bos and self.bos_id is not None:
+            ids.append(self.bos_id)
         with _rust_errors(self.name, "can't encode a text"):
-            ids = [
-                i
-                for piece in (pieces(text) if self.separable else [text])
-                for i in self._ids(piece)
-            ]
-        return [*start, *ids, *([self.eos_id] if eos else [])]
+            for piece in pieces(text) if self.separable else [text]:
+                ids += self._ids(piece)
+        if eos:
+            ids.append(self.eos_id)
+        return ids
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The tokenizer in messages."""
         return str(self.path or type(self).__name__)
 
     @abstractmethod
     def _ids(self, text: str) -> list[int]:
-        """Ids of `text` in one go."""
+        """Ids of `text`, encoded as a whole."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids`, special tokens spelled out."""
 
     def byte_lengths(self) -> NDArray[np.int32]:
-        """How many UTF-8 bytes of text each token stands for, `[vocab_size]`; special tokens, none.
+        """UTF-8 bytes of text that each token stands for, `[vocab_size]`; 0 for special tokens.
 
-        The sum over the ids of a text is its length in bytes, exactly for byte-level tokenizers.
-        Tokenizers that normalize text or prefix it with a space count the text they made of it.
+        For byte-level tokenizers, the sum over the ids of a text is its exact length. Those that
+        normalize text or prefix it with a space count the changed text.
         """
         lengths = np.zeros(self.vocab_size, np.int32)
         for token, length in self._byte_lengths().items():
@@ -118,29 +118,24 @@ class Tokenizer(ABC):
         return lengths
 
     def _byte_lengths(self) -> dict[int, int]:
-        """Bytes of each token, but the special ones, by id."""
+        """Bytes of each token by id, without the special tokens."""
         return self._decoded_lengths(set(range(self.vocab_size)) - {self.bos_id, self.eos_id})
 
     def _decoded_lengths(self, tokens: Collection[int]) -> dict[int, int]:
-        """Bytes that each token adds to the text of a word before it: some decoders drop a space
-        that begins a text.
-        """
-        word = next(
-            (id for id in tokens if self.decode([id]).strip().isalpha()), next(iter(tokens), 0)
-        )
+        """Bytes that each token adds after a word: some decoders drop a text's first space."""
+        words = (id for id in tokens if self.decode([id]).strip().isalpha())
+        word = next(words, next(iter(tokens), 0))
         before = len(self.decode([word]).encode())
         return {id: len(self.decode([word, id]).encode()) - before for id in tokens}
 
     def encode_document(self, text: str) -> list[int]:
-        """A document as training sees it: begin-of-text (if the tokenizer has it), text,
-        end-of-text.
-        """
-        return self.encode(text, bos=self.bos_id is not None, eos=True)
+        """A document as training sees it: begin-of-text (if it exists), text, end-of-text."""
+        return self.encode(text, bos=True, eos=True)
 
     def encode_in_pieces(
         self, text: Text, start: int = 0
     ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """The ids of a document, of a long one piece by piece, each with its position in the text.
+        """The pieces of a document, each with its position in the text and its ids.
 
         Args:
             start: the position of the first piece to encode, from an earlier call.
@@ -156,19 +151,17 @@ class Tokenizer(ABC):
         yield start, np.array([self.eos_id])
 
     def encode_batch(self, texts: Sequence[str], dtype: np.dtype[Any]) -> list[NDArray[Any]]:
-        """The documents `texts` as training sees them, in fewer steps than one by one."""
+        """The documents `texts` as training sees them, faster than one by one."""
         first = 0 if self.bos_id is None else 1
-        out = []
+        documents = []
         with _rust_errors(self.name, "can't encode a text"):
             for ids in self._batch_ids(texts):
                 document = np.empty(first + len(ids) + 1, dtype)
-                document[:first], document[first:-1], document[-1] = (
-                    self.bos_id or 0,
-                    ids,
-                    self.eos_id,
-                )
-                out.append(document)
-        return out
+                document[:first] = self.bos_id or 0
+                document[first:-1] = ids
+                document[-1] = self.eos_id
+                documents.append(document)
+        return documents
 
     def _batch_ids(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
         """Ids of each text."""
@@ -180,12 +173,12 @@ class Tokenizer(ABC):
         if self.path is None:
             return []
         names = ("tokenizer_config.json", "special_tokens_map.json")
-        return [self.path, *(p for n in names if (p := self.path.with_name(n)).is_file())]
+        beside = [self.path.with_name(name) for name in names]
+        return [self.path, *filter(Path.is_file, beside)]
 
     def __reduce__(self) -> tuple[Callable[..., "Tokenizer"], tuple[Any, ...]]:
-        return build_tokenizer, self._origin or (
-            str(self.path),
-        )  # worker processes read the file again
+        # Worker processes read the file again.
+        return build_tokenizer, self._origin or (str(self.path),)
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -216,21 +209,28 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         self.eos_id = eos
 
-    def _special(self, about: Path, key: str, usual: Sequence[str]) -> int | None:
+    def _special(
+        self,
+        about: Path,
+        key: str,
+        usual: Sequence[str],
+    ) -> int | None:
         name = _read_json(about).get(key)
         name = name.get("content") if isinstance(name, dict) else name
         if not isinstance(name, str | None):
             raise UserError(
                 f"model.hf_assets_path: {about}: {key} is {type(name).__name__}, must be a string"
             )
-        ids = (self.backend.token_to_id(n) for n in ((name,) if name else usual))
-        return next((i for i in ids if i is not None), None)
+        for one in (name,) if name else usual:
+            if (id := self.backend.token_to_id(one)) is not None:
+                return id
+        return None
 
     def _ids(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def _batch_ids(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
-        # Without the places of tokens in the text.
+        # "fast" leaves out the places of tokens in the text.
         encode = getattr(self.backend, "encode_batch_fast", self.backend.encode_batch)
         return (encoding.ids for encoding in encode(list(texts), add_special_tokens=False))
 
@@ -240,22 +240,22 @@ class HuggingFaceTokenizer(Tokenizer):
     def _byte_lengths(self) -> dict[int, int]:
         added = self.backend.get_added_tokens_decoder()
         special = {id for id, token in added.items() if token.special} | {self.bos_id, self.eos_id}
-        plain = {
-            id: name
-            for name, id in self.backend.get_vocab(with_added_tokens=False).items()
-            if id not in added
-        }
-        parts = [backend_state(part) for part in (self.backend.decoder, self.backend.pre_tokenizer)]
-        kinds = {part.get("type") for whole in parts for part in (whole, *_steps(whole))}
+        vocabulary = self.backend.get_vocab(with_added_tokens=False)
+        plain = {id: name for name, id in vocabulary.items() if id not in added}
+        kinds = set()
+        for part in (self.backend.decoder, self.backend.pre_tokenizer):
+            whole = backend_state(part)
+            for step in (whole, *whole.get("decoders", []), *whole.get("pretokenizers", [])):
+                kinds.add(step.get("type"))
         if "ByteLevel" in kinds:
             # Each character of a token's name stands for a byte.
             lengths = {id: len(name) for id, name in plain.items()}
         else:
             lengths = self._decoded_lengths(plain)
-            if "ByteFallback" in kinds:  # single bytes, which may be no text alone
-                lengths |= {
-                    id: 1 for id, name in plain.items() if re.fullmatch("<0x[0-9A-F]{2}>", name)
-                }
+            if "ByteFallback" in kinds:  # single bytes, which may not decode alone
+                for id, name in plain.items():
+                    if re.fullmatch("<0x[0-9A-F]{2}>", name):
+                        lengths[id] = 1
         lengths |= {id: len(token.content.encode()) for id, token in added.items()}
         return {id: length for id, length in lengths.items() if id not in special}
 
@@ -302,7 +302,7 @@ def build_tokenizer(
     """Open the tokenizer in a folder or its `original/`, or the file that the path names.
 
     Args:
-        make: makes the tokenizer from the path instead: a registered one.
+        make: constructor of a registered tokenizer, called with the path.
 
     Raises:
         UserError: no such folder, no tokenizer in it, or a damaged one.
@@ -322,28 +322,24 @@ def build_tokenizer(
         else "does not exist"
     )
     raise UserError(
-        f"model.hf_assets_path: {hf_assets_path} {reason}; "
-        "scripts/download_hf_assets.py of the repository downloads a model's tokenizer; "
-        "./tests/assets/tokenizer ships "
-        "with the package"
+        f"model.hf_assets_path: {hf_assets_path} {reason}; scripts/download_hf_assets.py of the "
+        "repository downloads a model's tokenizer; ./tests/assets/tokenizer ships with the package"
     )
 
 
 def tokenizer_file(path: Path) -> Path | None:
-    """The tokenizer's file in a folder or its `original/`, or the file at `path`; None if there is
-    none.
+    """The tokenizer's file in a folder or its `original/`, or the file at `path`; None if there
+    is none.
     """
-    folders = [path, path / "original"] if path.is_dir() else []
-    found = (
-        [path]
-        if path.is_file()
-        else [f for d in folders for f in (d / "tokenizer.json", *d.glob("*.model"))]
-    )
-    return next((file for file in found if file.is_file()), None)
+    found = [path]
+    if path.is_dir():
+        for folder in (path, path / "original"):
+            found += [folder / "tokenizer.json", *folder.glob("*.model")]
+    return next(filter(Path.is_file, found), None)
 
 
-def _incomplete(made: Any) -> str | None:
-    """What a registered tokenizer lacks."""
+def _incomplete(made: object) -> str | None:
+    """The first problem of a registered tokenizer; None if it has none."""
     if not isinstance(made, Tokenizer):
         return "must be a subclass of torchtitan.data.text.tokenizer.Tokenizer"
     kinds: dict[str, Any] = {
@@ -353,11 +349,9 @@ def _incomplete(made: Any) -> str | None:
         "fingerprint": str,
     }
     for name, kind in kinds.items():
-        if not hasattr(made, name) or not isinstance(getattr(made, name), kind):
-            return (
-                f"must set {name}, {getattr(kind, '__name__', kind)}; got "
-                f"{getattr(made, name, 'nothing')!r}"
-            )
+        value = getattr(made, name, "nothing")
+        if not hasattr(made, name) or not isinstance(value, kind):
+            return f"must set {name}, {getattr(kind, '__name__', kind)}; got {value!r}"
     ids = [i for i in (made.bos_id, made.eos_id) if i is not None]
     if not all(0 <= i < made.vocab_size for i in ids):
         return f"has the special ids {ids}, which must be below its vocab_size {made.vocab_size}"
@@ -365,9 +359,7 @@ def _incomplete(made: Any) -> str | None:
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """Tokens and ranks of a tiktoken file. (tiktoken's own reader caches by path and would miss a
-    changed file.)
-    """
+    """Tokens and ranks of a tiktoken file. (tiktoken's reader would miss a changed file.)"""
     try:
         pairs = (line.split() for line in path.read_bytes().splitlines() if line)
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
@@ -387,15 +379,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"model.hf_assets_path: {error}") from None
 
 
-def _steps(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """The steps of a sequence of decoders or pre-tokenizers."""
-    return part.get("decoders", []) + part.get("pretokenizers", [])
-
-
 @contextmanager
 def _rust_errors(path: Path | str, problem: str) -> Iterator[None]:
-    """Turn errors of a tokenizer's library into a `UserError`: bare Exceptions, and Rust's panics,
-    which are none.
+    """Turn errors of a tokenizer's library into a `UserError`, including Rust panics, which don't
+    derive from Exception.
     """
     try:
         yield

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torchtitan.utils.files import write_whole
 
 HASH = np.dtype([("hash", "<u8"), ("bytes", "<u8")])
-"""A document: its hash and the bytes of its text."""
+"""The hash of a document and the size of its text."""
 _HELD = 4_000_000
-"""Hashes compared at a time."""
+"""Number of hashes compared at a time."""
 
 
 def save_hashes(file: Path, hashes: NDArray[Any]) -> None:
@@ -25,22 +25,25 @@ def save_hashes(file: Path, hashes: NDArray[Any]) -> None:
 
 
 def count_duplicates(files: Sequence[Path], held: int = _HELD) -> tuple[int, int]:
-    """Number and bytes of the documents that have an equal one before them.
+    """Number and bytes of the documents that equal an earlier one.
 
     Args:
         files: written by `save_hashes`.
-        held: about how many hashes to hold in memory.
+        held: approximate number of hashes to hold in memory.
     """
     tables = [np.memmap(file, HASH, "r") for file in files if file.stat().st_size]
     ranges = -(-sum(map(len, tables)) // held)
-    number = size = 0
-    for i in range(ranges):
-        first, last = ((2**64 * j // ranges) for j in (i, i + 1))
+    number = 0
+    size = 0
+    begins = [0] * len(tables)
+    for i in range(1, ranges + 1):
         parts = []
-        for table in tables:
-            begin = np.searchsorted(table["hash"], np.uint64(first))
-            end = len(table) if last == 2**64 else np.searchsorted(table["hash"], np.uint64(last))
-            parts.append(table[begin:end])
+        for which, table in enumerate(tables):
+            end = len(table)
+            if i < ranges:
+                end = int(np.searchsorted(table["hash"], np.uint64(2**64 * i // ranges)))
+            parts.append(table[begins[which] : end])
+            begins[which] = end
         found = np.concatenate(parts)
         found = found[np.argsort(found["hash"], kind="stable")]
         again = found["hash"][1:] == found["hash"][:-1]

@@ -1,13 +1,12 @@
 """Token files of Megatron: flat ids in `X.bin`, described by `X.idx`.
 
-X.idx   "MMIDIDX\\0\\0", version (uint64), code of the ids' type (uint8), number of sequences
-(uint64) and of document
-        boundaries (uint64); then the sequences' lengths (int32), their first bytes in X.bin
-        (int64), and the
-        boundaries: the first sequence of each document, and the number of sequences (int64)
+    X.idx   "MMIDIDX\\0\\0", version (uint64), code of the ids' type (uint8), number of sequences
+            and of document boundaries (uint64 each); then the sequences' lengths (int32), their
+            first bytes in X.bin (int64), and the boundaries: the first sequence of each document,
+            and the number of sequences (int64)
 
-The ids are read as one sequence, as of our own token files: begin-of-text and end-of-text are those
-in the file.
+The ids are read as one sequence, as in our token files: begin-of-text and end-of-text are those in
+the file.
 """
 
 import struct
@@ -32,11 +31,11 @@ _TYPES = {
 }
 _NOT_IDS = {6: "float64", 7: "float32"}
 _AT_ONCE = 2**20
-"""Sequences that are checked at once."""
+"""Number of sequences checked at once."""
 
 
 def read_index(tokens: FileStamp) -> tuple[str, int]:
-    """The type and number of the ids in a `.bin` file, by the `.idx` file beside it.
+    """The type and number of the ids in a `.bin` file, according to its `.idx` file.
 
     Raises:
         OSError: reading fails.
@@ -54,12 +53,21 @@ def read_index(tokens: FileStamp) -> tuple[str, int]:
         )
     if size != expected:
         raise DataError(
-            f"{index} has {size:,} bytes instead of the {expected:,} of its "
-            f"{sequences:,} sequences and {boundaries:,} "
-            "document boundaries (cut off?)"
+            f"{index} has {size:,} bytes instead of the {expected:,} of its {sequences:,} "
+            f"sequences and {boundaries:,} document boundaries (cut off?)"
         )
-    count = _check_sequences(files, index, sequences, dtype.itemsize)
-    _check_documents(files, index, sequences, boundaries)
+    count = _check_sequences(
+        files,
+        index,
+        sequences,
+        dtype.itemsize,
+    )
+    _check_documents(
+        files,
+        index,
+        sequences,
+        boundaries,
+    )
     needed = count * dtype.itemsize
     if tokens.size != needed:
         raise DataError(
@@ -92,16 +100,20 @@ def _check_sequences(
     sequences: int,
     itemsize: int,
 ) -> int:
-    """The number of ids; they must lie one after another."""
+    """The number of ids.
+
+    Raises:
+        DataError: the sequences don't lie one after another.
+    """
     lengths_at = _HEADER.size
     pointers_at = lengths_at + 4 * sequences
     total = 0
     for first in range(0, sequences, _AT_ONCE):
         count = min(_AT_ONCE, sequences - first)
-        lengths = np.frombuffer(
-            files.read(str(index), lengths_at + 4 * first, 4 * count), "<i4"
-        ).astype(np.int64)
-        pointers = np.frombuffer(files.read(str(index), pointers_at + 8 * first, 8 * count), "<i8")
+        content = files.read(str(index), lengths_at + 4 * first, 4 * count)
+        lengths = np.frombuffer(content, "<i4").astype(np.int64)
+        content = files.read(str(index), pointers_at + 8 * first, 8 * count)
+        pointers = np.frombuffer(content, "<i8")
         starts = total + np.cumsum(lengths) - lengths
         wrong = np.flatnonzero((lengths < 0) | (pointers != starts * itemsize))
         if len(wrong):

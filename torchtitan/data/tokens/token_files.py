@@ -1,11 +1,9 @@
 """Pre-tokenized data: flat files of ids, each described by a JSON file.
 
-corpus-00000.bin    token ids, uint16 or uint32, document after document (other integers are read,
-too)
-corpus-00000.json   {"dtype", "tokens", "documents", "bytes", "vocab_size", "tokenizer", "hash",
-...}
+    X.bin    token ids, document after document; written as uint16 or uint32
+    X.json   {"dtype", "tokens", "documents", "bytes", "vocab_size", "tokenizer", "hash", ...}
 
-Those of Megatron, which have an `.idx` file beside them instead, are read, too (`megatron.py`).
+Megatron's token files, which have an `.idx` file instead, are read as well (`megatron.py`).
 """
 
 import hashlib
@@ -33,7 +31,7 @@ from torchtitan.utils.text import plural
 
 
 class _Meta(BaseModel):
-    """What reading needs of a token file's description."""
+    """The part of a token file's description that readers use."""
 
     model_config = {"strict": True}
 
@@ -42,7 +40,7 @@ class _Meta(BaseModel):
     bytes: int | None = Field(None, ge=0, lt=2**62)
     tokenizer: str
     hash: str = Field("", pattern=r"^[0-9a-f]{0,64}$")
-    """Of the token file, as its writer made it."""
+    """Hash of the token file, from its writer."""
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
@@ -75,8 +73,8 @@ def write_token_file(
                 content = np.ascontiguousarray(ids, dtype).data
                 file.write(content)
                 digest.update(content)
-                tokens = tokens + len(ids)
-                count = count + 1
+                tokens += len(ids)
+                count += 1
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
@@ -97,9 +95,7 @@ def write_token_file(
 
 
 class TokenFiles:
-    """Token files as one sequence of windows of `seq_len + 1` ids, each overlapping the next by
-    one.
-    """
+    """Token files as a sequence of windows of `seq_len + 1` ids that overlap by one."""
 
     def __init__(
         self,
@@ -110,10 +106,8 @@ class TokenFiles:
     ):
         self.seq_len = seq_len
         self.files: list[tuple[FileStamp, np.dtype[Any], int]] = []
-        """(what it was when opened, dtype, number of tokens)"""
+        """(stamp when it was opened, dtype, number of tokens)"""
         self._open = OpenFiles()
-        self.text_bytes: int | None = 0
-        """Of the texts, as UTF-8; None if a file's description doesn't say."""
         self.vocab_size = tokenizer.vocab_size
         stamps: list[FileStamp] = []
         wholes: list[str] = []
@@ -136,23 +130,18 @@ class TokenFiles:
             stamps.append(stamp)
             wholes.append(meta.hash)
             dtypes.add(dtype.name)
-            if self.text_bytes is not None:
-                self.text_bytes = None if meta.bytes is None else self.text_bytes + meta.bytes
             if meta.tokens > 1:
                 self.files.append((stamp, dtype, meta.tokens))
         if unnamed := sum(file.with_suffix(".idx").exists() for file in files):
             logger.info(
-                f"{key}: {plural(unnamed, 'Megatron token file')} of a tokenizer that "
-                "can't be checked: ids must be "
-                f"those of model.hf_assets_path, and below {self.vocab_size}"
+                f"{key}: {plural(unnamed, 'Megatron token file')} of a tokenizer that can't be "
+                f"checked: ids must be those of model.hf_assets_path, and below {self.vocab_size}"
             )
         # Ceiling: the last window of a file may be short; it is padded.
         self.ends = np.cumsum([-(-(tokens - 1) // seq_len) for *_, tokens in self.files])
         if not len(self):
-            raise UserError(
-                f"{key}: no tokens in "
-                f"{files[0]}{f' and {len(files) - 1} more' if len(files) > 1 else ''}"
-            )
+            more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+            raise UserError(f"{key}: no tokens in {files[0]}{more}")
         self._check_has_text([tokenizer.bos_id, tokenizer.eos_id], key)
         earlier = f"{len(files)} files, {sum(tokens for *_, tokens in self.files)} tokens"
         found = sampled(stamps, os.path.commonpath([file.parent for file in files]), wholes)
@@ -164,13 +153,13 @@ class TokenFiles:
     def _check_has_text(self, special: list[int | None], key: str) -> None:
         ids = [i for i in special if i is not None]
         try:
-            if all(
-                np.isin(self.window(i), ids).all() for i in range(len(self))
-            ):  # seldom reads more than one
-                folder = Path(self.files[0][0].path).parent
-                raise DataError(f"{folder} holds no tokens but begin-of-text and end-of-text")
+            for i in range(len(self)):  # seldom reads more than one
+                if not np.isin(self.window(i), ids).all():
+                    return
         except DataError as error:
             raise UserError(f"{key}: {error}") from None
+        folder = Path(self.files[0][0].path).parent
+        raise UserError(f"{key}: {folder} holds no tokens but begin-of-text and end-of-text")
 
     def window(self, index: int) -> NDArray[np.int64]:
         """The `seq_len + 1` ids of window `index`; fewer for the last of a file.
@@ -184,9 +173,13 @@ class TokenFiles:
         start = (index - (int(self.ends[which - 1]) if which else 0)) * self.seq_len
         stamp, dtype, tokens = self.files[which]
         count = min(self.seq_len + 1, tokens - start)
+        size = dtype.itemsize
         try:
             content = self._open.read(
-                stamp.path, start * dtype.itemsize, count * dtype.itemsize, stamp
+                stamp.path,
+                start * size,
+                count * size,
+                stamp,
             )
         except EndOfFileError:
             raise OSError(f"{stamp.path} ends before token {start + count} (truncated?)") from None
@@ -195,8 +188,7 @@ class TokenFiles:
             first = int(wrong[0])
             raise DataError(
                 f"{stamp.path} has id {ids[first]} at token {start + first}, but the "
-                "tokenizer has only "
-                f"{self.vocab_size}"
+                f"tokenizer has only {self.vocab_size}"
             )
         return ids
 
@@ -209,22 +201,15 @@ def _stamp(file: Path, key: str) -> FileStamp:
 
 
 def _read_megatron(file: Path, tokenizer: Tokenizer, key: str) -> _Meta | None:
-    """What Megatron's index says of a file, which doesn't name a tokenizer; None if there is no
-    index.
-    """
+    """The description by Megatron's index, which names no tokenizer; None without an index."""
     if not os.path.lexists(file.with_suffix(".idx")):
         return None
     try:
         dtype, tokens = read_index(FileStamp.of(file))
     except DataError as error:
         raise UserError(f"{key}: {error}") from None
-    return _Meta.model_validate(
-        {
-            "dtype": dtype,
-            "tokens": tokens,
-            "tokenizer": tokenizer.fingerprint,
-        }
-    )
+    about = {"dtype": dtype, "tokens": tokens, "tokenizer": tokenizer.fingerprint}
+    return _Meta.model_validate(about)
 
 
 def _read_meta(file: Path, key: str) -> _Meta:

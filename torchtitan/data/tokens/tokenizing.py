@@ -1,8 +1,8 @@
-"""Text to token files: one process finds the documents, others decode and encode them, in order.
-Imports no torch.
+"""Text to token files: one process finds the documents, others decode and encode them in order.
 
-records (lines, rows, texts) -> batches -> encode, in any process -> parts of equally many records
--> token files
+    records (lines, rows, texts) -> batches -> encode, in any process -> parts -> token files
+
+Imports no torch.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from torchtitan.utils.errors import UserError
 _BATCH = 2**18
 """Bytes of a batch. Encoding a text takes hundreds of times its size for a moment."""
 _PLACES = 100
-"""Bad documents of a part whose places are kept."""
+"""Number of a part's bad documents whose places are kept."""
 
 
 class Item(NamedTuple):
@@ -48,16 +48,16 @@ class Encoded(NamedTuple):
     """The sound documents of a batch."""
 
     ids: NDArray[Any]
-    """Of all of them, one after another."""
+    """Token ids, document after document."""
     hashes: NDArray[Any]
-    """`HASH` of each."""
+    """A `HASH` per document."""
     bad: list[tuple[str, str]]
-    """Kind and problem of each of the others."""
+    """Kind and problem of each bad document."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """What a process needs to encode a batch."""
+    """Encodes batches; sent to the processes that do it."""
 
     tokenizer: str
     column: str
@@ -97,9 +97,8 @@ class Encoder:
             except DataError as error:
                 raise UserError(f"--input: {error}") from None
         ids += tokenizer.encode_batch(short, dtype)
-        return Encoded(
-            np.concatenate(ids) if ids else np.empty(0, dtype), np.array(hashes, HASH), bad
-        )
+        joined = np.concatenate(ids) if ids else np.empty(0, dtype)
+        return Encoded(joined, np.array(hashes, HASH), bad)
 
 
 _OPENED: dict[str, Tokenizer] = {}
@@ -114,7 +113,7 @@ def _tokenizer(path: str) -> Tokenizer:
 
 
 def _hash(parts: Iterable[str]) -> tuple[int, int]:
-    """64 bits that equal texts share, and the bytes of the text."""
+    """A 64-bit hash of a text, and its size in bytes."""
     digest = hashlib.blake2b(digest_size=8)
     size = 0
     for part in parts:
@@ -130,14 +129,19 @@ def read_items(
     """The documents of files.
 
     Args:
-        advance: called with the number of bytes read of a file.
+        advance: called with the number of bytes of every read.
 
     Raises:
         UserError: a file can't be read.
     """
     for stamp in stamps:
         try:
-            for number, content, _ in read_records(Path(stamp.path), column, advance, stamp):
+            for number, content, _ in read_records(
+                Path(stamp.path),
+                column,
+                advance,
+                stamp,
+            ):
                 yield Item(stamp.path, number, content)
         except DataError as error:
             raise UserError(f"--input: {error}") from error
@@ -174,15 +178,15 @@ class Output:
     folder: Path
     name: str
     part: int
-    """Documents per file, bad ones included."""
+    """Documents per file, including bad ones."""
     common: dict[str, Any]
-    """What the description of every file says."""
+    """Entries of every file's description."""
 
     def file(self, index: int) -> Path:
         return self.folder / f"{self.name}-{index:05d}.bin"
 
     def existing(self) -> Iterator[int]:
-        """Parts that were begun, by their files."""
+        """Numbers of the parts that have a description."""
         for file in self.folder.glob(f"{self.name}-*.json"):
             if (number := file.stem.removeprefix(f"{self.name}-")).isdigit():
                 yield int(number)
@@ -200,9 +204,8 @@ class Output:
             return None
         if any(meta.get(key) != value for key, value in self.common.items()):
             raise UserError(
-                f"--output: {file} was made from another input, tokenizer, column or "
-                "--part; choose an empty folder or "
-                "another --name"
+                f"--output: {file} was made from another input, tokenizer, column or --part; "
+                "choose an empty folder or another --name"
             )
         return meta if file.is_file() and file.with_suffix(".hashes").is_file() else None
 
@@ -232,11 +235,12 @@ def tokenize(
         nonlocal parts
         for first in items:
             index = parts
-            parts = parts + 1
+            parts += 1
             part = _take(chain([first], items), output.part)
             if output.meta(index) is None:
-                yield from ((index, batch) for batch in _batches(part))
-            for _ in part:  # those of a part that is done
+                for batch in _batches(part):
+                    yield index, batch
+            for _ in part:  # the part was done
                 pass
 
     tokenizer = _tokenizer(encoder.tokenizer)
@@ -246,7 +250,7 @@ def tokenize(
 
 
 def _take(items: Iterator[Item], count: int) -> Iterator[Item]:
-    """As `islice`, which would hold the first item of `items`."""
+    """Like `islice`, but doesn't hold the first item."""
     for _, item in zip(range(count), items, strict=False):
         yield item
 
@@ -254,7 +258,7 @@ def _take(items: Iterator[Item], count: int) -> Iterator[Item]:
 def _encode(
     batches: Iterator[tuple[int, list[Item]]], encoder: Encoder, workers: int
 ) -> Iterator[tuple[int, Encoded]]:
-    """Each batch encoded, in order; by this process if there is to be one worker."""
+    """Encode batches, in order; in this process with one worker."""
     if workers == 1:
         for index, batch in batches:
             yield index, encoder(batch)
@@ -288,10 +292,10 @@ def _write_part(
     def ids() -> Iterator[NDArray[Any]]:
         for encoded in batches:
             hashes.append(encoded.hashes)
-            bad.update(kind for kind, _ in encoded.bad)
-            about["places"] += [problem for _, problem in encoded.bad][
-                : _PLACES - len(about["places"])
-            ]
+            for kind, problem in encoded.bad:
+                bad[kind] += 1
+                if len(about["places"]) < _PLACES:
+                    about["places"].append(problem)
             yield encoded.ids
             advance(len(encoded.hashes), len(encoded.ids))
         # Before the description, which says that everything is complete.
@@ -303,4 +307,9 @@ def _write_part(
             bad=dict(bad),
         )
 
-    write_token_file(output.file(index), ids(), tokenizer, about)
+    write_token_file(
+        output.file(index),
+        ids(),
+        tokenizer,
+        about,
+    )

@@ -10,18 +10,15 @@ from torchtitan.utils.logging import logger
 from torchtitan.utils.text import cut
 
 QUEUED = 10_000
-"""Calls that wait for a tracker, for example while its service is down. Of more, the oldest are
-dropped.
-"""
+"""Maximum number of calls that wait for a tracker; then the oldest are dropped."""
 RETRY_SECONDS = 300.0
-"""After it could not be started."""
+"""Pause before a tracker that could not be started is tried again."""
 CLOSE_SECONDS = 30.0
-"""For uploads at the end of the run."""
+"""Time limit of uploads at the end of the run."""
 
 
 class Background:
-    """A sink whose methods are called in a thread, in order. Its first failure is a warning, others
-    are silent.
+    """Calls the methods of a sink in a thread, in order. Only its first failure is a warning.
 
     A tracker that can't be started, because its service is down, is tried again; what was recorded
     meanwhile follows.
@@ -81,7 +78,7 @@ class Background:
                 self._warn(_short(error))
 
     def _made(self) -> Any:
-        """The sink; None if the run ended before it could be made."""
+        """The sink; None if the run ended before it could be built."""
         while True:
             try:
                 return self.make()

@@ -12,7 +12,7 @@ from torchtitan.utils.text import flat
 TAG = "torchtitan.run_id"
 _LONGEST_VALUE = 500
 _PARAMS = 100
-"""In one request."""
+"""Number of parameters in one request."""
 _STATUS = {
     "completed": "FINISHED",
     "preempted": "KILLED",
@@ -50,8 +50,9 @@ class MlflowSink:
         logger.info(f"MLflow: run {self.id} at {self.uri}")
 
     def _find(self, run: Tracked) -> str | None:
-        """The id of the run, if there is one. It may not be in the record, of a start that was
-        killed early.
+        """The id of the run, if there is one.
+
+        It is missing in the record if the previous process was killed early.
         """
         if "id" in run.known and run.known.get("uri") == self.uri:
             return str(run.known["id"])
@@ -106,8 +107,7 @@ class MlflowSink:
 
 
 def artifact_location(uri: str) -> str | None:
-    """Where files belong that an SQLite store at `uri` doesn't hold: beside it. None: another kind
-    of store decides.
+    """The folder beside an SQLite store at `uri` for files; None if another kind of store decides.
 
     MLflow itself would put them into the working directory.
     """

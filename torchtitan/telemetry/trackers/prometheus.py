@@ -13,7 +13,7 @@ from torchtitan.telemetry.trackers.base import Record, Tracked, scalars
 from torchtitan.utils.logging import logger
 
 _LABELS = {"val": "set", "sources": "source"}
-"""Of names with three parts, what the last one is."""
+"""Group, and the label that the third part of a name becomes."""
 
 
 class PrometheusSink:
@@ -59,30 +59,20 @@ class PrometheusSink:
         own = self.run.name
         account = self.run.account()
         events = dict(self.events)
-        for kind, name, about, value in (
-            (GaugeMetricFamily, "running", "1 until the process ends", self.running),
-            (
-                GaugeMetricFamily,
-                "last_record_timestamp_seconds",
-                "Time of the newest record",
-                self.last,
-            ),
-            (
-                GaugeMetricFamily,
-                "goodput_percent",
-                "Time in steps that are kept, of all starts",
-                account["goodput"],
-            ),
-            (
-                CounterMetricFamily,
-                "restarts",
-                "Starts of the run after its first",
-                account["restarts"],
-            ),
-        ):
-            family = kind(f"torchtitan_{name}", about, labels=["run"])
+        times = "last_record_timestamp_seconds"
+        gauges = (
+            ("running", "1 until the process ends", self.running),
+            (times, "Time of the newest record", self.last),
+            ("goodput_percent", "Time in steps that are kept, of all starts", account["goodput"]),
+        )
+        for name, about, value in gauges:
+            family: Any = GaugeMetricFamily(f"torchtitan_{name}", about, labels=["run"])
             family.add_metric([own], value)
             yield family
+        about = "Starts of the run after its first"
+        family = CounterMetricFamily("torchtitan_restarts", about, labels=["run"])
+        family.add_metric([own], account["restarts"])
+        yield family
         family = CounterMetricFamily(
             "torchtitan_events", "Events since this start", labels=["run", "kind"]
         )
@@ -113,16 +103,12 @@ class PrometheusSink:
             self.server, _ = start_http_server(self.config.port, self.config.host, self.registry)
             logger.info(f"Prometheus: http://{self.config.host}:{self.config.port}/metrics")
         except OSError as error:
-            taken = error.errno == errno.EADDRINUSE
-            reason = (
-                "is in use; set another port"
-                if taken
-                else f"can't be served: {error.strerror or error}"
-            )
+            reason = f"can't be served: {error.strerror or error}"
+            if error.errno == errno.EADDRINUSE:
+                reason = "is in use; set another port"
             if not self._warned:
-                logger.warning(
-                    f"metrics.prometheus.port: {self.config.port} on {self.config.host} {reason}"
-                )
+                address = f"{self.config.port} on {self.config.host}"
+                logger.warning(f"metrics.prometheus.port: {address} {reason}")
             self._warned = True
 
 

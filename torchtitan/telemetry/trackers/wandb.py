@@ -7,7 +7,7 @@ from torchtitan.telemetry.trackers.base import STEP, Record, Tracked, scalars
 from torchtitan.utils.logging import logger
 
 FINISH_SECONDS = "25"
-"""For uploads at the end; what is left stays on disk for `wandb sync`."""
+"""Time limit of uploads at the end; the rest stays on disk for `wandb sync`."""
 
 
 class WandbSink:
@@ -45,18 +45,10 @@ class WandbSink:
         )
         self.run.define_metric(STEP)
         self.run.define_metric("*", step_metric=STEP)
-        found = {
-            "id": self.run.id,
-            "project": self.run.project,
-            "entity": self.run.entity,
-            "name": self.run.name,
-        }
-        run.remember(
-            {key: value for key, value in (found | {"url": self.run.url}).items() if value}
-        )
-        logger.info(
-            f"Weights & Biases: run {self.run.id}, {self.run.url or f'offline, in {self.run.dir}'}"
-        )
+        about = {key: getattr(self.run, key) for key in (*usual, "url")}
+        run.remember({key: value for key, value in about.items() if value})
+        where = self.run.url or f"offline, in {self.run.dir}"
+        logger.info(f"Weights & Biases: run {self.run.id}, {where}")
 
     def log(self, record: Record) -> None:
         self.run.log({STEP: record["step"], **scalars(record)})

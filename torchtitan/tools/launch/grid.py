@@ -21,6 +21,7 @@ from torchtitan.config.load.render import to_toml_value
 from torchtitan.config.load.toml_file import excess
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import read_regular
+from torchtitan.utils.limits import GRID_FILE_BYTES
 from torchtitan.utils.signals import INTERRUPTED
 from torchtitan.utils.storage import is_url
 from torchtitan.utils.text import brief, flat, plural
@@ -29,7 +30,6 @@ MOST_RUNS = 1000
 """Slurm's default of `MaxArraySize` allows as many."""
 _LONGEST_VALUE = 40
 _LONGEST_NAME = 120
-_LARGEST_FILE = 2**20
 _DUMP = "job.dump_folder"
 _CHECKPOINTS = "checkpoint.folder"
 
@@ -39,7 +39,7 @@ class GridRun:
     """One of several runs."""
 
     name: str
-    """Of its folder."""
+    """Name of the run and its folder."""
     flags: tuple[str, ...]
     """What it overrides."""
 
@@ -93,14 +93,13 @@ def _word(value: Any) -> str:
 
 
 def read_runs(path: Path) -> list[tuple[str | None, Flags]]:
-    """The runs of a file: a line of flags each, or the tables `[[runs]]` of a TOML file, which may
-    have a `name`.
+    """The runs of a file: a line of flags each, or `[[runs]]` tables, which may have a `name`.
 
     Raises:
         ConfigError: it can't be read, or holds something else.
     """
     try:
-        text = read_regular(path, _LARGEST_FILE, links=True).decode()
+        text = read_regular(path, GRID_FILE_BYTES, links=True).decode()
         tables = tomli.loads(text) if path.suffix == ".toml" else {}
     except OSError as error:
         raise ConfigError([f"--runs: can't read {path}: {error.strerror or error}"]) from None
@@ -210,9 +209,7 @@ def _merged(parts: Sequence[tuple[str | None, Flags]]) -> tuple[str | None, Flag
 
 
 def _names(runs: Sequence[tuple[str | None, Flags]]) -> list[str]:
-    """A folder's name for each run: its own, and the keys that differ between runs, as
-    `lr=3e-4_seed=1`.
-    """
+    """A folder's name for each run: its name, and the keys that vary, as `lr=3e-4_seed=1`."""
     keys = list(dict.fromkeys(key for _, flags in runs for key in flags))
     given = {name: [flags for other, flags in runs if other == name] for name, _ in runs}
     short = _short(keys)

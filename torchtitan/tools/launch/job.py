@@ -51,9 +51,7 @@ def one_line(text: str) -> str:
 
 
 def job_name(text: str) -> str:
-    """Argument type of a job's name. Slurm puts it into the name of the log, as `submit` does into
-    the script's.
-    """
+    """Argument type of a job's name, which becomes part of the names of its log and script."""
     if not text or "/" in text or text[0] in ".-":
         raise argparse.ArgumentTypeError(
             f"{text!r} can't be part of a file name: no '/', and no '.' or '-' in front; "
@@ -63,8 +61,7 @@ def job_name(text: str) -> str:
 
 
 def check_words(config: str, overrides: Sequence[str]) -> None:
-    """Check what argparse doesn't: the configuration's flags, and the file's name, which may become
-    the job's.
+    """Check the configuration's flags and its file's name, which may become the job's.
 
     Raises:
         ConfigError: what can't stand in one line of the script.
@@ -126,7 +123,7 @@ class Job:
     ranks: int
     """On a node."""
     options: argparse.Namespace
-    """Those of `add_job_options`."""
+    """The options of `add_job_options`."""
     log: str | None = None
     """File of the output, with Slurm's `%` patterns."""
 

@@ -36,7 +36,7 @@ class JobRecord:
     """What `submit` leaves in the folder of what it submits."""
 
     name: str
-    """Of the job."""
+    """The job's name."""
     log: str
     """File of the output, with Slurm's `%` patterns."""
     runs: list[str]
@@ -165,8 +165,7 @@ def _ask(command: Sequence[str], without: str) -> str:
 
 
 def find(target: str | None) -> tuple[list[int], str | None, JobRecord | None]:
-    """The jobs that a number (`123`, `123_4`) or a folder names, the task, and the record; all jobs
-    if None.
+    """The jobs of a number (`123`, `123_4`) or folder, the task and the record; None means all.
 
     Raises:
         UserError: it names none.
@@ -182,8 +181,7 @@ def find(target: str | None) -> tuple[list[int], str | None, JobRecord | None]:
 def entries(
     jobs: Sequence[int], task: str | None, record: JobRecord | None
 ) -> tuple[list[Entry], str | None]:
-    """What the scheduler knows of the jobs, or of all the user's that haven't ended; and why it may
-    not be all.
+    """The jobs, or all of the user's that haven't ended, and why the list may be incomplete.
 
     A job that was submitted by hand from a record's script is found by its name, until it ends.
 
@@ -281,9 +279,7 @@ def log_files(jobs: Sequence[int], task: str | None, record: JobRecord | None) -
 
 
 def show_logs(files: Sequence[Path], lines: int, *, follow: bool) -> int:
-    """Print the ends of logs, and with `follow` what is added to them until Ctrl-C. The exit
-    status.
-    """
+    """Print the ends of logs; with `follow`, keep printing. Returns the exit status."""
     command = [
         "tail",
         f"--lines={lines}",

@@ -32,8 +32,7 @@ _HEADINGS = [
 
 
 def best_layouts(request: Request) -> tuple[list[Proposal], int]:
-    """The best layouts, the first of which is recommended, and how many legal ones there are; or
-    the one given.
+    """The best layouts, or the given one, recommended first, and the number of legal ones.
 
     Raises:
         UserError: none fits.

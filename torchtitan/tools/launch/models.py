@@ -1,6 +1,4 @@
-"""The models that a project can start with: the sizes of each family, and local Hugging Face
-folders.
-"""
+"""Models for a new project: the sizes of each family, and local Hugging Face folders."""
 
 import os
 from dataclasses import dataclass, field
@@ -128,7 +126,7 @@ def _of_folder(folder: Path) -> Model:
         raise UserError(
             f"--model: {folder} is not the folder of a Hugging Face model: {error}"
         ) from None
-    from torchtitan.checkpoint.convert import nearest_flavor  # imports torch
+    from torchtitan.checkpoint.hf.convert import nearest_flavor  # imports torch
 
     try:
         spec = spec_of_hf(config)

@@ -1,6 +1,4 @@
-"""The ranks of this node, as their launcher sees them: asked to stop, waited for, and what their
-exit means.
-"""
+"""This node's ranks as the launcher sees them: stopping, waiting, exit statuses."""
 
 import os
 import signal
@@ -15,13 +13,11 @@ import psutil
 from torchtitan.utils.signals import AGAIN_SECONDS, INTERRUPTED, STOP_SIGNALS, STOPPING, heeded
 
 _LAST_WORDS_SECONDS = 5.0
-"""For ranks to say what is lost, after a second Ctrl-C."""
+"""Time left to ranks to say what is lost, after a second Ctrl-C."""
 
 
 class Stop:
-    """Handles signals that ask to stop. Unlike torchrun's handler, it doesn't kill the ranks after
-    30 seconds.
-    """
+    """Handles signals that ask to stop; unlike torchrun, never kills the ranks after 30 seconds."""
 
     def __init__(self, grace: float):
         self.grace = grace
@@ -101,9 +97,7 @@ def _signaled(number: signal.Signals) -> list[psutil.Process]:
 def _wait(
     ranks: Sequence[psutil.Process], seconds: float
 ) -> Iterator[tuple[psutil.Process, int | None]]:
-    """The ranks and their exit statuses as they end; None for one that still runs when the time is
-    over.
-    """
+    """The ranks and their exit statuses as they end; None for one still running at the deadline."""
     deadline = time.monotonic() + seconds
     for rank in ranks:
         while (ended := _ended(rank.pid)) is None and time.monotonic() < deadline:

@@ -1,6 +1,4 @@
-"""From what somebody wants to train to a configuration: values, each with the reason that its file
-states.
-"""
+"""Turns a request into a configuration: values, each with the reason stated in the file."""
 
 import math
 import os
@@ -61,7 +59,7 @@ class Choice:
 
 
 Choices = dict[str, Choice]
-"""By dotted key."""
+"""Dotted key to its value."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +93,7 @@ def default_seq_len(model: Model) -> int:
 
 
 def suggested_tokens(model: Model) -> float:
-    """A compute-optimal number of tokens. For a mixture, that of its active parameters, which is
-    not published.
-    """
+    """A compute-optimal number of tokens, by a mixture's active parameters (an assumption)."""
     return float(TOKENS_PER_PARAMETER * model.parameters()[1])
 
 
@@ -106,9 +102,7 @@ def _nearest(table: dict[float, tuple[Any, str]], parameters: int) -> tuple[Any,
 
 
 def _rows(tokens: int, seq_len: int, devices: int) -> int:
-    """Rows of about `tokens` that can be divided among the devices or, if they are fewer, among
-    groups of devices.
-    """
+    """Rows of about `tokens`, divisible among the devices, or among groups if they are fewer."""
     wanted = max(1, round(tokens / seq_len))
     unit = divisors(devices, wanted)[-1]
     return unit * round(wanted / unit)

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config.derive import replace
 from torchtitan.config.rules import Facts, check
+from torchtitan.tools.planner.axes import applied
 from torchtitan.tools.planner.costs import BUBBLE, REPEATED
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.predict import Plan, derived_workload, predict
@@ -57,14 +57,10 @@ def largest_costs(plan: Plan) -> list[Cost]:
 
 
 def changes(plan: Plan, part: str) -> list[Change]:
-    """Legal changes that aim at `part` and make training faster, the best first; those that don't
-    fit come last.
-    """
+    """Legal changes that target `part` and speed up training, the best first, misfits last."""
     found = []
     for text, settings in _candidates(plan.workload, plan.hardware, part):
-        config = plan.config
-        for key, value in settings.items():
-            config = replace(config, key, value)
+        config = applied(plan.config, settings)
         try:
             check(config, Facts(device=plan.hardware.accelerator))
             after = predict(
@@ -80,7 +76,6 @@ def changes(plan: Plan, part: str) -> list[Change]:
 
 def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Changes that may lower `part`: a description, and the keys to set."""
-    p = w.config.parallelism
     t = w.config.training
     checkpointing = w.config.activation_checkpoint.mode
     compiled = {"compile.enable": True, "compile.components": ["model", "loss"]}
@@ -103,11 +98,8 @@ def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dic
         and not w.mx
         and recipe not in (None, "tensorwise")
     ):
-        tensorwise = {
-            "model.converters": ["float8"],
-            "quantize.linear.float8.recipe_name": "tensorwise",
-        }
-        yield "tensorwise Float8", tensorwise
+        key = "quantize.linear.float8.recipe_name"
+        yield "tensorwise Float8", {"model.converters": ["float8"], key: "tensorwise"}
     if part in ("pointwise", "head and loss", "8-bit casts") and not (
         w.compiled and w.loss_compiled
     ):
@@ -133,6 +125,20 @@ def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dic
     if w.experts and part in ("communication: dp", "slowed by communication", "matrix products"):
         # Fewer ranks hold each expert: less to gather, and more rows for it.
         yield "twice the expert parallelism", {"parallelism.expert_parallel_degree": 2 * w.ep}
+    if part in (BUBBLE, REPEATED):
+        yield from _pipeline_candidates(w, part, double_batch)
+    if part == "activation offload":
+        yield "offload nothing", {"activation_checkpoint.offload_blocks": 0}
+        yield "offload the blocks' inputs", {"activation_checkpoint.mode": "full"}
+    if part in ("communication: dp", "slowed by communication", "optimizer", "host"):
+        yield "double the batch", double_batch
+
+
+def _pipeline_candidates(
+    w: Workload, part: str, double_batch: dict[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    p = w.config.parallelism
+    t = w.config.training
     if part == BUBBLE:
         if t.local_batch_size > p.pipeline_parallel_microbatch_size:
             size = max(1, p.pipeline_parallel_microbatch_size // 2)
@@ -143,8 +149,3 @@ def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dic
     if part == REPEATED:
         for schedule in ("Interleaved1F1B", "1F1B"):
             yield f"schedule {schedule}", {"parallelism.pipeline_parallel_schedule": schedule}
-    if part == "activation offload":
-        yield "offload nothing", {"activation_checkpoint.offload_blocks": 0}
-        yield "offload the blocks' inputs", {"activation_checkpoint.mode": "full"}
-    if part in ("communication: dp", "slowed by communication", "optimizer", "host"):
-        yield "double the batch", double_batch

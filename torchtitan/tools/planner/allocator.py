@@ -1,5 +1,4 @@
-"""PyTorch's CUDA caching allocator, replayed: from a sequence of allocations to the memory reserved
-on the device.
+"""PyTorch's CUDA caching allocator, replayed: from allocations to the memory it reserves.
 
 It replays `expandable_segments:True`. Blocks are rounded up to 512 bytes. Each stream has two
 pools, one for blocks up to 1 MiB and one for larger blocks. A pool uses the smallest free block
@@ -10,6 +9,9 @@ freed, nor can a large block use two separate free ones, so more is reserved tha
 import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+from torchtitan.tools.planner.memory import PARTS
+from torchtitan.tools.planner.tracer import Block
 
 ROUND = 512
 SMALL = 2**20
@@ -41,9 +43,8 @@ class _Pool:
             found, offset = self.sizes[place]
             self._remove(found, offset)
         else:
-            offset = self.ends.get(
-                self.size, self.size
-            )  # the new block starts in a free one at the end
+            # The new block starts in a free one at the end.
+            offset = self.ends.get(self.size, self.size)
             found = self.size - offset
             if found:
                 self._remove(found, offset)
@@ -77,9 +78,7 @@ class _Pool:
 
 
 def reserved(events: Iterable[Event]) -> int:
-    """Bytes that the allocator has reserved at the end, which is its peak, as it returns nothing to
-    the device.
-    """
+    """Bytes reserved at the end, which is the peak: nothing is returned to the device."""
     pools: dict[tuple[str, bool], _Pool] = {}
     placed: dict[int, tuple[_Pool, int, int]] = {}
     for block, size, stream in events:
@@ -92,3 +91,51 @@ def reserved(events: Iterable[Event]) -> int:
             pool, offset, size = placed.pop(block)
             pool.give(offset, size)
     return sum(pool.size for pool in pools.values())
+
+
+# ---- traces
+
+
+def peak_by_part(
+    blocks: list[Block], lasting: Iterable[int], events: Iterable[tuple[int, bool]]
+) -> dict[str, int]:
+    """Bytes by part at the peak of `events`, with `lasting` blocks allocated throughout."""
+    now = dict.fromkeys(PARTS, 0)
+    for number in lasting:
+        now[blocks[number].part] += blocks[number].size
+    total = most = sum(now.values())
+    peak = dict(now)
+    alive: set[int] = set()
+    for number, new in events:
+        block = blocks[number]
+        if new:
+            alive.add(number)
+            change = block.size
+        elif number in alive:
+            alive.remove(number)
+            change = -block.size
+        else:
+            continue
+        now[block.part] += change
+        total += change
+        if total > most:
+            most = total
+            peak = dict(now)
+    return peak
+
+
+def replay(
+    blocks: list[Block], first: list[tuple[int, bool]], steady: list[tuple[int, bool]]
+) -> int:
+    """Bytes reserved after two steps; the second reuses the first one's optimizer state."""
+    alive = {number for number, new in first if new} - {number for number, new in first if not new}
+    left = alive & {number for number, _ in steady}
+    events: list[Event] = []
+    for number, new in first:
+        events.append((number, blocks[number].size if new else 0, blocks[number].stream))
+    for number in left:
+        events.append((number, 0, blocks[number].stream))
+    for number, new in steady:
+        again = number + len(blocks)
+        events.append((again, blocks[number].size if new else 0, blocks[number].stream))
+    return reserved(events)

@@ -1,6 +1,4 @@
-"""What a search can vary beside the layout, on request. Settings are keys and values of the
-configuration.
-"""
+"""What a search can vary beside the layout. Settings map keys of the configuration to values."""
 
 import itertools
 from typing import Any
@@ -57,9 +55,7 @@ def batches(config: Config, axes: tuple[str, ...]) -> list[int]:
 
 
 def settings_of(config: Config, axes: tuple[str, ...]) -> list[Settings]:
-    """All combinations of the other axes, from the one that takes most memory, and least time, to
-    the opposite.
-    """
+    """All combinations of the other axes, from the fastest and largest to the leanest."""
     choices: list[list[Settings]] = []
     if "loss_chunks" in axes:
         choices.append([{"training.loss_chunks": chunks} for chunks in _LOSS_CHUNKS])
@@ -103,9 +99,7 @@ def changes(config: Config, given: Config) -> Settings:
 
 
 def burdens(config: Config, given: Config) -> int:
-    """How much less simple the axes' settings are: one for each kind of offload, two for what
-    changes training.
-    """
+    """How much complexity the axes add: one per kind of offload, two per change of training."""
     changed = changes(config, given)
     own = sum(read(config, key) != simple for key, simple in _SIMPLEST.items())
     return own + 2 * sum(key in changed for key in _CHANGES_TRAINING)

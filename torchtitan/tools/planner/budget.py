@@ -1,5 +1,4 @@
-"""What a run takes in days and money when GPUs fail: its goodput, and the best interval between
-checkpoints.
+"""Days and cost of a run when GPUs fail: its goodput and best checkpoint interval.
 
 Failures are independent and equally likely at any time. A run of n GPUs then fails every M = mtbf /
 n on average, and an interval tau of training between checkpoints takes, with repeated work and
@@ -114,9 +113,7 @@ def share_kept(
 
 
 def goodput(plan: Plan, failures: Failures) -> Goodput:
-    """The best interval between checkpoints of a plan, its goodput, and that of the configuration's
-    own.
-    """
+    """The best checkpoint interval of a plan and its goodput, beside the configured interval's."""
     mtbf = failures.mtbf_hours * 3600 / plan.workload.world
     restart = failures.restart_minutes * 60
     step = plan.time.seconds

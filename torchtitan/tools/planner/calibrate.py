@@ -170,9 +170,7 @@ def _memory_gib(cuda: bool) -> float:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, in the fastest of several rounds, since other processes may use the
-    machine.
-    """
+    """Seconds of one call, in the fastest round, since other processes may use the machine."""
 
     def wait() -> None:
         if device.type == "cuda":

@@ -1,13 +1,14 @@
-"""What communication costs: the seconds of a block's collectives, of a pipeline's transfers, and of
-FSDP's.
+"""Seconds of communication: a block's collectives, the pipeline's transfers, FSDP, and offload.
 
-Bytes over the bandwidth of a ring, less what the compute beside it hides. Only FSDP's are whole:
-`costs.py` compares them with the compute of a step. `docs/guides/plan.md` lists the formulas.
+Bytes over bandwidth, less what the compute beside it hides. `docs/guides/plan.md` lists the
+formulas.
 """
 
+from torchtitan.config.derive import offloaded_blocks
 from torchtitan.tools.planner.hardware import Hardware
+from torchtitan.tools.planner.memory import offloaded_per_block
 from torchtitan.tools.planner.traffic import exchanged_bytes, exchanges, tensor_parallel_calls
-from torchtitan.tools.planner.workload import BACKWARD_ATTENTION, FP8, FP32, Workload
+from torchtitan.tools.planner.workload import BACKWARD_ATTENTION, FP8, FP32, Stage, Workload
 
 HOST_WAIT = 100e-6
 """Seconds without work for the device while the host waits for the number of rows from each rank: a
@@ -35,8 +36,7 @@ def tensor_parallel(
 
 
 def context_parallel(w: Workload, hw: Hardware, attention: float) -> tuple[float, float]:
-    """Exposed seconds of one block's context parallelism, forward and backward (Liu et al.,
-    arXiv:2310.01889).
+    """Exposed seconds of a block's context parallelism (Liu et al., arXiv:2310.01889).
 
     Keys and values travel to every rank, and their gradients back in fp32.
     """
@@ -52,22 +52,18 @@ def context_parallel(w: Workload, hw: Hardware, attention: float) -> tuple[float
         exposed = max(0.0, keys_values - attention)
         gradients = max(gradients / (w.cp - 1), gradients - BACKWARD_ATTENTION * attention)
     else:
-        exposed = max(
-            0.0, keys_values - attention / w.cp
-        )  # a gather hides behind attention to the rank's own keys
+        # A gather hides behind attention to the rank's own keys.
+        exposed = max(0.0, keys_values - attention / w.cp)
     return exposed, exposed * (1 + w.recompute.attention) + gradients
 
 
 def expert_parallel(w: Workload, hw: Hardware) -> tuple[float, float]:
-    """Seconds to exchange one block's rows, forward and backward: nothing else can run
-    meanwhile.
-    """
+    """Seconds to exchange a block's rows, forward and backward; nothing overlaps them."""
     if w.ep == 1:
         return 0.0, 0.0
     rows = hw.exchange(exchanged_bytes(w), w.ep)
-    there = (
-        2 * rows + hw.exchange(0.0, w.ep) + HOST_WAIT
-    )  # the rows go and come; before that, their number
+    # The rows go and come back; their number goes first.
+    there = 2 * rows + hw.exchange(0.0, w.ep) + HOST_WAIT
     return there, 2 * rows + (exchanges(w) - 1) * there
 
 
@@ -78,8 +74,7 @@ def transfer(w: Workload, hw: Hardware) -> float:
 
 
 def gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float, float]:
-    """Seconds to gather one block's weights, to reduce-scatter its gradients, and to all-reduce
-    them over replicas.
+    """Seconds to gather a block's weights, reduce-scatter its gradients and all-reduce them.
 
     A ring over n ranks moves (n - 1) / n of the data; an all-reduce does it twice (Patarasuk and
     Yuan, doi:10.1016/j.jpdc.2008.09.002).
@@ -94,12 +89,77 @@ def gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float, float]:
         if ranks > 1:
             bandwidth = hw.bandwidth(ranks, stride)
             share = (ranks - 1) / ranks
-            latency = hw.latency * (ranks - 1) if ranks * stride > hw.gpus_per_node else hw.launch
+            latency = hw.launch
+            if ranks * stride > hw.gpus_per_node:
+                latency = hw.latency * (ranks - 1)
             gather += params * gathered * share / bandwidth + latency
             scatter += params * w.reduced * share / bandwidth + latency
         if w.dp_replicate > 1:
-            bandwidth = hw.bandwidth(w.dp_replicate, w.tp * w.fsdp)
-            reduce += (
-                2 * w.reduced * params / ranks * (w.dp_replicate - 1) / w.dp_replicate / bandwidth
-            )
+            replicas = w.dp_replicate
+            bandwidth = hw.bandwidth(replicas, w.tp * w.fsdp)
+            reduce += 2 * w.reduced * params / ranks * (replicas - 1) / replicas / bandwidth
     return gather, scatter, reduce
+
+
+def data_parallel(
+    w: Workload,
+    hw: Hardware,
+    forward: float,
+    backward: float,
+    stage: Stage,
+) -> dict[str, float]:
+    """FSDP's communication that compute doesn't hide, and the compute that it slows down.
+
+    Blocks are gathered one ahead and reduced one behind (Zhao et al., arXiv:2304.11277), so a block
+    exposes what its neighbour's compute is too short for. The ends count as `ends` blocks.
+
+    Args:
+        forward, backward: seconds of one block and microbatch.
+    """
+    gather, scatter, all_reduce = gather_and_reduce(w, hw)
+    reduce = scatter + all_reduce
+    layers = stage.layers
+    batches = w.accumulation
+    ends = w.vocab_params / w.block_params * (stage.has_embedding + stage.has_output)
+    in_forward = layers * max(0.0, gather - forward)
+    hidden = 0.0
+    if w.pipeline is None:
+        regather = gather if w.config.parallelism.fsdp_reshard_after_forward != "never" else 0.0
+        early = scatter if w.replicas_apart else reduce
+        if w.sums_whole_gradients:
+            early = 0.0
+        exposed = (gather * (1 + ends) + in_forward) * batches
+        hidden = layers * batches * (min(gather, forward) + min(regather, backward))
+        for count, reduced in (batches - 1, early), (1, reduce):
+            # The last block's gradients and half of the ends' have no compute left to hide in.
+            in_backward = layers * max(0.0, regather + reduced - backward)
+            exposed += count * (in_backward + reduced * (1 + ends / 2))
+            hidden += count * layers * min(reduced, backward)
+    else:
+        # Gathered once per batch, beside its first microbatch; reduced beside its last.
+        exposed = gather * (1 + ends) + in_forward + reduce + layers * max(0.0, reduce - backward)
+        exposed = exposed * batches
+    out = {"communication: dp": exposed}
+    if w.fsdp * w.dp_replicate > 1:
+        out["slowed by communication"] = hw.overlap_slowdown * hidden
+    if w.config.training.enable_cpu_offload:
+        # Per batch two gathers read from the host; gradients are written to it.
+        shard = sum(map(w.shard, w.stages_of(stage.rank)))
+        written = 1 if w.sums_whole_gradients else batches
+        out["host memory"] = shard * (w.stored * 2 * batches + FP32 * written) / hw.host_link
+    return out
+
+
+def activation_offload(
+    w: Workload,
+    hw: Hardware,
+    forward: float,
+    backward: float,
+    pp_rank: int,
+) -> float:
+    """Seconds of copies to and from the host that the compute of a block is too short to hide."""
+    copy = offloaded_per_block(w) / hw.host_link
+    ac = w.config.activation_checkpoint
+    blocks = sum(offloaded_blocks(ac, stage.layers) for stage in w.stages_of(pp_rank))
+    exposed = max(0.0, copy - forward) + max(0.0, copy - backward)
+    return blocks * w.microbatches * w.accumulation * exposed

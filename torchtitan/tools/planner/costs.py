@@ -2,7 +2,7 @@
 
 Compute is a roofline for each class of operation: the larger of FLOPs over a sustained rate and
 bytes over a sustained bandwidth. Communication is bytes over the bandwidth of its ring, less what
-compute hides. A pipeline's bubble comes from simulating its schedule (`schedule.py`).
+compute hides. A pipeline's bubble comes from simulating its schedule (`pipeline_timeline.py`).
 `docs/guides/plan.md` lists the formulas with their sources; what depends on the hardware is in
 `hardware.py`. The constants below say where they come from: "counted" is by hand from the code of
 a block, checked only as part of the whole against `benchmarks/published/published.csv`.
@@ -14,18 +14,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from torchtitan.config.derive import offloaded_blocks
 from torchtitan.tools.planner.comm_time import (
+    activation_offload,
     context_parallel,
+    data_parallel,
     expert_parallel,
-    gather_and_reduce,
     tensor_parallel,
     transfer,
 )
 from torchtitan.tools.planner.hardware import Hardware
-from torchtitan.tools.planner.memory import offloaded_per_block
 from torchtitan.tools.planner.pipeline_timeline import Timeline, program, simulate
-from torchtitan.tools.planner.workload import BACKWARD_ATTENTION, FP8, FP32, Linear, Stage, Workload
+from torchtitan.tools.planner.workload import BACKWARD_ATTENTION, FP8, FP32, Linear, Workload
 
 BACKWARD_POINTWISE = 2
 """Bytes that the backward of pointwise operations moves per byte of their forward. Counted."""
@@ -94,9 +93,7 @@ class StepTime:
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which the average rank waits for the pipeline: the schedule's blank
-        area.
-        """
+        """Share of the step that the average rank spends waiting for the pipeline."""
         return self.parts.get(BUBBLE, 0.0) / self.seconds
 
 
@@ -135,20 +132,19 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
         parts[BUBBLE] = timeline.idle * timeline.length * w.accumulation
         if repeated > 1e-9 * timeline.length:  # beyond rounding
             parts[REPEATED] = repeated
-    parts |= _data_parallel(w, hw, block, max(w.stages_of(slowest), key=lambda stage: stage.layers))
-    parts["activation offload"] = _activation_offload(w, hw, block, slowest)
+    forward = sum(block.forward.values())
+    backward = sum(block.backward.values())
+    stage = max(w.stages_of(slowest), key=lambda stage: stage.layers)
+    parts |= data_parallel(w, hw, forward, backward, stage)
+    parts["activation offload"] = activation_offload(w, hw, forward, backward, slowest)
     parts["optimizer"] = _optimizer(w, hw)
     parts["host"] = hw.step_overhead
     nodes = math.ceil(w.world / hw.gpus_per_node)
-    parts["waiting for the slowest node"] = (
-        sum(parts.values()) * hw.node_variation * math.log2(nodes)
-    )
+    waiting = sum(parts.values()) * hw.node_variation * math.log2(nodes)
+    parts["waiting for the slowest node"] = waiting
     seconds = sum(parts.values())
-    ordered = {
-        part: parts[part]
-        for part in sorted(parts, key=lambda part: -parts[part])
-        if parts[part] > 0
-    }
+    slowest_first = sorted(parts.items(), key=lambda item: -item[1])
+    ordered = {part: spent for part, spent in slowest_first if spent > 0}
     return StepTime(seconds, ordered, timeline, w.tokens_per_step / seconds / w.world)
 
 
@@ -176,9 +172,7 @@ class _Products:
 
 
 def _products(w: Workload, hw: Hardware, linear: Linear) -> _Products:
-    """The products of one linear layer, which differ in which sizes are the result's and which is
-    summed over.
-    """
+    """The three products of a linear layer, which sum over different sizes."""
     rate = _peak(w, hw) * hw.gemm_bf16
     operand = w.element
     tokens = w.tokens * linear.rows
@@ -220,41 +214,32 @@ def _products(w: Workload, hw: Hardware, linear: Linear) -> _Products:
 def _block(w: Workload, hw: Hardware) -> _Pass:
     """One block."""
     products = {x: _products(w, hw, x) for x in w.linears}
-    forward, weights = (
-        sum(getattr(of, part) for of in products.values()) for part in ("forward", "weight")
-    )
+    forward = sum(of.forward for of in products.values())
+    weights = sum(of.weight for of in products.values())
     backward = sum(of.backward + of.forward * x.recomputed for x, of in products.items())
 
     attention = w.attention_flops * w.tokens / (_peak(w, hw) * hw.attention)
-    attention *= (
-        1 / w.cp + (1 - 1 / w.cp) / hw.ring_attention
-    )  # a ring's other ranks hold all but 1 / cp of the keys
+    # A ring's other ranks hold all but 1 / cp of the keys.
+    attention *= 1 / w.cp + (1 - 1 / w.cp) / hw.ring_attention
 
     pointwise = _pointwise_bytes(w) * (1.0 if w.compiled else hw.eager) / hw.bytes_per_s
     casts = _casts(w, hw)
     tensor = tensor_parallel(w, hw, (forward, backward))
     context = context_parallel(w, hw, attention)
     expert = expert_parallel(w, hw)
+    attention_repeats = BACKWARD_ATTENTION / hw.attention_backward + w.recompute.attention
+    both = {
+        "matrix products": (forward, backward),
+        "attention": (attention, attention * attention_repeats),
+        "pointwise": (pointwise, pointwise * (BACKWARD_POINTWISE + w.recompute.pointwise)),
+        "8-bit casts": casts,
+        "communication: tp": tensor,
+        "communication: cp": context,
+        "communication: ep": expert,
+    }
     return _Pass(
-        {
-            "matrix products": forward,
-            "attention": attention,
-            "pointwise": pointwise,
-            "8-bit casts": casts[0],
-            "communication: tp": tensor[0],
-            "communication: cp": context[0],
-            "communication: ep": expert[0],
-        },
-        {
-            "matrix products": backward,
-            "attention": attention
-            * (BACKWARD_ATTENTION / hw.attention_backward + w.recompute.attention),
-            "pointwise": pointwise * (BACKWARD_POINTWISE + w.recompute.pointwise),
-            "8-bit casts": casts[1],
-            "communication: tp": tensor[1],
-            "communication: cp": context[1],
-            "communication: ep": expert[1],
-        },
+        {part: seconds for part, (seconds, _) in both.items()},
+        {part: seconds for part, (_, seconds) in both.items()},
         weights=weights,
     )
 
@@ -270,15 +255,12 @@ def _pointwise_bytes(w: Workload) -> float:
     if not w.experts:
         return own + w.element * tokens * 3 * w.ffn
     copies = 3 + 4 * (w.ep > 1)
-    return own + tokens * (
-        w.top_k * w.element * (copies * w.dim + 3 * w.ffn) + ROUTER_BYTES * w.experts
-    )
+    rows = w.top_k * w.element * (copies * w.dim + 3 * w.ffn)
+    return own + tokens * (rows + ROUTER_BYTES * w.experts)
 
 
 def _ends(w: Workload, hw: Hardware) -> _Pass:
-    """Embedding, output projection and loss. The embedding counts with the output, on whatever
-    stage it is.
-    """
+    """Embedding, output projection and loss, all counted with the stage of the output."""
     product = _products(w, hw, w.output)
     per_logit = LOSS_BYTES_COMPILED if w.loss_compiled else LOSS_BYTES
     loss = per_logit * w.vocab * w.tokens / w.tp / hw.bytes_per_s
@@ -295,9 +277,7 @@ def _ends(w: Workload, hw: Hardware) -> _Pass:
 
 
 def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
-    """Seconds to round a block's 8-bit operands: inputs in the forward, gradients and inputs again
-    in the backward.
-    """
+    """Seconds to round a block's 8-bit operands: inputs, then gradients and inputs again."""
     eight_bit = [x for x in w.linears if x.eight_bit]
     # wq, wk and wv share an input, and so do w1 and w3.
     inputs: dict[str, float] = {}
@@ -308,13 +288,11 @@ def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
         inputs[shared] = x.inputs * elements
         outputs += x.outputs * elements
     per_byte = w.tokens / hw.bytes_per_s
-    forward = CAST_INPUT_BYTES * sum(inputs.values()) * per_byte
-    backward = (
-        CAST_GRADIENT_BYTES * outputs + RECAST_INPUT_BYTES * sum(inputs.values())
-    ) * per_byte
-    return forward, backward + forward * sum(x.recomputed for x in eight_bit) / max(
-        1, len(eight_bit)
-    )
+    rounded = sum(inputs.values())
+    forward = CAST_INPUT_BYTES * rounded * per_byte
+    backward = (CAST_GRADIENT_BYTES * outputs + RECAST_INPUT_BYTES * rounded) * per_byte
+    recomputed = forward * sum(x.recomputed for x in eight_bit) / max(1, len(eight_bit))
+    return forward, backward + recomputed
 
 
 # ---- the pipeline
@@ -330,21 +308,12 @@ def _durations(w: Workload, block: _Pass, ends: _Pass) -> Callable[[int, str], f
     """
     forward = sum(block.forward.values())
     backward = sum(block.backward.values())
-    inputs = backward if w.compiled else backward - block.weights
-    weights = (
-        backward if w.compiled else block.weights + _parameters(w) * w.recompute.pointwise * forward
-    )
-    blocks = {
-        "F": forward,
-        "B": backward,
-        "I": inputs,
-        "W": weights,
-    }
-    end = {
-        "F": sum(ends.forward.values()),
-        "B": sum(ends.backward.values()),
-        "W": ends.weights,
-    }
+    inputs = weights = backward
+    if not w.compiled:
+        inputs = backward - block.weights
+        weights = block.weights + _parameters(w) * w.recompute.pointwise * forward
+    blocks = {"F": forward, "B": backward, "I": inputs, "W": weights}
+    end = {"F": sum(ends.forward.values()), "B": sum(ends.backward.values()), "W": ends.weights}
     end["I"] = end["B"] - end["W"]
 
     def duration(index: int, kind: str) -> float:
@@ -354,88 +323,15 @@ def _durations(w: Workload, block: _Pass, ends: _Pass) -> Callable[[int, str], f
 
 
 def _parameters(w: Workload) -> int:
-    """Weights of a block: those of its linear layers, of two norms, and of those of queries and
-    keys.
-    """
+    """Number of weights in a block: linear layers, two norms, and the norms of heads."""
     return len(w.linears) + 2 + 2 * getattr(w.args, "qk_norm", False)
 
 
-# ---- data parallelism and the optimizer
-
-
-def _data_parallel(
-    w: Workload,
-    hw: Hardware,
-    block: _Pass,
-    stage: Stage,
-) -> Seconds:
-    """FSDP's communication that compute doesn't hide, and the compute that it slows down.
-
-    Blocks are gathered one ahead and reduced one behind (Zhao et al., arXiv:2304.11277), so a block
-    exposes what its neighbour's compute is too short for. The ends count as `ends` blocks.
-    """
-    gather, scatter, all_reduce = gather_and_reduce(w, hw)
-    reduce = scatter + all_reduce
-    forward = sum(block.forward.values())
-    backward = sum(block.backward.values())
-    layers = stage.layers
-    batches = w.accumulation
-    ends = w.vocab_params / w.block_params * (stage.has_embedding + stage.has_output)
-    in_forward = layers * max(0.0, gather - forward)
-    if w.pipeline is None:
-        regather = gather if w.config.parallelism.fsdp_reshard_after_forward != "never" else 0.0
-        early = 0.0 if w.sums_whole_gradients else scatter if w.replicas_apart else reduce
-        exposed = (gather * (1 + ends) + in_forward) * batches
-        hidden = layers * batches * (min(gather, forward) + min(regather, backward))
-        for count, reduced in (batches - 1, early), (1, reduce):
-            # The last block's gradients and half of the ends' have no compute left to hide in.
-            exposed += count * (
-                layers * max(0.0, regather + reduced - backward) + reduced * (1 + ends / 2)
-            )
-            hidden += count * layers * min(reduced, backward)
-    else:
-        # Gathered once per batch, beside its first microbatch; reduced beside its last.
-        exposed = gather * (1 + ends) + in_forward + reduce + layers * max(0.0, reduce - backward)
-        exposed = exposed * batches
-        hidden = 0.0
-    out = {"communication: dp": exposed}
-    if w.fsdp * w.dp_replicate > 1:
-        out["slowed by communication"] = hw.overlap_slowdown * hidden
-    if (
-        w.config.training.enable_cpu_offload
-    ):  # per batch two gathers read from the host; gradients are written to it
-        shard = sum(map(w.shard, w.stages_of(stage.rank)))
-        written = 1 if w.sums_whole_gradients else batches
-        out["host memory"] = shard * (w.stored * 2 * batches + FP32 * written) / hw.host_link
-    return out
-
-
-def _activation_offload(
-    w: Workload,
-    hw: Hardware,
-    block: _Pass,
-    pp_rank: int,
-) -> float:
-    """Seconds of copies between device and host that the compute of a block is too short to
-    hide.
-    """
-    copy = offloaded_per_block(w) / hw.host_link
-    ac = w.config.activation_checkpoint
-    forward = sum(block.forward.values())
-    backward = sum(block.backward.values())
-    blocks = sum(offloaded_blocks(ac, stage.layers) for stage in w.stages_of(pp_rank))
-    return (
-        blocks
-        * w.microbatches
-        * w.accumulation
-        * (max(0.0, copy - forward) + max(0.0, copy - backward))
-    )
+# ---- the optimizer
 
 
 def _optimizer(w: Workload, hw: Hardware) -> float:
-    """Seconds of clipping, the update and the average of the weights, on the pipeline rank with the
-    most parameters.
-    """
+    """Seconds of clipping, update and weight average, on the rank with the most parameters."""
     optimizer = w.config.optimizer
     ema = w.config.ema
     shard = max(sum(map(w.shard, w.stages_of(rank))) for rank in range(w.pp))
@@ -446,19 +342,16 @@ def _optimizer(w: Workload, hw: Hardware) -> float:
     seconds = shard * moved / bandwidth
     if optimizer.name == "Muon":
         layers = max(sum(stage.layers for stage in w.stages_of(rank)) for rank in range(w.pp))
-        flops = sum(
-            _newton_schulz_flops(x.inputs, x.outputs)
-            * max(1, x.experts)
-            / (w.efsdp if x.experts else w.fsdp)
-            for x in w.linears
-        )
+        flops = 0.0
+        for x in w.linears:
+            matrices = _newton_schulz_flops(x.inputs, x.outputs) * max(1, x.experts)
+            flops += matrices / (w.efsdp if x.experts else w.fsdp)
         seconds += flops * optimizer.muon_ns_steps * layers / (hw.bf16 * hw.gemm_bf16)
     return seconds
 
 
 def _newton_schulz_flops(rows: int, columns: int) -> float:
-    """FLOPs of one of Muon's iterations on a matrix X: A = X X', A A, and a polynomial in A times
-    X.
+    """FLOPs of one Muon iteration on a matrix X: A = X X', A A, and a polynomial in A times X.
 
     Jordan et al. 2024, kellerjordan.github.io/posts/muon.
     """

@@ -52,9 +52,7 @@ def start_group(world: int, rank: int) -> None:
 
 @contextmanager
 def no_network() -> Iterator[FakeTensorMode]:
-    """What a fake process group, which may be started within, needs to run a rank of this
-    project.
-    """
+    """Patches under which a rank of this project runs on a fake process group."""
     known = set(meshes._meshes)
     with ExitStack() as stack:
         propagate = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -62,9 +60,8 @@ def no_network() -> Iterator[FakeTensorMode]:
         stack.enter_context(
             patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", aside(propagate))
         )
-        if hasattr(
-            schedules._PipelineSchedule, "_warmup_p2p"
-        ):  # torch 2.12 to 2.14: ranks exchange shapes first
+        # torch 2.12 to 2.14: ranks exchange shapes first.
+        if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
             stack.enter_context(
                 patch.object(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known)
             )
@@ -94,9 +91,7 @@ def _shapes_are_known(schedule: Any, stages: Any, *_: Any) -> None:
 def take_fake_memory(
     mode: FakeTensorMode, model: nn.Module, device: str | torch.device = "cpu"
 ) -> None:
-    """Move a sharded model from the meta device to fake tensors of `mode`, nominally on
-    `device`.
-    """
+    """Move a sharded model from the meta device to fake tensors, nominally on `device`."""
     with mode:
         for name, param in list(model.named_parameters()):
             owner, _, leaf = name.rpartition(".")
@@ -194,9 +189,7 @@ def recording(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Has the memory footprint of CUDA's fused kernel; the CPU has none and keeps intermediate
-    results.
-    """
+    """Memory footprint of CUDA's fused kernel; the CPU has none and keeps intermediate results."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -269,4 +262,4 @@ def fused_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 LOSSES = {False: cross_entropy, True: fused_cross_entropy}
-"""By whether the loss is compiled."""
+"""Cross-entropy by whether it is compiled."""

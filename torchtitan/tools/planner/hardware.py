@@ -1,6 +1,4 @@
-"""The hardware that a plan can target: `tools/planner/hardware.toml`, or a file in its format, as
-`--calibrate` writes.
-"""
+"""Hardware that a plan can target: `hardware.toml`, or a file that `--calibrate` writes."""
 
 import json
 import math
@@ -25,9 +23,7 @@ FILE = Path(__file__).with_name("hardware.toml")
 
 
 class Hardware(BaseModel):
-    """The performance model's constants for one GPU, in FLOP/s and bytes/s; `hardware.toml`
-    explains each.
-    """
+    """Constants of one GPU, in FLOP/s and bytes/s; `hardware.toml` explains each."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -130,8 +126,7 @@ class Hardware(BaseModel):
         return min(link, self.network * self.network_efficiency * min(inside, ranks))
 
     def exchange(self, size: float, ranks: int) -> float:
-        """Seconds of an all-to-all among ranks next to each other, each of which sends `size`
-        bytes, as many to each.
+        """Seconds of an all-to-all among adjacent ranks, each sending `size` bytes in equal parts.
 
         What stays within the node takes the link, the rest at the same time the rank's own network
         port.
@@ -213,8 +208,7 @@ def to_table(
     base: Hardware,
     source: str,
 ) -> str:
-    """A hardware file for `hardware`, in which the constants that differ from those of `base` are
-    marked.
+    """A hardware file in which the constants that differ from those of `base` are marked.
 
     Args:
         source: of the constants that differ.

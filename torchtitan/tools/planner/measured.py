@@ -227,9 +227,7 @@ def _scaled(
     names: Iterable[str],
     factor: float,
 ) -> Hardware:
-    """With constants scaled, to at most `_MOST` times those of `base`, and at least their
-    inverse.
-    """
+    """Scale constants, staying within a factor of `_MOST` of those of `base`."""
     scaled = {}
     for name in names:
         own = getattr(base, name)

@@ -112,11 +112,8 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
     working = (_working_bytes(w) * w.tokens + _expert_gradients(w)) * (layers > 0)
     parts["logits"], parts["other"] = logits, LIBRARY_BYTES + hole
     if w.pipeline is None:
-        kept = (
-            _kept_bytes(w) * w.tokens * layers
-            - _offloaded_bytes(w, layers)
-            + _in_transit_bytes(w, layers)
-        )
+        kept = _kept_bytes(w) * w.tokens * layers
+        kept = kept - _offloaded_bytes(w, layers) + _in_transit_bytes(w, layers)
         parts["activations"] = kept + max(0.0, working - logits)
         never = w.config.parallelism.fsdp_reshard_after_forward == "never"
         blocks = layers if never else min(PREFETCHED_BLOCKS, layers)
@@ -146,16 +143,12 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
 
 
 def _state(w: Workload, stages: list[Stage]) -> dict[str, float]:
-    """Parameters, gradients and optimizer state of a rank's shard. The last includes an average of
-    the weights.
-    """
+    """Parameters, gradients and optimizer state of a rank's shard, with the weight average."""
     optimizer = w.config.optimizer
     on_device = not w.config.training.enable_cpu_offload
     shard = sum(map(w.shard, stages)) * on_device
     moments = 2 * shard
-    if (
-        optimizer.name == "Muon"
-    ):  # keeps one moment of a block's matrices, and AdamW's two of the rest
+    if optimizer.name == "Muon":  # one moment for a block's matrices, AdamW's two for the rest
         matrices = sum(
             x.params / (w.efsdp / w.expert_padding if x.experts else w.fsdp) for x in w.linears
         )
@@ -168,9 +161,7 @@ def _state(w: Workload, stages: list[Stage]) -> dict[str, float]:
 
 
 def hidden_bytes(w: Workload) -> float:
-    """One microbatch's hidden states between two blocks, split over the sequence by tensor
-    parallelism.
-    """
+    """Bytes of a microbatch's hidden states between blocks, split by tensor parallelism."""
     return w.element * w.tokens * w.dim / w.tp
 
 
@@ -190,21 +181,15 @@ def in_flight(w: Workload, pp_rank: int) -> tuple[float, float]:
     }
     transit = max(_in_transit_bytes(w, count) for count in layers.values())
     waiting = _postponed_bytes(w) * w.tokens
-    again = (
-        0.0
-        if w.compiled
-        else RECOMPUTED_COPIES * w.recompute.pointwise * _block_bytes(w) * w.tokens
-    )
+    again = 0.0
+    if not w.compiled:
+        again = RECOMPUTED_COPIES * w.recompute.pointwise * _block_bytes(w) * w.tokens
 
     def activations(held: Held) -> float:
         kept = sum(count * size[stage] for stage, count in held.microbatches.items())
         postponed = sum(count * layers[stage] * waiting for stage, count in held.postponed.items())
-        return (
-            transit
-            + kept
-            + postponed
-            + max((layers[stage] * again for stage in held.postponed), default=0.0)
-        )
+        recomputed = max((layers[stage] * again for stage in held.postponed), default=0.0)
+        return transit + kept + postponed + recomputed
 
     moments = program(w.pipeline, w.microbatches).held[pp_rank]
     return max(((activations(held), held.transfers * hidden) for held in moments), key=sum)
@@ -245,11 +230,12 @@ def _waiting_losses(w: Workload, pp_rank: int) -> float:
     # weight.
     logits = w.tokens * w.vocab / (w.tp if w.sharded_loss else 1)
     loss = w.element if w.loss_compiled else FP32
-    return logits * max(
-        max(0, held.microbatches[last] - postponed - 1) * loss + postponed * w.element
-        for held in moments
-        for postponed in [held.postponed.get(last, 0)]
-    )
+    most = 0
+    for held in moments:
+        postponed = held.postponed.get(last, 0)
+        waiting = max(0, held.microbatches[last] - postponed - 1)
+        most = max(most, waiting * loss + postponed * w.element)
+    return logits * most
 
 
 def _log_sum_exp_bytes(w: Workload) -> float:
@@ -258,9 +244,7 @@ def _log_sum_exp_bytes(w: Workload) -> float:
 
 
 def _block_bytes(w: Workload) -> float:
-    """Bytes per token that a block's backward needs: inputs of products and norms, q, k, v,
-    log-sum-exp.
-    """
+    """Bytes per token that a block's backward needs: inputs of products and norms, q, k, v."""
     d = w.dim
     q = w.q / w.tp
     f = w.ffn / w.tp
@@ -298,11 +282,10 @@ def _kept_bytes(w: Workload) -> float:
     if w.checkpoints_operations() and w.experts:
         # Of the block's products wq, wv, the router's, and w3; or, if it is in three regions, what
         # goes from one to the next, and w1 and w2.
-        rows = (
-            w.element
-            * w.expert_rows
-            * (w.ffn if not w.experts_apart else 3 * d + w.ffn + (0 if w.compiled else d))
-        )
+        width = w.ffn
+        if w.experts_apart:
+            width = 3 * d + w.ffn + (0 if w.compiled else d)
+        rows = w.element * w.expert_rows * width
         regions = (boundary + _routing_bytes(w)) * w.experts_apart
         sums = w.element * d / tp if tp > 1 else 0
         attention = w.element * (2 * q + kv) + _log_sum_exp_bytes(w) + sums
@@ -323,9 +306,8 @@ def _kept_bytes(w: Workload) -> float:
 
 def offloaded_per_block(w: Workload) -> float:
     """Bytes of one microbatch that an offloaded block keeps in host memory."""
-    seen = (
-        w.compiled or not w.checkpoints_operations()
-    )  # torch keeps results of operations out of the hooks' sight
+    # torch keeps results of operations out of the hooks' sight.
+    seen = w.compiled or not w.checkpoints_operations()
     return w.tokens * (_kept_bytes(w) if seen else w.element * w.dim / w.tp)
 
 
@@ -335,15 +317,12 @@ def _offloaded_bytes(w: Workload, layers: int) -> float:
 
 
 def _in_transit_bytes(w: Workload, layers: int) -> float:
-    """What is on the device of it all the same: of the block that computes, and of the one that is
-    copied beside it.
-    """
+    """Bytes of offloaded blocks still on the device: the current one and the one being copied."""
     return offloaded_per_block(w) * min(2, offloaded_blocks(w.config.activation_checkpoint, layers))
 
 
 def _working_bytes(w: Workload) -> float:
-    """Bytes per token while a block's backward runs: what it recomputes, gradients, and what
-    collectives gather.
+    """Bytes per token in a block's backward: recomputed, gradients, gathered by collectives.
 
     The numbers of d, q and f are adjusted: tensors that the compiled and the eager backward hold at
     its peak.
@@ -369,8 +348,7 @@ def _working_bytes(w: Workload) -> float:
 
 
 def _expert_gradients(w: Workload) -> float:
-    """Bytes of a block's gradients in a backward: those of its experts, and of the block before as
-    they are reduced.
+    """Bytes of the experts' gradients, and of the previous block's while they are reduced.
 
     In a dense block they are small against the activations.
     """
@@ -381,9 +359,7 @@ def _expert_gradients(w: Workload) -> float:
 
 
 def _logits(w: Workload) -> tuple[float, float]:
-    """Bytes of logits and loss with their gradients, and of the holes that they leave in the
-    allocator's pool.
-    """
+    """Bytes of logits, loss and their gradients, and of the holes they leave in the allocator."""
     chunks = w.config.training.loss_chunks
     kind = ("compiled" if w.loss_compiled else "eager") + ", sharded" * w.sharded_loss
     logits = w.tokens * w.vocab / (w.tp if w.sharded_loss else 1) / chunks

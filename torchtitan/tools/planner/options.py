@@ -28,6 +28,14 @@ def options_of(description: str | None) -> argparse.ArgumentParser:
         metavar="NAME",
         help=f"one of {', '.join(load_hardware())}, or a TOML file; required",
     )
+    _add_budget(parser)
+    _add_search(parser)
+    _add_outputs(parser)
+    return parser
+
+
+def _add_budget(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--tokens",
         type=_tokens,
@@ -62,6 +70,10 @@ def options_of(description: str | None) -> argparse.ArgumentParser:
         metavar="MINUTES",
         help="to restart after a failure (default: 10)",
     )
+
+
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--search",
         action="store_true",
@@ -73,7 +85,7 @@ def options_of(description: str | None) -> argparse.ArgumentParser:
         type=_axes,
         default=(),
         metavar="NAME,...",
-        help=f"what --search varies, too. {varied}",
+        help=f"what else --search varies. {varied}",
     )
     add("--fast", action="store_true", help="compute the memory of the plan instead of tracing it")
     add(
@@ -82,6 +94,10 @@ def options_of(description: str | None) -> argparse.ArgumentParser:
         metavar="TOML",
         help="compare two TOML files, or CONFIG.toml with another, side by side",
     )
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--write",
         metavar="FILE",
@@ -99,7 +115,6 @@ def options_of(description: str | None) -> argparse.ArgumentParser:
         help="measure this machine, and write a file for --hardware; with --from-run, fit one "
         "to the run",
     )
-    return parser
 
 
 def parse(own: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -18,7 +18,7 @@ _COLORS = {
     "I": "#cc6677",
     "W": "#44aa99",
 }
-"""Of computations: told apart by color-blind readers, and by their lightness in gray."""
+"""Colors of computations, distinct to color-blind readers and in gray."""
 _NAMES = {
     "F": "forward",
     "B": "backward",
@@ -50,8 +50,7 @@ def page(data: dict[str, Any]) -> str:
 
 
 def pictures(plan: Plan, proposals: Sequence[Plan] = ()) -> dict[str, Any]:
-    """What the page draws beside the plan's data: the schedule, the plan on other numbers of ranks,
-    what doesn't fit.
+    """Pictures beside the plan's data: the schedule, other numbers of ranks, what doesn't fit.
 
     Args:
         proposals: of a search.
@@ -70,9 +69,8 @@ def _too_large(proposals: Sequence[Plan]) -> list[dict[str, Any]]:
             except ConfigError:
                 continue
             larger = predict(workload, proposal.spec, proposal.hardware)
-            if (
-                not larger.fits and larger.peak_gib < 2 * larger.hardware.usable_gib
-            ):  # near enough to draw
+            near = larger.peak_gib < 2 * larger.hardware.usable_gib  # enough to be drawn
+            if not larger.fits and near:
                 rows = plural(larger.config.training.local_batch_size, "row")
                 name = f"{layout_name(larger.layout)}, {rows}, checkpointing {larger.checkpointing}"
                 out.append({"name": name} | _figures(larger))
@@ -114,8 +112,7 @@ def _scaling(plan: Plan) -> list[dict[str, float]]:
 
 
 def schedule_svg(time: StepTime, width: float = 960, *, legible: bool = False) -> str:
-    """The schedule of a step with a pipeline as an SVG image: a row per rank, time to the right,
-    the bubble white.
+    """The pipeline's schedule as an SVG: a row per rank, time to the right, the bubble white.
 
     Args:
         width: in pixels.

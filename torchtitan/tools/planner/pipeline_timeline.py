@@ -19,19 +19,17 @@ class Held(NamedTuple):
     """What a rank holds at a moment."""
 
     microbatches: dict[int, int]
-    """By stage, how many wait for their backward, or for the rest of it."""
+    """Microbatches by stage that wait for their backward, or the rest of it."""
     transfers: int
     """Hidden states and gradients that have arrived, or may arrive, for a later computation, or are
     being sent.
     """
     postponed: Mapping[int, int] = MappingProxyType({})
-    """By stage, if any, how many of them wait for their weights' backward only."""
+    """Microbatches by stage that wait for their weights' backward only."""
 
 
 class Program:
-    """The computations of each rank for one batch, in order, and what follows from the order
-    alone.
-    """
+    """Each rank's computations for one batch, in order, and what the order alone implies."""
 
     def __init__(self, orders: Sequence[Sequence[Action]], ranks: Sequence[int]):
         """
@@ -52,7 +50,7 @@ class Program:
 
     @cached_property
     def held(self) -> tuple[tuple[Held, ...], ...]:
-        """For each rank, what it holds at those computations that can need the most memory."""
+        """What each rank holds at those computations that can need the most memory."""
         return tuple(_most(self.holds(rank)) for rank in range(len(self.orders)))
 
     def holds(self, rank: int) -> Iterator[Held]:
@@ -168,9 +166,9 @@ def _seconds(duration: Callable[[int, str], float], stage: int, kind: str) -> fl
 def _holds(order: Sequence[Action], ranks: Sequence[int]) -> Iterator[Held]:
     kept = dict.fromkeys(sorted({action.stage for action in order}), 0)
     arriving: dict[tuple[str, int, int], tuple[int, int]] = {}
-    """By direction, stage and microbatch of a posted receive: its rank and time."""
+    """(direction, stage, microbatch) of a posted receive to its rank and time."""
     sent: defaultdict[int, deque[int]] = defaultdict(deque)
-    """By rank, the times of the gradients under way to it (see `torchtitan.parallel.stage.Sends`).
+    """Times of the gradients under way to each rank (see `torchtitan.parallel.stage.Sends`).
     Hidden states that are sent wait for their backward as well, so they are counted there.
     """
     postponed: Counter[int] = Counter()
@@ -196,18 +194,14 @@ def _holds(order: Sequence[Action], ranks: Sequence[int]) -> Iterator[Held]:
             yield Held(dict(kept), len(arriving) + sum(map(len, sent.values())), dict(+postponed))
             if stage and kind in "IW":
                 postponed[stage] += 1 if kind == "I" else -1
-            if kind in (
-                "B",
-                "W",
-            ):  # a residual stream hands its gradient to its last product: weights need it too
+            # A residual stream hands its gradient to its last product: weights need it too.
+            if kind in "BW":
                 kept[stage] -= 1
                 arriving.pop(what, None)
 
 
 def _most(moments: Iterable[Held]) -> tuple[Held, ...]:
-    """Those that no other one exceeds. Each microbatch keeps a stage's output or more, and a
-    transfer is as large.
-    """
+    """Maximal moments: a microbatch keeps a stage's output or more, a transfer is as large."""
     front: dict[tuple[int, ...], Held] = {}
     for held in moments:
         postponed = (held.postponed.get(stage, 0) for stage in held.microbatches)

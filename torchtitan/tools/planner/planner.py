@@ -12,8 +12,9 @@ from torchtitan.config.rules import Facts, check
 from torchtitan.config.sections.schema import Config
 from torchtitan.tools.planner.axes import KEYS, read
 from torchtitan.tools.planner.hardware import Hardware
+from torchtitan.tools.planner.layouts import any_layout
 from torchtitan.tools.planner.predict import Plan, predict, trace_memory
-from torchtitan.tools.planner.search import LIKELY, Found, any_layout, search
+from torchtitan.tools.planner.search import LIKELY, Found, search
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError, show_warnings
@@ -150,9 +151,7 @@ def _traced_until_one_fits(proposals: list[Plan]) -> list[Plan]:
 
 
 def without_missing_files(config: Config) -> tuple[Config, list[str]]:
-    """The configuration without the tokenizer, data and checkpoint that only the cluster has, and a
-    note on each.
-    """
+    """The configuration without files that only the cluster has, and a note on each."""
     notes = []
     files: list[tuple[str, str | None, Any]] = [
         ("model.hf_assets_path", config.model.hf_assets_path, Config().model.hf_assets_path),
@@ -171,9 +170,7 @@ def without_missing_files(config: Config) -> tuple[Config, list[str]]:
 
 
 def planned_toml(plan: Plan, argv: list[str]) -> str:
-    """The configuration of `argv` with the plan's layout, batch sizes and checkpointing, as a TOML
-    file.
-    """
+    """The configuration of `argv` with the plan's layout, batch and checkpointing, as TOML."""
     config = load_config(argv).config
     planned = plan.config
     batch = {

@@ -31,7 +31,7 @@ class Plan:
     hardware: Hardware
     time: StepTime
     memory: tuple[Memory, ...]
-    """Of each pipeline rank."""
+    """Memory of each pipeline rank."""
     traced_gib: Mapping[int, float] = field(default_factory=dict)
     """What a trace found the tensors of some pipeline ranks to take, with the holes between them.
     """
@@ -79,9 +79,7 @@ class Plan:
 
     @property
     def chance_to_fit(self) -> float:
-        """Probability that the run fits in the hardware's memory, by a normal distribution of the
-        peak's error.
-        """
+        """Probability that the run fits in memory, by a normal distribution of the peak's error."""
         deviation = self.memory_band / NormalDist().inv_cdf(0.95)
         needed = max(self.peak_gib, *self.traced_gib.values(), 0.0)
         return NormalDist(needed, deviation * needed).cdf(self.hardware.usable_gib)
@@ -93,9 +91,7 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization as the trainer logs it: share of the bf16 peak. None if another
-        type computes.
-        """
+        """Share of the bf16 peak, as the trainer logs it. None if another type computes."""
         if self.workload.element != 2:
             return None
         flops = self.spec.flops_per_token(self.workload.args, self.workload.seq_len)

@@ -58,8 +58,7 @@ def planned_parts(parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def traced_parts(file: Path) -> dict[str, float]:
-    """Seconds of a step by part, from a Chrome trace of the profiler. Communication counts where
-    nothing computes.
+    """Seconds of a step by part, from a Chrome trace; communication only where nothing computes.
 
     Raises:
         UserError: the file can't be read, or holds no complete step.

@@ -1,6 +1,4 @@
-"""Which of many layouts to propose: those that no other beats in speed, memory and simplicity at
-once, told apart.
-"""
+"""Chooses layouts to propose: unbeaten in speed, memory and simplicity, and distinct."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -77,7 +75,7 @@ class Frontier:
     all: list[Candidate] = field(default_factory=list)
     kinds: dict[tuple[str, ...], Candidate] = field(default_factory=dict)
     speed: float = 0.0
-    """Of the fastest."""
+    """Speed of the fastest candidate."""
 
     def add(self, candidate: Candidate) -> None:
         self.speed = max(self.speed, candidate.speed)
@@ -89,8 +87,7 @@ class Frontier:
 
 
 def propose(frontier: Frontier, worthwhile: float) -> list[tuple[Candidate, str]]:
-    """The candidates to show, each with a reason. The first is the simplest of those that are about
-    the fastest.
+    """Candidates to show, each with a reason; first the simplest of the fastest.
 
     Args:
         worthwhile: speed relative to the fastest below which nothing is shown.
@@ -149,9 +146,7 @@ def with_baseline(proposals: list[Proposal], baseline: Plan) -> list[Proposal]:
 
 
 def _is_same(plan: Plan, other: Plan) -> bool:
-    """Whether two configurations differ in nothing that matters to a plan, such as the schedule of
-    no pipeline.
-    """
+    """Whether two configurations differ in nothing that matters to a plan."""
     mine, others = (
         (
             p.layout,

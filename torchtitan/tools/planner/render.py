@@ -14,8 +14,7 @@ from torchtitan.tools.planner.memory import GIB, PARTS
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.savings import advice
 from torchtitan.tools.planner.search import Found
-from torchtitan.tools.planner.traffic import collectives
-from torchtitan.tools.planner.workload import hardware_flops
+from torchtitan.tools.planner.traffic import collectives, hardware_flops
 from torchtitan.utils.text import (
     aligned,
     plural,
@@ -65,11 +64,10 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
     time = plan.time
     run = run_of(plan, tokens)
     band = plan.speed_band
-    mfu = (
-        ""
-        if plan.mfu is None
-        else f", MFU {show_percent(100 * plan.mfu)} ({_range(100 * plan.mfu, band, show_percent)})"
-    )
+    mfu = ""
+    if plan.mfu is not None:
+        percent = 100 * plan.mfu
+        mfu = f", MFU {show_percent(percent)} ({_range(percent, band, show_percent)})"
     bubble = f"; bubble {show_percent(100 * time.bubble)} of the step" if plan.schedule else ""
     step = (
         f"Step {time.seconds:.3g} s ({_range(time.seconds, band, '{:.3g}'.format, inverse=True)})"
@@ -78,6 +76,9 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
         f"{show_rate(plan.tokens_per_second)} tokens/s per GPU "
         f"({_range(plan.tokens_per_second, band, show_rate)})"
     )
+    advised: list[str] = []
+    if not plan.fits:
+        advised = advice(plan.config, plan.spec, plan.workload.world).splitlines()
     return "\n".join(
         [
             *_heading(plan),
@@ -93,11 +94,7 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
             "",
             "Largest costs:",
             *_cost_lines(plan),
-            *(
-                []
-                if plan.fits
-                else advice(plan.config, plan.spec, plan.workload.world).splitlines()
-            ),
+            *advised,
             *(f"note: {note}" for note in plan.notes),
         ]
     )
@@ -209,11 +206,9 @@ def band_ends(value: float, band: float, *, inverse: bool = False) -> tuple[floa
         band: relative half-width, of the figure or, if `inverse`, of what it is inversely
         proportional to.
     """
-    return (
-        (value / (1 + band), value / (1 - band))
-        if inverse
-        else (value * (1 - band), value * (1 + band))
-    )
+    if inverse:
+        return value / (1 + band), value / (1 - band)
+    return value * (1 - band), value * (1 + band)
 
 
 def _range(
@@ -243,17 +238,8 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
     """Everything the plan says, for JSON. Arguments as for `as_text`."""
     w = plan.workload
     hw = plan.hardware
-    time = plan.time
     run = run_of(plan, tokens)
     exchanged = collectives(w)
-    ranks = [
-        {
-            "pp_rank": rank,
-            "reserved_gib": memory.reserved / GIB,
-            "parts_gib": {part: size / GIB for part, size in memory.parts.items()},
-        }
-        for rank, memory in enumerate(plan.memory)
-    ]
     return _layout_data(plan) | {
         "model": _model(plan),
         "world": w.world,
@@ -263,37 +249,10 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
         "gpus_per_node": hw.gpus_per_node,
         "seq_len": w.seq_len,
         "global_batch_size": w.config.training.global_batch_size,
-        "memory": {
-            "fits": plan.fits,
-            "limit_gib": hw.memory_gib,
-            "usable_gib": hw.usable_gib,
-            "peak_gib": plan.peak_gib,
-            "chance_to_fit": plan.chance_to_fit,
-            "source": plan.memory_source,
-            "band": plan.memory_band,
-            "traced_gib": dict(plan.traced_gib),
-            "range_gib": band_ends(plan.peak_gib, plan.memory_band),
-            "ranks": ranks,
-        },
-        "time": {
-            "step_s": time.seconds,
-            "tokens_per_second_per_gpu": plan.tokens_per_second,
-            "mfu": plan.mfu,
-            "bubble": time.bubble,
-            "band": plan.speed_band,
-            "ranges": {
-                "step_s": band_ends(time.seconds, plan.speed_band, inverse=True),
-                "tokens_per_second_per_gpu": band_ends(plan.tokens_per_second, plan.speed_band),
-                "mfu": plan.mfu and band_ends(plan.mfu, plan.speed_band),
-            },
-            "parts_s": dict(time.parts),
-        },
+        "memory": _memory_data(plan),
+        "time": _time_data(plan),
         "flops": [
-            {
-                "kind": kind,
-                "dtype": dtype,
-                "flops": n,
-            }
+            {"kind": kind, "dtype": dtype, "flops": n}
             for (kind, dtype), n in hardware_flops(w).items()
         ],
         "collectives": [
@@ -323,9 +282,50 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
     }
 
 
+def _memory_data(plan: Plan) -> dict[str, Any]:
+    ranks = [
+        {
+            "pp_rank": rank,
+            "reserved_gib": memory.reserved / GIB,
+            "parts_gib": {part: size / GIB for part, size in memory.parts.items()},
+        }
+        for rank, memory in enumerate(plan.memory)
+    ]
+    return {
+        "fits": plan.fits,
+        "limit_gib": plan.hardware.memory_gib,
+        "usable_gib": plan.hardware.usable_gib,
+        "peak_gib": plan.peak_gib,
+        "chance_to_fit": plan.chance_to_fit,
+        "source": plan.memory_source,
+        "band": plan.memory_band,
+        "traced_gib": dict(plan.traced_gib),
+        "range_gib": band_ends(plan.peak_gib, plan.memory_band),
+        "ranks": ranks,
+    }
+
+
+def _time_data(plan: Plan) -> dict[str, Any]:
+    band = plan.speed_band
+    step = plan.time.seconds
+    speed = plan.tokens_per_second
+    return {
+        "step_s": step,
+        "tokens_per_second_per_gpu": speed,
+        "mfu": plan.mfu,
+        "bubble": plan.time.bubble,
+        "band": band,
+        "ranges": {
+            "step_s": band_ends(step, band, inverse=True),
+            "tokens_per_second_per_gpu": band_ends(speed, band),
+            "mfu": plan.mfu and band_ends(plan.mfu, band),
+        },
+        "parts_s": dict(plan.time.parts),
+    }
+
+
 def origin(argv: list[str], toml: str) -> dict[str, str]:
-    """Where a plan comes from, for JSON: the command, its date in UTC, and the configuration
-    planned.
+    """Where a plan comes from, for JSON: command, date in UTC, and planned configuration.
 
     Args:
         argv: arguments of the command.

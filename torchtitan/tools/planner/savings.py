@@ -1,14 +1,13 @@
-"""What would lower a configuration's peak of memory, by the closed forms: for a run that doesn't
-fit.
-"""
+"""Changes that lower the predicted peak memory, for a run that doesn't fit."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config.derive import divisors, gradient_accumulation_steps, replace
+from torchtitan.config.derive import divisors, gradient_accumulation_steps
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
+from torchtitan.tools.planner.axes import applied
 from torchtitan.tools.planner.memory import GIB, predict_memory
 from torchtitan.tools.planner.predict import derived_workload
 from torchtitan.utils.errors import ConfigError
@@ -39,8 +38,7 @@ class Saving:
 
 
 def savings(config: Config, spec: ModelSpec, world: int) -> list[Saving]:
-    """Changes that lower the predicted peak, the largest saving first; those that change what is
-    trained come last.
+    """Changes that lower the predicted peak, largest saving first, changes of training last.
 
     Args:
         config: derived and validated for `world` ranks.
@@ -49,9 +47,7 @@ def savings(config: Config, spec: ModelSpec, world: int) -> list[Saving]:
     before = predict_memory(now).reserved / GIB
     found = []
     for settings, ranks in _candidates(config, world, mixture=now.experts > 0):
-        changed = config
-        for key, value in settings.items():
-            changed = replace(changed, key, value)
+        changed = applied(config, settings)
         try:
             after = predict_memory(derived_workload(changed, spec, ranks)).reserved / GIB
         except ConfigError:
@@ -67,8 +63,7 @@ def savings(config: Config, spec: ModelSpec, world: int) -> list[Saving]:
 def _candidates(
     config: Config, world: int, *, mixture: bool
 ) -> Iterator[tuple[dict[str, Any], int]]:
-    """Changes that may lower the peak, and the ranks that they need. The global batch stays as it
-    is.
+    """Changes that may lower the peak, and the ranks they need, at the same global batch.
 
     Args:
         mixture: the model is a mixture of experts.
@@ -88,13 +83,8 @@ def _candidates(
     if more := [chunks for chunks in divisors(part, _LOSS_CHUNKS) if chunks > t.loss_chunks]:
         yield {"training.loss_chunks": more[-1]}, world
     if p.pipeline_parallel_degree > 1 and p.pipeline_parallel_microbatch_size > 1:
-        yield (
-            {
-                "parallelism.pipeline_parallel_microbatch_size": p.pipeline_parallel_microbatch_size
-                // 2
-            },
-            world,
-        )
+        half = p.pipeline_parallel_microbatch_size // 2
+        yield {"parallelism.pipeline_parallel_microbatch_size": half}, world
     if t.local_batch_size > 1:
         yield {"training.local_batch_size": t.local_batch_size // 2}, world
     if p.fsdp_reduce_once_per_step:
@@ -122,11 +112,8 @@ def _more_shards(config: Config, world: int) -> Iterator[tuple[dict[str, Any], i
     t = config.training
     twice = {"parallelism.data_parallel_shard_degree": 2 * p.data_parallel_shard_degree}
     if p.data_parallel_replicate_degree % 2 == 0:
-        yield (
-            {"parallelism.data_parallel_replicate_degree": p.data_parallel_replicate_degree // 2}
-            | twice,
-            world,
-        )
+        half = {"parallelism.data_parallel_replicate_degree": p.data_parallel_replicate_degree // 2}
+        yield half | twice, world
     if gradient_accumulation_steps(config) % 2 == 0:
         yield twice, 2 * world
     elif t.local_batch_size % 2 == 0:
@@ -138,14 +125,10 @@ def _toml(value: Any) -> str:
 
 
 def advice(config: Config, spec: ModelSpec, world: int) -> str:
-    """The best of `savings`, one on a line, after a heading. Empty if the planner can't tell;
-    raises nothing.
-    """
+    """The best of `savings` under a heading, one a line; empty if the planner can't tell."""
     try:
         found = savings(config, spec, world)
-    except (
-        Exception
-    ):  # of a run that has failed already, whatever keeps the planner from telling is no news
+    except Exception:  # the run has failed already; the planner's own failure is no news
         return ""
     if not found:
         return ""

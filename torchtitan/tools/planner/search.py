@@ -11,10 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config.derive import DEGREE_KEYS, divisors, replace
-from torchtitan.config.features import compiles_blocks
-from torchtitan.config.rules import Facts, problems, validate
-from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.config.derive import divisors, replace
+from torchtitan.config.rules import validate
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
 from torchtitan.parallel.pipeline_stages import StagePlan, pipeline_stages
@@ -27,6 +25,7 @@ from torchtitan.tools.planner.axes import (
 )
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.hardware import Hardware
+from torchtitan.tools.planner.layouts import layouts
 from torchtitan.tools.planner.memory import GIB, Memory, memory_of
 from torchtitan.tools.planner.predict import Plan, predict
 from torchtitan.tools.planner.proposals import (
@@ -40,7 +39,6 @@ from torchtitan.tools.planner.proposals import (
 )
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.utils.errors import ConfigError
-from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 LIKELY = 0.9
 """Chance to fit that a proposal must have."""
@@ -61,16 +59,6 @@ _MAX_COMPUTATIONS = 4096
 """Microbatches of a batch times pipeline ranks. Longer schedules take seconds to build; their rows
 are cut into several batches.
 """
-_OF_ONE_PIPELINE = (
-    "pipeline_parallel_schedule",
-    "pipeline_parallel_schedule_csv",
-    "pipeline_parallel_microbatch_size",
-    "pipeline_parallel_layers_per_stage",
-    "pipeline_parallel_first_stage_less_layers",
-    "pipeline_parallel_last_stage_less_layers",
-    "module_fqns_per_model_part",
-)
-"""Keys of `[parallelism]` that are for one number of stages."""
 _REASONS = 4
 """Why layouts are illegal, if none is legal."""
 _MAX_EXPANDED = 200
@@ -134,37 +122,8 @@ def search(
     )
 
 
-def any_layout(config: Config, world: int) -> Config:
-    """A configuration for a search on `world` ranks to start from: without its layout, and valid on
-    one rank.
-
-    The global batch, if the configuration doesn't set it, has as many rows as its own layout gives
-    it: per rank as many as there, unless it sets the degree of FSDP.
-    """
-    p = config.parallelism
-    t = config.training
-    rows = t.global_batch_size
-    if rows == -1:
-        others = p.pipeline_parallel_degree * p.context_parallel_degree * p.tensor_parallel_degree
-        shards = p.data_parallel_shard_degree
-        ranks = world / others if shards == -1 else shards * p.data_parallel_replicate_degree
-        rows = max(1, round(t.local_batch_size * ranks))
-    fresh = Parallelism()
-    reset = {
-        key: getattr(fresh, key)
-        for key in (*DEGREE_KEYS.values(), "expert_parallel_degree", *_OF_ONE_PIPELINE)
-    }
-    reset |= {"data_parallel_shard_degree": 1, "enable_async_tensor_parallel": False}
-    batch = {"global_batch_size": rows, "local_batch_size": rows}
-    return config.model_copy(
-        update={"parallelism": p.model_copy(update=reset), "training": t.model_copy(update=batch)}
-    )
-
-
 class _Search:
-    """One search. What many layouts share is computed once: whether they are legal, and how layers
-    are split.
-    """
+    """One search, which computes once what layouts share: legality and the split of layers."""
 
     def __init__(
         self,
@@ -199,7 +158,7 @@ class _Search:
     def run(self) -> None:
         for rows in batches(self.config, self.axes):
             given = replace(self.config, "training.global_batch_size", rows)
-            for layout in _layouts(given, self.spec, self.args, self.world):
+            for layout in layouts(given, self.spec, self.args, self.world):
                 for batch in self._batches(layout):
                     self._price_schedules(batch)
         for bound, config in sorted(self._expandable, key=lambda entry: -entry[0])[:_MAX_EXPANDED]:
@@ -209,9 +168,7 @@ class _Search:
                 self._price(applied(config, settings), settings)
 
     def _batches(self, layout: Config) -> Iterator[Config]:
-        """Ways to cut the global batch: rows at a time, and in a pipeline the size of its
-        microbatches.
-        """
+        """Ways to cut the global batch: rows at a time, or the size of microbatches."""
         p = layout.parallelism
         total = layout.training.global_batch_size
         ranks = p.data_parallel_replicate_degree * p.data_parallel_shard_degree
@@ -240,7 +197,7 @@ class _Search:
     def _price_schedules(self, batch: Config) -> None:
         """All schedules and checkpointing modes of a layout and batch."""
         bounds: dict[int, tuple[float, float]] = {}
-        """By mode, the speed of the first schedule that fits, and that speed without a bubble."""
+        """Mode to the speed of the first schedule that fits, and that speed without a bubble."""
         hopeless = {i for i, mode in enumerate(self._modes) if not self._may_fit(batch, mode)}
         for schedule in _SCHEDULES if batch.parallelism.pipeline_parallel_degree > 1 else (None,):
             ordered = (
@@ -264,9 +221,7 @@ class _Search:
                     self._unhindered = max(self._unhindered, priced[1])
 
     def _may_fit(self, batch: Config, mode: Settings) -> bool:
-        """Whether 1F1B with the fewest microbatches fits: no other schedule keeps less, and longer
-        ones take seconds to build.
-        """
+        """Whether 1F1B with the fewest microbatches fits: the schedule that keeps least."""
         p = batch.parallelism
         if p.pipeline_parallel_degree == 1:
             return True
@@ -281,8 +236,7 @@ class _Search:
         )
 
     def _ideal(self, config: Config) -> float:
-        """A speed that a pipeline won't exceed: the best so far without a bubble, and the least
-        bubble of a schedule.
+        """Upper bound of a pipeline's speed: the best without a bubble, less the least bubble.
 
         1F1B waits for pp - 1 of its microbatches, and interleaving halves that (Narayanan et al.,
         arXiv:2104.04473).
@@ -336,7 +290,7 @@ class _Search:
         return w is not None and self._memory(w) is not None
 
     def _memory(self, w: Workload) -> tuple[Memory, ...] | None:
-        """Of each pipeline rank; None as soon as one doesn't fit."""
+        """Memory of each pipeline rank; None as soon as one doesn't fit."""
         found = []
         for rank in range(w.pp):
             found.append(memory_of(w, rank))
@@ -420,40 +374,3 @@ def _near(rows: int, unit: int) -> str:
     """Multiples of `unit` next to `rows`."""
     below = rows // unit * unit
     return " or ".join(str(n) for n in (below, below + unit) if n)
-
-
-def _layouts(
-    config: Config,
-    spec: ModelSpec,
-    args: Any,
-    world: int,
-) -> Iterator[Config]:
-    """Every split of `world` ranks into degrees, first those without a pipeline."""
-    tp_multiple = math.gcd(*spec.tensor_parallel_sizes(args).values())
-    facts = Facts(expert_sizes=spec.expert_sizes(args), old_torch=torch_is_before_2_13())
-    experts = next(iter(facts.expert_sizes.values()), 0)
-    async_tp = compiles_blocks(config) and config.compile.backend == "inductor"
-    for pp in divisors(world, 1 if spec.tied_modules(args) else None):
-        for tp in (d for d in divisors(world // pp) if tp_multiple % d == 0):
-            for cp in divisors(world // pp // tp):
-                ranks = world // pp // tp // cp
-                for replicate in divisors(ranks):
-                    degrees = {
-                        "pipeline_parallel_degree": pp,
-                        "data_parallel_replicate_degree": replicate,
-                        "data_parallel_shard_degree": ranks // replicate,
-                        "context_parallel_degree": cp,
-                        "tensor_parallel_degree": tp,
-                        "enable_async_tensor_parallel": tp > 1 and async_tp,
-                    }
-                    for ep in (
-                        divisors(math.gcd(experts, ranks // replicate * cp * tp))
-                        if experts
-                        else [1]
-                    ):
-                        p = config.parallelism.model_copy(
-                            update=degrees | {"expert_parallel_degree": ep}
-                        )
-                        layout = config.model_copy(update={"parallelism": p})
-                        if not problems(layout, facts):
-                            yield layout

@@ -1,11 +1,11 @@
-"""Trace one training step of one pipeline rank: its memory, FLOPs and collectives, without a GPU or
-other ranks.
+"""Trace a training step of one pipeline rank: memory, FLOPs, collectives, without a GPU.
 
 The functions that a run uses build, split, shard and checkpoint the model on a fake process group
 of the full size, and take one step on tensors without memory (`docs/internals/plan-memory.md`).
 """
 
 import dataclasses
+import itertools
 import logging
 import multiprocessing
 import os
@@ -34,10 +34,10 @@ from torchtitan.parallel.fsdp import accumulation
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.quantize import quantize
-from torchtitan.tools.planner.allocator import Event, reserved
+from torchtitan.tools.planner.allocator import peak_by_part, replay
 from torchtitan.tools.planner.fake import LOSSES, fake_cluster, recording, take_fake_memory
 from torchtitan.tools.planner.memory import PARTS, TRACED_BATCHES
-from torchtitan.tools.planner.tracer import Block, Tracer
+from torchtitan.tools.planner.tracer import Tracer
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.build import build_compute
 from torchtitan.train.forward import Compute
@@ -48,9 +48,7 @@ from torchtitan.train.step import gradients
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One pipeline rank's training step in the steady state, with optimizer state and all buffers
-    allocated.
-    """
+    """A pipeline rank's step in the steady state, with all state and buffers allocated."""
 
     rank: int
     """Global rank of the first rank at this place of the pipeline."""
@@ -62,7 +60,7 @@ class RankTrace:
     peak_reserved: int
     """Bytes that the caching allocator reserves on the device."""
     flops: dict[tuple[str, str], float]
-    """By (`matmul` or `attention`, dtype), recomputation included. Causal attention counts half."""
+    """Keys: (`matmul` or `attention`, dtype). With recomputation; causal attention counts half."""
     collectives: dict[str, dict[str, tuple[int, int]]]
     """Mesh axis to operation to (calls, bytes): bytes of a gather's result, a reduction's input, or
     what is sent.
@@ -92,16 +90,11 @@ def trace_ranks(
     ranks = list(pp_ranks)
     ac = config.activation_checkpoint
     # `memory_budget` is the share, between nothing and everything, that the compiler keeps.
-    modes = (
-        {"full": 1 - ac.memory_budget, "none": ac.memory_budget}
-        if ac.mode == "memory_budget"
-        else {ac.mode: 1.0}
-    )
-    jobs = [
-        (replace(config, "activation_checkpoint.mode", mode), rank)
-        for mode in modes
-        for rank in ranks
-    ]
+    modes = ["full", "none"] if ac.mode == "memory_budget" else [ac.mode]
+    jobs = []
+    for mode in modes:
+        changed = replace(config, "activation_checkpoint.mode", mode)
+        jobs += [(changed, rank) for rank in ranks]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     cores = (
@@ -113,10 +106,9 @@ def trace_ranks(
         traces = list(pool.map(partial(_trace_alone, world, device_type), *zip(*jobs, strict=True)))
     if len(modes) == 1:
         return traces
-    return [
-        _between(a, b, ac.memory_budget)
-        for a, b in zip(traces[: len(ranks)], traces[len(ranks) :], strict=True)
-    ]
+    full = traces[: len(ranks)]
+    none = traces[len(ranks) :]
+    return [_between(a, b, ac.memory_budget) for a, b in zip(full, none, strict=True)]
 
 
 def _trace_alone(
@@ -156,8 +148,7 @@ def trace_rank(
     *,
     device_type: str = "cuda",
 ) -> RankTrace:
-    """Trace a step in this process, which can trace only once and run nothing distributed
-    afterwards.
+    """Trace a step in this process, which can't trace or communicate again afterwards.
 
     Args:
         config: derived and validated for `world` ranks.
@@ -178,7 +169,7 @@ def trace_rank(
         events = [(number, new) for number, new in events if number not in host]
         lasting -= host
     steady = [(number, new) for number, new in events if number not in lasting]
-    memory = _at_peak(blocks, sorted(lasting), steady)
+    memory = peak_by_part(blocks, sorted(lasting), steady)
     active = sum(memory.values())
     collectives: dict[str, dict[str, tuple[int, int]]] = {}
     for (axis, kind), calls in sorted(tracer.counts.calls.items()):
@@ -188,7 +179,7 @@ def trace_rank(
         pp_rank=pp_rank,
         memory=memory,
         peak_active=active,
-        peak_reserved=_replay(blocks, events, steady) if device_type == "cuda" else active,
+        peak_reserved=replay(blocks, events, steady) if device_type == "cuda" else active,
         flops={kind: float(count) for kind, count in tracer.counts.flops.items()},
         collectives=collectives,
     )
@@ -205,6 +196,7 @@ def _record(
     parameters, buffers and optimizer state.
     """
     eager = _eager(config, cuda)
+    t = eager.training
     device = torch.device("cpu")
     mesh = build_mesh(config, device.type, experts=bool(setup.spec.expert_sizes(setup.args)))
     shapes: dict[str, tuple[int, ...]] = {}
@@ -223,45 +215,29 @@ def _record(
         cuda=cuda,
     )
     if compiles_blocks(config):
-        for block in (block for model in models for block in model.layers.values()):
-            if not isinstance(block, MoEBlock):  # its gradients need everything that is kept
-                block.register_forward_hook(tracer.drop_unneeded)
+        _drop_unneeded(tracer, models)
     fused = config.compile.enable and "loss" in config.compile.components
     with mode:
-        compute = build_compute(
-            eager, setup, mesh, device, models, eager.training, loss=LOSSES[fused]
-        )
+        compute = build_compute(eager, setup, mesh, device, models, t, loss=LOSSES[fused])
         compute.accumulation = accumulation(config)
         optimizer = build_optimizer(models, eager.optimizer, eager.custom)
         average = WeightAverage(models, eager.ema) if eager.ema.enable else None
         parts = Parts(mesh, device, models, optimizer, None, None, compute, None)  # type: ignore[arg-type]
         params = [param for model in models for param in model.parameters()]
-        for param in params:
-            tracer.track(param, "parameters")
-        for buffer in (buffer for model in models for buffer in model.buffers()):
-            tracer.track(buffer, "other")
-        for mean in average.tensors.values() if average is not None else ():
-            tracer.track(mean, "optimizer")
+        _track(tracer, models, average)
         before = len(tracer.events)
         with (
             recording(tracer, cuda=cuda),
             _scaled(tracer, compute, gradient_accumulation_steps(config)) as batches,
         ):
-            tokens = torch.empty(
-                batches * eager.training.local_batch_size, eager.training.seq_len, dtype=torch.int64
-            )
+            tokens = torch.empty(batches * t.local_batch_size, t.seq_len, dtype=torch.int64)
             rows = compute.own_rows(tokens, tokens.clone())
-            gradients(parts, rows, 1, eager.training.local_batch_size, eager.training.max_norm)
+            gradients(parts, rows, 1, t.local_batch_size, t.max_norm)
             tracer.rename([param.grad for param in params if param.grad is not None], "gradients")
             tracer.phase = "update"
             optimizer.step()
-            state = [
-                x
-                for slots in optimizer.state.values()
-                for x in slots.values()
-                if isinstance(x, Tensor)
-            ]
-            lasting = tracer.rename(state, "optimizer")
+            state = itertools.chain(*(slots.values() for slots in optimizer.state.values()))
+            lasting = tracer.rename([x for x in state if isinstance(x, Tensor)], "optimizer")
             optimizer.zero_grad(set_to_none=True)
             if average is not None:
                 for _ in range(2):  # the first is a copy
@@ -271,10 +247,29 @@ def _record(
     return tracer, events, lasting | {number for number, _ in events[:before]}
 
 
+def _drop_unneeded(tracer: Tracer, models: list[nn.Module]) -> None:
+    """Drop what a compiler drops; gradients of experts need everything that is kept."""
+    for model in models:
+        for block in model.layers.values():
+            if not isinstance(block, MoEBlock):
+                block.register_forward_hook(tracer.drop_unneeded)
+
+
+def _track(tracer: Tracer, models: list[nn.Module], average: WeightAverage | None) -> None:
+    """Count what exists before the step."""
+    for model in models:
+        for param in model.parameters():
+            tracer.track(param, "parameters")
+    for model in models:
+        for buffer in model.buffers():
+            tracer.track(buffer, "other")
+    if average is not None:
+        for mean in average.tensors.values():
+            tracer.track(mean, "optimizer")
+
+
 def _eager(config: Config, cuda: bool) -> Config:
-    """The part of `config` that a trace can run. The rest is accounted for separately
-    (`docs/internals/plan-memory.md`).
-    """
+    """The part of `config` that can be traced (`docs/internals/plan-memory.md` has the rest)."""
     model = config.model.model_copy(update={"converters": []})
     compile_ = config.compile.model_copy(update={"enable": False})
     # On CUDA a mask within documents is a few bytes per token, and its kernel takes no more memory.
@@ -293,9 +288,7 @@ def _eager(config: Config, cuda: bool) -> Config:
 
 @contextmanager
 def _scaled(tracer: Tracer, compute: Compute, batches: int) -> Iterator[int]:
-    """Trace at most three batches of a step, and count the middle one for all those that are left
-    out.
-    """
+    """Trace at most three batches; the middle one stands for those left out."""
     traced = min(batches, TRACED_BATCHES)
     marks = []
     run = compute.forward_backward
@@ -363,50 +356,3 @@ def _axes(mesh: Mesh) -> dict[str, tuple[str, ...]]:
     for name in {group.group_name for group in parts.values() if group.size() > 1}:
         axes[name] = tuple(axis for axis, group in parts.items() if group.group_name == name)
     return axes
-
-
-# ---- from events to bytes
-
-
-def _at_peak(
-    blocks: list[Block], lasting: Iterable[int], events: Iterable[tuple[int, bool]]
-) -> dict[str, int]:
-    """Bytes by part at the peak of `events`, with `lasting` blocks allocated throughout."""
-    now = dict.fromkeys(PARTS, 0)
-    for number in lasting:
-        now[blocks[number].part] += blocks[number].size
-    total = most = sum(now.values())
-    peak = dict(now)
-    alive: set[int] = set()
-    for number, new in events:
-        block = blocks[number]
-        if new:
-            alive.add(number)
-        elif number in alive:
-            alive.remove(number)
-        else:
-            continue
-        now[block.part] += block.size if new else -block.size
-        total += block.size if new else -block.size
-        if total > most:
-            most = total
-            peak = dict(now)
-    return peak
-
-
-def _replay(
-    blocks: list[Block], first: list[tuple[int, bool]], steady: list[tuple[int, bool]]
-) -> int:
-    """Reserved bytes after two steps: in the second, the optimizer's state is where the first
-    allocated it.
-    """
-    alive = {number for number, new in first if new} - {number for number, new in first if not new}
-    left = alive & {number for number, _ in steady}
-    again = [(number + len(blocks), new) for number, new in steady]
-
-    def events() -> Iterator[Event]:
-        for number, new in (*first, *((number, False) for number in left), *again):
-            block = blocks[number % len(blocks)]
-            yield number, block.size if new else 0, block.stream
-
-    return reserved(events())

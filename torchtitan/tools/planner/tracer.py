@@ -1,6 +1,4 @@
-"""A dispatch mode below DTensor that records a fake run: every allocation, matrix product and
-collective of a rank.
-"""
+"""A dispatch mode below DTensor that records allocations, products and collectives of a rank."""
 
 import weakref
 from collections import Counter
@@ -48,9 +46,9 @@ class Counts:
     """Totals of the operations so far."""
 
     flops: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By (`matmul` or `attention`, dtype)."""
+    """Keys: (`matmul` or `attention`, dtype)."""
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By (mesh axis, collective)."""
+    """Keys: (mesh axis, collective)."""
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def copy(self) -> "Counts":
@@ -289,9 +287,8 @@ def _axis(
     """Which of the axes that share a process group a collective is for."""
     if len(axes) < 2:
         return next(iter(axes), "other")
-    if (
-        kind == "all_to_all"
-    ):  # a ring of context parallelism sends flat buffers; experts get rows, and their numbers
+    if kind == "all_to_all":
+        # A ring of context parallelism sends flat buffers; experts get rows, and their numbers.
         rows = inputs[0].dim() == 2 or not inputs[0].is_floating_point()
         order: tuple[str, ...] = ("ep", "cp") if rows else ("cp", "ep")
     elif namespace == "c10d":  # FSDP calls c10d itself, the others use functional collectives

@@ -1,11 +1,15 @@
-"""The collectives that one rank issues in a training step: how many, and how many bytes, by mesh
-axis.
-"""
+"""Collectives and FLOPs of one rank in a training step."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 
-from torchtitan.tools.planner.workload import FP8, FP32, Workload
+from torchtitan.tools.planner.workload import (
+    BACKWARD_ATTENTION,
+    BACKWARD_PRODUCTS,
+    FP8,
+    FP32,
+    Workload,
+)
 
 INT32 = 4
 """Bytes of a number of rows."""
@@ -50,9 +54,9 @@ def exchanges(w: Workload) -> float:
 
     Selection by operation saves what is exchanged, and a compiler's budget doesn't reach it.
     """
-    return 1 + (
-        w.recompute.attention if w.config.activation_checkpoint.mode in ("full", "selective") else 0
-    )
+    if w.config.activation_checkpoint.mode in ("full", "selective"):
+        return 1 + w.recompute.attention
+    return 1
 
 
 def exchanged_bytes(w: Workload) -> float:
@@ -79,16 +83,13 @@ def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
         )
         out.add("tp", "reduce_scatter", scatters * layers * runs, hidden * w.element)
         ends = sum(stage.has_embedding + stage.has_output for stage in stages)
-        for operation in (
-            "all_gather",
-            "reduce_scatter",
-        ):  # one in the forward, the other in the backward
+        # One in the forward, the other in the backward.
+        for operation in ("all_gather", "reduce_scatter"):
             out.add("tp", operation, ends * runs, hidden * w.element)
     if w.experts and w.ep > 1:
-        there, back = (
-            exchanges(w) * layers * runs,
-            layers * runs,
-        )  # each way twice: to the experts and from them
+        # Each way twice: to the experts and from them.
+        there = exchanges(w) * layers * runs
+        back = layers * runs
         out.add("ep", "all_to_all", 2 * (there + back), exchanged_bytes(w))
         out.add("ep", "all_to_all", there, INT32 * w.experts)
     if w.cp > 1:
@@ -164,3 +165,19 @@ def _add_data_parallel(
             layers * reduces * w.experts_apart,
             padded / w.efsdp * w.reduced,
         )
+
+
+def hardware_flops(w: Workload) -> dict[tuple[str, str], float]:
+    """FLOPs of a step on one rank by (kind, dtype): the pipeline's mean, with recomputation."""
+    tokens = w.tokens * w.microbatches * w.accumulation / w.pp
+    dtype = "float32" if w.element == FP32 else "bfloat16"
+    products = [(x, w.args.n_layers) for x in w.linears] + [(w.output, 1)]
+    out: dict[tuple[str, str], float] = {}
+    for linear, count in products:
+        own = "float32" if linear.fp32 else dtype
+        key = "matmul", "float8" if linear.eight_bit else own
+        flops = (1 + BACKWARD_PRODUCTS + linear.recomputed) * linear.flops * count
+        out[key] = out.get(key, 0.0) + flops * tokens
+    passes = 1 + BACKWARD_ATTENTION + w.recompute.attention
+    out["attention", dtype] = passes * w.attention_flops * w.args.n_layers * tokens
+    return out

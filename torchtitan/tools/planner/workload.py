@@ -3,16 +3,15 @@
 Notation of `costs.py` and `memory.py`: d is the width of the residual stream, q and kv the widths
 of all query heads and of all key (or value) heads, f the inner width of the feed-forward network or
 of an expert, V the vocabulary, S the sequence length, T the tokens of one microbatch on one rank
-before tensor parallelism splits them, E the experts of a block, and k those of a token. All experts
-are assumed to get equally many tokens.
+before tensor parallelism, E a block's experts, and k a token's, all equally loaded.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from torchtitan.config.derive import (
-    AXES,
     axis_degrees,
     gradient_accumulation_steps,
     sums_on_replicas,
@@ -106,6 +105,23 @@ class Recompute:
     pointwise: float
 
 
+def _check_covered(config: Config, args: TransformerArgs) -> None:
+    """
+    Raises:
+        UserError: the formulas don't cover this model.
+    """
+    if missing := [name for name in _SIZES if not hasattr(args, name)]:
+        raise UserError(
+            f"model.name: the planner's closed forms need a model with {', '.join(_SIZES)}; "
+            f"{config.model.name} has no {', '.join(missing)}"
+        )
+    if getattr(args, "n_experts", 0) and args.n_dense_layers:
+        key = "model.overrides.n_dense_layers"
+        raise UserError(
+            f"{key}: the planner's closed forms need blocks that are alike; plan with 0"
+        )
+
+
 class Workload:
     """One training step of `config` on each rank."""
 
@@ -123,39 +139,28 @@ class Workload:
             args: the model's arguments.
             stages: the pipeline; None without one.
             kv_repeated: keys and values are copied for every query head before attention, as
-            TorchTitan did when its
-                tables were measured. This project's attention doesn't copy them.
+            TorchTitan did when its tables were measured. This project's attention doesn't.
 
         Raises:
             UserError: the formulas don't cover this model family.
         """
-        if missing := [name for name in _SIZES if not hasattr(args, name)]:
-            raise UserError(
-                f"model.name: the planner's closed forms need a model with {', '.join(_SIZES)}; "
-                f"{config.model.name} has no {', '.join(missing)}"
-            )
-        self.experts = getattr(args, "n_experts", 0)
-        self.top_k = getattr(args, "experts_per_token", 0)
-        if self.experts and args.n_dense_layers:
-            raise UserError(
-                "model.overrides.n_dense_layers: the planner's closed forms need blocks "
-                "that are alike; plan with 0"
-            )
+        _check_covered(config, args)
         t = config.training
         p = config.parallelism
         self.config = config
         self.args = args
+        self.experts = getattr(args, "n_experts", 0)
+        self.top_k = getattr(args, "experts_per_token", 0)
         self.pipeline = stages
-        self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp = (
-            axis_degrees(p)[axis] for axis in AXES
-        )
+        degrees = axis_degrees(p)
+        self.pp = degrees["pp"]
+        self.dp_replicate = degrees["dp_replicate"]
+        self.dp_shard = degrees["dp_shard"]
+        self.cp = degrees["cp"]
+        self.tp = degrees["tp"]
         self.fsdp = self.dp_shard * self.cp
         self.world = self.pp * self.dp_replicate * self.fsdp * self.tp
         self.ep = p.expert_parallel_degree
-        self.efsdp = self.fsdp * self.tp // self.ep
-        """Ranks over which FSDP shards an expert."""
-        self.experts_apart = self.experts > 0 and (self.tp > 1 or self.ep > 1)
-        """FSDP gathers the experts of a block apart from it."""
         self.dim = args.dim
         self.vocab = args.vocab_size
         self.seq_len = t.seq_len
@@ -167,57 +172,93 @@ class Workload:
         rows = stages.microbatch_size if stages else t.local_batch_size
         self.microbatches = t.local_batch_size // rows
         self.accumulation = gradient_accumulation_steps(config)
-        self.sums_whole_gradients = (
-            sums_whole_gradients(config) and self.accumulation > 1 and stages is None
-        )
-        """The batches of a step add up in whole gradients, which are reduced after the last one."""
-        self.replicas_apart = stages is None and sums_on_replicas(config)
-        """The batches of a step add up on each replica, and are all-reduced after the last one."""
         self.tokens = rows * t.seq_len // self.cp
         self.compiled = compiles_blocks(config)
         self.loss_compiled = config.compile.enable and "loss" in config.compile.components
-        self.element = BYTES[t.mixed_precision_param]
-        """Bytes of a gathered parameter or an activation."""
-        self.stored = BYTES[t.dtype]
-        """Bytes of a sharded parameter."""
-        self.reduced = BYTES[t.mixed_precision_reduce]
-        """Bytes of a gradient in a reduction."""
         self.float8 = uses(config, FLOAT8)
         self.mx = uses(config, MX)
-        recipe = config.quantize.linear.float8.recipe_name or "tensorwise"
-        self.tensorwise = self.float8 and recipe == "tensorwise"
-        self.float8_gather = (
-            self.float8 and config.quantize.linear.float8.enable_fsdp_float8_all_gather
-        )
-        self.gathered = FP8 if self.float8_gather else self.element
-        """Bytes of a block's parameter in FSDP's all-gather."""
-        grouped = config.quantize.grouped_mm
-        experts = "layers.0.moe.experts"
-        self.eight_bit_experts = self.experts > 0 and (
-            (uses(config, GROUPED_FLOAT8) and names_any(grouped.float8.fqns, experts))
-            or (uses(config, GROUPED_MX) and names_any(grouped.mx.fqns, experts))
-        )
-        """Grouped products round their operands to 8 bits."""
         self.recompute = self._recompute()
         self.linears = list(self._linears())
-        self.expert_params = sum(x.params for x in self.linears if x.experts)
-        """Parameters of one block's experts on one expert-parallel rank."""
-        self.expert_padding = self._expert_padding()
-        """What FSDP gathers and reduces of experts, relative to their parameters."""
-        self.block_params = sum(x.params for x in self.linears) + self._vector_params()
-        """Parameters of one block on one tensor- and expert-parallel rank."""
+        rounded = self._eight_bit("output", self.dim, self.vocab)
+        self.output = Linear("output", self.dim, self.vocab // self.tp, rounded, 0.0)
         self.vocab_params = self.vocab * self.dim // self.tp
-        """Parameters of the embedding, or of the output projection, on one tensor-parallel rank."""
-        self.output = Linear(
-            "output",
-            self.dim,
-            self.vocab // self.tp,
-            self._eight_bit("output", self.dim, self.vocab),
-            0.0,
-        )
-        self.async_tp = p.enable_async_tensor_parallel and self.tp > 1
-        self.sharded_loss = self.tp > 1 and not p.disable_loss_parallel
+        """Parameters of the embedding, or the output projection, on one tensor-parallel rank."""
         self.stages = list(self._stages())
+
+    @cached_property
+    def efsdp(self) -> int:
+        """Ranks over which FSDP shards an expert."""
+        return self.fsdp * self.tp // self.ep
+
+    @cached_property
+    def experts_apart(self) -> bool:
+        """Whether FSDP gathers a block's experts separately."""
+        return self.experts > 0 and (self.tp > 1 or self.ep > 1)
+
+    @cached_property
+    def eight_bit_experts(self) -> bool:
+        """Whether grouped products round their operands to 8 bits."""
+        grouped = self.config.quantize.grouped_mm
+        experts = "layers.0.moe.experts"
+        float8 = uses(self.config, GROUPED_FLOAT8) and names_any(grouped.float8.fqns, experts)
+        mx = uses(self.config, GROUPED_MX) and names_any(grouped.mx.fqns, experts)
+        return self.experts > 0 and (float8 or mx)
+
+    @property
+    def async_tp(self) -> bool:
+        return self.tp > 1 and self.config.parallelism.enable_async_tensor_parallel
+
+    @property
+    def sharded_loss(self) -> bool:
+        return self.tp > 1 and not self.config.parallelism.disable_loss_parallel
+
+    @cached_property
+    def sums_whole_gradients(self) -> bool:
+        """Whether batches add up in whole gradients, reduced after the last one."""
+        accumulates = self.accumulation > 1 and self.pipeline is None
+        return accumulates and sums_whole_gradients(self.config)
+
+    @cached_property
+    def replicas_apart(self) -> bool:
+        """Whether batches add up on each replica, all-reduced after the last one."""
+        return self.pipeline is None and sums_on_replicas(self.config)
+
+    @cached_property
+    def expert_params(self) -> int:
+        """Parameters of one block's experts on one expert-parallel rank."""
+        return sum(x.params for x in self.linears if x.experts)
+
+    @cached_property
+    def block_params(self) -> int:
+        """Parameters of one block on one tensor- and expert-parallel rank."""
+        return sum(x.params for x in self.linears) + self._vector_params()
+
+    @cached_property
+    def element(self) -> int:
+        """Bytes of a gathered parameter or an activation."""
+        return BYTES[self.config.training.mixed_precision_param]
+
+    @cached_property
+    def stored(self) -> int:
+        """Bytes of a sharded parameter."""
+        return BYTES[self.config.training.dtype]
+
+    @cached_property
+    def reduced(self) -> int:
+        """Bytes of a gradient in a reduction."""
+        return BYTES[self.config.training.mixed_precision_reduce]
+
+    @cached_property
+    def tensorwise(self) -> bool:
+        """Whether linear layers compute in Float8 with one scale per tensor."""
+        recipe = self.config.quantize.linear.float8.recipe_name or "tensorwise"
+        return self.float8 and recipe == "tensorwise"
+
+    @cached_property
+    def gathered(self) -> int:
+        """Bytes of a block's parameter in FSDP's all-gather."""
+        in_float8 = self.config.quantize.linear.float8.enable_fsdp_float8_all_gather
+        return FP8 if self.float8 and in_float8 else self.element
 
     @property
     def tokens_per_step(self) -> int:
@@ -226,35 +267,25 @@ class Workload:
 
     @property
     def attention_flops(self) -> float:
-        """FLOPs of one block's causal attention on one rank, forward, per token: the unmasked half
-        of 4 S q.
-        """
+        """FLOPs of one block's causal attention forward, per token: the unmasked half of 4 S q."""
         return 2.0 * self.seq_len * self.q / self.tp
 
     def params(self, stage: Stage) -> int:
-        """Parameters of a stage on one tensor- and expert-parallel rank, before FSDP shards
-        them.
-        """
+        """Parameters of a stage on one tensor- and expert-parallel rank, before FSDP."""
         tied = stage.has_embedding and getattr(self.args, "tie_embeddings", False)
         ends = stage.has_embedding + (stage.has_output and not tied)
-        return (
-            stage.layers * self.block_params
-            + ends * self.vocab_params
-            + stage.has_output * self.dim
-        )
+        blocks = stage.layers * self.block_params
+        return blocks + ends * self.vocab_params + stage.has_output * self.dim
 
     def shard(self, stage: Stage) -> float:
         """Parameters of a stage on one rank."""
         experts = stage.layers * self.expert_params
-        return (
-            self.params(stage) - experts
-        ) / self.fsdp + experts * self.expert_padding / self.efsdp
+        others = self.params(stage) - experts
+        return others / self.fsdp + experts * self.expert_padding / self.efsdp
 
     @property
     def expert_rows(self) -> float:
-        """Rows per token that a rank sends to the experts; and with equal loads, that it gets for
-        its own.
-        """
+        """Rows per token that a rank sends to experts and, with equal loads, receives."""
         return self.top_k / self.tp
 
     def stages_of(self, pp_rank: int) -> list[Stage]:
@@ -275,24 +306,21 @@ class Workload:
             share = 1 / int(ac.selective_ac_option)
             return Recompute(share, share, share)
         if ac.mode == "memory_budget":
-            return Recompute(1 - ac.memory_budget, 1 - ac.memory_budget, 1.0)
+            share = 1 - ac.memory_budget
+            return Recompute(share, share, 1.0)
         return Recompute(0.0, 0.0, 0.0)
 
     def _linears(self) -> Iterator[Linear]:
-        """The linear layers in the order in which a block runs them: checkpointing by operation
-        keeps every second.
-        """
+        """A block's linear layers in order; checkpointing by operation keeps every second."""
         d = self.dim
-        q = self.q
-        kv = self.kv
         f = self.ffn
         tp = self.tp
         network = "moe.experts" if self.experts else "feed_forward"
         sizes = {
-            "attention.wq": (d, q),
-            "attention.wk": (d, kv),
-            "attention.wv": (d, kv),
-            "attention.wo": (q, d),
+            "attention.wq": (d, self.q),
+            "attention.wk": (d, self.kv),
+            "attention.wv": (d, self.kv),
+            "attention.wo": (self.q, d),
             **({"moe.router.gate": (d, self.experts)} if self.experts else {}),
             f"{network}.w1": (d, f),
             f"{network}.w3": (d, f),
@@ -308,38 +336,40 @@ class Workload:
             may_be_kept = of_experts or of_router or not any(part in name for part in forced)
             counted += may_be_kept
             kept = self.checkpoints_operations() and may_be_kept and counted % 2 == 1
-            unused = (
-                name == "feed_forward.w2" and self.compiled
-            )  # no gradient needs it, and the compiler drops it
+            unused = name == "feed_forward.w2" and self.compiled  # by gradients: it is dropped
             recomputed = 0.0 if kept or unused else self.recompute.products
             if of_experts:
-                rows = self.expert_rows
-                experts = self.experts // self.ep
                 yield Linear(
-                    name, inputs, outputs, self.eight_bit_experts, recomputed, rows, experts
+                    name,
+                    inputs,
+                    outputs,
+                    self.eight_bit_experts,
+                    recomputed,
+                    self.expert_rows,
+                    self.experts // self.ep,
                 )
             elif of_router:
                 yield Linear(name, inputs, outputs, False, recomputed, 1 / tp, fp32=True)
             else:
-                row_parallel = name.endswith(("wo", "w2"))
-                local = (inputs // tp, outputs) if row_parallel else (inputs, outputs // tp)
-                yield Linear(
-                    name, *local, self._eight_bit(f"layers.0.{name}", inputs, outputs), recomputed
-                )
+                rounded = self._eight_bit(f"layers.0.{name}", inputs, outputs)
+                if name.endswith(("wo", "w2")):
+                    yield Linear(name, inputs // tp, outputs, rounded, recomputed)
+                else:
+                    yield Linear(name, inputs, outputs // tp, rounded, recomputed)
 
-    def _expert_padding(self) -> float:
-        """Whole matrices are padded where the ranks don't divide their number: the first ranks then
-        hold more.
+    @cached_property
+    def expert_padding(self) -> float:
+        """What FSDP gathers and reduces of experts, relative to their parameters.
+
+        Whole matrices are padded where the ranks don't divide their number.
         """
+        if not self.experts:
+            return 1.0
+        divides = self.dim % self.efsdp == 0 and self.ffn % self.efsdp == 0
+        if self.experts_apart and divides:  # splits each matrix instead
+            return 1.0
         own = max(1, self.experts // self.ep)
-        splits_matrices = self.experts_apart and not any(
-            width % self.efsdp for width in (self.dim, self.ffn)
-        )
-        return (
-            1.0
-            if splits_matrices or not self.experts
-            else math.ceil(own / self.efsdp) * self.efsdp / own
-        )
+        return math.ceil(own / self.efsdp) * self.efsdp / own
 
     def _vector_params(self) -> int:
         """Norms, of heads too, and biases of a block."""
@@ -354,14 +384,12 @@ class Workload:
         linear = self.config.quantize.linear
         filters = linear.float8.filter_fqns if self.float8 else linear.mx.filter_fqns
         multiple = (FLOAT8_MULTIPLE if self.float8 else MX_MULTIPLE) * self.tp
-        if (
-            any(part in name for part in filters if part != SMALL_LAYERS)
-            or inputs % multiple
-            or outputs % multiple
-        ):
+        excluded = any(part in name for part in filters if part != SMALL_LAYERS)
+        if excluded or inputs % multiple or outputs % multiple:
             return False
-        filtered = self.float8 and SMALL_LAYERS in filters
-        return not filtered or gains_by_float8(linear.float8.recipe_name, inputs, outputs)
+        if not self.float8 or SMALL_LAYERS not in filters:
+            return True
+        return gains_by_float8(linear.float8.recipe_name, inputs, outputs)
 
     def _stages(self) -> Iterator[Stage]:
         if self.pipeline is None:
@@ -370,22 +398,3 @@ class Workload:
         for rank, names in zip(self.pipeline.ranks, self.pipeline.modules, strict=True):
             layers = sum(name.startswith("layers.") for name in names)
             yield Stage(rank, layers, "tok_embeddings" in names, "output" in names)
-
-
-def hardware_flops(w: Workload) -> dict[tuple[str, str], float]:
-    """FLOPs of one step on one rank by (`matmul` or `attention`, dtype): the pipeline's mean, with
-    recomputation.
-    """
-    tokens = w.tokens * w.microbatches * w.accumulation / w.pp
-    dtype = "float32" if w.element == FP32 else "bfloat16"
-    products = [(x, w.args.n_layers) for x in w.linears] + [(w.output, 1)]
-    out: dict[tuple[str, str], float] = {}
-    for linear, count in products:
-        key = "matmul", "float8" if linear.eight_bit else "float32" if linear.fp32 else dtype
-        flops = (1 + BACKWARD_PRODUCTS + linear.recomputed) * linear.flops * count
-        out[key] = out.get(key, 0.0) + flops * tokens
-    attention = (
-        (1 + BACKWARD_ATTENTION + w.recompute.attention) * w.attention_flops * w.args.n_layers
-    )
-    out["attention", dtype] = attention * tokens
-    return out

@@ -81,7 +81,7 @@ class Record:
 
     rank: int
     groups: list[Group] = field(default_factory=list)
-    """By slot."""
+    """The rank's groups, indexed by slot."""
     creations: list[Creation] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     reads: dict[Read, int] = field(default_factory=dict)

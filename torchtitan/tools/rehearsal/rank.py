@@ -5,7 +5,6 @@ It is the code of a run, from the first process group to the last barrier. Repla
 the memory, the data (rows without content) and the files of checkpoints.
 """
 
-import dataclasses
 import logging
 import math
 import pickle
@@ -40,6 +39,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+import torchtitan.train
 from torchtitan.checkpoint import resume as resuming
 from torchtitan.checkpoint.index import render_index
 from torchtitan.checkpoint.load import Reader
@@ -55,11 +55,15 @@ from torchtitan.tools.planner.fake import aside, no_network, start_group, take_f
 from torchtitan.tools.rehearsal.events import Record
 from torchtitan.tools.rehearsal.network import recording
 from torchtitan.tools.rehearsal.recorder import EndlessLoopError, Recorder
-from torchtitan.train import build, restore, trainer
+from torchtitan.train import restore
+from torchtitan.train.build import build
+from torchtitan.train.built_in import Report, Save
+from torchtitan.train.callbacks import Callback, Run
+from torchtitan.train.evaluations import Validate
 from torchtitan.train.preflight import Setup, preflight
-from torchtitan.train.state import RunState
+from torchtitan.train.restore import RunState
 from torchtitan.train.step import StepResult
-from torchtitan.train.step import train_step as train_one_step
+from torchtitan.train.trainer import Trainer
 from torchtitan.utils import activity as phase
 
 BATCHES = 3
@@ -75,7 +79,7 @@ def rehearse_rank(
     *,
     layers: int | None,
     large: bool,
-    told: list[Any] | None,
+    broadcasts: list[Any] | None,
 ) -> Record:
     """Run one rank in this process, which can't run another one afterwards.
 
@@ -83,7 +87,7 @@ def rehearse_rank(
         config: derived and validated for `world` ranks.
         layers: of each stage that run; None: all.
         large: of a rank's own values, the host reads large ones.
-        told: what rank 0 broadcast in its own rehearsal; None on rank 0.
+        broadcasts: objects that rank 0 broadcast in its own rehearsal; None on rank 0.
     """
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
@@ -94,12 +98,12 @@ def rehearse_rank(
         recorder = Recorder(rank, axis_degrees(config.parallelism), large=large)
         with (
             no_network() as mode,
-            recording(recorder, told),
-            _replaced(config, setup, world, recorder, mode, layers),
+            recording(recorder, broadcasts),
+            _replaced(setup, recorder, layers),
         ):
             try:
                 with mode, recorder:
-                    _run(config, setup, recorder)
+                    _run(config, setup, world, recorder, mode)
             except EndlessLoopError as loop:
                 recorder.record.loop = str(loop)
             except Exception as error:
@@ -186,8 +190,41 @@ def _most_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _run(config: Config, setup: Setup, recorder: Recorder) -> None:
-    run = trainer.Trainer(config, setup)
+def _run(
+    config: Config,
+    setup: Setup,
+    world: int,
+    recorder: Recorder,
+    mode: FakeTensorMode,
+) -> None:
+    def connect(*_: Any) -> None:
+        with torch.utils._python_dispatch._disable_current_modes():
+            start_group(world, recorder.record.rank)
+
+    def fill(model: nn.Module, *_: Any) -> None:
+        take_fake_memory(mode, model)
+
+    def named(callbacks: tuple[Callback, ...]) -> Iterator[Callback]:
+        for callback in callbacks:
+            kind = type(callback)
+            ours = kind.__module__.startswith(f"{torchtitan.train.__name__}.")
+            part = _PARTS.get(kind, "first step" if ours else "callbacks")
+            yield from (_During(recorder, part), callback)
+        yield _During(recorder, "first step")
+
+    run = Trainer(
+        config,
+        setup,
+        arrange=lambda callbacks: tuple(named(callbacks)),
+        connect=connect,
+        build=partial(
+            build,
+            make_mesh=aside(build_mesh),
+            make_data=_data,
+            make_models=aside(partial(parallelize.parallelize, fill=fill)),
+        ),
+        device=torch.device("cpu"),
+    )
     recorder.during = "first step"
     run.train()
     recorder.record.parts = _parts(run.checkpointer.trained.tensors())
@@ -200,27 +237,27 @@ def _run(config: Config, setup: Setup, recorder: Recorder) -> None:
     run.close()
 
 
+_PARTS: dict[type[Callback], str] = {Report: "report", Validate: "validation", Save: "save"}
+"""Callbacks that the rehearsal names; the user's are `callbacks`."""
+
+
+class _During(Callback):
+    """Names the part of the rehearsal that begins after a step."""
+
+    def __init__(self, recorder: Recorder, part: str):
+        self.recorder = recorder
+        self.part = part
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        self.recorder.during = self.part
+
+
 # ---- what is replaced
 
 
 @contextmanager
-def _replaced(
-    config: Config,
-    setup: Setup,
-    world: int,
-    recorder: Recorder,
-    mode: FakeTensorMode,
-    layers: int | None,
-) -> Iterator[None]:
-    def start(*_: Any) -> None:
-        with torch.utils._python_dispatch._disable_current_modes():
-            start_group(world, recorder.record.rank)
-
-    def fill(model: nn.Module, *_: Any) -> None:
-        take_fake_memory(mode, model)
-
-    def step(*args: Any, **kwargs: Any) -> StepResult:
-        return dataclasses.replace(train_step(*args, **kwargs), stop=False)  # nobody asks to stop
+def _replaced(setup: Setup, recorder: Recorder, layers: int | None) -> Iterator[None]:
+    """Fewer layers, sizes of exchanges without data, and checkpoints without files."""
 
     def stage_modules(*args: Any) -> list[Any]:
         stages = [
@@ -234,22 +271,11 @@ def _replaced(
         recorder.record.layers = run, of
         return kept
 
-    train_step = train_one_step
     all_modules = pipeline.stage_modules
-    during = _during(recorder)
     with ExitStack() as stack:
         for module, name, replacement in (
-            (trainer, "init_distributed", start),
-            (trainer, "current_device", lambda: torch.device("cpu")),
-            (trainer, "train_step", step),
-            (build, "build_mesh", aside(build_mesh)),
-            (build, "parallelize", aside(partial(parallelize.parallelize, fill=fill))),
-            (build, "build_data", _data),
             (parallelize, "stage_modules", stage_modules),
             (expert, "_splits", partial(_splits, recorder)),
-            (trainer.Trainer, "_validate", during("validation", trainer.Trainer._validate)),
-            (trainer.Trainer, "_save_if_due", during("save", trainer.Trainer._save_if_due)),
-            (trainer.Trainer, "_report", during("report", trainer.Trainer._report)),
             (CommittingWriter, "write_data", _write_nothing),
             (CommittingWriter, "finish", lambda *_, **__: None),
             (Reader, "read_data", _read_nothing),
@@ -267,22 +293,6 @@ def _replaced(
         ):
             stack.enter_context(patch.object(module, name, replacement))
         yield
-
-
-def _during(recorder: Recorder) -> Any:
-    """Names the part of the rehearsal that a method of the trainer is."""
-
-    def named(part: str, method: Any) -> Any:
-        def run(*args: Any) -> Any:
-            before = recorder.during
-            recorder.during = part
-            result = method(*args)
-            recorder.during = before
-            return result
-
-        return run
-
-    return named
 
 
 def _fewer(modules: tuple[str, ...], layers: int) -> tuple[str, ...]:
@@ -375,7 +385,7 @@ class _Loader:
     def close(self) -> None: ...
 
 
-def _data(config: Config, key: str, _: Any, share: tuple[int, int] = (0, 1), **__: Any) -> _Loader:
+def _data(config: Config, key: str, _: Any, share: tuple[int, int] = (0, 1), **__: Any) -> Any:
     section = getattr(config, key)
     size = section.local_batch_size if key == "training" else validation_rows(config)
     count = section.global_batch_size if key == "training" else size * share[1]

@@ -1,6 +1,4 @@
-"""Rehearse the ranks of a configuration, each in its own process, and check them against each
-other.
-"""
+"""Rehearse ranks of a configuration, each in its own process, and compare them."""
 
 import multiprocessing
 import os
@@ -39,7 +37,7 @@ class Rehearsal:
     layers: int | None
     """Layers of each stage that ran; None: all."""
     records: dict[int, Record]
-    """By rank."""
+    """Rank to its record."""
     counts: Counts
     faults: list[Fault]
 
@@ -149,4 +147,4 @@ def _alone(
 
     if config.experimental.custom_import:
         import_custom(config.experimental.custom_import)
-    return rehearse_rank(config, world, rank, layers=layers, large=large, told=broadcasts)
+    return rehearse_rank(config, world, rank, layers=layers, large=large, broadcasts=broadcasts)

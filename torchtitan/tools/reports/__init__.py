@@ -1,5 +1,1 @@
-"""Reads the folders of runs, and says how they go and how they differ."""
-
-from torchtitan.tools.reports.collect import collect, window
-
-__all__ = ["collect", "window"]
+"""Reads the folders of runs: how each run goes, and how runs differ."""

@@ -30,9 +30,8 @@ def read_runs(folders: Sequence[Path], *, points: int = POINTS) -> list[LoadedRu
     for name, path in zip(run_names(folders), folders, strict=True):
         folder = read_folder(path)
         began = folder.starts[0].time if folder.starts else None
-        runs.append(
-            LoadedRun(name, folder, read_curves(path, folder.config, points=points, began=began))
-        )
+        curves = read_curves(path, folder.config, points=points, began=began)
+        runs.append(LoadedRun(name, folder, curves))
     return runs
 
 
@@ -53,9 +52,8 @@ def window(
 ) -> dict[str, Any]:
     """The curves of a run between two steps, in as much detail as `points` allow."""
     starts = read_folder(folder).starts
-    curves = read_window(
-        folder, first_step, last_step, points, began=starts[0].time if starts else None
-    )
+    began = starts[0].time if starts else None
+    curves = read_window(folder, first_step, last_step, points, began=began)
     return {
         "axes": curves.axes(),
         "metrics": curves.metrics(),
@@ -65,8 +63,10 @@ def window(
 
 def run_names(folders: Sequence[Path]) -> list[str]:
     """A name for each folder: its path without what all have in common."""
+    if not folders:
+        return []
     paths = [Path(os.path.abspath(folder)) for folder in folders]
-    common = Path(os.path.commonpath([path.parent for path in paths])) if paths else Path()
+    common = os.path.commonpath([path.parent for path in paths])
     return [path_text(path.relative_to(common)) for path in paths]
 
 
@@ -76,7 +76,7 @@ def describe(run: LoadedRun) -> dict[str, Any]:
     curves = run.curves
     latest = curves.latest()
     last = folder.starts[-1] if folder.starts else None
-    step = max([curves.last_step, *([last.step] if last else [])])
+    step = max(curves.last_step, last.step) if last else curves.last_step
     return {
         "name": run.name,
         "path": path_text(folder.path),
@@ -106,13 +106,13 @@ def describe(run: LoadedRun) -> dict[str, Any]:
 
 
 def _seconds_left(folder: Folder, curves: Curves, step: int) -> float | None:
-    """How long a running run will take, at the mean rate since the first record of its last
-    start.
-    """
+    """Seconds until a running run ends, at the mean rate of its last start."""
     if folder.state != "running" or folder.total_steps is None or not folder.starts:
         return None
     rate = curves.seconds_per_step(since=folder.starts[-1].time)
-    return None if rate is None else number(max(folder.total_steps - step, 0) * rate)
+    if rate is None:
+        return None
+    return number(max(folder.total_steps - step, 0) * rate)
 
 
 def _start(start: Start, began: float) -> dict[str, Any]:
@@ -129,8 +129,11 @@ def _start(start: Start, began: float) -> dict[str, Any]:
 
 
 def _event(event: dict[str, Any], began: float) -> dict[str, Any]:
-    return {"hours": (event["time"] - began) / 3600} | {
-        key: event[key] for key in ("kind", "step", "message")
+    return {
+        "hours": (event["time"] - began) / 3600,
+        "kind": event["kind"],
+        "step": event["step"],
+        "message": event["message"],
     }
 
 

@@ -43,17 +43,19 @@ class LoadedRun:
     def tail(self) -> list[Point]:
         """The records of the last `SHARE` of its steps and tokens."""
         last = self.curves.last_step
-        tokens = (1 - SHARE) * self.curves.last_tokens
-        return self.read(min(round((1 - SHARE) * last), self.curves.step_at(tokens)) + 1, last)
+        by_steps = round((1 - SHARE) * last)
+        by_tokens = self.curves.step_at((1 - SHARE) * self.curves.last_tokens)
+        return self.read(min(by_steps, by_tokens) + 1, last)
 
     def read(self, first: int, last: int) -> list[Point]:
         """The records of some steps; the last `_MOST` if there are more."""
         first = max(first, last - round(_MOST * self.curves.steps_per_record))
         places = read_window(self.folder.path, first, last, 2 * _MOST, began=None).training
-        return [
-            Point(p.step, *map(p.record.get, ("tokens", "loss", "tokens_per_second")))
-            for p in places
-        ]
+        points = []
+        for place in places:
+            get = place.record.get
+            points.append(Point(place.step, get("tokens"), get("loss"), get("tokens_per_second")))
+        return points
 
 
 def compare(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
@@ -62,18 +64,19 @@ def compare(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
 
 
 def _against(run: LoadedRun, base: LoadedRun) -> Iterator[dict[str, Any]]:
-    pair = {"run": run.name, "base": base.name}
     for found in (_loss(run, base), *_validation(run, base), _speed(run, base)):
-        if found:
-            metric, difference, text = found
-            numbers = {"difference": difference.value, "noise": difference.noise}
-            yield {
-                "metric": metric,
-                **pair,
-                **numbers,
-                "significant": difference.significant,
-                "text": text,
-            }
+        if found is None:
+            continue
+        metric, difference, text = found
+        yield {
+            "metric": metric,
+            "run": run.name,
+            "base": base.name,
+            "difference": difference.value,
+            "noise": difference.noise,
+            "significant": difference.significant,
+            "text": text,
+        }
 
 
 # ---- loss
@@ -82,19 +85,20 @@ def _against(run: LoadedRun, base: LoadedRun) -> Iterator[dict[str, Any]]:
 def _loss(run: LoadedRun, base: LoadedRun) -> tuple[str, Gap, str] | None:
     """The difference over the last tokens that both have trained on."""
     tokens = min(run.curves.last_tokens, base.curves.last_tokens)
-    series = [_losses(one, tokens) for one in (run, base)]
-    if not all(series) or not tokens:
+    losses = _losses(run, tokens)
+    base_losses = _losses(base, tokens)
+    if not losses or not base_losses or not tokens:
         return None
-    common = sorted(series[0].keys() & series[1].keys())
-    if len(common) >= min(len(series[0]), len(series[1])) / 2:
-        difference = paired([series[0][at] - series[1][at] for at in common])
+    common = sorted(losses.keys() & base_losses.keys())
+    if len(common) >= min(len(losses), len(base_losses)) / 2:
+        difference = paired([losses[at] - base_losses[at] for at in common])
         records = plural(len(common), "record")
     else:
-        difference = at_points(*series)
-        records = f"{len(series[0]):,} and {plural(len(series[1]), 'record')}"
+        difference = at_points(losses, base_losses)
+        records = f"{len(losses):,} and {plural(len(base_losses), 'record')}"
     if math.isnan(difference.value):
         return None
-    share = 1 - max(min(one) for one in series) / tokens
+    share = 1 - max(min(losses), min(base_losses)) / tokens
     percent = f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
     where = f"over the last {percent} of {show_tokens(tokens)} tokens, {records}"
     return "loss", difference, f"loss {_verdict(difference, show_loss, _LOSS)}, {where}"
@@ -104,15 +108,16 @@ def _losses(run: LoadedRun, tokens: float) -> dict[float, float]:
     """Tokens to loss of the run's records in the last `SHARE` of `tokens`."""
     begin = (1 - SHARE) * tokens
     last = run.curves.step_at(tokens)
-    points = (
-        run.tail if last >= run.curves.last_step else run.read(run.curves.step_at(begin) + 1, last)
-    )
-    known = ((point.tokens, point.loss) for point in points)
-    return {
-        at: loss
-        for at, loss in known
-        if at is not None and loss is not None and begin < at <= tokens
-    }
+    points = run.tail
+    if last < run.curves.last_step:
+        points = run.read(run.curves.step_at(begin) + 1, last)
+    losses = {}
+    for point in points:
+        if point.tokens is None or point.loss is None:
+            continue
+        if begin < point.tokens <= tokens:
+            losses[point.tokens] = point.loss
+    return losses
 
 
 # ---- validation
@@ -122,30 +127,30 @@ def _validation(run: LoadedRun, base: LoadedRun) -> Iterator[tuple[str, Gap, str
     """The difference of each validation set at the last step at which both have validated."""
     other = base.curves.validation()
     for name, curve in run.curves.validation().items():
-        losses, base_losses = (_by_step(one) for one in (curve, other.get(name)))
+        losses = _by_step(curve)
+        base_losses = _by_step(other.get(name))
         common = sorted(losses.keys() & base_losses.keys())
         if common:
             step = common[-1]
             metric = f"validation_loss/{name}".rstrip("/")
             difference = Gap(losses[step] - base_losses[step], None)
-            text = (
-                f"validation loss{f' of {name}' if name else ''} "
-                f"{_verdict(difference, show_loss, _LOSS)}"
-            )
-            yield metric, difference, f"{text}, at step {step:,}, one validation of each"
+            verdict = _verdict(difference, show_loss, _LOSS)
+            subject = f"validation loss of {name}" if name else "validation loss"
+            text = f"{subject} {verdict}, at step {step:,}, one validation of each"
+            yield metric, difference, text
 
 
 def _by_step(curve: dict[str, list[Any]] | None) -> dict[int, float]:
-    return dict(zip(curve["step"], curve["loss"], strict=True)) if curve else {}
+    if curve is None:
+        return {}
+    return dict(zip(curve["step"], curve["loss"], strict=True))
 
 
 # ---- speed
 
 
 def _speed(run: LoadedRun, base: LoadedRun) -> tuple[str, Gap, str] | None:
-    """The difference of the medians of tokens per second and device, over the last `SHARE` of each
-    run's own steps.
-    """
+    """Difference of the median tokens per second and device, over each run's last `SHARE`."""
     rates = _rates(run)
     base_rates = _rates(base)
     difference = unpaired(rates, base_rates)
@@ -154,11 +159,8 @@ def _speed(run: LoadedRun, base: LoadedRun) -> tuple[str, Gap, str] | None:
     text = _verdict(difference, show_rate, _SPEED, " tokens/s per device")
     relative = difference.value / (median(base_rates) or 1)
     records = f"{len(rates):,} and {plural(len(base_rates), 'record')}"
-    return (
-        "tokens_per_second",
-        difference,
-        f"speed {text} ({relative:+.1%}), over the last {records}",
-    )
+    text = f"speed {text} ({relative:+.1%}), over the last {records}"
+    return "tokens_per_second", difference, text
 
 
 def _rates(run: LoadedRun) -> list[float]:
@@ -203,29 +205,27 @@ _LONGEST = 500
 def settings(folder: Folder) -> dict[str, Any]:
     """A run's configuration, ranks, layout, devices, commit and versions, by key."""
     found = {key: value for key, value in folder.config.items() if key not in _OWN}
-    if folder.starts:
-        last = folder.starts[-1]
-        layout = " x ".join(f"{axis} {degree}" for axis, degree in last.layout.items())
-        devices = ", ".join(f"{count} {name}" for name, count in last.devices.items())
-        found |= {
-            "ranks": last.ranks,
-            "layout": layout or None,
-            "devices": devices or None,
-        } | last.about
-    return found
+    if not folder.starts:
+        return found
+    last = folder.starts[-1]
+    layout = " x ".join(f"{axis} {degree}" for axis, degree in last.layout.items())
+    devices = ", ".join(f"{count} {name}" for name, count in last.devices.items())
+    found["ranks"] = last.ranks
+    found["layout"] = layout or None
+    found["devices"] = devices or None
+    return found | last.about
 
 
 def differences(folders: Sequence[Folder]) -> list[dict[str, Any]]:
-    """The keys whose values are not the same in all runs: `key` and `values`, None where it is
-    unset.
-    """
+    """Keys whose values differ between runs: `key` and `values`, None where unset."""
     found = [settings(folder) for folder in folders]
     keys = {key: None for one in found for key in one}
-    rows = [
-        {"key": cut(key, _LONGEST), "values": [_plain(one.get(key)) for one in found]}
-        for key in keys
-    ]
-    return [row for row in rows if any(value != row["values"][0] for value in row["values"][1:])]
+    rows = []
+    for key in keys:
+        values = [_plain(one.get(key)) for one in found]
+        if any(value != values[0] for value in values[1:]):
+            rows.append({"key": cut(key, _LONGEST), "values": values})
+    return rows
 
 
 def _plain(value: Any) -> str | int | float | bool | None:
@@ -234,4 +234,5 @@ def _plain(value: Any) -> str | int | float | bool | None:
         return value
     if isinstance(value, float):
         return value if abs(value) < float("inf") else str(value)
-    return cut(value if isinstance(value, str) else json.dumps(value, default=str), _LONGEST)
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return cut(text, _LONGEST)

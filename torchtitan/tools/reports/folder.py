@@ -1,6 +1,4 @@
-"""What a run's folder says about the run: its starts, whether it is alive, its configuration, its
-events.
-"""
+"""Reads a run's folder: its starts, whether it is alive, its configuration and events."""
 
 import json
 import os
@@ -18,6 +16,7 @@ import tomli
 from torchtitan.telemetry.run_record import KINDS
 from torchtitan.tools.reports.lines import number
 from torchtitan.utils.files import open_regular, read_regular
+from torchtitan.utils.limits import EVENTS_TAIL_BYTES, RUN_FILE_BYTES
 from torchtitan.utils.lock import EXPIRY_SECONDS, NAME, current_holder, read_holder
 from torchtitan.utils.text import cut, flat
 
@@ -28,9 +27,6 @@ EVENTS = "events.jsonl"
 SPIKES = "guard.jsonl"
 STATES = ("running", "completed", "preempted", "interrupted", "failed", "killed", "unknown")
 
-_LARGEST = 16 * 2**20
-"""Bytes of a file that is read as a whole."""
-_EVENT_BYTES = 4 * 2**20
 _EVENTS = 5000
 """The latest events that are read."""
 _MESSAGE = 1000
@@ -78,7 +74,7 @@ class Folder:
     @cached_property
     def _toml(self) -> str:
         try:
-            return read_regular(self.path / CONFIG, _LARGEST, links=True).decode()
+            return read_regular(self.path / CONFIG, RUN_FILE_BYTES, links=True).decode()
         except (OSError, ValueError):
             return ""
 
@@ -87,7 +83,7 @@ def read_folder(path: Path, *, now: float | None = None) -> Folder:
     """Read what a run records about itself, except for its metrics."""
     folder = Folder(path)
     with suppress(OSError, ValueError, RecursionError):
-        content = json.loads(read_regular(path / RECORD, _LARGEST, links=True))
+        content = json.loads(read_regular(path / RECORD, RUN_FILE_BYTES, links=True))
         folder.starts = [
             start for entry in _list(_get(content, "starts")) if (start := _start(entry))
         ]
@@ -108,21 +104,18 @@ def _state(folder: Folder, now: float) -> tuple[str, str]:
     """State, and a message about it."""
     end = folder.starts[-1].end if folder.starts else None
     alive = _alive(folder.path, now)
-    if alive or (
-        alive is None
-        and end is None
-        and folder.starts
-        and now - folder.starts[-1].last_seen < EXPIRY_SECONDS
-    ):
+    if alive is None and end is None and folder.starts:  # no lock: recent news is a sign of life
+        alive = now - folder.starts[-1].last_seen < EXPIRY_SECONDS
+    if alive:
         return "running", ""
+    if not folder.starts:
+        return "unknown", f"no readable {RECORD}"
     if end is None:
-        return (
-            ("killed", "it recorded no end")
-            if folder.starts
-            else ("unknown", f"no readable {RECORD}")
-        )
+        return "killed", "the process ended without recording why"
     name, _, message = end.partition(": ")
-    return (name, message) if name in STATES else ("unknown", end)
+    if name in STATES:
+        return name, message
+    return "unknown", end
 
 
 def _alive(folder: Path, now: float) -> bool | None:
@@ -132,21 +125,23 @@ def _alive(folder: Path, now: float) -> bool | None:
         if holder is None:
             return None
         alive = holder.is_alive(current_holder())
-        return now - (folder / NAME).stat().st_mtime < EXPIRY_SECONDS if alive is None else alive
+        if alive is None:
+            alive = now - (folder / NAME).stat().st_mtime < EXPIRY_SECONDS
+        return alive
     except OSError:
         return None
 
 
 def _start(entry: Any) -> Start | None:
     began = _time(_get(entry, "time"))
-    last_seen = _time(_get(entry, "last_seen"))
     if began is None:
         return None
+    last_seen = _time(_get(entry, "last_seen"))
     end = _get(entry, "end")
+    about = {"git": _get(entry, "git")}
     versions = _get(entry, "versions")
-    about = {"git": _get(entry, "git")} | (
-        {f"versions.{k}": v for k, v in versions.items()} if isinstance(versions, dict) else {}
-    )
+    if isinstance(versions, dict):
+        about |= {f"versions.{name}": version for name, version in versions.items()}
     return Start(
         time=began,
         last_seen=max(began, last_seen or began),
@@ -172,8 +167,7 @@ def _goodput(content: Any) -> dict[str, Any]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The run's latest events, each with `time`, `kind`, `step` (or None) and `message`, in the
-    order of time.
+    """The latest events by time, each with `time`, `kind`, `step` (or None) and `message`.
 
     A run without a file of events has at least the guard's spikes.
     """
@@ -202,19 +196,20 @@ def read_events(path: Path) -> list[dict[str, Any]]:
 
 
 def _json_objects(path: Path) -> list[dict[str, Any]]:
-    """The objects in the last `_EVENT_BYTES` of a file of JSON lines."""
+    """The objects in the last `EVENTS_TAIL_BYTES` of a file of JSON lines."""
     try:
         with open_regular(path, links=True) as file:
             size = file.seek(0, 2)
-            file.seek(max(size - _EVENT_BYTES, 0))
-            lines = file.read(_EVENT_BYTES).split(b"\n")
+            file.seek(max(size - EVENTS_TAIL_BYTES, 0))
+            lines = file.read(EVENTS_TAIL_BYTES).split(b"\n")
     except OSError:
         return []
     found = []
-    for line in lines[1 if size > _EVENT_BYTES else 0 : -1][-_EVENTS:]:
+    for line in lines[1 if size > EVENTS_TAIL_BYTES else 0 : -1][-_EVENTS:]:
         with suppress(ValueError, RecursionError):
             content = json.loads(line)
-            found += [content] if isinstance(content, dict) else []
+            if isinstance(content, dict):
+                found.append(content)
     return found
 
 
@@ -245,11 +240,9 @@ def _time(value: Any) -> float | None:
 
 def _counts(content: Any) -> dict[str, int]:
     """A table of whole numbers."""
-    found = (
-        {cut(key, 100): _whole(value) for key, value in content.items()}
-        if isinstance(content, dict)
-        else {}
-    )
+    if not isinstance(content, dict):
+        return {}
+    found = {cut(key, 100): _whole(value) for key, value in content.items()}
     return {key: value for key, value in found.items() if value is not None}
 
 
@@ -275,9 +268,7 @@ class Runs:
             yield from self._below(folder)
 
     def _below(self, top: Path) -> Iterator[Path]:
-        """The runs in `top` and the folders below. Links are followed; no folder is visited
-        twice.
-        """
+        """The runs in and below `top`. Links are followed; no folder is visited twice."""
         waiting = [str(top)]
         while waiting:
             folder = waiting.pop()
@@ -293,12 +284,9 @@ class Runs:
                 continue
             if found.get(RECORD) is False or found.get(METRICS) is False:
                 yield Path(folder)
-            inner = (
-                name
-                for name, is_folder in found.items()
-                if is_folder and not _INNER.fullmatch(name)
-            )
-            waiting += (os.path.join(folder, name) for name in sorted(inner, reverse=True))
+            for name in sorted(found, reverse=True):
+                if found[name] and not _INNER.fullmatch(name):
+                    waiting.append(os.path.join(folder, name))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -1,5 +1,4 @@
-"""Files of JSON lines of any size: records by place or by step, at a cost that doesn't grow with
-the file.
+"""Records of JSON lines by place or by step, at a cost that doesn't grow with the file.
 
 A file is seen as it was when it was opened, up to its last whole line: one that is appended to, or
 replaced by a rewind, may be read meanwhile. Whatever it holds, bytes read and memory are bounded.
@@ -15,16 +14,13 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from torchtitan.utils.files import open_regular
+from torchtitan.utils.limits import METRICS_LINE_BYTES, METRICS_READ_BYTES
 
 Record = dict[str, float | None]
 """Names to numbers; None for one that isn't finite."""
 
-LONGEST = 2**20
-"""Bytes of a line, at most; longer ones are skipped."""
 DENSE = 4096
 """Bytes per point up to which all records are read, not samples of them."""
-MOST = 64 * 2**20
-"""Bytes read of one file, at most."""
 _ENTRIES = 1024
 """Entries of a record, at most."""
 _BLOCK = 4096
@@ -32,7 +28,7 @@ _WRONG = 64
 """Lines that are no records, in succession, after which a search gives up."""
 _LARGEST_STEP = 2**53
 _LARGEST = 1e60
-"""Of the numbers that count: beyond any float32, and their products are still finite."""
+"""Largest accepted magnitude: above float32's maximum, yet products stay finite."""
 _NUMBERS = (int, float, type(None))
 
 
@@ -106,10 +102,9 @@ class JsonLines:
     # ---- by place
 
     def places(
-        self, first: int = 0, after: int | None = None, reach: int = LONGEST
+        self, first: int = 0, after: int | None = None, reach: int = METRICS_LINE_BYTES
     ) -> Iterator[PlacedRecord]:
-        """Records that begin in `[first, after)`, in order; ends early if `_WRONG` lines in
-        succession are none.
+        """Records that begin in `[first, after)`; stops after `_WRONG` bad lines in succession.
 
         Args:
             reach: bytes to read, at most, in search of the end of a line.
@@ -125,9 +120,7 @@ class JsonLines:
                 return
 
     def last(self, wanted: Callable[[Record], bool], most: int = 1) -> list[PlacedRecord]:
-        """The last `most` records that are `wanted`, or fewer if they are further apart than
-        `LONGEST`.
-        """
+        """The last `most` wanted records, or fewer if they are far apart."""
         reach = max(_BLOCK, most * 1024)
         while True:
             first = max(self.size - reach, 0)
@@ -138,7 +131,7 @@ class JsonLines:
                     found.append(PlacedRecord(begin, begin + len(line) + 1, *parsed))
                     if len(found) == most:
                         break
-            if len(found) == most or not first or reach >= max(LONGEST, most * DENSE):
+            if len(found) == most or not first or reach >= max(METRICS_LINE_BYTES, most * DENSE):
                 return found[::-1]
             reach *= 4
 
@@ -149,8 +142,7 @@ class JsonLines:
         first: int = 0,
         after: int | None = None,
     ) -> Sample:
-        """About `points` wanted records, evenly spaced over `[first, after)`, its last one among
-        them.
+        """About `points` wanted records, evenly spaced over `[first, after)`, with its last one.
 
         A part of at most `DENSE` bytes per point is read whole.
         """
@@ -159,17 +151,19 @@ class JsonLines:
             places = list(self.places(first, after))
             found = [place for place in places if wanted(place.record)]
             every = max(1, math.ceil(len(found) / points))
-            thinned = found[::every] + (found[-1:] if (len(found) - 1) % every else [])
-            return Sample(
-                thinned, [place for place in places if not wanted(place.record)], every, True
-            )
+            thinned = found[::every]
+            if found and thinned[-1] is not found[-1]:
+                thinned.append(found[-1])
+            others = [place for place in places if not wanted(place.record)]
+            return Sample(thinned, others, every, True)
         found, others = self._spaced(points - 1, wanted, first, after)
-        end = [p for p in self.places(max(first, after - 16 * _BLOCK), after) if wanted(p.record)][
-            -1:
-        ]
-        found += [p for p in end if not found or p.begin > found[-1].begin]
-        length = sum(p.end - p.begin for p in found) / (len(found) or 1)
-        return Sample(found, others, max(1, round((after - first) / (length or 1) / points)), False)
+        ending = self.places(max(first, after - 16 * _BLOCK), after)
+        last = [place for place in ending if wanted(place.record)][-1:]
+        if last and (not found or last[0].begin > found[-1].begin):
+            found += last
+        length = sum(place.end - place.begin for place in found) / (len(found) or 1)
+        records = (after - first) / (length or 1)
+        return Sample(found, others, max(1, round(records / points)), False)
 
     def _spaced(
         self,
@@ -178,12 +172,10 @@ class JsonLines:
         first: int,
         after: int,
     ) -> tuple[list[PlacedRecord], list[PlacedRecord]]:
-        """The first wanted record at or after each of `points` places, and the other records
-        seen.
-        """
+        """The first wanted record after each of `points` places, and the other records seen."""
         found: list[PlacedRecord] = []
         others: list[PlacedRecord] = []
-        reach = LONGEST
+        reach = METRICS_LINE_BYTES
         for i in range(points):
             offset = first + i * (after - first) // points
             if found and offset < found[-1].end:
@@ -194,9 +186,8 @@ class JsonLines:
                     found.append(seen)
                     break
                 others.append(seen)
-            reach = (
-                LONGEST if seen else 16 * _BLOCK
-            )  # inside of an endless line: don't read it again for each point
+            # Within an endless line: don't read it again for each point.
+            reach = METRICS_LINE_BYTES if seen else 16 * _BLOCK
         return found, others
 
     # ---- by step
@@ -204,8 +195,7 @@ class JsonLines:
     def find(
         self, step: int, below: PlacedRecord | None = None, above: PlacedRecord | None = None
     ) -> int:
-        """Where the first record of `step` or a later one begins; the end of the searched part if
-        there is none.
+        """Offset of the first record of `step` or later; the end of the part if there is none.
 
         Steps mostly grow evenly, so a search by interpolation takes one or two reads; every second
         read halves the part, whatever the steps are.
@@ -213,18 +203,22 @@ class JsonLines:
         Args:
             below, above: records of earlier and of later steps, which bound the search.
         """
-        low, low_step = (below.end, below.step) if below else (0, 0)
-        high, high_step = (above.begin, above.step) if above else (self.size, None)
+        low = below.end if below else 0
+        low_step = below.step if below else 0
+        high = above.begin if above else self.size
+        high_step = above.step if above else None
         end = high
         halve = False
         while high - low > _BLOCK:
             middle = (low + high) // 2
             if high_step is not None and high_step > low_step and not halve:
                 share = (step - low_step) / (high_step - low_step)
-                middle = min(max(low, low + int(share * (high - low)) - _BLOCK // 4), high - 1)
+                guess = low + int(share * (high - low)) - _BLOCK // 4
+                middle = min(max(low, guess), high - 1)
             halve = not halve
             seen = list(self.places(middle, min(middle + _BLOCK // 2, high)))
-            seen = seen or list(islice(self.places(middle, high), 1))
+            if not seen:
+                seen = list(islice(self.places(middle, high), 1))
             at = next((i for i, place in enumerate(seen) if place.step >= step), None)
             if at or (at == 0 and middle == low):
                 return seen[at].begin
@@ -251,15 +245,13 @@ class JsonLines:
 
     def _lines(self, first: int, reach: int) -> Iterator[tuple[int, bytes]]:
         """Whole lines that begin at `first` or later, each with where it begins."""
-        begin, held = (
-            max(first - 1, 0),
-            b"",
-        )  # the byte before tells whether a line begins at `first`
+        begin = max(first - 1, 0)  # the byte before tells whether a line begins at `first`
+        held = b""
         inside = first > 0
         block = _BLOCK
         beyond = 0
         while data := self._read(begin + len(held), block):
-            block = min(2 * block, LONGEST)
+            block = min(2 * block, METRICS_LINE_BYTES)
             *lines, rest = (held + data).split(b"\n")
             beyond = 0 if lines else beyond + len(data)
             for line in lines:
@@ -271,15 +263,13 @@ class JsonLines:
             held = rest
             if beyond >= reach and inside:
                 return
-            if (
-                len(held) > LONGEST or inside
-            ):  # too long, or not seen from its beginning: pass over it
-                begin = begin + len(held)
+            if len(held) > METRICS_LINE_BYTES or inside:  # too long, or its beginning not seen
+                begin += len(held)
                 held = b""
                 inside = True
 
     def _read(self, offset: int, length: int) -> bytes:
-        length = min(length, self.size - offset, MOST - self.bytes_read)
+        length = min(length, self.size - offset, METRICS_READ_BYTES - self.bytes_read)
         data = os.pread(self._file.fileno(), length, offset) if length > 0 else b""
         self.bytes_read += len(data)
         return data

@@ -1,8 +1,8 @@
-"""Runs as they train: the report once, then what is new, at a cost of what is new.
+"""Live report: sent once in full, then as increments.
 
 A generation is a report and the updates since. What was appended to a run's files becomes an
-update. Whatever else happens to them (a rewind, another run, a folder that vanishes) ends the
-generation, and so does a log of updates that has grown: whoever follows reads the report again.
+update. Any other change (a rewind, another run, a folder that vanishes) ends the generation, as
+does a long log of updates: clients then reload the whole report.
 """
 
 import gzip
@@ -19,10 +19,11 @@ from typing import Any
 from torchtitan.tools.reports.collect import as_report, describe, read_runs, run_names, window
 from torchtitan.tools.reports.compare import LoadedRun
 from torchtitan.tools.reports.folder import CONFIG, EVENTS, METRICS, RECORD, SPIKES, read_folder
-from torchtitan.tools.reports.lines import LONGEST, PlacedRecord, parse
+from torchtitan.tools.reports.lines import PlacedRecord, parse
 from torchtitan.tools.reports.series import Curves, is_training
 from torchtitan.utils import lock
 from torchtitan.utils.files import open_regular
+from torchtitan.utils.limits import EVENTS_TAIL_BYTES, METRICS_LINE_BYTES
 
 LEAST_SECONDS = 1.0
 """Files are read at most this often, however many people watch."""
@@ -31,7 +32,6 @@ MOST_SECONDS = 300.0
 _STATE_SECONDS = 10.0
 """A run can be found dead without a change of its files."""
 _LOG_BYTES = 2**20
-_READ_BYTES = 4 * 2**20
 _CURVES = ("axes", "metrics", "validation", "evals", "sources", "experts")
 _OF_GENERATION = (*_CURVES, "sampled", "events")
 
@@ -41,7 +41,7 @@ class Rewritten(Exception):
 
 
 class Tail:
-    """What is appended to a file of JSON lines."""
+    """Records appended to a file of JSON lines."""
 
     def __init__(self, path: Path):
         """Begin after the last whole line that is there now."""
@@ -50,9 +50,11 @@ class Tail:
         self.position = 0
         with suppress(OSError), open_regular(path, links=True) as file:
             stat = os.fstat(file.fileno())
-            begin = max(stat.st_size - LONGEST, 0)
+            begin = max(stat.st_size - METRICS_LINE_BYTES, 0)
             self.identity = (stat.st_dev, stat.st_ino)
-            self.position = begin + os.pread(file.fileno(), LONGEST, begin).rfind(b"\n") + 1
+            self.position = (
+                begin + os.pread(file.fileno(), METRICS_LINE_BYTES, begin).rfind(b"\n") + 1
+            )
 
     def read(self) -> list[PlacedRecord]:
         """The records since the last call.
@@ -65,12 +67,14 @@ class Tail:
                 stat = os.fstat(file.fileno())
                 if (stat.st_dev, stat.st_ino) != self.identity or stat.st_size < self.position:
                     raise Rewritten(self.path)
-                data = os.pread(file.fileno(), _READ_BYTES, self.position)
+                data = os.pread(file.fileno(), EVENTS_TAIL_BYTES, self.position)
         except OSError:
             if self.identity is None:
                 return []
             raise Rewritten(self.path) from None
-        whole = data.rfind(b"\n") + 1 or (len(data) if len(data) == _READ_BYTES else 0)
+        whole = data.rfind(b"\n") + 1
+        if not whole and len(data) == EVENTS_TAIL_BYTES:
+            whole = len(data)  # an endless line
         found = []
         begin = self.position
         for line in data[:whole].splitlines(keepends=True):
@@ -101,8 +105,7 @@ class Follower:
         self._looked = time.monotonic()
 
     def news(self) -> dict[str, Any] | None:
-        """What the run has recorded since the last call, in the form of a report's run; None if
-        nothing.
+        """The run's changes since the last call, as a part of a report's run; None without any.
 
         Raises:
             Rewritten: the report has to be read again.
@@ -119,23 +122,18 @@ class Follower:
         self._files = files
         self._looked = now
         folder = read_folder(self.path)
-        if (
-            folder.starts
-            and self._head["starts"]
-            and folder.starts[0].time != self._head["starts"][0]["time"]
-        ):
+        known_starts = self._head["starts"]
+        if folder.starts and known_starts and folder.starts[0].time != known_starts[0]["time"]:
             raise Rewritten(self.path)
         since = folder.starts[-1].time if folder.starts else 0.0
-        context = [p for p in self._training if (p.record.get("time") or 0.0) >= since][
-            :1
-        ] + self._training[-1:]
-        curves = Curves(
-            [*context, *training], [p for p in places if not is_training(p.record)], 1, self._began
-        )
+        recent = [p for p in self._training if (p.record.get("time") or 0.0) >= since]
+        context = recent[:1] + self._training[-1:]
+        others = [p for p in places if not is_training(p.record)]
+        curves = Curves(context + training, others, 1, self._began)
         shown = describe(LoadedRun(self.name, folder, curves))
-        self._training = (
-            self._training[:1] + (context + training)[:1] + (self._training + training)[-1:]
-        )
+        first_of_start = (context + training)[:1]
+        latest = (self._training + training)[-1:]
+        self._training = self._training[:1] + first_of_start + latest
         return self._changes(shown, bool(places))
 
     def _changes(self, shown: dict[str, Any], recorded: bool) -> dict[str, Any] | None:
@@ -178,7 +176,7 @@ class Live:
         return run_names(self.folders)
 
     def report(self) -> bytes:
-        """The report and where its updates begin, as compressed JSON."""
+        """Compressed JSON of the report and the place where its updates begin."""
         with self._lock:
             self._refresh()
             if self._generation is None:
@@ -186,13 +184,12 @@ class Live:
             return self._report
 
     def updates(self, after: str) -> bytes:
-        """JSON of what is new `after` the place that the last answer named; whether to read the
-        report again.
-        """
+        """JSON of what is new `after` the last answer's place, or a request to reload."""
         with self._lock:
             self._refresh()
             generation, _, number = after.partition("-")
-            known = int(number) if number.isascii() and number.isdigit() and len(number) < 9 else -1
+            digits = number.isascii() and number.isdigit() and len(number) < 9
+            known = int(number) if digits else -1
             if generation != self._generation or not 0 <= known <= len(self._log):
                 return b'{"reload": true}'
             at = f"{self._generation}-{len(self._log)}"
@@ -211,14 +208,15 @@ class Live:
 
     def _begin(self) -> None:
         tails = [Tail(folder / METRICS) for folder in self.folders]
-        runs = read_runs(self.folders)
+        runs = read_runs(self.folders)  # after the tails: nothing is missed between them
         report = as_report(runs)
         self._generation = secrets.token_hex(4)
         self._log = []
         self._began = time.monotonic()
         self._refreshed = self._began
         self._followers = [Follower(*one) for one in zip(runs, report["runs"], tails, strict=True)]
-        self._report = gzip.compress(_json({"at": f"{self._generation}-0", "report": report}), 3)
+        answer = {"at": f"{self._generation}-0", "report": report}
+        self._report = gzip.compress(_json(answer), 3)
 
     def _refresh(self) -> None:
         now = time.monotonic()
@@ -232,9 +230,8 @@ class Live:
         except Rewritten:
             self._generation = None
             return
-        if self._log and (
-            now - self._began > MOST_SECONDS or sum(map(len, self._log)) > _LOG_BYTES
-        ):
+        logged = sum(map(len, self._log))
+        if logged and (now - self._began > MOST_SECONDS or logged > _LOG_BYTES):
             self._generation = None
 
 

@@ -42,37 +42,43 @@ def paired(differences: Sequence[float]) -> Gap:
     """The mean of differences between values at the same points of two curves, in order."""
     if not differences:
         return Gap(math.nan, None)
-    enough = independent_values(differences) >= _INDEPENDENT
-    return Gap(
-        fmean(differences),
-        _interval([fmean(block) for block in blocks(differences)]) if enough else None,
-    )
+    noise = None
+    if independent_values(differences) >= _INDEPENDENT:
+        noise = _interval([fmean(block) for block in blocks(differences)])
+    return Gap(fmean(differences), noise)
 
 
 def at_points(series: Mapping[float, float], base: Mapping[float, float]) -> Gap:
-    """The mean difference of two curves over the points that both cover, where few of their points
-    are the same.
+    """Mean difference of two curves where both have values, if few points are the same.
 
     Args:
         series, base: point to value.
     """
     first = max(min(series), min(base))
     last = min(max(series), max(base))
-    cut = [
-        sorted((at, value) for at, value in one.items() if first <= at <= last)
-        for one in (series, base)
-    ]
-    if not all(cut):
+    values, parts = _between(series, first, last)
+    base_values, base_parts = _between(base, first, last)
+    if not values or not base_values:
         return Gap(math.nan, None)
-    ends = [first + (last - first) * i / BLOCKS for i in range(1, BLOCKS)]
-    parts = [
-        [[v for at, v in one if bisect_left(ends, at) == i] for i in range(BLOCKS)] for one in cut
-    ]
-    independent = min(independent_values([v for _, v in one]) for one in cut)
-    if independent < _INDEPENDENT or not all(part for one in parts for part in one):
-        return Gap(fmean(v for _, v in cut[0]) - fmean(v for _, v in cut[1]), None)
-    means = [fmean(a) - fmean(b) for a, b in zip(*parts, strict=True)]
+    independent = min(independent_values(values), independent_values(base_values))
+    if independent < _INDEPENDENT or not all(parts) or not all(base_parts):
+        return Gap(fmean(values) - fmean(base_values), None)
+    means = [fmean(a) - fmean(b) for a, b in zip(parts, base_parts, strict=True)]
     return Gap(fmean(means), _interval(means))
+
+
+def _between(
+    series: Mapping[float, float], first: float, last: float
+) -> tuple[list[float], list[list[float]]]:
+    """Values from `first` to `last` in order, and the same in `BLOCKS` parts of equal range."""
+    ends = [first + (last - first) * i / BLOCKS for i in range(1, BLOCKS)]
+    values: list[float] = []
+    parts: list[list[float]] = [[] for _ in range(BLOCKS)]
+    for at, value in sorted(series.items()):
+        if first <= at <= last:
+            values.append(value)
+            parts[bisect_left(ends, at)].append(value)
+    return values, parts
 
 
 def unpaired(values: Sequence[float], base: Sequence[float]) -> Gap:
@@ -83,16 +89,16 @@ def unpaired(values: Sequence[float], base: Sequence[float]) -> Gap:
     if not values or not base:
         return Gap(math.nan, None)
     difference = median(values) - median(base)
-    if min(independent_values(_clipped(series)) for series in (values, base)) < _INDEPENDENT:
-        return Gap(difference, None)
-    halves = [_interval([median(block) for block in blocks(series)]) for series in (values, base)]
+    halves = []
+    for series in (values, base):
+        if independent_values(_clipped(series)) < _INDEPENDENT:
+            return Gap(difference, None)
+        halves.append(_interval([median(block) for block in blocks(series)]))
     return Gap(difference, math.hypot(*halves))
 
 
 def _clipped(values: Sequence[float]) -> list[float]:
-    """The values, with the outermost 5 % at each end moved inwards: outliers would hide how the
-    others correlate.
-    """
+    """Values with the outer 5 % at each end clipped: outliers would hide correlation."""
     ordered = sorted(values)
     low = ordered[len(values) // 20]
     high = ordered[-1 - len(values) // 20]
@@ -120,30 +126,33 @@ def independent_values(values: Sequence[float]) -> float:
         return 0.0
     center = fmean(values)
     middle = (n - 1) / 2
-    slope = sum((i - middle) * v for i, v in enumerate(values)) / sum(
-        (i - middle) ** 2 for i in range(n)
-    )
+    spread = sum((i - middle) ** 2 for i in range(n))
+    slope = sum((i - middle) * v for i, v in enumerate(values)) / spread
     rest = [v - center - slope * (i - middle) for i, v in enumerate(values)]
     variance = sum(v * v for v in rest)
-    if variance <= (1e-12 * (abs(center) + abs(slope) * n)) ** 2 * n:  # no noise at all
+    rounding = 1e-12 * (abs(center) + abs(slope) * n)
+    if variance <= rounding**2 * n:  # no noise at all
         return float(n)
     r = sum(a * b for a, b in pairwise(rest)) / variance
-    r = min(max(r + (1 + 4 * r) / n, 0.0), 0.9999)
+    corrected = r + (1 + 4 * r) / n
+    r = min(max(corrected, 0.0), 0.9999)
     return n * (1 - r) / (1 + r)
 
 
 def smooth(values: Sequence[float | None], weight: float) -> list[float | None]:
-    """Exponential moving averages of a curve, each with the weights of its terms summing to one;
-    gaps stay gaps.
+    """Exponential moving averages with weights that sum to one; gaps stay gaps.
 
     Args:
         weight: of the past, from 0 (no smoothing) to below 1.
     """
-    total = norm = 0.0
+    total = 0.0
+    norm = 0.0
     out: list[float | None] = []
     for value in values:
-        if value is not None:
-            total = weight * total + (1 - weight) * value
-            norm = weight * norm + (1 - weight)
-        out.append(None if value is None else total / norm)
+        if value is None:
+            out.append(None)
+            continue
+        total = weight * total + (1 - weight) * value
+        norm = weight * norm + (1 - weight)
+        out.append(total / norm)
     return out

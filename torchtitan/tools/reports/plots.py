@@ -16,7 +16,7 @@ SMOOTHED = {
 """Metrics that are drawn smoothed, with the weight of the past in the average."""
 _TICKS = 5
 _MARKERS = "+x*o#@%&"
-"""Of the runs, where there are no colors."""
+"""Markers of the runs where there are no colors."""
 
 
 class Line(NamedTuple):
@@ -67,16 +67,11 @@ def plot(
     last = max(x for x, _ in shown)
     low = min(y for _, y in shown)
     high = max(y for _, y in shown)
-    figure.legend(
-        not alone,
-        x=last,
-        y=high,
-        ha="right",
-        va="top",
-        relative=True,
-    )
-    figure.ruler("x").ticks(_ticks(first, last), [_tick(x, unit) for x in _ticks(first, last)])
-    figure.ruler("y").ticks(_ticks(low, high), [_value(y) for y in _ticks(low, high)])
+    figure.legend(not alone, x=last, y=high, ha="right", va="top", relative=True)
+    across = _ticks(first, last)
+    upward = _ticks(low, high)
+    figure.ruler("x").ticks(across, [_tick(x, unit) for x in across])
+    figure.ruler("y").ticks(upward, [_value(y) for y in upward])
     figure.label(unit, "x")
     drawn: str = figure.build().string(colorless=not color)
     return "\n".join(line.rstrip() for line in drawn.rstrip().splitlines())
@@ -93,11 +88,9 @@ def lines_of(runs: Sequence[dict[str, Any]], metric: str, axis: str) -> list[Lin
 
 
 def _ticks(first: float, last: float) -> list[float]:
-    return (
-        [first + (last - first) * i / (_TICKS - 1) for i in range(_TICKS)]
-        if last > first
-        else [first]
-    )
+    if last <= first:
+        return [first]
+    return [first + (last - first) * i / (_TICKS - 1) for i in range(_TICKS)]
 
 
 def _tick(value: float, unit: str) -> str:

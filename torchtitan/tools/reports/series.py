@@ -23,9 +23,7 @@ _EXPERTS = {"load_max": "expert_load_max", "entropy": "expert_entropy"}
 
 
 class Curves:
-    """What a run recorded: training records, evenly thinned, and those of validations and
-    benchmarks.
-    """
+    """A run's records: training, evenly thinned, and validations and benchmarks."""
 
     def __init__(
         self,
@@ -43,29 +41,33 @@ class Curves:
         self.others = sorted({p.begin: p for p in others}.values(), key=lambda p: (p.step, p.begin))
         self.sampled = sampled
         self._steps = [p.step for p in self.training]
-        self._tokens = _filled(p.record.get("tokens") for p in self.training)
-        times = (p.record.get("time") for p in self.training)
-        self.began = (
-            began if began is not None else next((time for time in times if time is not None), 0.0)
-        )
+        self._tokens = _filled(self._column("tokens"))
+        if began is None:
+            times = self._column("time")
+            began = next((time for time in times if time is not None), 0.0)
+        self.began = began
+
+    def _column(self, key: str) -> list[float | None]:
+        return [p.record.get(key) for p in self.training]
 
     def axes(self) -> dict[str, list[Any] | None]:
         """A value of each axis for every training record."""
         per_token = self.flops_per_token()
+        flops = None
+        if per_token is not None:
+            flops = _filled(number(per_token * n) for n in self._tokens)
         return {
             "step": self._steps,
             "tokens": self._tokens,
             "hours": _filled(self._hours(p) for p in self.training),
-            "flops": None
-            if per_token is None
-            else _filled(number(per_token * n) for n in self._tokens),
+            "flops": flops,
         }
 
     def metrics(self) -> dict[str, list[float | None]]:
         """The values of each metric, None where a record lacks it."""
         names = {name: None for p in self.training for name in p.record}
         shown = [name for name in names if name not in _AXES and "/" not in name]
-        return {name: [p.record.get(name) for p in self.training] for name in shown}
+        return {name: self._column(name) for name in shown}
 
     def flops_per_token(self) -> float | None:
         """What the run's TFLOP/s count for each token."""
@@ -78,21 +80,19 @@ class Curves:
 
     def validation(self) -> dict[str, dict[str, list[Any]]]:
         """The losses of each validation set; '' is the name of the only one."""
-        found: dict[str, list[tuple[PlacedRecord, float]]] = {}
+        found: dict[str, dict[str, list[Any]]] = {}
         for place in self.others:
-            for key, value in place.record.items():
+            for key, loss in place.record.items():
                 name = key.removeprefix(_VALIDATION)
-                if value is not None and name != key and (not name or name[0] == "/"):
-                    found.setdefault(name[1:], []).append((place, value))
-        return {
-            name: {
-                "step": [p.step for p, _ in points],
-                "loss": [loss for _, loss in points],
-                "tokens": [self._tokens_at(p.step) for p, _ in points],
-                "hours": [self._hours(p) for p, _ in points],
-            }
-            for name, points in found.items()
-        }
+                if loss is None or name == key or name[:1] not in ("", "/"):
+                    continue
+                empty: dict[str, list[Any]] = {"step": [], "loss": [], "tokens": [], "hours": []}
+                curve = found.setdefault(name[1:], empty)
+                curve["step"].append(place.step)
+                curve["loss"].append(loss)
+                curve["tokens"].append(self._tokens_at(place.step))
+                curve["hours"].append(self._hours(place))
+        return found
 
     def evals(self) -> dict[str, dict[str, list[Any]]]:
         """The scores of each benchmark."""
@@ -132,31 +132,39 @@ class Curves:
     @property
     def steps_per_record(self) -> float:
         """Mean number of steps from one record in the file to the next."""
-        return (
-            (self._steps[-1] - self._steps[0]) / (len(self._steps) * self.sampled)
-            if self._steps
-            else 0.0
-        )
+        if not self._steps:
+            return 0.0
+        return (self._steps[-1] - self._steps[0]) / (len(self._steps) * self.sampled)
 
     def step_at(self, tokens: float) -> int:
         """The step after which so many tokens were trained on."""
-        return math.floor(_interpolated(tokens, self._tokens, self._steps)) if self._steps else 0
+        if not self._steps:
+            return 0
+        return math.floor(_interpolated(tokens, self._tokens, self._steps))
 
     def seconds_per_step(self, since: float) -> float | None:
         """The mean since the first record after `since`; None with fewer than two records."""
-        times = [(p.step, p.record.get("time")) for p in self.training]
+        times = zip(self._steps, self._column("time"), strict=True)
         known = [(step, time) for step, time in times if time is not None and time >= since]
-        if len(known) < 2 or known[-1][1] <= known[0][1]:
+        if len(known) < 2:
             return None
-        return (known[-1][1] - known[0][1]) / (known[-1][0] - known[0][0])
+        first_step, first_time = known[0]
+        last_step, last_time = known[-1]
+        if last_time <= first_time:
+            return None
+        return (last_time - first_time) / (last_step - first_step)
 
     def _hours(self, place: PlacedRecord) -> float | None:
         time = place.record.get("time")
-        return None if time is None else (time - self.began) / 3600
+        if time is None:
+            return None
+        return (time - self.began) / 3600
 
     def _tokens_at(self, step: int) -> float | None:
         """Tokens trained on up to `step`, between records in proportion to the steps."""
-        return round(_interpolated(step, self._steps, self._tokens)) if self._steps else None
+        if not self._steps:
+            return None
+        return round(_interpolated(step, self._steps, self._tokens))
 
 
 def read_curves(
@@ -175,11 +183,9 @@ def read_curves(
     """
     with suppress(OSError), JsonLines(path / METRICS) as lines:
         sample = lines.sample(points, is_training)
-        others = (
-            sample.others
-            if sample.whole
-            else [*sample.others, *_checks(lines, sample.found, config)]
-        )
+        others = sample.others
+        if not sample.whole:
+            others = [*others, *_checks(lines, sample.found, config)]
         return Curves(sample.found, others, sample.every, began)
     return Curves(began=began)
 
@@ -195,7 +201,8 @@ def read_window(
     """The training records from `first_step` to `last_step`, thinned to about `points`."""
     with suppress(OSError), JsonLines(path / METRICS) as lines:
         begin = lines.find(first_step)
-        sample = lines.sample(points, is_training, begin, max(begin, lines.find(last_step + 1)))
+        after = max(begin, lines.find(last_step + 1))
+        sample = lines.sample(points, is_training, begin, after)
         return Curves(sample.found, [], sample.every, began)
     return Curves(began=began)
 
@@ -208,8 +215,7 @@ def is_training(record: Record) -> bool:
 def _checks(
     lines: JsonLines, sample: Sequence[PlacedRecord], config: Mapping[str, Any]
 ) -> list[PlacedRecord]:
-    """Records of validations and benchmarks, found by the steps at which the configuration asks for
-    them.
+    """Records of validations and benchmarks, found by the steps that the configuration implies.
 
     Args:
         sample: training records, whose places narrow the search.
@@ -218,9 +224,10 @@ def _checks(
     steps: set[int] = {last}
     for section in ("validation", "eval"):
         freq = config.get(f"{section}.freq")
-        if config.get(f"{section}.enable") is True and type(freq) is int and freq > 0:
-            every = freq * -(-last // (freq * _CHECKS))
-            steps |= set(range(every, last + 1, every)) if every else set()
+        enabled = config.get(f"{section}.enable") is True
+        if last and enabled and type(freq) is int and freq > 0:
+            every = freq * math.ceil(last / (freq * _CHECKS))
+            steps |= set(range(every, last + 1, every))
     known = [place.step for place in sample]
     found: list[PlacedRecord] = []
     for step in sorted(steps):
@@ -228,9 +235,9 @@ def _checks(
         beyond = bisect_right(known, step)
         below = sample[at - 1] if at else None
         above = sample[beyond] if beyond < len(sample) else None
-        found += (
-            place for place in lines.of_step(step, below, above) if not is_training(place.record)
-        )
+        for place in lines.of_step(step, below, above):
+            if not is_training(place.record):
+                found.append(place)
     return found
 
 
@@ -245,25 +252,31 @@ def _in_order(places: Iterable[PlacedRecord]) -> list[PlacedRecord]:
 
 
 def _interpolated(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
-    """The line through points with ascending `xs`, at `x`; before the first one it comes from
-    zero.
-    """
+    """Linear interpolation at `x` between points of ascending `xs`; from zero before the first."""
     at = bisect_left(xs, x)
     if at == len(xs):
         return ys[-1]
-    x_0, y_0 = (xs[at - 1], ys[at - 1]) if at else (0.0, 0.0)
-    return y_0 + (ys[at] - y_0) * (x - x_0) / (xs[at] - x_0) if xs[at] > x_0 else ys[at]
+    x_0 = xs[at - 1] if at else 0.0
+    y_0 = ys[at - 1] if at else 0.0
+    if xs[at] <= x_0:
+        return ys[at]
+    return y_0 + (ys[at] - y_0) * (x - x_0) / (xs[at] - x_0)
 
 
 def _filled(values: Iterable[float | None]) -> list[float]:
     """Values of an axis: never descending, and a missing one like that before it."""
-    return list(accumulate((0.0 if v is None else v for v in values), max))
+    known = (0.0 if value is None else value for value in values)
+    return list(accumulate(known, max))
 
 
 def _curve(places: Iterable[PlacedRecord], keys: Mapping[str, str]) -> dict[str, list[Any]]:
     """The steps and values of those records that have all of `keys`; name in the result to key."""
-    rows = [(p.step, *(p.record.get(key) for key in keys.values())) for p in places]
-    columns = list(zip(*(row for row in rows if None not in row), strict=True)) or [()] * (
-        len(keys) + 1
-    )
-    return {name: list(column) for name, column in zip(("step", *keys), columns, strict=True)}
+    curve: dict[str, list[Any]] = {"step": [], **{name: [] for name in keys}}
+    for place in places:
+        values = {name: place.record.get(key) for name, key in keys.items()}
+        if None in values.values():
+            continue
+        curve["step"].append(place.step)
+        for name, value in values.items():
+            curve[name].append(value)
+    return curve

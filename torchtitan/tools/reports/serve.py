@@ -1,5 +1,4 @@
-"""The server of `torchtitan watch`: a page, and what is new. It only answers GET, and no path of a
-request is opened.
+"""Server of `torchtitan watch`: the page and its updates. GET only; no request opens a path.
 
 A connection is one request, has a thread and a deadline, and there are few at a time; so slow or
 many clients cost a bounded amount. Pages of other sites can't read answers: their requests name
@@ -28,15 +27,14 @@ from torchtitan.tools.reports.collect import live_page
 from torchtitan.tools.reports.live import Live
 from torchtitan.tools.web import content_security_policy
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.limits import QUERY_FIELDS
 
 CONNECTIONS = 32
 """At the same time; others are told to come back."""
 DEADLINE_SECONDS = 20.0
-"""For a request and its answer."""
+"""Time limit of a request and its answer."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _POINTS = 4000
-_MOST_FIELDS = 8
-"""Of a query."""
 _BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"  # noqa: E501
 
 
@@ -83,9 +81,7 @@ class Server(ThreadingHTTPServer):
 
     @property
     def cookie(self) -> str:
-        """The name of the cookie with the token. Cookies don't tell ports apart, and several
-        servers may run.
-        """
+        """Name of the token's cookie, distinct per server since cookies ignore ports."""
         return f"torchtitan-{hashlib.sha256((self.token or '').encode()).hexdigest()[:8]}"
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -156,15 +152,13 @@ class Handler(BaseHTTPRequestHandler):
         """The path and the query of the request; no path if they can't be read."""
         try:
             url = urlsplit(self.path)
-            query = parse_qs(url.query, max_num_fields=_MOST_FIELDS)
+            query = parse_qs(url.query, max_num_fields=QUERY_FIELDS)
         except ValueError:
             return None, {}
         return url.path, {key: values[-1] for key, values in query.items()}
 
     def _names_loopback(self) -> bool:
-        """Whether the host that the client asks for is this machine's loopback, by a name that
-        nobody can redirect.
-        """
+        """Whether the requested host is loopback, by a name that can't be redirected."""
         try:
             return urlsplit(f"//{self.headers.get('Host', '')}").hostname in LOOPBACK
         except ValueError:

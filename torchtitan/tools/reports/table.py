@@ -70,14 +70,13 @@ ORDERS: dict[str, Callable[[Row], Any]] = {
 def read_rows(paths: Sequence[Path], *, with_differences: bool = False) -> list[Row]:
     """A row for each run."""
     folders = [read_folder(path) for path in paths]
-    changed = (
-        [one for one in differences(folders) if one["key"] not in _SHOWN]
-        if with_differences
-        else []
-    )
-    names = run_names(paths)
-    settings = [{one["key"]: one["values"][i] for one in changed} for i in range(len(folders))]
-    return [_row(*columns) for columns in zip(names, folders, settings, strict=True)]
+    changed = differences(folders) if with_differences else []
+    changed = [one for one in changed if one["key"] not in _SHOWN]
+    rows = []
+    for i, (name, folder) in enumerate(zip(run_names(paths), folders, strict=True)):
+        settings = {one["key"]: one["values"][i] for one in changed}
+        rows.append(_row(name, folder, settings))
+    return rows
 
 
 def _row(name: str, folder: Folder, settings: dict[str, Any]) -> Row:
@@ -145,11 +144,9 @@ def as_text(rows: Sequence[Row], *, now: float | None = None) -> str:
     states = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
     table = aligned([heading, *([printable(cell) for cell in line] for line in cells)])
     more = len(differing) - len(keys)
-    note = (
-        f"\n{plural(more, 'more setting')} differ; `torchtitan report` and --json list them"
-        if more
-        else ""
-    )
+    note = ""
+    if more:
+        note = f"\n{plural(more, 'more setting')} differ; `torchtitan report` and --json list them"
     return f"{table}\n\n{plural(len(rows), 'run')}{': ' if states else ''}{states}{note}"
 
 
@@ -173,10 +170,8 @@ def _shown(value: Any, show: Callable[[Any], str]) -> str:
 
 
 def _setting(value: Any) -> str:
-    return (
-        ""
-        if value is None
-        else str(value).lower()
-        if isinstance(value, bool)
-        else cut(str(value), 40)
-    )
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return cut(str(value), 40)

@@ -120,34 +120,27 @@ def time_line(run: Run, width: int) -> list[str]:
     """
     entries = [(one["hours"], one["kind"], one["step"], one["message"]) for one in run["events"]]
     logged = any(kind in ("started", "resumed") for _, kind, _, _ in entries)
-    # which logs nothing
-    entries += (entry for entry in _starts(run["starts"]) if not logged or entry[1] == "killed")
+    for entry in _starts(run["starts"]):
+        if not logged or entry[1] == "killed":  # a killed process logs nothing
+            entries.append(entry)
     entries.sort(key=lambda entry: entry[0])
     rows = []
     for kind, group in groupby(entries, key=lambda entry: entry[1]):
         first, *rest = group
         last = rest[-1] if rest else first
         often = f"{kind} x {len(rest) + 1}" if rest else kind
-        steps = " to ".join(
-            dict.fromkeys(f"{step:,}" for _, _, step, _ in (first, last) if step is not None)
-        )
+        known = [f"{step:,}" for _, _, step, _ in (first, last) if step is not None]
+        steps = " to ".join(dict.fromkeys(known))
         message = cut(last[3], max(width - _BEFORE_MESSAGE, 64))
-        rows.append(
-            [
-                show_duration(first[0] * 3600),
-                printable(cut(often, _KIND)),
-                steps,
-                printable(message),
-            ]
-        )
+        after = show_duration(first[0] * 3600)
+        rows.append([after, printable(cut(often, _KIND)), steps, printable(message)])
     left_out = len(rows) - _LONGEST_LINE
     if left_out > 0:
         rows = rows[:1] + [["", f"{left_out:,} more", "", ""]] + rows[1 + left_out :]
-    return (
-        [f"  {line}" for line in aligned([["after", "event", "step", ""], *rows]).splitlines()]
-        if rows
-        else []
-    )
+    if not rows:
+        return []
+    table = aligned([["after", "event", "step", ""], *rows])
+    return [f"  {line}" for line in table.splitlines()]
 
 
 def _starts(starts: Sequence[dict[str, Any]]) -> Iterator[tuple[float, str, int, str]]:
@@ -157,12 +150,8 @@ def _starts(starts: Sequence[dict[str, Any]]) -> Iterator[tuple[float, str, int,
         where = f"{plural(start['ranks'] or 1, 'rank')}, {layout_name(start['layout'])}"
         changed = " (changed)" if layout not in (None, start["layout"]) else ""
         layout = start["layout"]
-        yield (
-            start["hours"],
-            "resumed" if start["resumed_step"] else "started",
-            start["resumed_step"],
-            where + changed,
-        )
+        kind = "resumed" if start["resumed_step"] else "started"
+        yield start["hours"], kind, start["resumed_step"], where + changed
         if start["end"]:
             kind, _, message = start["end"].partition(": ")
             yield start["last_seen_hours"], kind, start["step"], message
@@ -178,13 +167,16 @@ def _time_by_kind(runs: Sequence[Run]) -> str | None:
         return None
     rows = [["time", *(printable(run["name"]) for run in runs)]]
     for kind in kinds:
-        shares = ((one.get(kind, 0.0), sum(one.values())) for one in seconds)
-        cells = [
-            f"{show_duration(s)}, {show_percent(100 * s / total)}" if s and total else ""
-            for s, total in shares
-        ]
-        rows.append([KINDS[kind], *cells])
+        rows.append([KINDS[kind], *(_share(one, kind) for one in seconds)])
     return aligned(rows)
+
+
+def _share(seconds: dict[str, float], kind: str) -> str:
+    own = seconds.get(kind, 0.0)
+    total = sum(seconds.values())
+    if not own or not total:
+        return ""
+    return f"{show_duration(own)}, {show_percent(100 * own / total)}"
 
 
 def _differences(data: dict[str, Any]) -> str:
@@ -197,9 +189,11 @@ def _differences(data: dict[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    text = (
-        "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    )
+    text = str(value)
+    if value is None:
+        text = "unset"
+    elif isinstance(value, bool):
+        text = text.lower()
     return printable(cut(text, _VALUE))
 
 

@@ -1,4 +1,4 @@
-"""Conversion of checkpoints to and from Hugging Face folders, in one process."""
+"""Checkpoints to and from Hugging Face folders, in one process."""
 
 import importlib.util
 import os
@@ -9,77 +9,23 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
 from torchtitan.checkpoint.commit import checkpoints_at, committed_steps, step_folder, versions
 from torchtitan.checkpoint.hf.export import HFExport
 from torchtitan.checkpoint.hf.folder import read_hf_config
 from torchtitan.checkpoint.hf.weights import import_hf
 from torchtitan.checkpoint.load import Reader
-from torchtitan.checkpoint.manifest import Manifest, first_problem, read_manifest
-from torchtitan.checkpoint.state import check_own_model
+from torchtitan.checkpoint.manifest import read_manifest
+from torchtitan.checkpoint.state import check_averaged, check_own_model, model_of
 from torchtitan.config.load.decode import load_config
 from torchtitan.config.load.extend import recorded_tokenizer
 from torchtitan.config.load.render import to_toml_value
-from torchtitan.config.registry import import_custom
 from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer, tokenizer_file
 from torchtitan.models import ModelSpec, get_spec, hf_map, spec_of_hf
-from torchtitan.utils.errors import ConfigError, DamageError, UserError
+from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.storage import is_remote
 from torchtitan.utils.text import brief
-
-
-def model_of(
-    step: Path, manifest: Manifest, custom_import: str | None = None
-) -> tuple[ModelSpec, Any, str]:
-    """Family, hyper-parameters and tokenizer folder of the model of a checkpoint.
-
-    Args:
-        custom_import: module that registers the family. The one that the checkpoint names is not
-        imported: whoever
-            made the checkpoint would choose code for us to run.
-
-    Raises:
-        UserError: the family is unknown, or the manifest doesn't describe a model of it.
-    """
-    settings = manifest.settings()
-    sizes = dict(manifest.model)
-    name = sizes.pop("name", "")
-    module = settings.get("experimental", {}).get("custom_import")
-    if custom_import:
-        import_custom(custom_import)
-    try:
-        spec = get_spec(str(name))
-    except ConfigError:
-        if custom_import or not module:
-            raise
-        raise UserError(
-            f"{step} is of the model family {name!a}, which the module {module!a} "
-            "registers; if you trust that module, "
-            f"add --custom-import {module!a}"
-        ) from None
-    try:
-        args = type(next(iter(spec.flavors.values()))).model_validate(sizes)
-    except ValidationError as error:
-        raise DamageError(
-            f"{step} is damaged: the model in its manifest: {first_problem(error)}"
-        ) from None
-    return spec, args, str(settings.get("model", {}).get("hf_assets_path", ""))
-
-
-def check_averaged(step: Path, manifest: Manifest) -> None:
-    """
-    Raises:
-        UserError: the checkpoint has no average of the weights.
-    """
-    if "ema" in manifest.tensor_bytes:
-        return
-    if manifest.averaged or manifest.merged:
-        why = f"its weights are {'merged' if manifest.merged else 'the average'}; leave --ema out"
-    else:
-        why = "its run had no ema.enable = true"
-    raise UserError(f"--ema: {step} has no average of the weights: {why}")
 
 
 def to_hf(
@@ -102,14 +48,13 @@ def to_hf(
         assets: folder of the tokenizer; None: that of the run.
         check: whether to compare; None: as far as transformers is installed and memory suffices.
         custom_import: module that registers the model's family.
-        family: export as the Hugging Face class of this family of the same code; None: of the
-        model's own.
+        family: export as the Hugging Face class of this family, which has the same code; None: as
+            that of the model's own.
         averaged: export the average of the weights.
 
     Raises:
         UserError: no such checkpoint, average or tokenizer, `target` exists, the class can't
-        express the model, or what
-            was written isn't the model; nothing is left of it.
+            express the model, or what was written isn't the model; nothing is left of it.
     """
     step = checkpoints_at(source)[-1]
     if target.exists() and any(target.iterdir()):
@@ -139,10 +84,8 @@ def to_hf(
         check=check,
     )
     export.write()
-    print(
-        f"{step} -> {target}: {str(export.dtype).removeprefix('torch.')}, vocabulary "
-        f"{args.vocab_size}"
-    )
+    kind = str(export.dtype).removeprefix("torch.")
+    print(f"{step} -> {target}: {kind}, vocabulary {args.vocab_size}")
     for note in export.notes:
         print(note)
 
@@ -166,8 +109,7 @@ def from_hf(
     toml: str | None,
     check: Callable[[list[str]], object],
 ) -> None:
-    """Convert a Hugging Face folder to the checkpoint `target/step-0`, and write a TOML that trains
-    from it.
+    """Convert a Hugging Face folder to `target/step-0`, and write a TOML that trains from it.
 
     Args:
         family: None: that of its `config.json`.
@@ -175,8 +117,7 @@ def from_hf(
 
     Raises:
         UserError: `source` is not a model of this family, the checkpoint exists, or a run couldn't
-        start from it.
-            Nothing is written.
+            start from it. Nothing is written.
     """
     config = read_hf_config(source)
     if 0 in committed_steps(target):
@@ -205,14 +146,14 @@ def from_hf(
     print(f"{source} -> {step}: {spec.name} {nearest_flavor(spec, args)[0]}, {count:,} parameters")
     if dropout := config.get("attention_dropout"):
         print(
-            f"warning: config.json: attention_dropout is {brief(dropout)}: transformers "
-            "drops that share of the "
-            "attention weights in training, this trainer drops none; evaluation is the same"
+            f"warning: config.json: attention_dropout is {brief(dropout)}: transformers drops that "
+            "share of the attention weights in training, this trainer drops none; evaluation is "
+            "the same"
         )
     if without:
         print(
-            f"{source} has no tokenizer: set model.hf_assets_path in {file} to the "
-            "folder of the model's"
+            f"{source} has no tokenizer: set model.hf_assets_path in {file} to the folder of the "
+            "model's"
         )
     else:
         print(f"Train from it: torchtitan train {file} --training.dataset ...")
@@ -225,10 +166,10 @@ def _check_recipe(
     args: Any,
     check: Callable[[list[str]], object],
 ) -> bool:
-    """Check that a run could start from the TOML, but for the checkpoint, which doesn't exist yet.
+    """Check that a run could start from the TOML, except for the checkpoint, which follows.
 
     Returns:
-        Whether the tokenizer is missing, which the user then has to name.
+        Whether the tokenizer is missing, so that the user has to name one.
 
     Raises:
         ConfigError: it couldn't.
@@ -255,24 +196,16 @@ def nearest_flavor(spec: ModelSpec, args: Any) -> tuple[str, dict[str, Any]]:
     """The flavor nearest to `args`, and the `[model.overrides]` that turn it into them."""
     wanted = args.model_dump()
     del wanted["max_seq_len"]  # follows from training.seq_len
-    changes = {
-        name: {
-            key: "none" if value is None else value
-            for key, value in wanted.items()
-            if sizes[key] != value
-        }
-        for name, sizes in ((name, flavor.model_dump()) for name, flavor in spec.flavors.items())
-    }
+    changes = {}
+    for name, flavor in spec.flavors.items():
+        sizes = flavor.model_dump()
+        differing = {key: value for key, value in wanted.items() if sizes[key] != value}
+        changes[name] = {k: "none" if v is None else v for k, v in differing.items()}
     nearest = min(changes, key=lambda name: len(changes[name]))
     return nearest, changes[nearest]
 
 
-def _recipe(
-    source: Path,
-    step: Path,
-    spec: ModelSpec,
-    args: Any,
-) -> str:
+def _recipe(source: Path, step: Path, spec: ModelSpec, args: Any) -> str:
     """The TOML of a run that starts from `step`."""
     flavor, overrides = nearest_flavor(spec, args)
     checkpoint = str(step) if is_remote(step) else os.path.abspath(step)
@@ -285,15 +218,10 @@ def _recipe(
         "model.overrides": overrides,
         "checkpoint": {"enable": True, "initial_load_path": checkpoint},
     }
-    lines = [
-        f"# Trains from the weights of {source.name}. Add what differs from the "
-        "defaults: data, batch, rate."
-    ]
+    text = "Add what differs from the defaults: data, batch, rate."
+    lines = [f"# Trains from the weights of {source.name}. {text}"]
     for name, table in tables.items():
         if table:
-            lines += [
-                "",
-                f"[{name}]",
-                *(f"{key} = {to_toml_value(value)}" for key, value in table.items()),
-            ]
+            lines += ["", f"[{name}]"]
+            lines += [f"{key} = {to_toml_value(value)}" for key, value in table.items()]
     return "\n".join(lines) + "\n"

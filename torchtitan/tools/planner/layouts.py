@@ -1,0 +1,85 @@
+"""Every layout of a number of ranks, and the configuration that a search starts from."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from torchtitan.config.derive import DEGREE_KEYS, divisors
+from torchtitan.config.features import compiles_blocks
+from torchtitan.config.rules import Facts, problems
+from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.config.sections.schema import Config
+from torchtitan.models import ModelSpec
+from torchtitan.utils.torch_compat import torch_is_before_2_13
+
+_OF_ONE_PIPELINE = (
+    "pipeline_parallel_schedule",
+    "pipeline_parallel_schedule_csv",
+    "pipeline_parallel_microbatch_size",
+    "pipeline_parallel_layers_per_stage",
+    "pipeline_parallel_first_stage_less_layers",
+    "pipeline_parallel_last_stage_less_layers",
+    "module_fqns_per_model_part",
+)
+"""Keys of `[parallelism]` that are for one number of stages."""
+
+
+def any_layout(config: Config, world: int) -> Config:
+    """A configuration that a search on `world` ranks starts from: no layout, valid on one rank.
+
+    The global batch, if the configuration doesn't set it, has as many rows as its own layout gives
+    it: per rank as many as there, unless it sets the degree of FSDP.
+    """
+    p = config.parallelism
+    t = config.training
+    rows = t.global_batch_size
+    if rows == -1:
+        others = p.pipeline_parallel_degree * p.context_parallel_degree * p.tensor_parallel_degree
+        shards = p.data_parallel_shard_degree
+        ranks = world / others if shards == -1 else shards * p.data_parallel_replicate_degree
+        rows = max(1, round(t.local_batch_size * ranks))
+    fresh = Parallelism()
+    reset = {
+        key: getattr(fresh, key)
+        for key in (*DEGREE_KEYS.values(), "expert_parallel_degree", *_OF_ONE_PIPELINE)
+    }
+    reset |= {"data_parallel_shard_degree": 1, "enable_async_tensor_parallel": False}
+    batch = {"global_batch_size": rows, "local_batch_size": rows}
+    return config.model_copy(
+        update={"parallelism": p.model_copy(update=reset), "training": t.model_copy(update=batch)}
+    )
+
+
+def layouts(
+    config: Config,
+    spec: ModelSpec,
+    args: Any,
+    world: int,
+) -> Iterator[Config]:
+    """Every split of `world` ranks into degrees, first those without a pipeline."""
+    tp_multiple = math.gcd(*spec.tensor_parallel_sizes(args).values())
+    facts = Facts(expert_sizes=spec.expert_sizes(args), old_torch=torch_is_before_2_13())
+    experts = next(iter(facts.expert_sizes.values()), 0)
+    async_tp = compiles_blocks(config) and config.compile.backend == "inductor"
+    for pp in divisors(world, 1 if spec.tied_modules(args) else None):
+        for tp in divisors(world // pp):
+            if tp_multiple % tp:
+                continue
+            for cp in divisors(world // pp // tp):
+                ranks = world // pp // tp // cp
+                for replicate in divisors(ranks):
+                    shards = ranks // replicate
+                    degrees = {
+                        "pipeline_parallel_degree": pp,
+                        "data_parallel_replicate_degree": replicate,
+                        "data_parallel_shard_degree": shards,
+                        "context_parallel_degree": cp,
+                        "tensor_parallel_degree": tp,
+                        "enable_async_tensor_parallel": tp > 1 and async_tp,
+                    }
+                    for ep in divisors(math.gcd(experts, shards * cp * tp)) if experts else [1]:
+                        degrees["expert_parallel_degree"] = ep
+                        p = config.parallelism.model_copy(update=degrees)
+                        layout = config.model_copy(update={"parallelism": p})
+                        if not problems(layout, facts):
+                            yield layout

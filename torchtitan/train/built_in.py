@@ -1,0 +1,305 @@
+"""The callbacks of every run. `built_in` lists them in the order in which they are called."""
+
+import gc
+import time
+
+from torchtitan.checkpoint import Checkpointer
+from torchtitan.config.load.render import to_toml_value
+from torchtitan.config.sections.schema import Config, Guard
+from torchtitan.health.hang_watch import Watch
+from torchtitan.health.replicas import check_replicas
+from torchtitan.health.stragglers import Stragglers
+from torchtitan.inference.tasks import Tasks
+from torchtitan.optim.ema import WeightAverage
+from torchtitan.parallel.groups import set_timeout
+from torchtitan.telemetry.metrics import Metrics, describe_sources
+from torchtitan.telemetry.profiler import Profiler
+from torchtitan.telemetry.run_record import RunRecord
+from torchtitan.telemetry.trackers import Record
+from torchtitan.train.callbacks import Callback, Notify, Run
+from torchtitan.train.evaluations import RunTasks, Validate, WriteSamples, stops_early
+from torchtitan.train.folder_locks import HeldFolders
+from torchtitan.train.preflight import Setup
+from torchtitan.train.restore import RunState
+from torchtitan.train.run_info import write_config
+from torchtitan.train.state import Parts
+from torchtitan.train.step import StepResult, max_over_ranks
+from torchtitan.train.telemetry import Telemetry
+from torchtitan.utils.activity import SAVING, phase
+from torchtitan.utils.logging import event, logger
+from torchtitan.utils.text import show_duration
+
+
+def built_in(
+    config: Config,
+    setup: Setup,
+    parts: Parts,
+    state: RunState,
+    checkpointer: Checkpointer,
+    telemetry: Telemetry,
+    folders: HeldFolders,
+    watch: Watch | None,
+    tasks: Tasks | None,
+    notify: Notify,
+) -> tuple[Callback, ...]:
+    """Our callbacks, in order.
+
+    Args:
+        watch: None if the caller owns the process group.
+        tasks: from `load_tasks`.
+        notify: tells all callbacks of validations and saves.
+    """
+    metrics = telemetry.metrics
+    report = Report(metrics, telemetry.run_record, parts)
+    return (
+        WaitForCopy(checkpointer),
+        AverageWeights(parts.average),
+        LimitCollectives(watch),
+        AnnounceStages(),
+        ConfirmFolders(metrics, folders),
+        report,
+        FindStragglers(report, config.guard),
+        Profile(telemetry.profiler),
+        CheckReplicas(checkpointer),  # before a save would make a fault permanent
+        Validate(parts, metrics, notify),
+        WriteSamples(parts.probe, setup.tokenizer, metrics),
+        RunTasks(tasks, parts.probe, setup.tokenizer, metrics),
+        Save(checkpointer, state, setup, notify),
+        CollectGarbage(),
+    )
+
+
+class WaitForCopy(Callback):
+    """Keeps the weights until a save in the background has copied them."""
+
+    def __init__(self, checkpointer: Checkpointer):
+        self.checkpointer = checkpointer
+
+    def before_update(self, run: Run) -> None:
+        with phase("staging", "waiting for a copy of the weights"):
+            self.checkpointer.wait_staged()
+
+
+class AverageWeights(Callback):
+    """Updates the average of the weights: `[ema]`."""
+
+    def __init__(self, average: WeightAverage | None):
+        self.average = average
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if self.average is not None and result.updated:
+            self.average.update(run.progress.step)
+
+
+class LimitCollectives(Callback):
+    """Lowers the time limit of collectives after the first step, with its compilation and lazy
+    set-up.
+    """
+
+    def __init__(self, watch: Watch | None):
+        self.watch = watch
+        self.began = time.monotonic()
+        self.warm = False
+
+    def on_start(self, run: Run) -> None:
+        self.began = time.monotonic()
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if self.warm:
+            return
+        self.warm = True
+        if run.config.compile.enable:
+            seconds = time.monotonic() - self.began
+            logger.info(f"The first step took {show_duration(seconds)}, most of it compilation")
+        limit = run.config.comm.train_timeout_seconds
+        set_timeout(limit)
+        if self.watch is not None:
+            self.watch.limit = limit
+
+
+class AnnounceStages(Callback):
+    """Logs each stage of the data before its first step: `[[training.stages]]`."""
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        training = run.config.training
+        step = run.progress.step + 1
+        for stage in training.stages:
+            if stage.from_step == step <= training.steps:
+                changes = stage.model_dump(exclude_defaults=True, exclude={"from_step"})
+                listed = [f"{key} = {to_toml_value(value)}" for key, value in changes.items()]
+                logger.info(
+                    f"A stage of the data begins with step {step}: {', '.join(listed)}",
+                    extra=event("stage", step, **changes),
+                )
+
+
+class ConfirmFolders(Callback):
+    """Checks, at logged steps, that the run still holds its folders."""
+
+    def __init__(self, metrics: Metrics, folders: HeldFolders):
+        self.metrics = metrics
+        self.folders = folders
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if self.metrics.due(run.progress.step) and not self.folders.confirm():
+            write_config(run.config)
+
+
+class Report(Callback):
+    """Records logged steps: `[metrics]`."""
+
+    def __init__(self, metrics: Metrics, run_record: RunRecord, parts: Parts):
+        self.metrics = metrics
+        self.run_record = run_record
+        self.parts = parts
+        self.record: Record = {}
+        """The last one."""
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        progress = run.progress
+        experts = self.parts.experts
+        self.metrics.count(progress.step, result.tokens)
+        if not self.metrics.due(progress.step):
+            return
+        self.record = self.metrics.log(
+            progress.step,
+            loss=result.loss,
+            max_loss=max_over_ranks(result.local_loss, run.mesh, run.device),
+            grad_norm=result.grad_norm,
+            lr=result.learning_rate,
+            tokens=progress.tokens,
+            skipped=progress.skipped,
+            experts=None if experts is None else experts.take(),
+            sources=self._sources(run),
+            own=run.logged.take(),
+        )
+        self.run_record.heartbeat(progress.step)
+
+    def _sources(self, run: Run) -> Record:
+        """What a record says of each data source, over the steps since the last one."""
+        training = run.config.training
+        tally = self.parts.compute.tally
+        if tally is None:
+            return {}
+        assert run.progress.data is not None
+        positions = run.progress.data.sources
+        sums = tally.take(run.mesh, run.progress.epochs)
+        names = [source.name for source in training.sources]
+        tokens = [positions[name].rows * training.seq_len for name in names]
+        return describe_sources(names, sums, tokens)
+
+    def on_rewind(self, run: Run, step: int) -> None:
+        self.metrics.rewind(step)
+        run.logged.clear()
+        if self.parts.experts is not None:
+            self.parts.experts.take()
+        if self.parts.compute.tally is not None:
+            self.parts.compute.tally.clear()
+
+
+class FindStragglers(Callback):
+    """Names slow ranks at logged steps: `guard.straggler_factor`."""
+
+    def __init__(self, report: Report, config: Guard):
+        self.report = report
+        self.stragglers = Stragglers(config)
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        if self.report.metrics.due(run.progress.step):
+            self.stragglers.check(self.report.record, run.device)
+
+
+class Profile(Callback):
+    """Writes traces and memory snapshots: `[profiling]`."""
+
+    def __init__(self, profiler: Profiler):
+        self.profiler = profiler
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        self.profiler.step(run.progress.step)
+
+    def on_end(self, run: Run, reason: str) -> None:
+        self.profiler.close()
+
+
+class CheckReplicas(Callback):
+    """Compares copies of the weights: `guard.weight_hash_freq`."""
+
+    def __init__(self, checkpointer: Checkpointer):
+        self.checkpointer = checkpointer
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        step = run.progress.step
+        freq = run.config.guard.weight_hash_freq
+        if freq and step % freq == 0:
+            with phase("other", "comparing replicas of the weights"):
+                check_replicas(run.mesh, run.device, step, self.checkpointer)
+
+
+class Save(Callback):
+    """Saves checkpoints: `[checkpoint]`, and when the run is asked to stop."""
+
+    def __init__(self, checkpointer: Checkpointer, state: RunState, setup: Setup, notify: Notify):
+        self.checkpointer = checkpointer
+        self.state = state
+        self.setup = setup
+        self.notify = notify
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        step = run.progress.step
+        stops = stops_early(run, result)
+        if stops and not self.checkpointer.saving:
+            logger.warning(
+                f"Asked to stop: step {step} is lost, as checkpoint.enable = false or "
+                "load_only = true"
+            )
+            return
+        if stops:
+            logger.info(f"Asked to stop: saving step {step}")
+        elif not self.checkpointer.due(step, run.config.training.steps):
+            return
+        with phase("saves", SAVING):
+            self._save(run)
+            if stops:
+                self.checkpointer.close()
+        self.notify("on_save", step)
+
+    def _save(self, run: Run) -> None:
+        config = run.config.checkpoint
+        step = run.progress.step
+        last = step == run.config.training.steps
+        model_only = last and config.last_save_model_only
+        self.checkpointer.save(step, self.state.gather(), model_only=model_only)
+        if last and config.last_save_in_hf:
+            setup = self.setup
+            folder = self.checkpointer.export_hf(step, setup.spec, setup.args, setup.tokenizer)
+            logger.info(f"Exported Hugging Face weights to {folder}")
+
+
+class CollectGarbage(Callback):
+    """Collects garbage on all ranks after the same step: `training.gc_freq`.
+
+    Python's own collection is off during training: it strikes ranks at different times, and each
+    makes all others wait. Objects that exist at the start are never scanned.
+    """
+
+    def on_start(self, run: Run) -> None:
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        training = run.config.training
+        step = run.progress.step
+        if step % training.gc_freq:
+            return
+        with phase("other", "collecting garbage"):
+            found = gc.collect()
+        if training.gc_debug:
+            logger.info(
+                f"step {step}: garbage collection found {found} objects in reference cycles"
+            )
+
+    def on_end(self, run: Run, reason: str) -> None:
+        gc.enable()
+        gc.unfreeze()

@@ -1,0 +1,127 @@
+"""The callbacks that measure the model: validation, samples, benchmarks."""
+
+from typing import Any
+
+from torchtitan.config.sections.evals import Eval, Sampling
+from torchtitan.data.text.tokenizer import Tokenizer
+from torchtitan.inference import generator
+from torchtitan.inference.generator import Continuation, continue_prompts
+from torchtitan.inference.tasks import Tasks, scores
+from torchtitan.telemetry.metrics import Metrics
+from torchtitan.train.callbacks import Callback, Notify, Run
+from torchtitan.train.logits import Probe
+from torchtitan.train.state import Parts
+from torchtitan.train.step import StepResult, averaged_weights
+from torchtitan.utils.activity import note, phase
+
+
+def is_due(run: Run, freq: int) -> bool:
+    """Whether something that happens every `freq` steps, and at the end, follows this step."""
+    step = run.progress.step
+    return step % freq == 0 or step == run.config.training.steps
+
+
+def stops_early(run: Run, result: StepResult) -> bool:
+    """Whether the run was asked to stop and this is not its last step anyway."""
+    return result.stop and run.progress.step < run.config.training.steps
+
+
+class Validate(Callback):
+    """Computes the loss on held-out data: `[validation]`."""
+
+    def __init__(self, parts: Parts, metrics: Metrics, notify: Notify):
+        self.parts = parts
+        self.metrics = metrics
+        self.notify = notify
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        validator = self.parts.validation
+        due = is_due(run, run.config.validation.freq)
+        if validator is None or stops_early(run, result) or not due:
+            return
+        with phase("validation", "validating"):
+            results = [one.record() for one in validator.run()]
+            if run.config.ema.validation:
+                with averaged_weights(self.parts, run.config):
+                    averaged = [one.record() for one in validator.run()]
+                for one, other in zip(results, averaged, strict=True):
+                    one["loss_ema"] = other["loss"]
+                    one["bits_per_byte_ema"] = other["bits_per_byte"]
+        self.metrics.log_validation(run.progress.step, results)
+        self.notify("on_validation", results)
+
+    def on_end(self, run: Run, reason: str) -> None:
+        if self.parts.validation is not None:
+            self.parts.validation.close()
+
+
+class WriteSamples(Callback):
+    """Lets the model continue prompts: `[sampling]`."""
+
+    def __init__(self, probe: Probe | None, tokenizer: Tokenizer, metrics: Metrics):
+        self.probe = probe
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        config = run.config.sampling
+        due = config.prompts and is_due(run, config.freq)
+        if self.probe is None or stops_early(run, result) or not due:
+            return
+        with phase("validation", "writing samples"):
+            samples = self._write(self.probe, config, run)
+        self.metrics.log_samples(run.progress.step, samples)
+
+    def _write(self, probe: Probe, config: Sampling, run: Run) -> list[dict[str, Any]]:
+        tokenizer = self.tokenizer
+        prompts = [
+            tokenizer.encode(text, bos=True) or [tokenizer.eos_id] for text in config.prompts
+        ]
+        rows: list[Continuation] = []
+        for first in range(0, len(prompts), probe.batch):
+            rows += continue_prompts(
+                prompts[first : first + probe.batch],
+                lambda texts: probe.next_logits(texts, tokenizer.vocab_size),
+                generator.Sampling(temperature=config.temperature, seed=config.seed),
+                stop=[tokenizer.eos_id],
+                max_new_tokens=config.max_new_tokens,
+                max_seq_len=probe.max_seq_len,
+                device=run.device,
+            )
+        return [
+            {"prompt": prompt, "text": row.text(tokenizer), "end": row.end}
+            for prompt, row in zip(config.prompts, rows, strict=True)
+        ]
+
+
+class RunTasks(Callback):
+    """Runs benchmarks of lm-eval: `[eval]`."""
+
+    def __init__(
+        self, tasks: Tasks | None, probe: Probe | None, tokenizer: Tokenizer, metrics: Metrics
+    ):
+        self.tasks = tasks
+        self.probe = probe
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        due = is_due(run, run.config.eval.freq)
+        if self.tasks is None or self.probe is None or stops_early(run, result) or not due:
+            return
+        with phase("validation", "running lm-eval"):
+            results = self.tasks.run(self.probe, self.tokenizer)
+        self.metrics.log_evals(run.progress.step, scores(results))
+
+
+def load_tasks(section: Eval) -> Tasks | None:
+    """The tasks of lm-eval, before anything that takes longer; None without `eval.enable`."""
+    if not section.enable:
+        return None
+    note("loading tasks of lm-eval")
+    return Tasks(
+        section.tasks,
+        include_path=section.include_path,
+        num_fewshot=section.num_fewshot,
+        limit=section.limit,
+    )

@@ -1,0 +1,97 @@
+"""What measures and reports a run: metrics, the run record, events, notifications, the profiler."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtitan.config.derive import layout_degrees
+from torchtitan.config.sections.schema import Config
+from torchtitan.telemetry.events import Events
+from torchtitan.telemetry.metrics import Metrics, peak_flops
+from torchtitan.telemetry.notify import start_notifier
+from torchtitan.telemetry.profiler import Profiler
+from torchtitan.telemetry.run_record import RunRecord
+from torchtitan.train.preflight import Setup
+from torchtitan.train.run_info import describe_start
+from torchtitan.utils.device import device_name
+from torchtitan.utils.logging import event, logger
+
+
+class Telemetry:
+    """What this start reports, from its first event to its last."""
+
+    def __init__(
+        self,
+        config: Config,
+        setup: Setup,
+        about: Mapping[str, Any],
+        *,
+        step: int,
+        resumable: bool,
+        began: float,
+    ):
+        """
+        Args:
+            about: from `describe_run`.
+            step: the step of the checkpoint that this start resumes from; 0 from scratch.
+            resumable: the run saves checkpoints.
+            began: when this start began, in seconds since the epoch.
+        """
+        folder = Path(config.job.dump_folder)
+        first_rank = dist.get_rank() == 0
+        self.steps = config.training.steps
+        self.profiler = Profiler(config.profiling, config.job.dump_folder)
+        self.run_record = RunRecord(
+            folder,
+            describe_start(about, config.parallelism),
+            step=step,
+            resumable=resumable,
+            writes=first_rank,
+            began=began,
+        )
+        flops = setup.spec.flops_per_token(setup.args, config.training.seq_len)
+        self.metrics = Metrics(
+            config.metrics,
+            config.job,
+            config.model_dump(),
+            self.run_record,
+            start_step=step,
+            total_steps=self.steps,
+            flops_per_token=flops,
+            peak_flops=peak_flops(device_name(), config.training.mixed_precision_param),
+            experts=setup.n_experts > 0,
+            custom=config.custom,
+            samples=bool(config.sampling.prompts),
+        )
+        self.notifier = start_notifier(config) if first_rank else None
+        listeners = [self.metrics.event]
+        if self.notifier is not None:
+            listeners.append(self.notifier.listen)
+        self.events = Events(
+            folder,
+            writes=first_rank,
+            continues=len(self.run_record.starts) > 1,
+            listeners=listeners,
+        )
+        degrees = layout_degrees(config.parallelism).items()
+        axes = [f"{axis} {degree}" for axis, degree in degrees if degree > 1]
+        begins = f"Resuming after step {step}" if step else "Starting"
+        logger.info(
+            f"{begins}, to train to step {self.steps} on {' x '.join(axes) or 'one rank'}",
+            extra=event("resumed" if step else "started", step),
+        )
+
+    def close(self, step: int, ended: str | None, reason: str, last_loss: float | None) -> None:
+        """
+        Args:
+            ended: from the run record; None on ranks but 0.
+            reason: how this start ended, as in `run.json`.
+            last_loss: the loss of `step`, if this start trained it.
+        """
+        self.events.end(step, ended, last_loss)
+        self.metrics.close(reason)
+        self.run_record.save_trackers()
+        if self.notifier is not None:
+            self.notifier.close()
