@@ -105,7 +105,7 @@ class Recompute:
     pointwise: float
 
 
-def _check_covered(config: Config, args: object) -> None:
+def _check_covered(config: Config, args: TransformerArgs) -> None:
     """
     Raises:
         UserError: the formulas don't cover this model.
