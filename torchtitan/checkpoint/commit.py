@@ -218,7 +218,12 @@ def disposable(
     return [step for step in steps if step not in kept]
 
 
-def purge(folder: Path, keep_latest: int, keep_every: int, newest: int) -> None:
+def purge(
+    folder: Path,
+    keep_latest: int,
+    keep_every: int,
+    newest: int,
+) -> None:
     """Delete what `disposable` names, and log it. `keep_latest` 0 keeps all."""
     gone = disposable(folder, keep_latest, keep_every, newest=newest) if keep_latest else []
     if not gone:

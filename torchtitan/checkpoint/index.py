@@ -94,7 +94,11 @@ def render_index(metadata: Metadata, sums: Mapping[MetadataIndex, int]) -> bytes
             )
             parts.append(part)
         dtype = str(about.properties.dtype).removeprefix("torch.")
-        tensors[name] = {"dtype": dtype, "size": list(about.size), "parts": parts}
+        tensors[name] = {
+            "dtype": dtype,
+            "size": list(about.size),
+            "parts": parts,
+        }
     return json.dumps(tensors, separators=(",", ":")).encode()
 
 
@@ -124,7 +128,11 @@ def data_files(path: Path, manifest: Manifest) -> Lists:
         raise DamageError(f"{path} is damaged: {CONTENTS}: {first_problem(error)}") from None
 
 
-def _listed_bytes(path: Path, manifest: Manifest, name: str) -> bytes:
+def _listed_bytes(
+    path: Path,
+    manifest: Manifest,
+    name: str,
+) -> bytes:
     """A file of the checkpoint `path`, held in memory.
 
     Raises:
@@ -143,7 +151,9 @@ def _listed_bytes(path: Path, manifest: Manifest, name: str) -> bytes:
 
 
 def read_index(
-    path: Path, manifest: Manifest | None = None, content: bytes | None = None
+    path: Path,
+    manifest: Manifest | None = None,
+    content: bytes | None = None,
 ) -> Metadata:
     """The tensors of the checkpoint `path`, after checking that its files can hold them.
 

@@ -59,7 +59,12 @@ class Reader(FileSystemReader):
             self._metadata = read_index(self.path)
         return self._metadata
 
-    def check_files(self, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
+    def check_files(
+        self,
+        manifest: Manifest,
+        part: int = 0,
+        parts: int = 1,
+    ) -> None:
         """Check what reading won't: sizes of all files, and checksums that the index lacks.
 
         Args:
@@ -172,7 +177,11 @@ class Reader(FileSystemReader):
         return tensor
 
 
-def read_tensor(reader: StorageReader, key: str, dtype: torch.dtype | None = None) -> Tensor:
+def read_tensor(
+    reader: StorageReader,
+    key: str,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """One whole tensor of a checkpoint, in its stored dtype or in `dtype`."""
     about = reader.read_metadata().state_dict_metadata[key]
     out = torch.empty(about.size, dtype=dtype or about.properties.dtype)
@@ -181,7 +190,12 @@ def read_tensor(reader: StorageReader, key: str, dtype: torch.dtype | None = Non
     return out
 
 
-def load(state: dict[str, Any], reader: StorageReader, *, no_dist: bool = False) -> None:
+def load(
+    state: dict[str, Any],
+    reader: StorageReader,
+    *,
+    no_dist: bool = False,
+) -> None:
     """Fill the tensors of `state` in place, on all ranks together unless `no_dist`.
 
     Each rank reads what it needs. DCP would send every rank's plan to rank 0, to no use.

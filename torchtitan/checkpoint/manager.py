@@ -116,7 +116,13 @@ class Checkpointer:
         first = step == 1 and self.config.enable_first_step_checkpoint
         return self.saving and (step % self.config.interval == 0 or step == last_step or first)
 
-    def save(self, step: int, train_state: dict[str, Any], *, model_only: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        train_state: dict[str, Any],
+        *,
+        model_only: bool = False,
+    ) -> None:
         """Save after `step`. In the async modes, return as soon as training may continue.
 
         Raises:
@@ -163,7 +169,13 @@ class Checkpointer:
         if (uploader := self._uploader) is not None:
             self._upload.add_done_callback(lambda _: uploader.wake())
 
-    def export_hf(self, step: int, spec: ModelSpec, args: Any, tokenizer: Tokenizer) -> Path:
+    def export_hf(
+        self,
+        step: int,
+        spec: ModelSpec,
+        args: Any,
+        tokenizer: Tokenizer,
+    ) -> Path:
         """Export the checkpoint of `step` as Hugging Face safetensors; returns the folder.
 
         Raises:

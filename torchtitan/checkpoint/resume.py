@@ -85,7 +85,12 @@ def load_newest(
     return None
 
 
-def load_initial(path: Path, trained: Trained, *, model_only: bool) -> Resumed | None:
+def load_initial(
+    path: Path,
+    trained: Trained,
+    *,
+    model_only: bool,
+) -> Resumed | None:
     """Start from a checkpoint of another run.
 
     Returns:
@@ -183,7 +188,12 @@ def _opened(path: Path) -> tuple[Manifest, Reader]:
     return manifest, together(check)
 
 
-def _load(reader: Reader, manifest: Manifest, trained: Trained, exclude: Collection[str]) -> None:
+def _load(
+    reader: Reader,
+    manifest: Manifest,
+    trained: Trained,
+    exclude: Collection[str],
+) -> None:
     """Load the tensors in place.
 
     Raises:

@@ -121,7 +121,11 @@ class CommittingWriter(FileSystemWriter):
         self.committed = committed
         self.beside = beside or {}
         one_file = not file_per_tensor
-        super().__init__(str(final), single_file_per_rank=one_file, sync_files=not is_remote(final))
+        super().__init__(
+            str(final),
+            single_file_per_rank=one_file,
+            sync_files=not is_remote(final),
+        )
         self.fs = _Files()
         self.path = temporary_folder(final)
 

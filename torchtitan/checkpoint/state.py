@@ -106,7 +106,12 @@ def allocate_optimizer_state(optimizer: AnyOptimizer) -> None:
         group["lr"] = rate
 
 
-def read_weights(models: Sequence[nn.Module], path: Path, *, averaged: bool = False) -> None:
+def read_weights(
+    models: Sequence[nn.Module],
+    path: Path,
+    *,
+    averaged: bool = False,
+) -> None:
     """Fill a model, or a rank's stages of it, in place from a checkpoint. Reads only the shards
     that it has.
 
@@ -175,7 +180,9 @@ def differences(state: State, reader: Reader) -> list[str]:
 
 
 def model_of(
-    step: Path, manifest: Manifest, custom_import: str | None = None
+    step: Path,
+    manifest: Manifest,
+    custom_import: str | None = None,
 ) -> tuple[ModelSpec, Any, str]:
     """Family, hyper-parameters and tokenizer folder of the model of a checkpoint.
 

@@ -30,7 +30,11 @@ def crc32(path: Path) -> int:
     return value
 
 
-def crc32_of_end(before: int, whole: int, length: int) -> int:
+def crc32_of_end(
+    before: int,
+    whole: int,
+    length: int,
+) -> int:
     """CRC-32 of the last `length` bytes of what has the sum `whole`, and `before` without them."""
     return whole ^ _multiply(_power(8 * length), before)
 
@@ -96,7 +100,12 @@ class SummedPart(io.RawIOBase):
     in one piece into its memory. So the ends are kept here, and the rest passes through.
     """
 
-    def __init__(self, file: Any, start: int, length: int):
+    def __init__(
+        self,
+        file: Any,
+        start: int,
+        length: int,
+    ):
         """
         Args:
             file: unbuffered, with `seek` and `readinto`.

@@ -108,7 +108,11 @@ def send(
     return sent
 
 
-def _begun(target: Path, seal: bytes, rank: int) -> bool:
+def _begun(
+    target: Path,
+    seal: bytes,
+    rank: int,
+) -> bool:
     """Whether the files at the URL belong to the manifest of this SHA-256; rank 0 makes sure."""
     found = _read(target / MARK)
     if found == seal or rank != 0:

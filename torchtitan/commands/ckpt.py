@@ -196,21 +196,41 @@ def parser() -> argparse.ArgumentParser:
     averages = "take the average of the weights, which the run kept with ema.enable"
 
     command = commands.add_parser("inspect", help="list checkpoints, or the contents of one")
-    command.add_argument("path", type=path_argument, help="checkpoint, or folder of them")
-    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument(
+        "path",
+        type=path_argument,
+        help="checkpoint, or folder of them",
+    )
+    command.add_argument(
+        "--json",
+        action="store_true",
+        help="print JSON",
+    )
     command.set_defaults(run=inspect)
 
     command = commands.add_parser(
         "verify", help="compare every file with its checksum; exit code 1 if one differs"
     )
-    command.add_argument("path", type=path_argument, help="checkpoint, or folder of them")
+    command.add_argument(
+        "path",
+        type=path_argument,
+        help="checkpoint, or folder of them",
+    )
     command.set_defaults(run=verify)
 
     command = commands.add_parser(
         "diff", help="compare two checkpoints; exit code 1 if they differ"
     )
-    command.add_argument("a", type=path_argument, help="checkpoint, or folder of them")
-    command.add_argument("b", type=path_argument, help="checkpoint, or folder of them")
+    command.add_argument(
+        "a",
+        type=path_argument,
+        help="checkpoint, or folder of them",
+    )
+    command.add_argument(
+        "b",
+        type=path_argument,
+        help="checkpoint, or folder of them",
+    )
     command.add_argument(
         "--tolerance",
         type=float,
@@ -230,7 +250,11 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "prune", help="delete old checkpoints, never the newest that can be resumed"
     )
-    command.add_argument("path", type=path_argument, help="folder of checkpoints")
+    command.add_argument(
+        "path",
+        type=path_argument,
+        help="folder of checkpoints",
+    )
     command.add_argument(
         "--keep-latest",
         type=count,
@@ -245,13 +269,21 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="also keep multiples of N",
     )
-    command.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+    command.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="only print what would be deleted",
+    )
     command.set_defaults(run=prune)
 
     command = commands.add_parser(
         "upload", help="copy checkpoints to object storage, as far as they aren't there"
     )
-    command.add_argument("path", type=path_argument, help="checkpoint, or folder of them")
+    command.add_argument(
+        "path",
+        type=path_argument,
+        help="checkpoint, or folder of them",
+    )
     command.add_argument(
         "target",
         type=path_argument,
@@ -261,12 +293,26 @@ def parser() -> argparse.ArgumentParser:
     command.set_defaults(run=upload)
 
     command = commands.add_parser("to-hf", help="export Hugging Face safetensors")
-    command.add_argument("source", type=path_argument, help="checkpoint, or folder of them")
-    command.add_argument("target", type=path_argument, help="folder to create")
-    command.add_argument("--ema", action="store_true", help=averages)
+    command.add_argument(
+        "source",
+        type=path_argument,
+        help="checkpoint, or folder of them",
+    )
+    command.add_argument(
+        "target",
+        type=path_argument,
+        help="folder to create",
+    )
+    command.add_argument(
+        "--ema",
+        action="store_true",
+        help=averages,
+    )
     dtypes = ["float32", "bfloat16", "float16"]
     command.add_argument(
-        "--dtype", choices=dtypes, help="dtype of the weights (default: as stored)"
+        "--dtype",
+        choices=dtypes,
+        help="dtype of the weights (default: as stored)",
     )
     command.add_argument(
         "--assets", help="folder of the tokenizer (default: model.hf_assets_path of the run)"
@@ -297,9 +343,15 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "from-hf", help="convert a Hugging Face model, to start a run from"
     )
-    command.add_argument("source", type=Path, help="folder with config.json and safetensors")
     command.add_argument(
-        "target", type=path_argument, help="folder to create, for step-0 and train.toml"
+        "source",
+        type=Path,
+        help="folder with config.json and safetensors",
+    )
+    command.add_argument(
+        "target",
+        type=path_argument,
+        help="folder to create, for step-0 and train.toml",
     )
     command.add_argument(
         "--model", help="model family, as in model.name (default: that of config.json)"
@@ -329,7 +381,11 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         help="shares in the mean, in their order (default: equal)",
     )
-    command.add_argument("--ema", action="store_true", help=averages)
+    command.add_argument(
+        "--ema",
+        action="store_true",
+        help=averages,
+    )
     command.add_argument(
         "--dtype",
         choices=dtypes,

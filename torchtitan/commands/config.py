@@ -35,7 +35,10 @@ def explain(resolved: Resolved) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="torchtitan config", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="torchtitan config",
+        description=__doc__,
+    )
     parser.add_argument(
         "--world",
         type=count,

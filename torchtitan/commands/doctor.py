@@ -14,7 +14,10 @@ from torchtitan.utils.errors import UserError
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="torchtitan doctor", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="torchtitan doctor",
+        description=__doc__,
+    )
     parser.add_argument(
         "folder",
         type=Path,

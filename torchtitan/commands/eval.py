@@ -65,7 +65,12 @@ def _eval(argv: list[str], rank: int) -> int:
         }
         probe = load_probe(source, tokenizer, layout, **sizes)
         bootstrap = _BOOTSTRAP if rank == 0 else 0
-        results = tasks.run(probe, tokenizer, bootstrap=bootstrap, by_file=source.hugging_face)
+        results = tasks.run(
+            probe,
+            tokenizer,
+            bootstrap=bootstrap,
+            by_file=source.hugging_face,
+        )
     if rank == 0:
         _report(str(source.folder), results, scores(results), options.output)
     return 0
@@ -103,14 +108,22 @@ def parser() -> argparse.ArgumentParser:
         custom_import="the model's family",
     )
     add = parser.add_argument
-    add("--tasks", required=True, help="names of tasks, groups or tags, with commas between them")
+    add(
+        "--tasks",
+        required=True,
+        help="names of tasks, groups or tags, with commas between them",
+    )
     add("--include-path", help="folder with task files of your own, whose Python functions are run")
     add(
         "--num-fewshot",
         type=int,
         help="solved examples before each question (default: what each task says)",
     )
-    add("--limit", type=count, help="only this many documents of each task (default: all)")
+    add(
+        "--limit",
+        type=count,
+        help="only this many documents of each task (default: all)",
+    )
     add(
         "--max-length",
         type=count,

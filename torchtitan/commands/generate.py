@@ -31,7 +31,11 @@ def main(argv: list[str]) -> int:
     return reported_once(lambda: _generate(parser().parse_args(argv), rank, world), rank)
 
 
-def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
+def _generate(
+    options: argparse.Namespace,
+    rank: int,
+    world: int,
+) -> int:
     if problems := list(_option_problems(options)):
         raise ConfigError(problems)
     texts = _prompts(options)
@@ -145,7 +149,9 @@ def _option_problems(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _model_problems(
-    source: "ModelSource", prompts: Sequence[list[int]], world: int
+    source: "ModelSource",
+    prompts: Sequence[list[int]],
+    world: int,
 ) -> Iterator[str]:
     sizes = source.spec.tensor_parallel_sizes(source.args)
     if wrong := ", ".join(f"{name} {size}" for name, size in sizes.items() if size % world):
@@ -213,5 +219,9 @@ def parser() -> argparse.ArgumentParser:
         default=0,
         help="same seed and prompt, same text (default: %(default)s)",
     )
-    add("--json", action="store_true", help="print one JSON object instead of text")
+    add(
+        "--json",
+        action="store_true",
+        help="print one JSON object instead of text",
+    )
     return parser

@@ -55,7 +55,11 @@ def parser() -> argparse.ArgumentParser:
         help=f"{CPU} (this machine's), {', '.join(load_hardware())}, or a TOML file",
     )
     number = parser.add_mutually_exclusive_group()
-    number.add_argument("--devices", metavar="N", help="number of GPUs, on all nodes together")
+    number.add_argument(
+        "--devices",
+        metavar="N",
+        help="number of GPUs, on all nodes together",
+    )
     number.add_argument(
         "--nodes",
         type=count,
@@ -69,9 +73,21 @@ def parser() -> argparse.ArgumentParser:
         help="GPUs that a launcher starts ranks on (the hardware's)",
     )
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--tokens", metavar="N", help="tokens to train on, as 160B or 1.6e11")
-    length.add_argument("--hours", metavar="N", help="or hours to train")
-    add("--seq-len", metavar="N", help="tokens of a row (256 for debug models, else 4096)")
+    length.add_argument(
+        "--tokens",
+        metavar="N",
+        help="tokens to train on, as 160B or 1.6e11",
+    )
+    length.add_argument(
+        "--hours",
+        metavar="N",
+        help="or hours to train",
+    )
+    add(
+        "--seq-len",
+        metavar="N",
+        help="tokens of a row (256 for debug models, else 4096)",
+    )
     add(
         "--choose",
         type=count,
@@ -83,8 +99,16 @@ def parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         help="write a Slurm job (if there are several nodes)",
     )
-    add("--yes", action="store_true", help="take all defaults instead of asking")
-    add("--force", action="store_true", help="overwrite the files of an earlier project")
+    add(
+        "--yes",
+        action="store_true",
+        help="take all defaults instead of asking",
+    )
+    add(
+        "--force",
+        action="store_true",
+        help="overwrite the files of an earlier project",
+    )
     add_job_options(parser)
     return parser
 
@@ -97,7 +121,10 @@ def main(argv: list[str]) -> int:
     given = _given(flags)
     if options.folder:
         _check_folder(Path(options.folder), force=options.force)
-    asker = Asker(interactive=sys.stdin.isatty() and sys.stdout.isatty(), accept=options.yes)
+    asker = Asker(
+        interactive=sys.stdin.isatty() and sys.stdout.isatty(),
+        accept=options.yes,
+    )
     request, measured = _ask(options, asker, given)
     per_node = options.gpus_per_node or devices_per_host(request.hardware)
     if request.on_cpu and not request.data.is_here:
@@ -148,7 +175,11 @@ def _check_folder(folder: Path, *, force: bool) -> None:
         )
 
 
-def _ask(options: argparse.Namespace, asker: Asker, given: Choices) -> tuple[Request, str | None]:
+def _ask(
+    options: argparse.Namespace,
+    asker: Asker,
+    given: Choices,
+) -> tuple[Request, str | None]:
     """What the flags and the answers say; and the file of this machine's CPU, if it was
     measured.
     """

@@ -24,7 +24,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="JOB|FOLDER",
         help="123, 123_4, or the folder of runs (all jobs of the user)",
     )
-    add("--logs", action="store_true", help="print the ends of the logs instead")
+    add(
+        "--logs",
+        action="store_true",
+        help="print the ends of the logs instead",
+    )
     add(
         "--lines",
         type=count,
@@ -32,7 +36,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="of each log (20)",
     )
-    add("--follow", action="store_true", help="keep printing what is added")
+    add(
+        "--follow",
+        action="store_true",
+        help="keep printing what is added",
+    )
     return parser
 
 

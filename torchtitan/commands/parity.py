@@ -22,7 +22,10 @@ TIMEOUT = 3600
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="torchtitan parity", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="torchtitan parity",
+        description=__doc__,
+    )
     parser.add_argument(
         "--nproc-per-node",
         type=count,

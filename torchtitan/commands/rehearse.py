@@ -53,8 +53,16 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="layers of each stage that run (default: 1; 2 without a pipeline)",
     )
-    add("--every-layer", action="store_true", help="run all layers")
-    add("--json", metavar="FILE", help="write the result as JSON")
+    add(
+        "--every-layer",
+        action="store_true",
+        help="run all layers",
+    )
+    add(
+        "--json",
+        metavar="FILE",
+        help="write the result as JSON",
+    )
     return parser
 
 

@@ -58,7 +58,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="write a page with charts, which opens without a network",
     )
-    add("--json", action="store_true", help="print everything as JSON")
+    add(
+        "--json",
+        action="store_true",
+        help="print everything as JSON",
+    )
     return parser
 
 

@@ -49,7 +49,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help="%(choices)s (default: %(default)s)",
     )
-    add("--reverse", action="store_true", help="reverse the order")
+    add(
+        "--reverse",
+        action="store_true",
+        help="reverse the order",
+    )
     add(
         "--differences",
         action="store_true",

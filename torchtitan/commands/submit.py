@@ -94,9 +94,21 @@ def parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="of the runs (<job.dump_folder>-grid)",
     )
-    add("--local", action="store_true", help="run them here, one after the other, instead")
-    add("--dry-run", action="store_true", help="print what would be written, and write nothing")
-    add("--submit", action="store_true", help="submit the job too")
+    add(
+        "--local",
+        action="store_true",
+        help="run them here, one after the other, instead",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print what would be written, and write nothing",
+    )
+    add(
+        "--submit",
+        action="store_true",
+        help="submit the job too",
+    )
     return parser
 
 
@@ -137,7 +149,11 @@ def main(argv: list[str]) -> int:
     return _run_here(options, batch) if options.local else _write(options, batch)
 
 
-def _checked(options: argparse.Namespace, overrides: list[str], runs: list[GridRun]) -> _Batch:
+def _checked(
+    options: argparse.Namespace,
+    overrides: list[str],
+    runs: list[GridRun],
+) -> _Batch:
     """Check every run as its nodes will.
 
     Raises:

@@ -77,7 +77,11 @@ class Meter:
         now = time.monotonic()
         rate = self.tokens / max(now - self.start, 1e-9)
         what = f"{plural(self.documents, 'document')}, {show_rate(rate)} tokens/s"
-        self.bar.update(self.task, completed=self.read, description=what)
+        self.bar.update(
+            self.task,
+            completed=self.read,
+            description=what,
+        )
         if self.bar.disable and now - self.reported > _REPORT_SECONDS:
             self.reported = now
             left = (self.size - self.read) * (now - self.start) / max(self.read, 1)
@@ -139,7 +143,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="documents per file (100000)",
     )
-    parser.add_argument("--name", default="tokens", help="prefix of the files' names (tokens)")
+    parser.add_argument(
+        "--name",
+        default="tokens",
+        help="prefix of the files' names (tokens)",
+    )
     return parser
 
 

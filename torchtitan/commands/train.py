@@ -234,7 +234,9 @@ def count_gpus() -> int:
         )
     try:
         listed = subprocess.run(
-            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True
+            ["nvidia-smi", "--list-gpus"],
+            capture_output=True,
+            text=True,
         ).stdout
     except OSError:
         return 0
@@ -288,7 +290,11 @@ def check(
 # ---- failing
 
 
-def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
+def _cause(
+    config: Config,
+    first: int,
+    failures: Mapping[int, Any],
+) -> str:
     """Why the run failed: from the reports of the ranks that failed, else from the first one's exit
     code.
     """

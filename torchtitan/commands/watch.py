@@ -28,7 +28,10 @@ POLL_SECONDS = 1.0
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="torchtitan watch", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="torchtitan watch",
+        description=__doc__,
+    )
     parser.add_argument(
         "folders",
         type=Path,
@@ -127,7 +130,11 @@ def _listen(
         ) from None
 
 
-def _hint(options: argparse.Namespace, server: Server, where: str) -> str:
+def _hint(
+    options: argparse.Namespace,
+    server: Server,
+    where: str,
+) -> str:
     """How to open the page from another machine."""
     here = socket.gethostname()
     if options.socket is not None:

@@ -72,7 +72,12 @@ class Registry(Generic[T]):
     others.
     """
 
-    def __init__(self, key: str, what: str, built_in: Collection[str] = ()):
+    def __init__(
+        self,
+        key: str,
+        what: str,
+        built_in: Collection[str] = (),
+    ):
         """
         Args:
             key: the key of the configuration that chooses.
@@ -88,7 +93,12 @@ class Registry(Generic[T]):
         """Registered name to the class of its keys."""
         return {name: entry.keys for name, entry in self._entries.items()}
 
-    def add(self, name: str, value: T, keys: type[Section] | None = None) -> T:
+    def add(
+        self,
+        name: str,
+        value: T,
+        keys: type[Section] | None = None,
+    ) -> T:
         """Register `value` as `name`, with keys of its own in `[custom.NAME]`."""
         self._entries[name] = _Entry(value, keys)
         return value
@@ -157,7 +167,11 @@ class Functions(Registry[Callable[..., Any]]):
         return partial(make, keys=custom.tables[name or ""])
 
 
-def _clash(registry: Registry[Any], name: str, make: Callable[..., Any]) -> str | None:
+def _clash(
+    registry: Registry[Any],
+    name: str,
+    make: Callable[..., Any],
+) -> str | None:
     """Why `name` isn't free. A reloaded module may register it again. Two kinds can't share it:
     keys share a table.
     """

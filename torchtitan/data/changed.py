@@ -142,5 +142,9 @@ class ContentsRecord:
         )
 
 
-def _files(lists: Callable[[], Lists], section: str, name: str) -> Sequence[DataFile]:
+def _files(
+    lists: Callable[[], Lists],
+    section: str,
+    name: str,
+) -> Sequence[DataFile]:
     return lists().get(section, {}).get(name, ())

@@ -336,4 +336,8 @@ class StepLoader:
 
 def _beginning(step: int) -> DataPosition:
     """The position before a step at which no source has been read."""
-    return DataPosition(step=step, shares=Shares().position(), sources={})
+    return DataPosition(
+        step=step,
+        shares=Shares().position(),
+        sources={},
+    )

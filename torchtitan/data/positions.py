@@ -153,7 +153,11 @@ def joined(parts: Sequence[DataPosition]) -> DataPosition:
             for part in parts:
                 lanes |= part.sources[name].lanes or {}
             sources[name] = source.model_copy(update={"lanes": lanes})
-    return DataPosition(step=first.step, shares=first.shares, sources=sources)
+    return DataPosition(
+        step=first.step,
+        shares=first.shares,
+        sources=sources,
+    )
 
 
 def json_fault(value: object, depth: int = 0) -> tuple[str, str] | None:

@@ -121,7 +121,11 @@ class Source(ABC):
         """
 
 
-def open_source(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
+def open_source(
+    spec: DataSpec,
+    source: config.Source,
+    retry: Retry,
+) -> Source:
     """Open token files (`.bin`), local documents, or else a stream from the Hugging Face hub.
 
     Raises:
@@ -130,7 +134,11 @@ def open_source(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
     return retry("the beginning", lambda: _open(spec, source, retry))
 
 
-def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
+def _open(
+    spec: DataSpec,
+    source: config.Source,
+    retry: Retry,
+) -> Source:
     section = spec.key(source)
     make = spec.custom.get(source.dataset)
     if make is None and source.dataset_path is not None:

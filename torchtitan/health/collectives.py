@@ -59,7 +59,11 @@ class Collective:
         return f"{during}, at {self.at}"
 
 
-def describe_group(description: str, ranks: tuple[int, ...], degrees: Mapping[str, int]) -> str:
+def describe_group(
+    description: str,
+    ranks: tuple[int, ...],
+    degrees: Mapping[str, int],
+) -> str:
     """torch's description of a group in words.
 
     Args:
@@ -87,7 +91,12 @@ def minority(
     return few, most
 
 
-def different_calls(few: list[int], one: Collective, most: list[int], other: Collective) -> str:
+def different_calls(
+    few: list[int],
+    one: Collective,
+    most: list[int],
+    other: Collective,
+) -> str:
     """The sentence about ranks that entered `one` where most entered `other`."""
     root = other_root = ""
     if one.root != other.root:

@@ -66,7 +66,12 @@ class SpikeDetector:
         """Whether a spike changes the update. If so, all ranks must judge bit-identical numbers."""
         return self.config.policy in ("skip", "rewind")
 
-    def judge(self, step: int, loss: float, grad_norm: float) -> Spike | None:
+    def judge(
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+    ) -> Spike | None:
         """Record the outcome of a step; the spike, if it is one."""
         config = self.config
         values = {"loss": loss, "grad_norm": grad_norm}
@@ -162,7 +167,12 @@ class Guard:
         self.journal = Path(dump_folder, "guard.jsonl")
         self._spike: Spike | None = None
 
-    def approve(self, step: int, loss: float, grad_norm: float) -> bool:
+    def approve(
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+    ) -> bool:
         """Whether to update the weights with this step's gradients.
 
         Raises:
@@ -239,7 +249,11 @@ class Guard:
         )
         if dist.get_rank() == 0:
             with self.journal.open("a") as file:
-                line = {"step": spike.step, **about, "time": time.time()}
+                line = {
+                    "step": spike.step,
+                    **about,
+                    "time": time.time(),
+                }
                 file.write(json.dumps(line) + "\n")
         return resumed
 

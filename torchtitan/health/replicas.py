@@ -76,7 +76,11 @@ def fingerprint(value: Tensor) -> Tensor:
     return total
 
 
-def disagreements(tensors: Mapping[str, Tensor], mesh: Mesh, device: torch.device) -> list[str]:
+def disagreements(
+    tensors: Mapping[str, Tensor],
+    mesh: Mesh,
+    device: torch.device,
+) -> list[str]:
     """Copies that differ, each as tensor, mesh axis and ranks; the same list on every rank.
 
     Args:

@@ -38,7 +38,10 @@ class Stragglers:
             logger.warning(text, extra=event("straggler", step, rank=rank))
 
     def observe(
-        self, compute: Sequence[float], data: Sequence[float], step_time: float
+        self,
+        compute: Sequence[float],
+        data: Sequence[float],
+        step_time: float,
     ) -> dict[int, str]:
         """The ranks to name, each with what it is slow at.
 

@@ -75,7 +75,12 @@ class Continuation:
 class _Cache:
     """The positions of one forward's tokens, for all layers, which keep their keys and values."""
 
-    def __init__(self, model: Any, rows: int, places: int):
+    def __init__(
+        self,
+        model: Any,
+        rows: int,
+        places: int,
+    ):
         self.rows = rows
         self.places = places
         for module in model.modules():
@@ -128,17 +133,29 @@ class _CachedAttention:
         values = values[:, :, : cache.span]
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
-            q, keys, values, attn_mask=cache.visible, enable_gqa=grouped
+            q,
+            keys,
+            values,
+            attn_mask=cache.visible,
+            enable_gqa=grouped,
         )
 
 
-def noise_generator(seed: int, prompt: Sequence[int], device: torch.device) -> torch.Generator:
+def noise_generator(
+    seed: int,
+    prompt: Sequence[int],
+    device: torch.device,
+) -> torch.Generator:
     """A random generator that depends on the prompt, and not on the rest of its batch."""
     digest = hashlib.sha256(f"{seed}:{list(prompt)}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def sample(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+def sample(
+    logits: Tensor,
+    sampling: Sampling,
+    generators: Sequence[torch.Generator],
+) -> Tensor:
     """Sample one token per row.
 
     The argmax of logits plus Gumbel noise is a sample of their softmax (Gumbel, 1954). Noise is
@@ -281,7 +298,12 @@ class TextGenerator:
             lengths = [first + 1 for first in begin]
             tokens = drawn.cpu()[:, None]
 
-    def _logits(self, tokens: Tensor, begin: Sequence[int], last: Sequence[int]) -> Tensor:
+    def _logits(
+        self,
+        tokens: Tensor,
+        begin: Sequence[int],
+        last: Sequence[int],
+    ) -> Tensor:
         """The logits of the next token, `[b, vocab]` fp32.
 
         Args:

@@ -137,7 +137,13 @@ class _Row:
 class HarnessModel(TemplateLM):
     """Scores and continues texts for lm-eval."""
 
-    def __init__(self, logits: Logits, tokenizer: Tokenizer, *, by_file: bool = False):
+    def __init__(
+        self,
+        logits: Logits,
+        tokenizer: Tokenizer,
+        *,
+        by_file: bool = False,
+    ):
         """
         Args:
             by_file: as for `EvalTokenizer`.

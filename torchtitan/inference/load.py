@@ -57,7 +57,12 @@ class ModelSource:
     """Builds a registered tokenizer; None for the built-in kinds."""
 
 
-def find(path: str, custom_import: str | None = None, *, averaged: bool = False) -> ModelSource:
+def find(
+    path: str,
+    custom_import: str | None = None,
+    *,
+    averaged: bool = False,
+) -> ModelSource:
     """Find the model in a checkpoint, a folder of checkpoints, a run's folder, or a Hugging Face
     model's folder.
 
@@ -200,7 +205,11 @@ def load(
     model.to(getattr(torch, dtype or usual))
     if mesh is not None:
         apply_tensor_parallel(
-            model, mesh, source.spec.tensor_parallel_styles, sharded_loss=False, float8=False
+            model,
+            mesh,
+            source.spec.tensor_parallel_styles,
+            sharded_loss=False,
+            float8=False,
         )
     model.to_empty(device=device)
     model.init_buffers()  # on the CPU, as in training

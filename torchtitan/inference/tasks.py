@@ -70,7 +70,10 @@ class Tasks:
         # lm-eval's own tasks are 15,000 files, which take seconds to index.
         manager = None
         if self.include_path:
-            manager = TaskManager(include_path=self.include_path, include_defaults=False)
+            manager = TaskManager(
+                include_path=self.include_path,
+                include_defaults=False,
+            )
         if manager is None or not all(manager.match_tasks([name]) for name in self.names):
             manager = TaskManager(include_path=self.include_path)
         for name in self.names:

@@ -168,7 +168,11 @@ def tied_modules(args: DecoderArgs) -> tuple[str, ...]:
     return ("tok_embeddings", "output") if args.tie_embeddings else ()
 
 
-def tiny(args: DecoderArgs, layers: int, heads: int) -> dict[str, int]:
+def tiny(
+    args: DecoderArgs,
+    layers: int,
+    heads: int,
+) -> dict[str, int]:
     """Overrides that shrink the model to `layers` blocks and `heads` key-value heads, for fast
     tests on a CPU.
     """

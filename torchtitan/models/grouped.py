@@ -14,7 +14,11 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 
-def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def grouped_mm(
+    rows: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+) -> Tensor:
     """Multiply rows `[n, inputs]` by the weights `[groups, outputs, inputs]` of their groups: `[n,
     outputs]`.
 
@@ -44,7 +48,11 @@ def _grouped_mm(
 
 
 @torch.library.custom_op("torchtitan::grouped_outer", mutates_args=())
-def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+def _grouped_outer(
+    left: Tensor,
+    right: Tensor,
+    ends: Tensor,
+) -> Tensor:
     """For each group, the product of its columns `[m, n]^T` and rows `[n, k]`: `[groups, m, k]`."""
     if left.device.type == "cuda":
         return F.grouped_mm(left.t(), right, offs=ends)
@@ -69,11 +77,19 @@ def _(
 
 
 @_grouped_outer.register_fake
-def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+def _(
+    left: Tensor,
+    right: Tensor,
+    ends: Tensor,
+) -> Tensor:
     return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep(
+    ctx: Any,
+    inputs: tuple[Any, ...],
+    output: Tensor,
+) -> None:
     rows, weight, ends, ctx.transposed = inputs
     ctx.save_for_backward(rows, weight, ends)
 

@@ -62,7 +62,13 @@ def _attend_cuda(
     if isinstance(mask, PackedDocuments):
         return attend_documents(q, k, v, mask)
     grouped = q.shape[1] != k.shape[1]
-    return _compiled_flex_attention()(q, k, v, block_mask=mask, enable_gqa=grouped)
+    return _compiled_flex_attention()(
+        q,
+        k,
+        v,
+        block_mask=mask,
+        enable_gqa=grouped,
+    )
 
 
 @functools.cache
@@ -100,7 +106,11 @@ def _compiled_create_block_mask() -> Callable[..., Mask]:
     return torch.compile(create_block_mask, dynamic=False)
 
 
-def document_mask(documents: Tensor, positions: Tensor, dtype: torch.dtype) -> Mask:
+def document_mask(
+    documents: Tensor,
+    positions: Tensor,
+    dtype: torch.dtype,
+) -> Mask:
     """A causal mask within documents: a token sees itself and earlier tokens of its document.
 
     Args:
@@ -127,7 +137,11 @@ def document_mask(documents: Tensor, positions: Tensor, dtype: torch.dtype) -> M
     return (same & causal)[:, None]
 
 
-def block_mask(documents: Tensor, positions: Tensor, create: Callable[..., Mask]) -> Mask:
+def block_mask(
+    documents: Tensor,
+    positions: Tensor,
+    create: Callable[..., Mask],
+) -> Mask:
     """`document_mask` for FlexAttention, on any device.
 
     Args:
@@ -177,7 +191,11 @@ def rope_cache(freqs: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
     """Rotate `x` `[b, s, heads, d]`, in fp32, by `cos` and `sin`, each `[s, d]` or `[b, s, d]`.
 
     Feature i is paired with feature i + d/2.

@@ -149,7 +149,12 @@ class Router(nn.Module):
             return (turns % self.n_experts).view(rows, seq_len, self.top_k)
         return top_k(probabilities + self.expert_bias, self.top_k)
 
-    def _losses(self, scores: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
+    def _losses(
+        self,
+        scores: Tensor,
+        probabilities: Tensor,
+        counts: Tensor,
+    ) -> Tensor:
         """Auxiliary losses of each token, `[b, s]`: linear in its probabilities, given the shares.
 
         A row's loss uses the shares of its experts. The loss of the global batch uses those of the
@@ -184,10 +189,19 @@ def top_k(scores: Tensor, k: int) -> Tensor:
     return last - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
 
 
-def _count(chosen: Tensor, counted: Tensor, n_experts: int) -> Tensor:
+def _count(
+    chosen: Tensor,
+    counted: Tensor,
+    n_experts: int,
+) -> Tensor:
     """How many counted tokens of each row were sent to each expert: `[b, e]` int64."""
     ones = counted.unsqueeze(-1).expand_as(chosen).flatten(1).long()
-    counts = torch.zeros(len(chosen), n_experts, dtype=torch.int64, device=chosen.device)
+    counts = torch.zeros(
+        len(chosen),
+        n_experts,
+        dtype=torch.int64,
+        device=chosen.device,
+    )
     return counts.scatter_add(1, chosen.flatten(1), ones)
 
 
@@ -195,7 +209,11 @@ class _AddLoss(torch.autograd.Function):
     """Returns its first input. The backward behaves as if the second were added to the loss."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        loss: Tensor,
+    ) -> Tensor:
         ctx.set_materialize_grads(False)
         return x.view_as(x)
 
@@ -238,7 +256,12 @@ class _Gather(torch.autograd.Function):
         place: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(rows, weights, order, place)
-        return F.embedding_bag(place.view_as(weights), rows, mode="sum", per_sample_weights=weights)
+        return F.embedding_bag(
+            place.view_as(weights),
+            rows,
+            mode="sum",
+            per_sample_weights=weights,
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -266,7 +289,11 @@ class _Permute(torch.autograd.Function):
         return gradient.index_select(0, inverse), None, None
 
 
-def permute(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+def permute(
+    rows: Tensor,
+    index: Tensor,
+    inverse: Tensor,
+) -> Tensor:
     """`rows[index]`, deterministic in both directions. `inverse` is the inverse of `index`."""
     return _Permute.apply(rows, index, inverse)
 
@@ -280,7 +307,12 @@ def inverse_of(permutation: Tensor) -> Tensor:
 class Experts(nn.Module):
     """SwiGLU networks of the same size, each for its own rows: `[n, dim] -> [n, dim]`."""
 
-    def __init__(self, n_experts: int, dim: int, hidden_dim: int):
+    def __init__(
+        self,
+        n_experts: int,
+        dim: int,
+        hidden_dim: int,
+    ):
         super().__init__()
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
@@ -328,12 +360,22 @@ class MoE(nn.Module):
         by_token = chosen.flatten()
         by_expert, order = by_token.sort(stable=True)
         experts = torch.arange(self.router.n_experts, device=x.device)
-        ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
+        ends = torch.searchsorted(
+            by_expert,
+            experts,
+            right=True,
+            out_int32=True,
+        )
         place = inverse_of(order)
         rows = _Spread.apply(x.flatten(0, 1), order, place, self.router.top_k)
         return Routed(rows, ends, weights.flatten(0, 1), place, order, load)
 
-    def combine(self, rows: Tensor, routed: Routed, like: Tensor) -> Tensor:
+    def combine(
+        self,
+        rows: Tensor,
+        routed: Routed,
+        like: Tensor,
+    ) -> Tensor:
         """Sum each token's rows by their weights, into a tensor like `like` `[b, s, dim]`."""
         weights = routed.weights.to(rows.dtype)
         out = _Gather.apply(rows, weights, routed.order, routed.place)

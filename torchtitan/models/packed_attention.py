@@ -154,14 +154,22 @@ def register_backward(forward: CustomOpDef, backward: CustomOpDef) -> None:
         backward: `(grad, q, k, v, *tensors of rest, out, lse, *others of rest) -> (dq, dk, dv)`.
     """
 
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    def save(
+        ctx: Any,
+        inputs: tuple[Any, ...],
+        output: tuple[Tensor, Tensor],
+    ) -> None:
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         ctx.others = inputs[len(tensors) :]
         ctx.without_gradient = [None] * (len(inputs) - 3)
         ctx.save_for_backward(*tensors, *output)
         ctx.mark_non_differentiable(output[1])
 
-    def differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def differentiate(
+        ctx: Any,
+        grad: Tensor,
+        _: Tensor,
+    ) -> tuple[Tensor | None, ...]:
         return *backward(grad, *ctx.saved_tensors, *ctx.others), *ctx.without_gradient
 
     forward.register_autograd(differentiate, setup_context=save)

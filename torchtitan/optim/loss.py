@@ -165,7 +165,12 @@ class _ChunkedLoss(torch.autograd.Function):
 class SourceTally:
     """Sums the loss, tokens and bytes of each data source, without waiting for the device."""
 
-    def __init__(self, sources: int, byte_lengths: NDArray, device: torch.device):
+    def __init__(
+        self,
+        sources: int,
+        byte_lengths: NDArray,
+        device: torch.device,
+    ):
         """
         Args:
             sources: number of data sources.
@@ -175,7 +180,12 @@ class SourceTally:
         self._sums = torch.zeros(3, sources, dtype=torch.float64, device=device)
         self._index = torch.arange(sources, device=device)
 
-    def add(self, sources: Tensor, losses: Tensor, labels: Tensor) -> None:
+    def add(
+        self,
+        sources: Tensor,
+        losses: Tensor,
+        labels: Tensor,
+    ) -> None:
         """Add rows.
 
         Args:
@@ -198,7 +208,14 @@ class SourceTally:
             epochs: how often this rank has read each source. The mean over ranks is returned.
         """
         ranks = mesh.loss_group
-        read = torch.tensor(epochs, dtype=torch.float64, device=self._sums.device) / ranks.size()
+        read = (
+            torch.tensor(
+                epochs,
+                dtype=torch.float64,
+                device=self._sums.device,
+            )
+            / ranks.size()
+        )
         sums = all_reduce(torch.cat([self._sums, read[None]]), ranks)
         self.clear()
         return sums.T.tolist()

@@ -82,7 +82,11 @@ def _splits(param: Tensor) -> list[tuple[dist.ProcessGroup, int]]:
     return splits
 
 
-def _on_whole(part: Tensor, splits: Sequence[tuple[dist.ProcessGroup, int]], steps: int) -> Tensor:
+def _on_whole(
+    part: Tensor,
+    splits: Sequence[tuple[dist.ProcessGroup, int]],
+    steps: int,
+) -> Tensor:
     """This rank's part of `orthogonalize(stack, steps)`, where `part` is its part of the stack.
 
     Each rank of a group gets the whole of some matrices, about as many as any other.

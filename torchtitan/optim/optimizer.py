@@ -118,7 +118,11 @@ class ShardedAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(
-        self, closure: None = None, *, divisor: Tensor | None = None, skip: Tensor | None = None
+        self,
+        closure: None = None,
+        *,
+        divisor: Tensor | None = None,
+        skip: Tensor | None = None,
     ) -> None:
         """
         Args:
@@ -168,7 +172,9 @@ class NarrowAdam(OneByOne):
 
 
 def build_optimizer(
-    models: Sequence[nn.Module], optimizer: Optimizer, custom: Custom | None = None
+    models: Sequence[nn.Module],
+    optimizer: Optimizer,
+    custom: Custom | None = None,
 ) -> AnyOptimizer:
     """Build the optimizer of all parameters.
 
@@ -200,7 +206,11 @@ def build_optimizer(
     return built[0] if len(built) == 1 else _Joined(built)
 
 
-def _settings(name: str, param: Tensor, optimizer: Optimizer) -> dict[str, float]:
+def _settings(
+    name: str,
+    param: Tensor,
+    optimizer: Optimizer,
+) -> dict[str, float]:
     """The settings that decide a parameter's group.
 
     `muon` is the number of dimensions of what Muon updates; 0: AdamW or a registered optimizer.

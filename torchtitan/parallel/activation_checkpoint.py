@@ -122,7 +122,11 @@ def _contexts(
     products = {False: 0, True: 0}
     """Matrix products so far, by `context.is_recompute`."""
 
-    def saves(name: str, is_recompute: bool, inputs: tuple[Any, ...]) -> bool:
+    def saves(
+        name: str,
+        is_recompute: bool,
+        inputs: tuple[Any, ...],
+    ) -> bool:
         if recomputed is None or name not in _MATMULS:
             return name in saved
         weight = inputs[-1] if name == "aten::addmm" else inputs[1]

@@ -40,7 +40,11 @@ def apply_activation_offload(model: Model, ac: ActivationCheckpoint) -> "Offload
         return offload
     # The backward of the block behind them starts to copy back what the last of them kept.
     for index, block in enumerate([*model.layers.values()][: count + 1]):
-        wrap = partial(offload.wrap, first=index == 0, offloads=index < count)
+        wrap = partial(
+            offload.wrap,
+            first=index == 0,
+            offloads=index < count,
+        )
         replace_method(block, "forward", wrap)
     return offload
 
@@ -56,7 +60,11 @@ class Offload:
         self._streams: Streams | None = None
 
     def wrap(
-        self, forward: Callable[..., Any], *, first: bool, offloads: bool
+        self,
+        forward: Callable[..., Any],
+        *,
+        first: bool,
+        offloads: bool,
     ) -> Callable[..., Any]:
         """A block's `forward`.
 
@@ -139,7 +147,11 @@ class _Copy:
         if streams is None:
             self._host = source.to("cpu", copy=True)
             return
-        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        self._host = torch.empty(
+            source.shape,
+            dtype=source.dtype,
+            pin_memory=True,
+        )
         stream, _ = streams
         stream.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(stream):
@@ -173,7 +185,12 @@ class _Copy:
 class _Saved:
     """A view of a copy, as autograd holds it."""
 
-    def __init__(self, copy: _Copy, tensor: Tensor, shard: Tensor):
+    def __init__(
+        self,
+        copy: _Copy,
+        tensor: Tensor,
+        shard: Tensor,
+    ):
         self._copy = copy
         self._size = shard.size()
         self._stride = shard.stride()

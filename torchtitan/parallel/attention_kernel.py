@@ -25,7 +25,14 @@ def chosen_kernel(
         # An operator's inputs need no gradient, but some kernels have no backward.
         probe = q.detach().requires_grad_()
         return torch._fused_sdp_choice(
-            probe, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped
+            probe,
+            k,
+            v,
+            None,
+            0.0,
+            causal,
+            scale=scale,
+            enable_gqa=grouped,
         )
 
 

@@ -16,7 +16,9 @@ Groups = tuple[dist.ProcessGroup, ...]
 
 
 def all_reduce(
-    value: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    value: Tensor,
+    group: dist.ProcessGroup | None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Tensor:
     """Reduce `value` over the group in place and return it. Free in a group of one (also None)."""
     if group is not None and group.size() > 1:

@@ -44,7 +44,12 @@ def configure_compiler(config: Config, mesh: Mesh) -> None:
         _settings.enter_context(fused_collectives(mesh.tp))
 
 
-def apply_compile(model: Model, config: Config, *, experts_apart: bool = False) -> None:
+def apply_compile(
+    model: Model,
+    config: Config,
+    *,
+    experts_apart: bool = False,
+) -> None:
     """Compile the regions of each block of `model` in place, if `config` asks for it.
 
     Compiles `forward`, not `__call__`: FSDP's hooks on the block, which gather the weights, run

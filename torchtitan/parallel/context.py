@@ -53,7 +53,11 @@ def local_positions(
     return torch.cat([chunks[rank], chunks[2 * degree - 1 - rank]])
 
 
-def build_attention(mesh: Mesh, p: Parallelism, device: torch.device) -> Attend:
+def build_attention(
+    mesh: Mesh,
+    p: Parallelism,
+    device: torch.device,
+) -> Attend:
     """Attention over the part of a row that each rank of `mesh` holds."""
     group = mesh.group("cp")
     if group is None:
@@ -62,7 +66,11 @@ def build_attention(mesh: Mesh, p: Parallelism, device: torch.device) -> Attend:
     return ring_attention_backend(group, p.context_parallel_rotate_method, balanced)
 
 
-def ring_attention_backend(group: dist.ProcessGroup, rotate: str, balanced: bool) -> Attend:
+def ring_attention_backend(
+    group: dist.ProcessGroup,
+    rotate: str,
+    balanced: bool,
+) -> Attend:
     """Attention over a sequence sharded by `local_positions`.
 
     Without a mask it is a causal ring; with one, keys and values are gathered first.
@@ -123,7 +131,12 @@ class _Block(NamedTuple):
 class _Ring:
     """The ranks that share a row."""
 
-    def __init__(self, group_name: str, rotate: str, balanced: bool):
+    def __init__(
+        self,
+        group_name: str,
+        rotate: str,
+        balanced: bool,
+    ):
         group = _resolve_process_group(group_name)
         self.name = group_name
         self.n = group.size()
@@ -198,7 +211,11 @@ def _pack(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
-def _unpack(buffer: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _unpack(
+    buffer: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> tuple[Tensor, Tensor]:
     return buffer[: k.numel()].view(k.shape), buffer[k.numel() :].view(v.shape)
 
 
@@ -274,7 +291,12 @@ def ring_attention_backward(
     dtype = _accumulator(q)
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
     size = k.numel() + v.numel()
-    dkv = torch.zeros(ring.n if ring.at_once else 1, size, dtype=dtype, device=q.device)
+    dkv = torch.zeros(
+        ring.n if ring.at_once else 1,
+        size,
+        dtype=dtype,
+        device=q.device,
+    )
     travelling: Tensor | None = None
     for source, buffer in ring.visit(_pack(k, v)):
         block = ring.visible(source, q.shape[2])

@@ -54,7 +54,12 @@ class ShardedExperts(Experts):
         results = self.compute(own_rows, own_ends, *weights)
         return self._exchange(permute(results, place, order), received, sent)
 
-    def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def _exchange(
+        self,
+        rows: Tensor,
+        sent: list[int],
+        received: list[int],
+    ) -> Tensor:
         """Send consecutive `rows` to the ranks of `group`, and receive theirs.
 
         The notes let the hang doctor see who waits for whom.
@@ -67,7 +72,11 @@ class ShardedExperts(Experts):
         return arrived
 
 
-def _splits(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
+def _splits(
+    sent: Tensor,
+    received: Tensor,
+    rows: int,
+) -> tuple[list[int], list[int]]:
     """How many rows go to each rank, and how many come from each.
 
     Args:
@@ -103,7 +112,11 @@ def balance_of(config: Config) -> Balance:
     )
 
 
-def apply_expert_parallel(model: Model, mesh: Mesh, balance: Balance) -> None:
+def apply_expert_parallel(
+    model: Model,
+    mesh: Mesh,
+    balance: Balance,
+) -> None:
     """Shard the experts of `model`, on the meta device, over `mesh.ep`, and set up its routers."""
     along_rows = [group for axis in ("cp", "tp") if (group := mesh.group(axis)) is not None]
     for module in model.modules():

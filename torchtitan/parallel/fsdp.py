@@ -45,7 +45,9 @@ def apply_fsdp(
         pipelined: a pipeline schedule gathers and frees the weights, once for all microbatches.
     """
     shard = partial(
-        fully_shard, mp_policy=_mixed_precision(training), offload_policy=_offload(training)
+        fully_shard,
+        mp_policy=_mixed_precision(training),
+        offload_policy=_offload(training),
     )
     blocks = list(model.layers.values())
     for i, block in enumerate(blocks):

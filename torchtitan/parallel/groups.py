@@ -75,7 +75,11 @@ def _loopback() -> str:
     return "lo"
 
 
-def _local_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
+def _local_store(
+    rank: int,
+    world: int,
+    timeout: timedelta,
+) -> dist.Store:
     """The store of ranks that are all on this node. torch's own would listen on all interfaces."""
     host = "127.0.0.1"
     port = int(os.environ["MASTER_PORT"])

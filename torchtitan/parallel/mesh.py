@@ -63,7 +63,12 @@ class Mesh:
 _meshes: dict[tuple[object, ...], Mesh] = {}
 
 
-def build_mesh(config: Config, device_type: str, *, experts: bool = False) -> Mesh:
+def build_mesh(
+    config: Config,
+    device_type: str,
+    *,
+    experts: bool = False,
+) -> Mesh:
     """Arrange all ranks of the default process group by the degrees of a validated configuration.
 
     The same degrees get the same mesh: process groups are expensive, and DTensor caches the first

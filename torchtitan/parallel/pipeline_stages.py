@@ -45,7 +45,9 @@ class StagePlan:
 
 
 def pipeline_stages(
-    config: Config, flops: Mapping[str, float], tied: Sequence[str]
+    config: Config,
+    flops: Mapping[str, float],
+    tied: Sequence[str],
 ) -> StagePlan | None:
     """The pipeline of `config`; None without pipeline parallelism.
 
@@ -87,7 +89,11 @@ def assign_stages(config: Config, facts: Facts) -> StagePlan | None:
     return StagePlan(modules, ranks, schedule.name, None, size)
 
 
-def _rank_of(stage: int, degree: int, v_shaped: bool) -> int:
+def _rank_of(
+    stage: int,
+    degree: int,
+    v_shaped: bool,
+) -> int:
     return 2 * degree - 1 - stage if v_shaped and stage >= degree else stage % degree
 
 

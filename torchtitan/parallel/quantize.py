@@ -46,7 +46,11 @@ def check_hardware(config: Config, device: torch.device) -> None:
     check(config, Facts(device=found))
 
 
-def quantize(model: nn.Module, config: Config, tp_degree: int) -> None:
+def quantize(
+    model: nn.Module,
+    config: Config,
+    tp_degree: int,
+) -> None:
     """Convert layers of `model`, on the meta device and unsharded, as `model.converters` asks."""
     silence_false_alarms()
     if uses(config, FLOAT8):
@@ -70,7 +74,11 @@ def _fits(
     return module.in_features % unit == 0 and module.out_features % unit == 0
 
 
-def _report(model: nn.Module, kind: type, what: str) -> None:
+def _report(
+    model: nn.Module,
+    kind: type,
+    what: str,
+) -> None:
     """Log which linear layers are of the class `kind`."""
     kept = []
     count = 0
@@ -91,7 +99,11 @@ def _report(model: nn.Module, kind: type, what: str) -> None:
 # ---- Float8
 
 
-def _to_float8(model: nn.Module, float8: Float8, tp_degree: int) -> None:
+def _to_float8(
+    model: nn.Module,
+    float8: Float8,
+    tp_degree: int,
+) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
@@ -109,7 +121,11 @@ def _to_float8(model: nn.Module, float8: Float8, tp_degree: int) -> None:
         emulate=float8.emulate,
         enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather,
     )
-    convert_to_float8_training(model, config=config, module_filter_fn=converts)
+    convert_to_float8_training(
+        model,
+        config=config,
+        module_filter_fn=converts,
+    )
     if float8.emulate:
         gather_float8_as_bytes()
     if float8.enable_fsdp_float8_all_gather:
@@ -206,7 +222,11 @@ class MXLinear(nn.Linear):
         return mx_mm.apply(x, self.weight, kind, kind, kind, 32, *self.kernels, False)
 
 
-def _to_mx(model: nn.Module, mx: MXFP8, tp_degree: int) -> None:
+def _to_mx(
+    model: nn.Module,
+    mx: MXFP8,
+    tp_degree: int,
+) -> None:
     from torchao.prototype.mx_formats import config
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 

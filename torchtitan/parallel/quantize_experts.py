@@ -62,7 +62,11 @@ def padded(product: Product, multiple: int) -> Product:
     def rounded_up(size: Any) -> Any:
         return (size + multiple - 1) // multiple * multiple
 
-    def padded_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def padded_product(
+        rows: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+    ) -> Tensor:
         total = rounded_up(len(rows) + len(ends) * (multiple - 1))
         sizes = ends.diff(prepend=ends.new_zeros(1))
         longer = rounded_up(sizes)
@@ -81,7 +85,11 @@ def padded(product: Product, multiple: int) -> Product:
 # ---- Float8
 
 
-def _float8(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def _float8(
+    rows: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+) -> Tensor:
     from torchao.prototype.moe_training.fp8_grouped_mm import (
         _to_fp8_rowwise_then_scaled_grouped_mm as product,
     )
@@ -90,7 +98,11 @@ def _float8(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return out.to(rows.dtype)
 
 
-def emulated_float8(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+def emulated_float8(
+    rows: Tensor,
+    weight: Tensor,
+    ends: Tensor,
+) -> Tensor:
     """`grouped_mm` of operands rounded to e4m3 (arXiv:2209.05433), in their original type.
 
     As in torchao, scales are powers of two, so rounding changes the mantissa alone.
@@ -145,7 +157,11 @@ def _to_e4m3(x: Tensor, largest: Tensor) -> Tensor:
 def mxfp8(*, emulate: bool) -> Product:
     """The product in MXFP8, whose emulation by torchao multiplies in bf16."""
 
-    def product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    def product(
+        rows: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+    ) -> Tensor:
         from torchao.prototype.moe_training.mxfp8_grouped_mm import (
             _to_mxfp8_then_scaled_grouped_mm as grouped,
         )

@@ -28,7 +28,11 @@ class _TransientError(DeliveryError):
     """Another attempt may succeed."""
 
 
-def post(url: str, body: Event, timeout: float) -> None:
+def post(
+    url: str,
+    body: Event,
+    timeout: float,
+) -> None:
     """POST `body` as JSON. Waits `timeout` seconds for an answer, up to three times.
 
     Raises:
@@ -45,7 +49,11 @@ def post(url: str, body: Event, timeout: float) -> None:
     )
 
 
-def _post_once(url: str, body: Event, timeout: float) -> None:
+def _post_once(
+    url: str,
+    body: Event,
+    timeout: float,
+) -> None:
     headers = {"Content-Type": "application/json", "User-Agent": "torchtitan"}
     data = json.dumps(body, default=str).encode()
     request = urllib.request.Request(url, data, headers, method="POST")

@@ -56,7 +56,11 @@ class Events(logging.Handler):
         about = getattr(record, EVENT, None)
         if about is None:
             return
-        found = {"time": record.created, **about, "message": record.getMessage()}
+        found = {
+            "time": record.created,
+            **about,
+            "message": record.getMessage(),
+        }
         with suppress(OSError):  # the log has it too; not worth stopping the run for
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:  # opened each time: the file may have been deleted
@@ -64,7 +68,12 @@ class Events(logging.Handler):
         for listener in self.listeners:
             listener(found)
 
-    def end(self, step: int, reason: str | None, loss: float | None = None) -> None:
+    def end(
+        self,
+        step: int,
+        reason: str | None,
+        loss: float | None = None,
+    ) -> None:
         """Record how this start ended.
 
         Args:

@@ -72,7 +72,12 @@ class Metrics:
             if wanted and rank == 0:
                 self.files[name] = JsonlSink(folder / f"{name}.jsonl", start_step)
         self.trackers = Trackers(
-            config, job, settings, run_record, start_step=start_step, custom=custom or Custom()
+            config,
+            job,
+            settings,
+            run_record,
+            start_step=start_step,
+            custom=custom or Custom(),
         )
         self.new_tokens = self.steps = 0
         self._dead = DeadExperts()
@@ -158,7 +163,14 @@ class Metrics:
         for text in (warning, self._overload.observe(loads, self.steps)):
             if text is not None:
                 logger.warning(f"step {step}: {text}")
-        self._write("expert_load", {"step": step, "steps": self.steps, "rows": loads.rows})
+        self._write(
+            "expert_load",
+            {
+                "step": step,
+                "steps": self.steps,
+                "rows": loads.rows,
+            },
+        )
         histograms = {}
         for layer, rows in loads.rows.items():
             total = sum(rows)
@@ -242,7 +254,9 @@ class Metrics:
 
 
 def describe_sources(
-    names: Sequence[str], sums: Sequence[Sequence[float]], tokens: Sequence[int]
+    names: Sequence[str],
+    sums: Sequence[Sequence[float]],
+    tokens: Sequence[int],
 ) -> dict[str, float | None]:
     """Entries `loss/<name>`, `tokens/<name>`, `epochs/<name>` and `bytes_per_token/<name>`.
 

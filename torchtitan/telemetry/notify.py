@@ -54,7 +54,11 @@ class Notifier:
         self.command = Command(config.command, config.timeout_seconds)
         self._events: queue.Queue[Event | None] = queue.Queue(_QUEUED)
         self._warned: set[str] = set()
-        self._thread = threading.Thread(target=self._run, name="notifications", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run,
+            name="notifications",
+            daemon=True,
+        )
         self._thread.start()
 
     def listen(self, event: Event) -> None:
@@ -91,7 +95,11 @@ class Notifier:
         }
         text = message(about, left_out)
         # At once, so that one that hangs doesn't take the other's time at the end of a run.
-        posting = threading.Thread(target=self._post, args=(text, about), daemon=True)
+        posting = threading.Thread(
+            target=self._post,
+            args=(text, about),
+            daemon=True,
+        )
         posting.start()
         if self.config.command:
             receiver = f"command {self.config.command[0]}"
@@ -224,7 +232,14 @@ def report_failure(config: Config, cause: str) -> None:
     if notifier is None:
         return
     step = _last_step(Path(config.job.dump_folder))
-    notifier.send({"time": time.time(), "kind": "failed", "step": step, "message": cause})
+    notifier.send(
+        {
+            "time": time.time(),
+            "kind": "failed",
+            "step": step,
+            "message": cause,
+        }
+    )
     notifier.close(FAILURE_SECONDS)
 
 

@@ -49,7 +49,10 @@ def git_revision() -> str | None:
     command = ["git", "-C", str(CHECKOUT), *describe]
     try:
         return subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, text=True, timeout=10
+            command,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=10,
         ).strip()
     except (OSError, subprocess.SubprocessError):
         return None
@@ -178,7 +181,12 @@ class RunRecord:
         """Add an entry about this start, written with the next heartbeat or at the end."""
         self._own[key] = value
 
-    def end(self, step: int, last_step: int, error: BaseException | None = None) -> str | None:
+    def end(
+        self,
+        step: int,
+        last_step: int,
+        error: BaseException | None = None,
+    ) -> str | None:
         """Record how this start ended; after a failure, in the words of the rank that caused it.
 
         Returns:

@@ -72,7 +72,12 @@ class Observation:
     """
 
 
-def observe(config: Config, setup: Setup, *, padded: bool = False) -> Observation:
+def observe(
+    config: Config,
+    setup: Setup,
+    *,
+    padded: bool = False,
+) -> Observation:
     """Train on all ranks of the default process group. Tensors of all ranks are in the observation
     of rank 0.
 
@@ -240,7 +245,12 @@ def reference(
     for step, batch in zip(range(training.steps), loader, strict=False):
         labels = _padded(batch.labels) if padded else batch.labels
         loss = _mean_loss(
-            model, batch.tokens, labels, end, train=bool(experts.routers), registered=of_row
+            model,
+            batch.tokens,
+            labels,
+            end,
+            train=bool(experts.routers),
+            registered=of_row,
         )
         model.zero_grad()
         loss.backward()
@@ -275,7 +285,11 @@ def reference(
     return out
 
 
-def _update(optimizers: Sequence[torch.optim.Optimizer], config: Config, step: int) -> None:
+def _update(
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: Config,
+    step: int,
+) -> None:
     schedule = config.lr_scheduler
     factor = lr_factor(step, schedule, build_shape(schedule, config.custom))
     for optimizer in optimizers:
@@ -350,7 +364,9 @@ class _ReferenceExperts:
 
 
 def _optimizers(
-    model: nn.Module, settings: Optimizer, custom: Custom
+    model: nn.Module,
+    settings: Optimizer,
+    custom: Custom,
 ) -> list[torch.optim.Optimizer]:
     named = dict(model.named_parameters())
     of_blocks = [p for name, p in named.items() if p.dim() > 1 and name.startswith("layers.")]
@@ -474,7 +490,11 @@ def run_reference(argv: list[str]) -> Observation:
 _WORDS = "a model reads rows of tokens every rank sees its own part one batch"
 
 
-def write_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
+def write_corpus(
+    path: Path,
+    documents: int = 60,
+    seed: int = 0,
+) -> Path:
     """Write a JSONL file of documents of 3 to 120 words, the same on every machine."""
     rng = random.Random(seed)
     with path.open("w") as file:

@@ -15,7 +15,11 @@ EPS = torch.finfo(torch.float32).eps
 BF16_EPS = torch.finfo(torch.bfloat16).eps
 
 
-def rounding(terms: int, chain: int = 1, dtype: torch.dtype = torch.float32) -> float:
+def rounding(
+    terms: int,
+    chain: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> float:
     """Largest relative difference of results that add the same numbers in other orders.
 
     Rounding errors of a sum are nearly random, so that they grow like the root of their number
@@ -124,7 +128,11 @@ class Difference:
         ]
 
 
-def difference(run: Observation, expected: Observation, optimizer: Optimizer) -> Difference:
+def difference(
+    run: Observation,
+    expected: Observation,
+    optimizer: Optimizer,
+) -> Difference:
     """How far `run` is from `expected`.
 
     Args:
@@ -177,7 +185,11 @@ def _comparable(run: Observation, expected: Observation) -> list[int]:
     ] or [*steps]
 
 
-def _tied(loads: Tensor, expected: Tensor, ties: Tensor) -> bool:
+def _tied(
+    loads: Tensor,
+    expected: Tensor,
+    ties: Tensor,
+) -> bool:
     """Whether tokens were sent to other experts, and ties explain it; after the first such layer
     all tokens differ.
     """
@@ -275,7 +287,9 @@ def _miscount(loads: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None
 
 
 def _worst(
-    values: Sequence[float], expected: Sequence[float], steps: Iterable[int] | None = None
+    values: Sequence[float],
+    expected: Sequence[float],
+    steps: Iterable[int] | None = None,
 ) -> float:
     chosen = range(len(expected)) if steps is None else steps
     return max(
@@ -288,7 +302,11 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def _largest(values: dict[str, float]) -> tuple[str, float]:
-    return max(values.items(), key=lambda item: item[1], default=("", 0.0))
+    return max(
+        values.items(),
+        key=lambda item: item[1],
+        default=("", 0.0),
+    )
 
 
 def _or_inf(value: float) -> float:

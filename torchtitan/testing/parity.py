@@ -207,7 +207,11 @@ def find_axes(
     return []
 
 
-def verdict(finding: Finding, axes: list[str], tolerances: Tolerances) -> str:
+def verdict(
+    finding: Finding,
+    axes: list[str],
+    tolerances: Tolerances,
+) -> str:
     """One sentence: what differs, by how much, along which axes."""
     delta = finding.difference
     if not finding.problems:
@@ -242,7 +246,11 @@ def verdict(finding: Finding, axes: list[str], tolerances: Tolerances) -> str:
     )
 
 
-def _table(delta: Difference, tolerances: Tolerances, mixture: bool) -> str:
+def _table(
+    delta: Difference,
+    tolerances: Tolerances,
+    mixture: bool,
+) -> str:
     largest = {
         name: max(value, delta.later_gradients.get(name, 0.0))
         for name, value in delta.gradients.items()

@@ -87,7 +87,8 @@ class RankPool:
 
     def start(self) -> None:
         self.folder = tempfile.mkdtemp(
-            prefix="ranks-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
+            prefix="ranks-",
+            dir="/dev/shm" if os.path.isdir("/dev/shm") else None,
         )
         for rank in range(self.world):
             ours, theirs = mp.Pipe()

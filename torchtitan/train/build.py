@@ -112,7 +112,10 @@ def build(
 
 
 def _expert_balance(
-    config: Config, setup: Setup, models: list[FSDPModule], device: torch.device
+    config: Config,
+    setup: Setup,
+    models: list[FSDPModule],
+    device: torch.device,
 ) -> ExpertBalance:
     blocks = sum(name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1))
     return ExpertBalance(models, blocks, setup.n_experts, config.moe.balance_bias_rate, device)

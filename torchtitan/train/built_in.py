@@ -125,7 +125,10 @@ class AnnounceStages(Callback):
         step = run.progress.step + 1
         for stage in training.stages:
             if stage.from_step == step <= training.steps:
-                changes = stage.model_dump(exclude_defaults=True, exclude={"from_step"})
+                changes = stage.model_dump(
+                    exclude_defaults=True,
+                    exclude={"from_step"},
+                )
                 listed = [f"{key} = {to_toml_value(value)}" for key, value in changes.items()]
                 logger.info(
                     f"A stage of the data begins with step {step}: {', '.join(listed)}",
@@ -148,7 +151,12 @@ class ConfirmFolders(Callback):
 class Report(Callback):
     """Records logged steps: `[metrics]`."""
 
-    def __init__(self, metrics: Metrics, run_record: RunRecord, parts: Parts):
+    def __init__(
+        self,
+        metrics: Metrics,
+        run_record: RunRecord,
+        parts: Parts,
+    ):
         self.metrics = metrics
         self.run_record = run_record
         self.parts = parts
@@ -239,7 +247,13 @@ class CheckReplicas(Callback):
 class Save(Callback):
     """Saves checkpoints: `[checkpoint]`, and when the run is asked to stop."""
 
-    def __init__(self, checkpointer: Checkpointer, state: RunState, setup: Setup, notify: Notify):
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        state: RunState,
+        setup: Setup,
+        notify: Notify,
+    ):
         self.checkpointer = checkpointer
         self.state = state
         self.setup = setup

@@ -85,7 +85,12 @@ class LoggedValues:
         self.gather = gather
         self._values: dict[str, tuple[Reduction, list[float | Tensor]]] = {}
 
-    def add(self, name: str, value: float | Tensor, reduce: Reduction) -> None:
+    def add(
+        self,
+        name: str,
+        value: float | Tensor,
+        reduce: Reduction,
+    ) -> None:
         if reduce not in _REDUCE:
             raise UserError(f"run.log({name!r}): reduce is {reduce!r}, not {', '.join(_REDUCE)}")
         known, values = self._values.setdefault(name, (reduce, []))
@@ -138,7 +143,12 @@ class Run:
     """Loads of the experts; None for a dense model."""
     logged: LoggedValues = field(repr=False)
 
-    def log(self, name: str, value: float | Tensor, reduce: Reduction = "mean") -> None:
+    def log(
+        self,
+        name: str,
+        value: float | Tensor,
+        reduce: Reduction = "mean",
+    ) -> None:
         """Record a metric at the next logged step, in `metrics.jsonl` and trackers.
 
         Values of all ranks and of all steps since the last logged one become one number. Ranks may

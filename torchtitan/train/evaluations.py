@@ -29,7 +29,12 @@ def stops_early(run: Run, result: StepResult) -> bool:
 class Validate(Callback):
     """Computes the loss on held-out data: `[validation]`."""
 
-    def __init__(self, parts: Parts, metrics: Metrics, notify: Notify):
+    def __init__(
+        self,
+        parts: Parts,
+        metrics: Metrics,
+        notify: Notify,
+    ):
         self.parts = parts
         self.metrics = metrics
         self.notify = notify
@@ -58,7 +63,12 @@ class Validate(Callback):
 class WriteSamples(Callback):
     """Lets the model continue prompts: `[sampling]`."""
 
-    def __init__(self, probe: Probe | None, tokenizer: Tokenizer, metrics: Metrics):
+    def __init__(
+        self,
+        probe: Probe | None,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+    ):
         self.probe = probe
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -72,7 +82,12 @@ class WriteSamples(Callback):
             samples = self._write(self.probe, config, run)
         self.metrics.log_samples(run.progress.step, samples)
 
-    def _write(self, probe: Probe, config: Sampling, run: Run) -> list[dict[str, Any]]:
+    def _write(
+        self,
+        probe: Probe,
+        config: Sampling,
+        run: Run,
+    ) -> list[dict[str, Any]]:
         tokenizer = self.tokenizer
         prompts = [
             tokenizer.encode(text, bos=True) or [tokenizer.eos_id] for text in config.prompts
@@ -82,14 +97,21 @@ class WriteSamples(Callback):
             rows += continue_prompts(
                 prompts[first : first + probe.batch],
                 lambda texts: probe.next_logits(texts, tokenizer.vocab_size),
-                generator.Sampling(temperature=config.temperature, seed=config.seed),
+                generator.Sampling(
+                    temperature=config.temperature,
+                    seed=config.seed,
+                ),
                 stop=[tokenizer.eos_id],
                 max_new_tokens=config.max_new_tokens,
                 max_seq_len=probe.max_seq_len,
                 device=run.device,
             )
         return [
-            {"prompt": prompt, "text": row.text(tokenizer), "end": row.end}
+            {
+                "prompt": prompt,
+                "text": row.text(tokenizer),
+                "end": row.end,
+            }
             for prompt, row in zip(config.prompts, rows, strict=True)
         ]
 
@@ -98,7 +120,11 @@ class RunTasks(Callback):
     """Runs benchmarks of lm-eval: `[eval]`."""
 
     def __init__(
-        self, tasks: Tasks | None, probe: Probe | None, tokenizer: Tokenizer, metrics: Metrics
+        self,
+        tasks: Tasks | None,
+        probe: Probe | None,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
     ):
         self.tasks = tasks
         self.probe = probe

@@ -43,7 +43,11 @@ class Findings:
     """What is reported wrong, and what couldn't be checked."""
 
 
-def check_family(config: Config, spec: ModelSpec, args: Any) -> Findings:
+def check_family(
+    config: Config,
+    spec: ModelSpec,
+    args: Any,
+) -> Findings:
     """Run a small copy of the model on the CPU, and count the FLOPs of the whole one on the meta
     device.
 
@@ -77,7 +81,12 @@ def check_family(config: Config, spec: ModelSpec, args: Any) -> Findings:
 class _SmallCopy:
     """The model with few small layers, on the CPU, with random weights."""
 
-    def __init__(self, config: Config, spec: ModelSpec, args: Any):
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        args: Any,
+    ):
         sizes = {**spec.tiny(args, _LAYERS, 2), "vocab_size": _VOCABULARY}
         self.spec = spec
         self.args = spec.args(
@@ -93,13 +102,23 @@ class _SmallCopy:
                 param.normal_(std=0.5, generator=random)
         self.tokens = torch.randint(_VOCABULARY, (_ROWS, _LENGTH), generator=random)
 
-    def run(self, model: Any, inputs: Tensor, *, project: bool = True) -> Tensor:
+    def run(
+        self,
+        model: Any,
+        inputs: Tensor,
+        *,
+        project: bool = True,
+    ) -> Tensor:
         """What `model`, or a part of it, returns; called as in training."""
         own = _token_weights(self.spec, self.args, inputs)
         return model(inputs, torch.arange(_LENGTH), None, project=project, **own)
 
 
-def _token_weights(spec: ModelSpec, args: Any, inputs: Tensor) -> dict[str, Tensor]:
+def _token_weights(
+    spec: ModelSpec,
+    args: Any,
+    inputs: Tensor,
+) -> dict[str, Tensor]:
     return (
         {"token_weights": torch.ones(inputs.shape[:2], device=inputs.device)}
         if spec.expert_sizes(args)
@@ -184,7 +203,11 @@ def _expert_problems(small: _SmallCopy) -> Iterator[str]:
             return
 
 
-def _flops_warnings(spec: ModelSpec, args: Any, seq_len: int) -> Iterator[str]:
+def _flops_warnings(
+    spec: ModelSpec,
+    args: Any,
+    seq_len: int,
+) -> Iterator[str]:
     try:
         # a backward computes two products for each of the forward
         counted = 3 * _forward_flops(spec, args, seq_len)
@@ -206,7 +229,11 @@ def _flops_warnings(spec: ModelSpec, args: Any, seq_len: int) -> Iterator[str]:
         )
 
 
-def _forward_flops(spec: ModelSpec, args: Any, seq_len: int) -> float:
+def _forward_flops(
+    spec: ModelSpec,
+    args: Any,
+    seq_len: int,
+) -> float:
     """FLOPs per token that torch counts in a forward of one row."""
     with torch.device("meta"):
         model: Any = spec.build(args, attention_backend("cpu"))

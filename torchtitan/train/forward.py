@@ -76,7 +76,12 @@ class ModelLoss:
         """The model returns logits."""
         return self.chunks == 1
 
-    def __call__(self, model: Any, output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self,
+        model: Any,
+        output: Tensor,
+        labels: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """The summed loss of `output`, which the last module returned for tokens with `labels`
         `[batch, seq]`.
 
@@ -141,7 +146,12 @@ class Compute:
         self.tally = tally
         self._columns = positions.cpu()  # the loader's rows are on the host
 
-    def own_rows(self, tokens: Tensor, labels: Tensor, sources: Tensor | None = None) -> LocalBatch:
+    def own_rows(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        sources: Tensor | None = None,
+    ) -> LocalBatch:
         """This rank's part of whole rows `[batch, seq_len]`.
 
         Args:
@@ -160,7 +170,13 @@ class Compute:
         """The columns of whole rows that this rank holds."""
         return rows if len(self._columns) == rows.shape[1] else rows[:, self._columns]
 
-    def forward_backward(self, rows: LocalBatch, total: Tensor, *, last: bool) -> Tensor:
+    def forward_backward(
+        self,
+        rows: LocalBatch,
+        total: Tensor,
+        *,
+        last: bool,
+    ) -> Tensor:
         """Add the gradients of one batch, on the compute device, to the parameters'.
 
         Args:
@@ -173,7 +189,11 @@ class Compute:
             elsewhere.
         """
 
-        def share(output: Tensor, labels: Tensor, first: int = 0) -> Tensor:
+        def share(
+            output: Tensor,
+            labels: Tensor,
+            first: int = 0,
+        ) -> Tensor:
             summed, of_rows = self.loss(self.models[-1], output, labels)
             if self.tally is not None and rows.sources is not None:
                 self.tally.add(rows.sources[first : first + len(labels)], of_rows, labels)
@@ -201,7 +221,10 @@ class Compute:
             return self._summed(self._run(model, rows), rows.labels)
 
     def _run(
-        self, model: FSDPModule, rows: LocalBatch, token_weights: Tensor | None = None
+        self,
+        model: FSDPModule,
+        rows: LocalBatch,
+        token_weights: Tensor | None = None,
     ) -> Tensor:
         mask = (
             None
@@ -211,7 +234,12 @@ class Compute:
         own = {} if token_weights is None else {"token_weights": token_weights}
         return model(rows.tokens, self.positions, mask, project=self.loss.project, **own)
 
-    def _summed(self, output: Tensor, labels: Tensor, first: int = 0) -> Tensor:
+    def _summed(
+        self,
+        output: Tensor,
+        labels: Tensor,
+        first: int = 0,
+    ) -> Tensor:
         return self.loss(self.models[-1], output, labels)[0]
 
     def reshard(self) -> None:

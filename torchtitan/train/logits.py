@@ -142,7 +142,12 @@ class Probe:
                 self._found[number] = self._read(self._whole(logits, row, column), number)
         return torch.zeros(len(numbers), device=self.device)
 
-    def _whole(self, logits: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    def _whole(
+        self,
+        logits: Tensor,
+        row: Tensor,
+        column: Tensor,
+    ) -> Tensor:
         """The logits of some positions, gathered if they are sharded over the vocabulary: `[n,
         vocab]` fp32.
         """

@@ -105,7 +105,11 @@ def _longest_row(config: Config) -> int:
     return longest
 
 
-def _model_facts(config: Config, spec: ModelSpec, args: Any) -> dict[str, Any]:
+def _model_facts(
+    config: Config,
+    spec: ModelSpec,
+    args: Any,
+) -> dict[str, Any]:
     named = config.optimizer.param_groups or config.model.converters
     exported = config.checkpoint.initial_load_in_hf or config.checkpoint.last_save_in_hf
     return {
@@ -120,7 +124,11 @@ def _model_facts(config: Config, spec: ModelSpec, args: Any) -> dict[str, Any]:
     }
 
 
-def _check_own_code(config: Config, spec: ModelSpec, args: Any) -> tuple[list[str], list[str]]:
+def _check_own_code(
+    config: Config,
+    spec: ModelSpec,
+    args: Any,
+) -> tuple[list[str], list[str]]:
     """Problems and warnings of a family with code of its own; only such a family imports torch."""
     if is_decoder(spec):
         return [], []

@@ -102,7 +102,11 @@ def _run(
 def _stopped(rank: int, when: str) -> int:
     """Say how to resume; the exit status."""
     if rank == 0:
-        print(f"Stopped {when}, as asked. To resume:\n  {_command()}", file=sys.stderr, flush=True)
+        print(
+            f"Stopped {when}, as asked. To resume:\n  {_command()}",
+            file=sys.stderr,
+            flush=True,
+        )
     return os.EX_TEMPFAIL
 
 
@@ -111,7 +115,11 @@ def _interrupt(trainer: "Trainer", rank: int) -> None:
     step = trainer.progress.step
     if rank == 0:
         saved = trainer.checkpointer.newest_step if trainer.checkpointer.saving else None
-        print(f"interrupted: {_lost(step, saved)}\n  {_command()}", file=sys.stderr, flush=True)
+        print(
+            f"interrupted: {_lost(step, saved)}\n  {_command()}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def record() -> None:
         telemetry = trainer.telemetry

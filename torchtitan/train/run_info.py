@@ -27,7 +27,11 @@ from torchtitan.utils.files import write_whole
 from torchtitan.utils.logging import logger
 
 
-def describe_run(config: Config, setup: Setup, data: DataFingerprint) -> dict[str, Any]:
+def describe_run(
+    config: Config,
+    setup: Setup,
+    data: DataFingerprint,
+) -> dict[str, Any]:
     """What every checkpoint's manifest says about the run.
 
     Args:

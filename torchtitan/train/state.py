@@ -55,7 +55,13 @@ class Progress:
     first_loss: float | None = None
     last_loss: float | None = None
 
-    def advance(self, tokens: int, loss: float, *, skipped: bool) -> None:
+    def advance(
+        self,
+        tokens: int,
+        loss: float,
+        *,
+        skipped: bool,
+    ) -> None:
         """Record a finished step."""
         self.step += 1
         self.tokens += tokens
@@ -76,7 +82,11 @@ class Progress:
         self.skipped = state["skipped"]
 
 
-def seed_step(seed: int, step: int, dp_rank: int) -> None:
+def seed_step(
+    seed: int,
+    step: int,
+    dp_rank: int,
+) -> None:
     """Seed the step after `step`. Randomness is a function of (seed, step, rank), so no generator
     state is saved.
     """

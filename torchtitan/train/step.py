@@ -233,7 +233,11 @@ def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def max_over_ranks(value: float, mesh: Mesh, device: torch.device) -> float:
+def max_over_ranks(
+    value: float,
+    mesh: Mesh,
+    device: torch.device,
+) -> float:
     """The largest of all ranks' values."""
     return all_reduce(
         torch.full((), value, device=device), mesh.loss_group, dist.ReduceOp.MAX

@@ -129,7 +129,14 @@ class Trainer:
     def _start_telemetry(self, about: dict[str, Any], began: float) -> Telemetry:
         step = self.progress.step
         saving = self.checkpointer.saving
-        return Telemetry(self.config, self.setup, about, step=step, resumable=saving, began=began)
+        return Telemetry(
+            self.config,
+            self.setup,
+            about,
+            step=step,
+            resumable=saving,
+            began=began,
+        )
 
     def _view(self, logged: LoggedValues) -> Run:
         parts = self.parts
@@ -290,7 +297,9 @@ class Trainer:
 
 
 def _connect(
-    config: Config, device: torch.device, connect: Callable[[Comm, torch.device], None]
+    config: Config,
+    device: torch.device,
+    connect: Callable[[Comm, torch.device], None],
 ) -> Watch | None:
     """Start the process group and the watch over it."""
     comm = config.comm

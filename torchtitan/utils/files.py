@@ -32,7 +32,12 @@ def write_all(files: Mapping[Path, bytes]) -> None:
         raise
 
 
-def open_regular(path: Path, *, links: bool = False, buffered: bool = True) -> IO[bytes]:
+def open_regular(
+    path: Path,
+    *,
+    links: bool = False,
+    buffered: bool = True,
+) -> IO[bytes]:
     """Open a regular file to read its bytes. A pipe would block, and a device never end.
 
     Args:
@@ -69,7 +74,12 @@ def regular_handle(path: str | Path, *, links: bool = False) -> int:
     raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def read_regular(path: Path, most: int, *, links: bool = False) -> bytes:
+def read_regular(
+    path: Path,
+    most: int,
+    *,
+    links: bool = False,
+) -> bytes:
     """The contents of a regular file of at most `most` bytes.
 
     Raises:

@@ -33,7 +33,13 @@ def event(kind: str, step: int | None = None, **details: Any) -> dict[str, Any]:
             preempted, failed or finished.
         details: more keys, whose values JSON can hold.
     """
-    return {EVENT: {"kind": kind, "step": step, **details}}
+    return {
+        EVENT: {
+            "kind": kind,
+            "step": step,
+            **details,
+        }
+    }
 
 
 def _logs(rank: int) -> bool:
@@ -87,7 +93,11 @@ def log_failure(error: BaseException) -> None:
     """Log why this rank fails to its file only; the terminal shows the error once for all ranks."""
     failure = failure_of(error)
     traceback = None if failure.expected else error
-    logger.error(failure.message, exc_info=traceback, extra={"only_in_file": True})
+    logger.error(
+        failure.message,
+        exc_info=traceback,
+        extra={"only_in_file": True},
+    )
 
 
 class _Stdout(logging.StreamHandler):
@@ -115,7 +125,12 @@ class _Pending(logging.Handler):
 class _File(RotatingFileHandler):
     """Appends to a file that is rotated by size. Losing a line is better than losing the run."""
 
-    def __init__(self, path: Path, max_bytes: int, keep: int):
+    def __init__(
+        self,
+        path: Path,
+        max_bytes: int,
+        keep: int,
+    ):
         super().__init__(
             path,
             maxBytes=max_bytes,

@@ -110,7 +110,11 @@ def patiently(path: Path, action: Callable[[], Result]) -> Result:
     if not is_remote(path):
         return action()
 
-    def warn(error: Exception, attempt: int, pause: float) -> None:
+    def warn(
+        error: Exception,
+        attempt: int,
+        pause: float,
+    ) -> None:
         logger.warning(f"{path}: {type(error).__name__}: {error}; trying again in {pause:.1f} s")
 
     try:

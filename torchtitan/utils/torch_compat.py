@@ -104,7 +104,11 @@ def silence_false_alarms() -> None:
     with the last one.
     """
     for message, category in _WARNINGS:
-        warnings.filterwarnings("ignore", message=message, category=category)
+        warnings.filterwarnings(
+            "ignore",
+            message=message,
+            category=category,
+        )
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -171,7 +175,11 @@ def gathers_without_views() -> AbstractContextManager[None]:
     import torch
     import torch.distributed._functional_collectives as collectives
 
-    def concatenated(gathered: "Tensor", ranks: int, dim: int) -> "Tensor":
+    def concatenated(
+        gathered: "Tensor",
+        ranks: int,
+        dim: int,
+    ) -> "Tensor":
         return torch.cat(torch.chunk(gathered, ranks, dim=0), dim=dim)
 
     return replaced(collectives, _maybe_view_chunk_cat=concatenated)
@@ -232,7 +240,11 @@ def keep_muon_updates_sharded() -> None:
 
 
 @contextmanager
-def store_of_this_attempt(rank: int, world: int, timeout: timedelta) -> Iterator["dist.Store"]:
+def store_of_this_attempt(
+    rank: int,
+    world: int,
+    timeout: timedelta,
+) -> Iterator["dist.Store"]:
     """torchrun's agent gives every attempt the same store, which still holds the addresses of the
     previous attempt.
 
@@ -247,7 +259,13 @@ def store_of_this_attempt(rank: int, world: int, timeout: timedelta) -> Iterator
     def connect() -> dist.TCPStore:
         host = os.environ["MASTER_ADDR"]
         port = int(os.environ["MASTER_PORT"])
-        return dist.TCPStore(host, port, world, is_master=False, timeout=timeout)
+        return dist.TCPStore(
+            host,
+            port,
+            world,
+            is_master=False,
+            timeout=timeout,
+        )
 
     agent = connect()
     own = uuid.uuid4().hex

@@ -26,7 +26,11 @@ _LOGITS_AGREE = 1e-3
 """Largest difference of logits that rounding explains, relative to the largest logit."""
 
 
-def check_description(folder: Path, spec: ModelSpec, args: Any) -> None:
+def check_description(
+    folder: Path,
+    spec: ModelSpec,
+    args: Any,
+) -> None:
     """Compare the model with `config.json` and the weights' names and shapes, read by `from-hf`.
 
     Raises:
@@ -97,7 +101,11 @@ def compare(
     return [*notes, _logits_note(folder, spec, args, read)]
 
 
-def _too_large(spec: ModelSpec, args: Any, most: float) -> str | None:
+def _too_large(
+    spec: ModelSpec,
+    args: Any,
+    most: float,
+) -> str | None:
     count = sum(param.numel() for param in on_meta(spec, args).parameters())
     if count > most:
         return (
@@ -110,7 +118,12 @@ def _too_large(spec: ModelSpec, args: Any, most: float) -> str | None:
     return None
 
 
-def _logits_note(folder: Path, spec: ModelSpec, args: Any, read: Callable[[str], Tensor]) -> str:
+def _logits_note(
+    folder: Path,
+    spec: ModelSpec,
+    args: Any,
+    read: Callable[[str], Tensor],
+) -> str:
     """Both models compute in float32 with the exported weights."""
     from transformers import AutoModelForCausalLM
 
@@ -149,7 +162,11 @@ def _our_logits(
     return model(tokens)
 
 
-def _tokenizer_note(folder: Path, kind: str, tokenizer: Tokenizer | None) -> str:
+def _tokenizer_note(
+    folder: Path,
+    kind: str,
+    tokenizer: Tokenizer | None,
+) -> str:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if tokenizer is None or not (folder / "tokenizer.json").is_file():

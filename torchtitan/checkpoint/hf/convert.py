@@ -91,7 +91,10 @@ def to_hf(
 
 
 def _tokenizer(
-    assets: str, make: Callable[[Path], Tokenizer] | None, *, given: bool
+    assets: str,
+    make: Callable[[Path], Tokenizer] | None,
+    *,
+    given: bool,
 ) -> Tokenizer | None:
     try:
         return build_tokenizer(assets, make)
@@ -205,7 +208,12 @@ def nearest_flavor(spec: ModelSpec, args: Any) -> tuple[str, dict[str, Any]]:
     return nearest, changes[nearest]
 
 
-def _recipe(source: Path, step: Path, spec: ModelSpec, args: Any) -> str:
+def _recipe(
+    source: Path,
+    step: Path,
+    spec: ModelSpec,
+    args: Any,
+) -> str:
     """The TOML of a run that starts from `step`."""
     flavor, overrides = nearest_flavor(spec, args)
     checkpoint = str(step) if is_remote(step) else os.path.abspath(step)

@@ -91,7 +91,11 @@ class HFExport:
         for ours, theirs in self.names.items():
             key = f"ema.{ours}" if averaged else f"model.{ours}"
             about = stored[key]
-            value = torch.empty(about.size, dtype=dtype or about.properties.dtype, device="meta")
+            value = torch.empty(
+                about.size,
+                dtype=dtype or about.properties.dtype,
+                device="meta",
+            )
             whole = isinstance(theirs, str)
             for i, part in enumerate(parts_of(theirs)):
                 self.tensors[part] = value if whole else value[i]
@@ -191,7 +195,11 @@ class HFExport:
         if tokenizer := self.tokenizer:
             special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
             write_tokenizer(tokenizer, self.target)
-        sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+        sampling = {
+            "do_sample": True,
+            "temperature": 0.6,
+            "top_p": 0.9,
+        }
         write_json(self.target / "generation_config.json", sampling | special)
         about = self.hf.config(self.args, str(self.dtype).removeprefix("torch."))
         write_json(self.target / "config.json", about | special)
@@ -260,7 +268,9 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _write_safetensors(
-    path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor]
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    read: Callable[[str], Tensor],
 ) -> None:
     """Write a safetensors file with one tensor in memory at a time; other writers hold whole files.
 

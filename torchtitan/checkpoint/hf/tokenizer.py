@@ -86,11 +86,21 @@ def _beginning(bos: str | None, bos_id: int | None) -> dict[str, Any] | None:
         "type": "TemplateProcessing",
         "single": parts[:2],
         "pair": parts,
-        "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
+        "special_tokens": {
+            bos: {
+                "id": bos,
+                "ids": [bos_id],
+                "tokens": [bos],
+            }
+        },
     }
 
 
-def _settings(given: Mapping[str, Any], bos: str | None, eos: str) -> dict[str, Any]:
+def _settings(
+    given: Mapping[str, Any],
+    bos: str | None,
+    eos: str,
+) -> dict[str, Any]:
     """`tokenizer_config.json`, naming the class that uses `tokenizer.json` as it is."""
     own = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -142,7 +152,11 @@ def _of_tiktoken(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {"id": id, "content": name, **flags}
+            {
+                "id": id,
+                "content": name,
+                **flags,
+            }
             for name, id in sorted(special.items(), key=lambda item: item[1])
         ],
         "normalizer": None,

@@ -14,7 +14,11 @@ from torchtitan.models import HFNames, ModelSpec, hf_map
 from torchtitan.utils.errors import CheckpointError
 
 
-def load_hf(models: Sequence[nn.Module], folder: Path, names: HFNames) -> None:
+def load_hf(
+    models: Sequence[nn.Module],
+    folder: Path,
+    names: HFNames,
+) -> None:
     """Fill the weights of a model, or of this rank's pipeline stages, from a folder of safetensors.
 
     Buffers stay as they are: Hugging Face's formats have no place for them.
@@ -35,7 +39,11 @@ def load_hf(models: Sequence[nn.Module], folder: Path, names: HFNames) -> None:
     reader.load(ours)
 
 
-def check_hf(reader: SafetensorsReader, spec: ModelSpec, args: Any) -> None:
+def check_hf(
+    reader: SafetensorsReader,
+    spec: ModelSpec,
+    args: Any,
+) -> None:
     """
     Raises:
         CheckpointError: the weights aren't those of a model of `args`, which came with them.
@@ -64,7 +72,11 @@ def on_meta(spec: ModelSpec, args: Any) -> nn.Module:
 
 
 def import_hf(
-    source: Path, target: Path, spec: ModelSpec, args: Any, manifest: dict[str, Any]
+    source: Path,
+    target: Path,
+    spec: ModelSpec,
+    args: Any,
+    manifest: dict[str, Any],
 ) -> int:
     """Write the weights in a folder of safetensors as a checkpoint of the same dtypes.
 
@@ -84,7 +96,11 @@ def import_hf(
     stored = reader.read_metadata().state_dict_metadata
     state = model_state([on_meta(spec, args)])
     for name, about in stored.items():
-        state[name] = torch.empty(about.size, dtype=about.properties.dtype, device="meta")
+        state[name] = torch.empty(
+            about.size,
+            dtype=about.properties.dtype,
+            device="meta",
+        )
 
     def read(key: str) -> Tensor:
         name = key.removeprefix("model.")

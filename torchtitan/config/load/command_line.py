@@ -28,7 +28,10 @@ _SHORT = {"config": _FILE, "config_file": _FILE}
 
 
 def parse_args(
-    parser: argparse.ArgumentParser, argv: list[str], *, file_required: bool = False
+    parser: argparse.ArgumentParser,
+    argv: list[str],
+    *,
+    file_required: bool = False,
 ) -> tuple[argparse.Namespace, list[str]]:
     """Parse a command line that mixes a command's own options with a configuration, in any order:
 

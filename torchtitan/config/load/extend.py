@@ -80,7 +80,11 @@ def _chosen(config: Config) -> Iterator[str]:
     yield from (source.dataset for source in config.validation.sets)
 
 
-def _unknown(name: str, classes: Mapping[str, Any], config: Config) -> str:
+def _unknown(
+    name: str,
+    classes: Mapping[str, Any],
+    config: Config,
+) -> str:
     if not config.experimental.custom_import:
         return (
             f"nothing is registered as {brief(name)}; name the module that does as "

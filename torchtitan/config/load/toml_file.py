@@ -49,7 +49,10 @@ class _Files:
         self._bytes_left = TOML_BYTES
 
     def settings(
-        self, path: Path, named_at: str, above: tuple[str, ...] = ()
+        self,
+        path: Path,
+        named_at: str,
+        above: tuple[str, ...] = (),
     ) -> dict[str, Setting]:
         """As `read_toml`.
 
@@ -73,7 +76,12 @@ class _Files:
             self._done[real] = self._read(path, named_at, (*above, real))
         return self._done[real]
 
-    def _read(self, path: Path, named_at: str, above: tuple[str, ...]) -> dict[str, Setting]:
+    def _read(
+        self,
+        path: Path,
+        named_at: str,
+        above: tuple[str, ...],
+    ) -> dict[str, Setting]:
         text, tables = self._parse(path, named_at)
         bases = tables.pop("extends", [])
         lines = line_numbers(text)

@@ -239,7 +239,11 @@ def model_name(config: Config) -> str:
     return f"model.flavor {config.model.flavor} of {config.model.name}"
 
 
-def _fsdp_divides(degree: int, sizes: Mapping[str, int], ranks: int) -> bool:
+def _fsdp_divides(
+    degree: int,
+    sizes: Mapping[str, int],
+    ranks: int,
+) -> bool:
     """Whether FSDP can shard evenly the experts that each of `degree` ranks has."""
     count, *widths = sizes.values()
     shards = ranks // degree

@@ -142,7 +142,12 @@ def _needs(config: Config) -> Iterator[tuple[str, tuple[int, int], str, str]]:
         yield "quantize.linear.mx", (10, 0), "Blackwell", mx
 
 
-@rule("moe.global_balance_loss", "model.overrides", needs=["args"], refuses=False)
+@rule(
+    "moe.global_balance_loss",
+    "model.overrides",
+    needs=["args"],
+    refuses=False,
+)
 def router_can_learn(config: Config, facts: Facts) -> str | None:
     one = getattr(facts.args, "experts_per_token", 0) == 1
     balanced = config.moe.global_balance_loss or config.moe.sequence_balance_loss

@@ -177,7 +177,12 @@ def refuse(
     RULES.append(Rule(keys, problem, tuple(needs)))
 
 
-def problems(config: Config, facts: Facts, *, refuses: bool = True) -> list[str]:
+def problems(
+    config: Config,
+    facts: Facts,
+    *,
+    refuses: bool = True,
+) -> list[str]:
     """What is wrong with a derived configuration, as far as `facts` tell.
 
     Args:
@@ -191,7 +196,11 @@ def problems(config: Config, facts: Facts, *, refuses: bool = True) -> list[str]
     ]
 
 
-def check(config: Config, facts: Facts, sources: Mapping[str, str] | None = None) -> None:
+def check(
+    config: Config,
+    facts: Facts,
+    sources: Mapping[str, str] | None = None,
+) -> None:
     """Refuse a derived configuration that can't run.
 
     Args:

@@ -69,7 +69,11 @@ class Shares:
         return taken
 
     def position(self) -> SharesState:
-        return SharesState(weights=self.weights, rows=self.rows, counts=self.counts)
+        return SharesState(
+            weights=self.weights,
+            rows=self.rows,
+            counts=self.counts,
+        )
 
     def seek(self, position: SharesState) -> None:
         self._aimed = {}
@@ -122,7 +126,11 @@ def divide(
     return taken
 
 
-def place(counts: Mapping[str, int], seed: int, step: int) -> dict[str, Slots]:
+def place(
+    counts: Mapping[str, int],
+    seed: int,
+    step: int,
+) -> dict[str, Slots]:
     """The rows of a step from each source, scattered over the batch so that all ranks get some."""
     total = sum(counts.values())
     used = [name for name, count in counts.items() if count]
@@ -148,7 +156,11 @@ def _with_ends(plans: Sequence[StagePlan]) -> Iterator[tuple[StagePlan, int]]:
     return zip(plans, [*(plan.first for plan in plans[1:]), sys.maxsize], strict=True)
 
 
-def run_dry(plans: Sequence[StagePlan], left: Mapping[str, int], steps: range) -> dict[str, int]:
+def run_dry(
+    plans: Sequence[StagePlan],
+    left: Mapping[str, int],
+    steps: range,
+) -> dict[str, int]:
     """The step in which each source gives its last row, to within a row, if it is one of `steps`.
 
     Args:
@@ -183,7 +195,11 @@ def run_dry(plans: Sequence[StagePlan], left: Mapping[str, int], steps: range) -
     return ended
 
 
-def whole_steps(plans: Sequence[StagePlan], rows: int, first: int) -> int:
+def whole_steps(
+    plans: Sequence[StagePlan],
+    rows: int,
+    first: int,
+) -> int:
     """How many steps, from `first` on, `rows` rows are enough for."""
     step = first
     for plan, after in _with_ends(plans):

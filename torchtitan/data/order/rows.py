@@ -138,7 +138,10 @@ class TokenReader(SourceReader):
         return self.consumed / len(self.files)
 
     def position(self) -> SourcePosition:
-        return SourcePosition(contents=self.files.contents.fingerprint, rows=self.consumed)
+        return SourcePosition(
+            contents=self.files.contents.fingerprint,
+            rows=self.consumed,
+        )
 
     def seek(self, position: SourcePosition) -> None:
         self.consumed = position.rows
@@ -224,7 +227,11 @@ class Lane:
     def position(self) -> LanePosition:
         if self.ids is None:
             return LanePosition(cursor=self.before, offset=-1)
-        return LanePosition(cursor=self.before, offset=self.offset, position=self.start)
+        return LanePosition(
+            cursor=self.before,
+            offset=self.offset,
+            position=self.start,
+        )
 
     def seek(self, position: LanePosition) -> None:
         self.cursor.seek(position.cursor)
@@ -315,7 +322,11 @@ def lanes_of(
     return (slots * lanes + turn) // count
 
 
-def lanes_within(own: range, count: int, lanes: int) -> range:
+def lanes_within(
+    own: range,
+    count: int,
+    lanes: int,
+) -> range:
     """Lanes that any of the places `own` of steps of `count` rows may have."""
     if not own:
         return range(0)

@@ -270,7 +270,11 @@ class Cache:
             ) from error
 
 
-def _put(temporary: Path, path: Path, hash: Callable[[int], str]) -> KeptFile:
+def _put(
+    temporary: Path,
+    path: Path,
+    hash: Callable[[int], str],
+) -> KeptFile:
     """Give a written file its final name."""
     with open_data(temporary) as file:
         handle = file.fileno()

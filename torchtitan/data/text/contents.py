@@ -113,7 +113,9 @@ def data_file(
 
 
 def sampled(
-    stamps: Sequence[FileStamp], base: str | Path, wholes: Sequence[str] = ()
+    stamps: Sequence[FileStamp],
+    base: str | Path,
+    wholes: Sequence[str] = (),
 ) -> list[DataFile]:
     """Sample files.
 
@@ -184,7 +186,11 @@ def changes(old: Sequence[DataFile], new: Sequence[DataFile]) -> list[str]:
     return [printable(words) for words in found]
 
 
-def _change(before: DataFile, now: DataFile, held: Mapping[tuple[int, str], str]) -> str:
+def _change(
+    before: DataFile,
+    now: DataFile,
+    held: Mapping[tuple[int, str], str],
+) -> str:
     if now.same_as(before):
         return ""
     other = held.get((now.size, now.sample), now.name)

@@ -241,7 +241,11 @@ class LocalDocuments:
         return index.kept(self._folder)
 
 
-def _listing(names: Sequence[str], stamps: Sequence[FileStamp], reading: str = "") -> str:
+def _listing(
+    names: Sequence[str],
+    stamps: Sequence[FileStamp],
+    reading: str = "",
+) -> str:
     """The fingerprint of earlier versions: names and sizes."""
     sizes = [f"{name}:{stamp.size};" for name, stamp in zip(names, stamps, strict=True)]
     listing = "".join(sizes) + reading
@@ -344,7 +348,11 @@ def open_documents(
     return documents
 
 
-def check_has_text(documents: Documents, key: str, name: str) -> None:
+def check_has_text(
+    documents: Documents,
+    key: str,
+    name: str,
+) -> None:
     """
     Raises:
         UserError: there are no documents, or all are empty; training would only see begin-of-text

@@ -181,7 +181,11 @@ def _utf8_bytes(text: Text) -> int:
     return sum(len(part) if part.isascii() else len(part.encode()) for part in parts_of(text))
 
 
-def _copy(text: Text, file: IO[Any], start: int) -> int:
+def _copy(
+    text: Text,
+    file: IO[Any],
+    start: int,
+) -> int:
     """Write a text at `start`, over a bad one that may have been begun there; its bytes."""
     file.seek(start)
     for part in parts_of(text):

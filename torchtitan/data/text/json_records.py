@@ -274,7 +274,11 @@ def _whole_escapes(
     return end
 
 
-def _is_escaped(line: bytes, begin: int, at: int) -> bool:
+def _is_escaped(
+    line: bytes,
+    begin: int,
+    at: int,
+) -> bool:
     """Whether an odd number of backslashes precedes a byte, from `begin` on."""
     first = at
     while first > begin and line[first - 1] == _BACKSLASH:

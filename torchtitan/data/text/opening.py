@@ -199,7 +199,9 @@ def is_compressed(file: Path) -> bool:
 
 
 def open_plain(
-    file: Path, advance: Callable[[int], None] | None = None, stamp: FileStamp | None = None
+    file: Path,
+    advance: Callable[[int], None] | None = None,
+    stamp: FileStamp | None = None,
 ) -> IO[bytes]:
     """The bytes of a data file, decompressed by the ending of its name; see `data_handle`.
 
@@ -215,7 +217,11 @@ def open_plain(
 
         plain = pyarrow.CompressedInputStream(buffered, "zstd")
         return cast(IO[bytes], io.BufferedReader(plain, _BUFFER))
-    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    openers: dict[str, Any] = {
+        ".gz": gzip.open,
+        ".bz2": bz2.open,
+        ".xz": lzma.open,
+    }
     if ending in openers:
         return openers[ending](buffered)
     return buffered

@@ -176,7 +176,10 @@ def _json(line: bytes, column: str) -> Any:
             explicit_schema=pyarrow.schema({column: pyarrow.string()}),
             unexpected_field_behavior="ignore",
         )
-        blocks = pyarrow.json.ReadOptions(block_size=len(line), use_threads=False)
+        blocks = pyarrow.json.ReadOptions(
+            block_size=len(line),
+            use_threads=False,
+        )
         try:
             (row,) = pyarrow.json.read_json(io.BytesIO(line), blocks, options).to_pylist()
         except (pyarrow.ArrowException, ValueError):

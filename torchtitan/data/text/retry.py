@@ -55,7 +55,11 @@ class Retry:
 
         place = f"{what} of {self.source}"
 
-        def warn(error: Exception, attempt: int, pause: float) -> None:
+        def warn(
+            error: Exception,
+            attempt: int,
+            pause: float,
+        ) -> None:
             cause = first_line(error)
             self.doing = f"reading {what}, which failed {attempt} times ({cause})"
             logger.warning(f"{self.section}.dataset: {place}: {cause}; trying again")

@@ -33,7 +33,9 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def parquet_rows(
-    file: IO[bytes], column: str, advance: Callable[[int], None] | None = None
+    file: IO[bytes],
+    column: str,
+    advance: Callable[[int], None] | None = None,
 ) -> Iterator[Record]:
     """
     Raises:
@@ -77,7 +79,9 @@ def _rows_at_once(group: Any, column: str) -> int:
 
 
 def arrow_rows(
-    file: IO[bytes], column: str, advance: Callable[[int], None] | None = None
+    file: IO[bytes],
+    column: str,
+    advance: Callable[[int], None] | None = None,
 ) -> Iterator[Record]:
     """The rows of an Arrow file or stream. A record batch is held at a time; of a file, its text.
 
@@ -120,7 +124,10 @@ def _arrow_batches(file: IO[bytes], column: str) -> Iterator[tuple[Iterator[Any]
     file.seek(0)
     schema = open_reader(file).schema
     index = _index(schema, column)
-    options = pyarrow.ipc.IpcReadOptions(included_fields=[index or 0], use_threads=False)
+    options = pyarrow.ipc.IpcReadOptions(
+        included_fields=[index or 0],
+        use_threads=False,
+    )
     file.seek(0)
     reader = open_reader(file, options=options)
     batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
@@ -188,7 +195,11 @@ def _as_binary(values: Any) -> Any:
     return values
 
 
-def _report(file: IO[bytes], read: int, advance: Callable[[int], None] | None) -> int:
+def _report(
+    file: IO[bytes],
+    read: int,
+    advance: Callable[[int], None] | None,
+) -> int:
     """Report how far a file has been read since `read`; returns the new place."""
     place = max(read, file.tell())
     if advance:
@@ -214,7 +225,11 @@ def _damage(what: str) -> Iterator[None]:
         raise DataError(f"not {what} (damaged or cut off?): {reason[0]}") from None
 
 
-def csv_rows(file: IO[bytes], column: str, delimiter: str) -> Iterator[Record]:
+def csv_rows(
+    file: IO[bytes],
+    column: str,
+    delimiter: str,
+) -> Iterator[Record]:
     """The rows below the header, numbered by the first of their lines. Blank lines are left out.
 
     Raises:
@@ -251,7 +266,11 @@ def csv_rows(file: IO[bytes], column: str, delimiter: str) -> Iterator[Record]:
         yield Record(line, _csv_content(row, header, column))
 
 
-def _csv_content(row: list[str], header: list[str], column: str) -> Any:
+def _csv_content(
+    row: list[str],
+    header: list[str],
+    column: str,
+) -> Any:
     if column not in header:
         return missing_column(column, header)
     if len(row) != len(header):

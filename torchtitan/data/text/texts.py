@@ -158,7 +158,11 @@ class FileText(LongText):
                     return
 
 
-def _read_at(file: IO[bytes], place: int, size: int) -> bytes:
+def _read_at(
+    file: IO[bytes],
+    place: int,
+    size: int,
+) -> bytes:
     if file.tell() != place:  # after an attempt that failed
         file.seek(place)
     return file.read(size)
@@ -177,7 +181,11 @@ class Record(NamedTuple):
     """First byte of a JSON line in the decompressed file."""
 
 
-def not_utf8(error: UnicodeDecodeError, offset: int = 0, where: str = "") -> BadDocument:
+def not_utf8(
+    error: UnicodeDecodeError,
+    offset: int = 0,
+    where: str = "",
+) -> BadDocument:
     """
     Args:
         offset: place of the decoded bytes in the document.

@@ -200,7 +200,11 @@ def _stamp(file: Path, key: str) -> FileStamp:
         raise UserError(f"{key}: {error}") from None
 
 
-def _read_megatron(file: Path, tokenizer: Tokenizer, key: str) -> _Meta | None:
+def _read_megatron(
+    file: Path,
+    tokenizer: Tokenizer,
+    key: str,
+) -> _Meta | None:
     """The description by Megatron's index, which names no tokenizer; None without an index."""
     if not os.path.lexists(file.with_suffix(".idx")):
         return None
@@ -208,7 +212,11 @@ def _read_megatron(file: Path, tokenizer: Tokenizer, key: str) -> _Meta | None:
         dtype, tokens = read_index(FileStamp.of(file))
     except DataError as error:
         raise UserError(f"{key}: {error}") from None
-    about = {"dtype": dtype, "tokens": tokens, "tokenizer": tokenizer.fingerprint}
+    about = {
+        "dtype": dtype,
+        "tokens": tokens,
+        "tokenizer": tokenizer.fingerprint,
+    }
     return _Meta.model_validate(about)
 
 

@@ -124,7 +124,9 @@ def _hash(parts: Iterable[str]) -> tuple[int, int]:
 
 
 def read_items(
-    stamps: Iterable[FileStamp], column: str, advance: Callable[[int], None]
+    stamps: Iterable[FileStamp],
+    column: str,
+    advance: Callable[[int], None],
 ) -> Iterator[Item]:
     """The documents of files.
 
@@ -256,7 +258,9 @@ def _take(items: Iterator[Item], count: int) -> Iterator[Item]:
 
 
 def _encode(
-    batches: Iterator[tuple[int, list[Item]]], encoder: Encoder, workers: int
+    batches: Iterator[tuple[int, list[Item]]],
+    encoder: Encoder,
+    workers: int,
 ) -> Iterator[tuple[int, Encoded]]:
     """Encode batches, in order; in this process with one worker."""
     if workers == 1:

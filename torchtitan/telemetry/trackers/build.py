@@ -64,7 +64,12 @@ class Trackers:
                 account=lambda: {"goodput": record.shares()[0], "restarts": len(record.starts) - 1},
             )
             if everywhere:
-                run = replace(run, known={}, remember=lambda _: None, rank=rank)
+                run = replace(
+                    run,
+                    known={},
+                    remember=lambda _: None,
+                    rank=rank,
+                )
             self.all.append(Background(name, _maker(name, config, run, custom)))
 
     def call(self, method: str, *arguments: Any) -> None:
@@ -85,7 +90,11 @@ class Trackers:
             tracker.join(deadline)
 
 
-def _remember(record: RunRecord, name: str, about: Mapping[str, Any]) -> None:
+def _remember(
+    record: RunRecord,
+    name: str,
+    about: Mapping[str, Any],
+) -> None:
     # replaced, because the main thread may be writing it
     record.trackers = {**record.trackers, name: dict(about)}
 

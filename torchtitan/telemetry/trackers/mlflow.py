@@ -77,7 +77,11 @@ class MlflowSink:
             )
         tags = {TAG: run.id, "mlflow.note.content": run.description}
         created = str(
-            self.client.create_run(experiment_id, tags=tags, run_name=run.name).info.run_id
+            self.client.create_run(
+                experiment_id,
+                tags=tags,
+                run_name=run.name,
+            ).info.run_id
         )
         params = [
             Param(key, str(value)[:_LONGEST_VALUE]) for key, value in flat(run.config).items()

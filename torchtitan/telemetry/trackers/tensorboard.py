@@ -51,7 +51,10 @@ class TensorBoardSink:
             step,
             time.time(),
             [
-                self._summary.Value(tag=tag, histo=self._histogram(np.array(of_tag)))
+                self._summary.Value(
+                    tag=tag,
+                    histo=self._histogram(np.array(of_tag)),
+                )
                 for tag, of_tag in values.items()
             ],
         )
@@ -88,7 +91,12 @@ class TensorBoardSink:
             bucket=counts.tolist(),
         )
 
-    def _add(self, step: int, at: float, values: list[Any]) -> None:
+    def _add(
+        self,
+        step: int,
+        at: float,
+        values: list[Any],
+    ) -> None:
         if not self._folder.exists():  # deleted
             self._writer = self._open()
         self._writer.add_event(

@@ -69,7 +69,11 @@ class Asker:
             else ""
         )
         if problems := [*self._wrong, *self._missing]:
-            raise ConfigError(problems, where="on the command line", advice=advice)
+            raise ConfigError(
+                problems,
+                where="on the command line",
+                advice=advice,
+            )
 
     def _ask(self, question: Question[T]) -> T:
         print(f"\n{question.text}\n  {question.choices}")

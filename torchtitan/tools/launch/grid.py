@@ -245,7 +245,11 @@ def _plain(text: str, longest: int) -> str:
     return re.sub(r"[^\w.=+-]+", "-", text, flags=re.ASCII).strip("-.")[:longest]
 
 
-def in_folder(run: GridRun, folder: Path, checkpoints: str) -> tuple[str, ...]:
+def in_folder(
+    run: GridRun,
+    folder: Path,
+    checkpoints: str,
+) -> tuple[str, ...]:
     """The flags of a run with a folder of its own.
 
     Args:
@@ -301,7 +305,11 @@ class _Stop:
         self.requested = True  # Ctrl-C reaches the run, too
 
 
-def run_in_turn(names: Sequence[str], commands: Sequence[Sequence[str]], folder: Path) -> int:
+def run_in_turn(
+    names: Sequence[str],
+    commands: Sequence[Sequence[str]],
+    folder: Path,
+) -> int:
     """Run `torchtitan` with each command. One that fails doesn't stop the others.
 
     Args:
@@ -313,7 +321,11 @@ def run_in_turn(names: Sequence[str], commands: Sequence[Sequence[str]], folder:
     stop = _Stop()
     failed = []
     for i, (name, words) in enumerate(zip(names, commands, strict=True), 1):
-        print(f"\n== run {i} of {len(names)}: {name}", file=sys.stderr, flush=True)
+        print(
+            f"\n== run {i} of {len(names)}: {name}",
+            file=sys.stderr,
+            flush=True,
+        )
         stop.run = subprocess.Popen([sys.executable, "-m", "torchtitan", *words])
         status = stop.run.wait()
         if status == INTERRUPTED:

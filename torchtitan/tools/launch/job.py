@@ -80,7 +80,9 @@ def check_words(config: str, overrides: Sequence[str]) -> None:
 
 
 def nodes_and_ranks(
-    config: Config, per_node: int, nodes: tuple[int, int] | None
+    config: Config,
+    per_node: int,
+    nodes: tuple[int, int] | None,
 ) -> tuple[tuple[int, int], int]:
     """Fewest and most nodes, and the ranks on each.
 
@@ -128,7 +130,11 @@ class Job:
     """File of the output, with Slurm's `%` patterns."""
 
 
-def script(job: Job, config: str, overrides: Sequence[str]) -> str:
+def script(
+    job: Job,
+    config: str,
+    overrides: Sequence[str],
+) -> str:
     """The script of a job that trains a configuration."""
     return _filled(job, [], [shlex.join(["set", "--", _config_file(job, config), *overrides])])
 
@@ -162,7 +168,11 @@ def _config_file(job: Job, config: str) -> str:
     return config if shipped else str(file)
 
 
-def _filled(job: Job, header: Sequence[str], body: Sequence[str]) -> str:
+def _filled(
+    job: Job,
+    header: Sequence[str],
+    body: Sequence[str],
+) -> str:
     fewest, most = job.nodes
     settings = {
         "job-name": job.name,

@@ -106,7 +106,11 @@ def read_record(folder: Path) -> JobRecord:
         ) from None
 
 
-def submit(script: Path, record: JobRecord, folder: Path) -> None:
+def submit(
+    script: Path,
+    record: JobRecord,
+    folder: Path,
+) -> None:
     """Submit a job and remember its number in `folder`.
 
     Raises:
@@ -179,7 +183,9 @@ def find(target: str | None) -> tuple[list[int], str | None, JobRecord | None]:
 
 
 def entries(
-    jobs: Sequence[int], task: str | None, record: JobRecord | None
+    jobs: Sequence[int],
+    task: str | None,
+    record: JobRecord | None,
 ) -> tuple[list[Entry], str | None]:
     """The jobs, or all of the user's that haven't ended, and why the list may be incomplete.
 
@@ -252,7 +258,11 @@ def state_table(found: Sequence[Entry], record: JobRecord | None) -> str:
 # ---- logs
 
 
-def log_files(jobs: Sequence[int], task: str | None, record: JobRecord | None) -> list[Path]:
+def log_files(
+    jobs: Sequence[int],
+    task: str | None,
+    record: JobRecord | None,
+) -> list[Path]:
     """The logs that exist of the newest of these jobs.
 
     Raises:
@@ -278,7 +288,12 @@ def log_files(jobs: Sequence[int], task: str | None, record: JobRecord | None) -
     )
 
 
-def show_logs(files: Sequence[Path], lines: int, *, follow: bool) -> int:
+def show_logs(
+    files: Sequence[Path],
+    lines: int,
+    *,
+    follow: bool,
+) -> int:
     """Print the ends of logs; with `follow`, keep printing. Returns the exit status."""
     command = [
         "tail",

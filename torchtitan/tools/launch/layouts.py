@@ -53,7 +53,11 @@ def best_layouts(request: Request) -> tuple[list[Proposal], int]:
     return found.best[:SHOWN], found.seen
 
 
-def table(proposals: Sequence[Proposal], seen: int, request: Request) -> str:
+def table(
+    proposals: Sequence[Proposal],
+    seen: int,
+    request: Request,
+) -> str:
     """The layouts with their predictions and reasons."""
     rows = [_HEADINGS]
     for i, proposal in enumerate(proposals):

@@ -125,7 +125,11 @@ def validate_text(text: str, request: Request) -> tuple[str, ...]:
     )
 
 
-def _script(request: Request, slurm: Namespace, per_node: int) -> str:
+def _script(
+    request: Request,
+    slurm: Namespace,
+    per_node: int,
+) -> str:
     config = str((request.folder / CONFIG).absolute())
     check_words(config, [])
     nodes, ranks = nodes_of(request.devices, per_node)
@@ -147,7 +151,11 @@ def nodes_of(devices: int, per_node: int) -> tuple[int, int]:
     return max(1, devices // per_node), min(devices, per_node)
 
 
-def _steps(request: Request, slurm: bool, per_node: int) -> list[str]:
+def _steps(
+    request: Request,
+    slurm: bool,
+    per_node: int,
+) -> list[str]:
     """What is left to do."""
     steps = []
     config = shlex.quote(str(request.folder / CONFIG))

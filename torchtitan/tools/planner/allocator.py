@@ -97,7 +97,9 @@ def reserved(events: Iterable[Event]) -> int:
 
 
 def peak_by_part(
-    blocks: list[Block], lasting: Iterable[int], events: Iterable[tuple[int, bool]]
+    blocks: list[Block],
+    lasting: Iterable[int],
+    events: Iterable[tuple[int, bool]],
 ) -> dict[str, int]:
     """Bytes by part at the peak of `events`, with `lasting` blocks allocated throughout."""
     now = dict.fromkeys(PARTS, 0)
@@ -125,7 +127,9 @@ def peak_by_part(
 
 
 def replay(
-    blocks: list[Block], first: list[tuple[int, bool]], steady: list[tuple[int, bool]]
+    blocks: list[Block],
+    first: list[tuple[int, bool]],
+    steady: list[tuple[int, bool]],
 ) -> int:
     """Bytes reserved after two steps; the second reuses the first one's optimizer state."""
     alive = {number for number, new in first if new} - {number for number, new in first if not new}

@@ -189,7 +189,11 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     return best
 
 
-def _matmul(size: int, device: torch.device, dtype: torch.dtype) -> float:
+def _matmul(
+    size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> float:
     """FLOP/s of a square matrix product."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / _seconds(lambda: a @ b, device)
@@ -210,7 +214,11 @@ def _shortfall(size: int, bits: int) -> float:
     return (1 + shared["gemm_ramp"] / size**2) * (1 + shared["gemm_depth"] * 16 / bits / size)
 
 
-def _attention(size: int, device: torch.device, dtype: torch.dtype) -> float:
+def _attention(
+    size: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> float:
     """FLOP/s of causal attention's forward; only the unmasked half counts."""
     q = torch.randn(1, 16, size, 64 if device.type == "cpu" else 128, device=device).to(dtype)
     flops = 2 * size**2 * q.shape[1] * q.shape[3]
@@ -235,7 +243,11 @@ def ranks_per_node() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def measure_links(device: torch.device, per_node: int, size: int) -> Links:
+def measure_links(
+    device: torch.device,
+    per_node: int,
+    size: int,
+) -> Links:
     """Measure all-gathers, on all ranks of the default process group at once.
 
     Args:
@@ -280,7 +292,11 @@ def _gather_seconds(
     size: int,
 ) -> float:
     own = torch.empty(size // ranks, dtype=torch.uint8, device=device)
-    whole = torch.empty(size // ranks * ranks, dtype=torch.uint8, device=device)
+    whole = torch.empty(
+        size // ranks * ranks,
+        dtype=torch.uint8,
+        device=device,
+    )
     best = float("inf")
     for _ in range(1 + _ROUNDS):
         begin = time.perf_counter()

@@ -17,7 +17,9 @@ copy to the host, and the launch of what follows. Estimate.
 
 
 def tensor_parallel(
-    w: Workload, hw: Hardware, products: tuple[float, float]
+    w: Workload,
+    hw: Hardware,
+    products: tuple[float, float],
 ) -> tuple[float, float]:
     """Exposed seconds of one block's tensor-parallel collectives, forward and backward."""
     if w.tp == 1:
@@ -35,7 +37,11 @@ def tensor_parallel(
     return forward, backward
 
 
-def context_parallel(w: Workload, hw: Hardware, attention: float) -> tuple[float, float]:
+def context_parallel(
+    w: Workload,
+    hw: Hardware,
+    attention: float,
+) -> tuple[float, float]:
     """Exposed seconds of a block's context parallelism (Liu et al., arXiv:2310.01889).
 
     Keys and values travel to every rank, and their gradients back in fp32.

@@ -171,7 +171,11 @@ class _Products:
         return self.inputs + self.weight
 
 
-def _products(w: Workload, hw: Hardware, linear: Linear) -> _Products:
+def _products(
+    w: Workload,
+    hw: Hardware,
+    linear: Linear,
+) -> _Products:
     """The three products of a linear layer, which sum over different sizes."""
     rate = _peak(w, hw) * hw.gemm_bf16
     operand = w.element
@@ -298,7 +302,11 @@ def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
 # ---- the pipeline
 
 
-def _durations(w: Workload, block: _Pass, ends: _Pass) -> Callable[[int, str], float]:
+def _durations(
+    w: Workload,
+    block: _Pass,
+    ends: _Pass,
+) -> Callable[[int, str], float]:
     """Seconds of a stage's computation, by stage and kind (`F`, `B`, `I`, `W`).
 
     Splitting a backward saves work only where autograd sees a block's operations one by one. A
@@ -312,8 +320,17 @@ def _durations(w: Workload, block: _Pass, ends: _Pass) -> Callable[[int, str], f
     if not w.compiled:
         inputs = backward - block.weights
         weights = block.weights + _parameters(w) * w.recompute.pointwise * forward
-    blocks = {"F": forward, "B": backward, "I": inputs, "W": weights}
-    end = {"F": sum(ends.forward.values()), "B": sum(ends.backward.values()), "W": ends.weights}
+    blocks = {
+        "F": forward,
+        "B": backward,
+        "I": inputs,
+        "W": weights,
+    }
+    end = {
+        "F": sum(ends.forward.values()),
+        "B": sum(ends.backward.values()),
+        "W": ends.weights,
+    }
     end["I"] = end["B"] - end["W"]
 
     def duration(index: int, kind: str) -> float:

@@ -89,7 +89,9 @@ def _shapes_are_known(schedule: Any, stages: Any, *_: Any) -> None:
 
 
 def take_fake_memory(
-    mode: FakeTensorMode, model: nn.Module, device: str | torch.device = "cpu"
+    mode: FakeTensorMode,
+    model: nn.Module,
+    device: str | torch.device = "cpu",
 ) -> None:
     """Move a sharded model from the meta device to fake tensors, nominally on `device`."""
     with mode:
@@ -192,7 +194,11 @@ class _RMSNorm(torch.autograd.Function):
     """Memory footprint of CUDA's fused kernel; the CPU has none and keeps intermediate results."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
         return torch.empty_like(x)
 

@@ -58,7 +58,10 @@ def layouts(
 ) -> Iterator[Config]:
     """Every split of `world` ranks into degrees, first those without a pipeline."""
     tp_multiple = math.gcd(*spec.tensor_parallel_sizes(args).values())
-    facts = Facts(expert_sizes=spec.expert_sizes(args), old_torch=torch_is_before_2_13())
+    facts = Facts(
+        expert_sizes=spec.expert_sizes(args),
+        old_torch=torch_is_before_2_13(),
+    )
     experts = next(iter(facts.expert_sizes.values()), 0)
     async_tp = compiles_blocks(config) and config.compile.backend == "inductor"
     for pp in divisors(world, 1 if spec.tied_modules(args) else None):

@@ -96,7 +96,11 @@ def _trace(folder: Path) -> Path | None:
     """The last trace of the first rank; None if the run wasn't profiled."""
     traces = load_config([_config(folder)]).config.profiling.save_traces_folder
     found = (folder / traces).glob("step_*/rank0_trace.json")
-    return max(found, key=lambda path: int(path.parent.name.removeprefix("step_")), default=None)
+    return max(
+        found,
+        key=lambda path: int(path.parent.name.removeprefix("step_")),
+        default=None,
+    )
 
 
 def _config(folder: Path) -> str:

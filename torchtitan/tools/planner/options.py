@@ -87,7 +87,11 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,...",
         help=f"what else --search varies. {varied}",
     )
-    add("--fast", action="store_true", help="compute the memory of the plan instead of tracing it")
+    add(
+        "--fast",
+        action="store_true",
+        help="compute the memory of the plan instead of tracing it",
+    )
     add(
         "--compare",
         nargs="+",
@@ -103,12 +107,26 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the planned configuration as a TOML file, ready to train",
     )
-    add("--json", metavar="FILE", help="write the plan as JSON; - prints it, and nothing else")
     add(
-        "--html", metavar="FILE", help="write a page with charts, and its figures as JSON beside it"
+        "--json",
+        metavar="FILE",
+        help="write the plan as JSON; - prints it, and nothing else",
     )
-    add("--schedule-svg", metavar="FILE", help="draw the pipeline's schedule")
-    add("--from-run", metavar="DIR", help="compare the run in this dump folder with its plan")
+    add(
+        "--html",
+        metavar="FILE",
+        help="write a page with charts, and its figures as JSON beside it",
+    )
+    add(
+        "--schedule-svg",
+        metavar="FILE",
+        help="draw the pipeline's schedule",
+    )
+    add(
+        "--from-run",
+        metavar="DIR",
+        help="compare the run in this dump folder with its plan",
+    )
     add(
         "--calibrate",
         metavar="FILE",

@@ -111,7 +111,12 @@ def _scaling(plan: Plan) -> list[dict[str, float]]:
 # ---- the schedule
 
 
-def schedule_svg(time: StepTime, width: float = 960, *, legible: bool = False) -> str:
+def schedule_svg(
+    time: StepTime,
+    width: float = 960,
+    *,
+    legible: bool = False,
+) -> str:
     """The pipeline's schedule as an SVG: a row per rank, time to the right, the bubble white.
 
     Args:

@@ -29,7 +29,11 @@ PERIOD = 6
 """Passes of a rank per microbatch: F, I and W of two stages."""
 
 
-def orders_of(name: str, degree: int, microbatches: int) -> Orders:
+def orders_of(
+    name: str,
+    degree: int,
+    microbatches: int,
+) -> Orders:
     """The schedule `name` on `degree` ranks, 2 or more."""
     if name == "zb-h1":
         orders = [_zb_h1(rank, degree, microbatches) for rank in range(degree)]
@@ -67,7 +71,11 @@ def _whole_on_first_stage(order: Sequence[Action]) -> Iterator[Action]:
             yield Action(0, "B", action.microbatch)
 
 
-def _zb_h1(rank: int, degree: int, microbatches: int) -> list[Action]:
+def _zb_h1(
+    rank: int,
+    degree: int,
+    microbatches: int,
+) -> list[Action]:
     """1F1B whose ranks keep as many microbatches as the first: a rank that forwards fewer ahead
     postpones more `W`.
     """

@@ -132,7 +132,11 @@ def _actions(entry: Any) -> list[Action]:
     return [Action(entry.stage_index, _KINDS.get(kind, kind), entry.microbatch_index)]
 
 
-def simulate(program: Program, duration: Callable[[int, str], float], transfer: float) -> Timeline:
+def simulate(
+    program: Program,
+    duration: Callable[[int, str], float],
+    transfer: float,
+) -> Timeline:
     """Time a schedule in which each rank starts every computation as soon as it can.
 
     Args:
@@ -154,7 +158,11 @@ def simulate(program: Program, duration: Callable[[int, str], float], transfer: 
     return Timeline(tuple(events), tuple(busy), max(clock))
 
 
-def _seconds(duration: Callable[[int, str], float], stage: int, kind: str) -> float:
+def _seconds(
+    duration: Callable[[int, str], float],
+    stage: int,
+    kind: str,
+) -> float:
     """No stage waits for the gradients of the first one's inputs: of a split backward, torch runs
     all in `W`.
     """

@@ -120,7 +120,13 @@ def find_layouts(
     except ConfigError as error:
         notes.append(f"the file's own layout is refused on {world} ranks: {error.problems[0]}")
     found = search(
-        start.config, setup.spec, setup.args, world, hardware, axes=axes, baseline=baseline
+        start.config,
+        setup.spec,
+        setup.args,
+        world,
+        hardware,
+        axes=axes,
+        baseline=baseline,
     )
     if not found.seen:
         raise ConfigError(
@@ -129,7 +135,11 @@ def find_layouts(
     return found, tuple(notes)
 
 
-def nothing_fits(found: Found, world: int, hardware: Hardware) -> str:
+def nothing_fits(
+    found: Found,
+    world: int,
+    hardware: Hardware,
+) -> str:
     """Why a search proposes nothing."""
     return (
         f"none of {plural(found.seen, 'legal configuration')} on {plural(world, 'rank')} "

@@ -199,7 +199,12 @@ def comparison(this: Plan, other: Plan) -> str:
     return aligned(rows)
 
 
-def band_ends(value: float, band: float, *, inverse: bool = False) -> tuple[float, float]:
+def band_ends(
+    value: float,
+    band: float,
+    *,
+    inverse: bool = False,
+) -> tuple[float, float]:
     """The ends of a figure's band.
 
     Args:
@@ -252,7 +257,11 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
         "memory": _memory_data(plan),
         "time": _time_data(plan),
         "flops": [
-            {"kind": kind, "dtype": dtype, "flops": n}
+            {
+                "kind": kind,
+                "dtype": dtype,
+                "flops": n,
+            }
             for (kind, dtype), n in hardware_flops(w).items()
         ],
         "collectives": [

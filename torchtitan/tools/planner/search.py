@@ -252,7 +252,10 @@ class _Search:
         )
 
     def _price(
-        self, config: Config, settings: Settings, leanest: Settings | None = None
+        self,
+        config: Config,
+        settings: Settings,
+        leanest: Settings | None = None,
     ) -> tuple[float, float] | None:
         """Price a configuration, and keep it if it is likely to fit.
 

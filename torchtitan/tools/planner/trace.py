@@ -101,7 +101,9 @@ def trace_ranks(
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     with ProcessPoolExecutor(
-        min(cores, len(jobs)), mp_context=context, max_tasks_per_child=1
+        min(cores, len(jobs)),
+        mp_context=context,
+        max_tasks_per_child=1,
     ) as pool:
         traces = list(pool.map(partial(_trace_alone, world, device_type), *zip(*jobs, strict=True)))
     if len(modes) == 1:
@@ -125,7 +127,11 @@ def _trace_alone(
     )
 
 
-def _between(a: RankTrace, b: RankTrace, share: float) -> RankTrace:
+def _between(
+    a: RankTrace,
+    b: RankTrace,
+    share: float,
+) -> RankTrace:
     """Linear interpolation from `a` to `b`."""
 
     def mix(x: float, y: float) -> int:
@@ -255,7 +261,11 @@ def _drop_unneeded(tracer: Tracer, models: list[nn.Module]) -> None:
                 block.register_forward_hook(tracer.drop_unneeded)
 
 
-def _track(tracer: Tracer, models: list[nn.Module], average: WeightAverage | None) -> None:
+def _track(
+    tracer: Tracer,
+    models: list[nn.Module],
+    average: WeightAverage | None,
+) -> None:
     """Count what exists before the step."""
     for model in models:
         for param in model.parameters():
@@ -287,7 +297,11 @@ def _eager(config: Config, cuda: bool) -> Config:
 
 
 @contextmanager
-def _scaled(tracer: Tracer, compute: Compute, batches: int) -> Iterator[int]:
+def _scaled(
+    tracer: Tracer,
+    compute: Compute,
+    batches: int,
+) -> Iterator[int]:
     """Trace at most three batches; the middle one stands for those left out."""
     traced = min(batches, TRACED_BATCHES)
     marks = []
@@ -316,7 +330,9 @@ def _gathered_shape(param: Tensor) -> tuple[int, ...]:
 
 
 def _eight_bit(
-    config: Config, setup: Setup, shapes: dict[str, tuple[int, ...]]
+    config: Config,
+    setup: Setup,
+    shapes: dict[str, tuple[int, ...]],
 ) -> dict[tuple[int, ...], str]:
     """Operand type of the layers that `model.converters` changes, by the weight's shape."""
     if not config.model.converters:

@@ -54,7 +54,12 @@ class Counts:
     def copy(self) -> "Counts":
         return Counts(self.flops.copy(), self.calls.copy(), self.bytes.copy())
 
-    def repeat(self, begin: "Counts", end: "Counts", times: int) -> None:
+    def repeat(
+        self,
+        begin: "Counts",
+        end: "Counts",
+        times: int,
+    ) -> None:
         """Add what was counted between `begin` and `end` another `times` times."""
         for name in ("flops", "calls", "bytes"):
             own, first, last = (getattr(counts, name) for counts in (self, begin, end))

@@ -377,7 +377,12 @@ class Workload:
         biases = (self.q + 2 * self.kv) // self.tp if getattr(self.args, "qkv_bias", False) else 0
         return 2 * self.dim + heads + biases
 
-    def _eight_bit(self, name: str, inputs: int, outputs: int) -> bool:
+    def _eight_bit(
+        self,
+        name: str,
+        inputs: int,
+        outputs: int,
+    ) -> bool:
         """Whether `model.converters` changes the linear layer of this name and size."""
         if not (self.float8 or self.mx):
             return False

@@ -105,7 +105,9 @@ def all_groups(record: Record) -> list[tuple[tuple[int, ...], int]]:
 
 
 def check_collectives(
-    records: Mapping[int, Record], sample: RankSample, counts: Counts
+    records: Mapping[int, Record],
+    sample: RankSample,
+    counts: Counts,
 ) -> list[Fault]:
     """All members of each group must enter the same collectives in the same order."""
     entered: dict[int, defaultdict[int, list[Entered]]] = {}
@@ -209,7 +211,9 @@ class _Mail:
 
 
 def check_messages(
-    records: Mapping[int, Record], sample: RankSample, counts: Counts
+    records: Mapping[int, Record],
+    sample: RankSample,
+    counts: Counts,
 ) -> list[Fault]:
     """Each send must have its receive on the other rank, with the same size and communicator."""
     faults = []

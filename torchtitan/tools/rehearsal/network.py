@@ -75,14 +75,21 @@ class Network:
     # ---- objects
 
     def _object(
-        self, op: str, group: ProcessGroup | None, size: int, root: int | None = None
+        self,
+        op: str,
+        group: ProcessGroup | None,
+        size: int,
+        root: int | None = None,
     ) -> None:
         slot = self.recorder.slot(group)
         index = None if root is None else self.recorder.record.groups[slot].ranks.index(root)
         self.recorder.entered(slot, op, "object", size, index)
 
     def all_gather_object(
-        self, object_list: list[Any], obj: Any, group: ProcessGroup | None = None
+        self,
+        object_list: list[Any],
+        obj: Any,
+        group: ProcessGroup | None = None,
     ) -> None:
         self._object("all_gather_object", group, _size(obj))
         object_list[:] = [obj] * len(object_list)
@@ -135,7 +142,12 @@ class Network:
         self._object("scatter_object_list", group, _size(own), root)
         scatter_object_output_list[0] = own
 
-    def _global(self, rank: int | None, in_group: int | None, group: ProcessGroup | None) -> int:
+    def _global(
+        self,
+        rank: int | None,
+        in_group: int | None,
+        group: ProcessGroup | None,
+    ) -> int:
         if in_group is not None:
             return self.recorder.record.groups[self.recorder.slot(group)].ranks[in_group]
         return rank or 0
@@ -155,7 +167,13 @@ class Network:
         other = self._global(peer, in_group, group)
         return Message(sends, other, describe(tensor, "send"), nbytes(tensor))
 
-    def _post(self, group: Any, messages: list[Message], *, pair: bool) -> _Work:
+    def _post(
+        self,
+        group: Any,
+        messages: list[Message],
+        *,
+        pair: bool,
+    ) -> _Work:
         slot = self.recorder.slot(group)
         return _Work(self.recorder, self.recorder.posted(slot, messages, pair=pair))
 

@@ -125,7 +125,11 @@ def rehearse_rank(
     return recorder.record
 
 
-def rehearsed(config: Config, world: int, folder: str) -> Config:
+def rehearsed(
+    config: Config,
+    world: int,
+    folder: str,
+) -> Config:
     """The configuration of a rehearsal: one step, after which everything that a run does is due."""
     training = config.training
     degrees = axis_degrees(config.parallelism)
@@ -237,7 +241,11 @@ def _run(
     run.close()
 
 
-_PARTS: dict[type[Callback], str] = {Report: "report", Validate: "validation", Save: "save"}
+_PARTS: dict[type[Callback], str] = {
+    Report: "report",
+    Validate: "validation",
+    Save: "save",
+}
 """Callbacks that the rehearsal names; the user's are `callbacks`."""
 
 
@@ -256,7 +264,11 @@ class _During(Callback):
 
 
 @contextmanager
-def _replaced(setup: Setup, recorder: Recorder, layers: int | None) -> Iterator[None]:
+def _replaced(
+    setup: Setup,
+    recorder: Recorder,
+    layers: int | None,
+) -> Iterator[None]:
     """Fewer layers, sizes of exchanges without data, and checkpoints without files."""
 
     def stage_modules(*args: Any) -> list[Any]:
@@ -347,7 +359,10 @@ class _Loader:
             seq_len=self.length,
             seed=0,
         )
-        self.record = SimpleNamespace(add_held_out=lambda _: None, lists=lambda: b"{}")
+        self.record = SimpleNamespace(
+            add_held_out=lambda _: None,
+            lists=lambda: b"{}",
+        )
         read = {name: SourcePosition(contents="", rows=1) for name in sources}
         self.start = DataPosition(
             step=1,
@@ -393,13 +408,21 @@ def _data(config: Config, key: str, _: Any, share: tuple[int, int] = (0, 1), **_
     return _Loader(config, section, rows, [source.name for source in config.training.sources])
 
 
-def _write_nothing(writer: Any, plan: Any, planner: SavePlanner) -> Future[list[Any]]:
+def _write_nothing(
+    writer: Any,
+    plan: Any,
+    planner: SavePlanner,
+) -> Future[list[Any]]:
     future: Future[list[Any]] = Future()
     future.set_result([])
     return future
 
 
-def _read_nothing(reader: Any, plan: Any, planner: LoadPlanner) -> Future[None]:
+def _read_nothing(
+    reader: Any,
+    plan: Any,
+    planner: LoadPlanner,
+) -> Future[None]:
     future: Future[None] = Future()
     future.set_result(None)
     return future

@@ -61,9 +61,17 @@ def rehearse(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torchtitan.tools.rehearsal.rank"])
     processes = min(_cores(), len(sample.rehearsed))
-    with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(
+        processes,
+        mp_context=context,
+        max_tasks_per_child=1,
+    ) as pool:
 
-        def run(rank: int, large: bool, broadcasts: list[Any] | None) -> Future[Record]:
+        def run(
+            rank: int,
+            large: bool,
+            broadcasts: list[Any] | None,
+        ) -> Future[Record]:
             return pool.submit(_alone, config, world, rank, layers, large, broadcasts)
 
         records = {0: run(0, sample.large(0), None).result()}
@@ -96,7 +104,11 @@ def few_layers(config: Config) -> int:
     return 1 if config.parallelism.pipeline_parallel_degree > 1 else 2
 
 
-def check(records: dict[int, Record], sample: RankSample, counts: Counts) -> list[Fault]:
+def check(
+    records: dict[int, Record],
+    sample: RankSample,
+    counts: Counts,
+) -> list[Fault]:
     """Faults of the first check that finds any; later checks assume that earlier ones passed."""
     faults = [*errors(records), *check_groups(records)]
     if faults:
@@ -107,7 +119,11 @@ def check(records: dict[int, Record], sample: RankSample, counts: Counts) -> lis
     return faults or check_circles(records)
 
 
-def _because_of_data(fault: Fault, before: Record, after: Record) -> Fault:
+def _because_of_data(
+    fault: Fault,
+    before: Record,
+    after: Record,
+) -> Fault:
     """The fault, or that it is due to the rank's own data.
 
     Args:
@@ -147,4 +163,11 @@ def _alone(
 
     if config.experimental.custom_import:
         import_custom(config.experimental.custom_import)
-    return rehearse_rank(config, world, rank, layers=layers, large=large, broadcasts=broadcasts)
+    return rehearse_rank(
+        config,
+        world,
+        rank,
+        layers=layers,
+        large=large,
+        broadcasts=broadcasts,
+    )

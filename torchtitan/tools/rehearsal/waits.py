@@ -188,7 +188,11 @@ class _Ranks:
         return {other for other in others if not self.states[other].has_entered(event)}
 
 
-def _other_end(own: int, message: Message, line: Sequence[_Unfinished]) -> Message | None:
+def _other_end(
+    own: int,
+    message: Message,
+    line: Sequence[_Unfinished],
+) -> Message | None:
     """The other end of a message, if it is at the head of its stream."""
     for one in line[0].left if line else ():
         if one.peer == own and one.sends != message.sends:

@@ -105,7 +105,11 @@ def describe(run: LoadedRun) -> dict[str, Any]:
     }
 
 
-def _seconds_left(folder: Folder, curves: Curves, step: int) -> float | None:
+def _seconds_left(
+    folder: Folder,
+    curves: Curves,
+    step: int,
+) -> float | None:
     """Seconds until a running run ends, at the mean rate of its last start."""
     if folder.state != "running" or folder.total_steps is None or not folder.starts:
         return None

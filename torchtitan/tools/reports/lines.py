@@ -102,7 +102,10 @@ class JsonLines:
     # ---- by place
 
     def places(
-        self, first: int = 0, after: int | None = None, reach: int = METRICS_LINE_BYTES
+        self,
+        first: int = 0,
+        after: int | None = None,
+        reach: int = METRICS_LINE_BYTES,
     ) -> Iterator[PlacedRecord]:
         """Records that begin in `[first, after)`; stops after `_WRONG` bad lines in succession.
 
@@ -193,7 +196,10 @@ class JsonLines:
     # ---- by step
 
     def find(
-        self, step: int, below: PlacedRecord | None = None, above: PlacedRecord | None = None
+        self,
+        step: int,
+        below: PlacedRecord | None = None,
+        above: PlacedRecord | None = None,
     ) -> int:
         """Offset of the first record of `step` or later; the end of the part if there is none.
 
@@ -231,7 +237,10 @@ class JsonLines:
         return next((place.begin for place in self.places(low, end) if place.step >= step), end)
 
     def of_step(
-        self, step: int, below: PlacedRecord | None = None, above: PlacedRecord | None = None
+        self,
+        step: int,
+        below: PlacedRecord | None = None,
+        above: PlacedRecord | None = None,
     ) -> list[PlacedRecord]:
         """The records of a step, searched as by `find`."""
         found = []

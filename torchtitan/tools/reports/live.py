@@ -88,7 +88,12 @@ class Tail:
 class Follower:
     """A run, and what has changed since it was read."""
 
-    def __init__(self, run: LoadedRun, shown: dict[str, Any], tail: Tail):
+    def __init__(
+        self,
+        run: LoadedRun,
+        shown: dict[str, Any],
+        tail: Tail,
+    ):
         """
         Args:
             shown: what the report says of the run.

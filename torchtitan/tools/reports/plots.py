@@ -67,7 +67,14 @@ def plot(
     last = max(x for x, _ in shown)
     low = min(y for _, y in shown)
     high = max(y for _, y in shown)
-    figure.legend(not alone, x=last, y=high, ha="right", va="top", relative=True)
+    figure.legend(
+        not alone,
+        x=last,
+        y=high,
+        ha="right",
+        va="top",
+        relative=True,
+    )
     across = _ticks(first, last)
     upward = _ticks(low, high)
     figure.ruler("x").ticks(across, [_tick(x, unit) for x in across])
@@ -77,7 +84,11 @@ def plot(
     return "\n".join(line.rstrip() for line in drawn.rstrip().splitlines())
 
 
-def lines_of(runs: Sequence[dict[str, Any]], metric: str, axis: str) -> list[Line]:
+def lines_of(
+    runs: Sequence[dict[str, Any]],
+    metric: str,
+    axis: str,
+) -> list[Line]:
     """The curves of a metric of `collect`'s runs, smoothed if it is noisy."""
     weight = SMOOTHED.get(metric, 0.0)
     return [

@@ -86,7 +86,12 @@ class Curves:
                 name = key.removeprefix(_VALIDATION)
                 if loss is None or name == key or name[:1] not in ("", "/"):
                     continue
-                empty: dict[str, list[Any]] = {"step": [], "loss": [], "tokens": [], "hours": []}
+                empty: dict[str, list[Any]] = {
+                    "step": [],
+                    "loss": [],
+                    "tokens": [],
+                    "hours": [],
+                }
                 curve = found.setdefault(name[1:], empty)
                 curve["step"].append(place.step)
                 curve["loss"].append(loss)
@@ -213,7 +218,9 @@ def is_training(record: Record) -> bool:
 
 
 def _checks(
-    lines: JsonLines, sample: Sequence[PlacedRecord], config: Mapping[str, Any]
+    lines: JsonLines,
+    sample: Sequence[PlacedRecord],
+    config: Mapping[str, Any],
 ) -> list[PlacedRecord]:
     """Records of validations and benchmarks, found by the steps that the configuration implies.
 
@@ -251,7 +258,11 @@ def _in_order(places: Iterable[PlacedRecord]) -> list[PlacedRecord]:
     return kept
 
 
-def _interpolated(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+def _interpolated(
+    x: float,
+    xs: Sequence[float],
+    ys: Sequence[float],
+) -> float:
     """Linear interpolation at `x` between points of ascending `xs`; from zero before the first."""
     at = bisect_left(xs, x)
     if at == len(xs):

@@ -45,7 +45,12 @@ class Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = CONNECTIONS
 
-    def __init__(self, live: Live, address: tuple[str, int] | Path, token: str | None = None):
+    def __init__(
+        self,
+        live: Live,
+        address: tuple[str, int] | Path,
+        token: str | None = None,
+    ):
         """
         Args:
             token: that each client must have; None serves whoever connects and names this machine
@@ -209,7 +214,12 @@ class Handler(BaseHTTPRequestHandler):
     def _text(self, status: HTTPStatus, text: str) -> None:
         self._send(status, f"{text}\n".encode(), {"Content-Type": "text/plain; charset=utf-8"})
 
-    def _send(self, status: HTTPStatus, body: bytes, headers: dict[str, str]) -> None:
+    def _send(
+        self,
+        status: HTTPStatus,
+        body: bytes,
+        headers: dict[str, str],
+    ) -> None:
         self.send_response(status)
         always = {
             "Content-Length": str(len(body)),
@@ -228,7 +238,12 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+    def send_error(
+        self,
+        code: int,
+        message: str | None = None,
+        explain: str | None = None,
+    ) -> None:
         """Refuse a request that isn't one, or isn't GET."""
         self.close_connection = True
         status = (

@@ -107,7 +107,11 @@ def _joined(*parts: str | None) -> str:
     return "  " + "   ".join(printable(part) for part in parts if part)
 
 
-def _of(latest: dict[str, float | None], key: str, show: Any) -> str | None:
+def _of(
+    latest: dict[str, float | None],
+    key: str,
+    show: Any,
+) -> str | None:
     value = latest.get(key)
     return None if value is None else show(value)
 
