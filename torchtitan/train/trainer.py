@@ -127,14 +127,12 @@ class Trainer:
         )
 
     def _start_telemetry(self, about: dict[str, Any], began: float) -> Telemetry:
-        step = self.progress.step
-        saving = self.checkpointer.saving
         return Telemetry(
             self.config,
             self.setup,
             about,
-            step=step,
-            resumable=saving,
+            step=self.progress.step,
+            resumable=self.checkpointer.saving,
             began=began,
         )
 
@@ -173,8 +171,7 @@ class Trainer:
     # ---- the loop
 
     def train(self) -> Progress:
-        """Train to the last step, or until any rank is asked to stop: then all ranks save after the
-        same step.
+        """Train to the last step, or until a rank is asked to stop; then all save after one step.
 
         Raises:
             NonFiniteError: NaN or infinity, and `training.on_nonfinite = "stop"`.
@@ -240,9 +237,7 @@ class Trainer:
         self._notify("after_step", result)
 
     def _record_skipped(self) -> None:
-        """Count the bad documents that were left out: those of files at the start, those of streams
-        at the end.
-        """
+        """Count skipped documents: those of files at the start, those of streams at the end."""
         if self.config.training.on_bad_document == "skip":
             skipped = skipped_documents(self.parts.loader, self.progress.data)
             self.telemetry.run_record.record("skipped_documents", skipped)
@@ -259,9 +254,7 @@ class Trainer:
     # ---- the end
 
     def close(self, error: BaseException | None = None) -> None:
-        """Release what the run holds. After an error, other ranks may be gone: dump collectives,
-        don't wait.
-        """
+        """Release what the run holds. After an error other ranks may be gone: don't wait."""
         step = self.progress.step
         ended = self.telemetry.run_record.end(step, self.config.training.steps, error)
         reason = ended or ("failed" if error is not None else "completed")
