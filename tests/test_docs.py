@@ -225,7 +225,7 @@ def _torchtitan(argv: list[str], folder: Path, output: str) -> None:
 
 MASKS = {
     r"\b\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\b": "TIME",
-    r"left (?:unknown|[\d. hmins]+)(?:  ends TIME)?": "left #",
+    r"ETA (?:unknown|[\d. hmins]+\([\dTIME :-]+\))": "ETA #",
     r"[\d.,]+(?= (?:tok/s|TFLOP/s|GiB))": "#",
     r"\(\d+%\)": "(#%)",
     r"\d\.\de-\d\d(?!\))": "#",  # a measured difference, not a limit

@@ -80,7 +80,7 @@ def test_run_train_in_another_folder_on_two_ranks(tmp_path):
     steps = [r["step"] for r in read_metrics(dump) if "loss" in r]
     assert steps == [1, 2, 4, 6]
     assert "Done: step 6" in stdout
-    assert re.search(r"step 4/6 .*  left \S+ s  ends \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\n", stdout)
+    assert re.search(r"step 4/6 .*  ETA \S+ s \(\d\d:\d\d:\d\d\)\n", stdout)
     for rank in range(2):
         assert "INFO step 6/6 " in (dump / f"logs/rank_{rank}.log").read_text(), (
             "each rank has its file"

@@ -59,6 +59,7 @@ def test_a_renamed_command(monkeypatch, capsys):
 def test_an_environment_that_no_launcher_made(monkeypatch, capsys, rank, world):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")  # the entry sets it; restored after the test
     assert run_main(entry.main, []) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: RANK='")

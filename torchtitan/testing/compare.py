@@ -159,8 +159,11 @@ class _Observer(Callback):
         """After the optimizer's step, because that may clip the gradients first."""
         for group in optimizer.param_groups:
             for p in group["params"]:
-                gradient = torch.zeros_like(p) if p.grad is None else p.grad
-                self.gradients[self.names[p]] = _full(gradient)
+                name = self.names[p]
+                if p.grad is not None:
+                    self.gradients[name] = _full(p.grad)
+                elif name not in self.gradients:  # else updated, and freed, in the backward
+                    self.gradients[name] = _full(torch.zeros_like(p))
 
     def after_step(self, run: Run, result: StepResult) -> None:
         self.out.gradients.append(_of_all_ranks(self.gradients, self.order))

@@ -39,14 +39,12 @@ it.
 def main(argv: list[str]) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
-    if (
-        os.environ.get(DEBUG_ENV) != "1"
-    ):  # otherwise torch prints C++ stacks on every rank when one dies
+    if os.environ.get(DEBUG_ENV) != "1":
+        # Else torch prints C++ stacks on every rank when one dies.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     rank, world = rank_and_world()
-    stop = StopRequest(
-        lambda: os._exit(_stopped(rank, "before the first step"))
-    )  # the launcher may start it again
+    # The launcher may start it again.
+    stop = StopRequest(lambda: os._exit(_stopped(rank, "before the first step")))
     stop.listen()
     init_logging(rank)
     resolved = resolve(argv, world)
