@@ -44,6 +44,8 @@ LONG_TIER: dict[str, dict[str, tuple[str, ...]]] = {
     "distributed/test_resume.py": {
         "test_resume_under_another_layout": ("1 to fsdp4", "fsdp2 to hsdp", "hsdp to fsdp2"),
         "test_async_modes_write_the_same_checkpoint": ("disabled", "async_with_pinned_mem"),
+    },
+    "distributed/test_hf_in_training.py": {
         "test_hugging_face_weights_go_in_and_out_of_layouts": ("two",),
     },
     # One mode of saving in a bucket stays; a kill and retention are tested on a local disk.
@@ -63,6 +65,8 @@ LONG_TIER: dict[str, dict[str, tuple[str, ...]]] = {
     "distributed/test_plan_trace.py": {
         "test_peak_is_what_the_allocator_measures": ("tensor", "context", "1F1B"),
         "test_what_reducing_once_costs": (),
+    },
+    "distributed/test_plan_closed_forms.py": {
         "test_closed_forms_agree_with_a_trace": ("argv1", "argv3"),
     },
     "distributed/test_low_precision.py": {

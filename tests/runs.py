@@ -50,6 +50,29 @@ EXPERTS = [
 """Flags of a tiny mixture of experts."""
 LR = 1e-2
 TINY = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 96}
+CHAIN: dict[str, tuple[int, list[str]]] = {
+    "dp 4": (4, ["--training.local_batch_size=2"]),
+    "pp 2 x tp 2": (
+        4,
+        ["--parallelism.pipeline_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"],
+    ),
+    "cp 2 x dp_replicate 2": (
+        4,
+        [
+            "--parallelism.context_parallel_degree=2",
+            "--parallelism.data_parallel_replicate_degree=2",
+        ],
+    ),
+    "one process": (1, []),
+    "pp 2 x dp_shard 2": (
+        4,
+        [
+            "--parallelism.pipeline_parallel_degree=2",
+            "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
+        ],
+    ),
+}
+"""Layouts of four layers that a run passes through: ranks and flags."""
 
 
 def arguments(

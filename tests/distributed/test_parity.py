@@ -5,7 +5,7 @@ import torch
 
 from tests.rounding import assert_trained_alike
 from tests.runs import LR, arguments, losses, train
-from torchtitan.testing.compare import run_reference
+from torchtitan.testing.reference import run_reference
 
 STEPS = 10
 

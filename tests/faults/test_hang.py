@@ -8,62 +8,26 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-import time
-from contextlib import ExitStack, contextmanager, suppress
-from datetime import timedelta
+from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
+from tests.hangs import HERE, until_diagnosed, watched
 from tests.runs import EXPERTS, arguments, losses, read_metrics, train
 from torchtitan.config import resolve
 from torchtitan.config.derive import layout_degrees
-from torchtitan.config.sections.schema import Comm
-from torchtitan.health import hang_watch as watching
-from torchtitan.health.hang_watch import Watch
 from torchtitan.health.rank_dumps import read_dumps
 from torchtitan.parallel import expert
 from torchtitan.testing.ranks import RankError
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
-from torchtitan.utils.activity import begin
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 ROOT = Path(__file__).parents[2]
-HERE = "tests/faults/test_hang.py"
 pytestmark = pytest.mark.clock
-
-
-@contextmanager
-def watched(folder, degrees=None):
-    """A watch that loses patience after 5 s, longer than a first step on a busy machine takes, and
-    its folder.
-    """
-    before = watching.PATIENCE, watching.SAVE_SECONDS, watching.ANSWER_SECONDS
-    watching.PATIENCE = 0.05
-    watching.SAVE_SECONDS = 100
-    watching.ANSWER_SECONDS = 3
-    watch = Watch(Comm(), str(folder), degrees or {})
-    watch.limit = Comm().train_timeout_seconds
-    try:
-        yield watch
-    finally:
-        watch.close()
-        assert "watch" not in {thread.name for thread in threading.enumerate()}
-        watching.PATIENCE, watching.SAVE_SECONDS, watching.ANSWER_SECONDS = before
-
-
-def until_diagnosed(folder, seconds=30):
-    """Wait for the sentence."""
-    path = Path(folder, "comm_traces", "diagnosis.txt")
-    deadline = time.monotonic() + seconds
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return path.read_text().strip()
 
 
 def train_with(argv, fault):
@@ -346,91 +310,6 @@ def test_sigusr2_lets_all_ranks_write_and_changes_nothing(ranks, tmp_path):
     assert dumps.why == "SIGUSR2"
     assert sorted(dumps.by_rank) == [0, 1]
     assert all(one.collectives and one.state["step"] >= 2 for one in dumps.by_rank.values())
-
-
-def small_group():
-    """A group whose collectives give up after some seconds, as tensor parallelism's would."""
-    group = dist.new_group(timeout=timedelta(seconds=6), group_desc="mesh_tp")
-    begin("step", "running forward and backward", 7)
-    dist.all_reduce(torch.ones(8), group=group)
-    return group
-
-
-def skip_one(folder):
-    with watched(folder):
-        group = small_group()
-        if dist.get_rank() != 1:
-            with pytest.raises(
-                RuntimeError
-            ):  # a timeout: its own, or one of a peer that then closes the connection
-                dist.all_reduce(torch.ones(8), group=group)
-        else:
-            parts = [torch.empty(4) for _ in range(3)]
-            with pytest.raises(RuntimeError):
-                dist.all_gather(parts, torch.ones(4), group=group)
-        return until_diagnosed(folder)
-
-
-def test_a_rank_that_skips_a_collective(ranks, tmp_path):
-    """It is one ahead, and its next one meets the others' last."""
-    sentence = ranks(3, skip_one, tmp_path)[0]
-    assert sentence.startswith(
-        f"rank 1 entered all_gather #2 of tp (Float [4]; ranks 0-2), at {HERE}:"
-    )
-    assert f", where ranks 0, 2 entered all_reduce (Float [8]), at {HERE}:" in sentence
-
-
-def raise_one(folder):
-    with watched(folder) as watch:
-        group = small_group()
-        if dist.get_rank() == 1:
-            try:
-                raise ValueError("boom\nand more")
-            except ValueError as error:
-                watch.failed(error)
-        dist.all_reduce(torch.ones(8), group=group)
-        try:
-            raise RuntimeError("Connection closed by peer")
-        except RuntimeError as error:
-            watch.failed(error)  # what follows from it is not written over it
-        return until_diagnosed(folder), [str(p.name) for p in Path(folder, "comm_traces").iterdir()]
-
-
-def test_a_rank_that_raises(ranks, tmp_path):
-    """The others, who wait for it, write too, before it ends."""
-    sentence, files = ranks(3, raise_one, tmp_path)[0]
-    assert sentence.startswith(f"rank 1 raised ValueError: boom, in step 7, at {HERE}:")
-    assert sentence.endswith("in raise_one")
-    assert {"rank_0", "rank_1", "rank_2", "state-0.json", "state-1.json", "state-2.json"} <= set(
-        files
-    )
-
-
-def stop_one(folder):
-    with watched(folder) as watch:
-        group = small_group()
-        pid = watch._processes[1][0]
-
-        def release():
-            until_diagnosed(folder)
-            os.kill(pid, signal.SIGCONT)
-
-        if dist.get_rank() == 0:
-            threading.Thread(target=release).start()
-        if dist.get_rank() == 1:
-            os.kill(pid, signal.SIGSTOP)
-        with suppress(RuntimeError):  # it may give up before the stopped rank continues
-            dist.all_reduce(torch.ones(8), group=group)
-        return until_diagnosed(folder), pid
-
-
-def test_a_rank_that_is_stopped(ranks, tmp_path):
-    sentence, pid = ranks(2, stop_one, tmp_path)[0]
-    assert sentence.startswith(f"rank 1 is stopped by a signal (process {pid} on ")
-    assert (
-        "and did not enter all_reduce #2 of tp (Float [8]; ranks 0-1), where rank 0 waits"
-        in sentence
-    )
 
 
 def launched(tmp_path, fault):

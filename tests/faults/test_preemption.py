@@ -13,14 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch.distributed as dist
 
-from tests.runs import arguments, losses, read_metrics, train, weights
+from tests.runs import arguments, losses, read_metrics, train
 from torchtitan.checkpoint.commit import committed_steps
-from torchtitan.config import resolve
-from torchtitan.train.preflight import preflight
 from torchtitan.train.rank_main import _lost
-from torchtitan.train.trainer import Trainer
 from torchtitan.utils.signals import AGAIN_SECONDS, STOPPING, StopRequest
 
 ROOT = Path(__file__).parents[2]
@@ -29,103 +25,6 @@ ENV = os.environ | {
     "TORCHTITAN_PYTHON": sys.executable,
     "OMP_NUM_THREADS": "1",
 }
-
-
-# ---- agreement, on ranks of the pool
-
-
-class AskedAt(StopRequest):
-    """A rank that is asked to stop while it computes a certain step; -1: before it is ready to
-    train.
-    """
-
-    def __init__(self, step: int):
-        super().__init__()
-        self.looks = 0
-        self.step = step
-
-    @property
-    def requested(self) -> bool:
-        self.looks += 1  # once before training, then as each step begins
-        return self.looks > self.step + 1
-
-    @requested.setter
-    def requested(self, _: bool) -> None: ...
-
-
-def train_until_asked(argv, rank, step):
-    config = resolve(argv, dist.get_world_size()).config
-    stop = AskedAt(step if dist.get_rank() == rank else 10**6)
-    trainer = Trainer(config, preflight(config), stop)
-    try:
-        progress = trainer.train()
-    finally:
-        trainer.close()
-    return trainer.stopped, progress.step, weights(trainer.parts.models)
-
-
-LAYOUTS = {
-    "tensor": (4, ["--parallelism.tensor_parallel_degree=2"]),
-    "pipeline": (4, ["--parallelism.pipeline_parallel_degree=2"]),
-    "async save in flight": (
-        2,
-        ["--checkpoint.interval=3", "--checkpoint.async_mode=async_with_pinned_mem"],
-    ),
-    "validation is due": (
-        2,
-        ["--validation.enable", "--validation.freq=4", "--validation.dataset=demo_validation"],
-    ),
-}
-
-
-SLOW = ("tensor", "validation is due")
-
-
-@pytest.mark.parametrize(
-    "layout", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in LAYOUTS]
-)
-def test_the_last_rank_is_asked_and_all_save_the_same_step(ranks, tmp_path, layout):
-    """In step 3, so that the others learn of it in step 4. Then the run goes on as if nothing had
-    been.
-    """
-    world, extra = LAYOUTS[layout]
-    argv = arguments(tmp_path, *extra, "--checkpoint.enable", steps=6)
-    whole = ranks(world, train, [*argv, f"--job.dump_folder={tmp_path / 'whole'}"])[0]
-    outcomes = ranks(world, train_until_asked, argv, world - 1, 3)
-    assert [outcome[:2] for outcome in outcomes] == [(True, 4)] * world
-    assert committed_steps(tmp_path / "out/checkpoint")[-1] == 4
-    assert not list((tmp_path / "out/checkpoint").glob(".*"))
-    rest = ranks(world, train, argv)[0]
-    assert losses(rest) == pytest.approx(losses(whole), rel=1e-5)
-
-
-def test_asked_during_the_last_step_the_run_just_ends(ranks, tmp_path):
-    argv = arguments(tmp_path, "--checkpoint.enable")
-    assert [o[:2] for o in ranks(2, train_until_asked, argv, 1, 3)] == [(False, 4)] * 2
-
-
-def test_asked_while_building_no_step_is_made(ranks, tmp_path):
-    argv = arguments(tmp_path, "--checkpoint.enable")
-    assert [o[:2] for o in ranks(2, train_until_asked, argv, 1, -1)] == [(True, 0)] * 2
-    assert committed_steps(tmp_path / "out/checkpoint") == []
-
-
-def asked_without_checkpoints(argv):
-    import logging
-
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("torchtitan").addHandler(handler)
-    outcome = train_until_asked(argv, 1, 1)[:2]
-    logging.getLogger("torchtitan").removeHandler(handler)
-    return outcome, lines
-
-
-def test_without_checkpoints_the_loss_is_said(ranks, tmp_path):
-    outcome, lines = ranks(2, asked_without_checkpoints, arguments(tmp_path))[0]
-    assert outcome == (True, 2)
-    assert any("step 2 is lost, as checkpoint.enable = false" in line for line in lines)
 
 
 # ---- real processes

@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from tests.support_matrix.cells import BAD, Cell
 from torchtitan.config import resolve
-from torchtitan.testing.compare import observe, reference, write_corpus
+from torchtitan.testing.compare import observe, write_corpus
 from torchtitan.testing.difference import Difference, Tolerances, difference
 from torchtitan.testing.ranks import RankError, RankPool
+from torchtitan.testing.reference import reference
 from torchtitan.train.preflight import preflight
 
 

@@ -23,8 +23,9 @@ from torchtitan.config.derive import (
 )
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.sections.metrics import Metrics, Notifications
-from torchtitan.testing.compare import observe, reference, write_corpus
+from torchtitan.testing.compare import observe, write_corpus
 from torchtitan.testing.difference import Difference, Tolerances, difference, tolerances_of
+from torchtitan.testing.reference import reference
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.utils.text import plural
 

@@ -1,0 +1,177 @@
+"""Folders in Hugging Face's format: flavors, loading into any layout, and the memory that takes."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from tests import families
+from tests.runs import full
+from torchtitan.checkpoint.hf.convert import nearest_flavor
+from torchtitan.checkpoint.hf.weights import load_hf
+from torchtitan.models import get_spec
+from torchtitan.models.moe import Experts
+
+
+@pytest.mark.parametrize("family", families.SIZES)
+def test_config_json_gives_the_flavor(family):
+    """In the format of transformers 4, which exports use, and of 5."""
+    spec = get_spec(family)
+    for flavor, args in spec.flavors.items():
+        config = spec.hf.config(args, "bfloat16")
+        assert spec.hf.args(config) == args
+        assert nearest_flavor(spec, args) == (flavor, {})
+        transformers = pytest.importorskip("transformers")
+        new = json.loads(transformers.AutoConfig.for_model(**config).to_json_string())
+        assert "rope_parameters" in new
+        assert spec.hf.args(new) == args
+
+
+def load_sharded(folder, shape, placements):
+    """This rank's part of the experts, from a folder and from the whole model."""
+    mesh = init_device_mesh("cpu", shape)
+    whole = families.build("qwen3_moe")
+    model = families.build("qwen3_moe")
+    for module in model.modules():
+        if isinstance(module, Experts):
+            for name, param in list(module.named_parameters()):
+                empty = distribute_tensor(torch.zeros_like(param), mesh, placements)
+                module.register_parameter(name, torch.nn.Parameter(empty))
+    names = get_spec("qwen3_moe").hf.names(model.args)
+    load_hf([whole], folder, names)
+    load_hf([model], folder, names)
+    expected = whole.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(full(value), expected[name]), name
+    return {name: value for name, value in expected.items() if "expert_bias" not in name}
+
+
+@pytest.mark.parametrize(
+    ("shape", "placements"),
+    [
+        ((2,), [Shard(0)]),
+        ((3,), [Shard(1)]),
+        ((2, 2), [Shard(1), Shard(0)]),
+        ((2, 2), [_StridedShard(0, split_factor=2), Shard(0)]),
+    ],
+    ids=["experts", "uneven rows", "both", "experts twice"],
+)
+def test_experts_load_into_any_layout(ranks, tmp_path, shape, placements):
+    torch.manual_seed(0)
+    model = families.build("qwen3_moe")
+    families.twin("qwen3_moe", model).save_pretrained(tmp_path)
+    for loaded in ranks(math.prod(shape), load_sharded, tmp_path, shape, placements):
+        for name, value in model.named_parameters():
+            assert torch.equal(loaded[name], value), name
+
+
+def test_llama_30_is_an_override_of_31(tmp_path):
+    spec = get_spec("llama3")
+    old = spec.flavors["8B"].model_copy(update={"rope_scaling": None})
+    flavor, overrides = nearest_flavor(spec, old)
+    assert (flavor, overrides) == ("8B", {"rope_scaling": "none"})
+    assert spec.args(flavor, overrides) == old
+
+
+MEASURE = """
+import importlib.util, json, shutil, sys
+from pathlib import Path
+import torch
+importlib.util.find_spec = lambda name: None  # without transformers, which takes the memory of the whole model
+from torchtitan.checkpoint.hf.weights import load_hf
+from torchtitan.checkpoint.state import read_weights
+from torchtitan.models import get_spec
+from torchtitan.checkpoint.hf import convert
+from torchtitan.commands import ckpt
+
+def status(key):
+    return next(int(l.split()[1]) << 10 for l in Path("/proc/self/status").read_text().splitlines() if key in l)
+
+def measure(name, action, *args):
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    before = status("VmRSS")
+    assert not action(*args)
+    peaks[name] = status("VmHWM") - before
+
+for folder in map(Path, sys.argv[1:]):  # the small model first: it loads all the modules
+    source, new, back, copy, merged = (str(folder / name) for name in ("hf", "new", "back", "copy", "merged"))
+    peaks = {}
+    for argv in (
+        ["from-hf", source, new],
+        ["verify", new],
+        ["diff", new, new],
+        ["to-hf", new, back, "--max-file-gb", "0.1"],
+    ):
+        measure(argv[0], ckpt.main, argv)
+    measure("merge", ckpt.main, ["merge", new, shutil.copytree(new, copy), "--output", merged])
+    spec = get_spec("qwen3_moe")
+    model = spec.build(spec.hf.args(json.loads(Path(source, "config.json").read_text())), None)
+    for param in model.parameters():
+        torch.nn.init.zeros_(param)  # memory that nothing was written to doesn't count
+    measure("load_hf", load_hf, [model], Path(source), spec.hf.names(model.args))
+    measure("resume", read_weights, [model], Path(new, "step-0"))
+print(json.dumps(peaks))
+"""  # noqa: E501
+
+
+def write_hf(folder, layers):
+    """Write a mixture of experts of `layers` in Hugging Face's format, two files; its weights."""
+    spec = get_spec("qwen3_moe")
+    sizes = {
+        "vocab_size": 256,
+        "dim": 256,
+        "n_layers": layers,
+        "n_heads": 4,
+        "expert_dim": 512,
+        "n_experts": 16,
+    }
+    args = spec.args("debugmodel", sizes | {"n_dense_layers": 1})
+    with torch.device("meta"):
+        shapes = {name: weight.shape for name, weight in spec.build(args, None).named_parameters()}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(spec.hf.config(args, "float32")))
+    names = spec.hf.names(args)
+    parts = {
+        part: shapes[ours] if isinstance(theirs, str) else shapes[ours][1:]
+        for ours, theirs in names.items()
+        for part in ([theirs] if isinstance(theirs, str) else theirs)
+    }
+    weights = {name: torch.full(shape, i / 1e3) for i, (name, shape) in enumerate(parts.items())}
+    for file in range(2):  # stacks are in both
+        save_file(dict(list(weights.items())[file::2]), folder / f"model-{file}.safetensors")
+    return weights
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    """Commands and loading need memory for a few stacks of experts; the model has dozens."""
+    small = tmp_path / "small"
+    large = tmp_path / "large"
+    write_hf(small / "hf", layers=1)
+    weights = write_hf(large / "hf", layers=8)
+    size = sum(file.stat().st_size for file in (large / "hf").glob("*.safetensors"))
+    assert size > 180e6
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(small), str(large)],
+        capture_output=True,
+        text=True,
+        # Freed stacks go back to the system at once: by default, malloc raises this threshold after
+        # the first ones and keeps as many of the later ones as happen to fit between others.
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)},
+    )
+    assert done.returncode == 0, done.stderr
+    peaks = json.loads(done.stdout.splitlines()[-1])
+    assert len(peaks) == 7
+    for name, peak in peaks.items():
+        assert peak < 80e6, f"{name} took {peak / 1e6:.0f} MB for a model of {size / 1e6:.0f} MB"
+    for file in (large / "back").glob("*.safetensors"):
+        for name, weight in load_file(file).items():
+            assert torch.equal(weight, weights.pop(name)), name
+    assert not weights

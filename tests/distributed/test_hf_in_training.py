@@ -1,0 +1,106 @@
+"""Hugging Face's weights at both ends of a run: exported, and loaded under another layout."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.rounding import assert_rounds
+from tests.runs import CHAIN, arguments, train
+from torchtitan.config import resolve
+from torchtitan.models import get_spec, register
+from torchtitan.train.preflight import preflight
+from torchtitan.utils.errors import CheckpointError
+
+
+def test_hf_export_loads_in_transformers_and_here(ranks, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    extra = ["--checkpoint.enable", "--checkpoint.last_save_in_hf"]
+    run = ranks(2, train, arguments(tmp_path, *extra))[0]
+    folder = tmp_path / "out/checkpoint/step-4-hf"
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= {
+        p.name for p in folder.iterdir()
+    }
+    theirs = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
+    argv = arguments(tmp_path)
+    setup = preflight(resolve(argv, 1).config)
+    from torchtitan.models.layers import attention_backend
+
+    ours = setup.spec.build(setup.args, attention_backend("cpu"))
+    ours.load_state_dict(run["weights"])
+    tokens = torch.randint(0, 2048, (2, 32))
+    with torch.no_grad():
+        assert_rounds(ours(tokens), theirs(tokens).logits, terms=96, chain=24)
+    back = [
+        "--checkpoint.enable",
+        "--checkpoint.initial_load_in_hf",
+        f"--checkpoint.initial_load_path={folder}",
+        f"--job.dump_folder={tmp_path / 'back'}",
+    ]
+    again = ranks(2, train, arguments(tmp_path, *back, steps=1))[0]
+    for name, weight in run["weights"].items():
+        assert torch.equal(again["initial"][name], weight), name
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [["one process", "pp 2 x dp_shard 2"], pytest.param([*CHAIN], marks=pytest.mark.slow)],
+    ids=["two", "all"],
+)
+def test_hugging_face_weights_go_in_and_out_of_layouts(ranks, tmp_path, layouts):
+    """Exported under pipeline and tensor parallelism, and loaded under others."""
+    out = ["--checkpoint.enable", "--checkpoint.last_save_in_hf", "--model.overrides.n_layers=4"]
+    layout = CHAIN["pp 2 x tp 2"][1]
+    run = ranks(4, train, arguments(tmp_path, *out, *layout, steps=2, local_batch=4))[0]
+    folder = tmp_path / "out/checkpoint/step-2-hf"
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 4
+    for i, (world, layout) in enumerate(CHAIN[name] for name in layouts):
+        back = [
+            "--checkpoint.enable",
+            "--checkpoint.initial_load_in_hf",
+            "--model.overrides.n_layers=4",
+            *layout,
+        ]
+        more = [
+            f"--checkpoint.initial_load_path={folder}",
+            f"--job.dump_folder={tmp_path / str(i)}",
+        ]
+        again = ranks(
+            world, train, arguments(tmp_path, *back, *more, steps=1, local_batch=4), timeout=100
+        )[0]
+        for name, weight in run["weights"].items():
+            assert torch.equal(again["initial"][name], weight), name
+
+
+def train_with_swapped_names(argv):
+    """A run whose export gives queries and keys each other's names."""
+    llama = get_spec("llama3")
+
+    def names(args):
+        own = llama.hf.names(args)
+        other = {"wq": "wk", "wk": "wq"}
+        return {name: own[re.sub(r"w[qk]\b", lambda found: other[found[0]], name)] for name in own}
+
+    register(replace(llama, hf=replace(llama.hf, names=names)))
+    try:
+        return train(argv)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        register(llama)
+
+
+def test_a_wrong_export_at_the_end_of_a_run_is_deleted(ranks, tmp_path):
+    pytest.importorskip("transformers")
+    extra = [
+        "--checkpoint.enable",
+        "--checkpoint.last_save_in_hf",
+        "--model.overrides.n_kv_heads=4",
+    ]
+    for text in ranks(2, train_with_swapped_names, arguments(tmp_path, *extra, steps=2)):
+        assert text.startswith(
+            "can't export to Hugging Face: rank 0: transformers computes other logits"
+        )
+    assert [path.name for path in (tmp_path / "out/checkpoint").iterdir()] == ["step-2"]

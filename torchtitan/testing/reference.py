@@ -1,0 +1,307 @@
+"""A run's reference on one process.
+
+It is plain PyTorch: one module, `F.cross_entropy`, `torch.optim`. It shares with the framework only
+the model's definition and initial values, the order of the data, and the learning-rate schedule.
+
+Adam divides a gradient by its own size, so where a gradient is nothing but rounding, two correct
+runs move a weight in opposite directions. The reference of a run therefore begins each step with
+the run's weights, computes gradients of its own, and updates by those of the run. So every step's
+loss, gradients and update differ by their own rounding alone.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtitan.config import registry, resolve
+from torchtitan.config.registry import Custom
+from torchtitan.config.sections.optim import Optimizer
+from torchtitan.config.sections.schema import Config
+from torchtitan.data.order.rows import IGNORE_INDEX
+from torchtitan.models.layers import attention_backend, document_mask
+from torchtitan.optim.loss import RowLoss, build_loss
+from torchtitan.optim.lr_schedule import build_shape, lr_factor, stage_scale
+from torchtitan.parallel.expert import balance_of
+from torchtitan.parallel.init import materialize
+from torchtitan.testing.compare import Observation, pad_labels, trained_tensors
+from torchtitan.train.build import build_data
+from torchtitan.train.preflight import Setup, preflight
+
+
+def reference(
+    config: Config,
+    setup: Setup,
+    *,
+    padded: bool = False,
+    run: Observation | None = None,
+    rounding: float = 0.0,
+) -> Observation:
+    """The same run in plain PyTorch on this process, in fp32 on the CPU.
+
+    Args:
+        config: resolved for the distributed run; a step here is its global batch.
+        padded: the last quarter of each row doesn't count.
+        run: begin each step with its weights, and update by its gradients and loads. Else by the
+        reference's own.
+        rounding: experts whose scores differ by less, relative to the token's largest, are ties.
+    """
+    device = torch.device("cpu")
+    model: Any = setup.spec.build(setup.args, attention_backend("cpu"))
+    materialize(
+        model, device, device, config.debug.seed, lambda fqn: setup.spec.init(fqn, setup.args)
+    )
+    settings = config.optimizer
+    training = config.training
+    optimizers = _optimizers(model, settings, config.custom)
+    of_row = (
+        build_loss(training.loss, config.custom) if registry.losses.find(training.loss) else None
+    )
+    loader = build_data(config, "training", setup.tokenizer)
+    end = setup.tokenizer.eos_id if training.document_mask else None
+    experts = _ReferenceExperts(model, setup, config, rounding)
+    out = Observation(loads=experts.loads, ties=experts.ties)
+    tokens = 0
+    for step, batch in zip(range(training.steps), loader, strict=False):
+        labels = pad_labels(batch.labels) if padded else batch.labels
+        loss = _mean_loss(
+            model,
+            batch.tokens,
+            labels,
+            end,
+            train=bool(experts.routers),
+            registered=of_row,
+        )
+        model.zero_grad()
+        loss.backward()
+        grads = [p.grad.double().norm() for p in model.parameters()]
+        norm = torch.stack(grads).norm().item()
+        if training.max_norm > 0:
+            nn.utils.clip_grads_with_norm_(
+                model.parameters(), training.max_norm, torch.tensor(norm)
+            )
+        out.gradients.append({name: p.grad.clone()[None] for name, p in model.named_parameters()})
+        if run is not None:
+            for name, p in model.named_parameters():
+                p.grad.copy_(run.gradients[step][name][0])
+        _update(optimizers, config, step)
+        experts.step(run.loads[step] if run is not None and run.loads else None)
+        out.weights.append(
+            {name: value.detach().clone()[None] for name, value in trained_tensors(model).items()}
+        )
+        if run is not None:
+            with torch.no_grad():
+                for name, value in trained_tensors(model).items():
+                    value.copy_(run.weights[step][name][0])
+        tokens += int((labels != IGNORE_INDEX).sum())
+        out.losses.append(loss.item())
+        out.grad_norms.append(norm)
+        out.tokens.append(tokens)
+        if config.validation.enable and (
+            (step + 1) % config.validation.freq == 0 or step + 1 == training.steps
+        ):
+            out.validation_losses.append(_validate(model, config, setup, end, of_row))
+    loader.close()
+    return out
+
+
+def _update(
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: Config,
+    step: int,
+) -> None:
+    schedule = config.lr_scheduler
+    factor = lr_factor(step, schedule, build_shape(schedule, config.custom))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = config.optimizer.lr * factor * stage_scale(step, config.training.stages)
+        optimizer.step()
+
+
+class _ReferenceExperts:
+    """The routers of a model, if it has any: counts of each step, and updates of their biases."""
+
+    def __init__(
+        self,
+        model: Any,
+        setup: Setup,
+        config: Config,
+        rounding: float,
+    ):
+        self.routers = {
+            int(i): layer.moe.router for i, layer in model.layers.items() if hasattr(layer, "moe")
+        }
+        self.blocks = sum(
+            name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1)
+        )
+        self.rate = config.moe.balance_bias_rate
+        self.rounding = rounding
+        self.loads: list[Tensor] = []
+        self.ties: list[Tensor] = []
+        self._ties = torch.zeros(self.blocks)
+        for index, router in self.routers.items():
+            router.balance = balance_of(config)
+            router.register_forward_hook(partial(self._count_ties, index))
+
+    @torch.no_grad()
+    def _count_ties(
+        self,
+        index: int,
+        router: Any,
+        inputs: tuple[Tensor, Tensor | None],
+        _: Any,
+    ) -> None:
+        x, token_weights = inputs
+        if token_weights is None or router.top_k == router.n_experts:
+            return
+        probabilities = router.gate(x).softmax(-1)
+        last, next_best = (
+            (probabilities + router.expert_bias).topk(router.top_k + 1).values[..., -2:].unbind(-1)
+        )
+        tied = last - next_best <= self.rounding * probabilities.amax(-1)
+        self._ties[index] += (tied & (token_weights > 0)).sum()
+
+    def step(self, loads: Tensor | None) -> None:
+        """End a step: record its counts, and update the routing biases.
+
+        Args:
+            loads: `[layers, experts]`, update by these instead of the counts.
+        """
+        if not self.routers:
+            return
+        own = torch.zeros(
+            self.blocks, next(iter(self.routers.values())).n_experts, dtype=torch.float64
+        )
+        for index, router in self.routers.items():
+            own[index] = router.step_load
+            router.step_load.zero_()
+            counts = (own if loads is None else loads)[index]
+            router.expert_bias += (self.rate * torch.sign(counts.mean() - counts)).float()
+            router.load.copy_(counts)
+        self.loads.append(own)
+        self.ties.append(self._ties.clone())
+        self._ties.zero_()
+
+
+def _optimizers(
+    model: nn.Module,
+    settings: Optimizer,
+    custom: Custom,
+) -> list[torch.optim.Optimizer]:
+    named = dict(model.named_parameters())
+    of_blocks = [p for name, p in named.items() if p.dim() > 1 and name.startswith("layers.")]
+    by_muon = of_blocks if settings.name == "Muon" else []
+    matrices = [
+        p for p in named.values() if p.dim() > 1 and not any(p is other for other in by_muon)
+    ]
+    vectors = [p for p in named.values() if p.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    if registered := registry.optimizers.chosen(settings.name, custom):
+        return [
+            registered(
+                [
+                    {
+                        "lr": settings.lr,
+                        "lr_scale": 1.0,
+                        **group,
+                    }
+                    for group in groups
+                ],
+                settings,
+            )
+        ]
+    betas = (settings.beta1, settings.beta2)
+    eps = settings.eps
+    kind = torch.optim.Adam if settings.name == "Adam" else torch.optim.AdamW
+    out: list[torch.optim.Optimizer] = [kind(groups, betas=betas, eps=eps)]
+    if by_muon:
+        options = {"weight_decay": settings.weight_decay, "momentum": settings.muon_momentum}
+        options["ns_steps"] = settings.muon_ns_steps
+        out += [_MuonOfEach(by_muon, adjust_lr_fn="match_rms_adamw", **options)]
+    return out
+
+
+class _MuonOfEach(torch.optim.Muon):
+    """torch's Muon of matrices, and of each matrix of a stack."""
+
+    def __init__(self, params: Sequence[nn.Parameter], **options: Any):
+        self._stacks = [
+            (p, [nn.Parameter(matrix) for matrix in p.detach()]) for p in params if p.dim() == 3
+        ]
+        matrices = [p for p in params if p.dim() == 2]
+        super().__init__(
+            [*matrices, *(matrix for _, parts in self._stacks for matrix in parts)], **options
+        )
+
+    def step(self, closure: Any = None) -> None:
+        for stack, matrices in self._stacks:
+            assert stack.grad is not None
+            for matrix, gradient in zip(matrices, stack.grad, strict=True):
+                matrix.grad = gradient
+        super().step()
+
+
+def _mean_loss(
+    model: nn.Module,
+    tokens: Tensor,
+    labels: Tensor,
+    end: int | None,
+    *,
+    train: bool = False,
+    registered: RowLoss | None = None,
+) -> Tensor:
+    """
+    Args:
+        train: tell a mixture of experts which tokens count.
+        registered: instead of cross entropy.
+    """
+    mask = None
+    if end is not None:
+        before = F.pad(tokens, (1, 0), value=-1)[
+            :, :-1
+        ]  # a document starts after an end-of-text token
+        mask = document_mask(
+            (before == end).cumsum(1), torch.arange(tokens.shape[1]), torch.float32
+        )
+    counted = labels != IGNORE_INDEX
+    logits = (
+        model(tokens, None, mask, counted / counted.sum()) if train else model(tokens, None, mask)
+    )
+    if registered is not None:
+        return registered(logits, labels).sum() / counted.sum()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+
+
+@torch.no_grad()
+def _validate(
+    model: nn.Module,
+    config: Config,
+    setup: Setup,
+    end: int | None,
+    registered: RowLoss | None,
+) -> float:
+    loader = build_data(config, "validation", setup.tokenizer)
+    total = count = 0.0
+    for i, batch in enumerate(loader):
+        if i == config.validation.steps:
+            break
+        predicted = int((batch.labels != IGNORE_INDEX).sum())
+        total += (
+            _mean_loss(model, batch.tokens, batch.labels, end, registered=registered).item()
+            * predicted
+        )
+        count += predicted
+    loader.close()
+    return total / count
+
+
+def run_reference(argv: list[str]) -> Observation:
+    """The reference for the run that `argv` configures for one rank."""
+    config = resolve(argv, 1).config
+    return reference(config, preflight(config))
