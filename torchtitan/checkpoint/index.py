@@ -50,7 +50,7 @@ class Part(NamedTuple):
     start: Count
     length: Count
     crc32: Sum | None = None
-    """Of these bytes. None if an earlier version wrote the checkpoint."""
+    """Their CRC-32. None if an earlier version wrote the checkpoint."""
 
 
 @dataclass

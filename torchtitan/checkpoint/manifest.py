@@ -136,7 +136,7 @@ class Manifest(Strict):
     parameters: Count
     """Number of elements in the weights."""
     tensor_bytes: dict[str, dict[str, Count]]
-    """By part (`model`, `optimizer`, `ema`) and dtype."""
+    """Bytes by part (`model`, `optimizer`, `ema`) and dtype."""
     files: Annotated[dict[FileName, FileEntry], Field(min_length=1)]
 
     @model_validator(mode="after")

@@ -89,7 +89,7 @@ class _Written(WriteResult):
     """Where a tensor was written, as every rank reports it to DCP's coordinator."""
 
     crc32: int
-    """Of the tensor's bytes."""
+    """The CRC-32 of the tensor's bytes."""
     file: dict[str, int]
     """Size and checksum of its file."""
 

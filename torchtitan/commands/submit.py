@@ -122,7 +122,7 @@ class _Batch:
     commands: list[list[str]]
     """The overrides of the job, or of each run."""
     folder: Path
-    """Of all runs, or the dump folder of the job."""
+    """The folder of all runs, or the job's dump folder."""
     nodes: tuple[int, int]
     ranks: int
 

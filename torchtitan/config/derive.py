@@ -37,7 +37,7 @@ AXES = tuple(DEGREE_KEYS)
 SHAPES = ("linear", "sqrt", "cosine")
 """Shapes of a learning rate's decay."""
 _WSD_DECAY = 0.2
-"""As in Hägele et al., arXiv:2405.18392."""
+"""The default share of the decay (Hägele et al., arXiv:2405.18392)."""
 
 
 def axis_degrees(parallelism: Parallelism) -> dict[str, int]:

@@ -57,7 +57,9 @@ class Custom(Section):
 
     @property
     def tables(self) -> dict[str, Any]:
-        """By name: as written; as the registered `Section` once the configuration is checked."""
+        """Keys by name: as written, then as the registered `Section` once the configuration is
+        checked.
+        """
         return self.model_extra or {}
 
 

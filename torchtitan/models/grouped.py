@@ -53,7 +53,9 @@ def _grouped_outer(
     right: Tensor,
     ends: Tensor,
 ) -> Tensor:
-    """For each group, the product of its columns `[m, n]^T` and rows `[n, k]`: `[groups, m, k]`."""
+    """The product, for each group, of its columns `[m, n]^T` and rows `[n, k]`: `[groups, m,
+    k]`.
+    """
     if left.device.type == "cuda":
         return F.grouped_mm(left.t(), right, offs=ends)
     out = left.new_empty(len(ends), left.shape[1], right.shape[1])

@@ -83,7 +83,7 @@ class OptimizerInBackward(_Joined):
                 param.register_post_accumulate_grad_hook(self._update)
         super().__init__(list(self._by_param.values()))
         self.norm = SquaredNorm()
-        """Of the gradients since it was last taken."""
+        """The gradients' squared norm since it was last taken."""
 
     def _update(self, param: Tensor) -> None:
         assert param.grad is not None

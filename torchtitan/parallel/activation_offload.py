@@ -109,7 +109,7 @@ class _Visit:
         plain = (_plain(x) for x in stay)
         self._stay = {_storage(shard) for shard in plain if shard is not None}
         self.copied: dict[tuple[int, int, int], tuple[Tensor, _Copy]] = {}
-        """By location in memory, held during the forward, so no other tensor can be put there."""
+        """Tensors by location in memory, which they keep from reuse during the forward."""
         self._copies: list[weakref.ref[_Copy]] = []
 
     def pack(self, tensor: Tensor) -> Any:

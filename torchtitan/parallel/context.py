@@ -122,9 +122,9 @@ class _Block(NamedTuple):
     """The local queries that see some keys of another rank."""
 
     rows: slice
-    """Of the queries."""
+    """The queries' range."""
     columns: slice
-    """Of the keys."""
+    """The keys' range."""
     causal: bool
 
 

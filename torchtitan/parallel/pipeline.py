@@ -78,7 +78,7 @@ class StageShapes:
     tp_degree: int
     """Ranks that share the sequence of the hidden states."""
     dtype: torch.dtype
-    """Of hidden states and logits."""
+    """The dtype of hidden states and logits."""
     project: bool
     """The last stage returns logits rather than hidden states."""
 

@@ -51,9 +51,9 @@ class Sends:
 
     def __init__(self) -> None:
         self._pending: dict[int, deque[_Send]] = defaultdict(deque)
-        """By the other rank, in order."""
+        """Sends by the other rank, in order."""
         self._expected: dict[Arrival, tuple[int, int]] = {}
-        """By what was asked for: the rank it comes from, and the number of the next send."""
+        """Arrivals asked for: the rank each comes from, and the number of the next send."""
         self._number = 0
 
     def start(self, operations: list[dist.P2POp]) -> None:
@@ -94,7 +94,7 @@ class Masks:
         self._make = make
         self._users = users
         self._made: dict[int, tuple[Mask, int]] = {}
-        """By microbatch: the mask, and how many stages will still ask for it."""
+        """Masks by microbatch, and how many stages will still ask for it."""
 
     def of(self, microbatch: int) -> Mask:
         """The mask for the next forward of `microbatch`."""

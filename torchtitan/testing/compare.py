@@ -39,11 +39,11 @@ class Observation:
     """Predicted tokens since the start of training, after each step."""
     validation_losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    """For each step, parameter to its gradient as the optimizer sees it, in the model's order.
+    """One per step: parameter to its gradient as the optimizer sees it, in the model's order.
     `[copies, *shape]`: more than one copy if ranks disagree on a tensor they share.
     """
     weights: list[dict[str, Tensor]] = field(default_factory=list)
-    """For each step, parameter or routing bias of experts to its value after the update, in the
+    """One per step: parameter or routing bias of experts to its value after the update, in the
     same form.
     """
     loads: list[Tensor] = field(default_factory=list)

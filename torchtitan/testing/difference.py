@@ -76,8 +76,8 @@ class Difference:
     later_gradients: dict[str, float]
     """The largest of the later steps; empty if there is none."""
     weights: dict[str, float]
-    """Of the update by the same gradients in any step, in units of what its rounding explains,
-    which depends on the optimizer.
+    """The largest difference of an update by the same gradients, in units of what its rounding
+    explains, which depends on the optimizer.
     """
     validation_loss: float
     tokens_differ: bool

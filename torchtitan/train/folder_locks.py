@@ -19,7 +19,7 @@ class HeldFolders:
 
     locks: list[FolderLock]
     copies: list[FolderLock]
-    """Of `checkpoint.upload_folder`. Losing it ends the uploads, not the run."""
+    """The lock of `checkpoint.upload_folder`. Losing it ends the uploads, not the run."""
 
     def confirm(self, *, remote: bool = False) -> bool:
         """Check that the run still holds its folders.

@@ -102,7 +102,7 @@ class ModelLoss:
         )
 
     def context(self) -> AbstractContextManager[None]:
-        """For the loss and its backward."""
+        """The context of the loss and its backward."""
         return loss_context(self.sharded)
 
 

@@ -122,7 +122,7 @@ class Probe:
         )
 
     def _length(self, tokens: int) -> int:
-        """Of rows that hold so many tokens."""
+        """The length of rows that hold `tokens` tokens."""
         length = -(-_SHORTEST // self.unit) * self.unit
         while length < tokens:
             length *= 2

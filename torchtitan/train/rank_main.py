@@ -31,9 +31,7 @@ COMMAND_ENV = "TORCHTITAN_COMMAND"
 LAUNCHER_ENV = "TORCHTITAN_LAUNCHER"
 """Process id of a launcher that should exit, not restart this rank, after a requested stop."""
 _RECORDING_SECONDS = 2.0
-"""For the run's files to record a second Ctrl-C: a disk that doesn't answer may be the reason for
-it.
-"""
+"""Time to record a second Ctrl-C; a disk that doesn't answer may be why it was pressed."""
 
 
 def main(argv: list[str]) -> int:

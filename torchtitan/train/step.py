@@ -229,7 +229,7 @@ def _grad_norm(parts: Parts, max_norm: float) -> Tensor:
 
 
 def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """By what to multiply gradients of this norm, as in `torch.nn.utils.clip_grad_norm_`."""
+    """The factor for gradients of this norm, as in `torch.nn.utils.clip_grad_norm_`."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 

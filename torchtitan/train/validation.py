@@ -42,7 +42,7 @@ class Validated:
     tokens: int
     """Predicted."""
     bytes: int
-    """Of the text that they stand for."""
+    """UTF-8 bytes of the text behind the predicted tokens."""
 
     @property
     def bits_per_byte(self) -> float | None:

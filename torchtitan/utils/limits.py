@@ -62,7 +62,7 @@ METRICS_READ_BYTES = 64 * 2**20
 GRID_FILE_BYTES = 2**20
 """A file for `submit --runs`."""
 QUERY_FIELDS = 8
-"""Of a request to `torchtitan watch`."""
+"""A request to `torchtitan watch`."""
 
 # utils
 
@@ -70,6 +70,6 @@ JSON_BYTES = 2**28
 """A JSON file; a manifest of 100,000 ranks or a list of a million data files is smaller."""
 LOCK_BYTES = 4096
 PROBLEM_CHARACTERS = 1000
-"""Of one problem in an error message."""
+"""One problem in an error message."""
 PENDING_LOG_LINES = 10_000
 """Lines logged before the log file is known."""

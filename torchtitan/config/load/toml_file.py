@@ -54,7 +54,7 @@ class _Files:
         named_at: str,
         above: tuple[str, ...] = (),
     ) -> dict[str, Setting]:
-        """As `read_toml`.
+        """Read files like `read_toml`.
 
         Args:
             above: the real paths of the files that extend this one.

@@ -153,7 +153,7 @@ def stages_follow_each_other(config: Config, facts: Facts) -> Iterator[str]:
 
 @rule("training.stages", needs=["layout"])
 def stages_divide(config: Config, facts: Facts) -> Iterator[str]:
-    """As `batch_divides` for the batch of the whole run."""
+    """Like `batch_divides`, for the batch of the whole run."""
     t = config.training
     dp = data_parallel_degree(config)
     unit = t.local_batch_size * dp

@@ -46,7 +46,9 @@ SCHEDULES = {
     "PipelineScheduleSingle": Schedule("PipelineScheduleSingle", "one"),
     "PipelineScheduleMulti": Schedule("PipelineScheduleMulti", "several"),
 }
-"""By their name in the configuration. torch merged FlexibleInterleaved1F1B into Interleaved1F1B."""
+"""Schedules by their name in the configuration. torch merged FlexibleInterleaved1F1B into
+Interleaved1F1B.
+"""
 
 
 # ---- shapes that a configuration asks for

@@ -58,10 +58,10 @@ class Accelerator:
     """A kind of device."""
 
     name: str
-    """As torch reports it; `a CPU`."""
+    """Its name in torch; `a CPU`."""
     capability: tuple[int, int] | None
-    """As torch reports it: NVIDIA's compute capability, AMD's gfx942 as 9.4, (0, 0) of a CPU. None:
-    unknown, and nothing is refused.
+    """Its capability in torch: NVIDIA's compute capability, AMD's gfx942 as 9.4, (0, 0) of a CPU.
+    None: unknown, and nothing is refused.
     """
 
 

@@ -33,7 +33,8 @@ class Hardware(BaseModel):
     """Names that torch reports for the device."""
     device: Literal["cuda", "cpu"] = "cuda"
     capability: tuple[int, int] | None = None
-    """As torch reports it; None if a file doesn't say: then nothing that depends on it is refused.
+    """Its compute capability in torch; None if a file doesn't say: then nothing that depends on it
+    is refused.
     """
     memory_gib: PositiveFloat
     bf16: PositiveFloat

@@ -45,7 +45,7 @@ class Measured:
     folder: Path
     world: int
     device: str
-    """As torch reports it."""
+    """Its name in torch."""
     records: int
     tokens_per_second: float
     """Per GPU, the median; so is `step_s`."""

@@ -19,7 +19,7 @@ Orders = list[list[Action]]
 """The computations of each rank, in order."""
 
 HOPS = {"v-min": (1, 1), "v-half": (2, 1)}
-"""By schedule, the time between the same pass on neighbouring ranks: on the way down the V,
+"""Time between the same pass on neighbouring ranks, by schedule: on the way down the V,
 forwards of its first half and backwards of its second; and on the way up. Times are in passes: F, I
 and W of a stage are taken to be equally long. Memory goes by the sum: 2 keeps a third of 1F1B's
 activations, 3 a half (and 6 all, without a bubble: torch's ZBV).
@@ -93,7 +93,7 @@ def _zb_h1(
 
 
 Pattern = list[list[tuple[int, str, int]]]
-"""For each rank, the passes of the first microbatch: stage, kind, and when they start."""
+"""The passes of the first microbatch on each rank: stage, kind, and when they start."""
 
 
 def _v_shaped(
@@ -102,7 +102,7 @@ def _v_shaped(
     down: int,
     up: int,
 ) -> Orders:
-    """Of all patterns with these hops, the one that keeps least, and of those the fastest."""
+    """The pattern with these hops that keeps least; the fastest among equals."""
     waits = range(PERIOD)
     found = [_pattern(degree, down, up, turns) for turns in itertools.product(waits, waits, waits)]
     patterns = [pattern for pattern in found if pattern]

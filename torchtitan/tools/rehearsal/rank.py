@@ -249,7 +249,7 @@ class _During(Callback):
 
 
 def _parts(tensors: dict[str, Any]) -> tuple[int, int]:
-    """As `Record.parts`."""
+    """What `Record.parts` holds."""
     counts = [0, 0]
     for name, value in flatten_state_dict(tensors)[0].items():
         parts = 1
