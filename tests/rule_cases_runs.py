@@ -1,0 +1,363 @@
+"""Arguments that break the rules of storage, data, validation and services of a run."""
+
+from tests.rule_cases_layout import ELASTIC
+
+SOURCES = "--training.sources=[{name = 'a'}, {name = 'b'}]"
+
+# rule -> (ranks, arguments it refuses, words of the message, arguments that fix it)
+RUN_CASES = {
+    "storage_is_no_narrower_than_compute": [
+        (
+            1,
+            ["--training.dtype=bfloat16", "--training.mixed_precision_param=float32"],
+            "set both to bfloat16",
+            ["--training.mixed_precision_param=bfloat16"],
+        ),
+    ],
+    "keys_agree": [
+        (
+            1,
+            ["--lr_scheduler.name=constant", "--lr_scheduler.decay_ratio=0.1"],
+            "never decays; remove decay_ratio, or",
+            ["--lr_scheduler.name=wsd"],
+        ),
+        (
+            1,
+            ["--lr_scheduler.name=constant", "--lr_scheduler.min_lr_factor=0.1"],
+            "never decays; remove min_lr_factor",
+            ["--lr_scheduler.name=wsd"],
+        ),
+        (
+            1,
+            ["--lr_scheduler.name=cosine", "--lr_scheduler.decay_type=sqrt"],
+            '"sqrt" contradicts lr_scheduler.name',
+            ["--lr_scheduler.name=wsd"],
+        ),
+        (
+            1,
+            ["--lr_scheduler.name=sqrt", "--lr_scheduler.decay_ratio=0.1"],
+            'name = "wsd" and decay_type = "sqrt"',
+            ["--lr_scheduler.name=wsd", "--lr_scheduler.decay_type=sqrt"],
+        ),
+    ],
+    "retention_is_safe": [
+        (1, ["--checkpoint.keep_latest_k=1"], "set 2 or more", ["--checkpoint.keep_latest_k=2"]),
+        (
+            1,
+            ["--checkpoint.keep_every_n=1000", "--checkpoint.keep_latest_k=0"],
+            "keep_latest_k = 0 keeps all checkpoints",
+            ["--checkpoint.keep_latest_k=2"],
+        ),
+        (
+            1,
+            ["--checkpoint.keep_every_n=600", "--checkpoint.interval=250"],
+            "600 is not a multiple of checkpoint.interval = 250, so few or no",
+            ["--checkpoint.keep_every_n=750", "--checkpoint.interval=250"],
+        ),
+    ],
+    "storage_is_shared": [
+        (
+            2,
+            ["--checkpoint.enable", "--checkpoint.folder=memory://run"],
+            "has its own memory://",
+            ["--checkpoint.folder=checkpoint"],
+        ),
+    ],
+    "uploads_go_elsewhere": [
+        (
+            1,
+            ["--checkpoint.upload_folder=s3://a/b"],
+            "without checkpoint.enable = true",
+            ["--checkpoint.enable"],
+        ),
+        (
+            1,
+            ["--checkpoint.enable", "--checkpoint.upload_folder=/tmp/b"],
+            "'/tmp/b' is a local folder; set a URL",
+            ["--checkpoint.upload_folder=s3://a/b"],
+        ),
+        (
+            1,
+            [
+                "--checkpoint.enable",
+                "--checkpoint.folder=s3://a/c",
+                "--checkpoint.upload_folder=s3://a/b",
+            ],
+            "checkpoint.folder is a URL already",
+            ["--checkpoint.folder=checkpoint"],
+        ),
+        (
+            2,
+            ["--checkpoint.enable", "--checkpoint.upload_folder=memory://run"],
+            "has its own memory://",
+            ["--checkpoint.upload_folder=s3://a/b"],
+        ),
+    ],
+    "loading_is_enabled": [
+        (
+            1,
+            ["--checkpoint.load_step=3"],
+            "without checkpoint.enable = true",
+            ["--checkpoint.enable"],
+        ),
+        (
+            1,
+            ["--checkpoint.last_save_in_hf"],
+            "without checkpoint.enable = true",
+            ["--checkpoint.enable"],
+        ),
+    ],
+    "hf_weights_have_no_optimizer": [
+        (
+            1,
+            [
+                "--checkpoint.enable",
+                "--checkpoint.initial_load_in_hf",
+                "--checkpoint.initial_load_model_only=false",
+            ],
+            "needs optimizer state",
+            ["--checkpoint.initial_load_model_only=true"],
+        ),
+    ],
+    "hf_weights_have_no_expert_bias": [
+        (
+            1,
+            [
+                "--checkpoint.enable",
+                "--checkpoint.last_save_in_hf",
+                "--moe.balance_bias_rate=0.001",
+            ],
+            "no place for",
+            ["--moe.balance_bias_rate=0"],
+        ),
+    ],
+    "profile_fits_its_period": [
+        (
+            1,
+            ["--profiling.enable_profiling", "--profiling.profile_freq=3"],
+            "set it to 4 or more",
+            ["--profiling.profile_freq=4"],
+        ),
+    ],
+    "worker_options_need_workers": [
+        (
+            1,
+            ["--validation.dataloader.persistent_workers"],
+            "needs num_workers",
+            ["--validation.dataloader.num_workers=1"],
+        ),
+    ],
+    "data_fails_before_collectives": [
+        (
+            1,
+            ["--training.dataloader.timeout_seconds=60", "--comm.train_timeout_seconds=60"],
+            "to 30 instead of 60, or",
+            ["--training.dataloader.timeout_seconds=30"],
+        ),
+        (
+            1,
+            ["--validation.dataloader.timeout_seconds=200"],
+            "to 50 instead of 200",
+            ["--comm.train_timeout_seconds=300"],
+        ),
+    ],
+    "guard_can_act": [
+        (1, ["--guard.policy=rewind"], "set checkpoint.enable = true", ["--checkpoint.enable"]),
+        (
+            1,
+            ["--guard.policy=rewind", "--checkpoint.enable", "--checkpoint.load_only"],
+            "set checkpoint.load_only = false",
+            ["--guard.policy=skip"],
+        ),
+        (1, ["--guard.straggler_factor=0.9"], "set it above 1", ["--guard.straggler_factor=1.2"]),
+    ],
+    "warn_only_needs_determinism": [
+        (
+            1,
+            ["--debug.deterministic_warn_only"],
+            "without debug.deterministic",
+            ["--debug.deterministic"],
+        ),
+    ],
+    "validation_sees_data": [
+        (
+            1,
+            ["--validation.enable", "--validation.steps=0"],
+            "-1 for the whole data set",
+            ["--validation.steps=-1"],
+        ),
+        (
+            1,
+            ["--validation.enable", "--validation.global_batch_size=0"],
+            "set 1 or more",
+            ["--validation.global_batch_size=4"],
+        ),
+        (
+            1,
+            ["--validation.enable", "--validation.sets=[{name = 'a', steps = 0}]"],
+            "steps: 0 batches",
+            ["--validation.sets=[{name = 'a', steps = 1}]"],
+        ),
+    ],
+    "average_has_a_use": [
+        (
+            1,
+            ["--ema.validation", "--validation.enable"],
+            "no effect without ema.enable",
+            ["--ema.enable"],
+        ),
+        (
+            1,
+            ["--ema.enable", "--ema.validation"],
+            "without validation.enable",
+            ["--validation.enable"],
+        ),
+        (
+            1,
+            ["--ema.enable", "--ema.export", "--checkpoint.enable"],
+            "nothing is exported",
+            ["--checkpoint.last_save_in_hf"],
+        ),
+        (
+            1,
+            ["--ema.enable", "--ema.start_step=20", "--training.steps=10"],
+            "set it to at most training.steps 10",
+            ["--ema.start_step=10"],
+        ),
+    ],
+    "metrics_are_served": [
+        (
+            1,
+            ["--metrics.prometheus.port=9000"],
+            'no effect without "prometheus" in metrics.sinks',
+            ["--metrics.sinks=prometheus"],
+        ),
+        (
+            1,
+            ["--metrics.sinks=prometheus", "--metrics.prometheus.port=0"],
+            "nothing can read the metrics",
+            ["--metrics.prometheus.textfile=x.prom"],
+        ),
+        (
+            1,
+            ["--metrics.sinks=prometheus", "--metrics.prometheus.textfile=x.txt"],
+            "must end in .prom",
+            ["--metrics.prometheus.textfile=x.prom"],
+        ),
+    ],
+    "notifications_have_a_receiver": [
+        (
+            1,
+            ["--notifications.interval_seconds=9"],
+            "no effect without webhook_env or command",
+            ["--notifications.command=mail"],
+        ),
+    ],
+    "validation_sets_are_distinct": [
+        (
+            1,
+            ["--validation.sets=[{name = 'a'}, {name = 'a'}]"],
+            "names 2 sets",
+            ["--validation.sets=[{name = 'a'}, {name = 'b'}]"],
+        ),
+        (
+            1,
+            ["--validation.sets=[{name = 'a'}]", "--validation.dataset=demo_validation"],
+            "can't both be set",
+            ["--validation.dataset=c4_validation"],
+        ),
+    ],
+    "evals_have_tasks": [
+        (1, ["--eval.enable"], "at least one task", ["--eval.tasks=hellaswag"]),
+    ],
+    "datasets_are_known": [
+        (
+            1,
+            ["--training.dataset=c5"],
+            "no dataset 'c5'; known: demo, ",
+            ["--training.dataset_path=/tmp"],
+        ),
+        (
+            1,
+            ["--training.dataset=c5"],
+            "did you mean 'c4'?",
+            ["--training.dataset=org/c5:en@train"],
+        ),
+        (
+            1,
+            ["--training.sources=[{name = 'a', dataset = 'c5'}]"],
+            "training.sources: 'a': dataset: no",
+            [SOURCES],
+        ),
+        (
+            1,
+            ["--validation.enable", "--validation.dataset=demo_validate"],
+            "did you mean 'demo_validation'?",
+            ["--validation.dataset=demo_validation"],
+        ),
+        (
+            1,
+            ["--validation.enable", "--validation.sets=[{name = 'a', dataset = 'c5'}]"],
+            "'a': dataset: no dataset",
+            ["--validation.sets=[{name = 'a', dataset = 'c4'}]"],
+        ),
+    ],
+    "sources_are_named_once": [
+        (1, ["--training.sources=[{name = 'a'}, {name = 'a'}]"], "2 sources are named", [SOURCES]),
+        (1, ["--training.sources=[{name = 'a/b'}]"], "has a slash", [SOURCES]),
+    ],
+    "sources_replace_the_dataset": [
+        (1, [SOURCES, "--training.dataset=c4"], "make it one of them", ["--training.dataset=demo"]),
+        (
+            1,
+            [SOURCES, "--training.dataset_path=/tmp"],
+            "make it one of them",
+            ["--training.dataset_path=none"],
+        ),
+    ],
+    "stages_follow_each_other": [
+        (
+            1,
+            [SOURCES, "--training.stages=[{from_step = 5}, {from_step = 4}]"],
+            "from_step 4 follows that of step 5",
+            ["--training.stages=[{from_step = 4}, {from_step = 5}]"],
+        ),
+        (
+            1,
+            [SOURCES, "--training.stages=[{from_step = 5, weights = {ab = 1}}]"],
+            "did you mean ",
+            ["--training.stages=[{from_step = 5, weights = {a = 1}}]"],
+        ),
+        (
+            1,
+            [SOURCES, "--training.stages=[{from_step = 5, weights = {a = 0, b = 0}}]"],
+            "no source with a weight",
+            ["--training.stages=[{from_step = 5, weights = {a = 0, b = 1}}]"],
+        ),
+        (
+            1,
+            ["--training.sources=[{name = 'a', weight = 0}]"],
+            "no source has a weight above 0",
+            [SOURCES],
+        ),
+    ],
+    "stages_divide": [
+        (
+            2,
+            ["--training.stages=[{from_step = 5, global_batch_size = 20}]"],
+            "= 16; set it to 16 or 32",
+            ["--training.stages=[{from_step = 5, global_batch_size = 32}]"],
+        ),
+        (
+            3,
+            [
+                *ELASTIC,
+                "--checkpoint.enable",
+                "--training.global_batch_size=8",
+                "--training.stages=[{from_step = 5, global_batch_size = 2}]",
+            ],
+            "set 3 or more",
+            ["--training.stages=[{from_step = 5, global_batch_size = 3}]"],
+        ),
+    ],
+}
