@@ -92,3 +92,80 @@ def slurm(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     from tests.slurm_stand_ins import job_runner
 
     yield from job_runner(tmp_path)
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Callable[..., str]:
+    """`toml(text)` writes a configuration and returns its path."""
+
+    def write(text: str, name: str = "run.toml") -> str:
+        path = tmp_path / name
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Trackers of a run on one rank, without settings of the environment or sinks of others."""
+    import torch.distributed as dist
+
+    from torchtitan.config.registry import metric_sinks
+
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    for name in (
+        "WANDB_PROJECT",
+        "WANDB_TEAM",
+        "WANDB_RUN_ID",
+        "WANDB_NAME",
+        "WANDB_RUN_NAME",
+        "MLFLOW_TRACKING_URI",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(metric_sinks, "_entries", {})
+
+
+@pytest.fixture
+def working_folder(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Everything that a run writes belongs in its dump folder."""
+    folder = tmp_path_factory.mktemp("working")
+    monkeypatch.chdir(folder)
+    yield
+    assert [path.name for path in folder.iterdir()] == []
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of a watched run are read for every request."""
+    from torchtitan.tools.reports import live
+
+    monkeypatch.setattr(live, "LEAST_SECONDS", 0.0)
+
+
+@pytest.fixture
+def init_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`torchtitan init` works in this folder, on a machine without GPUs."""
+    from tests.init_runs import CPU
+    from torchtitan.tools.launch import questions
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(questions, "local_gpus", lambda: (None, 0))
+    Path("cpu.toml").write_text(CPU)
+    return tmp_path
+
+
+@pytest.fixture
+def registered() -> Iterator[None]:
+    """Nothing is registered before a test, and what it registers is gone after it."""
+    from torchtitan.config import registry
+
+    before = [one._entries for one in registry.REGISTRIES]
+    for one in registry.REGISTRIES:
+        one._entries = {}
+    yield
+    for one, entries in zip(registry.REGISTRIES, before, strict=True):
+        one._entries = entries

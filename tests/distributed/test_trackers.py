@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.runs import arguments, train
-from tests.unit.test_trackers import history, wandb_records
+from tests.tracker_runs import history, wandb_records
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from tests.runs import arguments
+from tests.tracker_runs import history, wandb_records
 from tests.unit.test_notify import Server
-from tests.unit.test_trackers import history, wandb_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 ROOT = Path(__file__).parents[2]
