@@ -1,0 +1,99 @@
+"""Sizes of a model that tensor and expert parallelism can divide; others are refused with the
+reason.
+"""
+
+import pytest
+
+from torchtitan.config import resolve
+from torchtitan.train.preflight import preflight
+from torchtitan.utils.errors import ConfigError
+
+# ---- tensor parallelism
+
+
+@pytest.mark.parametrize(
+    ("degree", "extra", "text"),
+    [
+        (
+            3,
+            ["--training.seq_len=2049"],
+            "3 does not divide n_heads 16, n_kv_heads 16, vocab_size 2048",
+        ),
+        (
+            16,
+            ["--model.overrides.n_kv_heads=8"],
+            "16 does not divide n_kv_heads 8 of model.flavor debugmodel; set it to one of",
+        ),
+        (
+            8,
+            ["--model.overrides.ffn_dim=772"],
+            "does not divide ffn_dim 772 of model.flavor debugmodel; set it to one of 1, 2, 4",
+        ),
+    ],
+)
+def test_tensor_parallel_sizes(degree, extra, text):
+    argv = [f"--parallelism.tensor_parallel_degree={degree}", *extra]
+    with pytest.raises(ConfigError) as error:
+        preflight(resolve(argv, degree).config, output=False)
+    assert text in str(error.value)
+
+
+# ---- expert parallelism
+
+MOE = ["--model.name=qwen3_moe", "--model.overrides.n_experts=12"]
+
+
+@pytest.mark.parametrize(
+    ("world", "argv", "text", "fix"),
+    [
+        (
+            2,
+            ["--parallelism.expert_parallel_degree=2"],
+            "expert_parallel_degree: model.flavor debugmodel of llama3 has no experts; set it to 1",
+            "--parallelism.expert_parallel_degree=1",
+        ),
+        (
+            1,
+            ["--moe.router_z_loss=0.1"],
+            "[moe]: model.flavor debugmodel of llama3 has no experts",
+            MOE[0],
+        ),
+        (
+            8,
+            [*MOE, "--parallelism.expert_parallel_degree=8"],
+            "8 does not divide n_experts 12 of model.flavor debugmodel of qwen3_moe; set "
+            "it to one of 1, 2, 4",
+            "--parallelism.expert_parallel_degree=4",
+        ),
+        (
+            40,
+            [*MOE, "--parallelism.expert_parallel_degree=4"],
+            "FSDP shards 3 experts over 10 ranks, which divide neither their number nor "
+            "dim 256 nor expert_dim 192; "
+            "set it to one of 1",
+            "--parallelism.expert_parallel_degree=1",
+        ),
+    ],
+)
+def test_expert_parallel_sizes(world, argv, text, fix):
+    with pytest.raises(ConfigError) as error:
+        preflight(resolve(argv, world).config, output=False)
+    assert text in str(error.value)
+    preflight(resolve([*argv, fix], world).config, output=False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (
+            "--parallelism.expert_tensor_parallel_degree=2",
+            "tensor-parallel ranks have different tokens",
+        ),
+        ("--parallelism.expert_parallel_comm_backend=deepep", "NVSHMEM"),
+    ],
+)
+def test_what_expert_parallelism_lacks_is_refused_with_the_reason(argv, reason):
+    with pytest.raises(ConfigError, match=reason):
+        resolve([argv], 1)
+    key = argv[2:].partition("=")[0]
+    resolve([f"--{key}={'standard' if 'backend' in key else 1}"], 1)
