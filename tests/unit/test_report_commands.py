@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.unit.test_report_reading import BEGAN, record, write, write_run
+from tests.short_runs import BEGAN, record, write, write_run
 from torchtitan.commands import main
 from torchtitan.tools.reports.noise import smooth
 from torchtitan.tools.reports.plots import Line, lines_of, plot

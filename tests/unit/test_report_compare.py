@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from tests.unit.test_report_reading import BEGAN, record, write_run
+from tests.short_runs import BEGAN, record, write_run
 from torchtitan.tools.reports import collect as report
 from torchtitan.tools.reports.noise import at_points, independent_values, paired, smooth, unpaired
 
