@@ -76,3 +76,13 @@ def open_kind(kind, corpora, *args, **kwargs):
         dataset=str(corpora["shards"]) if kind == "stream" else "files",
         **kwargs,
     )
+
+
+def read(documents):
+    return [str(documents[i]) for i in range(len(documents))]
+
+
+def token_file_ids(folder):
+    return np.concatenate(
+        [np.fromfile(file, np.uint16) for file in sorted(folder.glob("*.bin"))]
+    ).tolist()

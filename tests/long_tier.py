@@ -142,7 +142,7 @@ LONG_TIER: dict[str, dict[str, tuple[str, ...]]] = {
     "faults/test_resources.py": {
         "test_nan_on_one_rank_or_stage_stops_all_before_the_update": ("pp",),
     },
-    "unit/test_reading.py": {
+    "unit/test_skipped_documents.py": {
         "test_a_run_records_what_it_skipped": ("stream",),
     },
 }
