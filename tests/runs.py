@@ -4,6 +4,7 @@ trainer.
 
 import gc
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torchtitan.train.callbacks import Callback
 
 __all__ = [
     "arguments",
+    "free_ports",
     "full",
     "losses",
     "read_metrics",
@@ -235,3 +237,14 @@ def assert_continues(run: dict[str, Any], uninterrupted: dict[str, Any]) -> None
     assert run["progress"] == uninterrupted["progress"]
     for name, value in uninterrupted["weights"].items():
         assert_trained_alike(run["weights"][name], value, LR, len(uninterrupted["metrics"]), name)
+
+
+def free_ports(number):
+    """Ports of this machine that nothing listened on a moment ago."""
+    sockets = [socket.socket() for _ in range(number)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports

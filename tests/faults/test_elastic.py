@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.runs import arguments, losses, read_metrics, train
+from tests.runs import arguments, free_ports, losses, read_metrics, train
 from torchtitan.checkpoint.commit import committed_steps
 
 ROOT = Path(__file__).parents[2]
@@ -251,16 +250,6 @@ def test_the_node_that_holds_the_rendezvous_is_killed_twice(ranks, tmp_path):
         assert "Traceback" not in log, log
         assert [s["ranks"] for s in run.starts()] == [1, 2, 1, 2, 1]
         run.check(ranks)
-
-
-def free_ports(number):
-    sockets = [socket.socket() for _ in range(number)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 from tests.runs import arguments
 from tests.tracker_runs import history, wandb_records
-from tests.unit.test_notify import Server
+from tests.webhook import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 ROOT = Path(__file__).parents[2]

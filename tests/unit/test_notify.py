@@ -5,14 +5,13 @@ never end.
 import json
 import os
 import sys
-import threading
 import time
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import psutil
 import pytest
 
+from tests.webhook import SECRET, Server
 from torchtitan.config import resolve
 from torchtitan.config.sections.metrics import Notifications
 from torchtitan.telemetry import delivery, notify
@@ -22,42 +21,6 @@ from torchtitan.telemetry.notify import Notifier, RateLimit, report_error, repor
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.process import REPORTER_ENV
-
-SECRET = "T0K3N"
-
-
-class Server:
-    """Keeps what it is sent. Answers with the given statuses in turn, or never."""
-
-    def __init__(self, *statuses, hangs=False):
-        self.got = []
-        self.statuses = list(statuses)
-        self.ends = threading.Event()
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                server.got.append((self.path, self.headers["Content-Type"], json.loads(body)))
-                if hangs:
-                    server.ends.wait()
-                self.send_response(server.statuses.pop(0) if server.statuses else 200)
-                self.end_headers()
-
-            def log_message(self, *arguments): ...
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.http.server_port}/services/{SECRET}"
-        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.ends.set()
-        self.http.shutdown()
-        self.http.server_close()
 
 
 def event(kind, message="what happened", step=1200):

@@ -12,7 +12,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStateError,
 )
 
-from tests.faults.test_elastic import free_ports
+from tests.runs import free_ports
 from torchtitan.parallel import takeover
 from torchtitan.parallel.takeover import Endpoint, Takeover, _Found
 
