@@ -106,7 +106,10 @@ def test_every_matrix_is_split(ranks, tmp_path):
             assert own * (1 if "norm" in name else 2) == full, name
 
 
-def incomplete_plan():
+def incomplete_plan(forgotten, bare=""):
+    """Apply a plan without a style for modules that are called `forgotten`, to a model in which the
+    module `bare` has a parameter of its own.
+    """
     spec = get_spec("llama3")
     args = spec.args("debugmodel", {"n_layers": 1}, max_seq_len=16)
     with torch.device("meta"):
@@ -115,8 +118,10 @@ def incomplete_plan():
     plan = {
         pattern: style
         for pattern, style in spec.tensor_parallel_styles.items()
-        if "w2" not in pattern
+        if not pattern.endswith(forgotten)
     }
+    if bare:
+        model.get_submodule(bare).scale = torch.nn.Parameter(torch.ones(1, device="meta"))
     apply_tensor_parallel(
         model, build_mesh(config, "cpu").tp, plan, sharded_loss=True, float8=False
     )
@@ -124,4 +129,8 @@ def incomplete_plan():
 
 def test_a_plan_that_forgets_a_weight_is_an_error(ranks):
     with pytest.raises(AssertionError, match=r"no style for layers\.0\.feed_forward\.w2"):
-        ranks(2, incomplete_plan)
+        ranks(2, incomplete_plan, "w2")
+    with pytest.raises(
+        AssertionError, match=r"give layers\.0\.attention\.scale a module of its own"
+    ):
+        ranks(2, incomplete_plan, "no module", "layers.0.attention")

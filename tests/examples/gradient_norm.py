@@ -23,7 +23,7 @@ class GradientNorm(Callback):
     def before_update(self, run: Run) -> None:
         if (run.progress.step + 1) % self.keys.every:
             return
-        for model in run.models:  # of a pipeline, one rank has the layer
+        for model in run.models:  # in a pipeline, one rank has the layer
             for name, weight in model.named_parameters():
                 if name == self.keys.parameter and weight.grad is not None:
                     run.log(f"grad_norm/{name}", weight.grad.norm())

@@ -192,8 +192,12 @@ def apply_tensor_parallel(
             applied[name] = _style(styles[pattern], module, sharded_loss, float8)
     for name, _ in model.named_parameters():
         owner = name.rpartition(".")[0]
-        assert owner in applied, (
-            f"tensor_parallel_styles has no style for {owner}, so its weight would not be sharded"
+        style = applied.get(owner)
+        # Some styles change what a module reads, and leave its own weights as they are.
+        shards = style is not None and not isinstance(style, (_GatherSequence, _Router))
+        assert shards, (
+            f"tensor_parallel_styles has no style for {owner}, so its weight would not be sharded: "
+            f"give {name} a module of its own, and that a style"
         )
     parallelize_module(model, mesh, applied)
 
