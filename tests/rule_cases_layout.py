@@ -12,7 +12,7 @@ LAYOUT_CASES = {
         (
             8,
             ["--parallelism.data_parallel_shard_degree=3"],
-            "there are 8 ranks; set data_parallel_shard_degree = 8",
+            "the number of ranks is 8; set data_parallel_shard_degree = 8",
             ["--parallelism.data_parallel_shard_degree=8"],
         ),
         (

@@ -41,7 +41,12 @@ def slugs(page: Path) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+MORE = [
+    ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "tests/README.md")
+]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *MORE], ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]*))?\)", page.read_text()):
         if "://" in target:

@@ -125,7 +125,7 @@ Errors = list[tuple[Row, float]]
 
 @dataclass(frozen=True)
 class Bands:
-    """What `planner/bands.py` holds."""
+    """The bands that `planner/predict.py` holds."""
 
     deviations: dict[str, float]
     width: float

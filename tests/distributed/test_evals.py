@@ -181,7 +181,10 @@ def test_experts_score_the_same_on_two_ranks(ranks, folder, tmp_path):
         ),
         (["--tasks=own_choice", "--optimizer.lr=1"], "--optimizer.lr=1: unknown option"),
         (["--tasks=own_choice", "--include-path=nowhere"], "nowhere is no folder"),
-        (["--tasks=own_choice", "--parallelism.tensor_parallel_degree=2"], "but there are 1 ranks"),
+        (
+            ["--tasks=own_choice", "--parallelism.tensor_parallel_degree=2"],
+            "but the number of ranks is 1",
+        ),
     ],
 )
 def test_mistakes_of_the_command_are_told_in_a_sentence(folder, capsys, extra, text):

@@ -73,7 +73,7 @@ def test_the_command_rehearses_a_small_run(tmp_path, capsys):
 
 
 def test_refuses_what_the_trainer_refuses(tmp_path):
-    with pytest.raises(ConfigError, match="but there are 3 ranks"):
+    with pytest.raises(ConfigError, match="but the number of ranks is 3"):
         main(
             [
                 str(ROOT / "train_configs/debug_model.toml"),

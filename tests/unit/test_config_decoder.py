@@ -206,7 +206,7 @@ def test_wrong_degrees_bring_no_advice_about_the_batch(toml):
         resolve(["--config", file], 4)
     (problem,) = error.value.problems
     assert problem.startswith(
-        f"{file}:2: parallelism.data_parallel_shard_degree 3 is 3, but there are 4"
+        f"{file}:2: parallelism.data_parallel_shard_degree 3 is 3, but the number of ranks is 4"
     )
 
 

@@ -52,7 +52,7 @@ def degrees_fill_the_world(config: Config, facts: Facts) -> Iterator[str]:
             f"divide {world}"
         )
     product = " x ".join(f"{key} {degree}" for key, degree in used.items())
-    yield f"{product} is {ranks}, but there are {world} ranks; {fits}"
+    yield f"{product} is {ranks}, but the number of ranks is {world}; {fits}"
 
 
 @rule("parallelism.expert_parallel_degree", needs=["layout"])
