@@ -7,10 +7,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from torchtitan.models.layers import PerHead
 from torchtitan.models.spec import Init
 from torchtitan.parallel.init import ROWS_PER_BLOCK, materialize
+from torchtitan.parallel.tensor import apply_tensor_parallel
 
 CPU = torch.device("cpu")
 
@@ -24,12 +25,15 @@ class Toy(nn.Module):
         super().__init__()
         self.tall = nn.Linear(9, 2 * ROWS_PER_BLOCK + 36, bias=False)
         self.small = nn.Linear(2 * ROWS_PER_BLOCK + 36, 3, bias=True)
+        self.decay = PerHead(10)
 
     def init_buffers(self):
         self.register_buffer("table", torch.arange(3.0), persistent=False)
 
 
 def rule(fqn):
+    if fqn == "decay.weight":
+        return Init("log_uniform", low=0.01, high=16.0)
     return Init("ones") if fqn.endswith("bias") else Init("normal", 0.5)
 
 
@@ -39,7 +43,8 @@ def build_toy(layout):
     world = dist.get_world_size()
     if layout == "tp":
         mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
-        parallelize_module(toy, mesh["tp"], {"tall": ColwiseParallel(), "small": RowwiseParallel()})
+        styles = {"tall": "columns", "small": "rows", "decay": "per_head"}
+        apply_tensor_parallel(toy, mesh["tp"], styles, sharded_loss=False, float8=False)
         fully_shard(toy, mesh=mesh["dp"])
     elif layout == "hsdp":
         fully_shard(
@@ -78,6 +83,17 @@ def test_weights_are_what_the_rule_says():
     assert torch.equal(toy.small.bias, torch.ones(3))
     blocks = tall[: 2 * ROWS_PER_BLOCK].view(2, ROWS_PER_BLOCK, 9)
     assert not torch.equal(blocks[0], blocks[1]), "each block of rows has a stream of its own"
+
+
+def test_logarithms_are_finite_in_bf16():
+    toy = Toy()
+    toy.decay = PerHead(4096)
+    toy.to(torch.bfloat16)
+    materialize(toy, CPU, CPU, 7, rule)
+    rates = toy.decay.weight.float().exp()
+    assert 0.0099 < rates.min() < 0.05
+    assert 15.8 < rates.max() < 16.1  # bf16 rounds the logarithm
+    assert rates.mean().item() == pytest.approx(8, rel=0.03)
 
 
 def test_another_seed_or_name_gives_other_weights():

@@ -246,6 +246,21 @@ class _RMSNorm(torch.autograd.Function):
         return of_x, products.flatten(0, -2).sum(0), None
 
 
+class PerHead(nn.Module):
+    """A parameter with an entry, or some entries, for each head: `forward() -> [heads, ...]`.
+
+    It is a module so that tensor parallelism can give it a style, `per_head`: each rank then holds
+    and returns the entries of its own heads.
+    """
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer, arXiv:2002.05202): `w2(silu(w1(x)) * w3(x))`, on `[b, s, dim]`."""
 

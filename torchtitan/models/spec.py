@@ -55,9 +55,14 @@ Build = Callable[[Args, Any], "Model"]
 class Init:
     """Initialization of one parameter."""
 
-    kind: Literal["zeros", "ones", "normal"]
+    kind: Literal["zeros", "ones", "normal", "log_uniform"]
     std: float = 0.0
     """Standard deviation of `normal`, which is clamped to three of them."""
+    low: float = 0.0
+    """`log_uniform` is the logarithm of a uniform sample between `low` and `high`. Both are
+    computed in fp32, whatever the parameter's type: 16 bits would round small samples to zero.
+    """
+    high: float = 0.0
 
 
 HFNames = dict[str, str | list[str]]
@@ -108,6 +113,7 @@ ShardingStyle = Literal[
     "embedding",
     "norm",
     "head_norm",
+    "per_head",
     "gather_sequence",
     "columns",
     "rows",
@@ -122,6 +128,7 @@ sequence.
     embedding         weight sharded over the vocabulary; output sharded over the sequence
     norm              weight replicated; input and output sharded over the sequence
     head_norm         weight replicated; input and output `[b, s, heads, d]` sharded over the heads
+    per_head          `PerHead`: weight sharded over its first dimension; returns the rank's part
     gather_sequence   the first input is gathered, so the module's linear layers see the whole
     sequence
     columns           linear layer, weight sharded over its outputs

@@ -50,7 +50,7 @@ def _fill(
     init: Init,
 ) -> None:
     shard = local(param)
-    if init.kind != "normal":
+    if init.kind in ("zeros", "ones"):
         shard.fill_(1.0 if init.kind == "ones" else 0.0)
         return
     if shard.numel() == 0:
@@ -73,7 +73,7 @@ def _fill(
     for block in blocks.unique().tolist():
         start = block * ROWS_PER_BLOCK
         shape = (min(ROWS_PER_BLOCK, count - start), *row_shape)
-        values = _block(fqn, seed, block, shape, init.std)
+        values = _block(fqn, seed, block, shape, init)
         mine = (blocks == block).nonzero().squeeze(1)
         values = values[rows[mine] - start]
         if columns is not None:
@@ -86,15 +86,19 @@ def _block(
     seed: int,
     block: int,
     shape: tuple[int, ...],
-    std: float,
+    init: Init,
 ) -> Tensor:
-    """Values of one block of rows: fp32 normal, clamped to three standard deviations.
+    """Values of one block of rows, in fp32.
 
     Unlike `trunc_normal_`, `normal_` produces the same stream in every supported torch release.
     """
     digest = hashlib.sha256(f"{seed}:{fqn}:{block}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.empty(shape).normal_(0.0, std, generator=generator).clamp_(-3 * std, 3 * std)
+    values = torch.empty(shape)
+    if init.kind == "log_uniform":
+        return values.uniform_(init.low, init.high, generator=generator).log_()
+    limit = 3 * init.std
+    return values.normal_(0.0, init.std, generator=generator).clamp_(-limit, limit)
 
 
 def _owned(param: Tensor, dim: int) -> Tensor:

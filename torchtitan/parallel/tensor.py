@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from torchtitan.models.layers import PerHead
 from torchtitan.models.moe import Gate
 from torchtitan.models.protocols import Model
 from torchtitan.models.spec import ShardingStyle
@@ -127,6 +128,22 @@ class _Gate(ParallelStyle):
         return module
 
 
+class _OwnHeads(PerHead):
+    """Entries of this rank's heads, as a plain tensor."""
+
+    def forward(self) -> Tensor:
+        assert isinstance(self.weight, DTensor)
+        return self.weight.to_local()
+
+
+class _PerHead(ParallelStyle):
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert type(module) is PerHead, type(module)
+        distribute(module, "weight", device_mesh, Shard(0))
+        module.__class__ = _OwnHeads
+        return module
+
+
 class _Whole(ParallelStyle):
     """Leaves a module as it is."""
 
@@ -149,6 +166,7 @@ def _style(
         "embedding": _Embedding(),
         "norm": SequenceParallel(use_local_output=True),
         "head_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+        "per_head": _PerHead(),
         "gather_sequence": _GatherSequence(),
         "router": _Router(),
         "gate": _Gate(),
