@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.families import as_ours, build, twin
 from tests.rounding import assert_rounds
 from torchtitan.models import get_spec, layers
-from torchtitan.models.decoder_args import RopeScaling
 from torchtitan.models.layers import attention_backend, block_mask, document_mask
+from torchtitan.models.rope_scaling import RopeScaling
 from torchtitan.optim.loss import cross_entropy
 from torchtitan.utils.errors import ConfigError
 
@@ -189,8 +189,8 @@ def test_missing_keys_mean_what_they_do_in_transformers(family):
         ),
         (
             "llama3",
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "RoPE scaling of type 'yarn'",
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            "RoPE scaling of type 'longrope'",
         ),
         (
             "llama3",

@@ -5,40 +5,39 @@ A family is a set of such hyper-parameters and a map to Hugging Face's names. Im
 """
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from torchtitan.config.sections.types import Heads, Layers, LayersOrZero, SeqLen, VocabSize, Width
+from torchtitan.models.decoder_checks import problems
+from torchtitan.models.rope_scaling import AnyScaling, Scale, YarnScaling
 from torchtitan.models.spec import Init, ModelArgs, ShardingStyle
 
-Scale = Annotated[float, Field(gt=0, le=10**6)]
 Experts = Annotated[int, Field(ge=0, le=2**14)]
+HeadsOrZero = Annotated[int, Field(ge=0, le=2**14)]
+WidthOrZero = Annotated[int, Field(ge=0, le=2**20)]
+RopeTheta = Annotated[float, Field(gt=0, le=10**12)]
+Epsilon = Annotated[float, Field(gt=0, le=1)]
 
+LayerKind = Literal["full", "window", "nope", "delta"]
+"""How a block mixes tokens.
 
-class RopeScaling(BaseModel):
-    """Llama 3.1's scaling of RoPE's low frequencies for longer contexts (arXiv:2407.21783, section
-    3.4.2).
-    """
+    full     attention to all earlier tokens
+    window   attention to the last tokens only
+    nope     attention to all earlier tokens, without positions (Kazemnejad et al.,
+             arXiv:2305.19466)
+    delta    Gated DeltaNet (Yang et al., arXiv:2412.06464)
+"""
+Activation = Literal["swiglu", "geglu", "relu2", "clamped_swiglu"]
+"""How a feed-forward network combines gate g and up u, two projections of its input.
 
-    model_config = ModelArgs.model_config
-
-    factor: Scale = 8.0
-    """Factor by which long wavelengths are stretched."""
-    low_freq_factor: Scale = 1.0
-    """Wavelengths above `original_max_seq_len / low_freq_factor` are stretched by `factor`."""
-    high_freq_factor: Scale = 4.0
-    """Wavelengths below `original_max_seq_len / high_freq_factor` are unchanged."""
-    original_max_seq_len: SeqLen = 8192
-    """Context length of the first pretraining stage."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> "RopeScaling":
-        if self.low_freq_factor >= self.high_freq_factor:
-            low = self.low_freq_factor
-            high = self.high_freq_factor
-            raise ValueError(f"low_freq_factor {low:g} must be less than high_freq_factor {high:g}")
-        return self
+    swiglu           silu(g) u (Shazeer, arXiv:2002.05202)
+    geglu            gelu(g) u, with the tanh approximation (ibid.)
+    relu2            relu(g)^2, without u (So et al., arXiv:2109.08668)
+    clamped_swiglu   g sigmoid(1.702 g) (u + 1), with g at most 7 and u from -7 to 7 (OpenAI,
+                     arXiv:2508.10925)
+"""
 
 
 class DecoderArgs(ModelArgs):
@@ -50,70 +49,178 @@ class DecoderArgs(ModelArgs):
     """Width of the residual stream."""
     n_layers: Layers
     """Number of transformer blocks."""
+    layer_pattern: Annotated[
+        tuple[LayerKind, ...],
+        Field(min_length=1, max_length=512, strict=False),
+    ] = ("full",)
+    """How each block mixes tokens, repeated over the blocks: `full`, `window`, `nope` (full
+    attention without positions) or `delta` (Gated DeltaNet).
+    """
     n_heads: Heads
     """Number of query heads."""
     n_kv_heads: Heads
     """Number of key and value heads (grouped-query attention)."""
     head_size: Width | None = None
     """Width of a head. `"none"`: `dim / n_heads`."""
-    ffn_dim: Width
-    """Inner width of the feed-forward network."""
-    norm_eps: float = Field(
-        default=1e-5,
-        gt=0,
-        le=1,
-    )
-    """Added to the mean square in RMSNorm."""
-    rope_theta: float = Field(
-        default=500_000.0,
-        gt=0,
-        le=10**12,
-    )
-    """Base of the RoPE frequencies."""
-    rope_scaling: RopeScaling | None = None
-    """Llama 3.1 frequency scaling. `"none"`: plain RoPE."""
-    tie_embeddings: bool = False
-    """Use the token embedding as the output projection."""
+    window: SeqLen | None = None
+    """Tokens that a token sees in `window` layers: itself and those just before."""
+    sinks: bool = False
+    """A learned logit for each head, which takes its share of the softmax and adds nothing (OpenAI,
+    arXiv:2508.10925).
+    """
+    gated_attention: bool = False
+    """Multiply each head's output by a sigmoid gate (Qiu et al., arXiv:2505.06708). The gates come
+    from `wq`, which is twice as wide.
+    """
+    attention_scale: Scale | None = None
+    """Multiplies attention's scores. `"none"`: `head_size^-0.5`."""
     qk_norm: bool = False
     """RMSNorm on each head's queries and keys, before RoPE."""
+    qk_norm_whole: bool = False
+    """With `qk_norm`: over all heads of a token together (OLMo 2, arXiv:2501.00656)."""
     qkv_bias: bool = False
     """Biases on the projections to queries, keys and values."""
+    wo_bias: bool = False
+    """A bias on attention's output projection."""
+    kv_lora_rank: WidthOrZero = 0
+    """Width of the latent vector that keys and values are computed from (multi-head latent
+    attention, DeepSeek-V2, arXiv:2405.04434). 0: ordinary attention. `head_size` is then the width
+    of queries and keys, `n_kv_heads` is `n_heads`.
+    """
+    q_lora_rank: WidthOrZero = 0
+    """Width of the latent vector that queries are computed from. 0: from the block's input."""
+    rope_head_size: WidthOrZero = 0
+    """Features of latent attention's heads that carry positions; their keys are shared."""
+    value_head_size: Width | None = None
+    """Width of latent attention's values. `"none"`: `head_size`."""
+    latent_norm_eps: Epsilon = 1e-6
+    """`norm_eps` of the norms of latent vectors."""
+    delta_key_heads: HeadsOrZero = 0
+    """Number of query and key heads of Gated DeltaNet."""
+    delta_value_heads: HeadsOrZero = 0
+    """Number of value heads of Gated DeltaNet, a multiple of `delta_key_heads`."""
+    delta_key_size: WidthOrZero = 0
+    """Width of Gated DeltaNet's queries and keys."""
+    delta_value_size: WidthOrZero = 0
+    """Width of Gated DeltaNet's values."""
+    delta_conv_size: Annotated[int, Field(ge=1, le=64)] = 4
+    """Tokens that Gated DeltaNet's convolution spans."""
+    rope_theta: RopeTheta = 500_000.0
+    """Base of the RoPE frequencies."""
+    rope_scaling: AnyScaling | None = None
+    """Scaling of the RoPE frequencies, of `type` `llama3`, `yarn` or `linear`. `"none"`: plain
+    RoPE.
+    """
+    rope_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of a head's features that are rotated, the first ones."""
+    rope_interleaved: bool = False
+    """Rotate features 2i and 2i + 1 together, instead of i and i + half."""
+    window_rope_theta: RopeTheta | None = None
+    """`rope_theta` of `window` layers. `"none"`: the same."""
+    scale_window_rope: bool = True
+    """Use `rope_scaling` in `window` layers, too."""
+    norm_eps: Epsilon = 1e-5
+    """Added to the mean square in RMSNorm."""
+    norm_placement: Literal["before", "after", "both"] = "before"
+    """Where a block normalizes: what attention and feed-forward read, what they add to the residual
+    stream, or both.
+    """
+    norm_plus_one: bool = False
+    """Norms multiply by 1 + weight."""
+    norm_weights: bool = True
+    """Norms have weights."""
+    ffn_dim: Width
+    """Inner width of the feed-forward network."""
+    activation: Activation = "swiglu"
+    """Activation of feed-forward networks and experts."""
+    ffn_bias: bool = False
+    """Biases in feed-forward networks and experts."""
+    tie_embeddings: bool = False
+    """Use the token embedding as the output projection."""
+    embedding_scale: Scale = 1.0
+    """Multiplies the token embeddings."""
+    embedding_norm: bool = False
+    """RMSNorm on the token embeddings."""
+    logit_scale: Scale = 1.0
+    """Multiplies the logits."""
+    logit_softcap: Scale | None = None
+    """Largest absolute logit: `cap tanh(logit / cap)` (Gemma 2, arXiv:2408.00118)."""
+    init_std: Scale = 0.02
+    """Standard deviation of the initial weights, but for the embedding and the output."""
+    n_mtp: Annotated[int, Field(ge=0, le=16)] = 0
+    """Modules that predict further tokens in training (multi-token prediction, DeepSeek-V3,
+    arXiv:2412.19437, section 2.2).
+    """
     n_experts: Experts = 0
     """Experts in each mixture-of-experts block. 0: a dense model."""
     experts_per_token: Experts = 0
     """Experts that each token is sent to."""
     expert_dim: Width = 1
     """Inner width of an expert."""
-    normalize_expert_weights: bool = True
-    """Divide the weights of a token's experts by their sum."""
     n_dense_layers: LayersOrZero = 0
     """The first blocks, which have a feed-forward network of `ffn_dim` instead of experts."""
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    """How a router's logits become weights of experts. A softmax over the chosen experts alone is
+    `softmax` with `normalize_expert_weights`.
+    """
+    router_bias: bool = False
+    """A bias on the router's logits."""
+    normalize_expert_weights: bool = True
+    """Divide the weights of a token's experts by their sum."""
+    route_scale: Scale = 1.0
+    """Multiplies the weights of a token's experts."""
+    n_expert_groups: Annotated[int, Field(ge=1, le=2**14)] = 1
+    """Groups of experts, of which a token chooses some first."""
+    expert_groups_per_token: Annotated[int, Field(ge=1, le=2**14)] = 1
+    """Groups that a token's experts are in."""
+    shared_expert_dim: WidthOrZero = 0
+    """Inner width of the expert that all tokens share, or the sum of several. 0: none."""
+    shared_expert_gate: bool = False
+    """Multiply the shared expert's output by a sigmoid gate for each token."""
 
     @property
     def head_dim(self) -> int:
         return self.head_size or self.dim // self.n_heads
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values."""
+        return self.value_head_size or self.head_dim
+
+    @property
+    def rope_dim(self) -> int:
+        """Features of a head that are rotated."""
+        return self.rope_head_size or int(self.head_dim * self.rope_fraction)
+
+    @property
+    def score_scale(self) -> float:
+        """What attention's scores are multiplied by."""
+        scale = self.attention_scale or self.head_dim**-0.5
+        if self.kv_lora_rank and isinstance(self.rope_scaling, YarnScaling):
+            return scale * self.rope_scaling.on_scores
+        return scale
+
+    def kind(self, layer: int) -> LayerKind:
+        """How the block of this index mixes tokens."""
+        return self.layer_pattern[layer % len(self.layer_pattern)]
+
+    def of_layer(self, layer: int) -> Self:
+        """The hyper-parameters of one block, whose `layer_pattern` is its kind."""
+        return self.model_copy(update={"layer_pattern": (self.kind(layer),)})
+
+    @property
+    def kinds(self) -> set[LayerKind]:
+        """The kinds of all blocks."""
+        return {self.kind(layer) for layer in range(self.n_layers)}
 
     def has_experts(self, layer: int) -> bool:
         """Whether the block of this index is a mixture of experts."""
         return self.n_experts > 0 and layer >= self.n_dense_layers
 
     @model_validator(mode="after")
-    def _divisible(self) -> "DecoderArgs":
-        if self.head_size is None and (self.dim % self.n_heads or self.head_dim % 2):
-            raise ValueError(
-                f"dim {self.dim} must be n_heads {self.n_heads} times an even head size"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_size {self.head_size} must be even")
-        if self.n_heads % self.n_kv_heads:
-            raise ValueError(
-                f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}"
-            )
-        if self.n_experts and not 1 <= self.experts_per_token <= self.n_experts:
-            raise ValueError(
-                f"experts_per_token {self.experts_per_token} must be 1 to n_experts "
-                f"{self.n_experts}"
-            )
+    def _check(self) -> "DecoderArgs":
+        for problem in problems(self):
+            raise ValueError(problem)
         return self
 
 

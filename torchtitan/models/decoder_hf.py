@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, PlainSerializer, ValidationError
 
 from torchtitan.config.load.messages import explain_value
-from torchtitan.models.decoder_args import DecoderArgs, RopeScaling
+from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.hf_rope import Rope, write_scaling
 from torchtitan.models.spec import HFMap, HFNames
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.text import brief
@@ -55,37 +56,6 @@ def names(args: DecoderArgs) -> HFNames:
     return found if args.tie_embeddings else found | {"output.weight": "lm_head.weight"}
 
 
-class Rope(BaseModel):
-    """RoPE in a `config.json`. The names of some keys differ between versions of transformers."""
-
-    model_config = {"strict": True}
-
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: float | None = None
-    partial_rotary_factor: float | None = None
-    factor: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_max_position_embeddings: int | None = None
-
-    def scaling(self) -> RopeScaling | None:
-        kind = self.rope_type or self.type or "default"
-        if kind == "default":
-            return None
-        if kind != "llama3":
-            raise ValueError(f"RoPE scaling of type {kind[:40]!r}, must be 'llama3' or none")
-        values = (
-            self.factor,
-            self.low_freq_factor,
-            self.high_freq_factor,
-            self.original_max_position_embeddings,
-        )
-        if None in values:
-            raise ValueError("RoPE scaling of type 'llama3' lacks some of its factors")
-        return RopeScaling.model_validate(dict(zip(RopeScaling.model_fields, values, strict=True)))
-
-
 def _number_of_first(layers: Any) -> int:
     layers = [] if layers is None else layers
     if isinstance(layers, list) and all(type(layer) is int for layer in layers):
@@ -118,6 +88,8 @@ class HFConfig(BaseModel):
     qkv_bias: ClassVar[bool] = False
     own_head_size: ClassVar[bool] = False
     """Whether the size of a head is its own setting even where it equals `dim / n_heads`."""
+    rotates_parts: ClassVar[bool] = False
+    """Whether RoPE can be of a part of each head."""
 
     hidden_act: Literal["silu"] = "silu"
     quantization_config: None = None
@@ -145,9 +117,11 @@ class HFConfig(BaseModel):
         """The hyper-parameters that `config.json` has no key for, also those of a subclass, and the
         value of each.
         """
-        keys = {ours for ours, theirs in _KEYS.items() if theirs in cls.model_fields} | {
-            "rope_scaling"
-        }
+        keys = (
+            {ours for ours, theirs in _KEYS.items() if theirs in cls.model_fields}
+            | {"rope_scaling"}
+            | ({"rope_fraction"} if cls.rotates_parts else set())
+        )
         if "n_experts" not in keys:
             keys |= _OF_EXPERTS
         fields = type(args).model_fields
@@ -170,15 +144,13 @@ class HFConfig(BaseModel):
             if theirs in cls.model_fields
         }
         values["head_dim"] = args.head_dim
-        rope = args.rope_scaling
-        scaling = rope and {"rope_type": "llama3"} | {_ROPE_KEYS[key]: value for key, value in rope}
         return {
             "architectures": [cls.architecture],
             "model_type": cls.model_type,
             "attention_dropout": 0.0,
             "torch_dtype": dtype,
             **cls.model_construct(None, **values).model_dump(exclude=_READ_ONLY),
-            "rope_scaling": scaling,
+            "rope_scaling": write_scaling(args.rope_scaling),
         }
 
     @classmethod
@@ -203,11 +175,9 @@ class HFConfig(BaseModel):
 
     def hyper_parameters(self) -> dict[str, Any]:
         rope = self.rope_scaling or self.rope_parameters or Rope()
-        for factor in (rope.partial_rotary_factor, self.partial_rotary_factor):
-            if factor not in (None, 1.0):
-                raise ValueError(
-                    f"partial_rotary_factor is {factor}, must be 1: RoPE of whole heads"
-                )
+        fraction = rope.partial_rotary_factor or self.partial_rotary_factor or 1.0
+        if fraction != 1 and not self.rotates_parts:
+            raise ValueError(f"partial_rotary_factor is {fraction}, must be 1: RoPE of whole heads")
         values = {
             ours: getattr(self, theirs)
             for ours, theirs in _KEYS.items()
@@ -221,11 +191,13 @@ class HFConfig(BaseModel):
             values["head_size"] = None
         values["n_kv_heads"] = values["n_kv_heads"] or values["n_heads"]
         values["rope_theta"] = rope.rope_theta or self.rope_theta or 10_000.0
-        return values | {
-            "rope_scaling": rope.scaling(),
-            "qk_norm": self.qk_norm,
-            "qkv_bias": self.qkv_bias,
+        values |= {
+            "rope_scaling": rope.scaling(self.max_position_embeddings),
+            "rope_fraction": fraction,
         }
+        fields = DecoderArgs.model_fields
+        constant = {name: getattr(type(self), name) for name in fields if hasattr(type(self), name)}
+        return constant | values
 
 
 _KEYS = {
@@ -249,9 +221,6 @@ _KEYS = {
 """Our names of hyper-parameters to Hugging Face's."""
 _OF_EXPERTS = {"experts_per_token", "expert_dim", "normalize_expert_weights", "n_dense_layers"}
 """Hyper-parameters that matter only where `n_experts` isn't 0."""
-_ROPE_KEYS = {key: key for key in RopeScaling.model_fields} | {
-    "original_max_seq_len": "original_max_position_embeddings"
-}
 _READ_ONLY = {
     "quantization_config",
     "rope_scaling",

@@ -41,7 +41,8 @@ def explain_errors(
     out = []
     # Suggestions take milliseconds each, so only problems that are shown get one.
     for number, item in enumerate(error.errors(include_url=False)):
-        key = ".".join(str(part) for part in item["loc"])
+        # The tag of a union, which is written like this, is no key.
+        key = ".".join(str(part) for part in item["loc"] if not str(part).startswith("<"))
         if item["type"] == "extra_forbidden":
             section = isinstance(item["input"], dict)
             hint = suggest_key(key, keys, section=section) if number < SHOWN_PROBLEMS else ""

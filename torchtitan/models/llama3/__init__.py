@@ -3,9 +3,10 @@
 from functools import partial
 from typing import Literal
 
-from torchtitan.models.decoder_args import DecoderArgs, RopeScaling
+from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.models.decoder_hf import HFConfig
 from torchtitan.models.decoder_spec import register_decoder
+from torchtitan.models.rope_scaling import RopeScaling
 
 
 class _Config(HFConfig):

@@ -1,0 +1,85 @@
+"""RoPE in a `config.json` of Hugging Face's transformers. Imports no torch."""
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from torchtitan.models.rope_scaling import AnyScaling, LinearScaling, RopeScaling, YarnScaling
+
+_SCALINGS: dict[str, type[BaseModel]] = {
+    "llama3": RopeScaling,
+    "yarn": YarnScaling,
+    "linear": LinearScaling,
+}
+_ORIGINAL = "original_max_position_embeddings"
+_SHARPENING = ("attention_factor", "mscale", "mscale_all_dim")
+"""What YaRN computes itself if it is absent."""
+
+
+class Rope(BaseModel):
+    """The table of one kind of layer. The names of some keys differ between versions of
+    transformers.
+    """
+
+    model_config = {"strict": True}
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: float | None = None
+    partial_rotary_factor: float | None = None
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    truncate: bool | None = None
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    @property
+    def kind(self) -> str:
+        return self.rope_type or self.type or "default"
+
+    def scaling(self, max_seq_len: int) -> AnyScaling | None:
+        """
+        Args:
+            max_seq_len: `max_position_embeddings`, YaRN's original length where none is given.
+
+        Raises:
+            ValueError: a type that we don't have, or a key is missing.
+        """
+        if self.kind == "default":
+            return None
+        scaling = _SCALINGS.get(self.kind)
+        if scaling is None:
+            known = ", ".join(repr(kind) for kind in _SCALINGS)
+            raise ValueError(
+                f"RoPE scaling of type {self.kind[:40]!r}, must be one of {known}, or none"
+            )
+        values: dict[str, Any] = {"type": self.kind}
+        for name in scaling.model_fields.keys() - {"type"}:
+            value = getattr(self, _ORIGINAL if name == "original_max_seq_len" else name)
+            if value is not None:
+                values[name] = value
+        if self.kind == "yarn":
+            values.setdefault("original_max_seq_len", max_seq_len)
+        needed = {"factor"} if self.kind == "yarn" else scaling.model_fields.keys() - {"type"}
+        if needed - values.keys():
+            raise ValueError(f"RoPE scaling of type {self.kind!r} lacks some of its factors")
+        return scaling.model_validate(values)
+
+
+def write_scaling(scaling: AnyScaling | None) -> dict[str, Any] | None:
+    """`rope_scaling` of a `config.json`, as transformers 4 and 5 read it."""
+    if scaling is None:
+        return None
+    values = scaling.model_dump()
+    kind = values.pop("type")
+    for name in _SHARPENING:
+        if values.get(name, 0) is None:
+            del values[name]
+    if "original_max_seq_len" in values:
+        values[_ORIGINAL] = values.pop("original_max_seq_len")
+    return {"rope_type": kind, **values}
