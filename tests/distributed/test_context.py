@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan.models import attention_kernel
+from torchtitan.models.attention_kernel import block_backward, block_forward
 from torchtitan.models.layers import document_mask
-from torchtitan.parallel import attention_kernel, context
-from torchtitan.parallel.attention_kernel import block_backward, block_forward
+from torchtitan.parallel import context
 from torchtitan.parallel.context import (
     local_positions,
     merge_blocks,
@@ -173,7 +174,7 @@ def order(rotate):
         patch.object(context, "c10d", c10d),
         patch.object(context, "block_forward", noting("block", block_forward)),
     ):
-        ring_attention(q, k, v, 1.0, dist.group.WORLD.group_name, rotate, True)
+        ring_attention(q, k, v, None, 1.0, dist.group.WORLD.group_name, rotate, True)
     return events
 
 
@@ -311,7 +312,9 @@ def fake_shapes():
     with FakeTensorMode():
         q = torch.empty(2, 4, 6, 8, dtype=torch.bfloat16)
         k = torch.empty(2, 2, 6, 8, dtype=torch.bfloat16)
-        out, lse = ring_attention(q, k, k, 1.0, dist.group.WORLD.group_name, "allgather", True)
+        out, lse = ring_attention(
+            q, k, k, None, 1.0, dist.group.WORLD.group_name, "allgather", True
+        )
     return out.shape, out.dtype, lse.shape, lse.dtype
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from torchtitan.models.attention_op import attend_variant
 from torchtitan.models.packed_attention import PackedDocuments, attend_documents, pack_documents
 from torchtitan.utils.logging import logger
 from torchtitan.utils.torch_compat import torch_is_before_2_13
@@ -23,7 +24,15 @@ Mask = Any
 
 
 class Attend(Protocol):
-    """Attention: q `[b, h, s, d]`, k and v `[b, k, s, d]` -> like q. Causal without a mask."""
+    """Attention: q `[b, h, s, d]`, k `[b, k, s, d]`, v `[b, k, s, e]` -> `[b, h, s, e]`.
+
+    Causal without a mask.
+
+    Args:
+        window: a query sees itself and the `window - 1` tokens before it. None: all before it.
+        scale: factor of the scores. None: `d ** -0.5`.
+        sinks: `[h]`, learned logits that take part in each head's softmax and have no value.
+    """
 
     def __call__(
         self,
@@ -31,7 +40,21 @@ class Attend(Protocol):
         k: Tensor,
         v: Tensor,
         mask: Mask | None = None,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
+
+
+def _is_plain(
+    q: Tensor,
+    v: Tensor,
+    window: int | None,
+    sinks: Tensor | None,
+) -> bool:
+    """Whether this is what torch calls scaled dot-product attention, in all of its kernels."""
+    return window is None and sinks is None and q.shape[-1] == v.shape[-1]
 
 
 def _attend_dense(
@@ -39,7 +62,15 @@ def _attend_dense(
     k: Tensor,
     v: Tensor,
     mask: Mask | None = None,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
+    if window is not None and window >= q.shape[2]:
+        window = None
+    if not _is_plain(q, v, window, sinks):
+        return attend_variant(q, k, v, mask, window=window, scale=scale, sinks=sinks)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
         q,
@@ -47,6 +78,7 @@ def _attend_dense(
         v,
         attn_mask=mask,
         is_causal=mask is None,
+        scale=scale,
         enable_gqa=grouped,
     )
 
@@ -56,17 +88,22 @@ def _attend_cuda(
     k: Tensor,
     v: Tensor,
     mask: Mask | None = None,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     if mask is None:
-        return _attend_dense(q, k, v)
+        return _attend_dense(q, k, v, window=window, scale=scale, sinks=sinks)
     if isinstance(mask, PackedDocuments):
-        return attend_documents(q, k, v, mask)
+        return attend_documents(q, k, v, mask, window=window, scale=scale, sinks=sinks)
     grouped = q.shape[1] != k.shape[1]
     return _compiled_flex_attention()(
         q,
         k,
         v,
         block_mask=mask,
+        scale=scale,
         enable_gqa=grouped,
     )
 

@@ -3,7 +3,8 @@
 The rows of a batch are laid end to end, and a kernel gets the documents' first tokens. A mask would
 cost a read per block of scores, and FlexAttention a compilation. CUDA only, 16-bit types only.
 
-Shapes: b batch, s sequence, t = b * s tokens, h query heads, k key-value heads, d head size.
+Shapes: b batch, s sequence, t = b * s tokens, h query heads, k key-value heads, d width of queries
+and keys, e width of values.
 """
 
 from dataclasses import dataclass
@@ -12,10 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import CustomOpDef
 
-_CAUSAL = [-1, 0]
-"""Window of keys that a query sees: all before it, none after."""
+from torchtitan.models.attention_op import join_sinks, register_backward
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,28 @@ def attend_documents(
     k: Tensor,
     v: Tensor,
     documents: PackedDocuments,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention within documents: q `[b, h, s, d]`, k and v `[b, k, s, d]` -> like q."""
+    """Causal attention within documents.
+
+    q `[b, h, s, d]`, k `[b, k, s, d]`, v `[b, k, s, e]` -> `[b, h, s, e]`; the other arguments are
+    those of `attend_variant`.
+    """
     rows = q.shape[0]
-    size = q.shape[-1]
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    if size % 8:  # the kernels' head sizes are multiples of 8; zeros change no product
-        q, k, v = (F.pad(x, (0, -size % 8)) for x in (q, k, v))
-    out, _ = document_attention(q, k, v, documents.starts, documents.sizes, size**-0.5)
+    size = v.shape[-1]
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    # The kernels' widths are multiples of 8, one for all; zeros change no product.
+    widest = max(q.shape[-1], size)
+    width = widest + -widest % 8
+    q, k, v = (
+        x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
+        for x in (y.transpose(1, 2).flatten(0, 1) for y in (q, k, v))
+    )
+    out, _ = document_attention(q, k, v, sinks, documents.starts, documents.sizes, window, scale)
     return out[..., :size].unflatten(0, (rows, -1)).transpose(1, 2)
 
 
@@ -72,25 +85,28 @@ def document_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     starts: Tensor,
     sizes: Tensor,
+    window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """`torch.nn.attention.varlen.varlen_attn` with sizes that the compiler doesn't specialize on.
 
     Args:
         q: `[t, h, d]`; k and v `[t, k, d]`.
+        sinks, window: as for `attend_variant`.
         starts, sizes: of `PackedDocuments`.
 
     Returns:
         The output `[t, h, d]` and the scores' log-sum-exp `[h, t]`, which the backward needs.
     """
-    bounds, longest, kernel = _plan(q, k, v, starts, sizes)
+    bounds, longest, seen, kernel = _plan(q, k, v, starts, sizes, window)
     documents = (bounds, bounds, longest, longest)
     out, lse, _ = torch.ops.torch_attn._varlen_attn(
-        q, k, v, *documents, True, scale, _CAUSAL, **kernel
+        q, k, v, *documents, window is None, scale, seen, **kernel
     )
-    return out, lse
+    return join_sinks(out, lse, sinks)
 
 
 def _plan(
@@ -99,20 +115,24 @@ def _plan(
     v: Tensor,
     starts: Tensor,
     sizes: Tensor,
-) -> tuple[Tensor, int, dict[str, Any]]:
-    """First tokens, length of the longest document, and from torch 2.15 on the preferred kernel."""
+    window: int | None,
+) -> tuple[Tensor, int, list[int], dict[str, Any]]:
+    """First tokens, length of the longest document, keys that a query sees before and after itself
+    (-1: all), and from torch 2.15 on the preferred kernel.
+    """
     from torch.nn.attention import varlen  # imports dynamo: two seconds
 
     count, longest = sizes.tolist()
     bounds = starts[: count + 1]
+    seen = [-1 if window is None else window - 1, 0]
     select = getattr(varlen, "_select_backend", None)
     if select is None:
-        return bounds, longest, {}
+        return bounds, longest, seen, {}
     with torch.enable_grad():
         # An operator's inputs need no gradient, but some kernels have no backward.
         probe = q.detach().requires_grad_()
-        kernel = select(probe, k, v, bounds, bounds, longest, _CAUSAL)
-    return bounds, longest, {"backend": kernel}
+        kernel = select(probe, k, v, bounds, bounds, longest, seen)
+    return bounds, longest, seen, {"backend": kernel}
 
 
 @document_attention.register_fake
@@ -126,53 +146,25 @@ def document_attention_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    starts: Tensor,
-    sizes: Tensor,
     out: Tensor,
     lse: Tensor,
+    starts: Tensor,
+    sizes: Tensor,
+    window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `document_attention`."""
-    bounds, longest, kernel = _plan(q, k, v, starts, sizes)
+    bounds, longest, seen, kernel = _plan(q, k, v, starts, sizes, window)
     documents = (bounds, bounds, longest, longest)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return torch.ops.torch_attn._varlen_attn_backward(
-        grad, q, k, v, out, lse, *documents, True, no_dropout, scale, _CAUSAL, **kernel
+        grad, q, k, v, out, lse, *documents, window is None, no_dropout, scale, seen, **kernel
     )
 
 
 @document_attention_backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def register_backward(forward: CustomOpDef, backward: CustomOpDef) -> None:
-    """Differentiate an operator of attention.
-
-    Args:
-        forward: `(q, k, v, *rest) -> (out, lse)`, where `rest` holds tensors before other values.
-        backward: `(grad, q, k, v, *tensors of rest, out, lse, *others of rest) -> (dq, dk, dv)`.
-    """
-
-    def save(
-        ctx: Any,
-        inputs: tuple[Any, ...],
-        output: tuple[Tensor, Tensor],
-    ) -> None:
-        tensors = [x for x in inputs if isinstance(x, Tensor)]
-        ctx.others = inputs[len(tensors) :]
-        ctx.without_gradient = [None] * (len(inputs) - 3)
-        ctx.save_for_backward(*tensors, *output)
-        ctx.mark_non_differentiable(output[1])
-
-    def differentiate(
-        ctx: Any,
-        grad: Tensor,
-        _: Tensor,
-    ) -> tuple[Tensor | None, ...]:
-        return *backward(grad, *ctx.saved_tensors, *ctx.others), *ctx.without_gradient
-
-    forward.register_autograd(differentiate, setup_context=save)
 
 
 register_backward(document_attention, document_attention_backward)

@@ -32,6 +32,7 @@ _ATTENTION = (
     "aten::_scaled_dot_product_fused_attention_overrideable",
     "flex_attention",
     "torch_attn::_varlen_attn",
+    "torchtitan::attention",
     "torchtitan::document_attention",
     "torchtitan::ring_attention",
 )

@@ -25,9 +25,9 @@ from torch.distributed import _functional_collectives
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.models.attention_kernel import block_backward, block_forward
+from torchtitan.models.attention_op import join_sinks, register_backward
 from torchtitan.models.layers import Attend, Mask, attention_backend
-from torchtitan.models.packed_attention import register_backward
-from torchtitan.parallel.attention_kernel import block_backward, block_forward
 from torchtitan.parallel.mesh import Mesh
 
 c10d = torch.ops._c10d_functional
@@ -88,11 +88,19 @@ def ring_attention_backend(
         k: Tensor,
         v: Tensor,
         mask: Mask | None = None,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         if mask is not None:
             k, v = _whole_sequence(torch.stack([k, v]), name, ranks, balanced)
             return attention_backend(q.device.type)(q, k, v, mask)
-        out, _ = ring_attention(q, k, v, q.shape[-1] ** -0.5, name, rotate, balanced)
+        if window is not None:
+            raise NotImplementedError("windows under context parallelism")
+        if scale is None:
+            scale = q.shape[-1] ** -0.5
+        out, _ = ring_attention(q, k, v, sinks, scale, name, rotate, balanced)
         return out
 
     return attend
@@ -229,6 +237,7 @@ def ring_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     scale: float,
     group_name: str,
     rotate: str,
@@ -260,6 +269,7 @@ def ring_attention(
             lse = part_lse.to(_accumulator(q)).contiguous()
         else:
             merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
+    out, lse = join_sinks(out, lse, sinks)
     return out.to(q.dtype), lse
 
 

@@ -1,0 +1,212 @@
+"""Attention with windows, sinks and narrow values, against an explicit softmax."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchtitan.models import attention_kernel
+from torchtitan.models.attention_kernel import band_backward, band_forward, seen
+from torchtitan.models.attention_op import attend_variant, attention, counted_pairs
+from torchtitan.models.layers import attention_backend, document_mask
+
+
+def reference(q, k, v, mask=None, *, window=None, scale=None, sinks=None, offset=0):
+    """The softmax spelled out, with the sink as one more key whose value is zero."""
+    groups = q.shape[1] // k.shape[1]
+    k = k.repeat_interleave(groups, 1)
+    v = v.repeat_interleave(groups, 1)
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    distance = torch.arange(q.shape[2])[:, None] + offset - torch.arange(k.shape[2])
+    visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if mask is not None:
+        visible = visible & mask
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    column = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
+
+
+def inputs(dtype=torch.float64, s=40, keys=None, heads=4, kv_heads=2, d=12, e=8, grad=False):
+    generator = torch.Generator().manual_seed(1)
+
+    def make(*shape):
+        x = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        return x.requires_grad_(grad)
+
+    keys = keys or s
+    return make(2, heads, s, d), make(2, kv_heads, keys, d), make(2, kv_heads, keys, e), make(heads)
+
+
+def documents(s):
+    return (torch.arange(s) // 7 + torch.arange(2)[:, None]).contiguous()
+
+
+CASES = [
+    {"window": 5},
+    {"window": 1, "scale": 0.7},
+    {"sinks": True},
+    {"e": 8},
+    {"e": 8, "window": 9, "sinks": True, "scale": 0.3, "mask": True},
+    {"e": 16, "kv_heads": 4, "sinks": True, "mask": True},
+    {"kv_heads": 1, "window": 33, "mask": True},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_is_the_softmax_spelled_out(case, compiled, monkeypatch):
+    """Queries are split into parts of 16, so that windows begin within, before and at a part."""
+    monkeypatch.setattr(attention_kernel, "_QUERIES", 16)
+    *qkv, logits = inputs(e=case.get("e", 12), kv_heads=case.get("kv_heads", 2), grad=True)
+    mask = document_mask(documents(40), torch.arange(40), torch.float64)
+    kind = {
+        "mask": mask if case.get("mask") else None,
+        "window": case.get("window"),
+        "scale": case.get("scale"),
+        "sinks": logits if case.get("sinks") else None,
+    }
+    attend = attention_backend("cpu")
+    if compiled:
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    leaves = [*qkv, *([logits] if case.get("sinks") else [])]
+    results = []
+    for function in (attend, reference):
+        out = function(*qkv, **kind)
+        weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+        results.append([out, *torch.autograd.grad((out * weights).sum(), leaves)])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_in_the_types_of_training(dtype):
+    *qkv, sinks = inputs(dtype, s=300, grad=True)
+    exact = [x.detach().double().requires_grad_() for x in (*qkv, sinks)]
+    ours = attend_variant(*qkv, None, window=100, scale=None, sinks=sinks)
+    expected = reference(*exact[:3], window=100, sinks=exact[3])
+    assert ours.dtype == dtype
+    gradients = torch.autograd.grad(ours.sum(), [*qkv, sinks])
+    exact_gradients = torch.autograd.grad(expected.sum(), exact)
+    limit = 5e-6 if dtype == torch.float32 else 2e-2
+    for a, b in zip([ours, *gradients], [expected, *exact_gradients], strict=True):
+        assert a.dtype == dtype
+        assert (a - b).abs().max() < limit * b.abs().max()
+
+
+def test_gradients_are_derivatives():
+    *qkv, sinks = inputs(s=6, heads=2, kv_heads=1, d=4, e=2, grad=True)
+
+    def attended(q, k, v, sinks):
+        return attend_variant(q, k, v, None, window=3, scale=0.5, sinks=sinks)
+
+    assert gradcheck(attended, (*qkv, sinks))
+
+
+def test_the_operator_keeps_torchs_rules():
+    *qkv, sinks = inputs(torch.float32, grad=True)
+    mask = document_mask(documents(40), torch.arange(40), torch.float32)
+    for arguments in ((None, None, None), (sinks, None, 5), (sinks, mask, 5)):
+        torch.library.opcheck(attention, (*qkv, *arguments, 0.5, 0))
+
+
+@pytest.mark.parametrize(("offset", "window"), [(0, 9), (24, 9), (24, 30), (20, None)])
+def test_queries_may_begin_within_the_keys(offset, window):
+    *qkv, sinks = inputs(s=16, keys=40)
+    ours = attend_variant(*qkv, None, window=window, scale=None, sinks=sinks, offset=offset)
+    expected = reference(*qkv, window=window, sinks=sinks, offset=offset)
+    torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
+@pytest.mark.parametrize("offset", [-9, -8, -3, 0, 2, 5, 7, 9, 14])
+def test_what_a_window_leaves_of_a_block(offset, window):
+    distance = torch.arange(8)[:, None] + offset - torch.arange(6)
+    visible = (distance >= 0) & (distance < (window or 1000))
+    part = seen(8, 6, offset, window)
+    if part is None:
+        assert not visible.any()
+        return
+    rows, columns, within = part
+    assert visible[rows, columns].sum() == visible.sum()
+    assert visible[rows, columns].any(1).all()
+    assert visible[rows, columns].any(0).all()
+    assert within == rows.start + offset - columns.start
+
+
+def test_what_is_plain_stays_sdpa():
+    q, k, v, _ = inputs(torch.float32, e=12)
+    with patch("torchtitan.models.layers.attend_variant") as variant:
+        attention_backend("cpu")(q, k, v, window=40)
+        attention_backend("cpu")(q, k, v, scale=0.5)
+        assert not variant.called
+        attention_backend("cpu")(q, k, v, window=39)
+        assert variant.called
+
+
+def test_a_window_costs_what_it_sees():
+    q, k, v, _ = inputs(torch.float32, s=4096, heads=1, kv_heads=1, d=8)
+    computed = []
+    forward = attention_kernel._cpu_forward
+
+    def noting(q, k, *rest):
+        computed.append(q.shape[2] * k.shape[2])
+        return forward(q, k, *rest)
+
+    with patch.object(attention_kernel, "_cpu_forward", noting):
+        attend_variant(q, k, v, None, window=128, scale=None, sinks=None)
+    assert sum(computed) < 4096 * (128 + 256)
+
+
+@pytest.mark.parametrize("window", [None, 1, 20, 39])
+def test_flops_are_twice_the_visible_pairs(window):
+    q, k, v, sinks = inputs(torch.float32, grad=True)
+    with FlopCounterMode(display=False) as counter:
+        attend_variant(q, k, v, None, window=window, scale=None, sinks=sinks).sum().backward()
+    distance = torch.arange(40)[:, None] - torch.arange(40)
+    visible = ((distance >= 0) & (distance < (window or 40))).sum().item()
+    assert counted_pairs(40, window) == pytest.approx(2 * visible, abs=40)
+    assert counter.get_total_flops() == 6 * 2 * 4 * counted_pairs(40, window) * (12 + 8)
+    with FlopCounterMode(display=False) as spelled_out, sdpa_kernel(SDPBackend.MATH):
+        attention_backend("cpu")(q, k, k).sum().backward()
+    if window is None:
+        ratio = spelled_out.get_total_flops() / counter.get_total_flops()
+        assert ratio == pytest.approx(24 / 20)
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient", "choice"])
+def test_cuda_kernels_of_a_window_get_what_their_signatures_ask(kind):
+    """On tensors without memory: no CUDA kernel can run here, but their shape functions do."""
+    dtype = torch.float32 if kind == "efficient" else torch.bfloat16
+    sizes = ((8, 300, 192), (2, 300, 192), (2, 300, 128))
+    q, k, v = (torch.empty(2, *size, dtype=dtype, device="meta") for size in sizes)
+    window = None if kind == "choice" else 100
+    choice = SDPBackend.FLASH_ATTENTION.value
+    with patch.object(attention_kernel, "chosen_kernel", return_value=choice):
+        out, lse = band_forward(q, k, v, None, 0, window, 0.1)
+        grads = band_backward(out, q, k, v, out, lse, None, 0, window, 0.1)
+    assert (out.shape, out.dtype) == ((2, 8, 300, 128), dtype)
+    assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
+    assert [x.dtype for x in grads] == [dtype] * 3
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "offset", "window", "expected"),
+    [(8, 8, 0, 3, (2, 0)), (8, 8, 8, 12, (3, 8)), (4, 8, 4, 5, (4, 0)), (4, 8, 4, None, (-1, 0))],
+)
+def test_flash_attentions_window_is_counted_from_the_last_key(
+    queries, keys, offset, window, expected
+):
+    q, k = (torch.empty(1, 1, length, 8) for length in (queries, keys))
+    sides = attention_kernel._flash_window(q, k, offset, window)
+    assert tuple(sides.values()) == expected
+    left, right = sides.values()
+    distance = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
+    flash = (distance >= -right) & ((distance <= left) | (left < 0))
+    ours = torch.arange(queries)[:, None] + offset - torch.arange(keys)
+    assert torch.equal(flash, (ours >= 0) & (ours < (window or 1000)))

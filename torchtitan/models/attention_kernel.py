@@ -1,0 +1,508 @@
+"""Attention of some queries to some keys by the device's kernels, forward and backward.
+
+A row's attention is one such block or several: a ring's, or those that a window leaves.
+
+Shapes: b batch, h query heads, k key-value heads, s queries, S keys, d width of queries and keys,
+e width of values. Queries are `[b, h, s, d]`, keys `[b, k, S, d]`, values `[b, k, S, e]`, and the
+log-sum-exp of the scores is `[b, h, s]`. Query i of a block is at position i + offset of its keys:
+without a window it sees keys up to that position, with one the last `window` of them.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+aten = torch.ops.aten
+
+_QUERIES = 256
+"""Queries that share one range of keys, where a kernel takes a mask instead of a window."""
+_FLASH_WIDTH = 256
+"""The widest head of FlashAttention."""
+
+
+class Part(NamedTuple):
+    """The queries of a block that see any key, and the keys that any query sees."""
+
+    rows: slice
+    columns: slice
+    offset: int
+    """Position of the first of these queries among these keys."""
+
+
+def seen(
+    queries: int,
+    keys: int,
+    offset: int,
+    window: int | None,
+) -> Part | None:
+    """The part of a block that a causal window leaves; None: nothing."""
+    reach = keys + queries + abs(offset) if window is None else window
+    first = max(0, -offset)
+    last = min(queries, keys + reach - 1 - offset)  # exclusive
+    if first >= last:
+        return None
+    begin = max(0, first + offset - reach + 1)
+    end = min(keys, last + offset)
+    return Part(slice(first, last), slice(begin, end), first + offset - begin)
+
+
+def _shape(
+    queries: int,
+    keys: int,
+    offset: int,
+    window: int | None,
+) -> str:
+    """`causal` or `full` if the block needs no mask, otherwise `band`."""
+    reach = offset + queries if window is None else window
+    if reach >= offset + queries:
+        if offset >= keys - 1:
+            return "full"
+        if offset == 0 and queries == keys:
+            return "causal"
+    return "band"
+
+
+def band_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    offset: int,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention within `window`: its output `[b, h, s, e]`, and its log-sum-exp.
+
+    Every query must see a key.
+
+    Args:
+        mask: `[b, 1, s, S]`, true where a query may see a key.
+    """
+    shape = _shape(q.shape[2], k.shape[2], offset, window)
+    if mask is None and shape != "band":
+        return block_forward(q, k, v, shape == "causal", scale)
+    if mask is None and _has_windows(q, v):
+        return _flash_forward(q, k, v, offset, window, scale)
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    for part in _parts(q, k, offset, window):
+        rows, columns, _ = part
+        out[:, :, rows], lse[:, :, rows] = _biased_forward(
+            q[:, :, rows],
+            k[:, :, columns],
+            v[:, :, columns],
+            _bias(q, part, mask, window),
+            scale,
+        )
+    return out, lse
+
+
+def band_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    offset: int,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `band_forward`. `out` and `lse` may be merged from several blocks."""
+    shape = _shape(q.shape[2], k.shape[2], offset, window)
+    if mask is None and shape != "band":
+        return block_backward(grad, q, k, v, out, lse, shape == "causal", scale)
+    if mask is None and _has_windows(q, v):
+        return _flash_backward(grad, q, k, v, out, lse, offset, window, scale)
+    sums = torch.promote_types(q.dtype, torch.float32)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.zeros(x.shape, dtype=sums, device=q.device) for x in (k, v))
+    for part in _parts(q, k, offset, window):
+        rows, columns, _ = part
+        grads = _biased_backward(
+            grad[:, :, rows],
+            q[:, :, rows],
+            k[:, :, columns],
+            v[:, :, columns],
+            out[:, :, rows],
+            lse[:, :, rows].contiguous(),
+            _bias(q, part, mask, window),
+            scale,
+        )
+        dq[:, :, rows] = grads[0]
+        dk[:, :, columns] += grads[1]
+        dv[:, :, columns] += grads[2]
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+# ---- blocks without a mask
+
+
+def chosen_kernel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+) -> int:
+    """The kernel that torch's own order and checks choose: a value of `SDPBackend`."""
+    grouped = q.shape[1] != k.shape[1]
+    with torch.enable_grad():
+        # An operator's inputs need no gradient, but some kernels have no backward.
+        probe = q.detach().requires_grad_()
+        return torch._fused_sdp_choice(
+            probe,
+            k,
+            v,
+            None,
+            0.0,
+            causal,
+            scale=scale,
+            enable_gqa=grouped,
+        )
+
+
+def _kernel_and_width(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[int, int]:
+    """The kernel, and the width that it needs values to have.
+
+    Only cuDNN's takes narrow values without a slower kernel than for wide ones.
+    """
+    kernel = chosen_kernel(q, k, v, causal, scale)
+    if q.shape[-1] == v.shape[-1] or kernel == SDPBackend.CUDNN_ATTENTION.value:
+        return kernel, v.shape[-1]
+    return chosen_kernel(q, k, _widen(v, q.shape[-1]), causal, scale), q.shape[-1]
+
+
+def block_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention's output `[b, h, s, e]`, and the log-sum-exp of its scores."""
+    if q.device.type == "cpu":
+        return _cpu_forward(q, k, v, causal, None, scale)
+    size = v.shape[-1]
+    kernel, width = _kernel_and_width(q, k, v, causal, scale)
+    v = _widen(v, width)
+    if kernel == SDPBackend.CUDNN_ATTENTION.value:
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, scale=scale
+        )
+        return out, lse.squeeze(-1)
+    if kernel == SDPBackend.FLASH_ATTENTION.value:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+        return out[..., :size], lse
+    out, lse = _efficient_forward(q, k, v, causal, None, scale)
+    return out[..., :size], lse
+
+
+def block_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values. `out` and `lse` may be merged from several blocks."""
+    if q.device.type == "cpu":
+        return _cpu_backward(grad, q, k, v, out, lse, causal, None, scale)
+    size = v.shape[-1]
+    kernel, width = _kernel_and_width(q, k, v, causal, scale)
+    grad, v, out = (_widen(x, width) for x in (grad, v, out))
+    lengths = (None, None, q.shape[2], k.shape[2])
+    seed = _no_seed(q)
+    if kernel == SDPBackend.CUDNN_ATTENTION.value:
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse.unsqueeze(-1),
+            seed,
+            seed,
+            None,
+            *lengths,
+            0.0,
+            causal,
+            scale=scale,
+        )
+    if kernel == SDPBackend.FLASH_ATTENTION.value:
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, *lengths, 0.0, causal, seed, seed, scale=scale
+        )
+    else:
+        dq, dk, dv = _efficient_backward(grad, q, k, v, out, lse, causal, None, scale)
+    return dq, dk, dv[..., :size]
+
+
+# ---- windows
+
+
+def _has_windows(q: Tensor, v: Tensor) -> bool:
+    """Whether FlashAttention, which skips what lies outside of a window, takes these tensors."""
+    widest = max(q.shape[-1], v.shape[-1])
+    return q.device.type != "cpu" and q.element_size() == 2 and widest <= _FLASH_WIDTH
+
+
+def _flash_window(
+    q: Tensor,
+    k: Tensor,
+    offset: int,
+    window: int | None,
+) -> dict[str, int]:
+    """FlashAttention's window: keys before and after a query's, where the last ones coincide."""
+    after = offset - (k.shape[2] - q.shape[2])
+    before = -1 if window is None else window - 1 - after
+    assert after >= 0, "keys that no query sees"
+    assert window is None or before >= 0, "queries that see no key"
+    return {"window_size_left": before, "window_size_right": after}
+
+
+def _flash_width(q: Tensor, v: Tensor) -> int:
+    """The kernels' widths are multiples of 8, one for all; zeros change no product."""
+    widest = max(q.shape[-1], v.shape[-1])
+    return widest + -widest % 8
+
+
+def _flash_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offset: int,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    width = _flash_width(q, v)
+    tokens = [_widen(x, width).transpose(1, 2) for x in (q, k, v)]
+    out, lse, *_ = aten._flash_attention_forward(
+        *tokens,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        False,
+        False,
+        scale=scale,
+        **_flash_window(q, k, offset, window),
+    )
+    return out.transpose(1, 2)[..., : v.shape[-1]], lse
+
+
+def _flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offset: int,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    width = _flash_width(q, v)
+    tokens = [_widen(x, width).transpose(1, 2) for x in (grad, q, k, v, out)]
+    seed = _no_seed(q)
+    dq, dk, dv = aten._flash_attention_backward(
+        *tokens,
+        lse,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        False,
+        seed,
+        seed,
+        scale=scale,
+        **_flash_window(q, k, offset, window),
+    )
+    size = q.shape[-1]
+    dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
+    return dq[..., :size], dk[..., :size], dv[..., : v.shape[-1]]
+
+
+def _parts(
+    q: Tensor,
+    k: Tensor,
+    offset: int,
+    window: int | None,
+) -> Iterator[Part]:
+    """Cut a block along its queries, so that its cost is queries x window."""
+    for first in range(0, q.shape[2], _QUERIES):
+        rows = min(_QUERIES, q.shape[2] - first)
+        part = seen(rows, k.shape[2], offset + first, window)
+        assert part is not None
+        assert part.rows == slice(0, rows), "queries that see no key"
+        yield part._replace(rows=slice(first, first + rows))
+
+
+def _bias(
+    q: Tensor,
+    part: Part,
+    mask: Tensor | None,
+    window: int | None,
+) -> Tensor:
+    """What to add to the scores of a part, `[s, S]` or `[b, 1, s, S]`: 0, or -inf if invisible."""
+    rows = torch.arange(part.rows.stop - part.rows.start, device=q.device)
+    columns = torch.arange(part.columns.stop - part.columns.start, device=q.device)
+    distance = rows[:, None] + part.offset - columns
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    if mask is not None:
+        visible = visible & mask[:, :, part.rows, part.columns]
+    # A kernel on CUDA asks for rows that begin at multiples of 16 bytes.
+    width = len(columns) + -len(columns) % 8
+    bias = q.new_zeros(*visible.shape[:-1], width)[..., : len(columns)]
+    return bias.masked_fill_(visible.logical_not_(), float("-inf"))
+
+
+def _biased_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    forward = _cpu_forward if q.device.type == "cpu" else _efficient_forward
+    return forward(q, k, v, False, bias, scale)
+
+
+def _biased_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    backward = _cpu_backward if q.device.type == "cpu" else _efficient_backward
+    return backward(grad, q, k, v, out, lse, False, bias, scale)
+
+
+# ---- single kernels
+
+
+def _cpu_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The kernel knows one width only."""
+    width = max(q.shape[-1], v.shape[-1])
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        *(_widen(x, width) for x in (q, k, v)), 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return out[..., : v.shape[-1]], lse
+
+
+def _cpu_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    width = max(q.shape[-1], v.shape[-1])
+    tensors = (_widen(x, width) for x in (grad, q, k, v, out))
+    dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *tensors, lse, 0.0, causal, attn_mask=bias, scale=scale
+    )
+    return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]]
+
+
+def _efficient_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The memory-efficient kernel, for fp32, knows no grouped queries and pads its log-sum-exp."""
+    k = _repeat_heads(k, q)
+    v = _repeat_heads(v, q)
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+        q, k, v, _for_heads(bias, q), True, 0.0, causal, scale=scale
+    )
+    return out, lse[..., : q.shape[2]]
+
+
+def _efficient_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    bias: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    kv_heads = k.shape[1]
+    k = _repeat_heads(k, q)
+    v = _repeat_heads(v, q)
+    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
+    seed = _no_seed(q)
+    dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        grad,
+        q,
+        k,
+        v,
+        _for_heads(bias, q),
+        out,
+        lse,
+        seed,
+        seed,
+        0.0,
+        [True, True, True, False],
+        causal,
+        scale=scale,
+    )
+    dk = dk.unflatten(1, (kv_heads, -1)).sum(2)
+    dv = dv.unflatten(1, (kv_heads, -1)).sum(2)
+    return dq, dk, dv
+
+
+def _no_seed(q: Tensor) -> Tensor:
+    """Unused: there is no dropout."""
+    return torch.empty((), dtype=torch.int64, device=q.device)
+
+
+def _widen(x: Tensor, width: int) -> Tensor:
+    return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+
+
+def _for_heads(bias: Tensor | None, q: Tensor) -> Tensor | None:
+    return None if bias is None else bias.expand(*q.shape[:3], -1)
+
+
+def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
