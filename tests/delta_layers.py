@@ -1,0 +1,52 @@
+"""A small Gated DeltaNet layer with weights as after some training, and a batch for it."""
+
+from types import SimpleNamespace
+
+import torch
+
+from torchtitan.models.delta import GatedDeltaNet
+
+ARGS = SimpleNamespace(
+    dim=32,
+    delta_key_heads=4,
+    delta_value_heads=8,
+    delta_key_size=16,
+    delta_value_size=24,
+    delta_conv_size=4,
+    norm_eps=1e-6,
+)
+SEQ = 140
+GRADIENT = torch.randn(2, SEQ, ARGS.dim, generator=torch.Generator().manual_seed(1))
+"""Of the layer's output."""
+
+
+def filled(args=ARGS):
+    """The same weights on every rank."""
+    generator = torch.Generator().manual_seed(2)
+    layer = GatedDeltaNet(args)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name == "A_log.weight":
+                parameter.uniform_(0.01, 16, generator=generator).log_()
+            elif name in ("norm.weight", "dt_bias.weight"):
+                parameter.normal_(1.0, 0.2, generator=generator)
+            else:
+                parameter.normal_(0.0, 0.3, generator=generator)
+    return layer
+
+
+def batch(seq):
+    return torch.randn(2, SEQ, ARGS.dim, generator=torch.Generator().manual_seed(3))[:, :seq]
+
+
+def trained(layer, seq, **inputs):
+    """The batch, whose gradient is then known, and the layer's output."""
+    x = batch(seq).requires_grad_()
+    out = layer(x, **inputs)
+    out.backward(GRADIENT[:, :seq])
+    return x, out
+
+
+def relative(actual, expected):
+    """Largest difference, relative to the largest element."""
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
