@@ -11,6 +11,7 @@ from tests.families import as_ours, build, twin
 from tests.rounding import assert_rounds
 from torchtitan.models import get_spec, layers
 from torchtitan.models.layers import attention_backend, block_mask, document_mask
+from torchtitan.models.norms import RMSNorm
 from torchtitan.models.rope_scaling import RopeScaling
 from torchtitan.optim.loss import cross_entropy
 from torchtitan.utils.errors import ConfigError
@@ -359,7 +360,7 @@ def test_flash_attention_3_replaces_2_on_hopper_if_installed(
 
 def test_rms_norm_is_torchs():
     torch.manual_seed(0)
-    ours = layers.RMSNorm(16, eps=1e-6)
+    ours = RMSNorm(16, eps=1e-6)
     theirs = torch.nn.RMSNorm(16, eps=1e-6)
     ours.weight = theirs.weight
     torch.nn.init.normal_(theirs.weight)

@@ -10,97 +10,89 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.layers import (
-    Attend,
-    FeedForward,
-    Mask,
-    RMSNorm,
-    apply_rope,
-    rope_cache,
-    rope_frequencies,
-    scale_frequencies,
-)
+from torchtitan.models.attention import Attention, LatentAttention
+from torchtitan.models.decoder_args import DecoderArgs, LayerKind
+from torchtitan.models.feed_forward import FeedForward
+from torchtitan.models.layers import Attend, Mask
 from torchtitan.models.moe import Load, MoE, Routed
+from torchtitan.models.norms import RMSNorm, build_norm
+from torchtitan.models.rope import rope_cache
 
-
-class Attention(nn.Module):
-    """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with RoPE, on `[b, s, dim]`."""
-
-    def __init__(self, args: DecoderArgs, attend: Attend):
-        super().__init__()
-        self.head_dim = args.head_dim
-        self.attend = attend
-        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=args.qkv_bias)
-        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
-        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=args.qkv_bias)
-        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
-        self.q_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
-        self.k_norm = RMSNorm(args.head_dim, eps=args.norm_eps) if args.qk_norm else None
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `[b, s, h, d]`, keys and values `[b, s, k, d]` of `x`, before rotary positions.
-
-        Under tensor parallelism they are this rank's heads.
-        """
-        q = self.wq(x).unflatten(-1, (-1, self.head_dim))
-        k = self.wk(x).unflatten(-1, (-1, self.head_dim))
-        v = self.wv(x).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(q)
-            k = self.k_norm(k)
-        return q, k, v
-
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Mask | None,
-    ) -> Tensor:
-        q, k, v = self.project(x)
-        q = apply_rope(q, cos, sin)
-        k = apply_rope(k, cos, sin)
-        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
-        return self.wo(out.transpose(1, 2).flatten(2))
+__all__ = ["Attention", "Block", "Decoder", "MoEBlock"]
 
 
 class _Block(nn.Module):
-    """The attention of a pre-norm transformer block."""
+    """What all transformer blocks have: attention, and norms before or after its parts.
+
+    Blocks are built from the hyper-parameters of their layer (`DecoderArgs.of_layer`).
+    """
 
     attention_class: type[Attention] = Attention
     """Built from `(args, attend)`. Subclasses replace it."""
 
     def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__()
-        self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
-        self.attention = self.attention_class(args, attend)
-        self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
+        before = args.norm_placement != "after"
+        after = args.norm_placement != "before"
+        self.attention_norm = build_norm(args.dim, args) if before else None
+        if args.kv_lora_rank:
+            self.latent_attention = LatentAttention(args, attend)
+        else:
+            self.attention = self.attention_class(args, attend)
+        self.attention_post_norm = build_norm(args.dim, args) if after else None
+        self.ffn_norm = build_norm(args.dim, args) if before else None
+        self.ffn_post_norm = build_norm(args.dim, args) if after else None
+
+    def mix(
+        self,
+        x: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        mask: Mask | None,
+    ) -> Tensor:
+        """Add what tokens learn from each other to the residual stream `[b, s, dim]`."""
+        read = x if self.attention_norm is None else self.attention_norm(x)
+        if hasattr(self, "latent_attention"):
+            out = self.latent_attention(read, cos, sin, mask)
+        else:
+            out = self.attention(read, cos, sin, mask)
+        return x + (out if self.attention_post_norm is None else self.attention_post_norm(out))
+
+    def read(self, x: Tensor) -> Tensor:
+        """What the feed-forward network or the experts read of the residual stream."""
+        return x if self.ffn_norm is None else self.ffn_norm(x)
+
+    def add(self, x: Tensor, out: Tensor) -> Tensor:
+        """Add their output to the residual stream."""
+        return x + (out if self.ffn_post_norm is None else self.ffn_post_norm(out))
 
 
 class Block(_Block):
-    """Pre-norm transformer block: `[b, s, dim] -> [b, s, dim]`."""
+    """Transformer block: `[b, s, dim] -> [b, s, dim]`."""
 
     feed_forward_class: type[nn.Module] = FeedForward
-    """Built from `(dim, ffn_dim)`. Subclasses replace it."""
+    """Built from `(dim, ffn_dim)` and, where they aren't the defaults, `activation` and `bias`.
+    Subclasses replace it.
+    """
 
     def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__(args, attend)
-        self.feed_forward = self.feed_forward_class(args.dim, args.ffn_dim)
+        options = args.feed_forward_options
+        self.feed_forward = self.feed_forward_class(args.dim, args.ffn_dim, **options)
 
     def forward(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
         mask: Mask | None,
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
-        return x + self.feed_forward(self.ffn_norm(x))
+        x = self.mix(x, cos, sin, mask)
+        return self.add(x, self.feed_forward(self.read(x)))
 
 
 class MoEBlock(_Block):
-    """Pre-norm transformer block with experts: `[b, s, dim] -> [b, s, dim]`, and their load.
+    """Transformer block with experts: `[b, s, dim] -> [b, s, dim]`, and their load.
 
     Its forward has three parts: the middle one has shapes that depend on the data if the experts
     are on several ranks.
@@ -116,8 +108,8 @@ class MoEBlock(_Block):
     def forward(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
         mask: Mask | None,
         token_weights: Tensor | None,
     ) -> tuple[Tensor, Load | None]:
@@ -125,25 +117,33 @@ class MoEBlock(_Block):
         Args:
             token_weights: `[b, s]`, weight of each token in the loss; None in inference.
         """
-        x, routed = self.before_experts(x, cos, sin, mask, token_weights)
-        rows = self.moe.experts(routed.rows, routed.ends)
+        x, read, routed = self.before_experts(x, cos, sin, mask, token_weights)
+        rows, shared = self.moe.compute(routed, read)
         # Not both rows: checkpointing keeps the inputs of each part.
-        out = self.after_experts(x, routed._replace(rows=rows))
+        out = self.after_experts(x, shared, routed._replace(rows=rows))
         return out, routed.load
 
     def before_experts(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
         mask: Mask | None,
         token_weights: Tensor | None,
-    ) -> tuple[Tensor, Routed]:
-        x = x + self.attention(self.attention_norm(x), cos, sin, mask)
-        return x, self.moe.dispatch(self.ffn_norm(x), token_weights)
+    ) -> tuple[Tensor, Tensor | None, Routed]:
+        x = self.mix(x, cos, sin, mask)
+        read = self.read(x)
+        routed = self.moe.dispatch(read, token_weights)
+        return x, None if self.moe.shared is None else read, routed
 
-    def after_experts(self, x: Tensor, routed: Routed) -> Tensor:
-        return x + self.moe.combine(routed.rows, routed, like=x)
+    def after_experts(
+        self,
+        x: Tensor,
+        shared: Tensor | None,
+        routed: Routed,
+    ) -> Tensor:
+        out = self.moe.combine(routed.rows, routed, like=x)
+        return self.add(x, out if shared is None else out + shared)
 
 
 class TiedOutput(nn.Module):
@@ -161,22 +161,27 @@ class Decoder(nn.Module):
     """
 
     block_class: type[nn.Module] = Block
-    """The blocks without experts. Built from `(args, attend)`. Subclasses replace it."""
+    """The blocks without experts. Built from `(args, attend)`, where `args` are of the block's
+    layer. Subclasses replace it.
+    """
     moe_block_class: type[MoEBlock] = MoEBlock
     """The blocks with experts, likewise."""
     cos: Tensor
     sin: Tensor
+    window_cos: Tensor
+    window_sin: Tensor
 
     def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__()
         self.args = args
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
+        self.embedding_norm = build_norm(args.dim, args) if args.embedding_norm else None
         # A dictionary, because a layer keeps its index on every pipeline stage.
         self.layers = nn.ModuleDict()
         for i in range(args.n_layers):
             kind = self.moe_block_class if args.has_experts(i) else self.block_class
-            self.layers[str(i)] = kind(args, attend)
-        self.norm: RMSNorm | None = RMSNorm(args.dim, eps=args.norm_eps)
+            self.layers[str(i)] = kind(args.of_layer(i), attend)
+        self.norm: RMSNorm | None = build_norm(args.dim, args)
         self.output: nn.Linear | TiedOutput | None = TiedOutput()
         if not args.tie_embeddings:
             self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
@@ -185,22 +190,35 @@ class Decoder(nn.Module):
     def init_buffers(self) -> None:
         """Compute the RoPE tables, and reset loads. Called again when a meta model gets memory."""
         args = self.args
-        scaling = args.rope_scaling
-        freqs = rope_frequencies(args.head_dim, args.rope_theta)
-        if scaling is not None:
-            freqs = scale_frequencies(
-                freqs,
-                scaling.factor,
-                scaling.low_freq_factor,
-                scaling.high_freq_factor,
-                scaling.original_max_seq_len,
-            )
-        cos, sin = rope_cache(freqs, args.max_seq_len)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        tables = {"": (args.rope_theta, args.rope_scaling)}
+        if args.has_window_rope:
+            scaling = args.rope_scaling if args.scale_window_rope else None
+            tables["window_"] = (args.window_rope_theta or args.rope_theta, scaling)
+        for prefix, (theta, scaling) in tables.items():
+            cos, sin = rope_cache(args.rope_dim, theta, scaling, args.max_seq_len)
+            self.register_buffer(f"{prefix}cos", cos, persistent=False)
+            self.register_buffer(f"{prefix}sin", sin, persistent=False)
         for layer in self.layers.values():
             if isinstance(layer, MoEBlock):
                 layer.moe.router.init_buffers()
+
+    def rotations(self, positions: Tensor) -> dict[LayerKind, tuple[Tensor | None, Tensor | None]]:
+        """Cosine and sine for each kind of layer, at `positions` `[s]` or `[b, s]`."""
+        full = (self.cos[positions], self.sin[positions])
+        window = full
+        if self.args.has_window_rope:
+            window = (self.window_cos[positions], self.window_sin[positions])
+        none = (None, None)
+        return {"full": full, "window": window, "nope": none, "delta": none}
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token embeddings `[b, s, dim]`; on later pipeline stages the input as it is."""
+        if self.tok_embeddings is None:
+            return tokens
+        x = self.tok_embeddings(tokens)
+        if self.args.embedding_scale != 1:  # rounded, as in Gemma
+            x = x * torch.tensor(self.args.embedding_scale, dtype=x.dtype, device=x.device)
+        return x if self.embedding_norm is None else self.embedding_norm(x)
 
     @property
     def output_weight(self) -> Tensor:
@@ -216,8 +234,13 @@ class Decoder(nn.Module):
         """
         assert self.output is not None
         if isinstance(self.output, TiedOutput):
-            return self.output(x, weight)
-        return functional_call(self.output, {"weight": weight}, (x,))
+            logits = self.output(x, weight)
+        else:
+            logits = functional_call(self.output, {"weight": weight}, (x,))
+        if self.args.logit_scale != 1:
+            logits = logits * self.args.logit_scale
+        cap = self.args.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def forward(
         self,
@@ -238,10 +261,10 @@ class Decoder(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        cos = self.cos[positions]
-        sin = self.sin[positions]
-        x = self.tok_embeddings(tokens) if self.tok_embeddings is not None else tokens
-        for layer in self.layers.values():
+        rotations = self.rotations(positions)
+        x = self.embed(tokens)
+        for index, layer in self.layers.items():
+            cos, sin = rotations[self.args.kind(int(index))]
             if isinstance(layer, MoEBlock):
                 x, load = layer(x, cos, sin, mask, token_weights)
                 if load is not None:

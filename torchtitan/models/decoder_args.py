@@ -5,7 +5,7 @@ A family is a set of such hyper-parameters and a map to Hugging Face's names. Im
 """
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -209,6 +209,23 @@ class DecoderArgs(ModelArgs):
         return self.model_copy(update={"layer_pattern": (self.kind(layer),)})
 
     @property
+    def has_window_rope(self) -> bool:
+        """Whether `window` layers have other rotary positions than the rest."""
+        other = self.window_rope_theta not in (None, self.rope_theta)
+        plain = self.rope_scaling is not None and not self.scale_window_rope
+        return "window" in self.layer_pattern and (other or plain)
+
+    @property
+    def feed_forward_options(self) -> dict[str, Any]:
+        """Arguments of feed-forward networks and experts that aren't the defaults."""
+        options: dict[str, Any] = {}
+        if self.activation != "swiglu":
+            options["activation"] = self.activation
+        if self.ffn_bias:
+            options["bias"] = True
+        return options
+
+    @property
     def kinds(self) -> set[LayerKind]:
         """The kinds of all blocks."""
         return {self.kind(layer) for layer in range(self.n_layers)}
@@ -233,8 +250,8 @@ def init(fqn: str, args: DecoderArgs) -> Init:
     """
     parts = fqn.split(".")
     if "norm" in parts[-2]:
-        return Init("ones")
-    if parts[-1] == "bias":
+        return Init("zeros" if args.norm_plus_one else "ones")
+    if parts[-1] in ("bias", "b1", "b2", "b3") or parts[-2] == "sinks":
         return Init("zeros")
     if parts[0] == "tok_embeddings":
         # A tied embedding is also the output projection, so it gets that scale.
@@ -242,8 +259,8 @@ def init(fqn: str, args: DecoderArgs) -> Init:
     if parts[0] == "output":
         return Init("normal", args.dim**-0.5)
     if parts[-2] in ("wo", "w2") or parts[-1] == "w2":
-        return Init("normal", 0.02 / math.sqrt(2 * (int(parts[1]) + 1)))
-    return Init("normal", 0.02)
+        return Init("normal", args.init_std / math.sqrt(2 * (int(parts[1]) + 1)))
+    return Init("normal", args.init_std)
 
 
 def module_flops(args: DecoderArgs, seq_len: int) -> dict[str, float]:
@@ -252,22 +269,50 @@ def module_flops(args: DecoderArgs, seq_len: int) -> dict[str, float]:
     `6 N + 12 L H D T` (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B): each of N matrix
     weights costs 2 FLOPs forward and 4 backward; each of L layers with H heads of size D computes
     two products over T positions. By the convention for model FLOPs utilization, the masked half of
-    attention counts; embedding lookups and norms don't. Of a mixture of experts, the router and a
-    token's own experts count.
+    attention counts; embedding lookups and norms don't. Of a mixture of experts, the router, the
+    shared expert and a token's own experts count. A window w is a T of `2 w - w^2 / T`: twice the
+    mean number of tokens that a token sees.
     """
-    attention = args.dim * args.head_dim * (2 * args.n_heads + 2 * args.n_kv_heads)
-    scores = 12 * args.n_heads * args.head_dim * seq_len
     layers = {}
     for i in range(args.n_layers):
-        width = args.experts_per_token * args.expert_dim if args.has_experts(i) else args.ffn_dim
-        router = args.n_experts if args.has_experts(i) else 0
-        layers[f"layers.{i}"] = float(6 * (attention + args.dim * (3 * width + router)) + scores)
+        weights = _attention_weights(args) + _feed_forward_weights(args, args.has_experts(i))
+        span = float(seq_len)
+        if args.kind(i) == "window" and args.window is not None and args.window < seq_len:
+            span = 2 * args.window - args.window**2 / seq_len
+        scores = 6 * args.n_heads * (args.head_dim + args.value_dim) * span
+        layers[f"layers.{i}"] = 6.0 * weights + scores
     return {
         "tok_embeddings": 0.0,
         **layers,
         "norm": 0.0,
         "output": 6.0 * args.dim * args.vocab_size,
     }
+
+
+def _attention_weights(args: DecoderArgs) -> int:
+    """Elements of the matrices that each token is multiplied by in attention."""
+    queries = args.n_heads * args.head_dim
+    keys = args.n_kv_heads * args.head_dim
+    if not args.kv_lora_rank:
+        return args.dim * ((3 if args.gated_attention else 2) * queries + 2 * keys)
+    q = args.q_lora_rank
+    values = args.n_heads * args.value_dim
+    expanded = args.n_heads * (args.head_dim - args.rope_head_size) + values
+    return (
+        (q * (args.dim + queries) if q else args.dim * queries)
+        + args.dim * (args.kv_lora_rank + args.rope_head_size)
+        + args.kv_lora_rank * expanded
+        + values * args.dim
+    )
+
+
+def _feed_forward_weights(args: DecoderArgs, has_experts: bool) -> int:
+    matrices = 2 if args.activation == "relu2" else 3
+    if not has_experts:
+        return args.dim * matrices * args.ffn_dim
+    width = args.experts_per_token * args.expert_dim + args.shared_expert_dim
+    gate = 1 if args.shared_expert_gate else 0
+    return args.dim * (matrices * width + args.n_experts + gate)
 
 
 def tied_modules(args: DecoderArgs) -> tuple[str, ...]:
@@ -279,13 +324,13 @@ def tiny(
     args: DecoderArgs,
     layers: int,
     heads: int,
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Overrides that shrink the model to `layers` blocks and `heads` key-value heads, for fast
     tests on a CPU.
     """
-    groups = min(args.n_heads // args.n_kv_heads, 2)
+    groups = 1 if args.kv_lora_rank else min(args.n_heads // args.n_kv_heads, 2)
     width = 16 * groups * heads
-    sizes = {
+    sizes: dict[str, Any] = {
         "n_layers": layers,
         "n_heads": groups * heads,
         "n_kv_heads": heads,
@@ -294,35 +339,66 @@ def tiny(
     }
     if args.head_size is not None:
         sizes["head_size"] = 32  # not dim / n_heads, as in the real sizes
+    if args.window is not None:
+        sizes["window"] = 5
+    if args.kv_lora_rank:
+        sizes |= {"kv_lora_rank": 16, "rope_head_size": 8, "value_head_size": 16}
+    if args.q_lora_rank:
+        sizes["q_lora_rank"] = 24
     if args.n_experts:
-        experts = {
+        sizes |= {
             "n_experts": 8,
             "experts_per_token": 2,
             "expert_dim": width,
-            "n_dense_layers": 0,
+            "n_dense_layers": min(args.n_dense_layers, layers - 1),
+            "n_expert_groups": min(args.n_expert_groups, 4),
+            "expert_groups_per_token": min(args.expert_groups_per_token, 2),
         }
-        sizes |= experts | {"n_dense_layers": min(args.n_dense_layers, layers - 1)}
+    if args.shared_expert_dim:
+        sizes["shared_expert_dim"] = width
     return sizes
 
 
 TENSOR_PARALLEL_STYLES: dict[str, ShardingStyle] = {
     "tok_embeddings": "embedding",
+    "embedding_norm": "norm",
     "layers.*.attention_norm": "norm",
     "layers.*.attention": "gather_sequence",
     "layers.*.attention.wq": "columns",
     "layers.*.attention.wk": "columns",
     "layers.*.attention.wv": "columns",
+    "layers.*.attention.wg": "columns",
     "layers.*.attention.q_norm": "head_norm",
     "layers.*.attention.k_norm": "head_norm",
+    "layers.*.attention.wq_norm": "whole_norm",
+    "layers.*.attention.wk_norm": "whole_norm",
+    "layers.*.attention.sinks": "per_head",
     "layers.*.attention.wo": "rows",
+    "layers.*.latent_attention.wq": "columns_of_sequence",
+    "layers.*.latent_attention.wq_a": "gate",
+    "layers.*.latent_attention.q_norm": "norm",
+    "layers.*.latent_attention.wq_b": "columns_of_sequence",
+    "layers.*.latent_attention.wkv_a": "gate",
+    "layers.*.latent_attention.kv_norm": "norm",
+    "layers.*.latent_attention.latent": "gather_sequence",
+    "layers.*.latent_attention.wkv_b": "columns",
+    "layers.*.latent_attention.shared_key": "shared_key",
+    "layers.*.latent_attention.wo": "rows",
+    "layers.*.attention_post_norm": "norm",
     "layers.*.ffn_norm": "norm",
     "layers.*.feed_forward": "gather_sequence",
     "layers.*.feed_forward.w1": "columns",
     "layers.*.feed_forward.w2": "rows",
     "layers.*.feed_forward.w3": "columns",
+    "layers.*.ffn_post_norm": "norm",
     "layers.*.moe.router": "router",
     "layers.*.moe.router.gate": "gate",
     "layers.*.moe.experts": "experts",
+    "layers.*.moe.shared": "gather_sequence",
+    "layers.*.moe.shared.w1": "columns",
+    "layers.*.moe.shared.w2": "rows",
+    "layers.*.moe.shared.w3": "columns",
+    "layers.*.moe.shared_gate": "gate",
     "norm": "norm",
     "output": "output",
 }
@@ -337,6 +413,10 @@ def expert_sizes(args: DecoderArgs) -> dict[str, int]:
 
 def tensor_parallel_sizes(args: DecoderArgs) -> dict[str, int]:
     """Sizes that the tensor-parallel degree must divide."""
-    dense = args.n_experts == 0 or args.n_dense_layers > 0
-    names = ("n_heads", "n_kv_heads", *(("ffn_dim",) if dense else ()), "vocab_size")
+    names = ["n_heads", "n_kv_heads"]
+    if args.n_experts == 0 or args.n_dense_layers > 0:
+        names.append("ffn_dim")
+    if args.shared_expert_dim:
+        names.append("shared_expert_dim")
+    names.append("vocab_size")
     return {name: getattr(args, name) for name in names}

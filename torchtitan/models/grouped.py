@@ -160,6 +160,38 @@ def grouped_swiglu(
     return _SwiGLU.apply(rows, w1, w2, w3, ends)
 
 
+class _Bias(torch.autograd.Function):
+    """The backward is a grouped product, which needs no atomics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        bias: Tensor,
+        ends: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(ends)
+        places = torch.arange(len(rows), device=rows.device)
+        return rows + bias.index_select(0, torch.searchsorted(ends, places, right=True))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (ends,) = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        ones = gradient.new_ones(len(gradient), 8)  # as few columns as torch's kernel takes
+        of_bias = torch.ops.torchtitan.grouped_outer(gradient, ones, ends)[:, :, 0]
+        return gradient, of_bias, None
+
+
+def grouped_bias(
+    rows: Tensor,
+    bias: Tensor,
+    ends: Tensor,
+) -> Tensor:
+    """Add to rows `[n, width]` the biases `[groups, width]` of their groups."""
+    return _Bias.apply(rows, bias, ends)
+
+
 @register_flop_formula(torch.ops.torchtitan.grouped_mm)
 def _flops(rows: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     return 2 * rows[0] * weight[1] * weight[2]

@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 from torchtitan.models.rope_scaling import AnyScaling, LinearScaling, RopeScaling, YarnScaling
 
-_SCALINGS: dict[str, type[BaseModel]] = {
+_SCALINGS: dict[str, type[RopeScaling | YarnScaling | LinearScaling]] = {
     "llama3": RopeScaling,
     "yarn": YarnScaling,
     "linear": LinearScaling,

@@ -4,7 +4,6 @@ Shapes: b batch, s sequence, h query heads, k key-value heads, d head size.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -12,12 +11,10 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan.models.attention_op import attend_variant
 from torchtitan.models.packed_attention import PackedDocuments, attend_documents, pack_documents
 from torchtitan.utils.logging import logger
-from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 Mask = Any
 """Result of `document_mask`: a tensor, `PackedDocuments`, or FlexAttention's `BlockMask`."""
@@ -198,91 +195,6 @@ def block_mask(
     return create(visible, rows, None, len(positions), seq_len, device=documents.device.type)
 
 
-def rope_frequencies(head_dim: int, theta: float) -> Tensor:
-    """Frequencies of RoPE (Su et al., arXiv:2104.09864): `[d / 2]`, in radians per position."""
-    features = torch.arange(0, head_dim, 2, dtype=torch.float32)
-    return theta ** -(features / head_dim)
-
-
-def scale_frequencies(
-    freqs: Tensor,
-    factor: float,
-    low: float,
-    high: float,
-    original_seq_len: int,
-) -> Tensor:
-    """Llama 3.1's RoPE scaling: low frequencies are divided by `factor`, high ones kept.
-
-    Args:
-        low, high: numbers of periods in `original_seq_len` between which to interpolate.
-    """
-    turns = original_seq_len * freqs / (2 * math.pi)  # periods within the original context
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return freqs * (keep + (1 - keep) / factor)
-
-
-def rope_cache(freqs: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles at every position, `[s, d]` in fp32, in half-split layout."""
-    positions = torch.arange(seq_len, dtype=torch.float32)
-    angles = torch.outer(positions, freqs).repeat(1, 2)
-    return angles.cos(), angles.sin()
-
-
-def apply_rope(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-) -> Tensor:
-    """Rotate `x` `[b, s, heads, d]`, in fp32, by `cos` and `sin`, each `[s, d]` or `[b, s, d]`.
-
-    Feature i is paired with feature i + d/2.
-    """
-    first, second = x.float().chunk(2, dim=-1)
-    rotated = torch.cat((-second, first), dim=-1)
-    out = x.float() * cos.unsqueeze(-2) + rotated * sin.unsqueeze(-2)
-    return out.type_as(x)
-
-
-class RMSNorm(nn.RMSNorm):
-    """RMSNorm (Zhang & Sennrich, arXiv:1910.07467) over the last dimension, with a weight.
-
-    torch has a fused kernel on CUDA. On the CPU it runs several operations, each of which keeps its
-    input for the backward; in fp32 and eager mode, this one keeps its input and one number per row,
-    and makes fewer passes.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        fp32_on_cpu = x.device.type == "cpu" and x.dtype == torch.float32
-        eager = not is_traceable_wrapper_subclass(x) and not torch.compiler.is_compiling()
-        if fp32_on_cpu and eager and not torch_is_before_2_13():
-            return _RMSNorm.apply(x, self.weight, self.eps)
-        return super().forward(x)
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-    ) -> Tensor:
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-        scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, scale = ctx.saved_tensors
-        normal = x * scale
-        products = gradient * normal
-        # The part that the normalization takes out.
-        along = (products @ weight).unsqueeze(-1).div_(x.shape[-1])
-        of_x = (gradient * weight).addcmul_(normal, along, value=-1).mul_(scale)
-        return of_x, products.flatten(0, -2).sum(0), None
-
-
 class PerHead(nn.Module):
     """A parameter with an entry, or some entries, for each head: `forward() -> [heads, ...]`.
 
@@ -298,14 +210,30 @@ class PerHead(nn.Module):
         return self.weight
 
 
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, arXiv:2002.05202): `w2(silu(w1(x)) * w3(x))`, on `[b, s, dim]`."""
+class TokenLinear(nn.Module):
+    """A linear layer whose output heads share: `[b, s, inputs] -> [b, s, outputs]`.
 
-    def __init__(self, dim: int, hidden_dim: int):
+    Tensor parallelism has each rank apply all of it to its own tokens (style `gate`).
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        bias: bool = False,
+    ):
         super().__init__()
-        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
-        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return self.compute(x, *self.parameters())
+
+    def compute(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """The layer's output, with these in place of its parameters."""
+        return F.linear(x, weight, bias)

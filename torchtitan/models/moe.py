@@ -18,8 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.grouped import grouped_mm, grouped_swiglu
+from torchtitan.models.decoder_args import Activation, DecoderArgs
+from torchtitan.models.feed_forward import FeedForward, activate
+from torchtitan.models.grouped import grouped_bias, grouped_mm, grouped_swiglu
+from torchtitan.models.layers import TokenLinear
 
 
 @dataclass(frozen=True)
@@ -66,22 +68,20 @@ class Routed(NamedTuple):
     """None if no token counts: in inference."""
 
 
-class Gate(nn.Module):
+class Gate(TokenLinear):
     """Scores of all experts, in fp32: `[b, s, dim] -> [b, s, e]`."""
 
-    def __init__(self, dim: int, n_experts: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(n_experts, dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scores(x, self.weight)
-
-    def scores(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x.float(), weight.float())
+    def compute(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
 
 class Router(nn.Module):
-    """Chooses the experts of each token by the softmax of their scores."""
+    """Chooses the experts of each token by their scores."""
 
     expert_bias: Tensor
     """`[e]` fp32, added to the probabilities for the choice (Wang et al., arXiv:2408.15664)."""
@@ -96,11 +96,15 @@ class Router(nn.Module):
         super().__init__()
         self.n_experts = args.n_experts
         self.top_k = args.experts_per_token
+        self.sigmoid = args.router_scores == "sigmoid"
         self.normalize = args.normalize_expert_weights
+        self.scale = args.route_scale
+        self.n_groups = args.n_expert_groups
+        self.top_groups = args.expert_groups_per_token
         self.balance = Balance()
         self.sum_over_row: Callable[[Tensor], Tensor] = lambda counts: counts
         """Sums counts over the ranks that hold parts of the same rows."""
-        self.gate = Gate(args.dim, args.n_experts)
+        self.gate = Gate(args.dim, args.n_experts, args.router_bias)
         self.init_buffers()
 
     def init_buffers(self) -> None:
@@ -123,11 +127,12 @@ class Router(nn.Module):
             The experts of each token `[b, s, k]`, their weights `[b, s, k]`, and the load.
         """
         scores = self.gate(x)
-        probabilities = scores.softmax(dim=-1)
+        probabilities = scores.sigmoid() if self.sigmoid else scores.softmax(dim=-1)
         chosen = self._choose(probabilities.detach())
         weights = probabilities.gather(-1, chosen)
         if self.normalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        weights = weights * self.scale
         if token_weights is None:
             return chosen, weights, None
         counts = _count(chosen, token_weights > 0, self.n_experts)
@@ -147,7 +152,22 @@ class Router(nn.Module):
             rows, seq_len, _ = probabilities.shape
             turns = torch.arange(rows * seq_len * self.top_k, device=probabilities.device)
             return (turns % self.n_experts).view(rows, seq_len, self.top_k)
-        return top_k(probabilities + self.expert_bias, self.top_k)
+        choice = probabilities + self.expert_bias
+        return top_k(self._in_groups(choice), self.top_k)
+
+    def _in_groups(self, choice: Tensor) -> Tensor:
+        """Leave out the experts of all but each token's best groups (DeepSeek-V3, section 2.1.2).
+
+        A group is as good as its best expert; with sigmoid scores, as its two best together.
+        """
+        if self.top_groups == self.n_groups:
+            return choice
+        groups = choice.unflatten(-1, (self.n_groups, -1))
+        best = min(2 if self.sigmoid else 1, groups.shape[-1])
+        kept = top_k(groups.topk(best, dim=-1).values.sum(-1), self.top_groups)
+        out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, kept, False)
+        # not by zeros: biased scores can be negative
+        return groups.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(-2)
 
     def _losses(
         self,
@@ -161,6 +181,8 @@ class Router(nn.Module):
         last step: this step's are known only after the forward of its last microbatch, when the
         gradients of others are already computed.
         """
+        if self.sigmoid:
+            probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
         factors = torch.zeros_like(probabilities[:, :1])
         if self.balance.sequence_loss:
             of_rows = self.sum_over_row(counts).float()
@@ -305,22 +327,43 @@ def inverse_of(permutation: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """SwiGLU networks of the same size, each for its own rows: `[n, dim] -> [n, dim]`."""
+    """Feed-forward networks of the same size, each for its own rows: `[n, dim] -> [n, dim]`."""
 
     def __init__(
         self,
         n_experts: int,
         dim: int,
         hidden_dim: int,
+        activation: Activation = "swiglu",
+        bias: bool = False,
     ):
         super().__init__()
+        self.activation: Activation = activation
         self.w1 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
         self.w2 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
-        self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        if activation != "relu2":
+            self.w3 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
+        if bias:
+            self.b1 = nn.Parameter(torch.empty(n_experts, hidden_dim))
+            self.b2 = nn.Parameter(torch.empty(n_experts, dim))
+        if bias and activation != "relu2":
+            self.b3 = nn.Parameter(torch.empty(n_experts, hidden_dim))
         self.product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_mm
         """Low precision replaces it."""
 
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+    def forward(
+        self,
+        rows: Tensor,
+        ends: Tensor,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """
+        Args:
+            rows: `[n, dim]`, sorted by expert.
+            ends: `[e]` int32, the index after each expert's last row.
+            meanwhile: called once, while rows travel if experts are on several ranks.
+        """
+        meanwhile()
         return self.compute(rows, ends, *self.parameters())
 
     def compute(self, rows: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
@@ -333,12 +376,18 @@ class Experts(nn.Module):
             weights: the module's parameters, in order; under expert parallelism, of this rank's
                 experts.
         """
-        w1, w2, w3 = weights
-        if self.product is grouped_mm:
+        if len(weights) == 3 and self.activation == "swiglu" and self.product is grouped_mm:
+            w1, w2, w3 = weights
             return grouped_swiglu(rows, w1, w2, w3, ends)
-        gate = self.product(rows, w1, ends)
-        hidden = F.silu(gate) * self.product(rows, w3, ends)
-        return self.product(hidden, w2, ends)
+        named = {name: w for (name, _), w in zip(self.named_parameters(), weights, strict=True)}
+
+        def linear(x: Tensor, number: int) -> Tensor:
+            out = self.product(x, named[f"w{number}"], ends)
+            bias = named.get(f"b{number}")
+            return out if bias is None else grouped_bias(out, bias, ends)
+
+        up = linear(rows, 3) if "w3" in named else None
+        return linear(activate(self.activation, linear(rows, 1), up), 2)
 
 
 class MoE(nn.Module):
@@ -347,12 +396,42 @@ class MoE(nn.Module):
     router_class: type[Router] = Router
     """Built from `(args)`. Subclasses replace it."""
     experts_class: type[Experts] = Experts
-    """Built from `(n_experts, dim, expert_dim)`. Subclasses replace it."""
+    """Built from `(n_experts, dim, expert_dim)` and, where they aren't the defaults, `activation`
+    and `bias`. Subclasses replace it.
+    """
 
     def __init__(self, args: DecoderArgs):
         super().__init__()
+        options = args.feed_forward_options
         self.router = self.router_class(args)
-        self.experts = self.experts_class(args.n_experts, args.dim, args.expert_dim)
+        self.experts = self.experts_class(args.n_experts, args.dim, args.expert_dim, **options)
+        self.shared = self.shared_gate = None
+        if args.shared_expert_dim:
+            self.shared = FeedForward(args.dim, args.shared_expert_dim, **options)
+        if args.shared_expert_gate:
+            self.shared_gate = Gate(args.dim, 1)
+
+    def compute(self, routed: Routed, read: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The experts' output for each row `[n, dim]`, and the shared expert's `[b, s, dim]`.
+
+        Args:
+            read: what the shared expert reads, `[b, s, dim]`; None without one.
+        """
+        if read is None:
+            return self.experts(routed.rows, routed.ends), None
+        shared: list[Tensor] = []
+        rows = self.experts(
+            routed.rows, routed.ends, lambda: shared.append(self.shared_output(read))
+        )
+        return rows, shared[0]
+
+    def shared_output(self, x: Tensor) -> Tensor:
+        """The output of the expert that all tokens share: `[b, s, dim] -> [b, s, dim]`."""
+        assert self.shared is not None
+        out = self.shared(x)
+        if self.shared_gate is None:
+            return out
+        return out * self.shared_gate(x).sigmoid().to(out.dtype)
 
     def dispatch(self, x: Tensor, token_weights: Tensor | None) -> Routed:
         """Choose experts for the tokens of `x` `[b, s, dim]`, and sort a row for each by expert."""

@@ -115,7 +115,10 @@ ShardingStyle = Literal[
     "head_norm",
     "per_head",
     "gather_sequence",
+    "whole_norm",
     "columns",
+    "columns_of_sequence",
+    "shared_key",
     "rows",
     "output",
     "router",
@@ -125,19 +128,24 @@ ShardingStyle = Literal[
 """What tensor parallelism does to a module. Between modules, activations are sharded over the
 sequence.
 
-    embedding         weight sharded over the vocabulary; output sharded over the sequence
-    norm              weight replicated; input and output sharded over the sequence
-    head_norm         weight replicated; input and output `[b, s, heads, d]` sharded over the heads
-    per_head          `PerHead`: weight sharded over its first dimension; returns the rank's part
-    gather_sequence   the first input is gathered, so the module's linear layers see the whole
-    sequence
-    columns           linear layer, weight sharded over its outputs
-    rows              linear layer, weight sharded over its inputs; output sharded over the sequence
-    output            projection to the vocabulary, sharded over it
-    router            the second input, a weight for each token, is cut to the rank's part of the
-    sequence
-    gate              weight replicated; input and output sharded over the sequence
-    experts           not tensor-parallel; expert parallelism shards the weights over the experts
+    embedding            weight sharded over the vocabulary; output sharded over the sequence
+    norm                 weight replicated; input and output sharded over the sequence
+    head_norm            weight replicated; input and output `[b, s, heads, d]` sharded over heads
+    per_head             `PerHead`: weight sharded over its first dimension; returns the rank's part
+    gather_sequence      the first input is gathered, so the module's linear layers see the whole
+                         sequence
+    whole_norm           weight, input and output sharded over features, whose norm spans ranks
+    columns              linear layer, weight sharded over its outputs
+    columns_of_sequence  likewise, and its input is sharded over the sequence, and gathered
+    shared_key           a gathered input, of which the heads of each rank use a copy
+    rows                 linear layer, weight sharded over its inputs; output sharded over the
+                         sequence
+    output               projection to the vocabulary, sharded over it
+    router               the second input, a weight for each token, is cut to the rank's part of the
+                         sequence
+    gate                 `TokenLinear`: weight replicated; input and output sharded over the
+                         sequence
+    experts              not tensor-parallel; expert parallelism shards the weights over the experts
 """
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
@@ -24,6 +25,23 @@ def all_reduce(
     if group is not None and group.size() > 1:
         dist.all_reduce(value, op=op, group=group)
     return value
+
+
+class SumOverRanks(torch.autograd.Function):
+    """`apply(x, group)`: the sum of all ranks' `x`, of which each rank uses its own copy."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        ctx.group = group
+        return funcol.wait_tensor(funcol.all_reduce(x, "sum", group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return funcol.wait_tensor(funcol.all_reduce(gradient, "sum", ctx.group)), None
 
 
 class AnyRank:

@@ -34,17 +34,24 @@ class ShardedExperts(Experts):
 
     group: dist.ProcessGroup
 
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+    def forward(
+        self,
+        rows: Tensor,
+        ends: Tensor,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Tensor:
         """
         Args:
             rows: sorted by expert, of all experts.
             ends: `[experts]` int32, the index after each expert's last row.
+            meanwhile: called while rows travel to their experts.
         """
         to_experts = ends.diff(prepend=ends.new_zeros(1))  # rows for each expert
         arriving = all_to_all_single(to_experts, None, None, self.group)
         arriving = arriving.view(self.group.size(), -1)
         sent, received = _splits(to_experts.view_as(arriving), arriving, len(rows))
         arrived = self._exchange(rows, sent, received)
+        meanwhile()
         order = _by_expert(arriving, sum(received))
         place = inverse_of(order)
         own_rows = permute(arrived, order, place)

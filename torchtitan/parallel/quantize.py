@@ -197,6 +197,8 @@ def float8_style(name: str, module: nn.Module) -> ParallelStyle | None:
             return None
     if layers and name == "columns":
         return Float8ColwiseParallel()
+    if layers and name == "columns_of_sequence":
+        return Float8ColwiseParallel(input_layouts=SEQUENCE)
     if layers and name == "rows":
         return Float8RowwiseParallel(output_layouts=SEQUENCE)
     if layers and name == "gather_sequence":

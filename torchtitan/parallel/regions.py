@@ -13,13 +13,19 @@ def regions(block: nn.Module, *, experts_apart: bool) -> list[tuple[nn.Module, s
     """The methods of a block that become a graph each, as (owner, name).
 
     That is its forward; or, for a block whose experts are apart, what comes before the exchange of
-    rows, between the exchanges, and after them.
+    rows, between the exchanges, what the shared expert computes meanwhile, and after them.
 
     Args:
         experts_apart: FSDP gathers experts separately from their block, by hooks in its forward.
     """
     if experts_apart and isinstance(block, MoEBlock):
-        return [(block, "before_experts"), (block.moe.experts, "compute"), (block, "after_experts")]
+        shared = [] if block.moe.shared is None else [(block.moe, "shared_output")]
+        return [
+            (block, "before_experts"),
+            (block.moe.experts, "compute"),
+            *shared,
+            (block, "after_experts"),
+        ]
     return [(block, "forward")]
 
 

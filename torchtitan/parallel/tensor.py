@@ -8,8 +8,10 @@ logits over the vocabulary. No rank ever holds either of them whole.
 import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,11 +26,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torchtitan.models.layers import PerHead
-from torchtitan.models.moe import Gate
+from torchtitan.models.layers import PerHead, TokenLinear
+from torchtitan.models.norms import RMSNorm
 from torchtitan.models.protocols import Model
 from torchtitan.models.spec import ShardingStyle
-from torchtitan.parallel.collectives import distribute
+from torchtitan.parallel.collectives import SumOverRanks, distribute
 from torchtitan.parallel.quantize import SEQUENCE, as_sequence_shard, float8_style
 from torchtitan.utils.torch_compat import redistribute_and_wait
 
@@ -107,24 +109,70 @@ class _Router(ParallelStyle):
         return module
 
 
-class _OwnTokens(Gate):
-    """A gate with a replicated weight, for this rank's part of the sequence.
+class _OwnTokens(TokenLinear):
+    """A layer with replicated parameters, for this rank's part of the sequence.
 
     DTensor's linear layer gathers the sequence first on torch 2.11.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        assert isinstance(self.weight, DTensor)
-        # The gradient on this rank is that of its own tokens.
-        weight = self.weight.to_local(grad_placements=[Partial()])
-        return self.scores(x, weight)
+        own = []
+        for parameter in self.parameters():
+            assert isinstance(parameter, DTensor)
+            # The gradient on this rank is that of its own tokens.
+            own.append(parameter.to_local(grad_placements=[Partial()]))
+        return self.compute(x, *own)
+
+
+@cache
+def _on_own_tokens(kind: type) -> type:
+    return type(f"{kind.__name__}OfOwnTokens", (_OwnTokens, kind), {})
 
 
 class _Gate(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert type(module) is Gate, type(module)
-        distribute(module, "weight", device_mesh, Replicate())
-        module.__class__ = _OwnTokens
+        assert isinstance(module, TokenLinear), type(module)
+        for name, _ in list(module.named_parameters()):
+            distribute(module, name, device_mesh, Replicate())
+        # mypy doubts that classes are hashable
+        module.__class__ = _on_own_tokens(type(module))  # type: ignore[arg-type]
+        return module
+
+
+class _SharedKey(ParallelStyle):
+    """Turns a gathered input into a tensor of which each rank's heads use a copy."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def copy(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            assert isinstance(inputs[0], DTensor)
+            return inputs[0].to_local(grad_placements=[Partial()]), *inputs[1:]
+
+        module.register_forward_pre_hook(copy)
+        return module
+
+
+class _WholeNorm(RMSNorm):
+    """A norm over features that the ranks of `mesh` share: `[b, s, features / tp]`."""
+
+    mesh: DeviceMesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        squares = wide.square().sum(-1, keepdim=True)
+        total = SumOverRanks.apply(squares, self.mesh.get_group())
+        out = (wide * torch.rsqrt(total / self.normalized_shape[0] + self.eps)).type_as(x)
+        return out * self.weight.to_local() if isinstance(self.weight, DTensor) else out
+
+
+class _WholeNormStyle(ParallelStyle):
+    """Shards the weight of a norm over the features that it normalizes."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert type(module) is RMSNorm, type(module)
+        if module.weight is not None:
+            distribute(module, "weight", device_mesh, Shard(0))
+        module.__class__ = _WholeNorm
+        module.mesh = device_mesh
         return module
 
 
@@ -172,6 +220,9 @@ def _style(
         "gate": _Gate(),
         "experts": _Whole(),
         "columns": ColwiseParallel(),
+        "columns_of_sequence": ColwiseParallel(input_layouts=SEQUENCE),
+        "shared_key": _SharedKey(),
+        "whole_norm": _WholeNormStyle(),
         "rows": RowwiseParallel(output_layouts=SEQUENCE),
         "output": ColwiseParallel(
             input_layouts=SEQUENCE,

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torchtitan.models import llama3, register
 from torchtitan.models.decoder import Attention, Block, Decoder
 from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.layers import Attend, Mask, apply_rope
+from torchtitan.models.layers import Attend, Mask
+from torchtitan.models.rope import apply_rope
 
 
 class GatedAttention(Attention):

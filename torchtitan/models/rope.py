@@ -1,0 +1,105 @@
+"""Rotary positions (Su et al., arXiv:2104.09864), and their scalings for longer contexts.
+
+Shapes: b batch, s sequence, d head size, r rotated features of a head.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from torchtitan.models.rope_scaling import AnyScaling, LinearScaling, RopeScaling, YarnScaling
+
+
+def rope_frequencies(head_dim: int, theta: float) -> Tensor:
+    """Frequencies of RoPE (Su et al., arXiv:2104.09864): `[d / 2]`, in radians per position."""
+    features = torch.arange(0, head_dim, 2, dtype=torch.float32)
+    return theta ** -(features / head_dim)
+
+
+def rope_cache(
+    dim: int,
+    theta: float,
+    scaling: AnyScaling | None,
+    seq_len: int,
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the angles at every position, `[s, r]` in fp32, in half-split layout.
+
+    Args:
+        dim: rotated features of a head, r.
+    """
+    freqs = rope_frequencies(dim, theta)
+    magnitude = 1.0
+    match scaling:
+        case RopeScaling():
+            freqs = _scale_by_wavelength(freqs, scaling)
+        case YarnScaling():
+            freqs = _scale_by_yarn(freqs, theta, scaling)
+            magnitude = scaling.on_rope
+        case LinearScaling():
+            freqs = freqs / scaling.factor
+    positions = torch.arange(seq_len, dtype=torch.float32)
+    angles = torch.outer(positions, freqs).repeat(1, 2)
+    return angles.cos() * magnitude, angles.sin() * magnitude
+
+
+def _scale_by_wavelength(freqs: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1's scaling: low frequencies are divided by `factor`, high ones kept."""
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
+    turns = scaling.original_max_seq_len * freqs / (2 * math.pi)  # within the original context
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    return freqs * (keep + (1 - keep) / scaling.factor)
+
+
+def _scale_by_yarn(
+    freqs: Tensor,
+    theta: float,
+    scaling: YarnScaling,
+) -> Tensor:
+    """YaRN's scaling (arXiv:2309.00071, section 3.2), which is linear between two features."""
+    dim = 2 * len(freqs)
+
+    def feature(turns: float) -> float:
+        """The feature with this number of periods in the original context."""
+        wavelength = scaling.original_max_seq_len / (turns * 2 * math.pi)
+        return dim * math.log(wavelength) / (2 * math.log(theta))
+
+    first = feature(scaling.beta_fast)
+    last = feature(scaling.beta_slow)
+    if scaling.truncate:
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, dim - 1)
+    if first == last:  # as where the two betas are equal
+        last += 0.001
+    divided = ((torch.arange(len(freqs)) - first) / (last - first)).clamp(0, 1)
+    return freqs * (1 - divided) + freqs / scaling.factor * divided
+
+
+def apply_rope(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+) -> Tensor:
+    """Rotate the first r features of `x` `[b, s, heads, d]`, in fp32.
+
+    Feature i is paired with feature i + r/2.
+
+    Args:
+        cos, sin: each `[s, r]` or `[b, s, r]`.
+        interleaved: pair features 2i and 2i + 1. The result has the first of all pairs, then the
+            second ones: an order of features that cancels in the products of queries and keys.
+    """
+    size = cos.shape[-1]
+    rest = x[..., size:]
+    rotated = x[..., :size].float()
+    if interleaved:
+        rotated = rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    first, second = rotated.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    out = (rotated * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)).type_as(x)
+    return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
