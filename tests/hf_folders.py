@@ -41,7 +41,7 @@ def write_checkpoint(folder: Path, family: str, assets: Path = SHIPPED, **overri
         "train_state": None,
     }
     shapes = {name: value.to("meta") for name, value in state.items()}
-    read = lambda key: state[key.removeprefix("model.")].detach().clone()  # noqa: E731
+    read = lambda key, box: state[key.removeprefix("model.")][box].detach().clone()  # noqa: E731
     write_streamed(folder / "step-0", manifest, {"model": shapes}, read)
     return model
 

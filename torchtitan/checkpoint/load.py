@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import FileSystemReader, Metadata, StorageReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.futures import Future
@@ -106,13 +106,30 @@ class Reader(FileSystemReader):
         def fill(item: ReadItem, value: Tensor) -> None:
             narrow_tensor_by_index(out, item.dest_offsets, item.lengths).copy_(value)
 
-        try:
+        with self._explained():
             self._read(create_read_items_for_chunk_list(key, about, [box]), fill)
+        return out
+
+    def read_part(self, index: MetadataIndex) -> Tensor:
+        """A part of a tensor, as it was written.
+
+        Raises:
+            DamageError: it can't be read.
+        """
+        place = self.read_metadata().storage_data[index]
+        with self._explained():
+            parts = self._parts(place.relative_path, [place])
+            return next(self._tensor(place, part) for _, part in parts)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise a `DamageError` instead of what isn't the user's or the machine's."""
+        try:
+            yield
         except (UserError, MemoryError):
             raise
         except Exception as error:
             raise DamageError(f"{self.path} can't be read: {describe(error)}") from error
-        return out
 
     def _read(self, wanted: Sequence[ReadItem], fill: Callable[[ReadItem, Tensor], None]) -> None:
         """Read the parts that items are in, each once, and pass the items' slices to `fill`."""

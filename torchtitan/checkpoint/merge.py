@@ -94,7 +94,8 @@ def merge(
         own = stored[name].properties.dtype
         kind = wanted if own.is_floating_point else own
         state[name] = torch.empty(stored[name].size, dtype=kind, device="meta")
-    write_streamed(output, manifest, state, lambda name: _mean(sources, name, state[name].dtype))
+    make = lambda name, box: _mean(sources, name, state[name].dtype)  # noqa: E731
+    write_streamed(output, manifest, state, make, most=math.inf)
     written = read_manifest(output)
     if problem := next(damage(output, written), None):
         remove(output)

@@ -3,8 +3,9 @@
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemBase
-from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -120,10 +121,9 @@ class CommittingWriter(FileSystemWriter):
         self.confirm = confirm
         self.committed = committed
         self.beside = beside or {}
-        one_file = not file_per_tensor
+        self.file_per_tensor = file_per_tensor
         super().__init__(
             str(final),
-            single_file_per_rank=one_file,
             sync_files=not is_remote(final),
         )
         self.fs = _Files()
@@ -137,15 +137,30 @@ class CommittingWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         write = super().write_data
+        results: list[WriteResult] = []
         try:
             make_folder(self.path)
-            results = patiently(self.final, lambda: write(plan, planner).wait())
+            for part in self._files_of(plan):
+                results += patiently(self.final, partial(_wait, write, part, planner))
         except Exception as error:
             # DCP sends the exception to the other ranks by pickle, which drops its cause.
             raise root_cause(error) from None
         future: Future[list[WriteResult]] = Future()
         future.set_result([self._summed(result) for result in results])
         return future
+
+    def _files_of(self, plan: SavePlan) -> Iterator[SavePlan]:
+        """The plan of each file."""
+        if not self.file_per_tensor:
+            yield plan
+            return
+        tensors: dict[str, list[WriteItem]] = {}
+        for item in plan.items:
+            tensors.setdefault(item.index.fqn, []).append(item)
+        prefix = plan.storage_data.prefix
+        for i, items in enumerate(tensors.values()):
+            place = replace(plan.storage_data, prefix=f"{prefix}{i}_")
+            yield replace(plan, items=items, storage_data=place)
 
     def _summed(self, result: WriteResult) -> _Written:
         place = result.storage_data
@@ -200,33 +215,74 @@ def _measure(metadata: Metadata) -> dict[str, Any]:
     return {"parameters": parameters, "tensor_bytes": parts}
 
 
+def _wait(
+    write: Callable[[SavePlan, SavePlanner], Future[list[WriteResult]]],
+    plan: SavePlan,
+    planner: SavePlanner,
+) -> list[WriteResult]:
+    return write(plan, planner).wait()
+
+
 # ---- one process
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Plans a save of meta tensors, and makes each real one only when it is written."""
+    """Plans a save of meta tensors, and makes each piece of them only when it is written."""
 
-    def __init__(self, make: Callable[[str], Tensor]):
+    def __init__(self, make: Callable[[str, tuple[slice, ...]], Tensor], most: float):
         super().__init__()
         self.make = make
+        self.most = most
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = [piece for item in plan.items for piece in _rows(item, self.most)]
+        self.plan = replace(plan, items=items)
+        return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self.make(write_item.index.fqn)
+        assert write_item.tensor_data is not None
+        chunk = write_item.tensor_data.chunk
+        ends = zip(chunk.offsets, chunk.sizes, strict=True)
+        box = tuple(slice(start, start + size) for start, size in ends)
+        return self.make(write_item.index.fqn, box)
+
+
+def _rows(item: WriteItem, most: float) -> Iterator[WriteItem]:
+    """An item, cut along its first dimension into such of at most `most` bytes, or one row."""
+    about = item.tensor_data
+    assert about is not None
+    size = about.size.numel() * about.properties.dtype.itemsize
+    if size <= most:
+        yield item
+        return
+    rows = max(1, int(most * about.size[0] / size))
+    for start in range(0, about.size[0], rows):
+        offsets = torch.Size((start, *(0 for _ in about.size[1:])))
+        sizes = torch.Size((min(rows, about.size[0] - start), *about.size[1:]))
+        chunk = ChunkStorageMetadata(offsets, sizes)
+        index = replace(item.index, offset=offsets)
+        data = replace(about, chunk=chunk)
+        yield WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
 
 def write_streamed(
     final: Path,
     manifest: dict[str, Any],
     state: dict[str, Any],
-    make: Callable[[str], Tensor],
+    make: Callable[[str, tuple[slice, ...]], Tensor],
+    most: float = 2**25,
 ) -> None:
-    """Write a checkpoint in one process, one tensor in memory at a time; a failure leaves nothing.
+    """Write a checkpoint in one process, a piece of a tensor in memory at a time; a failure leaves
+    nothing.
 
     Args:
         final: its folder.
         manifest: what its manifest says beside its files.
         state: the tensors, on the meta device.
-        make: returns a tensor by its key.
+        make: returns a box of a tensor, by its key and a slice of each dimension.
+        most: bytes of the tensors that are made whole. Larger ones are made in rows of the first
+            dimension.
     """
     # DCP holds all tensors of a file until it is complete, hence one file per tensor.
     writer = CommittingWriter(final, manifest, file_per_tensor=True)
@@ -235,7 +291,7 @@ def write_streamed(
             dcp.save(
                 state,
                 storage_writer=writer,
-                planner=_LazyPlanner(make),
+                planner=_LazyPlanner(make, most),
                 no_dist=True,
             )
     except BaseException:

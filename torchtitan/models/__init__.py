@@ -3,9 +3,9 @@ names it.
 """
 
 from torchtitan.models.hf import export_problems, hf_map, parameter_names
+from torchtitan.models.hf_names import HFNames
 from torchtitan.models.spec import (
     HFMap,
-    HFNames,
     ModelSpec,
     families,
     get_spec,

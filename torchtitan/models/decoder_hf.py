@@ -4,12 +4,14 @@ no weight is permuted.
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, PlainSerializer, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, PlainSerializer, ValidationError
 
 from torchtitan.config.load.messages import explain_value
 from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.hf_names import HFNames
 from torchtitan.models.hf_rope import Rope, write_scaling
-from torchtitan.models.spec import HFMap, HFNames
+from torchtitan.models.quantization import check_quantization
+from torchtitan.models.spec import HFMap
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.text import brief
 
@@ -86,13 +88,15 @@ class HFConfig(BaseModel):
     """The class of the model in transformers."""
     qk_norm: ClassVar[bool] = False
     qkv_bias: ClassVar[bool] = False
+    ignored: ClassVar[tuple[str, ...]] = ()
+    """Patterns (`fnmatch`) of tensors in folders of this class that these models don't have."""
     own_head_size: ClassVar[bool] = False
     """Whether the size of a head is its own setting even where it equals `dim / n_heads`."""
     rotates_parts: ClassVar[bool] = False
     """Whether RoPE can be of a part of each head."""
 
     hidden_act: Literal["silu"] = "silu"
-    quantization_config: None = None
+    quantization_config: Annotated[Any, AfterValidator(check_quantization)] = None
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -110,7 +114,7 @@ class HFConfig(BaseModel):
 
     @classmethod
     def map(cls) -> HFMap:
-        return HFMap(cls.model_type, names, cls.write, cls.read, cls.fixed)
+        return HFMap(cls.model_type, names, cls.write, cls.read, cls.fixed, cls.ignored)
 
     @classmethod
     def fixed(cls, args: DecoderArgs) -> dict[str, Any]:

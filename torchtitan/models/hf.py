@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.config.load.render import to_toml_value
+from torchtitan.models.hf_names import parameters_of
 from torchtitan.models.spec import HFMap, ModelArgs, ModelSpec, families
 from torchtitan.utils.errors import ConfigError
 
@@ -73,7 +74,7 @@ def _shown(value: Any) -> str:
 def parameter_names(spec: ModelSpec, args: ModelArgs) -> list[str]:
     """Names of a model's parameters; without a conversion, read from a model on the meta device."""
     if spec.hf is not None:
-        return list(spec.hf.names(args))
+        return parameters_of(spec.hf.names(args))
     import torch
 
     with torch.device("meta"):

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from torchtitan.config.load.messages import explain_errors
 from torchtitan.config.registry import Registry, model_families
 from torchtitan.config.sections.types import Section, SeqLen, VocabSize, Width
+from torchtitan.models.hf_names import HFNames
 from torchtitan.utils.errors import ConfigError, did_you_mean
 from torchtitan.utils.text import brief
 
@@ -65,12 +66,6 @@ class Init:
     high: float = 0.0
 
 
-HFNames = dict[str, str | list[str]]
-"""Our parameter names to Hugging Face's; to a list if ours stacks several of theirs along a new
-first dimension.
-"""
-
-
 @dataclass(frozen=True)
 class HFMap(Generic[Args]):
     """Conversion between a family and its Hugging Face implementation."""
@@ -78,7 +73,7 @@ class HFMap(Generic[Args]):
     model_type: str
     """The value of this key in a `config.json` of the family."""
     names: Callable[[Args], HFNames]
-    """`names(args)`: the names of every parameter."""
+    """`names(args)`: where every parameter is, and every buffer that Hugging Face stores."""
     config: Callable[[Args, str], dict[str, Any]]
     """`config(args, dtype)`: the contents of Hugging Face's `config.json`."""
     args: Callable[[dict[str, Any]], Args]
@@ -89,6 +84,8 @@ class HFMap(Generic[Args]):
     """`fixed(args)`: the hyper-parameters that Hugging Face's class has no setting for, with the
     only value it computes with. A model with another value is not exported.
     """
+    ignored: tuple[str, ...] = ()
+    """Patterns (`fnmatch`) of tensors in Hugging Face's folders that these models don't have."""
     build: Build[Args] | None = field(
         default=None,
         init=False,

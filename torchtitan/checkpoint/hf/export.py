@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -10,17 +10,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 
+from torchtitan.checkpoint.boxes import BoxReader
 from torchtitan.checkpoint.commit import begin, commit, discard, fsync, temporary_folder, write_json
 from torchtitan.checkpoint.hf import check as hf_check
-from torchtitan.checkpoint.hf.folder import DTYPES, MAPPED_BYTES, batches, parts_of
+from torchtitan.checkpoint.hf.arrange import Theirs, arrange
+from torchtitan.checkpoint.hf.folder import batches
+from torchtitan.checkpoint.hf.pieces import blocks, whole
+from torchtitan.checkpoint.hf.stored import DTYPES, Box, Entry, OpenFiles
 from torchtitan.checkpoint.hf.tokenizer import write_tokenizer
 from torchtitan.checkpoint.hf.weights import on_meta
 from torchtitan.checkpoint.load import Reader, read_tensor
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec, export_problems, hf_map
+from torchtitan.models.hf_names import is_buffer, parts_of
 from torchtitan.utils.errors import CheckpointError, UserError
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 
@@ -83,27 +87,20 @@ class HFExport:
         self.reader = Reader(source)
         stored = self.reader.read_metadata().state_dict_metadata
         self.names = self.hf.names(args)
-        self._check(self.names, averaged)
-        self.tensors: dict[str, Tensor] = {}
-        """What is written, on the meta device."""
-        self.places: dict[str, tuple[str, int | None]] = {}
-        """Where it is in the checkpoint: a key, and the index in a stack."""
-        for ours, theirs in self.names.items():
-            key = f"ema.{ours}" if averaged else f"model.{ours}"
-            about = stored[key]
-            value = torch.empty(
-                about.size,
-                dtype=dtype or about.properties.dtype,
-                device="meta",
-            )
-            whole = isinstance(theirs, str)
-            for i, part in enumerate(parts_of(theirs)):
-                self.tensors[part] = value if whole else value[i]
-                self.places[part] = key, None if whole else i
-        self._stack: tuple[str, Tensor] | None = None
+        self._averaged = averaged
+        self._check()
+        shapes = {}
+        dtypes = {}
+        for ours in self.names:
+            about = stored[self._key(ours)]
+            shapes[ours] = tuple(about.size)
+            dtypes[ours] = dtype or about.properties.dtype
+        self.tensors = arrange(self.names, shapes, dtypes)
+        """What is written, by Hugging Face's names."""
+        self._boxes = BoxReader(self.reader)
         self.dtype = next(iter(self.tensors.values())).dtype
         """The dtype of the first written weight."""
-        sizes = ((name, value.nbytes) for name, value in self.tensors.items())
+        sizes = ((name, tensor.nbytes) for name, tensor in self.tensors.items())
         groups = list(batches(sizes, max_file_bytes))
         count = len(groups)
         self.files = {"model.safetensors": groups[0]}
@@ -112,14 +109,19 @@ class HFExport:
             numbered = enumerate(groups, 1)
             self.files = {f"model-{i:05}-of-{count:05}.safetensors": g for i, g in numbered}
 
-    def _check(self, ours: Mapping[str, Any], averaged: bool) -> None:
+    def _key(self, ours: str) -> str:
+        """The checkpoint's key of what is exported. Buffers have no average."""
+        average = self._averaged and not is_buffer(self.names[ours])
+        return f"ema.{ours}" if average else f"model.{ours}"
+
+    def _check(self) -> None:
         """
         Raises:
-            CheckpointError: the checkpoint lacks some of the weights `ours`, or has some beside
-            them that matter.
+            CheckpointError: the checkpoint lacks some of the weights, or has some beside them that
+                matter.
         """
-        names = {f"model.{name}" for name in ours}
-        wanted = [f"ema.{name}" for name in ours] if averaged else list(names)
+        names = {f"model.{name}" for name in self.names}
+        wanted = [self._key(name) for name in self.names]
         source = self.reader.path
         stored = self.reader.read_metadata().state_dict_metadata
         other = f"{source} is not of the model in its manifest"
@@ -187,7 +189,7 @@ class HFExport:
         if self.rank != 0:
             return
         if len(self.files) > 1:
-            total = {"total_size": sum(value.nbytes for value in self.tensors.values())}
+            total = {"total_size": sum(tensor.nbytes for tensor in self.tensors.values())}
             places = {name: file for file, names in self.files.items() for name in names}
             index = {"metadata": total, "weight_map": places}
             write_json(self.target / "model.safetensors.index.json", index)
@@ -209,18 +211,24 @@ class HFExport:
         if self.check is False or is_remote(self.target):
             return
         for file, names in list(self.files.items())[self.rank :: self.world]:
-            sizes = ((name, self.tensors[name].nbytes) for name in names)
-            # The pages that are read of a mapped file are this process's memory until it is closed.
-            for batch in batches(sizes, MAPPED_BYTES):
-                self._compare_bits(file, batch)
+            path = self.target / file
+            with OpenFiles() as files:
+                for name in names:
+                    self._compare_bits(files, name, path)
 
-    def _compare_bits(self, file: str, names: list[str]) -> None:
-        with safe_open(self.target / file, framework="pt") as content:
-            for name in names:
-                if not _same_bits(content.get_tensor(name), self._read(name)):
-                    raise CheckpointError(
-                        f"{file}: {name} is not what was written; the storage is faulty"
-                    )
+    def _compare_bits(
+        self,
+        files: OpenFiles,
+        name: str,
+        path: Path,
+    ) -> None:
+        tensor = self.tensors[name]
+        entry = Entry(name, str(path), tensor.shape, DTYPES[tensor.dtype])
+        for box, written in self._read(tensor):
+            if not _same_bits(entry.read(files, box), written):
+                raise CheckpointError(
+                    f"{path.name}: {name} is not what was written; the storage is faulty"
+                )
 
     def _compare(self) -> None:
         if self.rank != 0:
@@ -247,18 +255,21 @@ class HFExport:
 
     def _whole(self, ours: str) -> Tensor:
         """The weight of one of our names, as it was exported."""
-        first = parts_of(self.names[ours])[0]
-        key, _ = self.places[first]
-        return read_tensor(self.reader, key, self.tensors[first].dtype)
+        first = parts_of(self.names[ours])[0].name
+        return read_tensor(self.reader, self._key(ours), self.tensors[first].dtype)
 
-    def _read(self, name: str) -> Tensor:
-        key, index = self.places[name]
-        if index is None:
-            return read_tensor(self.reader, key, self.tensors[name].dtype)
-        if self._stack is None or self._stack[0] != key:
-            self._stack = None  # before the next one needs memory
-            self._stack = key, read_tensor(self.reader, key, self.tensors[name].dtype)
-        return self._stack[1][index]
+    def _read(self, tensor: Theirs) -> Iterator[tuple[Box, Tensor]]:
+        """One of Hugging Face's tensors, in boxes in the order of its elements."""
+        self._boxes.forget(besides={self._key(source.ours) for source in tensor.sources})
+        most = _PIECE // tensor.dtype.itemsize
+        for box in blocks(whole(tensor.shape), most):
+            value = torch.empty([part.stop - part.start for part in box], dtype=tensor.dtype)
+            for source in tensor.sources:
+                own = source.box(box)
+                if all(part.start < part.stop for part in own):
+                    stored = self._boxes.read(self._key(source.ours), own)
+                    source.write(stored, value, box)
+            yield box, value
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
@@ -269,34 +280,35 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 def _write_safetensors(
     path: Path,
-    tensors: Mapping[str, Tensor],
-    read: Callable[[str], Tensor],
+    tensors: Mapping[str, Theirs],
+    read: Callable[[Theirs], Iterable[tuple[Box, Tensor]]],
 ) -> None:
-    """Write a safetensors file with one tensor in memory at a time; other writers hold whole files.
+    """Write a safetensors file with a piece of a tensor in memory at a time; other writers hold
+    whole files.
 
     The format is 8 bytes with the header's length, the header (JSON), and the tensors' bytes
     (https://github.com/huggingface/safetensors#format).
 
     Args:
-        tensors: by name, on the meta device.
-        read: returns a tensor by name.
+        tensors: by name.
+        read: returns a tensor in pieces, in the order of its elements.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, value in tensors.items():
+    for name, tensor in tensors.items():
         start = end
-        end = end + value.nbytes
+        end = end + tensor.nbytes
         header[name] = {
-            "dtype": DTYPES[value.dtype],
-            "shape": list(value.shape),
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in tensors:
-            for piece in read(name).flatten().view(torch.uint8).split(_PIECE):
-                file.write(piece.numpy().data)
+        for tensor in tensors.values():
+            for _, piece in read(tensor):
+                file.write(piece.flatten().view(torch.uint8).numpy().data)
     if not is_remote(path):
         fsync(path)

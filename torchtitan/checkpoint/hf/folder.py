@@ -5,7 +5,6 @@ headers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,23 +24,18 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
+from torchtitan.checkpoint.hf.pieces import blocks, their_box, to_ours, whole, within
+from torchtitan.checkpoint.hf.stored import NAMED, Box, Entry, OpenFiles, Stored, dequantized
 from torchtitan.checkpoint.load import alone
 from torchtitan.checkpoint.save import unwrapped
-from torchtitan.models import HFNames
+from torchtitan.models.hf_names import HFNames, Part, is_stack, parts_of
+from torchtitan.models.quantization import Quantization, read_quantization
 from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.formats import read_json_object
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-}
-"""The names that safetensors gives dtypes of weights."""
-_NAMED = {name: dtype for dtype, name in DTYPES.items()}
 _INDEX = "model.safetensors.index.json"
-MAPPED_BYTES = 32 * 2**20
+_ELEMENTS = 2**22
+"""Elements that are read at a time."""
 _PICKLES = ("*.bin", "*.pth", "*.pt", "*.ckpt")
 T = TypeVar("T")
 
@@ -107,31 +101,18 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A tensor in a file."""
-
-    file: str
-    shape: tuple[int, ...]
-    dtype: str
-
-
 class _Piece(NamedTuple):
-    """What to read of a tensor in a file, and where to."""
+    """What to read of a part, and where to."""
 
-    part: str
-    slices: tuple[slice, ...]
-    """One for each dimension, or for each of the stack; none: all of it."""
+    part: Part
+    box: Box
+    """Of ours, without the dimension of a stack."""
     target: Tensor
 
 
-def parts_of(theirs: str | list[str]) -> list[str]:
-    """The names in a folder of what is one weight for us."""
-    return [theirs] if isinstance(theirs, str) else theirs
-
-
 class SafetensorsReader(HuggingFaceStorageReader):
-    """Reads weights under our names. Only the slices that a rank needs are read, one at a time.
+    """Reads weights under our names. Only the slices that a rank needs are read, a few megabytes at
+    a time; quantized ones are dequantized.
 
     To torch's checkpointing (DCP) a stack is a tensor that was saved in as many chunks as it has
     parts.
@@ -140,41 +121,44 @@ class SafetensorsReader(HuggingFaceStorageReader):
     def __init__(self, folder: Path, names: HFNames):
         """
         Raises:
-            CheckpointError: the folder has no safetensors, or one is damaged.
+            CheckpointError: the folder has no safetensors, or one is damaged; or they are quantized
+                otherwise than `config.json` says, or in a way that can't be read.
         """
         super().__init__(str(folder))
         self.folder = folder
         self.names = names
-        self.entries: dict[str, _Entry] = {}
-        """What the folder holds, by its names."""
+        self.parts = {ours: parts_of(theirs) for ours, theirs in names.items()}
+        entries: dict[str, Entry] = {}
         for file in _weight_files(folder):
             for name, entry in _read_header(file).items():
-                if first := self.entries.get(name):
+                if first := entries.get(name):
                     raise CheckpointError(f"{name} is in two files: {first.file} and {file}")
-                self.entries[name] = entry
+                entries[name] = entry
+        self.entries = dequantized(entries, _quantization(folder))
+        """What the folder holds, by its names."""
         self._metadata = self._describe()
 
     def _describe(self) -> Metadata:
         """The weights that are complete."""
         tensors: dict[str, TensorStorageMetadata] = {}
-        places: dict[MetadataIndex, str] = {}
-        for ours, theirs in self.names.items():
-            parts = parts_of(theirs)
-            entries = [self.entries.get(part) for part in parts]
+        places: dict[MetadataIndex, Part] = {}
+        for ours, parts in self.parts.items():
+            entries = [self.entries.get(part.name) for part in parts]
             first = entries[0]
-            if first is None or None in entries or first.dtype not in _NAMED:
+            if first is None or None in entries or first.dtype not in NAMED:
                 continue
-            stack = () if isinstance(theirs, str) else (len(parts),)
-            size = torch.Size((*stack, *first.shape))
-            part_size = torch.Size((*(1 for _ in stack), *first.shape))
-            zeros = (0,) * len(first.shape)
+            shape = parts[0].our_shape(first.shape)
+            stack = (len(parts),) if is_stack(self.names[ours]) else ()
+            part_size = torch.Size((*(1 for _ in stack), *shape))
+            zeros = (0,) * len(shape)
             chunks = []
             for i, part in enumerate(parts):
                 offset = torch.Size((i, *zeros) if stack else zeros)
                 chunks.append(ChunkStorageMetadata(offset, part_size))
                 places[MetadataIndex(ours, offset)] = part
-            properties = TensorProperties(dtype=_NAMED[first.dtype])
-            tensors[ours] = TensorStorageMetadata(properties, size, chunks)
+            dtype = torch.float32 if parts[0].buffer else NAMED[first.dtype]
+            properties = TensorProperties(dtype=dtype)
+            tensors[ours] = TensorStorageMetadata(properties, torch.Size((*stack, *shape)), chunks)
         about = StorageMeta(load_id=self.load_id)
         return Metadata(tensors, storage_data=places, storage_meta=about)
 
@@ -192,90 +176,104 @@ class SafetensorsReader(HuggingFaceStorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         pieces = []
+        targets = []
         for item in plan.items:
             ends = zip(item.storage_offsets, item.lengths, strict=True)
-            slices = tuple(slice(start, start + length) for start, length in ends)
+            box = tuple(slice(start, start + length) for start, length in ends)
+            target = planner.resolve_tensor(item).detach()
+            stacked = is_stack(self.names[item.storage_index.fqn])
             part = self.storage_data[item.storage_index]
-            pieces.append(_Piece(part, slices, planner.resolve_tensor(item).detach()))
+            piece = (box[1:], target.squeeze(0)) if stacked else (box, target)
+            pieces.append(_Piece(part, *piece))
+            targets.append(target)
         self._fill(pieces)
-        for item, piece in zip(plan.items, pieces, strict=True):
-            planner.commit_tensor(item, piece.target)
+        for item, target in zip(plan.items, targets, strict=True):
+            planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def read(self, name: str) -> Tensor:
-        """The whole of our weight `name`, in its stored dtype.
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """Our weight `name`, or a box of it, in its stored dtype; buffers in fp32.
 
         Raises:
             CheckpointError: it can't be read, or holds NaN or infinity.
         """
         about = self._metadata.state_dict_metadata[name]
-        theirs = self.names[name]
-        out = torch.empty(about.size, dtype=about.properties.dtype)
-        targets = [out] if isinstance(theirs, str) else out.unbind()
-        pairs = zip(parts_of(theirs), targets, strict=True)
-        self._fill([_Piece(part, (), target) for part, target in pairs])
+        box = whole(about.size) if box is None else box
+        sizes = [part.stop - part.start for part in box]
+        out = torch.empty(sizes, dtype=about.properties.dtype)
+        parts = self.parts[name]
+        if is_stack(self.names[name]):
+            pairs = zip(parts[box[0]], out.unbind(), strict=True)
+            self._fill(_Piece(part, box[1:], target) for part, target in pairs)
+        else:
+            self._fill([_Piece(parts[0], box, out)])
         return out
 
     def _fill(self, pieces: Iterable[_Piece]) -> None:
-        files: dict[str, list[tuple[_Piece, int]]] = {}
-        for piece in pieces:
-            entry = self.entries[piece.part]
-            size = piece.target.numel() * _NAMED[entry.dtype].itemsize
-            files.setdefault(entry.file, []).append((piece, size))
-        for file, sized in files.items():
-            # The pages that are read of a mapped file are this process's memory until it is closed.
-            for batch in batches(sized, MAPPED_BYTES):
-                self._fill_from(file, batch)
-
-    def _fill_from(self, file: str, pieces: list[_Piece]) -> None:
-        part = ""
-        try:
-            with safe_open(file, framework="pt") as content:
-                for part, slices, target in pieces:
-                    dims = len(self.entries[part].shape)  # one less than a stack has
-                    value = content.get_slice(part)[slices[-dims:] if dims else ()]
-                    target.copy_(self._checked(part, value).view(target.shape))
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"can't read {part} of {file}: {error}") from None
+        """Files are read in order, so that few are opened more than once."""
+        by_file = sorted(pieces, key=lambda piece: self.entries[piece.part.name].file)
+        with OpenFiles() as files:
+            for part, box, target in by_file:
+                if not target.numel():
+                    continue
+                for block in blocks(box, _ELEMENTS // (part.of // part.width)):
+                    stored = self.entries[part.name]
+                    value = stored.read(files, their_box(part, block))
+                    value = to_ours(part, _checked(stored, value), block)
+                    target[within(block, box)].copy_(value)
 
     def problems(self, shapes: Mapping[str, Sequence[int]]) -> list[str]:
         """Why the folder can't fill our weights of these names and shapes."""
         nameless = [ours for ours in shapes if ours not in self.names]
         if nameless:
             return [f"{ours} has no name in Hugging Face's format" for ours in nameless]
-        theirs = {ours: parts_of(self.names[ours]) for ours in shapes}
-        missing = [p for parts in theirs.values() for p in parts if p not in self.entries]
+        names = [part.name for ours in shapes for part in self.parts[ours]]
+        missing = [name for name in dict.fromkeys(names) if name not in self.entries]
         if missing:
-            return [f"{part} is missing" for part in missing]
+            return [f"{name} is missing" for name in missing]
         out = []
-        for ours, parts in theirs.items():
-            stacked = not isinstance(self.names[ours], str)
-            wanted = tuple(shapes[ours])[1 if stacked else 0 :]
-            first = self.entries[parts[0]]
+        for ours, shape in shapes.items():
+            parts = self.parts[ours]
+            first = self.entries[parts[0].name]
+            own = tuple(shape)[1 if is_stack(self.names[ours]) else 0 :]
             for part in parts:
-                entry = self.entries[part]
-                kind = f"{part} has dtype {entry.dtype}"
+                entry = self.entries[part.name]
+                wanted = part.their_shape(own)
+                kind = f"{part.name} has dtype {entry.dtype}"
                 if entry.shape != wanted:
-                    out.append(f"{part} is {list(entry.shape)}, should be {list(wanted)}")
-                elif entry.dtype not in _NAMED:
-                    out.append(f"{kind}, must be one of {', '.join(_NAMED)}")
+                    out.append(f"{part.name} is {list(entry.shape)}, should be {list(wanted)}")
+                elif entry.dtype not in NAMED:
+                    out.append(f"{kind}, must be one of {', '.join(NAMED)}")
                 elif entry.dtype != first.dtype:
-                    out.append(f"{kind}, {parts[0]} of the same stack {first.dtype}")
+                    out.append(f"{kind}, {parts[0].name} of the same stack {first.dtype}")
         return out
 
-    def _checked(self, name: str, value: Tensor) -> Tensor:
-        if value.numel():
-            # The reductions need no copy; NaN prevails in both.
-            comparable = value.float() if value.itemsize == 1 else value
-            extremes = torch.stack(torch.aminmax(comparable))
-            if not extremes.isfinite().all():
-                file = self.entries[name].file
-                raise CheckpointError(
-                    f"{file}: {name} holds NaN or infinity; download the model again"
-                )
-        return value
+
+def _checked(stored: Stored, value: Tensor) -> Tensor:
+    # The reductions need no copy; NaN prevails in both.
+    comparable = value.float() if value.itemsize == 1 else value
+    if not torch.stack(torch.aminmax(comparable)).isfinite().all():
+        name = " or ".join(stored.names)
+        raise CheckpointError(
+            f"{stored.file}: {name} holds NaN or infinity; download the model again"
+        )
+    return value
+
+
+def _quantization(folder: Path) -> Quantization | None:
+    """
+    Raises:
+        CheckpointError: `config.json` is damaged, or names a kind that can't be read.
+    """
+    file = folder / "config.json"
+    if not file.exists():
+        return None
+    try:
+        return read_quantization(read_json_object(file).get("quantization_config"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: config.json: quantization_config: {error}") from None
 
 
 def batches(sizes: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
@@ -293,7 +291,7 @@ def batches(sizes: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
         yield batch
 
 
-def _read_header(file: Path) -> dict[str, _Entry]:
+def _read_header(file: Path) -> dict[str, Entry]:
     """The tensors of a file.
 
     Raises:
@@ -311,7 +309,7 @@ def _read_header(file: Path) -> dict[str, _Entry]:
                 )
             slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 - not a dictionary
             return {
-                name: _Entry(str(file), tuple(part.get_shape()), part.get_dtype())
+                name: Entry(name, str(file), tuple(part.get_shape()), part.get_dtype())
                 for name, part in slices.items()
             }
     except (OSError, SafetensorError) as error:

@@ -1,16 +1,19 @@
 """Weights from Hugging Face safetensors, in bounded host memory."""
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchtitan.checkpoint.hf.folder import SafetensorsReader, parts_of
+from torchtitan.checkpoint.hf.folder import SafetensorsReader
+from torchtitan.checkpoint.hf.stored import Box
 from torchtitan.checkpoint.save import write_streamed
 from torchtitan.checkpoint.state import model_state
 from torchtitan.models import HFNames, ModelSpec, hf_map
+from torchtitan.models.hf_names import parameters_of
 from torchtitan.utils.errors import CheckpointError
 
 
@@ -21,15 +24,15 @@ def load_hf(
 ) -> None:
     """Fill the weights of a model, or of this rank's pipeline stages, from a folder of safetensors.
 
-    Buffers stay as they are: Hugging Face's formats have no place for them.
+    Buffers that Hugging Face's format has no place for stay as they are.
 
     Raises:
         CheckpointError: the folder has no safetensors, or one is damaged; or a weight is missing,
             has another shape, or holds NaN or infinity.
     """
     reader = SafetensorsReader(folder, names)
-    buffers = {name for model in models for name, _ in model.named_buffers()}
-    ours = {name: value for name, value in model_state(models).items() if name not in buffers}
+    own = {name for model in models for name, _ in model.named_buffers()} - names.keys()
+    ours = {name: value for name, value in model_state(models).items() if name not in own}
     shapes = {name: value.shape for name, value in ours.items()}
     if problems := reader.problems(shapes):
         raise CheckpointError(
@@ -48,15 +51,19 @@ def check_hf(
     Raises:
         CheckpointError: the weights aren't those of a model of `args`, which came with them.
     """
-    known = {part: None for theirs in reader.names.values() for part in parts_of(theirs)}
-    unused = reader.entries.keys() - known - {"lm_head.weight"}
+    parts = [part for parts in reader.parts.values() for part in parts]
+    known = dict.fromkeys(part.name for part in parts)
+    copies = {copy for part in parts for copy in part.copies}
     wrong = [f"{theirs} is missing" for theirs in known if theirs not in reader.entries]
-    for theirs in sorted(unused):
-        if not theirs.endswith("rotary_emb.inv_freq"):
+    ignored = ("lm_head.weight", "*rotary_emb.inv_freq", *hf_map(spec).ignored)
+    for theirs in sorted(reader.entries.keys() - known - copies):
+        if not any(fnmatchcase(theirs, pattern) for pattern in ignored):
             wrong.append(f"{theirs} is unknown")
     if not wrong:  # else the model could be of any size
         model = on_meta(spec, args)
-        shapes = {name: weight.shape for name, weight in model.named_parameters()}
+        buffers = {name for name, _ in model.named_buffers()} - reader.names.keys()
+        state = model_state([model])
+        shapes = {name: value.shape for name, value in state.items() if name not in buffers}
         wrong = reader.problems(shapes)
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
@@ -102,10 +109,13 @@ def import_hf(
             device="meta",
         )
 
-    def read(key: str) -> Tensor:
+    def read(key: str, box: Box) -> Tensor:
         name = key.removeprefix("model.")
+        if name in stored:
+            return reader.read(name, box)
         # What Hugging Face doesn't store are buffers, which start at zero.
-        return reader.read(name) if name in stored else torch.zeros_like(state[name], device="cpu")
+        return torch.zeros([part.stop - part.start for part in box], dtype=state[name].dtype)
 
     write_streamed(target, manifest, {"model": state}, read)
-    return sum(about.size.numel() for about in stored.values())
+    parameters = parameters_of(reader.names)
+    return sum(stored[name].size.numel() for name in parameters)

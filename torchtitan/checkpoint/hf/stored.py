@@ -1,0 +1,282 @@
+"""Tensors in safetensors files, read box by box; quantized ones are dequantized.
+
+A box is a slice of each dimension. Nothing larger than a box, and what its values were made from,
+is in memory.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from torchtitan.models.quantization import Quantization
+from torchtitan.utils.errors import CheckpointError
+
+Box = tuple[slice, ...]
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+}
+"""The names that safetensors gives dtypes of weights."""
+NAMED = {name: dtype for dtype, name in DTYPES.items()}
+MAPPED_BYTES = 32 * 2**20
+_SCALES = ("F32", "BF16", "F8_E8M0")
+"""Dtypes of the scales of fp8 blocks. The last is a power of two."""
+_MXFP4_VALUES = 32
+"""Values that share a scale."""
+
+
+class OpenFiles(contextlib.AbstractContextManager["OpenFiles"]):
+    """Files that are being read. The pages that are read of a mapped file are this process's memory
+    until it is closed, so all are closed after each 32 MiB.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[str, Any] = {}
+        self._read = 0
+
+    def read(self, entry: "Entry", box: Box) -> Tensor:
+        """A box of a tensor, mapped from its file.
+
+        Raises:
+            CheckpointError: it can't be read.
+        """
+        size = entry.itemsize
+        for part in box:
+            size *= part.stop - part.start
+        if self._read and self._read + size > MAPPED_BYTES:
+            self.close()
+        self._read += size
+        try:
+            if entry.file not in self._files:
+                opened = safe_open(entry.file, framework="pt")
+                self._files[entry.file] = opened.__enter__()
+            return self._files[entry.file].get_slice(entry.name)[box or ...]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"can't read {entry.name} of {entry.file}: {error}") from None
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.__exit__(None, None, None)
+        self._files.clear()
+        self._read = 0
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+
+class Stored(Protocol):
+    """A tensor of a folder."""
+
+    @property
+    def file(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str:
+        """The name that safetensors gives it."""
+        ...
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names in the files that it is made from."""
+        ...
+
+    def read(self, files: OpenFiles, box: Box) -> Tensor:
+        """A box of it, in its dtype.
+
+        Raises:
+            CheckpointError: it can't be read.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file, as it is."""
+
+    name: str
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    @property
+    def itemsize(self) -> int:
+        return NAMED[self.dtype].itemsize if self.dtype in NAMED else 1
+
+    def read(self, files: OpenFiles, box: Box) -> Tensor:
+        return files.read(self, box)
+
+
+@dataclass(frozen=True)
+class BlockScaled:
+    """A matrix of e4m3, and a factor for each block of it (DeepSeek-V3, arXiv:2412.19437, section
+    3.3). The last blocks may be smaller.
+    """
+
+    weight: Entry
+    scale: Entry
+    block: tuple[int, int]
+    dtype: str = "BF16"
+
+    @property
+    def file(self) -> str:
+        return self.weight.file
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.weight.name, self.scale.name
+
+    def read(self, files: OpenFiles, box: Box) -> Tensor:
+        values = files.read(self.weight, box).float()
+        blocks = tuple(
+            slice(part.start // size, -(-part.stop // size))
+            for part, size in zip(box, self.block, strict=True)
+        )
+        scale = files.read(self.scale, blocks).float()
+        for dim, (part, size) in enumerate(zip(box, self.block, strict=True)):
+            skipped = part.start // size * size
+            entries = torch.arange(part.start - skipped, part.stop - skipped) // size
+            scale = scale.index_select(dim, entries)
+        return values.mul_(scale).bfloat16()
+
+
+@dataclass(frozen=True)
+class MXFP4:
+    """Stacked matrices of 4-bit floats, 32 of a row with a power of two (OCP Microscaling Formats,
+    version 1.0). In a file, a row holds what becomes a column here.
+
+        blocks [..., rows, groups, 16] uint8, two values in a byte, the low half first
+        scales [..., rows, groups] uint8, the exponent plus 127
+        here   [..., groups * 32, rows]
+    """
+
+    blocks: Entry
+    scales: Entry
+    dtype: str = "BF16"
+
+    @property
+    def file(self) -> str:
+        return self.blocks.file
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *stack, rows, groups, _ = self.blocks.shape
+        return (*stack, groups * _MXFP4_VALUES, rows)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.blocks.name, self.scales.name
+
+    def read(self, files: OpenFiles, box: Box) -> Tensor:
+        *stack, inner, rows = box
+        first = inner.start // _MXFP4_VALUES
+        groups = slice(first, -(-inner.stop // _MXFP4_VALUES))
+        half = _MXFP4_VALUES // 2
+        packed = files.read(self.blocks, (*stack, rows, groups, slice(0, half)))
+        pair = torch.stack((packed & 15, packed >> 4), dim=-1)
+        values = _e2m1()[pair.int()].flatten(-2)
+        exponents = files.read(self.scales, (*stack, rows, groups)).int() - 127
+        values = torch.ldexp(values, exponents.unsqueeze(-1)).flatten(-2)
+        skipped = first * _MXFP4_VALUES
+        values = values[..., inner.start - skipped : inner.stop - skipped]
+        return values.transpose(-2, -1).bfloat16()
+
+
+@lru_cache(maxsize=1)
+def _e2m1() -> Tensor:
+    """The 16 values of e2m1, fp32: a sign, two bits of exponent, one of mantissa."""
+    positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    return torch.cat((positive, -positive))
+
+
+def dequantized(
+    entries: Mapping[str, Entry],
+    quantization: Quantization | None,
+) -> dict[str, Stored]:
+    """The tensors of a folder by name. Those with scales are one each, by the name it would have
+    unquantized.
+
+    Raises:
+        CheckpointError: a quantized tensor lacks its scales, has others than its blocks need, or
+            isn't announced by `config.json`.
+    """
+    found: dict[str, Stored] = dict(entries)
+    method = quantization.method if quantization else None
+    for name, entry in entries.items():
+        weight = name.removesuffix("_scale_inv")
+        if weight != name and weight in entries:
+            _check_announced("fp8", method, entry)
+            assert quantization is not None
+            found[weight] = _block_scaled(entries[weight], entry, quantization.block)
+            del found[name]
+        elif entry.dtype == "F8_E4M3" and method == "fp8" and f"{name}_scale_inv" not in entries:
+            raise CheckpointError(f"{entry.file}: {name} is fp8 and has no {name}_scale_inv")
+        elif entry.dtype == "U8" and name.endswith("_blocks"):
+            _check_announced("mxfp4", method, entry)
+            whole = name.removesuffix("_blocks")
+            found[whole] = _mxfp4(entry, entries.get(f"{whole}_scales"))
+            del found[name], found[f"{whole}_scales"]
+    return found
+
+
+def _check_announced(
+    method: str,
+    stated: str | None,
+    entry: Entry,
+) -> None:
+    if stated != method:
+        raise CheckpointError(
+            f"{entry.file}: {entry.name} is {method}, but config.json has no quantization_config "
+            f'of quant_method "{method}"; take the config.json of the same download'
+        )
+
+
+def _block_scaled(
+    weight: Entry,
+    scale: Entry,
+    block: tuple[int, int],
+) -> BlockScaled:
+    if weight.dtype != "F8_E4M3" or len(weight.shape) != 2 or scale.dtype not in _SCALES:
+        kinds = f"{weight.dtype} {list(weight.shape)} with scales of {scale.dtype}"
+        raise CheckpointError(f"{weight.file}: {weight.name} is {kinds}, not fp8 with fp32 scales")
+    blocks = tuple(-(-n // size) for n, size in zip(weight.shape, block, strict=True))
+    if scale.shape != blocks:
+        raise CheckpointError(
+            f"{scale.file}: {scale.name} is {list(scale.shape)}, should be {list(blocks)}: one for "
+            f"each {block[0]} x {block[1]} of {list(weight.shape)}"
+        )
+    return BlockScaled(weight, scale, block)
+
+
+def _mxfp4(blocks: Entry, scales: Entry | None) -> MXFP4:
+    if scales is None:
+        name = blocks.name.removesuffix("_blocks")
+        raise CheckpointError(f"{blocks.file}: {blocks.name} has no {name}_scales")
+    sound = len(blocks.shape) >= 3 and blocks.shape[-1] == _MXFP4_VALUES // 2
+    if not sound or scales.dtype != "U8" or scales.shape != blocks.shape[:-1]:
+        raise CheckpointError(
+            f"{blocks.file}: {blocks.name} is {list(blocks.shape)} with scales "
+            f"{list(scales.shape)} of {scales.dtype}, should be [..., 16] of uint8 with a scale "
+            "of uint8 for each 16 bytes"
+        )
+    return MXFP4(blocks, scales)
