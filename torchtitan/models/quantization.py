@@ -7,10 +7,6 @@ from typing import Any, Literal
 
 from torchtitan.utils.text import brief
 
-_READABLE = (
-    "can be read: fp8 with scales of blocks (quant_method 'fp8', weight_block_size), and mxfp4"
-)
-
 
 @dataclass(frozen=True)
 class Quantization:
@@ -37,16 +33,32 @@ def read_quantization(about: Any) -> Quantization | None:
     if method == "mxfp4":
         return Quantization("mxfp4")
     if method != "fp8":
-        kind = f"weights quantized by {brief(method)}" if method else f"got {brief(about)}, which"
-        raise ValueError(f"{kind} can't be read. {_WHAT_TO_DO}")
+        raise ValueError(f"{_kind(about)} can't be read. {_WHAT_TO_DO}")
     block = about.get("weight_block_size", [128, 128])
     sizes = block if isinstance(block, list | tuple) else []
     if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
         raise ValueError(f"fp8 with weight_block_size {brief(block)} can't be read. {_WHAT_TO_DO}")
-    kind = about.get("fmt", "e4m3")
-    if kind != "e4m3" or about.get("expert_dtype", "fp8") != "fp8":
+    if about.get("fmt", "e4m3") != "e4m3" or about.get("expert_dtype", "fp8") != "fp8":
         raise ValueError(f"fp8 other than e4m3 can't be read: {brief(about)}. {_WHAT_TO_DO}")
     return Quantization("fp8", (sizes[0], sizes[1]))
+
+
+def _kind(about: Any) -> str:
+    """Weights that can't be read, in words: INT4 of compressed-tensors states its bits for each
+    group of layers.
+    """
+    if not isinstance(about, dict) or "quant_method" not in about:
+        return f"{brief(about)}, which names no quant_method,"
+    groups = about.get("config_groups")
+    first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
+    weights = first.get("weights") if isinstance(first, dict) else None
+    bits = about.get("bits")
+    kind = "int"
+    if isinstance(weights, dict):
+        bits = weights.get("num_bits")
+        kind = weights.get("type", kind)
+    format_of = f"{str(kind)[:8].upper()}{bits} " if type(bits) is int else ""
+    return f"{format_of}weights of quant_method {brief(about['quant_method'])}"
 
 
 def check_quantization(about: Any) -> Any:
@@ -60,7 +72,7 @@ def check_quantization(about: Any) -> Any:
 
 
 _WHAT_TO_DO = (
-    f"What {_READABLE}. Take the model's bfloat16 weights if they are published; else dequantize "
-    "them with the tool that wrote them, save them as bfloat16 without quantization_config, and "
-    "read that folder"
+    "What can: quant_method 'fp8' with weight_block_size, and 'mxfp4'. Take the model's bfloat16 "
+    "weights if they are published; else dequantize it with the tool that quantized it, and save "
+    "it as bfloat16, without quantization_config"
 )
