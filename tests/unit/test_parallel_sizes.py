@@ -38,6 +38,35 @@ def test_tensor_parallel_sizes(degree, extra, text):
     assert text in str(error.value)
 
 
+# ---- context parallelism
+
+DELTA = [
+    "--model.overrides.layer_pattern=['delta']",
+    *(f"--model.overrides.delta_{name}_heads=12" for name in ("key", "value")),
+    *(f"--model.overrides.delta_{name}_size=8" for name in ("key", "value")),
+]
+
+
+@pytest.mark.parametrize(
+    ("cp", "tp", "text"),
+    [
+        (8, 1, "8 does not divide delta_key_heads 12 of model.flavor debugmodel of llama3"),
+        (8, 1, "whose ranks exchange heads; set it to one of 1, 2, 3, 4, 6, 12"),
+        (4, 2, "4 x parallelism.tensor_parallel_degree 2 = 8 does not divide delta_key_heads 12"),
+        (4, 2, "set it to one of 1, 2, 3, 6"),
+        (2, 8, "set it to one of 1"),
+        (1, 8, "parallelism.tensor_parallel_degree: 8 does not divide delta_key_heads 12"),
+    ],
+)
+def test_context_parallel_sizes(cp, tp, text):
+    """Gated DeltaNet exchanges whole key heads."""
+    degrees = {"context": cp, "tensor": tp}
+    argv = [f"--parallelism.{name}_parallel_degree={n}" for name, n in degrees.items()]
+    with pytest.raises(ConfigError) as error:
+        preflight(resolve([*DELTA, *argv], cp * tp).config, output=False)
+    assert text in str(error.value)
+
+
 # ---- expert parallelism
 
 MOE = ["--model.name=qwen3_moe", "--model.overrides.n_experts=12"]

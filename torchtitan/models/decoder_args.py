@@ -414,9 +414,16 @@ def expert_sizes(args: DecoderArgs) -> dict[str, int]:
 def tensor_parallel_sizes(args: DecoderArgs) -> dict[str, int]:
     """Sizes that the tensor-parallel degree must divide."""
     names = ["n_heads", "n_kv_heads"]
+    if "delta" in args.kinds:
+        names.append("delta_key_heads")
     if args.n_experts == 0 or args.n_dense_layers > 0:
         names.append("ffn_dim")
     if args.shared_expert_dim:
         names.append("shared_expert_dim")
     names.append("vocab_size")
     return {name: getattr(args, name) for name in names}
+
+
+def context_parallel_sizes(args: DecoderArgs) -> dict[str, int]:
+    """Sizes that the context-parallel degree times the tensor-parallel degree must divide."""
+    return {"delta_key_heads": args.delta_key_heads} if "delta" in args.kinds else {}

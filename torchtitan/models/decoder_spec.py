@@ -6,6 +6,7 @@ from typing import Any
 from torchtitan.models.decoder_args import (
     TENSOR_PARALLEL_STYLES,
     DecoderArgs,
+    context_parallel_sizes,
     expert_sizes,
     init,
     module_flops,
@@ -36,6 +37,7 @@ def register_decoder(
             tiny=tiny,
             hf=hf.map(),
             expert_sizes=expert_sizes,
+            context_parallel_sizes=context_parallel_sizes,
         )
     )
 

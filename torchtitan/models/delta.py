@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.models.delta_rule import causal_convolution, chunked_delta_rule, normalize
-from torchtitan.models.layers import PerHead, RMSNorm
+from torchtitan.models.layers import PerHead
+from torchtitan.models.norms import RMSNorm
 
 
 class DeltaWeights(NamedTuple):

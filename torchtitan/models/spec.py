@@ -184,6 +184,10 @@ class ModelSpec(Generic[Args]):
     """`expert_sizes(args)`: sizes of the experts' stacked weights by hyper-parameter: the number of
     experts, which the expert-parallel degree must divide, then their widths. Empty without experts.
     """
+    context_parallel_sizes: Callable[[Args], dict[str, int]] = lambda args: {}
+    """`context_parallel_sizes(args)`: sizes that the context-parallel degree times the
+    tensor-parallel degree must divide.
+    """
 
     def __post_init__(self) -> None:
         if self.hf is not None:

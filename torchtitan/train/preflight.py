@@ -93,6 +93,7 @@ def split_facts(spec: ModelSpec, args: Any) -> Facts:
     return Facts(
         old_torch=torch_is_before_2_13(),
         tensor_parallel_sizes=spec.tensor_parallel_sizes(args),
+        context_parallel_sizes=spec.context_parallel_sizes(args),
         expert_sizes=spec.expert_sizes(args),
     )
 
@@ -116,6 +117,7 @@ def _model_facts(
         "args": args,
         "parameters": list(parameter_names(spec, args)) if named else [],
         "tensor_parallel_sizes": spec.tensor_parallel_sizes(args),
+        "context_parallel_sizes": spec.context_parallel_sizes(args),
         "expert_sizes": spec.expert_sizes(args),
         "export_problems": export_problems(spec, args) if exported else [],
         "has_hf_class": spec.hf is not None,

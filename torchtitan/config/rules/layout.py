@@ -186,6 +186,31 @@ def tensor_parallel_degree_divides(config: Config, facts: Facts) -> str | None:
     )
 
 
+@rule(
+    "parallelism.context_parallel_degree",
+    "parallelism.tensor_parallel_degree",
+    needs=["context_parallel_sizes"],
+)
+def context_parallel_degree_divides(config: Config, facts: Facts) -> str | None:
+    """What ranks share by heads: each rank gets whole rows of some."""
+    p = config.parallelism
+    cp = p.context_parallel_degree
+    tp = p.tensor_parallel_degree
+    sizes = facts.context_parallel_sizes
+    wrong = [f"{name} {size}" for name, size in sizes.items() if size % (cp * tp)]
+    if cp == 1 or not wrong:
+        return None
+    common = math.gcd(*sizes.values())
+    product = f"{cp} x parallelism.tensor_parallel_degree {tp} = {cp * tp}" if tp > 1 else str(cp)
+    # With 1, another rule says what the tensor-parallel degree can be.
+    legal = [1] if common % tp else divisors(common // tp)
+    return (
+        f"parallelism.context_parallel_degree: {product} does not divide {', '.join(wrong)} of "
+        f"{model_name(config)}, whose ranks exchange heads; set it to one of "
+        f"{listed(legal)}"
+    )
+
+
 @rule("parallelism.expert_parallel_degree", "moe", needs=["expert_sizes"])
 def dense_models_have_no_experts(config: Config, facts: Facts) -> Iterator[str]:
     if facts.expert_sizes:

@@ -88,6 +88,8 @@ class Facts:
     """Names of all parameters."""
     tensor_parallel_sizes: Mapping[str, int] = ABSENT
     """`ModelSpec.tensor_parallel_sizes`."""
+    context_parallel_sizes: Mapping[str, int] = ABSENT
+    """`ModelSpec.context_parallel_sizes`."""
     expert_sizes: Mapping[str, int] = ABSENT
     """`ModelSpec.expert_sizes`."""
     export_problems: Sequence[str] = ABSENT

@@ -59,6 +59,7 @@ def layouts(
     """Every split of `world` ranks into degrees, first those without a pipeline."""
     tp_multiple = math.gcd(*spec.tensor_parallel_sizes(args).values())
     facts = Facts(
+        context_parallel_sizes=spec.context_parallel_sizes(args),
         expert_sizes=spec.expert_sizes(args),
         old_torch=torch_is_before_2_13(),
     )
