@@ -175,7 +175,6 @@ class Decoder(nn.Module):
         super().__init__()
         self.args = args
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
-        self.embedding_norm = build_norm(args.dim, args) if args.embedding_norm else None
         # A dictionary, because a layer keeps its index on every pipeline stage.
         self.layers = nn.ModuleDict()
         for i in range(args.n_layers):
@@ -218,7 +217,9 @@ class Decoder(nn.Module):
         x = self.tok_embeddings(tokens)
         if self.args.embedding_scale != 1:  # rounded, as in Gemma
             x = x * torch.tensor(self.args.embedding_scale, dtype=x.dtype, device=x.device)
-        return x if self.embedding_norm is None else self.embedding_norm(x)
+        if self.args.embedding_norm:
+            x = F.rms_norm(x, (self.args.dim,), eps=self.args.norm_eps)
+        return x
 
     @property
     def output_weight(self) -> Tensor:

@@ -140,7 +140,7 @@ class DecoderArgs(ModelArgs):
     embedding_scale: Scale = 1.0
     """Multiplies the token embeddings."""
     embedding_norm: bool = False
-    """RMSNorm on the token embeddings."""
+    """RMSNorm, without weights, on the token embeddings."""
     logit_scale: Scale = 1.0
     """Multiplies the logits."""
     logit_softcap: Scale | None = None
@@ -361,7 +361,6 @@ def tiny(
 
 TENSOR_PARALLEL_STYLES: dict[str, ShardingStyle] = {
     "tok_embeddings": "embedding",
-    "embedding_norm": "norm",
     "layers.*.attention_norm": "norm",
     "layers.*.attention": "gather_sequence",
     "layers.*.attention.wq": "columns",
