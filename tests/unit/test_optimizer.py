@@ -10,6 +10,7 @@ from torch import nn
 from tests.rounding import assert_rounds
 from torchtitan.config import resolve
 from torchtitan.config.sections.optim import LRScheduler, Optimizer, ParamGroup
+from torchtitan.models.layers import PerHead
 from torchtitan.optim.lr_schedule import LRSchedule, lr_factor
 from torchtitan.optim.optimizer import build_optimizer
 
@@ -196,6 +197,23 @@ def test_weight_decay_spares_vectors(name, decayed, implementation):
         assert_rounds(after["0.weight"].detach(), before["0.weight"] * decayed, terms=1, chain=2)
     else:
         assert not torch.equal(after["0.weight"], before["0.weight"])
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_filters_and_stacked_biases_are_vectors(name):
+    """Without weight decay, and not for Muon, though they have two dimensions."""
+    block = nn.Module()
+    block.moe = nn.Module()
+    block.moe.b1 = nn.Parameter(torch.ones(3, 4))
+    block.q_conv = PerHead(6, 4)
+    block.w1 = nn.Linear(4, 6, bias=False)
+    model = nn.ModuleDict({"layers": nn.ModuleDict({"0": block})})
+    optimizer = build_optimizer([model], Optimizer(name=name, weight_decay=0.5))
+    decay = {p: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    muon = {p for g in optimizer.param_groups if "ns_steps" in g for p in g["params"]}
+    assert decay[block.w1.weight] == 0.5
+    assert decay[block.moe.b1] == decay[block.q_conv.weight] == 0
+    assert muon == ({block.w1.weight} if name == "Muon" else set())
 
 
 def test_schedule_resumes_where_it_was():

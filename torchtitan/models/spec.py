@@ -66,6 +66,16 @@ class Init:
     high: float = 0.0
 
 
+def is_matrix(name: str, dims: int) -> bool:
+    """Whether the parameter called `name` is a matrix, or a stack of them.
+
+    Those get weight decay, and Muon's updates. Stacked biases of experts and the filters of a
+    convolution of each channel have two dimensions, but map no vector to another.
+    """
+    module, _, leaf = name.rpartition(".")
+    return dims > 1 and leaf not in ("b1", "b2", "b3") and not module.endswith("_conv")
+
+
 @dataclass(frozen=True)
 class HFMap(Generic[Args]):
     """Conversion between a family and its Hugging Face implementation."""

@@ -11,6 +11,7 @@ from torch.optim.adam import adam
 
 from torchtitan.config.registry import Custom, optimizers
 from torchtitan.config.sections.optim import Optimizer
+from torchtitan.models.spec import is_matrix
 from torchtitan.optim.muon import OneByOne, StackedMuon
 from torchtitan.optim.registered import make_registered
 from torchtitan.parallel.collectives import SquaredNorm, local
@@ -178,9 +179,9 @@ def build_optimizer(
 ) -> AnyOptimizer:
     """Build the optimizer of all parameters.
 
-    Vectors (norm weights, biases) get no weight decay. Muon (Jordan et al., 2024,
-    kellerjordan.github.io/posts/muon) updates the matrices of the blocks, each expert's on its own;
-    AdamW updates embedding, output and vectors.
+    Vectors (norm weights, biases, filters of channels) get no weight decay. Muon (Jordan et al.,
+    2024, kellerjordan.github.io/posts/muon) updates the matrices of the blocks, each expert's on
+    its own; AdamW updates embedding, output and vectors.
     """
     groups: dict[tuple[float, ...], Group] = {}
     names = {}
@@ -215,9 +216,9 @@ def _settings(
 
     `muon` is the number of dimensions of what Muon updates; 0: AdamW or a registered optimizer.
     """
-    is_matrix = param.dim() > 1
-    by_muon = optimizer.name == "Muon" and is_matrix and name.startswith("layers.")
-    decay = optimizer.weight_decay if is_matrix else 0.0
+    matrix = is_matrix(name, param.dim())
+    by_muon = optimizer.name == "Muon" and matrix and name.startswith("layers.")
+    decay = optimizer.weight_decay if matrix else 0.0
     scale = 1.0
     rules = (rule for rule in optimizer.param_groups if fnmatchcase(name, rule.pattern))
     rule = next(rules, None)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchtitan.config.sections.optim import Optimizer
 from torchtitan.config.sections.schema import Config
+from torchtitan.models.spec import is_matrix
 from torchtitan.testing.compare import ROUTING_BIAS, Observation
 
 EPS = torch.finfo(torch.float32).eps
@@ -215,7 +216,8 @@ def _of_updates(
     for step, values in enumerate(expected):
         assert weights[step].keys() == values.keys()
         for name, value in values.items():
-            by_muon = optimizer.name == "Muon" and value[0].dim() > 1 and name.startswith("layers.")
+            matrix = is_matrix(name, value[0].dim()) and name.startswith("layers.")
+            by_muon = optimizer.name == "Muon" and matrix
             distance = _muon_distance if by_muon else _adam_distance
             found[name] = max(
                 found[name], _or_inf(distance(weights[step][name], value, optimizer, step + 1))

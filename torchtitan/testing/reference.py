@@ -23,6 +23,7 @@ from torchtitan.config.sections.optim import Optimizer
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.models.layers import attention_backend, document_mask
+from torchtitan.models.spec import is_matrix
 from torchtitan.optim.loss import RowLoss, build_loss
 from torchtitan.optim.lr_schedule import build_shape, lr_factor, stage_scale
 from torchtitan.parallel.expert import balance_of
@@ -192,12 +193,12 @@ def _optimizers(
     custom: Custom,
 ) -> list[torch.optim.Optimizer]:
     named = dict(model.named_parameters())
-    of_blocks = [p for name, p in named.items() if p.dim() > 1 and name.startswith("layers.")]
-    by_muon = of_blocks if settings.name == "Muon" else []
-    matrices = [
-        p for p in named.values() if p.dim() > 1 and not any(p is other for other in by_muon)
-    ]
-    vectors = [p for p in named.values() if p.dim() <= 1]
+    matrices_by_name = {name: p for name, p in named.items() if is_matrix(name, p.dim())}
+    of_blocks = {name for name in matrices_by_name if name.startswith("layers.")}
+    muon = of_blocks if settings.name == "Muon" else set()
+    by_muon = [p for name, p in matrices_by_name.items() if name in muon]
+    matrices = [p for name, p in matrices_by_name.items() if name not in muon]
+    vectors = [p for name, p in named.items() if name not in matrices_by_name]
     groups = [
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
