@@ -1,13 +1,16 @@
 """Tiny models of the built-in families, and their twins in transformers."""
 
 from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from torchtitan.models import get_spec
+from torchtitan.checkpoint.hf.folder import SafetensorsReader
+from torchtitan.models import HFNames, get_spec
 from torchtitan.models.layers import attention_backend
 
 TINY = {
@@ -41,41 +44,47 @@ def twin(family: str, model: Any) -> Any:
     """transformers' model of the same hyper-parameters, with random weights, which `model` gets
     too.
     """
-    transformers = pytest.importorskip("transformers")
-    hf = get_spec(family).hf
-    theirs = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**hf.config(model.args, "float32"))
-    ).eval()
+    spec = get_spec(family)
+    theirs = random_twin(spec.hf.config(model.args, "float32"))
+    names = spec.hf.names(model.args)
     with torch.no_grad():
-        for name, param in theirs.named_parameters():
-            param.uniform_(0.5, 1.5) if "norm" in name else param.normal_(std=0.08)
-        weights = as_ours(family, model, dict(theirs.named_parameters()))
-        for name, param in model.named_parameters():
-            param.copy_(weights[name])
+        for name, value in as_ours(names, theirs).items():
+            model.get_parameter(name).copy_(value)
     return theirs
 
 
-def as_ours(family: str, model: Any, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of transformers' parameters by our names."""
-    parts: dict[str, Tensor] = {}
-    for name, value in theirs.items():
-        place, _, last = name.rpartition(".")
-        if last not in ("gate_up_proj", "down_proj"):
-            parts[name] = value
-            continue
-        for i, expert in enumerate(value):  # in memory they are stacks too, but not in files
-            both = expert.chunk(2) if last == "gate_up_proj" else (expert,)
-            for key, part in zip(
-                ("gate_proj", "up_proj") if len(both) == 2 else (last,), both, strict=True
-            ):
-                parts[f"{place}.{i}.{key}.weight"] = part
-    names = get_spec(family).hf.names(model.args)
-    return {
-        ours: parts[theirs]
-        if isinstance(theirs, str)
-        else torch.stack([parts[part] for part in theirs])
-        for ours, theirs in names.items()
-    }
+def random_twin(config: Mapping[str, Any], **settings: Any) -> Any:
+    """transformers' model of a `config.json`, in fp32 with random weights, none of them 0."""
+    transformers = pytest.importorskip("transformers")
+    about = transformers.AutoConfig.for_model(**config)
+    theirs = transformers.AutoModelForCausalLM.from_config(about, **settings).eval().float()
+    with torch.no_grad():
+        for name, value in theirs.state_dict().items():
+            if name.endswith("e_score_correction_bias"):
+                value.uniform_(
+                    -0.6, 0.2
+                )  # some choices are of negative values, none of the bias alone
+            elif value.dim() > 1:
+                value.normal_(std=0.08)
+            else:  # norms at 1, or at 0 if they multiply by 1 + weight; biases; sinks
+                value.add_(torch.empty_like(value).uniform_(-0.5, 0.5))
+    return theirs
+
+
+def as_ours(names: HFNames, theirs: Any, *, gradients: bool = False) -> dict[str, Tensor]:
+    """The weights of transformers' model by our names, or their gradients, as their own code writes
+    them to a file: in memory they may be arranged otherwise.
+    """
+    state = theirs.state_dict(keep_vars=True)
+    if gradients:
+        state = {
+            name: value.grad if isinstance(value, nn.Parameter) else value
+            for name, value in state.items()
+        }
+    with TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder, state_dict={n: x.detach() for n, x in state.items()})
+        reader = SafetensorsReader(Path(folder), names)
+        return {ours: reader.read(ours) for ours in names}
 
 
 def count(model: nn.Module) -> int:

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.families import as_ours, build, twin
 from tests.rounding import assert_rounds
-from torchtitan.models import get_spec, layers
+from torchtitan.models import get_spec, layers, parameter_names
 from torchtitan.models.layers import attention_backend, block_mask, document_mask
 from torchtitan.models.norms import RMSNorm
 from torchtitan.models.rope_scaling import RopeScaling
@@ -88,7 +88,7 @@ def test_parameter_counts_are_the_published_ones(family):
         args = spec.args(flavor, {})
         with torch.device("meta"):
             model = spec.build(args, attention_backend("cpu"))
-        assert {name for name, _ in model.named_parameters()} == set(spec.hf.names(args))
+        assert {name for name, _ in model.named_parameters()} == set(parameter_names(spec, args))
         sizes = {name: param.numel() for name, param in model.named_parameters()}
         assert sum(sizes.values()) == published, flavor
         inner = published - sizes["tok_embeddings.weight"] - sizes.get("output.weight", 0)
@@ -158,9 +158,7 @@ def test_logits_loss_and_gradients_equal_transformers(case):
     assert loss.item() == pytest.approx(expected.loss.item(), rel=1e-5)
     loss.backward()
     expected.loss.backward()
-    gradients = as_ours(
-        family, ours, {name: param.grad for name, param in theirs.named_parameters()}
-    )
+    gradients = as_ours(get_spec(family).hf.names(ours.args), theirs, gradients=True)
     for name, param in ours.named_parameters():
         assert_rounds(param.grad, gradients[name], terms=256, chain=48, of=name)
 

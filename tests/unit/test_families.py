@@ -1,0 +1,86 @@
+"""Models of Hugging Face's classes against transformers: read, computed, differentiated, written.
+
+Each file in `tests/assets/tiny_models` is the `config.json` of a small model. To cover another
+class, or another setting of it, add a file.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests import families
+from torchtitan.checkpoint.commit import versions
+from torchtitan.checkpoint.hf.export import HFExport
+from torchtitan.checkpoint.hf.weights import import_hf, load_hf
+from torchtitan.checkpoint.state import read_weights
+from torchtitan.models import parameter_names, spec_of_hf
+from torchtitan.models.layers import attention_backend
+from torchtitan.optim.loss import cross_entropy
+
+TINY_MODELS = sorted((Path(__file__).parents[1] / "assets/tiny_models").glob("*.json"))
+LIMIT = 1e-5
+"""Largest difference of logits and of a gradient, relative to the largest element."""
+TOKENS = (2, 96)
+
+
+def assert_close(ours: Tensor, theirs: Tensor, of: str) -> None:
+    off = (ours - theirs).abs().max() / theirs.abs().max()
+    assert off < LIMIT, f"{of}: off by {off:.1e} of the largest element"
+
+
+def manifest(spec: Any, args: Any) -> dict[str, Any]:
+    about = {"name": spec.name, **args.model_dump()}
+    same = {"step": 0, "model_only": True, "versions": versions(), "data": {}, "config": ""}
+    return {**same, "model": about, "train_state": None}
+
+
+@pytest.mark.parametrize("file", TINY_MODELS, ids=lambda file: file.stem)
+def test_a_model_equals_transformers_and_is_written_back(tmp_path, file):
+    torch.manual_seed(0)
+    config = json.loads(file.read_text())
+    theirs = families.random_twin(config, attn_implementation="eager")
+    theirs.save_pretrained(tmp_path / "hf")
+
+    spec = spec_of_hf(config)
+    args = spec.hf.args(json.loads((tmp_path / "hf/config.json").read_text()))
+    assert args == spec.hf.args(config), "as written by transformers, and as in the file"
+    names = spec.hf.names(args)
+    step = tmp_path / "step-0"
+    import_hf(tmp_path / "hf", step, spec, args, manifest(spec, args))
+    ours, loaded = (spec.build(args, attention_backend("cpu")) for _ in range(2))
+    assert {name for name, _ in ours.named_parameters()} == set(parameter_names(spec, args))
+    read_weights([ours], step)
+    load_hf([loaded], tmp_path / "hf", names)
+    for name, value in ours.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value), name
+
+    tokens = torch.randint(0, args.vocab_size, TOKENS)
+    expected = theirs(tokens, labels=tokens)
+    logits = ours(tokens)
+    loss = cross_entropy(logits[:, :-1], tokens[:, 1:]).sum() / tokens[:, 1:].numel()
+    assert_close(logits, expected.logits, "logits")
+    assert_close(loss, expected.loss, "loss")
+    loss.backward()
+    expected.loss.backward()
+    gradients = families.as_ours(names, theirs, gradients=True)
+    for name, param in ours.named_parameters():
+        assert gradients[name].abs().max() > 0, f"{name} has no gradient in transformers"
+        assert_close(param.grad, gradients[name], name)
+
+    HFExport(step, tmp_path / "back", spec, args, None, None, check=False).write()
+    assert spec.hf.args(json.loads((tmp_path / "back/config.json").read_text())) == args
+    before = load_file(tmp_path / "hf/model.safetensors")
+    after = load_file(tmp_path / "back/model.safetensors")
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert value.dtype == after[name].dtype
+        assert torch.equal(value, after[name]), name
+
+
+def test_every_tiny_model_is_found():
+    assert len(TINY_MODELS) >= 2
