@@ -5,6 +5,9 @@ A pipeline stage is the model without some of its modules.
 Shapes: b batch, s sequence, h query heads, k key-value heads, d head size.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +18,7 @@ from torchtitan.models.decoder_args import DecoderArgs, LayerKind
 from torchtitan.models.feed_forward import FeedForward
 from torchtitan.models.layers import Attend, Mask
 from torchtitan.models.moe import Load, MoE, Routed
+from torchtitan.models.mtp import embed_next, mtp_module
 from torchtitan.models.norms import RMSNorm, build_norm
 from torchtitan.models.rope import rope_cache
 
@@ -177,8 +181,10 @@ class Decoder(nn.Module):
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
         # A dictionary, because a layer keeps its index on every pipeline stage.
         self.layers = nn.ModuleDict()
-        for i in range(args.n_layers):
-            kind = self.moe_block_class if args.has_experts(i) else self.block_class
+        for i in range(args.n_layers + args.n_mtp):
+            kind: Any = self.moe_block_class if args.has_experts(i) else self.block_class
+            if i in args.mtp_layers:
+                kind = mtp_module(kind)
             self.layers[str(i)] = kind(args.of_layer(i), attend)
         self.norm: RMSNorm | None = build_norm(args.dim, args)
         self.output: nn.Linear | TiedOutput | None = TiedOutput()
@@ -211,9 +217,13 @@ class Decoder(nn.Module):
         return {"full": full, "window": window, "nope": none, "delta": none}
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Token embeddings `[b, s, dim]`; on later pipeline stages the input as it is."""
+        """Token embeddings `[b, s, dim]`, or `[b, s, (1 + n_mtp) dim]` with those of the next
+        tokens; on later pipeline stages the input as it is.
+        """
         if self.tok_embeddings is None:
             return tokens
+        if tokens.dim() == 3:
+            return embed_next(self.embed, tokens)
         x = self.tok_embeddings(tokens)
         if self.args.embedding_scale != 1:  # rounded, as in Gemma
             x = x * torch.tensor(self.args.embedding_scale, dtype=x.dtype, device=x.device)
@@ -254,25 +264,57 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """
         Args:
+            tokens: `[b, s]`; or `[b, s, 1 + n_mtp]`, each with those after it, which also runs the
+                modules that predict further tokens.
             positions: position of each token in its row, `[s]` or `[b, s]`. Default: 0, 1, 2, ...
             mask: what each token attends to, from `document_mask`. Default: everything before it.
-            token_weights: `[b, s]`, the weight of each token in the loss, by which experts balance
-                their load; 0 doesn't count. Default: inference.
-            project: False returns the final hidden states `[b, s, dim]`, to be projected in slices.
+            token_weights: shaped like `tokens`, the weight of each token in the loss of each
+                prediction, by which experts balance their load; 0 doesn't count. Default:
+                inference.
+            project: False returns the final hidden states, to be projected in slices.
+
+        Returns:
+            Logits `[b, s, vocab]`, or hidden states `[b, s, dim]`; with the modules
+            `[b, s, 1 + n_mtp, vocab]`, or `[b, s, (1 + n_mtp) dim]`.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        rotations = self.rotations(positions)
         x = self.embed(tokens)
-        for index, layer in self.layers.items():
-            cos, sin = rotations[self.args.kind(int(index))]
-            if isinstance(layer, MoEBlock):
-                x, load = layer(x, cos, sin, mask, token_weights)
-                if load is not None:
-                    layer.moe.router.record(load)
-            else:
-                x = layer(x, cos, sin, mask)
-        x = self.norm(x) if self.norm is not None else x
+        # The hidden states, and the embeddings of the next tokens, which become hidden states too.
+        slots = [x] if x.shape[-1] == self.args.dim else [*x.split(self.args.dim, dim=-1)]
+        weights: Sequence[Tensor | None] = [None] * len(slots)
+        if token_weights is not None:
+            weights = [token_weights] if len(slots) == 1 else token_weights.unbind(-1)
+        rotations = self.rotations(positions)
+        mtp = self.args.mtp_layers
+        for name, layer in self.layers.items():
+            rotation = rotations[self.args.kind(int(name))]
+            if int(name) not in mtp:
+                slots[0] = _run(layer, slots[0], *rotation, mask, weights[0])
+        slots[0] = self.norm(slots[0]) if self.norm is not None else slots[0]
+        for k, index in enumerate(mtp[: len(slots) - 1], 1):
+            if str(index) in self.layers:
+                both = torch.cat(slots[k - 1 : k + 1], dim=-1)
+                rotation = rotations[self.args.kind(index)]
+                slots[k] = _run(self.layers[str(index)], both, *rotation, mask, weights[k])
         if not project or self.output is None:
-            return x
-        return self.project(x, self.output_weight)
+            return slots[0] if len(slots) == 1 else torch.cat(slots, dim=-1)
+        logits = [self.project(hidden, self.output_weight) for hidden in slots]
+        return logits[0] if len(slots) == 1 else torch.stack(logits, dim=2)
+
+
+def _run(
+    layer: nn.Module,
+    x: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    mask: Mask | None,
+    token_weights: Tensor | None,
+) -> Tensor:
+    """What a block returns. If it has experts, their load is recorded."""
+    if not isinstance(layer, MoEBlock):
+        return layer(x, cos, sin, mask)
+    x, load = layer(x, cos, sin, mask, token_weights)
+    if load is not None:
+        layer.moe.router.record(load)
+    return x

@@ -201,8 +201,10 @@ class DecoderArgs(ModelArgs):
         return scale
 
     def kind(self, layer: int) -> LayerKind:
-        """How the block of this index mixes tokens."""
-        return self.layer_pattern[layer % len(self.layer_pattern)]
+        """How the block of this index mixes tokens. Modules that predict further tokens come after
+        the last block, and are like it.
+        """
+        return self.layer_pattern[min(layer, self.n_layers - 1) % len(self.layer_pattern)]
 
     def of_layer(self, layer: int) -> Self:
         """The hyper-parameters of one block, whose `layer_pattern` is its kind."""
@@ -232,7 +234,12 @@ class DecoderArgs(ModelArgs):
 
     def has_experts(self, layer: int) -> bool:
         """Whether the block of this index is a mixture of experts."""
-        return self.n_experts > 0 and layer >= self.n_dense_layers
+        return self.n_experts > 0 and min(layer, self.n_layers - 1) >= self.n_dense_layers
+
+    @property
+    def mtp_layers(self) -> range:
+        """The indices of the modules that predict further tokens."""
+        return range(self.n_layers, self.n_layers + self.n_mtp)
 
     @model_validator(mode="after")
     def _check(self) -> "DecoderArgs":
@@ -270,22 +277,26 @@ def module_flops(args: DecoderArgs, seq_len: int) -> dict[str, float]:
     weights costs 2 FLOPs forward and 4 backward; each of L layers with H heads of size D computes
     two products over T positions. By the convention for model FLOPs utilization, the masked half of
     attention counts; embedding lookups and norms don't. Of a mixture of experts, the router, the
-    shared expert and a token's own experts count. A window w is a T of `2 w - w^2 / T`: twice the
+    shared expert and a token's own experts count. Modules that predict further tokens count, with
+    the output projection of each. A window w is a T of `2 w - w^2 / T`: twice the
     mean number of tokens that a token sees.
     """
     layers = {}
-    for i in range(args.n_layers):
+    for i in range(args.n_layers + args.n_mtp):
         weights = _attention_weights(args) + _feed_forward_weights(args, args.has_experts(i))
         span = float(seq_len)
         if args.kind(i) == "window" and args.window is not None and args.window < seq_len:
             span = 2 * args.window - args.window**2 / seq_len
         scores = 6 * args.n_heads * (args.head_dim + args.value_dim) * span
-        layers[f"layers.{i}"] = 6.0 * weights + scores
+        joining = 0 if i < args.n_layers else 2 * args.dim**2
+        layers[f"layers.{i}"] = 6.0 * (weights + joining) + scores
+    modules = {f"layers.{i}": layers.pop(f"layers.{i}") for i in args.mtp_layers}
     return {
         "tok_embeddings": 0.0,
         **layers,
         "norm": 0.0,
-        "output": 6.0 * args.dim * args.vocab_size,
+        **modules,
+        "output": 6.0 * args.dim * args.vocab_size * (1 + args.n_mtp),
     }
 
 
@@ -398,6 +409,10 @@ TENSOR_PARALLEL_STYLES: dict[str, ShardingStyle] = {
     "layers.*.moe.shared.w2": "rows",
     "layers.*.moe.shared.w3": "columns",
     "layers.*.moe.shared_gate": "gate",
+    "layers.*.enorm": "norm",
+    "layers.*.hnorm": "norm",
+    "layers.*.eh_proj": "gate",
+    "layers.*.output_norm": "norm",
     "norm": "norm",
     "output": "output",
 }

@@ -38,6 +38,7 @@ def register_decoder(
             hf=hf.map(),
             expert_sizes=expert_sizes,
             context_parallel_sizes=context_parallel_sizes,
+            mtp_modules=lambda args: args.n_mtp,
         )
     )
 

@@ -199,6 +199,11 @@ class ModelSpec(Generic[Args]):
     tensor-parallel degree must divide.
     """
 
+    mtp_modules: Callable[[Args], int] = lambda args: 0
+    """`mtp_modules(args)`: how many modules predict further tokens in training. The model then
+    takes tokens `[b, s, 1 + n]`, too.
+    """
+
     def __post_init__(self) -> None:
         if self.hf is not None:
             object.__setattr__(self, "hf", self.hf.of(self.build))

@@ -102,6 +102,7 @@ def chunked_loss(
     loss: RowLoss,
     chunks: int,
     tp_degree: int,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`loss(project(hidden, weight), labels)` by slices of the sequence.
 
@@ -113,18 +114,29 @@ def chunked_loss(
         hidden: `[batch, seq / tp_degree, dim]`, this rank's part of the sequence.
         labels: `[batch, seq]`.
         chunks: number of slices; divides `seq / tp_degree`.
+        factors: `[losses]`, of several losses: `hidden` is then
+            `[batch, seq / tp_degree, losses * dim]`, and `labels` are `[batch, seq, losses]`. The
+            first factor is 1.
 
     Returns:
-        The sum over all rows, and, without a gradient, each row's loss `[batch]`.
+        The sum over all rows, and, without a gradient, each row's loss `[batch]`. With `factors`,
+        the sum is that of the first loss, but its backward computes the gradients of all, each
+        times its factor; and the rows' losses are `[batch, losses]`.
     """
+    several = labels if factors is not None else labels.unsqueeze(-1)
+    count = several.shape[-1]
     # Projecting gathers the parts of all ranks, so each slice has the labels of them all.
-    label_parts = labels.unflatten(1, (tp_degree, -1)).chunk(chunks, dim=2)
-    label_slices = [part.flatten(1, 2) for part in label_parts]
-    slices = list(zip(hidden.chunk(chunks, dim=1), label_slices, strict=True))
-    if not torch.is_grad_enabled():
-        rows = torch.stack([loss(project(h, weight), y) for h, y in slices]).sum(0)
-        return rows.sum(), rows
-    return _ChunkedLoss.apply(hidden, weight, slices, project, loss)
+    label_parts = several.unflatten(1, (tp_degree, -1)).chunk(chunks, dim=2)
+    label_slices = [one for part in label_parts for one in part.flatten(1, 2).unbind(-1)]
+    hidden_slices = [one for part in hidden.chunk(chunks, dim=1) for one in part.chunk(count, -1)]
+    slices = list(zip(hidden_slices, label_slices, strict=True))
+    if torch.is_grad_enabled():
+        summed, rows = _ChunkedLoss.apply(hidden, weight, slices, project, loss, factors)
+    else:
+        found = torch.stack([loss(project(h, weight), y) for h, y in slices])
+        rows = found.unflatten(0, (chunks, count)).sum(0).T
+        summed = rows[:, 0].sum()
+    return summed, rows if factors is not None else rows[:, 0]
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -136,30 +148,38 @@ class _ChunkedLoss(torch.autograd.Function):
         slices: list[tuple[Tensor, Tensor]],
         project: Project,
         loss: RowLoss,
+        factors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        rows = torch.zeros(len(hidden), device=hidden.device)
+        count = 1 if factors is None else len(factors)
+        rows = torch.zeros(count, len(hidden), device=hidden.device)
         of_hidden: list[Tensor] = []
         # Not zeros like the weight, which may have been gathered in Float8.
         of_weight: Tensor | None = None
-        for part, labels in slices:
+        for i, (part, labels) in enumerate(slices):
             part = part.detach().requires_grad_()
             whole = weight.detach().requires_grad_()
             with torch.enable_grad():
                 of_rows = loss(project(part, whole), labels)
-                of_part, of_whole = torch.autograd.grad(of_rows.sum(), (part, whole))
-            rows += of_rows.detach()
+                summed = of_rows.sum() if factors is None else of_rows.sum() * factors[i % count]
+                of_part, of_whole = torch.autograd.grad(summed, (part, whole))
+            rows[i % count] += of_rows.detach()
             of_hidden.append(of_part)
             of_weight = of_whole.float() if of_weight is None else of_weight.add_(of_whole)
         assert of_weight is not None
+        if count > 1:
+            of_hidden = [
+                torch.cat(of_hidden[i : i + count], dim=-1) for i in range(0, len(of_hidden), count)
+            ]
         ctx.save_for_backward(torch.cat(of_hidden, dim=1), of_weight.to(weight.dtype))
-        ctx.mark_non_differentiable(rows)
-        return rows.sum(), rows
+        of_losses = rows.T.contiguous()
+        ctx.mark_non_differentiable(of_losses)
+        return rows[0].sum(), of_losses
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight = ctx.saved_tensors
         # Not in place: a pipeline schedule that splits the backward runs this twice.
-        return of_hidden * upstream[0], of_weight * upstream[0], None, None, None
+        return of_hidden * upstream[0], of_weight * upstream[0], None, None, None, None
 
 
 class SourceTally:

@@ -33,6 +33,7 @@ def apply_fsdp(
     reshard: str,
     *,
     pipelined: bool,
+    projects_later: bool = False,
 ) -> None:
     """Shard `model` in place over `mesh.fsdp`, and experts on other ranks over `mesh.expert_fsdp`.
 
@@ -43,6 +44,7 @@ def apply_fsdp(
     Args:
         reshard: `parallelism.fsdp_reshard_after_forward`.
         pipelined: a pipeline schedule gathers and frees the weights, once for all microbatches.
+        projects_later: the loss uses the output weight after the forward.
     """
     shard = partial(
         fully_shard,
@@ -67,8 +69,7 @@ def apply_fsdp(
         if mesh.expert_fsdp is not None and experts is not None:
             # gathered while attention runs and tokens are dispatched
             block.set_modules_to_forward_prefetch([experts])
-    # A chunked loss uses the output weight after the forward.
-    free = reshard == "always" and training.loss_chunks == 1
+    free = reshard == "always" and not projects_later
     shard(model, mesh=mesh.fsdp, reshard_after_forward=free)
     for module in model.modules():
         if isinstance(module, FSDPModule):

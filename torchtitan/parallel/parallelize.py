@@ -80,7 +80,12 @@ def parallelize(
         apply_compile(model, config, experts_apart=experts_apart)
         apply_activation_offload(model, ac)
         apply_fsdp(
-            model, mesh, training, p.fsdp_reshard_after_forward, pipelined=stages is not None
+            model,
+            mesh,
+            training,
+            p.fsdp_reshard_after_forward,
+            pipelined=stages is not None,
+            projects_later=training.loss_chunks > 1 or spec.mtp_modules(args) > 0,
         )
         home = torch.device("cpu") if training.enable_cpu_offload else device
         fill(model, home, device, config.debug.seed, lambda fqn: spec.init(fqn, args))

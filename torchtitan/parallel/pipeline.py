@@ -81,6 +81,11 @@ class StageShapes:
     """The dtype of hidden states and logits."""
     project: bool
     """The last stage returns logits rather than hidden states."""
+    further: int = 0
+    """Further tokens that are predicted. Their embeddings travel with the hidden states, so
+    stages exchange `[microbatch, seq / tp_degree, (1 + further) * dim]`. Tokens are `[microbatch,
+    seq, 1 + further]`.
+    """
 
     def ends(
         self,
@@ -90,10 +95,16 @@ class StageShapes:
         last: bool,
     ) -> dict[str, Tensor]:
         """What a stage receives and returns, on the meta device."""
-        hidden_shape = (microbatch_size, self.seq_len // self.tp_degree, self.dim)
+        width = (1 + self.further) * self.dim
+        hidden_shape = (microbatch_size, self.seq_len // self.tp_degree, width)
+        tokens_shape = (
+            microbatch_size,
+            self.seq_len,
+            *([1 + self.further] if self.further else []),
+        )
         logits_shape = (microbatch_size, self.seq_len, self.vocab_size)
         with torch.device("meta"):
-            tokens = torch.empty(microbatch_size, self.seq_len, dtype=torch.int64)
+            tokens = torch.empty(tokens_shape, dtype=torch.int64)
             hidden = torch.empty(
                 hidden_shape,
                 dtype=self.dtype,
@@ -149,11 +160,10 @@ class Pipeline:
         """Add the gradients of one batch to the parameters'.
 
         Args:
-            tokens: `[batch, seq]`.
-            labels: `[batch, seq]`.
+            tokens, labels: `[batch, seq]`, or `[batch, seq, 1 + further]`.
             documents: `[batch, whole row]`, the document of each token, on the host; None:
                 attention sees whole rows.
-            token_weights: `[batch, seq]`, for a mixture of experts.
+            token_weights: shaped like `tokens`, for a mixture of experts.
 
         Returns:
             The summed loss of the microbatches, a scalar; 0 except on the rank of the last stage.

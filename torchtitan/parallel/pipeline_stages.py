@@ -109,8 +109,8 @@ def _split(p: Parallelism, facts: Facts) -> Sequence[tuple[str, ...]]:
     names = list(facts.module_flops)
     layers = layers_of(facts)
     ends = itertools.accumulate(layers_per_stage(p, len(layers), count))
-    start = names.index(layers[0])
-    cuts = [start + end for end in ends]
+    # The final norm comes before the modules of multi-token prediction, and stays with them.
+    cuts = [names.index(layers[end - 1]) + 1 if end else names.index(layers[0]) for end in ends]
     bounds = [0, *cuts[:-1], len(names)]
     return [tuple(names[a:b]) for a, b in itertools.pairwise(bounds)]
 

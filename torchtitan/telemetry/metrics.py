@@ -103,6 +103,7 @@ class Metrics:
         lr: float,
         tokens: int,
         skipped: int,
+        mtp_losses: Sequence[float] = (),
         experts: Tensor | None = None,
         sources: Record | None = None,
         own: Mapping[str, float] | None = None,
@@ -111,6 +112,7 @@ class Metrics:
 
         Args:
             tokens, skipped: totals of the run; the latter in steps.
+            mtp_losses: of the modules of multi-token prediction.
             experts: from `ExpertBalance.take`.
             sources: loss, tokens, epochs and bytes per token of each data source.
             own: what the user's callbacks log.
@@ -140,6 +142,8 @@ class Metrics:
             "step_time_s": elapsed / max(self.steps, 1),
             "time": time.time(),
         }
+        if mtp_losses:
+            record["mtp_loss"] = sum(mtp_losses) / len(mtp_losses)
         record |= sources or {}
         loads = read_loads(experts) if experts is not None else None
         if loads is not None:

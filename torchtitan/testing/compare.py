@@ -37,6 +37,8 @@ class Observation:
     grad_norms: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     """Predicted tokens since the start of training, after each step."""
+    mtp_losses: list[float] = field(default_factory=list)
+    """Empty if no further tokens are predicted."""
     validation_losses: list[float] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
     """One per step: parameter to its gradient as the optimizer sees it, in the model's order.
@@ -85,6 +87,8 @@ def observe(
             out.losses.append(record["loss"])
             out.grad_norms.append(record["grad_norm"])
             out.tokens.append(record["tokens"])
+            if "mtp_loss" in record:
+                out.mtp_losses.append(record["mtp_loss"])
     return out
 
 

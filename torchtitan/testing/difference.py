@@ -80,6 +80,7 @@ class Difference:
     """The largest difference of an update by the same gradients, in units of what its rounding
     explains, which depends on the optimizer.
     """
+    mtp_loss: float
     validation_loss: float
     tokens_differ: bool
     flips: int
@@ -101,6 +102,7 @@ class Difference:
         """A phrase for each quantity that is out of tolerance."""
         checks = {
             "loss": (max(self.loss, self.validation_loss), tolerances.loss),
+            "loss of further tokens": (self.mtp_loss, tolerances.loss),
             "gradient norm": (self.grad_norm, tolerances.grad_norm),
             "gradients": (self.gradient, tolerances.gradient),
         }
@@ -143,6 +145,7 @@ def difference(
         AssertionError: the observations are of different models or numbers of steps.
     """
     assert len(run.losses) == len(expected.losses) == len(run.gradients) == len(expected.gradients)
+    assert len(run.mtp_losses) == len(expected.mtp_losses)
     assert len(run.validation_losses) == len(expected.validation_losses)
     assert len(run.weights) == len(expected.weights)
     compared = _comparable(run, expected)
@@ -159,6 +162,7 @@ def difference(
         if later
         else {},
         weights=_of_updates(run.weights, expected.weights, optimizer),
+        mtp_loss=_worst(run.mtp_losses, expected.mtp_losses, compared) if run.mtp_losses else 0.0,
         validation_loss=_worst(run.validation_losses, expected.validation_losses),
         tokens_differ=run.tokens != expected.tokens,
         flips=sum(int(_flips(a, b).sum()) for a, b in zip(run.loads, expected.loads, strict=True)),

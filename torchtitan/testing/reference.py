@@ -68,16 +68,19 @@ def reference(
     tokens = 0
     for step, batch in zip(range(training.steps), loader, strict=False):
         labels = pad_labels(batch.labels) if padded else batch.labels
-        loss = _mean_loss(
+        losses = _mean_losses(
             model,
             batch.tokens,
             labels,
             end,
             train=bool(experts.routers),
             registered=of_row,
+            modules=setup.n_mtp,
         )
+        loss = losses[0]
         model.zero_grad()
-        loss.backward()
+        further = torch.stack(losses[1:]).mean() if setup.n_mtp else torch.zeros(())
+        (loss + training.mtp_loss_weight * further).backward()
         grads = [p.grad.double().norm() for p in model.parameters()]
         norm = torch.stack(grads).norm().item()
         if training.max_norm > 0:
@@ -99,6 +102,8 @@ def reference(
                     value.copy_(run.weights[step][name][0])
         tokens += int((labels != IGNORE_INDEX).sum())
         out.losses.append(loss.item())
+        if setup.n_mtp:
+            out.mtp_losses.append(further.item())
         out.grad_norms.append(norm)
         out.tokens.append(tokens)
         if config.validation.enable and (
@@ -248,35 +253,76 @@ class _MuonOfEach(torch.optim.Muon):
         super().step()
 
 
-def _mean_loss(
-    model: nn.Module,
+def _mean_losses(
+    model: Any,
     tokens: Tensor,
     labels: Tensor,
     end: int | None,
     *,
     train: bool = False,
     registered: RowLoss | None = None,
-) -> Tensor:
-    """
+    modules: int = 0,
+) -> list[Tensor]:
+    """The loss of the next token, and those of the modules that predict further ones.
+
     Args:
         train: tell a mixture of experts which tokens count.
         registered: instead of cross entropy.
+        modules: how many modules run.
     """
     mask = None
+    documents = torch.zeros_like(tokens)
     if end is not None:
         before = F.pad(tokens, (1, 0), value=-1)[
             :, :-1
         ]  # a document starts after an end-of-text token
-        mask = document_mask(
-            (before == end).cumsum(1), torch.arange(tokens.shape[1]), torch.float32
-        )
-    counted = labels != IGNORE_INDEX
-    logits = (
-        model(tokens, None, mask, counted / counted.sum()) if train else model(tokens, None, mask)
-    )
+        documents = (before == end).cumsum(1)
+        mask = document_mask(documents, torch.arange(tokens.shape[1]), torch.float32)
+    inputs, wanted = _shifted(tokens, labels, documents, modules)
+    weights = [(y != IGNORE_INDEX) / (y != IGNORE_INDEX).sum() for y in wanted]
+    if not modules:
+        own = {"token_weights": weights[0]} if train else {}
+        return [_mean(model(tokens, None, mask, **own), labels, registered)]
+    own = {"token_weights": torch.stack(weights, -1)} if train else {}
+    logits = model(torch.stack(inputs, -1), None, mask, **own)
+    return [_mean(logits[:, :, k], y, registered) for k, y in enumerate(wanted)]
+
+
+def _shifted(
+    tokens: Tensor,
+    labels: Tensor,
+    documents: Tensor,
+    modules: int,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Tokens and labels k places on, for k = 0, 1, ...; no label beyond a token's document."""
+    inputs = []
+    wanted = []
+    for k in range(1 + modules):
+        place = torch.arange(k, k + tokens.shape[1])
+        beyond = place >= tokens.shape[1]
+        place = place.clamp(max=tokens.shape[1] - 1)
+        foreign = documents[:, place] != documents
+        inputs.append(tokens[:, place])
+        wanted.append(labels[:, place].masked_fill(beyond | foreign, IGNORE_INDEX))
+    return inputs, wanted
+
+
+def _mean(
+    logits: Tensor,
+    labels: Tensor,
+    registered: RowLoss | None,
+) -> Tensor:
+    """The mean loss of the tokens that have a label; 0 if none has."""
+    counted = (labels != IGNORE_INDEX).sum().clamp(min=1)
     if registered is not None:
-        return registered(logits, labels).sum() / counted.sum()
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+        return registered(logits, labels).sum() / counted
+    summed = F.cross_entropy(
+        logits.flatten(0, 1),
+        labels.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+    )
+    return summed / counted
 
 
 @torch.no_grad()
@@ -294,7 +340,7 @@ def _validate(
             break
         predicted = int((batch.labels != IGNORE_INDEX).sum())
         total += (
-            _mean_loss(model, batch.tokens, batch.labels, end, registered=registered).item()
+            _mean_losses(model, batch.tokens, batch.labels, end, registered=registered)[0].item()
             * predicted
         )
         count += predicted

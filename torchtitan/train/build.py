@@ -30,6 +30,7 @@ from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.pipeline import Pipeline, StageShapes
 from torchtitan.train.forward import Compute, ModelLoss
 from torchtitan.train.logits import Probe
+from torchtitan.train.mtp import MTPLoss
 from torchtitan.train.preflight import Setup
 from torchtitan.train.state import Parts
 from torchtitan.train.validation import HeldOut, Validator
@@ -88,7 +89,7 @@ def build(
     validation = None
     if held_out:
         section = config.validation.model_copy(update={"local_batch_size": validation_rows(config)})
-        forward = build_compute(config, setup, mesh, device, models, section)
+        forward = build_compute(config, setup, mesh, device, models, section, trains=False)
         lengths = setup.tokenizer.byte_lengths()
         validation = Validator(forward, section.local_batch_size, held_out, mesh, device, lengths)
     experts = _expert_balance(config, setup, models, device) if setup.n_experts else None
@@ -231,7 +232,7 @@ def build_probe(
 
     def build(length: int, read: RowLoss) -> Compute:
         section = training.model_copy(update={"seq_len": length})
-        return build_compute(whole, setup, mesh, device, models, section, loss=read)
+        return build_compute(whole, setup, mesh, device, models, section, loss=read, trains=False)
 
     return Probe(
         build,
@@ -254,11 +255,13 @@ def build_compute(
     *,
     loss: RowLoss | None = None,
     tally: SourceTally | None = None,
+    trains: bool = True,
 ) -> Compute:
     """Build what runs `models` on batches of `[training]` or `[validation]`.
 
     Args:
         loss: instead of the one that `training.loss` names.
+        trains: also run the modules that predict further tokens, if the model has some.
     """
     p = config.parallelism
     training = config.training
@@ -266,11 +269,13 @@ def build_compute(
     positions = local_positions(section.seq_len, mesh.size("cp"), mesh.rank("cp"), balanced).to(
         device
     )
+    further = setup.n_mtp if trains else 0
     model_loss = ModelLoss(
         compiled_loss(loss or build_loss(training.loss, config.custom), config.compile),
         chunks=training.loss_chunks,
         tp_degree=mesh.size("tp"),
         sharded=mesh.size("tp") > 1 and not p.disable_loss_parallel,
+        mtp=MTPLoss(further, training.mtp_loss_weight, device) if further else None,
     )
     pipeline = None
     pp_group = mesh.group("pp")
@@ -285,6 +290,7 @@ def build_compute(
             tp_degree=mesh.size("tp"),
             dtype=dtype,
             project=model_loss.project,
+            further=further,
         )
         pipeline = Pipeline(models, setup.stages, shapes, positions, pp_group)
     document_end = setup.tokenizer.eos_id if training.document_mask else None

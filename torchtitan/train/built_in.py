@@ -178,6 +178,7 @@ class Report(Callback):
             tokens=progress.tokens,
             skipped=progress.skipped,
             experts=None if experts is None else experts.take(),
+            mtp_losses=result.mtp_losses,
             sources=self._sources(run),
             own=run.logged.take(),
         )

@@ -15,6 +15,7 @@ from torchtitan.optim.loss import RowLoss, SourceTally, chunked_loss
 from torchtitan.parallel.fsdp import Accumulation
 from torchtitan.parallel.pipeline import Pipeline
 from torchtitan.parallel.tensor import loss_context
+from torchtitan.train.mtp import MTPLoss, with_next
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,11 @@ class LocalBatch:
     """What a rank computes on: its part of rows."""
 
     tokens: Tensor
-    """`[batch, seq]`, the positions that this rank holds."""
+    """`[batch, seq]`, the positions that this rank holds. Where further tokens are predicted,
+    `[batch, seq, 1 + n]`: each with the n tokens after it.
+    """
     labels: Tensor
-    """`[batch, seq]`."""
+    """Shaped like `tokens`: what follows the last of them."""
     documents: Tensor | None
     """`[batch, whole row]`, the document of each token, on the host; None: attention sees whole
     rows.
@@ -33,6 +36,11 @@ class LocalBatch:
     """`[batch]`, the data source of each row, by its index in the configuration; None: it doesn't
     matter.
     """
+
+    @property
+    def next_labels(self) -> Tensor:
+        """`[batch, seq]`, the next tokens alone."""
+        return self.labels if self.labels.dim() == 2 else self.labels[..., 0]
 
     def split(self, size: int) -> list["LocalBatch"]:
         """Batches of `size` rows."""
@@ -70,23 +78,29 @@ class ModelLoss:
     """Ranks that share the sequence of the final hidden states."""
     sharded: bool
     """The logits are sharded over the vocabulary."""
+    mtp: MTPLoss | None = None
+    """The losses of further tokens; None: they are not predicted."""
 
     @property
     def project(self) -> bool:
         """The model returns logits."""
-        return self.chunks == 1
+        return self.chunks == 1 and self.mtp is None
 
     def __call__(
         self,
         model: Any,
         output: Tensor,
         labels: Tensor,
+        factors: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The summed loss of `output`, which the last module returned for tokens with `labels`
-        `[batch, seq]`.
+        """The summed loss of `output`, which the last module returned for tokens with `labels`.
+
+        Args:
+            factors: of the losses of the next and of further tokens, as for `chunked_loss`.
 
         Returns:
-            A scalar, and, without a gradient, each row's part of it `[batch]`.
+            A scalar, and, without a gradient, each row's part of it `[batch]`; with `factors`, as
+            `chunked_loss`.
         """
         if self.project:
             rows = self.of_logits(output, labels)
@@ -99,6 +113,7 @@ class ModelLoss:
             loss=self.of_logits,
             chunks=self.chunks,
             tp_degree=self.tp_degree,
+            factors=factors,
         )
 
     def context(self) -> AbstractContextManager[None]:
@@ -161,6 +176,8 @@ class Compute:
         if self.document_end is not None:
             ends = (tokens == self.document_end).long()
             documents = ends.cumsum(1) - ends  # the token that ends a document belongs to it
+        if self.loss.mtp is not None:
+            tokens, labels = with_next(tokens, labels, documents, self.loss.mtp.modules)
         rows = LocalBatch(
             self.own_part(tokens), self.own_part(labels), documents, sources if self.tally else None
         )
@@ -173,33 +190,41 @@ class Compute:
     def forward_backward(
         self,
         rows: LocalBatch,
-        total: Tensor,
+        totals: Tensor,
         *,
         last: bool,
     ) -> Tensor:
         """Add the gradients of one batch, on the compute device, to the parameters'.
 
         Args:
-            total: divides the loss: the predicted tokens of the whole step over all ranks.
+            totals: divide the losses: the predicted tokens of the whole step over all ranks, a
+            scalar; where further tokens are predicted `[1 + n]`, those of each loss.
             last: no further batch of this step follows, so the gradients are those of all ranks
             when this returns.
 
         Returns:
-            This rank's share of the step's loss, a scalar; 0 if a pipeline's last stage is
-            elsewhere.
+            This rank's share of the step's loss of the next token, a scalar; 0 if a pipeline's last
+            stage is elsewhere.
         """
+        mtp = self.loss.mtp
+        total = totals if mtp is None else totals[0]
+        factors = None if mtp is None else mtp.factors(totals)
 
         def share(
             output: Tensor,
             labels: Tensor,
             first: int = 0,
         ) -> Tensor:
-            summed, of_rows = self.loss(self.models[-1], output, labels)
+            summed, of_rows = self.loss(self.models[-1], output, labels, factors)
+            if mtp is not None:
+                mtp.add(of_rows, totals)
+                of_rows = of_rows[:, 0]
+                labels = labels[..., 0]
             if self.tally is not None and rows.sources is not None:
                 self.tally.add(rows.sources[first : first + len(labels)], of_rows, labels)
             return summed / total
 
-        weights = (rows.labels != IGNORE_INDEX) / total if self.weighs_tokens else None
+        weights = (rows.labels != IGNORE_INDEX) / totals if self.weighs_tokens else None
         with self.loss.context():
             if self.pipeline is not None:
                 return self.pipeline.forward_backward(

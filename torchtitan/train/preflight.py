@@ -48,6 +48,11 @@ class Setup:
         """Experts of each block that has some; 0 for a dense model."""
         return next(iter(self.spec.expert_sizes(self.args).values()), 0)
 
+    @property
+    def n_mtp(self) -> int:
+        """Modules that predict further tokens in training."""
+        return self.spec.mtp_modules(self.args)
+
 
 def preflight(config: Config, *, output: bool = True) -> Setup:
     """Find the model, tokenizer, data and folders that `config` names, and ask the rules.

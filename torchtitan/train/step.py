@@ -32,6 +32,8 @@ class BackwardResult:
     tokens: int
     local_loss: float
     """Mean loss of this rank's own tokens; 0 where a pipeline's last stage is elsewhere."""
+    mtp_losses: tuple[float, ...]
+    """Of each module of multi-token prediction."""
     stop: bool
     """Some rank had been asked to stop when the step began."""
 
@@ -156,8 +158,8 @@ def forward_backward(
     """
     asked = AnyRank(stop, parts.device)
     rows = parts.compute.own_rows(batch.tokens, batch.labels, batch.sources)
-    local_tokens = int((rows.labels != IGNORE_INDEX).sum())
-    loss, norm, total, own = gradients(
+    local_tokens = int((rows.next_labels != IGNORE_INDEX).sum())
+    loss, norm, total, own, mtp = gradients(
         parts, rows, local_tokens, local_batch_size, 0.0 if update else max_norm, before_clip
     )
     if update is not None:
@@ -168,9 +170,16 @@ def forward_backward(
         if agree:
             outcome = all_reduce(outcome, dist.group.WORLD) / dist.get_world_size()
         rest = torch.stack([x.double() for x in (total, own, asked.answer())])
-        values = torch.cat([outcome, rest]).tolist()
+        values = torch.cat([outcome, rest, mtp.double()]).tolist()
     local_loss = values[3] * values[2] / max(local_tokens, 1)
-    return BackwardResult(values[0], values[1], int(values[2]), local_loss, stop=values[4] > 0)
+    return BackwardResult(
+        values[0],
+        values[1],
+        int(values[2]),
+        local_loss,
+        mtp_losses=tuple(values[5:]),
+        stop=values[4] > 0,
+    )
 
 
 def gradients(
@@ -180,7 +189,7 @@ def gradients(
     local_batch_size: int,
     max_norm: float,
     before_clip: Callable[[], None] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The device's part of a step, during which the host never waits for it. The planner traces
     this function.
 
@@ -191,25 +200,34 @@ def gradients(
 
     Returns:
         Loss, gradient norm, predicted tokens of the whole batch, and this rank's share of the loss;
-        scalars.
+        scalars. The loss of each module of multi-token prediction, `[modules]`.
     """
     mesh = parts.mesh
     device = parts.device
     compute = parts.compute
-    # Not copied from the host, which would wait for the device.
-    total = all_reduce(torch.full((), local_tokens, device=device), mesh.batch_group).clamp(min=1)
-    loss = torch.zeros((), device=device)
     # All rows are copied at once, because each copy from pageable memory may wait.
-    batches = rows.to(device).split(local_batch_size)
+    rows = rows.to(device)
+    # Not copied from the host, which would wait for the device.
+    totals = torch.full((), local_tokens, device=device)
+    mtp = compute.loss.mtp
+    if mtp is not None:
+        further = (rows.labels[..., 1:] != IGNORE_INDEX).sum(dim=(0, 1))
+        totals = torch.cat([totals[None], further])
+    totals = all_reduce(totals, mesh.batch_group).clamp(min=1)
+    loss = torch.zeros((), device=device)
+    batches = rows.split(local_batch_size)
     for i, part in enumerate(batches, 1):
         note(f"running forward and backward of batch {i} of {len(batches)}")
-        loss += compute.forward_backward(part, total, last=i == len(batches))
+        loss += compute.forward_backward(part, totals, last=i == len(batches))
     if before_clip is not None:
         before_clip()
     norm = _grad_norm(parts, max_norm)
     own = loss.clone()
-    all_reduce(loss, mesh.loss_group)
-    return loss, norm, total, own
+    if mtp is None:
+        all_reduce(loss, mesh.loss_group)
+        return loss, norm, totals, own, loss.new_zeros(0)
+    losses = all_reduce(torch.cat([loss[None], mtp.take()]), mesh.loss_group)
+    return losses[0], norm, totals[0], own, losses[1:]
 
 
 def _grad_norm(parts: Parts, max_norm: float) -> Tensor:

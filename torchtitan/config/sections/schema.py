@@ -169,6 +169,10 @@ class Training(Section):
     """Compute logits and loss in this many slices of the sequence, one at a time. Saves the memory
     of the full logits, which a large vocabulary makes big.
     """
+    mtp_loss_weight: Factor = 0.3
+    """Weight of the mean loss of the modules that predict further tokens (multi-token prediction,
+    `n_mtp` in `[model.overrides]`), relative to the loss of the next token.
+    """
     max_norm: Factor = 1.0
     """Clip gradients to this global norm. 0: measure the norm, don't clip."""
     steps: Steps = 10000

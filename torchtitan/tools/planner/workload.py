@@ -120,6 +120,11 @@ def _check_covered(config: Config, args: TransformerArgs) -> None:
         raise UserError(
             f"{key}: the planner's closed forms need blocks that are alike; plan with 0"
         )
+    if getattr(args, "n_mtp", 0):
+        raise UserError(
+            "model.overrides.n_mtp: the planner's closed forms don't cover modules that predict "
+            "further tokens; plan with 0"
+        )
 
 
 class Workload:

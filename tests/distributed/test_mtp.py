@@ -1,0 +1,97 @@
+"""Multi-token prediction under every layout, against plain PyTorch on one process."""
+
+import pytest
+import torch.nn.functional as F
+
+from tests.runs import EXPERTS, arguments
+from torchtitan.testing.difference import Tolerances
+from torchtitan.testing.parity import compare
+from torchtitan.train import mtp, step
+
+MTP = ["--model.overrides.n_mtp=2", "--training.document_mask", "--training.seq_len=96"]
+PP = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"]
+SCHEDULE = "--parallelism.pipeline_parallel_schedule"
+LAYOUTS = {
+    "one process, accumulating": (1, []),
+    "dp 2 with experts, accumulating": (2, EXPERTS),
+    "tp 2, in chunks": (2, ["--parallelism.tensor_parallel_degree=2", "--training.loss_chunks=2"]),
+    "cp 2 with experts": (2, [*EXPERTS, "--parallelism.context_parallel_degree=2"]),
+    "1F1B with experts": (2, [*EXPERTS, *PP]),
+    "Interleaved1F1B": (2, [*PP, f"{SCHEDULE}=Interleaved1F1B"]),
+    "ZBVZeroBubble with experts": (2, [*EXPERTS, *PP, f"{SCHEDULE}=ZBVZeroBubble"]),
+}
+
+
+def finding(argv, fault=None):
+    """A comparison on every rank, with a mistake in the code."""
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            FAULTS[fault](patch)
+        return compare(argv, Tolerances())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_and_gradients_equal_one_process(ranks, tmp_path, layout):
+    world, extra = LAYOUTS[layout]
+    found = ranks(world, finding, arguments(tmp_path, *MTP, *extra, steps=2))[0]
+    assert found.problems == []
+    assert found.difference.mtp_loss > 0, "no loss was compared"
+
+
+def _each_batch_alone(patch):
+    """Each batch on each rank divides by its own tokens: means of means."""
+
+    def factors(self, totals):
+        return F.pad(totals[1:] * 0 + self.weight / self.modules, (1, 0), value=1.0)
+
+    patch.setattr(mtp.MTPLoss, "factors", factors)
+
+
+def _not_over_ranks(patch):
+    """Each rank divides by its own tokens."""
+    over_ranks = step.all_reduce
+
+    def all_reduce(tensor, *args, **kwargs):
+        if tensor.ndim == 1 and not tensor.is_floating_point():  # the numbers of tokens
+            tensor[:1] = over_ranks(tensor[:1].clone(), *args, **kwargs)
+            return tensor
+        return over_ranks(tensor, *args, **kwargs)
+
+    patch.setattr(step, "all_reduce", all_reduce)
+
+
+def _across_documents(patch):
+    """The last tokens of a document predict the next one's."""
+    right = mtp.with_next
+
+    def with_next(tokens, labels, documents, count):
+        return right(tokens, labels, None, count)
+
+    patch.setattr("torchtitan.train.forward.with_next", with_next)
+
+
+def _around_the_row(patch):
+    """The last tokens of a row predict its first."""
+    right = mtp.with_next
+
+    def with_next(tokens, labels, documents, count):
+        tokens_ahead, labels_ahead = right(tokens, labels, documents, count)
+        for k in range(1, 1 + count):
+            labels_ahead[:, -k:, k] = labels[:, :k]
+        return tokens_ahead, labels_ahead
+
+    patch.setattr("torchtitan.train.forward.with_next", with_next)
+
+
+FAULTS = {
+    "not by its own tokens": _each_batch_alone,
+    "not over ranks": _not_over_ranks,
+    "across documents": _across_documents,
+    "around the row": _around_the_row,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_loss_is_found(ranks, tmp_path, fault):
+    found = ranks(2, finding, arguments(tmp_path, *MTP, steps=1), fault)[0]
+    assert any("loss of further tokens" in text or "gradient" in text for text in found.problems)
