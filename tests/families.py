@@ -61,9 +61,7 @@ def random_twin(config: Mapping[str, Any], **settings: Any) -> Any:
     with torch.no_grad():
         for name, value in theirs.state_dict().items():
             if name.endswith("e_score_correction_bias"):
-                value.uniform_(
-                    -0.6, 0.2
-                )  # some choices are of negative values, none of the bias alone
+                value.uniform_(-0.6, 0.2)  # beside scores of about 0.5: some sums are negative
             elif value.dim() > 1:
                 value.normal_(std=0.08)
             else:  # norms at 1, or at 0 if they multiply by 1 + weight; biases; sinks

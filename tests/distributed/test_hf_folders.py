@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 
@@ -13,10 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests import families
+from tests import families, packed_model
+from tests.hf_folders import SHIPPED
 from tests.runs import full
 from torchtitan.checkpoint.hf.convert import nearest_flavor
+from torchtitan.checkpoint.hf.folder import SafetensorsReader
 from torchtitan.checkpoint.hf.weights import load_hf
+from torchtitan.commands import ckpt
 from torchtitan.models import get_spec
 from torchtitan.models.moe import Experts
 
@@ -175,3 +179,93 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
         for name, weight in load_file(file).items():
             assert torch.equal(weight, weights.pop(name)), name
     assert not weights
+
+
+def load_arranged(folder, expected, dim):
+    """Every parameter, sharded along `dim` where it has one; True if all are as expected."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = packed_model.Packed(None, None)
+    for name, param in list(model.named_parameters()):
+        shard = Shard(min(dim, param.dim() - 1))
+        empty = distribute_tensor(torch.zeros_like(param), mesh, [shard])
+        model.register_parameter(name, torch.nn.Parameter(empty))
+    load_hf([model], folder, packed_model.names(None))
+    for name, value in model.state_dict().items():
+        assert torch.equal(full(value), expected[name]), name
+    return True
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_arranged_weights_load_into_shards(ranks, tmp_path, dim):
+    """Interleaved, packed and transposed weights, of which each rank reads its part."""
+    torch.manual_seed(0)
+    model = packed_model.Packed(None, None)
+    model.bias.uniform_()
+    expected = {name: value.detach() for name, value in model.state_dict().items()}
+    tensors = {n: x.clone().contiguous() for n, x in packed_model.theirs(expected).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert all(ranks(2, load_arranged, tmp_path, expected, dim))
+
+
+def quantize(weight):
+    """e4m3 and the scales of 128 x 128 blocks, by loops; and the bfloat16 they stand for."""
+    blocks = [-(-size // 128) for size in weight.shape]
+    scales = torch.empty(blocks)
+    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
+    back = torch.empty(weight.shape, dtype=torch.bfloat16)
+    for i in range(blocks[0]):
+        for j in range(blocks[1]):
+            place = (slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1)))
+            scales[i, j] = weight[place].abs().max() / 448
+            values[place] = (weight[place] / scales[i, j]).to(torch.float8_e4m3fn)
+            back[place] = (values[place].float() * scales[i, j]).bfloat16()
+    return values, scales, back
+
+
+def test_an_fp8_model_is_read_whole_and_in_shards(ranks, tmp_path, capsys):
+    """`from-hf`, `to-hf`, and a rank's shards of the same folder."""
+    torch.manual_seed(0)
+    model = families.build("qwen3_moe", vocab_size=2048, dim=192)
+    source = tmp_path / "hf"
+    families.twin("qwen3_moe", model).save_pretrained(source)
+    for file in SHIPPED.glob("*.json"):
+        shutil.copy(file, source)
+    weights = load_file(source / "model.safetensors")
+    expected = {}
+    stored = {}
+    for name, weight in weights.items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = expected[name] = weight.bfloat16()
+            continue
+        stored[name], stored[f"{name}_scale_inv"], expected[name] = quantize(weight)
+    save_file(stored, source / "model.safetensors")
+    about = json.loads((source / "config.json").read_text())
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    (source / "config.json").write_text(json.dumps(about | {"quantization_config": fp8}))
+    ckpt.main(["from-hf", str(source), str(tmp_path / "ours")])
+    assert "Dequantized from fp8 to bfloat16" in capsys.readouterr().out
+    ckpt.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "back")])
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert back.keys() == expected.keys()
+    for name, weight in back.items():
+        assert torch.equal(weight, expected[name]), name
+    assert "quantization_config" not in json.loads((tmp_path / "back/config.json").read_text())
+    loaded = ranks(2, load_fp8, source, model.args)
+    names = get_spec("qwen3_moe").hf.names(model.args)
+    reader = SafetensorsReader(tmp_path / "back", names)
+    for name in names:
+        assert torch.equal(loaded[0][name].bfloat16(), reader.read(name)), name
+
+
+def load_fp8(folder, args):
+    """All parameters, loaded in shards of their second dimension, which cut through blocks."""
+    mesh = init_device_mesh("cpu", (2,))
+    spec = get_spec("qwen3_moe")
+    model = spec.build(args, None)
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            shard = Shard(min(1, param.dim() - 1))
+            empty = distribute_tensor(torch.zeros_like(param), mesh, [shard])
+            module.register_parameter(name, torch.nn.Parameter(empty))
+    load_hf([model], folder, spec.hf.names(args))
+    return {name: full(param).detach() for name, param in model.named_parameters()}

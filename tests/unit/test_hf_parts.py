@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
+from tests.packed_model import WIDE, E, Packed, names, theirs
 from torchtitan.checkpoint.commit import versions
 from torchtitan.checkpoint.hf.export import HFExport
 from torchtitan.checkpoint.hf.folder import SafetensorsReader
@@ -21,73 +21,6 @@ from torchtitan.models import get_spec, parameter_names, register
 from torchtitan.models import spec as models_spec
 from torchtitan.models.hf_names import Part
 from torchtitan.utils.errors import CheckpointError, ConfigError
-
-E, H, WIDE, Q = 4, 6, 10, 3
-"""Experts, widths, and heads."""
-
-
-class Packed(nn.Module):
-    """One of each arrangement."""
-
-    def __init__(self, args, attend):
-        super().__init__()
-        self.args = args
-        for name, shape in {
-            "w1": (E, WIDE, H),
-            "w2": (E, H, WIDE),
-            "w3": (E, WIDE, H),
-            "b1": (E, WIDE),
-            "b3": (E, WIDE),
-            "stack": (E, WIDE, H),
-            "q": (Q * 2, H),
-            "k": (Q * 2, H),
-            "v": (Q * 5, H),
-            "q_conv": (6, 4),
-            "v_conv": (15, 4),
-            "embedding": (7, H),
-        }.items():
-            self.register_parameter(name, nn.Parameter(torch.randn(shape)))
-        self.init_buffers()
-
-    def init_buffers(self):
-        self.register_buffer("bias", torch.zeros(E))
-        self.register_buffer("load", torch.zeros(E, dtype=torch.int64))
-
-
-def names(args):
-    gate_up = {"of": 2, "dim": 2, "transposed": True}
-    packed = {"of": 9}
-    conv = {"of": 21, "dropped": 1}
-    return {
-        "w1": Part("gate_up_proj", take=(0, 1), **gate_up),
-        "w3": Part("gate_up_proj", take=(1, 2), **gate_up),
-        "w2": Part("down_proj", transposed=True),
-        "b1": Part("gate_up_proj_bias", take=(0, 1), of=2, dim=1),
-        "b3": Part("gate_up_proj_bias", take=(1, 2), of=2, dim=1),
-        "stack": [f"experts.{e}.weight" for e in range(E)],
-        "q": Part("qkv", take=(0, 2), **packed),
-        "k": Part("qkv", take=(2, 4), **packed),
-        "v": Part("qkv", take=(4, 9), **packed),
-        "q_conv": Part("conv1d", take=(0, 6), **conv),
-        "v_conv": Part("conv1d", take=(6, 21), **conv),
-        "embedding": Part("embed", copies=("layers.9.embed", "layers.9.head")),
-        "bias": Part("e_score_correction_bias", buffer=True),
-    }
-
-
-def theirs(ours):
-    """The file's tensors, by expressions of their own."""
-    heads = [ours[name].unflatten(0, (Q, -1)) for name in "qkv"]
-    return {
-        "gate_up_proj": torch.stack((ours["w1"].mT, ours["w3"].mT), -1).flatten(-2),
-        "down_proj": ours["w2"].mT,
-        "gate_up_proj_bias": torch.stack((ours["b1"], ours["b3"]), -1).flatten(-2),
-        **{f"experts.{e}.weight": ours["stack"][e] for e in range(E)},
-        "qkv": torch.cat(heads, dim=1).flatten(0, 1),
-        "conv1d": torch.cat((ours["q_conv"], ours["v_conv"])).unsqueeze(1),
-        **dict.fromkeys(("embed", "layers.9.embed", "layers.9.head"), ours["embedding"]),
-        "e_score_correction_bias": ours["bias"],
-    }
 
 
 @pytest.fixture
@@ -139,8 +72,9 @@ def test_every_arrangement_goes_both_ways(tmp_path, spec, dtype):
     assert written["e_score_correction_bias"].dtype == torch.float32
     assert written["qkv"].dtype == dtype
     args = (tmp_path / "hf", tmp_path / "back/step-0", spec, model.args)
-    count = import_hf(*args, manifest(model))
-    assert count == sum(param.numel() for param in model.parameters())
+    imported = import_hf(*args, manifest(model))
+    assert imported.notes == []
+    assert imported.parameters == sum(param.numel() for param in model.parameters())
     for name, value in state.items():
         back = read_tensor(Reader(tmp_path / "back/step-0"), f"model.{name}")
         assert back.dtype == value.dtype
@@ -180,7 +114,7 @@ def test_only_what_is_declared_may_be_left_over(tmp_path, spec):
     del found["layers.9.embed"], found["layers.9.head"]  # copies aren't needed
     args = (tmp_path, tmp_path / "back/step-0", spec, model.args, manifest(model))
     save_file(found | {"mtp.norm": torch.ones(2)}, tmp_path / "model.safetensors")
-    import_hf(*args)
+    assert import_hf(*args).notes == ["Not read, because the model has no place for it: mtp.norm"]
     save_file(found | {"mtq.norm": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"mtq\.norm is unknown"):
         import_hf(*args)

@@ -143,10 +143,13 @@ def from_hf(
         "config": text,
         "train_state": None,
     }
-    count = import_hf(source, step, spec, args, manifest)
+    imported = import_hf(source, step, spec, args, manifest)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, text.encode())
-    print(f"{source} -> {step}: {spec.name} {nearest_flavor(spec, args)[0]}, {count:,} parameters")
+    flavor = nearest_flavor(spec, args)[0]
+    print(f"{source} -> {step}: {spec.name} {flavor}, {imported.parameters:,} parameters")
+    for note in imported.notes:
+        print(note)
     if dropout := config.get("attention_dropout"):
         print(
             f"warning: config.json: attention_dropout is {brief(dropout)}: transformers drops that "

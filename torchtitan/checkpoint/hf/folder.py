@@ -134,7 +134,8 @@ class SafetensorsReader(HuggingFaceStorageReader):
                 if first := entries.get(name):
                     raise CheckpointError(f"{name} is in two files: {first.file} and {file}")
                 entries[name] = entry
-        self.entries = dequantized(entries, _quantization(folder))
+        self.quantization = _quantization(folder)
+        self.entries = dequantized(entries, self.quantization)
         """What the folder holds, by its names."""
         self._metadata = self._describe()
 

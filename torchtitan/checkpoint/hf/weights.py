@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +46,11 @@ def check_hf(
     reader: SafetensorsReader,
     spec: ModelSpec,
     args: Any,
-) -> None:
+) -> list[str]:
     """
+    Returns:
+        Tensors in the folder that the family leaves out.
+
     Raises:
         CheckpointError: the weights aren't those of a model of `args`, which came with them.
     """
@@ -55,9 +58,12 @@ def check_hf(
     known = dict.fromkeys(part.name for part in parts)
     copies = {copy for part in parts for copy in part.copies}
     wrong = [f"{theirs} is missing" for theirs in known if theirs not in reader.entries]
-    ignored = ("lm_head.weight", "*rotary_emb.inv_freq", *hf_map(spec).ignored)
+    ignored = []
+    usual = ("lm_head.weight", "*rotary_emb.inv_freq")
     for theirs in sorted(reader.entries.keys() - known - copies):
-        if not any(fnmatchcase(theirs, pattern) for pattern in ignored):
+        if any(fnmatchcase(theirs, pattern) for pattern in hf_map(spec).ignored):
+            ignored.append(theirs)
+        elif not any(fnmatchcase(theirs, pattern) for pattern in usual):
             wrong.append(f"{theirs} is unknown")
     if not wrong:  # else the model could be of any size
         model = on_meta(spec, args)
@@ -70,6 +76,7 @@ def check_hf(
         raise CheckpointError(
             f"{reader.folder} is not the model of its config.json: {'; '.join(wrong[:3])}{more}"
         )
+    return ignored
 
 
 def on_meta(spec: ModelSpec, args: Any) -> nn.Module:
@@ -78,28 +85,34 @@ def on_meta(spec: ModelSpec, args: Any) -> nn.Module:
         return spec.build(args, None)
 
 
+class Imported(NamedTuple):
+    """What was read from a folder."""
+
+    parameters: int
+    notes: list[str]
+    """What isn't as in the folder, for people."""
+
+
 def import_hf(
     source: Path,
     target: Path,
     spec: ModelSpec,
     args: Any,
     manifest: dict[str, Any],
-) -> int:
-    """Write the weights in a folder of safetensors as a checkpoint of the same dtypes.
+) -> Imported:
+    """Write the weights in a folder of safetensors as a checkpoint of the same dtypes; quantized
+    ones as bfloat16.
 
     Args:
         target: the checkpoint, `.../step-0`.
         manifest: the contents of its manifest.
-
-    Returns:
-        The number of parameters.
 
     Raises:
         CheckpointError: a weight is missing, unknown, not finite, or of another shape than `args`
             say.
     """
     reader = SafetensorsReader(source, hf_map(spec).names(args))
-    check_hf(reader, spec, args)
+    ignored = check_hf(reader, spec, args)
     stored = reader.read_metadata().state_dict_metadata
     state = model_state([on_meta(spec, args)])
     for name, about in stored.items():
@@ -117,5 +130,15 @@ def import_hf(
         return torch.zeros([part.stop - part.start for part in box], dtype=state[name].dtype)
 
     write_streamed(target, manifest, {"model": state}, read)
-    parameters = parameters_of(reader.names)
-    return sum(stored[name].size.numel() for name in parameters)
+    sizes = (stored[name].size.numel() for name in parameters_of(reader.names))
+    return Imported(sum(sizes), _notes(reader, ignored))
+
+
+def _notes(reader: SafetensorsReader, ignored: list[str]) -> list[str]:
+    notes = []
+    if reader.quantization:
+        notes.append(f"Dequantized from {reader.quantization.method} to bfloat16")
+    if ignored:
+        more = f" and {len(ignored) - 1} more" if len(ignored) > 1 else ""
+        notes.append(f"Not read, because the model has no place for it: {ignored[0]}{more}")
+    return notes
