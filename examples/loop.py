@@ -47,7 +47,7 @@ def build(config: Config) -> Parts:
     loader = build_data(config, "training", setup.tokenizer, (mesh.dp_rank, mesh.dp_degree))
     # How to train it: forward and loss, optimizer, schedule.
     compute = build_compute(config, setup, mesh, device, models, training)
-    optimizer = build_optimizer(models, config.optimizer, config.custom)
+    optimizer = build_optimizer(models, config.optimizer, config.custom, setup.width_ratio)
     schedule = LRSchedule(optimizer, config.optimizer.lr, config.lr_scheduler)
     return Parts(mesh, device, models, optimizer, schedule, loader, compute)
 

@@ -6,6 +6,9 @@ process: loss, gradient norm, the gradient of every parameter, token counts, the
 and their biases, weights after the update. If they differ, each mesh axis and expert parallelism is
 tried on its own, to report along which one the error arises. The ranks are gloo processes on this
 machine; under torchrun they are torchrun's.
+
+With --widths it checks on this process whether learning rates carry over from narrow to wide models
+(muP's coordinate check).
 """
 
 import argparse
@@ -33,11 +36,28 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of ranks (1); under torchrun, its own",
     )
+    parser.add_argument(
+        "--widths",
+        type=widths,
+        metavar="N,N,...",
+        help="instead: train small models of these widths, and fail if activations or their updates"
+        " move with the width",
+    )
     return parser
+
+
+def widths(text: str) -> list[int]:
+    """Several different widths, in order."""
+    found = sorted({count(word) for word in text.split(",")})
+    if len(found) < 2:
+        raise argparse.ArgumentTypeError(f"must be at least two widths, as 64,128,256: got {text}")
+    return found
 
 
 def main(argv: list[str]) -> int:
     options, config_argv = parse_args(parser(), argv)
+    if options.widths:
+        return _check_widths(config_argv, options.nproc_per_node, options.widths)
     if "RANK" in os.environ:
         return _check_under_torchrun(config_argv)
     preflight(resolve(config_argv, options.nproc_per_node).config, output=False)
@@ -51,6 +71,18 @@ def main(argv: list[str]) -> int:
         passed, text = pool.run(check, config_argv, timeout=TIMEOUT)[0]
     finally:
         pool.close()
+    print(text, flush=True)
+    return 0 if passed else 1
+
+
+def _check_widths(config_argv: list[str], ranks: int, widths: list[int]) -> int:
+    """The number of ranks has no part in it, but a configuration may need it."""
+    config = resolve(config_argv, ranks).config
+    setup = preflight(config, output=False)
+
+    from torchtitan.testing.coordinates import check_widths
+
+    passed, text = check_widths(config, setup, widths)
     print(text, flush=True)
     return 0 if passed else 1
 

@@ -248,8 +248,8 @@ class Decoder(nn.Module):
             logits = self.output(x, weight)
         else:
             logits = functional_call(self.output, {"weight": weight}, (x,))
-        if self.args.logit_scale != 1:
-            logits = logits * self.args.logit_scale
+        if self.args.logit_factor != 1:
+            logits = logits * self.args.logit_factor
         cap = self.args.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from torchtitan.config.sections.types import Heads, Layers, LayersOrZero, SeqLen, VocabSize, Width
+from torchtitan.models import mup
 from torchtitan.models.decoder_checks import problems
 from torchtitan.models.rope_scaling import AnyScaling, Scale, YarnScaling
 from torchtitan.models.spec import Init, ModelArgs, ShardingStyle
@@ -177,6 +178,12 @@ class DecoderArgs(ModelArgs):
     """Inner width of the expert that all tokens share, or the sum of several. 0: none."""
     shared_expert_gate: bool = False
     """Multiply the shared expert's output by a sigmoid gate for each token."""
+    mup_base_dim: Width | None = None
+    """Scale initial weights, learning rates and logits so that a learning rate found at this `dim`
+    is right at every other (muP, Yang et al., arXiv:2203.03466). `"none"`: don't.
+    """
+    mup_base_head_size: Width | None = None
+    """Head size of muP's base model. `"none"`: this model's, which has more heads instead."""
 
     @property
     def head_dim(self) -> int:
@@ -196,9 +203,16 @@ class DecoderArgs(ModelArgs):
     def score_scale(self) -> float:
         """What attention's scores are multiplied by."""
         scale = self.attention_scale or self.head_dim**-0.5
+        if self.mup_base_dim and self.mup_base_head_size and not self.attention_scale:
+            scale = self.mup_base_head_size**0.5 / self.head_dim
         if self.kv_lora_rank and isinstance(self.rope_scaling, YarnScaling):
             return scale * self.rope_scaling.on_scores
         return scale
+
+    @property
+    def logit_factor(self) -> float:
+        """What logits are multiplied by."""
+        return self.logit_scale / mup.multiple(self)
 
     def kind(self, layer: int) -> LayerKind:
         """How the block of this index mixes tokens. Modules that predict further tokens come after
@@ -260,14 +274,16 @@ def init(fqn: str, args: DecoderArgs) -> Init:
         return Init("zeros" if args.norm_plus_one else "ones")
     if parts[-1] in ("bias", "b1", "b2", "b3") or parts[-2] == "sinks":
         return Init("zeros")
+    output = (args.mup_base_dim or args.dim) ** -0.5
     if parts[0] == "tok_embeddings":
         # A tied embedding is also the output projection, so it gets that scale.
-        return Init("normal", args.dim**-0.5 if args.tie_embeddings else 1.0)
+        return Init("normal", output if args.tie_embeddings else 1.0)
     if parts[0] == "output":
-        return Init("normal", args.dim**-0.5)
+        return Init("normal", output)
+    std = args.init_std * mup.std_factor(fqn, args)
     if parts[-2] in ("wo", "w2") or parts[-1] == "w2":
-        return Init("normal", args.init_std / math.sqrt(2 * (int(parts[1]) + 1)))
-    return Init("normal", args.init_std)
+        return Init("normal", std / math.sqrt(2 * (int(parts[1]) + 1)))
+    return Init("normal", std)
 
 
 def module_flops(args: DecoderArgs, seq_len: int) -> dict[str, float]:

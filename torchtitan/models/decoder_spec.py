@@ -15,6 +15,7 @@ from torchtitan.models.decoder_args import (
     tiny,
 )
 from torchtitan.models.decoder_hf import HFConfig
+from torchtitan.models.mup import width_ratio
 from torchtitan.models.spec import ModelSpec, register
 
 
@@ -39,6 +40,7 @@ def register_decoder(
             expert_sizes=expert_sizes,
             context_parallel_sizes=context_parallel_sizes,
             mtp_modules=lambda args: args.n_mtp,
+            width_ratio=width_ratio,
         )
     )
 

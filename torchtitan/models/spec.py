@@ -204,6 +204,12 @@ class ModelSpec(Generic[Args]):
     takes tokens `[b, s, 1 + n]`, too.
     """
 
+    width_ratio: Callable[[str, Args], float] = lambda fqn, args: 1.0
+    """`width_ratio(fqn, args)`: how many times wider the inputs of the matrix called `fqn` are than
+    in the model whose learning rate and weight decay are configured (muP, Yang et al.,
+    arXiv:2203.03466).
+    """
+
     def __post_init__(self) -> None:
         if self.hf is not None:
             object.__setattr__(self, "hf", self.hf.of(self.build))

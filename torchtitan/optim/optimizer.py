@@ -176,12 +176,16 @@ def build_optimizer(
     models: Sequence[nn.Module],
     optimizer: Optimizer,
     custom: Custom | None = None,
+    width_ratio: Callable[[str], float] = lambda name: 1.0,
 ) -> AnyOptimizer:
     """Build the optimizer of all parameters.
 
     Vectors (norm weights, biases, filters of channels) get no weight decay. Muon (Jordan et al.,
     2024, kellerjordan.github.io/posts/muon) updates the matrices of the blocks, each expert's on
     its own; AdamW updates embedding, output and vectors.
+
+    Args:
+        width_ratio: of a matrix's name, `ModelSpec.width_ratio` of the model.
     """
     groups: dict[tuple[float, ...], Group] = {}
     names = {}
@@ -190,7 +194,7 @@ def build_optimizer(
             if not param.requires_grad:
                 continue
             names[param] = name
-            settings = _settings(name, param, optimizer)
+            settings = _settings(name, param, optimizer, width_ratio(name))
             group = groups.setdefault(tuple(settings.values()), {"params": [], **settings})
             group["params"].append(param)
     make = partial(_make, optimizer)
@@ -211,10 +215,17 @@ def _settings(
     name: str,
     param: Tensor,
     optimizer: Optimizer,
+    width_ratio: float,
 ) -> dict[str, float]:
     """The settings that decide a parameter's group.
 
     `muon` is the number of dimensions of what Muon updates; 0: AdamW or a registered optimizer.
+
+    A matrix's update should change its outputs by as much in a wide model as in a narrow one. Adam
+    changes every element by about the learning rate, and in directions that the inputs share, so
+    outputs change in proportion to the width (muP, Yang et al., arXiv:2203.03466, table 8). Muon's
+    updates have a spectral norm in proportion to its root (Liu et al., arXiv:2502.16982, section
+    2.2). Decoupled weight decay is multiplied by the learning rate, and here doesn't follow it.
     """
     matrix = is_matrix(name, param.dim())
     by_muon = optimizer.name == "Muon" and matrix and name.startswith("layers.")
@@ -225,6 +236,10 @@ def _settings(
     if rule is not None:
         decay = decay if rule.weight_decay is None else rule.weight_decay
         scale = rule.lr_scale
+    if matrix and width_ratio != 1:
+        by_width = width_ratio**-0.5 if by_muon else 1 / width_ratio
+        scale *= by_width
+        decay = decay if optimizer.name == "Adam" else decay / by_width
     return {
         "muon": param.dim() if by_muon else 0,
         "weight_decay": decay,

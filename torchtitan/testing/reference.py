@@ -9,7 +9,7 @@ the run's weights, computes gradients of its own, and updates by those of the ru
 loss, gradients and update differ by their own rounding alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,7 @@ def reference(
     )
     settings = config.optimizer
     training = config.training
-    optimizers = _optimizers(model, settings, config.custom)
+    optimizers = _optimizers(model, settings, config.custom, setup.width_ratio)
     of_row = (
         build_loss(training.loss, config.custom) if registry.losses.find(training.loss) else None
     )
@@ -123,7 +123,8 @@ def _update(
     factor = lr_factor(step, schedule, build_shape(schedule, config.custom))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = config.optimizer.lr * factor * stage_scale(step, config.training.stages)
+            rate = config.optimizer.lr * factor * stage_scale(step, config.training.stages)
+            group["lr"] = rate * group["lr_scale"]
         optimizer.step()
 
 
@@ -196,40 +197,32 @@ def _optimizers(
     model: nn.Module,
     settings: Optimizer,
     custom: Custom,
+    width_ratio: Callable[[str], float],
 ) -> list[torch.optim.Optimizer]:
-    named = dict(model.named_parameters())
-    matrices_by_name = {name: p for name, p in named.items() if is_matrix(name, p.dim())}
-    of_blocks = {name for name in matrices_by_name if name.startswith("layers.")}
-    muon = of_blocks if settings.name == "Muon" else set()
-    by_muon = [p for name, p in matrices_by_name.items() if name in muon]
-    matrices = [p for name, p in matrices_by_name.items() if name not in muon]
-    vectors = [p for name, p in named.items() if name not in matrices_by_name]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups: list[dict[str, Any]] = []
+    muon_groups: list[dict[str, Any]] = []
+    for name, param in model.named_parameters():
+        matrix = is_matrix(name, param.dim())
+        muon = settings.name == "Muon" and matrix and name.startswith("layers.")
+        ratio = width_ratio(name) if matrix else 1.0
+        scale = ratio**-0.5 if muon else ratio**-1.0
+        decay = settings.weight_decay if matrix else 0.0
+        if settings.name != "Adam":
+            decay /= scale
+        group = {"params": [param], "weight_decay": decay, "lr_scale": scale}
+        (muon_groups if muon else groups).append(group)
     if registered := registry.optimizers.chosen(settings.name, custom):
-        return [
-            registered(
-                [
-                    {
-                        "lr": settings.lr,
-                        "lr_scale": 1.0,
-                        **group,
-                    }
-                    for group in groups
-                ],
-                settings,
-            )
-        ]
+        return [registered([{"lr": settings.lr, **group} for group in groups], settings)]
     betas = (settings.beta1, settings.beta2)
     eps = settings.eps
     kind = torch.optim.Adam if settings.name == "Adam" else torch.optim.AdamW
     out: list[torch.optim.Optimizer] = [kind(groups, betas=betas, eps=eps)]
-    if by_muon:
-        options = {"weight_decay": settings.weight_decay, "momentum": settings.muon_momentum}
+    for group in muon_groups:
+        options = {"weight_decay": group["weight_decay"], "momentum": settings.muon_momentum}
         options["ns_steps"] = settings.muon_ns_steps
-        out += [_MuonOfEach(by_muon, adjust_lr_fn="match_rms_adamw", **options)]
+        muon_one = _MuonOfEach(group["params"], adjust_lr_fn="match_rms_adamw", **options)
+        muon_one.param_groups[0]["lr_scale"] = group["lr_scale"]
+        out.append(muon_one)
     return out
 
 

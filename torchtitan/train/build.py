@@ -78,7 +78,7 @@ def build(
     names = [source.name for source in config.training.sources]
     tally = SourceTally(len(names), setup.tokenizer.byte_lengths(), device) if names else None
     compute = build_compute(config, setup, mesh, device, models, config.training, tally=tally)
-    optimizer = build_optimizer(models, config.optimizer, config.custom)
+    optimizer = build_optimizer(models, config.optimizer, config.custom, setup.width_ratio)
     schedule = LRSchedule(
         optimizer,
         config.optimizer.lr,

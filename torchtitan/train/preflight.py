@@ -53,6 +53,10 @@ class Setup:
         """Modules that predict further tokens in training."""
         return self.spec.mtp_modules(self.args)
 
+    def width_ratio(self, fqn: str) -> float:
+        """`ModelSpec.width_ratio` of this model's parameter called `fqn`."""
+        return self.spec.width_ratio(fqn, self.args)
+
 
 def preflight(config: Config, *, output: bool = True) -> Setup:
     """Find the model, tokenizer, data and folders that `config` names, and ask the rules.

@@ -226,7 +226,7 @@ def _record(
     with mode:
         compute = build_compute(eager, setup, mesh, device, models, t, loss=LOSSES[fused])
         compute.accumulation = accumulation(config)
-        optimizer = build_optimizer(models, eager.optimizer, eager.custom)
+        optimizer = build_optimizer(models, eager.optimizer, eager.custom, setup.width_ratio)
         average = WeightAverage(models, eager.ema) if eager.ema.enable else None
         parts = Parts(mesh, device, models, optimizer, None, None, compute, None)  # type: ignore[arg-type]
         params = [param for model in models for param in model.parameters()]

@@ -1,0 +1,49 @@
+"""The maximal update parametrization (muP): one learning rate for models of all widths.
+
+Yang et al., arXiv:2203.03466, table 8, for Adam, relative to a model of width `mup_base_dim`, in
+which nothing changes. With m = `dim` / `mup_base_dim`:
+
+    weights                       deviation    learning rate   multiplier
+    embedding, norms, biases      x 1          x 1             1
+    matrices of the blocks        x m^-0.5     x 1/m           1
+    a router's, a gate's          x 1/m        x 1/m           1
+    output projection             x 1          x 1             1/m
+
+A router has as many outputs in a wide model as in a narrow one, so it is an output weight, which
+the paper's table 3 writes without a multiplier. Scores of attention are divided by the head size,
+not its root. The widths of the blocks must grow with `dim`, but for those of latent vectors and
+heads. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchtitan.models.decoder_args import DecoderArgs
+
+OUTPUTS = ("router", "shared_gate")
+"""Modules of a block whose number of outputs doesn't grow with the width."""
+CONSTANT = ("norm", "conv", "sinks", "A_log", "dt_bias", "wq_b", "wkv_b")
+"""Parts of the names of modules whose number of inputs doesn't grow."""
+
+
+def multiple(args: DecoderArgs) -> float:
+    """How many times wider the model is than the base model; 1 without muP."""
+    return args.dim / args.mup_base_dim if args.mup_base_dim else 1.0
+
+
+def width_ratio(fqn: str, args: DecoderArgs) -> float:
+    """`multiple(args)` of a matrix of the blocks, by which its learning rate is divided; 1 of other
+    parameters.
+    """
+    parts = fqn.split(".")
+    module, leaf = parts[-2:]
+    hidden = parts[0] in ("layers", "mtp") and leaf not in ("bias", "b1", "b2", "b3")
+    return multiple(args) if hidden and not any(name in module for name in CONSTANT) else 1.0
+
+
+def std_factor(fqn: str, args: DecoderArgs) -> float:
+    """What the standard deviation of an initial weight is multiplied by."""
+    ratio = width_ratio(fqn, args)
+    return 1 / ratio if any(name in fqn.split(".") for name in OUTPUTS) else ratio**-0.5
