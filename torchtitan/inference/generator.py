@@ -1,9 +1,4 @@
-"""Text generation: sampling, and the loop over tokens with a key-value cache or without one.
-
-The cache leaves the model unchanged: its attention modules call `self.attend`, which is replaced by
-attention with a cache. Rows are padded at the end, where causal attention doesn't look, so each row
-has the positions it would have alone. The keys and values of a padding token are overwritten when
-the row reaches its position.
+"""Text generation: sampling, and the loop over tokens with a cache or without one.
 
 Shapes: b rows, s new tokens of each, vocab size of the vocabulary.
 """
@@ -21,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.data.text.tokenizer import Tokenizer
-from torchtitan.models.layers import Attend
+from torchtitan.inference.cache import Cache
 
 
 @dataclass(frozen=True)
@@ -70,75 +65,6 @@ class Continuation:
         """The continuation, decoded after the prompt: some tokenizers drop a leading space."""
         whole = tokenizer.decode([*self.prompt, *self.tokens])
         return whole[len(tokenizer.decode(self.prompt)) :]
-
-
-class _Cache:
-    """The positions of one forward's tokens, for all layers, which keep their keys and values."""
-
-    def __init__(
-        self,
-        model: Any,
-        rows: int,
-        places: int,
-    ):
-        self.rows = rows
-        self.places = places
-        for module in model.modules():
-            if (attend := getattr(module, "attend", None)) is not None:
-                module.attend = _CachedAttention(self, getattr(attend, "plain", attend))
-
-    def place(self, positions: Tensor, last: int) -> None:
-        """
-        Args:
-            positions: of the new tokens, `[b, s]`.
-            last: the largest of them.
-        """
-        self.index = positions[:, None, :, None]
-        self.empty = positions.shape[1] == last + 1
-        """There are no earlier tokens: plain causal attention among the new ones."""
-        self.span = last + 1
-        places = torch.arange(self.span, device=positions.device)
-        self.visible = (positions[:, :, None] >= places)[:, None]
-
-
-class _CachedAttention:
-    """Attention to the new tokens and all earlier ones."""
-
-    def __init__(self, cache: _Cache, plain: Attend):
-        self.cache = cache
-        self.plain = plain
-        self.keys = self.values = torch.empty(0)
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Any = None,
-    ) -> Tensor:
-        assert mask is None, "generation has no document masks"
-        cache = self.cache
-        rows = len(k)
-        if not self.keys.numel():
-            # allocated here, as tensor parallelism leaves a rank only some of the heads
-            heads = k.shape[1]
-            self.keys = k.new_zeros(cache.rows, heads, cache.places, k.shape[3])
-            self.values = torch.zeros_like(self.keys)
-        index = cache.index.expand_as(k)
-        keys = self.keys[:rows].scatter_(2, index, k)
-        values = self.values[:rows].scatter_(2, index, v)
-        if cache.empty:
-            return self.plain(q, k, v)
-        keys = keys[:, :, : cache.span]
-        values = values[:, :, : cache.span]
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(
-            q,
-            keys,
-            values,
-            attn_mask=cache.visible,
-            enable_gqa=grouped,
-        )
 
 
 def noise_generator(
@@ -256,7 +182,7 @@ class TextGenerator:
         self.vocab_size = vocab_size
         self.stop = set(stop)
         self.ranks = mesh.size() if mesh is not None else 1
-        self.cache = _Cache(model, rows, max_seq_len + self.ranks)
+        self.cache = Cache(model, rows, max_seq_len + self.ranks)
 
     @torch.no_grad()
     def __call__(
@@ -314,10 +240,8 @@ class TextGenerator:
         padding = -tokens.shape[1] % self.ranks  # the ranks divide the sequence evenly
         tokens = F.pad(tokens, (0, padding)).to(self.device)
         positions = torch.tensor(begin)[:, None] + torch.arange(tokens.shape[1])
-        furthest = int(positions.max())
-        positions = positions.to(self.device)
-        self.cache.place(positions, furthest)
-        hidden = self.model(tokens, positions, project=False)
+        self.cache.place(positions, [index + 1 for index in last], self.device)
+        hidden = self.model(tokens, self.cache.positions, project=False)
         if self.mesh is not None:
             sharded = DTensor.from_local(hidden, self.mesh, [Shard(1)], run_check=False)
             hidden = sharded.full_tensor()

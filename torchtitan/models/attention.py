@@ -181,7 +181,22 @@ class LatentAttention(nn.Module):
             rotated = apply_rope(rotated, cos, sin, interleaved=self.interleaved)
             q = torch.cat([plain, rotated], dim=-1)
             key = apply_rope(key, cos, sin, interleaved=self.interleaved)
-        k, v = self.expand(latents[..., : self.rank], key)
+        out = self.attend_latents(q, latents[..., : self.rank], key, mask)
+        return self.wo(out.flatten(2))
+
+    def attend_latents(
+        self,
+        q: Tensor,
+        compressed: Tensor,
+        key: Tensor,
+        mask: Mask | None,
+    ) -> Tensor:
+        """Attention's outputs `[b, s, h, value_dim]`. Replaced in generation.
+
+        Args:
+            q: `[b, s, h, d]`, rotated.
+            compressed, key: as for `expand`.
+        """
+        k, v = self.expand(compressed, key)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        out = self.attend(q, k, v, mask, **self.options)
-        return self.wo(out.transpose(1, 2).flatten(2))
+        return self.attend(q, k, v, mask, **self.options).transpose(1, 2)

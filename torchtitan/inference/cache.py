@@ -1,0 +1,318 @@
+"""What layers keep of earlier tokens in generation: keys and values, latent vectors, states.
+
+The model is unchanged: layers call `self.attend`, `self.attend_latents` or `self.mix`, which are
+replaced by objects that remember. Rows are padded at the end, where causal attention doesn't look,
+so each row has the positions it would have alone. What an ordinary cache keeps of a padding token
+is overwritten when the row reaches its position; the others don't keep padding at all.
+
+Shapes: b rows, s new tokens of each, h query heads, k key-value heads, d width of queries and keys,
+e width of values.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torchtitan.models.attention import LatentAttention
+from torchtitan.models.attention_op import attend_variant
+from torchtitan.models.delta import DeltaWeights, GatedDeltaNet, convolve, gates
+from torchtitan.models.delta_rule import chunked_delta_rule, normalize, recurrent_delta_rule
+from torchtitan.models.layers import Attend
+
+
+class Cache:
+    """The positions of one forward's tokens, for all layers, each of which keeps what it needs."""
+
+    def __init__(
+        self,
+        model: Any,
+        rows: int,
+        places: int,
+    ):
+        """
+        Args:
+            rows: largest number of rows.
+            places: positions of the longest row, padding included.
+        """
+        self.rows = rows
+        self.places = places
+        self.layers: list[Kept | KeptLatents | KeptState] = []
+        for module in model.modules():
+            attend = getattr(module, "attend", None)
+            if isinstance(module, GatedDeltaNet):
+                module.mix = self._of_layer(KeptState(self))
+            elif isinstance(module, LatentAttention):
+                kept = self._of_layer(KeptLatents(self, module))
+                module.attend_latents = kept  # type: ignore[method-assign]
+            elif attend is not None:
+                plain = attend.plain if isinstance(attend, Kept) else attend
+                module.attend = self._of_layer(Kept(self, plain))
+
+    def _of_layer(self, kept: Any) -> Any:
+        self.layers.append(kept)
+        return kept
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the layers hold on this rank, once they have computed a token."""
+        return sum(x.numel() * x.element_size() for layer in self.layers for x in layer.held)
+
+    def place(
+        self,
+        positions: Tensor,
+        counts: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        """Say where the tokens of the next forward are.
+
+        Args:
+            positions: of the new tokens, `[b, s]` on the host, consecutive in each row. All rows
+                begin at 0, or none does.
+            counts: how many of each row aren't padding; 1 in all rows that don't begin at 0.
+            device: where the model computes.
+        """
+        self.span = int(positions.max()) + 1
+        self.new = max(counts)
+        self.positions = positions.to(device)
+        self.counts = torch.tensor(counts, device=device)
+        self.ends = self.positions[:, 0] + self.counts
+        self.empty = self.span == positions.shape[1]
+        assert self.empty or self.new == 1, "a row continues by one token at a time"
+        self._slots: dict[int, _Slots] = {}
+
+    def slots(self, window: int | None) -> "_Slots":
+        """Where layers with this window keep tokens; computed once for all of them."""
+        size = self.places if window is None else min(window, self.places)
+        if size not in self._slots:
+            self._slots[size] = _Slots(self, size)
+        return self._slots[size]
+
+
+class _Slots:
+    """Places for the last `size` tokens of each row: position p is in slot `p % size`."""
+
+    def __init__(self, cache: Cache, size: int):
+        self.cache = cache
+        self.size = size
+        self.all = size == cache.places
+        device = cache.positions.device
+        slots = torch.arange(cache.span if self.all else size, device=device)
+        # A padding token, whose result is ignored, sees what the row's last token sees.
+        queries = torch.minimum(cache.positions, cache.ends[:, None] - 1)[:, :, None]
+        if self.all:
+            self.visible = (queries >= slots)[:, None]
+            return
+        ends = cache.ends[:, None]
+        self.held = ends - 1 - (ends - 1 - slots) % size
+        """`[b, size]`, the position in each slot after this forward; negative: none."""
+        held = self.held[:, None]
+        self.visible = ((held >= 0) & (held <= queries) & (held > queries - size))[:, None]
+
+    def keep(self, held: Tensor, new: Tensor) -> Tensor:
+        """Write `new` `[b, k, s, d]` to `held` `[rows, k, size, d]`.
+
+        Returns:
+            What queries may see, a view of `held`.
+        """
+        cache = self.cache
+        held = held[: len(new)]
+        if self.all:
+            held.scatter_(2, cache.positions[:, None, :, None].expand_as(new), new)
+            return held[:, :, : cache.span]
+        if cache.empty:
+            index = self.held.clamp(min=0)[:, None, :, None]
+            return held.copy_(new.gather(2, index.expand_as(held)))
+        new = new[:, :, :1]
+        index = (cache.positions[:, :1] % self.size)[:, None, :, None]
+        return held.scatter_(2, index.expand_as(new), new)
+
+
+class Kept:
+    """Attention to the new tokens and earlier ones, whose keys and values are kept."""
+
+    def __init__(self, cache: Cache, plain: Attend):
+        self.cache = cache
+        self.plain = plain
+        self.held: list[Tensor] = []
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Any = None,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        assert mask is None, "generation has no document masks"
+        slots = self.cache.slots(window)
+        if not self.held:
+            # allocated here, as tensor parallelism leaves a rank only some of the heads
+            self.held = [_empty(self.cache, x, slots.size) for x in (k, v)]
+        keys, values = (slots.keep(*pair) for pair in zip(self.held, (k, v), strict=True))
+        if self.cache.empty:
+            options: dict[str, Any] = {"window": window, "scale": scale, "sinks": sinks}
+            return self.plain(q, k, v, **{key: x for key, x in options.items() if x is not None})
+        return _attend(q, keys, values, slots.visible, scale, sinks)
+
+
+class KeptLatents:
+    """Latent attention to the new tokens and earlier ones, of which only the latent vectors and the
+    shared, rotated keys are kept.
+
+    Keys and values aren't expanded from them. Instead, queries are projected to the latent space,
+    and attention's outputs from there (DeepSeek-V2, arXiv:2405.04434, section 2.1.2): all heads
+    share the latent vectors as keys and values.
+    """
+
+    def __init__(self, cache: Cache, layer: LatentAttention):
+        self.cache = cache
+        self.layer = layer
+        self.held: list[Tensor] = []
+
+    def __call__(
+        self,
+        q: Tensor,
+        compressed: Tensor,
+        key: Tensor,
+        mask: Any = None,
+    ) -> Tensor:
+        """
+        Args:
+            q: `[b, s, h, d]`, rotated.
+            compressed: latent vectors `[b, s, rank]`; a DTensor under tensor parallelism.
+            key: `[b, s, 1, r]`, rotated.
+
+        Returns:
+            `[b, s, h, e]`.
+        """
+        assert mask is None, "generation has no document masks"
+        layer = self.layer
+        slots = self.cache.slots(layer.options.get("window"))
+        own = _local(compressed)
+        new = torch.cat([own, key.squeeze(2)], -1).unsqueeze(1)
+        if not self.held:
+            self.held = [_empty(self.cache, new, slots.size)]
+        kept = slots.keep(self.held[0], new)
+        if self.cache.empty:
+            return LatentAttention.attend_latents(layer, q, compressed, key, None)
+        plain, rotated = q.split(layer.widths, -1)
+        weight = _local(layer.wkv_b.weight).unflatten(0, (q.shape[2], -1))
+        of_keys, of_values = weight.split([layer.widths[0], layer.value_dim], 1)
+        inner = torch.cat([torch.einsum("bshd,hdr->bshr", plain, of_keys), rotated], -1)
+        out = _attend(
+            inner.transpose(1, 2),
+            kept,
+            kept[..., : layer.rank],
+            slots.visible,
+            layer.options.get("scale", layer.head_dim**-0.5),
+            None,
+        )
+        return torch.einsum("bhsr,her->bshe", out, of_values)
+
+
+class KeptState:
+    """Gated DeltaNet from the state after the last token, and the last inputs of its convolution:
+    as much for any number of tokens.
+    """
+
+    def __init__(self, cache: Cache):
+        self.cache = cache
+        self.held: list[Tensor] = []
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        ba: Tensor,
+        weights: DeltaWeights,
+        documents: Tensor | None,
+    ) -> Tensor:
+        """`Mix` of the new tokens."""
+        assert documents is None, "generation has no document masks"
+        cache = self.cache
+        rows, length = qkv.shape[:2]
+        before = weights.q_conv.shape[-1] - 1
+        state, inputs = (x[:rows] for x in self._held(qkv, weights, before))
+        qkv = torch.cat([inputs, qkv[:, : cache.new]], 1)
+        q, k, v = (x[:, before:] for x in convolve(qkv, weights, None))
+        g, beta = gates(ba[:, : cache.new], weights)
+        counts = cache.counts[:, None]
+        padding = torch.arange(cache.new, device=counts.device) >= counts
+        # A token with g = beta = 0 leaves the state as it is.
+        g, beta = (x.masked_fill(padding[..., None], 0) for x in (g, beta))
+        rule = recurrent_delta_rule if cache.new == 1 else chunked_delta_rule
+        q = normalize(q) * q.shape[-1] ** -0.5
+        out, after = rule(q, normalize(k), v, g, beta, state)
+        state.copy_(after)
+        last = (counts + torch.arange(before, device=counts.device))[..., None, None]
+        inputs.copy_(qkv.gather(1, last.expand_as(inputs)))
+        return F.pad(out.to(v.dtype), (0, 0, 0, 0, 0, length - cache.new))
+
+    def _held(
+        self,
+        qkv: Tensor,
+        weights: DeltaWeights,
+        before: int,
+    ) -> list[Tensor]:
+        """The states `[rows, h, d, e]` in fp32, and earlier inputs `[rows, before, k, w]`."""
+        if not self.held:
+            heads, group = weights.A_log.shape
+            size = weights.q_conv.shape[1]
+            values = weights.v_conv.shape[1] // group
+            shape = (self.cache.rows, heads * group, size, values)
+            state = qkv.new_zeros(shape, dtype=torch.float32)
+            self.held = [state, qkv.new_zeros(self.cache.rows, before, *qkv.shape[2:])]
+        elif self.cache.empty:
+            for x in self.held:
+                x.zero_()
+        return self.held
+
+
+def _empty(
+    cache: Cache,
+    like: Tensor,
+    size: int,
+) -> Tensor:
+    """`[rows, k, size, d]` for `like` `[b, k, s, d]`."""
+    return like.new_zeros(cache.rows, like.shape[1], size, like.shape[3])
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    scale: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention to the `visible` `[b, 1, s, S]` of the keys that are kept."""
+    if sinks is not None:
+        after_all = keys.shape[2]  # the mask says what a query sees
+        return attend_variant(
+            q,
+            keys,
+            values,
+            visible,
+            window=None,
+            scale=scale,
+            sinks=sinks,
+            offset=after_all,
+        )
+    return F.scaled_dot_product_attention(
+        q,
+        keys,
+        values,
+        attn_mask=visible,
+        scale=scale,
+        enable_gqa=q.shape[1] != keys.shape[1],
+    )
+
+
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
