@@ -66,6 +66,12 @@ LAYOUT_CASES = {
             "set it to 32",
             ["--training.global_batch_size=32"],
         ),
+        (
+            2,
+            ["--training.stages=[{from_step = 5, global_batch_size = 20}]"],
+            "the stage from_step 5: training.global_batch_size: 20 is not a multiple",
+            ["--training.stages=[{from_step = 5, global_batch_size = 32}]"],
+        ),
     ],
     "elastic_run_can_resume": [
         (
@@ -79,6 +85,17 @@ LAYOUT_CASES = {
             [*ELASTIC, "--checkpoint.enable", "--training.global_batch_size=2"],
             "2 rows are too few for 3",
             ["--training.global_batch_size=3"],
+        ),
+        (
+            3,
+            [
+                *ELASTIC,
+                "--checkpoint.enable",
+                "--training.global_batch_size=8",
+                "--training.stages=[{from_step = 5, global_batch_size = 2}]",
+            ],
+            "set 3 or more",
+            ["--training.stages=[{from_step = 5, global_batch_size = 3}]"],
         ),
         (
             3,
@@ -115,6 +132,15 @@ LAYOUT_CASES = {
             ["--parallelism.context_parallel_degree=2", "--training.seq_len=2046"],
             "set it to 2044 or 2048",
             ["--training.seq_len=2044"],
+        ),
+        (
+            2,
+            [
+                "--parallelism.context_parallel_degree=2",
+                "--training.stages=[{from_step = 5, seq_len = 2046}]",
+            ],
+            "the stage from_step 5: training.seq_len: 2046 can't be split",
+            ["--training.stages=[{from_step = 5, seq_len = 4096}]"],
         ),
         (
             2,

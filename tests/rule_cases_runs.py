@@ -1,7 +1,5 @@
 """Arguments that break the rules of storage, data, validation and services of a run."""
 
-from tests.rule_cases_layout import ELASTIC
-
 SOURCES = "--training.sources=[{name = 'a'}, {name = 'b'}]"
 
 # rule -> (ranks, arguments it refuses, words of the message, arguments that fix it)
@@ -339,25 +337,6 @@ RUN_CASES = {
             ["--training.sources=[{name = 'a', weight = 0}]"],
             "no source has a weight above 0",
             [SOURCES],
-        ),
-    ],
-    "stages_divide": [
-        (
-            2,
-            ["--training.stages=[{from_step = 5, global_batch_size = 20}]"],
-            "= 16; set it to 16 or 32",
-            ["--training.stages=[{from_step = 5, global_batch_size = 32}]"],
-        ),
-        (
-            3,
-            [
-                *ELASTIC,
-                "--checkpoint.enable",
-                "--training.global_batch_size=8",
-                "--training.stages=[{from_step = 5, global_batch_size = 2}]",
-            ],
-            "set 3 or more",
-            ["--training.stages=[{from_step = 5, global_batch_size = 3}]"],
         ),
     ],
 }

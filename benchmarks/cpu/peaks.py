@@ -115,9 +115,7 @@ def measured(argv: list[str]) -> float:
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
         ) as profiler:
-            forward_backward(
-                parts, next(batches), config.training.local_batch_size, config.training.max_norm
-            )
+            forward_backward(parts, next(batches), config.training.max_norm)
             parts.optimizer.step()
             parts.optimizer.zero_grad(set_to_none=True)
         events = (

@@ -67,7 +67,7 @@ def accumulate(argv):
         return loss
 
     parts.compute.forward_backward = watched
-    forward_backward(parts, batch, config.training.local_batch_size, max_norm=0.0)
+    forward_backward(parts, batch, max_norm=0.0)
     parts.loader.close()
     return held, {
         name: full(p.grad).float() for m in parts.models for name, p in m.named_parameters()

@@ -203,7 +203,7 @@ def one_step(argv, schedules):
         parts = build(config, setup, CPU)
         batch = next(iter(parts.loader))
         parts.loader.close()
-        result = forward_backward(parts, batch, n, 0.0)
+        result = forward_backward(parts, batch, 0.0)
         model = setup.spec.build(setup.args, attention_backend("cpu"))
         materialize(
             model,
@@ -312,7 +312,7 @@ def held_by_every_schedule(argv, orders, rows):
         batch = next(iter(parts.loader))
         parts.loader.close()
         with watched() as trained:
-            forward_backward(parts, batch, rows, 0.0)
+            forward_backward(parts, batch, 0.0)
         with watched() as evaluated:
             parts.compute.forward(parts.compute.own_rows(batch.tokens, batch.labels))
         remote = [s for s, (a, b) in enumerate(pairwise(setup.stages.ranks), 1) if a != b]

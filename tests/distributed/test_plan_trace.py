@@ -127,9 +127,7 @@ def measured_peak(argv):
     batches = iter(parts.loader)
 
     def step():
-        forward_backward(
-            parts, next(batches), config.training.local_batch_size, config.training.max_norm
-        )
+        forward_backward(parts, next(batches), config.training.max_norm)
         parts.optimizer.step()
         parts.optimizer.zero_grad(set_to_none=True)
         if parts.average is not None:

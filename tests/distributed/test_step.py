@@ -197,9 +197,7 @@ def test_update_before_the_host_knows_the_norm(ranks, tmp_path, extra):
 def gradients(argv):
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
-    forward_backward(
-        trainer.parts, next(iter(trainer.parts.loader)), config.training.local_batch_size, 0.0
-    )
+    forward_backward(trainer.parts, next(iter(trainer.parts.loader)), 0.0)
     found = {name: full(param.grad) for name, param in trainer.parts.models[0].named_parameters()}
     trainer.close()
     return found

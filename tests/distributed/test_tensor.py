@@ -47,7 +47,7 @@ def shapes_of_a_step(argv):
         lambda *a: embedded.append((type(a[2]).__name__, a[2].shape))
     )
     with Shapes() as shapes:
-        forward_backward(parts, next(iter(parts.loader)), config.training.local_batch_size, 1.0)
+        forward_backward(parts, next(iter(parts.loader)), 1.0)
     parts.loader.close()
     return shapes.seen, *embedded[0]
 

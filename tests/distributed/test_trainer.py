@@ -195,9 +195,7 @@ def gradients_after_one_backward(argv, max_norm):
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
     parts = trainer.parts
-    result = forward_backward(
-        parts, next(iter(parts.loader)), config.training.local_batch_size, max_norm
-    )
+    result = forward_backward(parts, next(iter(parts.loader)), max_norm)
     grads = {name: full(param.grad) for name, param in parts.models[0].named_parameters()}
     trainer.close()
     return result.grad_norm, grads

@@ -215,7 +215,6 @@ def test_tokenize_resumes_and_refuses_another_input(corpora, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"seq_len": 48}, "training.seq_len"),
         ({"seed": 9}, "debug.seed"),
         ({"path": "other"}, "training.dataset"),
     ],

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from torchtitan.config.sections import schema
 from torchtitan.telemetry import experts as observed
-from torchtitan.telemetry.console import ConsoleSink
+from torchtitan.telemetry.console import ConsoleSink, StageCost
 from torchtitan.telemetry.experts import read_loads
 from torchtitan.telemetry.metrics import Metrics, peak_flops
 from torchtitan.telemetry.run_record import RunRecord
@@ -45,7 +45,7 @@ def one_rank(monkeypatch):
 def make(folder, start=0, total=20, peak=None, experts=False, **kwargs):
     job = schema.Job(dump_folder=str(folder))
     config = schema.Metrics(**kwargs)
-    rates = {"flops_per_token": 2e9, "peak_flops": peak}
+    rates = {"stages": [StageCost(1, 2e9, 1000)], "peak_flops": peak}
     ledger = RunRecord(folder, {}, step=start, resumable=False, writes=True, began=0.0)
     return Metrics(
         config, job, {}, ledger, start_step=start, total_steps=total, **rates, experts=experts

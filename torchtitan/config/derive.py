@@ -36,6 +36,8 @@ AXES = tuple(DEGREE_KEYS)
 
 SHAPES = ("linear", "sqrt", "cosine")
 """Shapes of a learning rate's decay."""
+_STAGED = ("seq_len", "global_batch_size", "local_batch_size")
+"""Keys of `[training]` that a stage may change."""
 _WSD_DECAY = 0.2
 """The default share of the decay (Hägele et al., arXiv:2405.18392)."""
 
@@ -310,10 +312,17 @@ def needs_replica_axis(config: Config) -> bool:
     return config.training.dtype == "bfloat16" and in_shards
 
 
-def largest_batch(config: Config) -> int:
-    """Rows of the largest optimizer step in the run."""
-    t = config.training
-    return max(t.global_batch_size, *(stage.global_batch_size or 0 for stage in t.stages), 0)
+def stages_of(config: Config) -> list[Config]:
+    """The configuration as it is before the first of `[[training.stages]]`, and in each of them.
+
+    Weights of sources and learning rates aside, which no part of a rank is built for.
+    """
+    found = [replace(config, "training.stages", [])]
+    for stage in config.training.stages:
+        changed = {key: value for key in _STAGED if (value := getattr(stage, key)) is not None}
+        training = found[-1].training.model_copy(update=changed)
+        found.append(found[-1].model_copy(update={"training": training}))
+    return found
 
 
 def validation_rows(config: Config) -> int:
@@ -326,6 +335,10 @@ def validation_rows(config: Config) -> int:
 
 
 def gradient_accumulation_steps(config: Config) -> int:
-    """Forward and backward passes per optimizer step on each rank, for the largest batch."""
-    rows_per_pass = config.training.local_batch_size * data_parallel_degree(config)
-    return math.ceil(largest_batch(config) / rows_per_pass)
+    """Forward and backward passes per optimizer step on each rank; the most of any stage."""
+    ranks = data_parallel_degree(config)
+    found = [0]
+    for stage in stages_of(config):
+        t = stage.training
+        found.append(math.ceil(t.global_batch_size / (t.local_batch_size * ranks)))
+    return max(found)

@@ -6,7 +6,7 @@ DataSpec -> open_source -> Source.reader -> StepReader -> StepRows -> StepLoader
 import math
 import queue
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,13 +16,19 @@ from torch import Tensor
 from torchtitan.data.changed import ContentsRecord
 from torchtitan.data.order.mixture import Shares, run_dry, whole_steps
 from torchtitan.data.order.rows import Share, blank_row
-from torchtitan.data.positions import DataFingerprint, DataPosition, DataState, joined
+from torchtitan.data.positions import (
+    DataFingerprint,
+    DataPosition,
+    DataState,
+    SourcePosition,
+    joined,
+)
 from torchtitan.data.reader import ReadAhead, StepReader, StepRows, Workers
-from torchtitan.data.sources import DataSpec, DocumentSource, open_source
+from torchtitan.data.sources import DataSpec, DocumentSource, TokenSource, open_source
 from torchtitan.data.text.contents import Lists
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
-from torchtitan.utils.text import plural
+from torchtitan.utils.text import listed, plural
 
 
 @dataclass(frozen=True)
@@ -41,10 +47,12 @@ class StepBatch:
     """`[rows]` int64: the source of each row by its index in the configuration."""
     epochs: Sequence[float] = ()
     """How often each source has been read; for text, on this rank."""
+    stage: int = 0
+    """The stage of the data: 0, or the number of `[[training.stages]]` that have begun."""
 
 
 _KEYS = {"tokenizer": "model.hf_assets_path", "seed": "debug.seed"}
-"""Configuration keys of the entries of a fingerprint that have another name."""
+"""Entries of a fingerprint that a position depends on, and their configuration keys."""
 
 
 def build_loader(
@@ -52,7 +60,6 @@ def build_loader(
     *,
     dp_rank: int = 0,
     dp_degree: int = 1,
-    local_batch_size: int = 1,
     limits: tuple[float, float] = (150.0, 50.0),
 ) -> "StepLoader":
     """Build the loader of a rank; by default, it reads all rows.
@@ -69,7 +76,6 @@ def build_loader(
     return StepLoader(
         spec,
         share,
-        local_batch_size,
         (max(limits[0], later), later),
     )
 
@@ -81,18 +87,15 @@ class StepLoader:
         self,
         spec: DataSpec,
         share: Share,
-        local_batch_size: int,
         limits: tuple[float, float],
     ):
         """
         Args:
             share: the rows of each step that this rank reads.
-            local_batch_size: rows without labels fill a batch up to a multiple of it.
             limits: seconds to wait for the first batch and for each later one.
         """
         self.spec = spec
         self.share = share
-        self.local_batch_size = local_batch_size
         self.limit, self.later_limit = limits
         self.name = spec.name
         self.retries = {source.name: spec.retry(source) for source in spec.sources}
@@ -101,6 +104,7 @@ class StepLoader:
             for source in spec.sources
         }
         self._warn_of_shared_lanes()
+        self._warn_of_joined_windows({})
         self.record = ContentsRecord(
             spec, {name: source.contents for name, source in self.sources.items()}
         )
@@ -111,9 +115,14 @@ class StepLoader:
 
     def size(self, step: int) -> int:
         """Rows of this rank's batch at a step, counted from 0."""
+        plan = self.spec.at(step)
         ranks = math.prod(count for _, count in self.share)
-        microbatches = -(-self.spec.at(step).rows // (ranks * self.local_batch_size))
-        return microbatches * self.local_batch_size
+        microbatches = -(-plan.rows // (ranks * plan.local_batch_size))
+        return microbatches * plan.local_batch_size
+
+    def stage_after(self, position: DataPosition) -> int:
+        """The stage of the data of the step after a position, as in `StepBatch.stage`."""
+        return self.spec.stage(position.step)
 
     @property
     def fingerprint(self) -> DataFingerprint:
@@ -142,7 +151,8 @@ class StepLoader:
         )
 
     def seek(self, state: DataState, lists: Callable[[], Lists] = dict) -> None:
-        """Continue from a recorded position; ranks, workers, weights and batch sizes may differ.
+        """Continue from a recorded position. Ranks, workers, weights, batch sizes and the length of
+        rows may differ.
 
         Args:
             lists: reads the recorded files of the sources at that position.
@@ -152,15 +162,16 @@ class StepLoader:
         """
         saved = state.fingerprint
         now = self.fingerprint
-        for name in ("tokenizer", "seq_len", "seed"):
-            key = _KEYS.get(name, f"{self.spec.section}.{name}")
+        for name, key in _KEYS.items():
             self._check_same(
                 name,
                 key,
                 getattr(saved, name),
                 getattr(now, name),
             )
-        positions = dict(state.sources)
+        positions = {
+            name: source.in_tokens(saved.seq_len) for name, source in state.sources.items()
+        }
         for name in self.record.compare(state, lists):
             kind = positions[name].kind
             if kind == self.sources[name].kind and kind != "stream":  # a stream has its own state
@@ -172,6 +183,7 @@ class StepLoader:
                 )
                 del positions[name]
         self._announce_changes(set(saved.sources))
+        self._warn_of_joined_windows(positions)
         self.start = state.model_copy(update={"sources": positions})
         self._workers = None
 
@@ -189,9 +201,9 @@ class StepLoader:
         plans = self.spec.plans
         left: dict[str, int] = {}
         for name, source in self.sources.items():
-            if source.rows is not None:
-                saved = self.start.sources.get(name)
-                left[name] = source.rows - (saved.rows if saved else 0)
+            rest = source.left(self.start.sources.get(name))
+            if rest is not None:
+                left[name] = rest
         if left.keys() == self.sources.keys():
             enough = first + whole_steps(plans, sum(left.values()), first)
             if enough < steps:
@@ -288,13 +300,20 @@ class StepLoader:
 
     def _batch(self, step: int, rows: StepRows) -> StepBatch:
         missing = self.size(step) - len(rows.rows)
-        ids = torch.from_numpy(np.stack(rows.rows + [blank_row(self.spec.seq_len)] * missing))
+        plan = self.spec.at(step)
+        ids = torch.from_numpy(np.stack(rows.rows + [blank_row(plan.seq_len)] * missing))
         # A missing input may be any id: its label is ignored too.
         tokens = ids[:, :-1].clamp(min=0)
         labels = ids[:, 1:].contiguous()
         sources = torch.tensor(rows.sources + [0] * missing)
         return StepBatch(
-            tokens, labels, rows.position, self.spec.at(step).rows, sources, rows.epochs
+            tokens,
+            labels,
+            rows.position,
+            plan.rows,
+            sources,
+            rows.epochs,
+            self.spec.stage(step),
         )
 
     def blank(self) -> StepBatch:
@@ -331,6 +350,26 @@ class StepLoader:
                     "that share a document all tokenize it. Split the text into more documents, "
                     "or convert it to token files with torchtitan tokenize, whose rows are "
                     "windows at different positions"
+                )
+
+    def _warn_of_joined_windows(self, saved: Mapping[str, SourcePosition]) -> None:
+        """
+        Args:
+            saved: positions to continue from; others start at their beginning.
+        """
+        lengths = sorted({plan.seq_len for plan in self.spec.plans})
+        for name, source in self.sources.items():
+            if not isinstance(source, TokenSource):
+                continue
+            width = source.width(saved.get(name))
+            joined = [length for length in lengths if width % length]
+            if joined:
+                logger.warning(
+                    f"{self.spec.section}.seq_len: rows of {listed(joined)} tokens of {name} are "
+                    f"joined from parts of windows of {width}, in which it is shuffled. Windows "
+                    "are as long as the longest stage at a source's first step: list that stage "
+                    "from the start, and let its seq_len be a multiple of the others', or read "
+                    "the source under a new name, from its beginning"
                 )
 
 

@@ -5,6 +5,7 @@
         step
         shares: SharesState                       how the rows were divided among the sources
         sources: name -> SourcePosition
+            windows: WindowsPosition              only for token files
             lanes: index -> LanePosition          only for text
                 cursor: DocumentPosition | StreamPosition
 
@@ -49,12 +50,32 @@ class LanePosition(Strict):
     """Where the current piece of a long document starts."""
 
 
+class WindowsPosition(Strict):
+    """The next row of token files; see `data/order/windows.py`."""
+
+    width: Annotated[int, Field(ge=1, lt=2**63)]
+    """Predicted ids of each of the windows that are shuffled."""
+    side: Annotated[int, Field(ge=1, lt=2**63)]
+    """Windows that rows shorter than a window are cut from side by side."""
+    first: Count
+    """The first of those that are being read."""
+    length: Count
+    """Length of the rows read from them side by side; 0: none yet."""
+    rows: Count
+    """Number of those rows."""
+    rest: Count | None
+    """Ids read from them after those rows, one window after another."""
+
+
 class SourcePosition(Strict):
-    """The rows read from a source and, for text, the position in each of its lanes."""
+    """What was read from a source, and the position in its windows, or in each of its lanes."""
 
     contents: str
     """Fingerprint of the source."""
     rows: Count
+    tokens: Count | None = None
+    """Positions of those rows; None in checkpoints of versions in which all rows had one length."""
+    windows: WindowsPosition | None = None
     lane_count: Count | None = None
     lanes: dict[str, LanePosition] | None = None
 
@@ -83,8 +104,33 @@ class SourcePosition(Strict):
                 found.update(lane.cursor.skipped)
         return found
 
+    def in_tokens(self, seq_len: int) -> "SourcePosition":
+        """This position; if it is of a version in which all rows had one length, in today's terms.
+
+        Args:
+            seq_len: that length.
+        """
+        if self.tokens is not None:
+            return self
+        found: dict[str, object] = {"tokens": self.rows * seq_len}
+        if self.lanes is None:
+            found["windows"] = WindowsPosition(
+                width=seq_len,
+                side=1,
+                first=self.rows,
+                length=0,
+                rows=0,
+                rest=None,
+            )
+        return self.model_copy(update=found)
+
     def restarted(self) -> "SourcePosition":
-        """This position for changed contents: each lane restarts its current document."""
+        """This position for changed contents: each lane restarts its current document, and token
+        files their current windows.
+        """
+        if self.windows is not None:
+            nothing = {"length": 0, "rows": 0, "rest": None}
+            return self.model_copy(update={"windows": self.windows.model_copy(update=nothing)})
         lanes = {
             index: lane.model_copy(update={"offset": -1, "position": 0})
             for index, lane in (self.lanes or {}).items()

@@ -70,7 +70,7 @@ class StepReader:
             if saved is None:
                 self.readers[name] = source.reader(share)
             else:
-                self.readers[name] = source.reader(share, saved.lane_count)
+                self.readers[name] = source.reader(share, saved)
                 self.readers[name].seek(saved)
         self.parked = {name: saved for name, saved in start.sources.items() if name not in sources}
         """Positions of sources that this run doesn't read. A later run may read them again."""
@@ -86,15 +86,18 @@ class StepReader:
 
     def _next(self) -> StepRows | None:
         """The next step; None at the end of a finite pass."""
-        _, count, weights = self.spec.at(self.step)
+        plan = self.spec.at(self.step)
+        count = plan.rows
+        length = plan.seq_len
         left: dict[str, int] = {}
         if self.spec.infinite:
             for name, reader in self.readers.items():
-                if reader.left is not None:
-                    left[name] = reader.left
+                rest = reader.left(length)
+                if rest is not None:
+                    left[name] = rest
         counts = divide(
             self.shares,
-            weights,
+            plan.weights,
             count,
             left,
         )
@@ -108,14 +111,19 @@ class StepReader:
         source_of: dict[int, int] = {}
         for index, (name, reader) in enumerate(self.readers.items()):
             if name in slots:
-                rows = reader.read(self.step, count, slots[name])
+                rows = reader.read(
+                    self.step,
+                    count,
+                    slots[name],
+                    length,
+                )
                 found.update(rows)
                 source_of.update(dict.fromkeys(rows, index))
         if not self.spec.infinite and not found:
             return None
         self.step += 1
         own = own_rows(count, self.share)
-        blank = blank_row(self.spec.seq_len)
+        blank = blank_row(length)
         return StepRows(
             [found.get(slot, blank) for slot in own],
             [source_of.get(slot, 0) for slot in own],
@@ -190,8 +198,9 @@ class Workers:
                     whole.rows.extend(part.rows)
                     whole.sources.extend(part.sources)
                 else:  # its lanes ended before the others'
-                    missing = len(own_rows(self.spec.at(step).rows, share))
-                    whole.rows.extend([blank_row(self.spec.seq_len)] * missing)
+                    plan = self.spec.at(step)
+                    missing = len(own_rows(plan.rows, share))
+                    whole.rows.extend([blank_row(plan.seq_len)] * missing)
                     whole.sources.extend([0] * missing)
             yield whole
 

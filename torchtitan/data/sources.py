@@ -35,6 +35,8 @@ from torchtitan.data.order.rows import (
     lanes_within,
     own_rows,
 )
+from torchtitan.data.order.windows import WindowOrder
+from torchtitan.data.positions import SourcePosition
 from torchtitan.data.text.contents import Contents
 from torchtitan.data.text.documents import DocumentCursor, Documents, OnBad, open_documents
 from torchtitan.data.text.files import find_token_files
@@ -56,8 +58,11 @@ class DataSpec:
     stages: Sequence[config.DataStage] = ()
     tokenizer: Tokenizer
     seq_len: int
+    """Predicted tokens of a row, before the first stage that changes them."""
     rows_per_step: int
     """Rows over all ranks, before the first stage that changes it; at least one per rank."""
+    local_batch_size: int = 1
+    """Rows that a rank computes at once, before the first stage that changes them."""
     seed: int
     infinite: bool
     """Read epoch after epoch, shuffled; else make one pass in order."""
@@ -79,16 +84,39 @@ class DataSpec:
     def plans(self) -> list[StagePlan]:
         """The batch size and weights of each stage, in order."""
         weights = {source.name: Fraction(str(source.weight)) for source in self.sources}
-        plans = [StagePlan(0, self.rows_per_step, weights)]
+        first = StagePlan(
+            0,
+            self.rows_per_step,
+            weights,
+            self.seq_len,
+            self.local_batch_size,
+        )
+        plans = [first]
         for stage in self.stages:
             changed = {name: Fraction(str(weight)) for name, weight in stage.weights.items()}
-            rows = stage.global_batch_size or plans[-1].rows
-            plans.append(StagePlan(stage.from_step - 1, rows, {**plans[-1].weights, **changed}))
+            before = plans[-1]
+            plan = StagePlan(
+                stage.from_step - 1,
+                stage.global_batch_size or before.rows,
+                {**before.weights, **changed},
+                stage.seq_len or before.seq_len,
+                stage.local_batch_size or before.local_batch_size,
+            )
+            plans.append(plan)
         return plans
+
+    def stage(self, step: int) -> int:
+        """The index in `plans` of the plan for a step, counted from 0."""
+        return bisect_right(self.plans, step, key=lambda plan: plan.first) - 1
 
     def at(self, step: int) -> StagePlan:
         """The plan for a step, counted from 0."""
-        return self.plans[bisect_right(self.plans, step, key=lambda plan: plan.first) - 1]
+        return self.plans[self.stage(step)]
+
+    @property
+    def longest_row(self) -> int:
+        """The largest `seq_len` of any step."""
+        return max(plan.seq_len for plan in self.plans)
 
     @property
     def batch_sizes(self) -> set[int]:
@@ -109,16 +137,20 @@ class Source(ABC):
     kind: Literal["tokens", "documents", "stream"]
     """See `SourcePosition.kind`."""
     contents: Contents
-    rows: int | None = None
-    """Rows until the source ends; None if it doesn't, or that isn't known."""
 
     @abstractmethod
-    def reader(self, share: Share, lanes: int | None = None) -> SourceReader:
+    def reader(self, share: Share, saved: SourcePosition | None = None) -> SourceReader:
         """A reader of a share of the rows.
 
         Args:
-            lanes: the number of lanes of a saved position.
+            saved: a position that it will be asked to seek; with its lanes, or its windows.
         """
+
+    def left(self, saved: SourcePosition | None) -> int | None:
+        """Tokens from a position, or the beginning, until the source ends; None if it doesn't, or
+        that isn't known.
+        """
+        return None
 
 
 def open_source(
@@ -146,7 +178,7 @@ def _open(
         if found := find_token_files(source.dataset_path, key):
             files = TokenFiles(
                 found,
-                spec.seq_len,
+                spec.longest_row,
                 spec.tokenizer,
                 key,
             )
@@ -215,17 +247,36 @@ class TokenSource(Source):
         self.contents = files.contents
         self.seed = spec.seed if spec.infinite else None
         self.epochs = max_epochs if spec.infinite else 1
-        if self.epochs is not None:
-            self.rows = self.epochs * len(files)
+        self.side = max(spec.batch_sizes)
 
-    def reader(self, share: Share, lanes: int | None = None) -> SourceReader:
+    def reader(self, share: Share, saved: SourcePosition | None = None) -> SourceReader:
+        files = self._files(saved)
         return TokenReader(
-            self.files,
+            files,
             share,
             self.seed,
-            self.epochs,
+            self._order(files),
             self.retry,
         )
+
+    def left(self, saved: SourcePosition | None) -> int | None:
+        order = self._order(self._files(saved))
+        if saved is not None and saved.windows is not None:
+            order.seek(saved.windows)
+        return order.left(1)
+
+    def width(self, saved: SourcePosition | None) -> int:
+        """The width of windows from a position, or the beginning."""
+        return self.files.width if saved is None or saved.windows is None else saved.windows.width
+
+    def _files(self, saved: SourcePosition | None) -> TokenFiles:
+        width = self.width(saved)
+        return self.files if width == self.files.width else self.files.in_windows_of(width)
+
+    def _order(self, files: TokenFiles) -> WindowOrder:
+        count = len(files)
+        limit = None if self.epochs is None else self.epochs * count
+        return WindowOrder(files.width, self.side, count, limit)
 
 
 class _LaneSource(Source):
@@ -247,16 +298,13 @@ class _LaneSource(Source):
     def cursor(self, lane: int, lanes: int) -> Cursor:
         """The documents of a lane."""
 
-    def reader(self, share: Share, lanes: int | None = None) -> SourceReader:
+    def reader(self, share: Share, saved: SourcePosition | None = None) -> SourceReader:
         spec = self.spec
-        count = lanes or self.lanes
+        count = (saved and saved.lane_count) or self.lanes
         own: set[int] = set()
         for rows in spec.batch_sizes:
             own.update(lanes_within(own_rows(rows, share), rows, count))
-        read = {
-            lane: Lane(self.cursor(lane, count), spec.tokenizer, spec.seq_len)
-            for lane in sorted(own)
-        }
+        read = {lane: Lane(self.cursor(lane, count), spec.tokenizer) for lane in sorted(own)}
         return LaneReader(
             self.contents.fingerprint,
             share,

@@ -2,10 +2,11 @@
 
 import sys
 import time
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan.telemetry.trackers import Record
 from torchtitan.utils.logging import logger
@@ -25,6 +26,16 @@ _USUAL = 3.0
 """An interval longer than this many usual ones includes something that isn't a step."""
 
 
+class StageCost(NamedTuple):
+    """What the steps of a stage of the data cost."""
+
+    first: int
+    """The first step, counted from 1."""
+    flops_per_token: float
+    tokens: int
+    """Tokens of a step."""
+
+
 class ConsoleSink:
     """One readable line per record, and on a terminal a live progress bar below."""
 
@@ -33,10 +44,15 @@ class ConsoleSink:
         total_steps: int,
         start_step: int,
         plain: bool,
+        stages: Sequence[StageCost] = (),
         clock: Callable[[], float] = time.monotonic,
     ):
+        """
+        Args:
+            stages: cost of the steps of each stage of the data; empty: all cost the same.
+        """
         self.total = total_steps
-        self.pace = Pace(total_steps, clock)
+        self.pace = Pace(total_steps, clock, stages)
         self.bar = None if plain or not sys.stdout.isatty() else _Bar(total_steps, start_step)
 
     def advance(self, step: int) -> None:
@@ -90,27 +106,39 @@ class Pace:
     compilation. What it takes beyond three usual ones counts as an interruption. The steps that are
     left are expected to take as long as recent ones do without interruptions, and to be interrupted
     as often as all since the start. So a validation every thousand steps counts in proportion, and
-    a single pause changes the estimate by little.
+    a single pause changes the estimate by little. Where rows become longer, steps are expected to
+    take longer in proportion to their FLOPs.
     """
 
-    def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        total_steps: int,
+        clock: Callable[[], float] = time.monotonic,
+        stages: Sequence[StageCost] = (),
+    ):
         self.total = total_steps
         self._clock = clock
+        self._firsts = [stage.first for stage in stages[1:]]
+        costs = [stage.flops_per_token * stage.tokens for stage in stages]
+        self._costs = [cost / costs[0] for cost in costs] or [1.0]
+        """Cost of a step of each stage, in units of the first's."""
         self._recent: deque[float] = deque(maxlen=_RECENT)
+        """Seconds for each unit of cost."""
         self._count = 0
         self._interrupted = 0.0
         """Seconds of interruptions before the recent intervals."""
         self._last: float | None = None
-        self._left = total_steps
+        self._step = 0
 
     def step_done(self, step: int) -> None:
         """Record that `step` has just ended."""
         now = self._clock()
-        self._left = self.total - step
+        self._step = step
         if self._last is not None:
+            cost = self._costs[bisect_right(self._firsts, step)]
             if len(self._recent) == _RECENT:
-                self._interrupted += max(0.0, self._recent[0] - self._longest_usual())
-            self._recent.append(now - self._last)
+                self._interrupted += max(0.0, self._recent[0] - self._longest_usual()) * cost
+            self._recent.append((now - self._last) / cost)
             self._count += 1
         self._last = now
 
@@ -122,15 +150,28 @@ class Pace:
 
         The first interval begins at the end of the first step, which compiles.
         """
+        left = self.total - self._step
         if not self._recent:
-            return None if self._left else 0.0
+            return None if left else 0.0
         limit = self._longest_usual()
         usual = sum(min(interval, limit) for interval in self._recent) / len(self._recent)
         interrupted = self._interrupted
-        interrupted += sum(max(0.0, interval - limit) for interval in self._recent)
+        over = sum(max(0.0, interval - limit) for interval in self._recent)
+        interrupted += over * self._costs[bisect_right(self._firsts, self._step)]
         # After few steps, a single interruption says little about how often there will be one.
         share = interrupted / max(self._count, min(_RECENT, self.total // 10))
-        return self._left * (usual + share)
+        return self._cost_left() * usual + left * share
+
+    def _cost_left(self) -> float:
+        """Cost of the steps after the last."""
+        ends = [*(first - 1 for first in self._firsts), self.total]
+        begin = self._step
+        total = 0.0
+        for cost, end in zip(self._costs, ends, strict=True):
+            steps = max(min(end, self.total) - begin, 0)
+            total += cost * steps
+            begin += steps
+        return total
 
 
 class _Bar:

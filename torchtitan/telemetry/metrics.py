@@ -13,7 +13,7 @@ from torch import Tensor
 from torchtitan.config.registry import Custom
 from torchtitan.config.sections import schema
 from torchtitan.config.sections.metrics import Metrics as MetricsConfig
-from torchtitan.telemetry.console import ConsoleSink
+from torchtitan.telemetry.console import ConsoleSink, StageCost
 from torchtitan.telemetry.experts import DeadExperts, ExpertLoads, Overload, read_loads
 from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.telemetry.trackers import Record
@@ -44,7 +44,7 @@ class Metrics:
         *,
         start_step: int,
         total_steps: int,
-        flops_per_token: float,
+        stages: Sequence[StageCost],
         peak_flops: float | None,
         experts: bool = False,
         custom: Custom | None = None,
@@ -52,6 +52,7 @@ class Metrics:
     ):
         """
         Args:
+            stages: cost of the steps of each stage of the data.
             settings: the whole configuration, for trackers that show it.
             custom: keys of registered sinks.
             experts: the model is a mixture of experts.
@@ -60,12 +61,12 @@ class Metrics:
         self.freq = config.log_freq
         self.start = start_step
         self.total = total_steps
-        self.flops_per_token = flops_per_token
+        self.stages = stages
         self.peak_flops = peak_flops
         rank = dist.get_rank()
         folder = Path(job.dump_folder)
         self.console = ConsoleSink(
-            total_steps, start_step, config.disable_color_printing or rank != 0
+            total_steps, start_step, config.disable_color_printing or rank != 0, stages
         )
         self.files: dict[str, JsonlSink] = {}
         for name, wanted in (("metrics", True), ("expert_load", experts), ("samples", samples)):
@@ -79,7 +80,7 @@ class Metrics:
             start_step=start_step,
             custom=custom or Custom(),
         )
-        self.new_tokens = self.steps = 0
+        self._begin()
         self._dead = DeadExperts()
         self._overload = Overload()
         self._stopwatch = Stopwatch()
@@ -87,9 +88,25 @@ class Metrics:
     def due(self, step: int) -> bool:
         return step % self.freq == 0 or step in (self.start + 1, self.total)
 
-    def count(self, step: int, tokens: int) -> None:
-        """Record a finished step and its tokens on all ranks."""
+    def _begin(self) -> None:
+        """Begin the next record."""
+        self.new_tokens = self.steps = 0
+        self.new_flops = 0.0
+
+    def count(
+        self,
+        step: int,
+        tokens: int,
+        stage: int = 0,
+    ) -> None:
+        """Record a finished step.
+
+        Args:
+            tokens: of all ranks.
+            stage: index of the stage of the data.
+        """
         self.new_tokens += tokens
+        self.new_flops += tokens * self.stages[stage].flops_per_token
         self.steps += 1
         self.console.advance(step)
 
@@ -123,7 +140,7 @@ class Metrics:
         seconds = self._stopwatch.lap()
         elapsed = sum(seconds[kind] for kind in TRAINING)
         rate = self.new_tokens / elapsed / dist.get_world_size()
-        flops = rate * self.flops_per_token
+        flops = self.new_flops / elapsed / dist.get_world_size()
         memory_gib, memory_pct = peak_memory()
         record = {
             "step": step,
@@ -153,7 +170,7 @@ class Metrics:
                 raise UserError(f"run.log({name!r}): a built-in metric has this name")
             record[name] = value
         self._send(record)
-        self.new_tokens = self.steps = 0
+        self._begin()
         return record
 
     def _log_experts(self, step: int, loads: ExpertLoads) -> Record:
@@ -190,7 +207,7 @@ class Metrics:
             file.rewind(step)
         self.trackers.call("rewind", step)
         self._stopwatch.lap()
-        self.new_tokens = self.steps = 0
+        self._begin()
 
     def log_validation(self, step: int, sets: Sequence[Mapping[str, Any]]) -> None:
         """Record a validation.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan.config.derive import replace, validation_rows
+from torchtitan.config.derive import replace, stages_of, validation_rows
 from torchtitan.config.registry import data_sources
 from torchtitan.config.sections.data import Source, ValidationSet
 from torchtitan.config.sections.schema import Config, Debug, Training, Validation
@@ -77,7 +77,11 @@ def build(
     models = shard(config, setup.spec, setup.args, setup.stages, mesh, device)
     names = [source.name for source in config.training.sources]
     tally = SourceTally(len(names), setup.tokenizer.byte_lengths(), device) if names else None
-    compute = build_compute(config, setup, mesh, device, models, config.training, tally=tally)
+
+    def compute_of(stage: int) -> Compute:
+        section = stages_of(config)[stage].training
+        return build_compute(config, setup, mesh, device, models, section, tally=tally)
+
     optimizer = build_optimizer(models, config.optimizer, config.custom, setup.width_ratio)
     schedule = LRSchedule(
         optimizer,
@@ -91,7 +95,7 @@ def build(
         section = config.validation.model_copy(update={"local_batch_size": validation_rows(config)})
         forward = build_compute(config, setup, mesh, device, models, section, trains=False)
         lengths = setup.tokenizer.byte_lengths()
-        validation = Validator(forward, section.local_batch_size, held_out, mesh, device, lengths)
+        validation = Validator(forward, held_out, mesh, device, lengths)
     experts = _expert_balance(config, setup, models, device) if setup.n_experts else None
     average = WeightAverage(models, config.ema) if config.ema.enable else None
     probe = None
@@ -104,11 +108,12 @@ def build(
         optimizer,
         schedule,
         loader,
-        compute,
+        compute_of(0),
         validation,
         experts,
         average,
         probe,
+        compute_of=compute_of,
     )
 
 
@@ -183,6 +188,7 @@ def build_data(
         tokenizer=tokenizer,
         seq_len=section.seq_len,
         rows_per_step=rows,
+        local_batch_size=size,
         seed=config.debug.seed,
         infinite=key == "training",
         options=section.dataloader,
@@ -200,7 +206,6 @@ def build_data(
         spec,
         dp_rank=share[0],
         dp_degree=share[1],
-        local_batch_size=size,
         limits=limits,
     )
 
@@ -301,6 +306,7 @@ def build_compute(
         pipeline,
         model_loss,
         accumulation(config),
+        batch_size=section.local_batch_size,
         document_end=document_end,
         dtype=dtype,
         pin=pin,

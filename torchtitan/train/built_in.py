@@ -54,8 +54,8 @@ def built_in(
     return (
         WaitForCopy(checkpointer),
         AverageWeights(parts.average),
-        LimitCollectives(watch),
-        AnnounceStages(),
+        LimitCollectives(watch, parts),
+        AnnounceStages(parts),
         ConfirmFolders(metrics, folders),
         report,
         FindStragglers(report, config.guard),
@@ -93,11 +93,12 @@ class AverageWeights(Callback):
 
 class LimitCollectives(Callback):
     """Lowers the time limit of collectives after the first step, with its compilation and lazy
-    set-up.
+    set-up. If a stage of the data compiles for another shape, the limit rises for its first step.
     """
 
-    def __init__(self, watch: Watch | None):
+    def __init__(self, watch: Watch | None, parts: Parts):
         self.watch = watch
+        self.parts = parts
         self.began = time.monotonic()
         self.warm = False
 
@@ -105,13 +106,18 @@ class LimitCollectives(Callback):
         self.began = time.monotonic()
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        if self.warm:
-            return
-        self.warm = True
-        if run.config.compile.enable:
-            seconds = time.monotonic() - self.began
-            logger.info(f"The first step took {show_duration(seconds)}, most of it compilation")
-        limit = run.config.comm.train_timeout_seconds
+        if not self.warm:
+            self.warm = True
+            if run.config.compile.enable:
+                seconds = time.monotonic() - self.began
+                logger.info(f"The first step took {show_duration(seconds)}, most of it compilation")
+            self._set(run.config.comm.train_timeout_seconds)
+        if run.config.compile.enable and _next_stage(run, self.parts) != self.parts.stage:
+            self.warm = False
+            self.began = time.monotonic()
+            self._set(run.config.comm.init_timeout_seconds)
+
+    def _set(self, limit: int) -> None:
         set_timeout(limit)
         if self.watch is not None:
             self.watch.limit = limit
@@ -120,20 +126,30 @@ class LimitCollectives(Callback):
 class AnnounceStages(Callback):
     """Logs each stage of the data before its first step: `[[training.stages]]`."""
 
+    def __init__(self, parts: Parts):
+        self.parts = parts
+
     def after_step(self, run: Run, result: StepResult) -> None:
         training = run.config.training
         step = run.progress.step + 1
-        for stage in training.stages:
-            if stage.from_step == step <= training.steps:
-                changes = stage.model_dump(
-                    exclude_defaults=True,
-                    exclude={"from_step"},
-                )
-                listed = [f"{key} = {to_toml_value(value)}" for key, value in changes.items()]
-                logger.info(
-                    f"A stage of the data begins with step {step}: {', '.join(listed)}",
-                    extra=event("stage", step, **changes),
-                )
+        index = _next_stage(run, self.parts)
+        if index == self.parts.stage or step > training.steps:
+            return
+        changes = training.stages[index - 1].model_dump(
+            exclude_defaults=True,
+            exclude={"from_step"},
+        )
+        listed = [f"{key} = {to_toml_value(value)}" for key, value in changes.items()]
+        logger.info(
+            f"A stage of the data begins with step {step}: {', '.join(listed)}",
+            extra=event("stage", step, **changes),
+        )
+
+
+def _next_stage(run: Run, parts: Parts) -> int:
+    """The stage of the data of the next step."""
+    assert run.progress.data is not None
+    return parts.loader.stage_after(run.progress.data)
 
 
 class ConfirmFolders(Callback):
@@ -166,7 +182,7 @@ class Report(Callback):
     def after_step(self, run: Run, result: StepResult) -> None:
         progress = run.progress
         experts = self.parts.experts
-        self.metrics.count(progress.step, result.tokens)
+        self.metrics.count(progress.step, result.tokens, self.parts.stage)
         if not self.metrics.due(progress.step):
             return
         self.record = self.metrics.log(
@@ -194,7 +210,7 @@ class Report(Callback):
         positions = run.progress.data.sources
         sums = tally.take(run.mesh, run.progress.epochs)
         names = [source.name for source in training.sources]
-        tokens = [positions[name].rows * training.seq_len for name in names]
+        tokens = [positions[name].tokens or 0 for name in names]
         return describe_sources(names, sums, tokens)
 
     def on_rewind(self, run: Run, step: int) -> None:

@@ -132,6 +132,7 @@ class Compute:
         loss: ModelLoss,
         accumulation: Accumulation,
         *,
+        batch_size: int,
         document_end: int | None,
         dtype: torch.dtype,
         pin: bool = False,
@@ -142,6 +143,7 @@ class Compute:
         Args:
             positions: `[seq]`, the positions of this rank's tokens in their row, on the compute
             device.
+            batch_size: rows of a forward and backward pass.
             document_end: the token that ends a document, if attention stays within documents.
             dtype: of the activations.
             pin: put batches into page-locked memory.
@@ -154,6 +156,7 @@ class Compute:
         self.pipeline = pipeline
         self.loss = loss
         self.accumulation = accumulation
+        self.batch_size = batch_size
         self.document_end = document_end
         self.dtype = dtype
         self.pin = pin

@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config.derive import stages_of
 from torchtitan.config.features import TRACKER_PACKAGES
 from torchtitan.config.registry import data_sources, tokenizers
 from torchtitan.config.rules import Facts, problems
@@ -109,10 +110,10 @@ def split_facts(spec: ModelSpec, args: Any) -> Facts:
 
 def _longest_row(config: Config) -> int:
     """Tokens of the longest row that the model reads."""
-    longest = config.training.seq_len
+    lengths = [stage.training.seq_len for stage in stages_of(config)]
     if config.validation.enable:
-        longest = max(longest, config.validation.seq_len)
-    return longest
+        lengths.append(config.validation.seq_len)
+    return max(lengths)
 
 
 def _model_facts(

@@ -1,7 +1,7 @@
 """The parts of a run, and how far it is."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from torchtitan.train.validation import Validator
 
 @dataclass
 class Parts:
-    """What is built once."""
+    """What is built once; `compute` again where the shape of rows changes."""
 
     mesh: Mesh
     device: torch.device
@@ -38,6 +38,16 @@ class Parts:
     """The average of the weights; None without `ema.enable`."""
     probe: Probe | None = None
     """None unless the run evaluates or writes samples."""
+    stage: int = 0
+    """The stage of the data that `compute` is for."""
+    compute_of: Callable[[int], Compute] | None = None
+    """Builds what computes on the rows of a stage; None: there is only one."""
+
+    def enter(self, stage: int) -> None:
+        """Prepare for the rows of this stage of the data, unless that is done."""
+        if stage != self.stage and self.compute_of is not None:
+            self.compute = self.compute_of(stage)
+        self.stage = stage
 
 
 @dataclass

@@ -69,6 +69,7 @@ def train_step(
         before_update: called before any weight changes, with complete gradients that are not yet
             clipped; before the backward if that updates the weights.
     """
+    parts.enter(batch.stage)
     learning_rate = parts.schedule.apply()
     max_norm = config.training.max_norm
     optimizer = parts.optimizer
@@ -92,7 +93,6 @@ def train_step(
     result = forward_backward(
         parts,
         batch,
-        config.training.local_batch_size,
         max_norm,
         stop,
         agree=agree,
@@ -135,7 +135,6 @@ def averaged_weights(parts: Parts, config: Config) -> Iterator[None]:
 def forward_backward(
     parts: Parts,
     batch: StepBatch,
-    local_batch_size: int,
     max_norm: float,
     stop: bool = False,
     *,
@@ -160,7 +159,7 @@ def forward_backward(
     rows = parts.compute.own_rows(batch.tokens, batch.labels, batch.sources)
     local_tokens = int((rows.next_labels != IGNORE_INDEX).sum())
     loss, norm, total, own, mtp = gradients(
-        parts, rows, local_tokens, local_batch_size, 0.0 if update else max_norm, before_clip
+        parts, rows, local_tokens, 0.0 if update else max_norm, before_clip
     )
     if update is not None:
         update(loss, norm)
@@ -186,7 +185,6 @@ def gradients(
     parts: Parts,
     rows: LocalBatch,
     local_tokens: int,
-    local_batch_size: int,
     max_norm: float,
     before_clip: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -215,7 +213,7 @@ def gradients(
         totals = torch.cat([totals[None], further])
     totals = all_reduce(totals, mesh.batch_group).clamp(min=1)
     loss = torch.zeros((), device=device)
-    batches = rows.split(local_batch_size)
+    batches = rows.split(compute.batch_size)
     for i, part in enumerate(batches, 1):
         note(f"running forward and backward of batch {i} of {len(batches)}")
         loss += compute.forward_backward(part, totals, last=i == len(batches))

@@ -1,13 +1,14 @@
 """What measures and reports a run: metrics, the run record, events, notifications, the profiler."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.config.derive import layout_degrees
+from torchtitan.config.derive import layout_degrees, stages_of
 from torchtitan.config.sections.schema import Config
+from torchtitan.telemetry.console import StageCost
 from torchtitan.telemetry.events import Events
 from torchtitan.telemetry.metrics import Metrics, peak_flops
 from torchtitan.telemetry.notify import start_notifier
@@ -51,7 +52,6 @@ class Telemetry:
             writes=first_rank,
             began=began,
         )
-        flops = setup.spec.flops_per_token(setup.args, config.training.seq_len)
         self.metrics = Metrics(
             config.metrics,
             config.job,
@@ -59,7 +59,7 @@ class Telemetry:
             self.run_record,
             start_step=step,
             total_steps=self.steps,
-            flops_per_token=flops,
+            stages=list(_stage_costs(config, setup)),
             peak_flops=peak_flops(device_name(), config.training.mixed_precision_param),
             experts=setup.n_experts > 0,
             custom=config.custom,
@@ -101,3 +101,11 @@ class Telemetry:
         self.run_record.save_trackers()
         if self.notifier is not None:
             self.notifier.close()
+
+
+def _stage_costs(config: Config, setup: Setup) -> Iterator[StageCost]:
+    firsts = [1, *(stage.from_step for stage in config.training.stages)]
+    for first, stage in zip(firsts, stages_of(config), strict=True):
+        t = stage.training
+        flops = setup.spec.flops_per_token(setup.args, t.seq_len)
+        yield StageCost(first, flops, t.global_batch_size * t.seq_len)

@@ -96,6 +96,7 @@ class Trainer:
         note("loading a checkpoint")
         restore(config, setup, self.parts.models, self.checkpointer, self.state)
         self.parts.loader.check_enough(config.training.steps)
+        self.parts.enter(self.parts.loader.stage_after(self.parts.loader.start))
         write_config(config)
         note("starting the metrics")
         if self.owns_process_group:

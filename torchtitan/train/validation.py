@@ -67,7 +67,6 @@ class Validator:
     def __init__(
         self,
         compute: Compute,
-        local_batch_size: int,
         sets: Sequence[HeldOut],
         mesh: Mesh,
         device: torch.device,
@@ -75,11 +74,9 @@ class Validator:
     ):
         """
         Args:
-            local_batch_size: rows per forward pass on this rank.
             byte_lengths: of each token, `[vocab]`.
         """
         self.compute = compute
-        self.local_batch_size = local_batch_size
         self.sets = sets
         self.mesh = mesh
         self.device = device
@@ -101,7 +98,7 @@ class Validator:
         counts = torch.zeros(2, dtype=torch.int64, device=self.device)
         for batch in self._batches(held_out):
             rows = self.compute.own_rows(batch.tokens, batch.labels).to(self.device)
-            for part in rows.split(self.local_batch_size):
+            for part in rows.split(self.compute.batch_size):
                 loss += self.compute.forward(part).double()
             counts += self._tokens_and_bytes(rows.labels)
         all_reduce(loss, self.mesh.loss_group)

@@ -4,9 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchtitan.config.derive import data_parallel_degree
 from torchtitan.config.registry import unknown_dataset
-from torchtitan.config.rules.layout import multiples_near
 from torchtitan.config.rules.table import Facts, rule
 from torchtitan.config.sections.data import ValidationSet
 from torchtitan.config.sections.schema import Config, Training, Validation
@@ -149,31 +147,6 @@ def stages_follow_each_other(config: Config, facts: Facts) -> Iterator[str]:
     starts_plain = not t.stages or t.stages[0].from_step > 1
     if t.sources and starts_plain and not any(source.weight for source in t.sources):
         yield "training.sources: no source has a weight above 0"
-
-
-@rule("training.stages", needs=["layout"])
-def stages_divide(config: Config, facts: Facts) -> Iterator[str]:
-    """Like `batch_divides`, for the batch of the whole run."""
-    t = config.training
-    dp = data_parallel_degree(config)
-    unit = t.local_batch_size * dp
-    for stage in t.stages:
-        size = stage.global_batch_size
-        where = f"training.stages: the stage from_step {stage.from_step}"
-        if size is None:
-            continue
-        if config.fault_tolerance.elastic:
-            if size < dp:
-                yield (
-                    f"{where}: global_batch_size {size} is too small for {dp} data-parallel "
-                    f"ranks; set {dp} or more"
-                )
-        elif size % unit:
-            yield (
-                f"{where}: global_batch_size {size} is not a multiple of local_batch_size "
-                f"{t.local_batch_size} x data-parallel degree {dp} = {unit}; set it to "
-                f"{multiples_near(size, unit)}"
-            )
 
 
 @rule("training.dataset_path", "validation.dataset_path", needs=["data_problems"])

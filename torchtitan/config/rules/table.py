@@ -13,18 +13,28 @@
 
 A rule belongs to a file of its subject in this folder; every file here is part of the table. A
 message starts with the key, says what is wrong, and names the values that are legal.
+
+Rules on the shape of a batch see each stage of the data as a configuration of its own.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torchtitan.config.derive import stages_of
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.errors import ConfigError
 
 ABSENT: Any = object()
 """A fact that isn't known."""
+STAGED = {
+    "training.seq_len",
+    "training.global_batch_size",
+    "training.local_batch_size",
+    "training.loss_chunks",
+}
+"""Rules on these keys are asked again for each of `[[training.stages]]`."""
 
 
 class ModelArguments(Protocol):
@@ -190,12 +200,31 @@ def problems(
     Args:
         refuses: False for what is legal, but probably a mistake.
     """
-    return [
-        problem
-        for rule in RULES
-        if rule.refuses == refuses and rule.applies(facts)
-        for problem in rule.ask(config, facts)
-    ]
+    asked = [rule for rule in RULES if rule.refuses == refuses and rule.applies(facts)]
+    found = [problem for rule in asked for problem in rule.ask(config, facts)]
+    return [*found, *_stage_problems(config, facts, asked, found)]
+
+
+def _stage_problems(
+    config: Config,
+    facts: Facts,
+    asked: Sequence[Rule],
+    found: Collection[str],
+) -> Iterator[str]:
+    """What the rules on shapes find in later stages of the data only.
+
+    Args:
+        asked: the rules that apply.
+        found: problems before the first stage.
+    """
+    on_shapes = [rule for rule in asked if not STAGED.isdisjoint(rule.keys)]
+    known = set(found)
+    for stage, staged in zip(config.training.stages, stages_of(config)[1:], strict=True):
+        for rule in on_shapes:
+            for problem in rule.ask(staged, facts):
+                if problem not in known:
+                    known.add(problem)
+                    yield f"training.stages: the stage from_step {stage.from_step}: {problem}"
 
 
 def check(

@@ -12,7 +12,9 @@ from torchtitan.config.sections.types import (
     FewOrZero,
     LocalPath,
     Name,
+    Rows,
     Section,
+    SeqLen,
     StepsOrDefault,
 )
 
@@ -72,8 +74,16 @@ class DataStage(Section):
     lr_scale: Factor | None = None
     """Multiply the schedule's learning rate by this. Default: as in the stage before, at first 1.
     """
+    seq_len: SeqLen | None = None
+    """Tokens per row. The batch in tokens changes with it, unless `global_batch_size` changes
+    inversely. Default: as in the stage before.
+    """
     global_batch_size: Annotated[int, Field(ge=1, le=2**30)] | None = None
     """Rows per optimizer step. Default: as in the stage before."""
+    local_batch_size: Rows | None = None
+    """Rows per forward and backward pass on each data-parallel rank. Default: as in the stage
+    before.
+    """
 
 
 class ValidationSet(Section):

@@ -38,7 +38,8 @@ class Shares:
     """Rows divided since the weights last changed."""
     counts: dict[str, int] = field(default_factory=dict)
     """Rows of each source since then."""
-    _aimed: Mapping[str, Fraction] = field(default_factory=dict)
+    _aimed: Mapping[str, Fraction] | None = None
+    """What `weights` came from; None: not known."""
 
     def aim(self, weights: Mapping[str, Fraction]) -> None:
         """Divide by `weights` from now on."""
@@ -76,7 +77,7 @@ class Shares:
         )
 
     def seek(self, position: SharesState) -> None:
-        self._aimed = {}
+        self._aimed = None
         self.weights = position.weights
         self.rows = position.rows
         self.counts = position.counts
@@ -149,6 +150,15 @@ class StagePlan(NamedTuple):
     rows: int
     """Rows of each step, over all ranks."""
     weights: Mapping[str, Fraction]
+    seq_len: int
+    """Predicted tokens of a row."""
+    local_batch_size: int
+    """Rows that a rank computes at once; those of a step are filled up to a multiple of it."""
+
+    @property
+    def tokens(self) -> int:
+        """Predicted tokens of each step."""
+        return self.rows * self.seq_len
 
 
 def _with_ends(plans: Sequence[StagePlan]) -> Iterator[tuple[StagePlan, int]]:
@@ -164,9 +174,9 @@ def run_dry(
     """The step in which each source gives its last row, to within a row, if it is one of `steps`.
 
     Args:
-        left: remaining rows, before the first of `steps`, of the sources that end.
+        left: remaining tokens, before the first of `steps`, of the sources that end.
     """
-    rest = {name: Fraction(rows) for name, rows in left.items()}
+    rest = {name: Fraction(tokens) for name, tokens in left.items()}
     ended: dict[str, int] = {}
     now = Fraction(steps.start)
     for plan, after in _with_ends(plans):
@@ -180,7 +190,8 @@ def run_dry(
             if not weights:
                 return ended
             per_step = {
-                name: plan.rows * weight / sum(weights.values()) for name, weight in weights.items()
+                name: plan.tokens * weight / sum(weights.values())
+                for name, weight in weights.items()
             }
             until = {
                 name: now + rest[name] / rate for name, rate in per_step.items() if name in rest
@@ -197,16 +208,16 @@ def run_dry(
 
 def whole_steps(
     plans: Sequence[StagePlan],
-    rows: int,
+    tokens: int,
     first: int,
 ) -> int:
-    """How many steps, from `first` on, `rows` rows are enough for."""
+    """How many steps, from `first` on, `tokens` tokens are enough for."""
     step = first
     for plan, after in _with_ends(plans):
         if step < after:
-            steps = min(rows // plan.rows, after - step)
+            steps = min(tokens // plan.tokens, after - step)
             step = step + steps
-            rows = rows - steps * plan.rows
+            tokens = tokens - steps * plan.tokens
             if step < after:
                 break
     return step - first

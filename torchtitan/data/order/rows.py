@@ -1,12 +1,12 @@
 """The one global order of rows, whichever rank reads them.
 
 A step consumes G rows (the global batch). A row is `seq_len + 1` token ids; consecutive rows of a
-source overlap by one id, so every id is predicted once. Missing ids at the end of finite data are
-`IGNORE_INDEX`. `mixture` says which rows of a step come from which source; a source's reader
-delivers those that its rank reads. The contents of a row depend neither on the other rows that a
-rank reads nor on the layout.
+source overlap by one id, so every id is predicted once, also where `seq_len` changes. Missing ids
+at the end of finite data are `IGNORE_INDEX`. `mixture` says which rows of a step come from which
+source; a source's reader delivers those that its rank reads. The contents of a row depend neither
+on the other rows that a rank reads nor on the layout.
 
-    token files   the source's k-th row is window permutation(k); the position is one number
+    token files   are cut into windows, which are shuffled; `windows` says which of them a row has
     text          the source has L lanes; a lane reads its own documents, one after another, and
                   cuts rows from [bos] text [eos] [bos] text [eos] ...; the position is one small
                   record per lane
@@ -18,13 +18,14 @@ the batch has rows, a stream as many as its shards allow.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.data.order.mixture import Slots, permute
+from torchtitan.data.order.windows import Piece, WindowOrder
 from torchtitan.data.positions import DocumentPosition, LanePosition, SourcePosition, StreamPosition
 from torchtitan.data.text.retry import Retry
 from torchtitan.data.text.texts import Text
@@ -51,6 +52,7 @@ class SourceReader(ABC):
         step: int,
         count: int,
         slots: Slots,
+        length: int,
     ) -> dict[int, Row]:
         """This reader's rows of a step by their places. After the source's end, rows are missing.
 
@@ -58,11 +60,11 @@ class SourceReader(ABC):
             step: counted from 0.
             count: rows of the step, over all sources and ranks.
             slots: all places of the step whose rows come from this source.
+            length: `seq_len` of the step.
         """
 
-    @property
-    def left(self) -> int | None:
-        """Rows until the source ends; None if it doesn't."""
+    def left(self, length: int) -> int | None:
+        """Rows of a length until the source ends; None if it doesn't."""
         return None
 
     @property
@@ -87,38 +89,45 @@ class TokenReader(SourceReader):
         files: TokenFiles,
         share: Share,
         seed: int | None,
-        epochs: int | None,
+        order: WindowOrder,
         retry: Retry,
     ):
         """
         Args:
             seed: shuffles the windows of each epoch; None keeps their order.
-            epochs: how often to read the files; None reads them without end.
+            order: of the windows of `files`.
         """
         self.files = files
         self.share = share
         self.seed = seed
+        self.order = order
         self.retry = retry
-        self.limit = None if epochs is None else epochs * len(files)
-        self.consumed = 0
+        self.rows = self.tokens = 0
 
     def read(
         self,
         step: int,
         count: int,
         slots: Slots,
+        length: int,
     ) -> dict[int, Row]:
         own = own_rows(count, self.share)
         first, after = np.searchsorted(slots, [own.start, own.stop])
-        rows = {}
-        for i in range(first, after):
-            if self.limit is None or self.consumed + i < self.limit:
-                rows[int(slots[i])] = self._row(self.consumed + i)
-        self.consumed += len(slots)
-        return rows
+        found = self.order.take(len(slots), length, range(first, after))
+        self.rows += len(slots)
+        self.tokens += len(slots) * length
+        return {int(slots[i]): self._row(pieces, length) for i, pieces in found.items()}
 
-    def _row(self, index: int) -> Row:
-        epoch, window = divmod(index, len(self.files))
+    def _row(self, pieces: Sequence[Piece], length: int) -> Row:
+        parts: list[Row] = []
+        for piece in pieces:
+            ids = self._ids(piece)
+            # Of a further piece, only what is predicted: the id before it may be in another row.
+            parts.append(ids[1:] if any(map(len, parts)) else ids)
+        return _padded(np.concatenate(parts), length)
+
+    def _ids(self, piece: Piece) -> Row:
+        epoch, window = divmod(piece.window, len(self.files))
         if self.seed is not None:
             window = permute(
                 window,
@@ -126,25 +135,31 @@ class TokenReader(SourceReader):
                 self.seed,
                 epoch,
             )
-        ids = self.retry(f"window {window}", lambda: self.files.window(window))
-        return _padded(ids, self.files.seq_len)
+        return self.retry(
+            f"window {window}", lambda: self.files.window(window, piece.first, piece.after)
+        )
 
-    @property
-    def left(self) -> int | None:
-        return None if self.limit is None else self.limit - self.consumed
+    def left(self, length: int) -> int | None:
+        return self.order.left(length)
 
     @property
     def epochs(self) -> float:
-        return self.consumed / len(self.files)
+        return self.order.read / (len(self.files) * self.files.width)
 
     def position(self) -> SourcePosition:
         return SourcePosition(
             contents=self.files.contents.fingerprint,
-            rows=self.consumed,
+            rows=self.rows,
+            tokens=self.tokens,
+            windows=self.order.position(),
         )
 
     def seek(self, position: SourcePosition) -> None:
-        self.consumed = position.rows
+        assert position.windows is not None
+        assert position.tokens is not None
+        self.rows = position.rows
+        self.tokens = position.tokens
+        self.order.seek(position.windows)
 
 
 class Cursor(Protocol):
@@ -175,11 +190,9 @@ class Lane:
         self,
         cursor: Cursor,
         tokenizer: Tokenizer,
-        seq_len: int,
     ):
         self.cursor = cursor
         self.tokenizer = tokenizer
-        self.seq_len = seq_len
         self.before = cursor.position()
         """The cursor's position before the current document."""
         self.ids: Row | None = None
@@ -189,10 +202,10 @@ class Lane:
         self.offset = 0
         self.pieces: Iterator[tuple[int, Row]] = iter(())
 
-    def row(self) -> Row | None:
-        """The next row, padded where the data ends; None after that."""
+    def row(self, length: int) -> Row | None:
+        """The next row of `length + 1` ids, padded where the data ends; None after that."""
         parts: list[Row] = []
-        missing = self.seq_len + 1
+        missing = length + 1
         while missing:
             if self.ids is None and not self._read():
                 break
@@ -203,11 +216,11 @@ class Lane:
             self.offset += len(part)
             if missing:
                 self.ids = None
-        if missing >= self.seq_len:  # only the last row's last id is left
+        if missing >= length:  # only the last row's last id is left
             return None
         # The next row begins with this row's last id.
         self.offset -= 1
-        return _padded(np.concatenate(parts), self.seq_len)
+        return _padded(np.concatenate(parts), length)
 
     def _read(self, start: int = 0) -> bool:
         """Get the next piece, or else the next document from position `start` on."""
@@ -262,13 +275,14 @@ class LaneReader(SourceReader):
         self.share = share
         self.lanes = lanes
         self.count = count
-        self.consumed = 0
+        self.rows = self.tokens = 0
 
     def read(
         self,
         step: int,
         count: int,
         slots: Slots,
+        length: int,
     ) -> dict[int, Row]:
         own = own_rows(count, self.share)
         lanes = lanes_of(
@@ -280,10 +294,11 @@ class LaneReader(SourceReader):
         rows = {}
         for slot, lane in zip(slots.tolist(), lanes.tolist(), strict=True):
             if lane in self.lanes:
-                row = self.lanes[lane].row()
+                row = self.lanes[lane].row(length)
                 if slot in own and row is not None:
                     rows[slot] = row
-        self.consumed += len(slots)
+        self.rows += len(slots)
+        self.tokens += len(slots) * length
         return rows
 
     @property
@@ -293,14 +308,17 @@ class LaneReader(SourceReader):
     def position(self) -> SourcePosition:
         return SourcePosition(
             contents=self.contents,
-            rows=self.consumed,
+            rows=self.rows,
+            tokens=self.tokens,
             lane_count=self.count,
             lanes={str(index): lane.position() for index, lane in self.lanes.items()},
         )
 
     def seek(self, position: SourcePosition) -> None:
         saved = position.lanes or {}
-        self.consumed = position.rows
+        assert position.tokens is not None
+        self.rows = position.rows
+        self.tokens = position.tokens
         for index, lane in self.lanes.items():
             lane.seek(saved[str(index)])
 

@@ -6,6 +6,7 @@
 Megatron's token files, which have an `.idx` file instead, are read as well (`megatron.py`).
 """
 
+import copy
 import hashlib
 import json
 import os
@@ -95,16 +96,15 @@ def write_token_file(
 
 
 class TokenFiles:
-    """Token files as a sequence of windows of `seq_len + 1` ids that overlap by one."""
+    """Token files as a sequence of windows of `width + 1` ids that overlap by one."""
 
     def __init__(
         self,
         files: Sequence[Path],
-        seq_len: int,
+        width: int,
         tokenizer: Tokenizer,
         key: str,
     ):
-        self.seq_len = seq_len
         self.files: list[tuple[FileStamp, np.dtype[Any], int]] = []
         """(stamp when it was opened, dtype, number of tokens)"""
         self._open = OpenFiles()
@@ -137,8 +137,7 @@ class TokenFiles:
                 f"{key}: {plural(unnamed, 'Megatron token file')} of a tokenizer that can't be "
                 f"checked: ids must be those of model.hf_assets_path, and below {self.vocab_size}"
             )
-        # Ceiling: the last window of a file may be short; it is padded.
-        self.ends = np.cumsum([-(-(tokens - 1) // seq_len) for *_, tokens in self.files])
+        self._cut(width)
         if not len(self):
             more = f" and {len(files) - 1} more" if len(files) > 1 else ""
             raise UserError(f"{key}: no tokens in {files[0]}{more}")
@@ -146,6 +145,17 @@ class TokenFiles:
         earlier = f"{len(files)} files, {sum(tokens for *_, tokens in self.files)} tokens"
         found = sampled(stamps, os.path.commonpath([file.parent for file in files]), wholes)
         self.contents = Contents.of(found, earlier, ", ".join(sorted(dtypes)))
+
+    def _cut(self, width: int) -> None:
+        self.width = width
+        # Ceiling: the last window of a file may be short.
+        self.ends = np.cumsum([-(-(tokens - 1) // width) for *_, tokens in self.files])
+
+    def in_windows_of(self, width: int) -> "TokenFiles":
+        """The same files in other windows."""
+        other = copy.copy(self)
+        other._cut(width)
+        return other
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -161,8 +171,17 @@ class TokenFiles:
         folder = Path(self.files[0][0].path).parent
         raise UserError(f"{key}: {folder} holds no tokens but begin-of-text and end-of-text")
 
-    def window(self, index: int) -> NDArray[np.int64]:
-        """The `seq_len + 1` ids of window `index`; fewer for the last of a file.
+    def window(
+        self,
+        index: int,
+        first: int = 0,
+        after: int | None = None,
+    ) -> NDArray[np.int64]:
+        """The `width + 1` ids of window `index`; fewer for the last of a file.
+
+        Args:
+            first, after: return only the predicted ids of these places, and the id before them;
+                nothing if the window ends before them.
 
         Raises:
             OSError: the file can't be read, or has been truncated since it was opened.
@@ -170,9 +189,13 @@ class TokenFiles:
             have.
         """
         which = int(np.searchsorted(self.ends, index, side="right"))
-        start = (index - (int(self.ends[which - 1]) if which else 0)) * self.seq_len
+        start = (index - (int(self.ends[which - 1]) if which else 0)) * self.width
         stamp, dtype, tokens = self.files[which]
-        count = min(self.seq_len + 1, tokens - start)
+        after = min(self.width if after is None else after, tokens - start - 1)
+        if first >= after:
+            return np.empty(0, np.int64)
+        start += first
+        count = after - first + 1
         size = dtype.itemsize
         try:
             content = self._open.read(

@@ -238,7 +238,7 @@ def _record(
         ):
             tokens = torch.empty(batches * t.local_batch_size, t.seq_len, dtype=torch.int64)
             rows = compute.own_rows(tokens, tokens.clone())
-            gradients(parts, rows, 1, t.local_batch_size, t.max_norm)
+            gradients(parts, rows, 1, t.max_norm)
             tracer.rename([param.grad for param in params if param.grad is not None], "gradients")
             tracer.phase = "update"
             optimizer.step()

@@ -137,7 +137,7 @@ class _Loader:
             add_held_out=lambda _: None,
             lists=lambda: b"{}",
         )
-        read = {name: SourcePosition(contents="", rows=1) for name in sources}
+        read = {name: SourcePosition(contents="", rows=1, tokens=self.length) for name in sources}
         self.start = DataPosition(
             step=1,
             shares=SharesState(
@@ -158,6 +158,9 @@ class _Loader:
         return StepBatch(
             tokens, tokens.clone(), self.start, self.count, sources, [0.0] * len(self.sources)
         )
+
+    def stage_after(self, _: Any) -> int:
+        return 0
 
     def skipped(self, _: Any) -> Any:
         return Counter()
