@@ -6,7 +6,7 @@ Shapes: b batch, s sequence, h query heads, k key-value heads, d head size.
 import functools
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,17 @@ from torchtitan.models.packed_attention import PackedDocuments, attend_documents
 from torchtitan.utils.logging import logger
 
 Mask = Any
-"""Result of `document_mask`: a tensor, `PackedDocuments`, or FlexAttention's `BlockMask`."""
+"""Result of `document_mask`: a tensor, `PackedDocuments`, FlexAttention's `BlockMask`, or a
+`DocumentMask` with one of them.
+"""
+
+
+class DocumentMask(NamedTuple):
+    """For models that also mix tokens by other means than attention (`reads_documents`)."""
+
+    mask: Mask
+    documents: Tensor
+    """`[b, s]`, the document of each token that this rank holds, on the compute device."""
 
 
 class Attend(Protocol):
@@ -144,6 +154,8 @@ def document_mask(
     documents: Tensor,
     positions: Tensor,
     dtype: torch.dtype,
+    *,
+    with_documents: bool = False,
 ) -> Mask:
     """A causal mask within documents: a token sees itself and earlier tokens of its document.
 
@@ -151,11 +163,29 @@ def document_mask(
         documents: `[b, S]` on the host, the document that each token of a whole row belongs to.
         positions: `[s]` on the compute device, positions of the queries in the row.
         dtype: type of queries, keys and values.
+        with_documents: make a `DocumentMask`.
 
     Returns:
         On CUDA `PackedDocuments`, or, for fp32 or some of a row's queries, a `BlockMask`; elsewhere
         a boolean tensor `[b, 1, s, S]` (FlexAttention has no backward on the CPU).
     """
+    mask = _mask_of(documents, positions, dtype)
+    if not with_documents:
+        return mask
+    own = documents[:, positions.cpu()]
+    return DocumentMask(mask, own.to(positions.device, non_blocking=True))
+
+
+def reads_documents(model: nn.Module) -> bool:
+    """Whether a model asks for a `DocumentMask`, by an attribute of this name."""
+    return bool(getattr(model, "reads_documents", False))
+
+
+def _mask_of(
+    documents: Tensor,
+    positions: Tensor,
+    dtype: torch.dtype,
+) -> Mask:
     device = positions.device
     whole_rows = len(positions) == documents.shape[1]
     if device.type == "cuda" and whole_rows and dtype in (torch.float16, torch.bfloat16):

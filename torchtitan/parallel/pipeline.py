@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from torchtitan.models.layers import Mask, document_mask
+from torchtitan.models.layers import Mask, document_mask, reads_documents
 from torchtitan.models.protocols import Model
 from torchtitan.parallel.pipeline_stages import StagePlan
 from torchtitan.parallel.stage import Masks, Sends, Stage, send_through
@@ -221,7 +221,12 @@ class Pipeline:
 
     def _masks(self, documents: Sequence[Tensor]) -> Masks:
         def make(microbatch: int) -> Mask:
-            return document_mask(documents[microbatch], self.positions, self.shapes.dtype)
+            return document_mask(
+                documents[microbatch],
+                self.positions,
+                self.shapes.dtype,
+                with_documents=any(map(reads_documents, self.models)),
+            )
 
         return Masks(make, users=sum(len(model.layers) > 0 for model in self.models))
 

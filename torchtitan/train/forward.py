@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.data.order.rows import IGNORE_INDEX
-from torchtitan.models.layers import document_mask
+from torchtitan.models.layers import document_mask, reads_documents
 from torchtitan.optim.loss import RowLoss, SourceTally, chunked_loss
 from torchtitan.parallel.fsdp import Accumulation
 from torchtitan.parallel.pipeline import Pipeline
@@ -257,7 +257,12 @@ class Compute:
         mask = (
             None
             if rows.documents is None
-            else document_mask(rows.documents, self.positions, self.dtype)
+            else document_mask(
+                rows.documents,
+                self.positions,
+                self.dtype,
+                with_documents=reads_documents(model),
+            )
         )
         own = {} if token_weights is None else {"token_weights": token_weights}
         return model(rows.tokens, self.positions, mask, project=self.loss.project, **own)
