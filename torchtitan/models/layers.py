@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.attention_op import attend_variant
+from torchtitan.models.flex import attend_blocks
 from torchtitan.models.packed_attention import PackedDocuments, attend_documents, pack_documents
 from torchtitan.utils.logging import logger
 
@@ -74,10 +75,20 @@ def _attend_dense(
     scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    if window is not None and window >= q.shape[2]:
+    if window is not None and window >= k.shape[2]:
         window = None
     if not _is_plain(q, v, window, sinks):
-        return attend_variant(q, k, v, mask, window=window, scale=scale, sinks=sinks)
+        offset = 0 if q.shape[2] == k.shape[2] else None
+        return attend_variant(
+            q,
+            k,
+            v,
+            mask,
+            window=window,
+            scale=scale,
+            sinks=sinks,
+            offset=offset,
+        )
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
         q,
@@ -104,22 +115,7 @@ def _attend_cuda(
         return _attend_dense(q, k, v, window=window, scale=scale, sinks=sinks)
     if isinstance(mask, PackedDocuments):
         return attend_documents(q, k, v, mask, window=window, scale=scale, sinks=sinks)
-    grouped = q.shape[1] != k.shape[1]
-    return _compiled_flex_attention()(
-        q,
-        k,
-        v,
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=grouped,
-    )
-
-
-@functools.cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False)
+    return attend_blocks(q, k, v, mask, window=window, scale=scale, sinks=sinks)
 
 
 def attention_backend(device_type: str) -> Attend:

@@ -23,7 +23,7 @@ from torchtitan.optim.loss import RowLoss, SourceTally, build_loss
 from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.parallel.compile import compiled_loss
-from torchtitan.parallel.context import local_positions
+from torchtitan.parallel.context_layout import local_positions
 from torchtitan.parallel.fsdp import accumulation
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
