@@ -151,21 +151,23 @@ def document_mask(
     positions: Tensor,
     dtype: torch.dtype,
     *,
+    attending: Tensor | None = None,
     with_documents: bool = False,
 ) -> Mask:
     """A causal mask within documents: a token sees itself and earlier tokens of its document.
 
     Args:
         documents: `[b, S]` on the host, the document that each token of a whole row belongs to.
-        positions: `[s]` on the compute device, positions of the queries in the row.
+        positions: `[s]` on the compute device, positions of the model's tokens in the row.
         dtype: type of queries, keys and values.
+        attending: the queries' positions, if they aren't the tokens'.
         with_documents: make a `DocumentMask`.
 
     Returns:
         On CUDA `PackedDocuments`, or, for fp32 or some of a row's queries, a `BlockMask`; elsewhere
         a boolean tensor `[b, 1, s, S]` (FlexAttention has no backward on the CPU).
     """
-    mask = _mask_of(documents, positions, dtype)
+    mask = _mask_of(documents, positions if attending is None else attending, dtype)
     if not with_documents:
         return mask
     own = documents[:, positions.cpu()]

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchtitan.config.sections.parallelism import Parallelism
+
 
 class RowLayout(NamedTuple):
     """How the ranks of a group share a row, and which of them this one is.
@@ -58,3 +60,14 @@ def local_positions(
 ) -> Tensor:
     """Positions in their row of the tokens that rank `rank` of `degree` holds, in order."""
     return RowLayout("", degree, rank, balanced and degree > 1).positions(seq_len, device)
+
+
+def attending_positions(positions: Tensor, p: Parallelism) -> Tensor:
+    """Positions of the queries whose attention a rank computes, for its masks.
+
+    Args:
+        positions: `[s]`, of the tokens that the rank holds.
+    """
+    if p.context_parallel_degree == 1 or p.context_parallel_method == "ring":
+        return positions
+    return torch.arange(len(positions) * p.context_parallel_degree, device=positions.device)

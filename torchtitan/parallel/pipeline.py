@@ -133,17 +133,20 @@ class Pipeline:
         stages: StagePlan,
         shapes: StageShapes,
         positions: Tensor,
+        attending: Tensor,
         group: dist.ProcessGroup,
     ):
         """
         Args:
             models: this rank's stages, in order.
             positions: `[seq]`, positions of this rank's tokens in their row, on the compute device.
+            attending: `[queries]`, positions whose attention this rank computes.
         """
         self.models = models
         self.stages = stages
         self.shapes = shapes
         self.positions = positions
+        self.attending = attending
         self.group = group
         self.microbatches = shapes.rows // stages.microbatch_size
         self.own_stages = stages.stages_of(group.rank())
@@ -225,6 +228,7 @@ class Pipeline:
                 documents[microbatch],
                 self.positions,
                 self.shapes.dtype,
+                attending=self.attending,
                 with_documents=any(map(reads_documents, self.models)),
             )
 

@@ -133,6 +133,7 @@ class Compute:
         accumulation: Accumulation,
         *,
         batch_size: int,
+        attending: Tensor,
         document_end: int | None,
         dtype: torch.dtype,
         pin: bool = False,
@@ -144,6 +145,7 @@ class Compute:
             positions: `[seq]`, the positions of this rank's tokens in their row, on the compute
             device.
             batch_size: rows of a forward and backward pass.
+            attending: `[queries]`, the positions whose attention this rank computes.
             document_end: the token that ends a document, if attention stays within documents.
             dtype: of the activations.
             pin: put batches into page-locked memory.
@@ -157,6 +159,7 @@ class Compute:
         self.loss = loss
         self.accumulation = accumulation
         self.batch_size = batch_size
+        self.attending = attending
         self.document_end = document_end
         self.dtype = dtype
         self.pin = pin
@@ -261,6 +264,7 @@ class Compute:
                 rows.documents,
                 self.positions,
                 self.dtype,
+                attending=self.attending,
                 with_documents=reads_documents(model),
             )
         )
