@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from torchtitan.models.attention import Attention, LatentAttention
+from torchtitan.models.attention import Attention, LatentAttention, attend_options
 from torchtitan.models.decoder_args import DecoderArgs, LayerKind
 from torchtitan.models.delta import GatedDeltaNet
 from torchtitan.models.feed_forward import FeedForward
@@ -203,6 +203,24 @@ class Decoder(nn.Module):
 
     def init_buffers(self) -> None:
         """Compute the RoPE tables, and reset loads. Called again when a meta model gets memory."""
+        self._init_rope()
+        for layer in self.layers.values():
+            if isinstance(layer, MoEBlock):
+                layer.moe.router.init_buffers()
+
+    def change_positions(self, args: DecoderArgs) -> None:
+        """Continue with hyper-parameters that differ in `rope_theta` and `rope_scaling`."""
+        device = self.cos.device
+        self.args = args
+        self._init_rope()
+        for name, table in list(self.named_buffers(recurse=False)):
+            setattr(self, name, table.to(device))
+        for index, layer in self.layers.items():
+            for module in layer.modules():
+                if isinstance(module, Attention | LatentAttention):
+                    module.options = attend_options(args.of_layer(int(index)))
+
+    def _init_rope(self) -> None:
         args = self.args
         tables = {"": (args.rope_theta, args.rope_scaling)}
         if args.has_window_rope:
@@ -212,9 +230,6 @@ class Decoder(nn.Module):
             cos, sin = rope_cache(args.rope_dim, theta, scaling, args.max_seq_len)
             self.register_buffer(f"{prefix}cos", cos, persistent=False)
             self.register_buffer(f"{prefix}sin", sin, persistent=False)
-        for layer in self.layers.values():
-            if isinstance(layer, MoEBlock):
-                layer.moe.router.init_buffers()
 
     def rotations(self, positions: Tensor) -> dict[LayerKind, tuple[Tensor | None, Tensor | None]]:
         """Cosine and sine for each kind of layer, at `positions` `[s]` or `[b, s]`."""

@@ -78,7 +78,15 @@ def build(
     names = [source.name for source in config.training.sources]
     tally = SourceTally(len(names), setup.tokenizer.byte_lengths(), device) if names else None
 
+    current = setup.args
+
     def compute_of(stage: int) -> Compute:
+        nonlocal current
+        args = setup.args_of(stage)
+        if args != current:
+            for model in models:
+                model.change_positions(args)
+            current = args
         section = stages_of(config)[stage].training
         return build_compute(config, setup, mesh, device, models, section, tally=tally)
 
