@@ -17,7 +17,7 @@ from torchtitan.checkpoint.hf import export as hf_export
 from torchtitan.commands import ckpt
 from torchtitan.config import resolve
 from torchtitan.data.text.tokenizer import build_tokenizer
-from torchtitan.models import decoder_hf, get_spec, hf_map, parameter_names, register, spec_of_hf
+from torchtitan.models import get_spec, hf_map, parameter_names, register, spec_of_hf
 from torchtitan.models import spec as models_spec
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.decoder_args import DecoderArgs
@@ -229,7 +229,7 @@ def test_a_stated_class_is_compared(tmp_path):
 
 def planted_swap(args):
     """Queries and keys under each other's names; the shapes are equal."""
-    names = decoder_hf.names(args)
+    names = LLAMA.hf.names(args)
     other = {
         name: name.replace(".wq.", ".wk.") if ".wq." in name else name.replace(".wk.", ".wq.")
         for name in names

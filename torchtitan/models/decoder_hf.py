@@ -1,61 +1,20 @@
-"""Conversion to and from the decoders of Hugging Face's transformers. Their RoPE layout is ours, so
-no weight is permuted.
-"""
+"""Conversion to and from the decoders of Hugging Face's transformers."""
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, PlainSerializer, ValidationError
 
 from torchtitan.config.load.messages import explain_value
-from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.decoder_args import DecoderArgs, LayerKind
+from torchtitan.models.hf_blocks import block_names, decoder_names
+from torchtitan.models.hf_layers import all_kinds, shortest_pattern, type_of
 from torchtitan.models.hf_names import HFNames
 from torchtitan.models.hf_rope import Rope, write_scaling
 from torchtitan.models.quantization import check_quantization
 from torchtitan.models.spec import HFMap
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.text import brief
-
-_TOP = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
-_ATTENTION = {
-    "attention_norm.weight": "input_layernorm.weight",
-    "attention.wq.weight": "self_attn.q_proj.weight",
-    "attention.wk.weight": "self_attn.k_proj.weight",
-    "attention.wv.weight": "self_attn.v_proj.weight",
-    "attention.wo.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-}
-_BIASES = {f"attention.w{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"}
-_QK_NORMS = {
-    f"attention.{norm}.weight": f"self_attn.{norm}.weight" for norm in ("q_norm", "k_norm")
-}
-_SWIGLU = {
-    "w1": "gate_proj",
-    "w2": "down_proj",
-    "w3": "up_proj",
-}
-_FEED_FORWARD = {
-    f"feed_forward.{ours}.weight": f"mlp.{theirs}.weight" for ours, theirs in _SWIGLU.items()
-}
-_ROUTER = {"moe.router.gate.weight": "mlp.gate.weight"}
-
-
-def names(args: DecoderArgs) -> HFNames:
-    """Our parameter names to Hugging Face's. A tied model has neither `output.weight` nor
-    `lm_head.weight`.
-    """
-    found: HFNames = dict(_TOP)
-    for i in range(args.n_layers):
-        block = dict(_ATTENTION)
-        block |= _BIASES if args.qkv_bias else {}
-        block |= _QK_NORMS if args.qk_norm else {}
-        block |= _ROUTER if args.has_experts(i) else _FEED_FORWARD
-        place = f"model.layers.{i}"
-        found |= {f"layers.{i}.{ours}": f"{place}.{theirs}" for ours, theirs in block.items()}
-        if args.has_experts(i):
-            for ours, theirs in _SWIGLU.items():
-                parts = [f"{place}.mlp.experts.{e}.{theirs}.weight" for e in range(args.n_experts)]
-                found[f"layers.{i}.moe.experts.{ours}"] = parts
-    return found if args.tie_embeddings else found | {"output.weight": "lm_head.weight"}
 
 
 def _number_of_first(layers: Any) -> int:
@@ -86,6 +45,8 @@ class HFConfig(BaseModel):
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     """The class of the model in transformers."""
+    keys: ClassVar[Mapping[str, str]] = {}
+    """Hyper-parameters whose keys this class names otherwise than most."""
     qk_norm: ClassVar[bool] = False
     qkv_bias: ClassVar[bool] = False
     ignored: ClassVar[tuple[str, ...]] = ()
@@ -94,6 +55,16 @@ class HFConfig(BaseModel):
     """Whether the size of a head is its own setting even where it equals `dim / n_heads`."""
     rotates_parts: ClassVar[bool] = False
     """Whether RoPE can be of a part of each head."""
+    kinds: ClassVar[tuple[LayerKind, ...]] = ("full", "window")
+    """The kinds of layers that `layer_types` may have."""
+    default_theta: ClassVar[float] = 10_000.0
+    """RoPE's base where `config.json` gives none."""
+    default_rope: ClassVar[Rope] = Rope()
+    """RoPE where `config.json` says nothing of it."""
+    full_every: ClassVar[int] = 1
+    """Without `layer_types`, every how many layers one has full attention, after others with a
+    window.
+    """
 
     hidden_act: Literal["silu"] = "silu"
     quantization_config: Annotated[Any, AfterValidator(check_quantization)] = None
@@ -114,26 +85,43 @@ class HFConfig(BaseModel):
 
     @classmethod
     def map(cls) -> HFMap:
-        return HFMap(cls.model_type, names, cls.write, cls.read, cls.fixed, cls.ignored)
+        return HFMap(cls.model_type, cls.names, cls.write, cls.read, cls.fixed, cls.ignored)
+
+    @classmethod
+    def names(cls, args: DecoderArgs) -> HFNames:
+        """Our parameter names to Hugging Face's."""
+        return decoder_names(args, lambda layer: cls.block_names(args, layer))
+
+    @classmethod
+    def block_names(cls, args: DecoderArgs, layer: int) -> HFNames:
+        """Names of the weights of one layer, relative to it."""
+        return block_names(args, layer)
+
+    @classmethod
+    def own_keys(cls) -> dict[str, str]:
+        """The hyper-parameters that have a key, and their keys."""
+        return {
+            ours: theirs
+            for ours, theirs in (_KEYS | dict(cls.keys)).items()
+            if theirs in cls.model_fields
+        }
 
     @classmethod
     def fixed(cls, args: DecoderArgs) -> dict[str, Any]:
-        """The hyper-parameters that `config.json` has no key for, also those of a subclass, and the
-        value of each.
+        """Every hyper-parameter, also of a subclass, with the value that transformers computes with
+        after an export: another one where `config.json` has no key for it.
         """
-        keys = (
-            {ours for ours, theirs in _KEYS.items() if theirs in cls.model_fields}
-            | {"rope_scaling"}
-            | ({"rope_fraction"} if cls.rotates_parts else set())
-        )
-        if "n_experts" not in keys:
-            keys |= _OF_EXPERTS
-        fields = type(args).model_fields
-        return {
-            name: getattr(cls, name, about.default)
-            for name, about in fields.items()
-            if name not in keys
-        }
+        back = cls.read(cls.write(args, "float32"))
+        of_back = computed_with(back)
+        used = computed_with(args)
+        found = {}
+        for name, field in type(args).model_fields.items():
+            own = getattr(args, name)
+            kept = getattr(back, name, field.default)
+            known = name in of_back or name not in type(back).model_fields
+            lost = name in used and known and used[name] != of_back.get(name, kept)
+            found[name] = kept if lost else own
+        return found
 
     @classmethod
     def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
@@ -142,11 +130,7 @@ class HFConfig(BaseModel):
         values: dict[str, Any] = {
             name: None for name, field in cls.model_fields.items() if field.is_required()
         }
-        values |= {
-            theirs: getattr(args, ours)
-            for ours, theirs in _KEYS.items()
-            if theirs in cls.model_fields
-        }
+        values |= {theirs: getattr(args, ours) for ours, theirs in cls.own_keys().items()}
         values["head_dim"] = args.head_dim
         return {
             "architectures": [cls.architecture],
@@ -154,8 +138,28 @@ class HFConfig(BaseModel):
             "attention_dropout": 0.0,
             "torch_dtype": dtype,
             **cls.model_construct(None, **values).model_dump(exclude=_READ_ONLY),
-            "rope_scaling": write_scaling(args.rope_scaling),
+            **cls.write_layers(args),
+            **cls.write_rope(args),
         }
+
+    @classmethod
+    def write_layers(cls, args: DecoderArgs) -> dict[str, Any]:
+        """Keys of what layers differ by."""
+        found: dict[str, Any] = {}
+        if "layer_types" in cls.model_fields:
+            known = (kind if kind in cls.kinds else "full" for kind in all_kinds(args))
+            found["layer_types"] = [type_of(kind) for kind in known]
+        if "sliding_window" in cls.model_fields:
+            found["sliding_window"] = args.window if "window" in args.kinds else None
+        return found
+
+    @classmethod
+    def write_rope(cls, args: DecoderArgs) -> dict[str, Any]:
+        """Keys of RoPE other than its base."""
+        found: dict[str, Any] = {"rope_scaling": write_scaling(args.rope_scaling)}
+        if cls.rotates_parts:
+            found["partial_rotary_factor"] = args.rope_fraction
+        return found
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> DecoderArgs:
@@ -171,22 +175,22 @@ class HFConfig(BaseModel):
         try:
             return DecoderArgs(**cls.model_validate(config).hyper_parameters())
         except ValidationError as error:
+            names = _KEYS | dict(cls.keys) | _OF_LAYERS
             raise ConfigError(
-                [f"config.json: {_explain(item)}" for item in error.errors()]
+                [f"config.json: {_explain(item, names)}" for item in error.errors()]
             ) from None
         except ValueError as error:
             raise ConfigError([f"config.json: {error}"]) from None
 
     def hyper_parameters(self) -> dict[str, Any]:
-        rope = self.rope_scaling or self.rope_parameters or Rope()
-        fraction = rope.partial_rotary_factor or self.partial_rotary_factor or 1.0
-        if fraction != 1 and not self.rotates_parts:
-            raise ValueError(f"partial_rotary_factor is {fraction}, must be 1: RoPE of whole heads")
-        values = {
-            ours: getattr(self, theirs)
-            for ours, theirs in _KEYS.items()
-            if theirs in type(self).model_fields
-        }
+        """Arguments of `DecoderArgs`.
+
+        Raises:
+            ValueError: it has no such models. The message names the key.
+        """
+        fields = DecoderArgs.model_fields
+        values = {name: getattr(type(self), name) for name in fields if hasattr(type(self), name)}
+        values |= {ours: getattr(self, theirs) for ours, theirs in self.own_keys().items()}
         if (
             not self.own_head_size
             and self.head_dim
@@ -194,16 +198,81 @@ class HFConfig(BaseModel):
         ):
             values["head_size"] = None
         values["n_kv_heads"] = values["n_kv_heads"] or values["n_heads"]
-        values["rope_theta"] = rope.rope_theta or self.rope_theta or 10_000.0
-        values |= {
+        kinds = self.layer_kinds()
+        if len(kinds) != self.num_hidden_layers:
+            of = f"num_hidden_layers {self.num_hidden_layers}"
+            raise ValueError(f"the kinds of {len(kinds)} layers are given, must be of {of}")
+        values["layer_pattern"] = shortest_pattern(kinds)
+        values["window"] = getattr(self, "sliding_window", None) if "window" in kinds else None
+        return values | self.ropes()
+
+    def layer_kinds(self) -> Sequence[LayerKind]:
+        """The kind of each block.
+
+        Raises:
+            ValueError: a kind that the class doesn't have.
+        """
+        types: Sequence[LayerKind] | None = getattr(self, "layer_types", None)
+        if types is None:
+            every = getattr(self, "sliding_window_pattern", self.full_every)
+            layers = range(self.num_hidden_layers)
+            return ["window" if (i + 1) % every else "full" for i in layers]
+        if other := [kind for kind in types if kind not in self.kinds]:
+            known = ", ".join(repr(type_of(kind)) for kind in self.kinds)
+            raise ValueError(f"layer_types: got {type_of(other[0])!r}, must be one of {known}")
+        return types
+
+    def ropes(self) -> dict[str, Any]:
+        """Hyper-parameters of the rotary positions."""
+        rope = self.rope_scaling or self.rope_parameters or self.default_rope
+        fraction = rope.partial_rotary_factor or self.partial_rotary_factor or 1.0
+        if fraction != 1 and not self.rotates_parts:
+            raise ValueError(f"partial_rotary_factor is {fraction}, must be 1: RoPE of whole heads")
+        return {
+            "rope_theta": rope.rope_theta or self.rope_theta or self.default_theta,
             "rope_scaling": rope.scaling(self.max_position_embeddings),
             "rope_fraction": fraction,
         }
-        fields = DecoderArgs.model_fields
-        constant = {name: getattr(type(self), name) for name in fields if hasattr(type(self), name)}
-        return constant | values
 
 
+def computed_with(args: DecoderArgs) -> dict[str, Any]:
+    """What a model computes with, by hyper-parameter, without those that don't matter to it."""
+    values = {name: getattr(args, name) for name in type(args).model_fields if name != "init_std"}
+    values |= {"head_size": args.head_dim, "layer_pattern": all_kinds(args)}
+    values["attention_scale"] = args.attention_scale or args.head_dim**-0.5
+    values["window_rope_theta"] = args.window_rope_theta or args.rope_theta
+    values["scale_window_rope"] = args.scale_window_rope or args.rope_scaling is None
+    unused: set[str] = set()
+    for needed, names in _OF_PARTS.items():
+        if not getattr(args, needed):
+            unused |= names
+    if "window" not in args.kinds:
+        unused |= {"window", "window_rope_theta", "scale_window_rope"}
+    if "delta" not in args.kinds:
+        unused |= {name for name in values if name.startswith("delta_")}
+    if args.n_experts and not args.n_dense_layers:
+        unused.add("ffn_dim")
+    return {name: value for name, value in values.items() if name not in unused}
+
+
+_OF_PARTS = {
+    "n_experts": {
+        "experts_per_token",
+        "expert_dim",
+        "n_dense_layers",
+        "router_scores",
+        "router_bias",
+        "normalize_expert_weights",
+        "route_scale",
+        "n_expert_groups",
+        "expert_groups_per_token",
+        "shared_expert_dim",
+        "shared_expert_gate",
+    },
+    "kv_lora_rank": {"q_lora_rank", "rope_head_size", "value_head_size", "latent_norm_eps"},
+    "qk_norm": {"qk_norm_whole"},
+}
+"""Hyper-parameters that matter only where another one isn't 0."""
 _KEYS = {
     "vocab_size": "vocab_size",
     "max_seq_len": "max_position_embeddings",
@@ -223,19 +292,20 @@ _KEYS = {
     "n_dense_layers": "mlp_only_layers",
 }
 """Our names of hyper-parameters to Hugging Face's."""
-_OF_EXPERTS = {"experts_per_token", "expert_dim", "normalize_expert_weights", "n_dense_layers"}
-"""Hyper-parameters that matter only where `n_experts` isn't 0."""
+_OF_LAYERS = {"window": "sliding_window", "layer_pattern": "layer_types"}
 _READ_ONLY = {
     "quantization_config",
     "rope_scaling",
     "rope_parameters",
     "partial_rotary_factor",
     "layer_types",
+    "sliding_window",
+    "sliding_window_pattern",
 }
 
 
-def _explain(item: Any) -> str:
-    key = ".".join(_KEYS.get(part, str(part)) for part in item["loc"])
+def _explain(item: Any, names: Mapping[str, str]) -> str:
+    key = ".".join(names.get(part, str(part)) for part in item["loc"])
     if item["type"] == "missing":
         return f"{key} is missing"
     return ": ".join(filter(None, (key, explain_value(item))))

@@ -1,4 +1,4 @@
-"""What can be exchanged with transformers. Imports torch only for families with own names."""
+"""What can be exchanged with transformers. Imports torch only for models that can't be."""
 
 from __future__ import annotations
 
@@ -72,8 +72,10 @@ def _shown(value: Any) -> str:
 
 
 def parameter_names(spec: ModelSpec, args: ModelArgs) -> list[str]:
-    """Names of a model's parameters; without a conversion, read from a model on the meta device."""
-    if spec.hf is not None:
+    """Names of a model's parameters: from its conversion if it has one, else from a model on the
+    meta device.
+    """
+    if spec.hf is not None and not _differing(spec.hf, args):
         return parameters_of(spec.hf.names(args))
     import torch
 

@@ -1,10 +1,9 @@
-"""Mistral (Jiang et al., "Mistral 7B", arXiv:2310.06825) in its versions without a sliding
-window.
-"""
+"""Mistral (Jiang et al., "Mistral 7B", arXiv:2310.06825). Only version 0.1 has a sliding window."""
 
+from collections.abc import Sequence
 from functools import partial
 
-from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.decoder_args import DecoderArgs, LayerKind
 from torchtitan.models.decoder_hf import HFConfig
 from torchtitan.models.decoder_spec import register_decoder
 
@@ -14,7 +13,11 @@ class _Config(HFConfig):
     architecture = "MistralForCausalLM"
     num_key_value_heads: int | None = 8
     max_position_embeddings: int = 131072
-    sliding_window: None
+    sliding_window: int | None = 4096
+
+    def layer_kinds(self) -> Sequence[LayerKind]:
+        kind: LayerKind = "full" if self.sliding_window is None else "window"
+        return [kind] * self.num_hidden_layers
 
 
 _mistral = partial(
@@ -33,6 +36,15 @@ FLAVORS = {
         n_kv_heads=4,
         head_size=64,
         ffn_dim=768,
+    ),
+    "7B-v0.1": _mistral(
+        vocab_size=32000,
+        dim=4096,
+        n_layers=32,
+        ffn_dim=14336,
+        rope_theta=1e4,
+        layer_pattern=("window",),
+        window=4096,
     ),
     "7B-v0.3": _mistral(
         vocab_size=32768,

@@ -1,21 +1,18 @@
 """Qwen2.5 (Qwen Team, "Qwen2.5 Technical Report", arXiv:2412.15115), dense sizes."""
 
 from functools import partial
-from typing import Literal
 
 from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.decoder_hf import HFConfig
 from torchtitan.models.decoder_spec import register_decoder
+from torchtitan.models.hf_windows import LaterWindows
 
 
-class _Config(HFConfig):
+class _Config(LaterWindows):
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
     qkv_bias = True
     num_key_value_heads: int | None = 32
     max_position_embeddings: int = 32768
-    use_sliding_window: Literal[False] = False
-    layer_types: list[Literal["full_attention"]] | None = None
 
 
 _qwen2_5 = partial(

@@ -4,11 +4,11 @@ from functools import partial
 from typing import Literal
 
 from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.decoder_hf import HFConfig
 from torchtitan.models.decoder_spec import register_decoder
+from torchtitan.models.hf_windows import LaterWindows
 
 
-class _Config(HFConfig):
+class _Config(LaterWindows):
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
     qk_norm = True
@@ -17,8 +17,6 @@ class _Config(HFConfig):
     head_dim: int | None = 128
     max_position_embeddings: int = 32768
     attention_bias: Literal[False] = False
-    use_sliding_window: Literal[False] = False
-    layer_types: list[Literal["full_attention"]] | None = None
 
 
 _qwen3 = partial(

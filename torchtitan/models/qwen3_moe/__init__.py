@@ -1,11 +1,12 @@
 """Qwen3's mixtures of experts (Qwen Team, "Qwen3 Technical Report", arXiv:2505.09388)."""
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import AliasChoices, Field
 
-from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.decoder_args import DecoderArgs, LayerKind
 from torchtitan.models.decoder_hf import FirstLayers, HFConfig
 from torchtitan.models.decoder_spec import register_decoder
 
@@ -18,13 +19,24 @@ class _Config(HFConfig):
     num_key_value_heads: int | None = 4
     max_position_embeddings: int = 32768
     attention_bias: Literal[False] = False
-    use_sliding_window: Literal[False] = False
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
     decoder_sparse_step: Literal[1] = 1
     mlp_only_layers: FirstLayers = 0
     num_experts: int = Field(128, validation_alias=AliasChoices("num_experts", "num_local_experts"))
     num_experts_per_tok: int = 8
     moe_intermediate_size: int = 768
     norm_topk_prob: bool = False
+
+    def layer_kinds(self) -> Sequence[LayerKind]:
+        windows = self.use_sliding_window and self.sliding_window is not None
+        return ["window" if windows else "full"] * self.num_hidden_layers
+
+    @classmethod
+    def write_layers(cls, args: DecoderArgs) -> dict[str, Any]:
+        if "window" not in args.kinds:
+            return {"use_sliding_window": False}
+        return super().write_layers(args) | {"use_sliding_window": True}
 
 
 _qwen3 = partial(

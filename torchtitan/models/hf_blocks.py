@@ -1,0 +1,109 @@
+"""Names of a decoder's weights in Hugging Face's files. Imports no torch.
+
+Our RoPE layout is theirs, so no weight is permuted. What a class of transformers calls otherwise,
+its family replaces in `HFConfig.block_names`.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.hf_names import HFNames, Part, Theirs
+
+_TOP = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
+_ATTENTION = {
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+}
+_BIASES = {f"attention.w{x}.bias": f"self_attn.{x}_proj.bias" for x in "qkv"}
+_NORMS = {
+    "before": {
+        "attention_norm.weight": "input_layernorm.weight",
+        "ffn_norm.weight": "post_attention_layernorm.weight",
+    },
+    "after": {
+        "attention_post_norm.weight": "post_attention_layernorm.weight",
+        "ffn_post_norm.weight": "post_feedforward_layernorm.weight",
+    },
+    "both": {
+        "attention_norm.weight": "input_layernorm.weight",
+        "attention_post_norm.weight": "post_attention_layernorm.weight",
+        "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+        "ffn_post_norm.weight": "post_feedforward_layernorm.weight",
+    },
+}
+"""By `norm_placement`. In Llama, the norm before the feed-forward network is named after what it
+follows; where there is one after attention, that has this name.
+"""
+_MATRICES = {
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+}
+
+
+def decoder_names(args: DecoderArgs, block: Callable[[int], HFNames]) -> HFNames:
+    """Our parameter names to Hugging Face's. A tied model has neither `output.weight` nor
+    `lm_head.weight`.
+
+    Args:
+        block: names of a layer's weights, relative to the layer.
+    """
+    found: HFNames = dict(_TOP)
+    for i in range(args.n_layers):
+        place = f"model.layers.{i}."
+        found |= {f"layers.{i}.{ours}": _within(place, their) for ours, their in block(i).items()}
+    return found if args.tie_embeddings else found | {"output.weight": "lm_head.weight"}
+
+
+def _within(place: str, theirs: Theirs) -> Theirs:
+    if isinstance(theirs, list):
+        return [_within(place, each) for each in theirs]  # type: ignore[return-value]
+    if isinstance(theirs, Part):
+        copies = tuple(place + name for name in theirs.copies)
+        return replace(theirs, name=place + theirs.name, copies=copies)
+    return place + theirs
+
+
+def block_names(args: DecoderArgs, layer: int) -> HFNames:
+    """Names of the weights of one layer, relative to it, as in most classes."""
+    found: HFNames = dict(_NORMS[args.norm_placement])
+    found |= _attention_names(args)
+    if not args.has_experts(layer):
+        return found | feed_forward_names(args, "feed_forward", "mlp")
+    found["moe.router.gate.weight"] = "mlp.gate.weight"
+    for ours, theirs in _MATRICES.items():
+        parts = [f"mlp.experts.{e}.{theirs}.weight" for e in range(args.n_experts)]
+        found[f"moe.experts.{ours}"] = parts
+    return found
+
+
+def feed_forward_names(
+    args: DecoderArgs,
+    ours: str,
+    theirs: str,
+) -> HFNames:
+    """Names of a feed-forward network's weights, which is called `ours` and `theirs`."""
+    ends = ("weight", "bias") if args.ffn_bias else ("weight",)
+    return {
+        f"{ours}.{own}.{end}": f"{theirs}.{their}.{end}"
+        for end in ends
+        for own, their in _MATRICES.items()
+    }
+
+
+def _attention_names(args: DecoderArgs) -> HFNames:
+    found: HFNames = dict(_ATTENTION)
+    if args.qkv_bias:
+        found |= _BIASES
+    if args.wo_bias:
+        found["attention.wo.bias"] = "self_attn.o_proj.bias"
+    if args.qk_norm:
+        own = "w" if args.qk_norm_whole else ""
+        for x in "qk":
+            found[f"attention.{own}{x}_norm.weight"] = f"self_attn.{x}_norm.weight"
+    if args.sinks:
+        found["attention.sinks.weight"] = "self_attn.sinks"
+    return found
