@@ -17,11 +17,11 @@ from torchtitan.models.attention_kernel import block_backward, block_forward
 from torchtitan.models.layers import document_mask
 from torchtitan.parallel import context
 from torchtitan.parallel.context import (
-    local_positions,
     merge_blocks,
     ring_attention,
     ring_attention_backend,
 )
+from torchtitan.parallel.context_layout import local_positions
 from torchtitan.testing.difference import rounding
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "seq": 32, "size": 8}

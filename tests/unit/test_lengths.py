@@ -9,13 +9,18 @@ import torch
 
 from tests.data_kinds import TOKENIZER, open_kind
 from tests.positions import saved
+from tests.runs import TINY
+from torchtitan.config import resolve
 from torchtitan.config.sections.data import DataLoader, DataStage, Source
 from torchtitan.data.loader import build_loader
 from torchtitan.data.order.windows import WindowOrder
 from torchtitan.data.positions import joined
 from torchtitan.data.sources import DataSpec
 from torchtitan.data.tokens.token_files import write_token_file
-from torchtitan.utils.errors import UserError
+from torchtitan.models import get_spec
+from torchtitan.models.layers import attention_backend
+from torchtitan.train.preflight import preflight
+from torchtitan.utils.errors import ConfigError, UserError
 
 
 def longer(*lengths, every=3, **changes):
@@ -199,3 +204,41 @@ def test_data_that_ends_is_counted_in_tokens(numbered):
         assert len(batches(loader([source], longer(32, every=every)), enough)) == enough
         with pytest.raises(UserError, match="all have been read max_epochs times"):
             batches(loader([source], longer(32, every=every)), enough + 2)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"layer_pattern": ("window", "full"), "window": 3, "window_rope_theta": 99.0},
+        {"n_kv_heads": 4, "kv_lora_rank": 16, "rope_head_size": 8, "head_size": 24},
+    ],
+)
+def test_changed_positions_are_those_of_a_model_built_with_them(kinds):
+    """YaRN's factors on the tables and on the scores, on every kind of layer."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_seq_len": 8, "mscale_all_dim": 1.0}
+    spec = get_spec("llama3")
+    same = TINY | kinds
+    args = spec.args("debugmodel", same, max_seq_len=16)
+    changed = same | {"rope_theta": 777.0, "rope_scaling": yarn}
+    other = spec.args("debugmodel", changed, max_seq_len=16)
+    torch.manual_seed(0)
+    model = spec.build(args, attention_backend("cpu"))
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.2)
+    built = spec.build(other, attention_backend("cpu"))
+    built.load_state_dict(model.state_dict())
+    tokens = torch.randint(0, args.vocab_size, (2, 16))
+    before = model(tokens)
+    model.change_positions(other)
+    assert torch.equal(model(tokens), built(tokens))
+    assert not torch.allclose(model(tokens), before)
+    model.change_positions(args)
+    assert torch.equal(model(tokens), before)
+
+
+def test_positions_of_a_stage_are_checked(tmp_path):
+    flags = ["--training.stages=[{from_step = 3, rope_scaling = {type = 'yarn', factor = 'x'}}]"]
+    config = resolve([f"--job.dump_folder={tmp_path}", *flags], 1).config
+    with pytest.raises(ConfigError) as error:
+        preflight(config, output=False)
+    assert "the stage from_step 3: model.overrides.rope_scaling" in str(error.value)

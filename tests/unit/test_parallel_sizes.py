@@ -67,6 +67,32 @@ def test_context_parallel_sizes(cp, tp, text):
     assert text in str(error.value)
 
 
+ULYSSES = [
+    "--parallelism.context_parallel_method=ulysses",
+    "--model.overrides.n_heads=24",
+    "--model.overrides.n_kv_heads=12",
+    "--model.overrides.head_size=16",
+]
+
+
+@pytest.mark.parametrize(
+    ("cp", "tp", "text"),
+    [
+        (8, 1, "can't split the 24 query heads and 12 key heads of a rank of model.flavor"),
+        (8, 1, "over context_parallel_degree 8 ranks; set it to one of 1, 2, 3, 4, 6, 12, 24, or"),
+        (8, 4, "6 query heads and 3 key heads of a rank of model.flavor debugmodel of llama3 over"),
+    ],
+)
+def test_heads_of_attention(cp, tp, text):
+    """A key head can go to two ranks, as 12 do on 24, but not to 2/3 of one."""
+    degrees = {"context": cp, "tensor": tp}
+    argv = [f"--parallelism.{name}_parallel_degree={n}" for name, n in degrees.items()]
+    with pytest.raises(ConfigError) as error:
+        preflight(resolve([*ULYSSES, *argv], cp * tp).config, output=False)
+    assert text in str(error.value)
+    assert 'context_parallel_method = "ring"' in str(error.value)
+
+
 # ---- expert parallelism
 
 MOE = ["--model.name=qwen3_moe", "--model.overrides.n_experts=12"]

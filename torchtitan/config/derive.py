@@ -38,6 +38,8 @@ SHAPES = ("linear", "sqrt", "cosine")
 """Shapes of a learning rate's decay."""
 _STAGED = ("seq_len", "global_batch_size", "local_batch_size")
 """Keys of `[training]` that a stage may change."""
+_STAGED_ROPE = ("rope_theta", "rope_scaling")
+"""Keys of `[model.overrides]` that it may change, too."""
 _WSD_DECAY = 0.2
 """The default share of the decay (Hägele et al., arXiv:2405.18392)."""
 
@@ -319,9 +321,14 @@ def stages_of(config: Config) -> list[Config]:
     """
     found = [replace(config, "training.stages", [])]
     for stage in config.training.stages:
+        before = found[-1]
         changed = {key: value for key in _STAGED if (value := getattr(stage, key)) is not None}
-        training = found[-1].training.model_copy(update=changed)
-        found.append(found[-1].model_copy(update={"training": training}))
+        rope = {key: value for key in _STAGED_ROPE if (value := getattr(stage, key))}
+        parts = {
+            "training": before.training.model_copy(update=changed),
+            "model": before.model.model_copy(update={"overrides": before.model.overrides | rope}),
+        }
+        found.append(before.model_copy(update=parts))
     return found
 
 

@@ -5,7 +5,8 @@ A row's attention is one such block or several: a ring's, or those that a window
 Shapes: b batch, h query heads, k key-value heads, s queries, S keys, d width of queries and keys,
 e width of values. Queries are `[b, h, s, d]`, keys `[b, k, S, d]`, values `[b, k, S, e]`, and the
 log-sum-exp of the scores is `[b, h, s]`. Query i of a block is at position i + offset of its keys:
-without a window it sees keys up to that position, with one the last `window` of them.
+without a window it sees keys up to that position, with one the last `window` of them. If the offset
+is None, a mask alone decides.
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ class Part(NamedTuple):
 
     rows: slice
     columns: slice
-    offset: int
+    offset: int | None
     """Position of the first of these queries among these keys."""
 
 
@@ -53,10 +54,12 @@ def seen(
 def _shape(
     queries: int,
     keys: int,
-    offset: int,
+    offset: int | None,
     window: int | None,
 ) -> str:
     """`causal` or `full` if the block needs no mask, otherwise `band`."""
+    if offset is None:
+        return "band"
     reach = offset + queries if window is None else window
     if reach >= offset + queries:
         if offset >= keys - 1:
@@ -71,7 +74,7 @@ def band_forward(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    offset: int,
+    offset: int | None,
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -85,7 +88,7 @@ def band_forward(
     shape = _shape(q.shape[2], k.shape[2], offset, window)
     if mask is None and shape != "band":
         return block_forward(q, k, v, shape == "causal", scale)
-    if mask is None and _has_windows(q, v):
+    if mask is None and offset is not None and _has_windows(q, v):
         return _flash_forward(q, k, v, offset, window, scale)
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
@@ -109,7 +112,7 @@ def band_backward(
     out: Tensor,
     lse: Tensor,
     mask: Tensor | None,
-    offset: int,
+    offset: int | None,
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,7 +120,7 @@ def band_backward(
     shape = _shape(q.shape[2], k.shape[2], offset, window)
     if mask is None and shape != "band":
         return block_backward(grad, q, k, v, out, lse, shape == "causal", scale)
-    if mask is None and _has_windows(q, v):
+    if mask is None and offset is not None and _has_windows(q, v):
         return _flash_backward(grad, q, k, v, out, lse, offset, window, scale)
     sums = torch.promote_types(q.dtype, torch.float32)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -342,12 +345,15 @@ def _flash_backward(
 def _parts(
     q: Tensor,
     k: Tensor,
-    offset: int,
+    offset: int | None,
     window: int | None,
 ) -> Iterator[Part]:
     """Cut a block along its queries, so that its cost is queries x window."""
     for first in range(0, q.shape[2], _QUERIES):
         rows = min(_QUERIES, q.shape[2] - first)
+        if offset is None:
+            yield Part(slice(first, first + rows), slice(0, k.shape[2]), None)
+            continue
         part = seen(rows, k.shape[2], offset + first, window)
         assert part is not None
         assert part.rows == slice(0, rows), "queries that see no key"
@@ -361,17 +367,18 @@ def _bias(
     window: int | None,
 ) -> Tensor:
     """What to add to the scores of a part, `[s, S]` or `[b, 1, s, S]`: 0, or -inf if invisible."""
-    rows = torch.arange(part.rows.stop - part.rows.start, device=q.device)
-    columns = torch.arange(part.columns.stop - part.columns.start, device=q.device)
-    distance = rows[:, None] + part.offset - columns
-    visible = distance >= 0
-    if window is not None:
-        visible &= distance < window
+    rows = part.rows.stop - part.rows.start
+    columns = part.columns.stop - part.columns.start
+    visible = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
+    if part.offset is not None:
+        visible.tril_(part.offset)
+        if window is not None:
+            visible.triu_(part.offset - window + 1)
     if mask is not None:
         visible = visible & mask[:, :, part.rows, part.columns]
     # A kernel on CUDA asks for rows that begin at multiples of 16 bytes.
-    width = len(columns) + -len(columns) % 8
-    bias = q.new_zeros(*visible.shape[:-1], width)[..., : len(columns)]
+    width = columns + -columns % 8
+    bias = q.new_zeros(*visible.shape[:-1], width)[..., :columns]
     return bias.masked_fill_(visible.logical_not_(), float("-inf"))
 
 

@@ -37,17 +37,19 @@ def attend_variant(
     window: int | None,
     scale: float | None,
     sinks: Tensor | None,
-    offset: int = 0,
+    offset: int | None = 0,
 ) -> Tensor:
     """Causal attention: q `[b, h, s, d]`, k `[b, k, S, d]`, v `[b, k, S, e]` -> `[b, h, s, e]`.
 
     Args:
-        mask: `[b, 1, s, S]`, true where a query may see a key; it sees none after itself.
+        mask: `[b, 1, s, S]`, true where a query may see a key, if it is not after the query.
         window: a query sees itself and the `window - 1` keys before it. None: all before it.
         scale: factor of the scores. None: `d ** -0.5`.
         sinks: `[h]`, logits that take part in each head's softmax.
-        offset: position of the first query among the keys.
+        offset: position of the first query among the keys. None: unknown; the mask alone decides,
+            and there must be no window.
     """
+    assert offset is not None or (mask is not None and window is None), "unknown positions"
     if scale is None:
         scale = q.shape[-1] ** -0.5
     out, _ = attention(q, k, v, sinks, mask, window, scale, offset)
@@ -63,7 +65,7 @@ def attention(
     mask: Tensor | None,
     window: int | None,
     scale: float,
-    offset: int,
+    offset: int | None,
 ) -> tuple[Tensor, Tensor]:
     """`attend_variant`'s output, and the scores' log-sum-exp `[b, h, s]` for the backward."""
     out, lse = band_forward(q, k, v, mask, offset, window, scale)
@@ -89,7 +91,7 @@ def attention_backward(
     mask: Tensor | None,
     window: int | None,
     scale: float,
-    offset: int,
+    offset: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values."""
     dq, dk, dv = band_backward(grad, q, k, v, out, lse, mask, offset, window, scale)

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from torchtitan.models.attention import Attention, LatentAttention
+from torchtitan.models.attention import Attention, LatentAttention, attend_options
 from torchtitan.models.decoder_args import DecoderArgs, LayerKind
+from torchtitan.models.delta import GatedDeltaNet
 from torchtitan.models.feed_forward import FeedForward
-from torchtitan.models.layers import Attend, Mask
+from torchtitan.models.layers import Attend, DocumentMask, Mask
 from torchtitan.models.moe import Load, MoE, Routed
 from torchtitan.models.mtp import embed_next, mtp_module
 from torchtitan.models.norms import RMSNorm, build_norm
@@ -39,7 +40,9 @@ class _Block(nn.Module):
         before = args.norm_placement != "after"
         after = args.norm_placement != "before"
         self.attention_norm = build_norm(args.dim, args) if before else None
-        if args.kv_lora_rank:
+        if args.layer_pattern[0] == "delta":
+            self.delta = GatedDeltaNet(args)
+        elif args.kv_lora_rank:
             self.latent_attention = LatentAttention(args, attend)
         else:
             self.attention = self.attention_class(args, attend)
@@ -56,7 +59,12 @@ class _Block(nn.Module):
     ) -> Tensor:
         """Add what tokens learn from each other to the residual stream `[b, s, dim]`."""
         read = x if self.attention_norm is None else self.attention_norm(x)
-        if hasattr(self, "latent_attention"):
+        documents = None
+        if isinstance(mask, DocumentMask):
+            mask, documents = mask
+        if hasattr(self, "delta"):
+            out = self.delta(read, documents)
+        elif hasattr(self, "latent_attention"):
             out = self.latent_attention(read, cos, sin, mask)
         else:
             out = self.attention(read, cos, sin, mask)
@@ -178,6 +186,7 @@ class Decoder(nn.Module):
     def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__()
         self.args = args
+        self.reads_documents = "delta" in args.kinds
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
         # A dictionary, because a layer keeps its index on every pipeline stage.
         self.layers = nn.ModuleDict()
@@ -194,6 +203,24 @@ class Decoder(nn.Module):
 
     def init_buffers(self) -> None:
         """Compute the RoPE tables, and reset loads. Called again when a meta model gets memory."""
+        self._init_rope()
+        for layer in self.layers.values():
+            if isinstance(layer, MoEBlock):
+                layer.moe.router.init_buffers()
+
+    def change_positions(self, args: DecoderArgs) -> None:
+        """Continue with hyper-parameters that differ in `rope_theta` and `rope_scaling`."""
+        device = self.cos.device
+        self.args = args
+        self._init_rope()
+        for name, table in list(self.named_buffers(recurse=False)):
+            setattr(self, name, table.to(device))
+        for index, layer in self.layers.items():
+            for module in layer.modules():
+                if isinstance(module, Attention | LatentAttention):
+                    module.options = attend_options(args.of_layer(int(index)))
+
+    def _init_rope(self) -> None:
         args = self.args
         tables = {"": (args.rope_theta, args.rope_scaling)}
         if args.has_window_rope:
@@ -203,9 +230,6 @@ class Decoder(nn.Module):
             cos, sin = rope_cache(args.rope_dim, theta, scaling, args.max_seq_len)
             self.register_buffer(f"{prefix}cos", cos, persistent=False)
             self.register_buffer(f"{prefix}sin", sin, persistent=False)
-        for layer in self.layers.values():
-            if isinstance(layer, MoEBlock):
-                layer.moe.router.init_buffers()
 
     def rotations(self, positions: Tensor) -> dict[LayerKind, tuple[Tensor | None, Tensor | None]]:
         """Cosine and sine for each kind of layer, at `positions` `[s]` or `[b, s]`."""

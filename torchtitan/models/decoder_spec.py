@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from torchtitan.models.decoder_args import (
+from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.decoder_hf import HFConfig
+from torchtitan.models.decoder_traits import (
     TENSOR_PARALLEL_STYLES,
-    DecoderArgs,
     context_parallel_sizes,
     expert_sizes,
     init,
@@ -14,7 +15,6 @@ from torchtitan.models.decoder_args import (
     tied_modules,
     tiny,
 )
-from torchtitan.models.decoder_hf import HFConfig
 from torchtitan.models.mup import width_ratio
 from torchtitan.models.spec import ModelSpec, register
 

@@ -6,18 +6,29 @@ Shapes: b batch, s sequence, h query heads, k key-value heads, d head size.
 import functools
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.attention_op import attend_variant
+from torchtitan.models.flex import attend_blocks
 from torchtitan.models.packed_attention import PackedDocuments, attend_documents, pack_documents
 from torchtitan.utils.logging import logger
 
 Mask = Any
-"""Result of `document_mask`: a tensor, `PackedDocuments`, or FlexAttention's `BlockMask`."""
+"""Result of `document_mask`: a tensor, `PackedDocuments`, FlexAttention's `BlockMask`, or a
+`DocumentMask` with one of them.
+"""
+
+
+class DocumentMask(NamedTuple):
+    """For models that also mix tokens by other means than attention (`reads_documents`)."""
+
+    mask: Mask
+    documents: Tensor
+    """`[b, s]`, the document of each token that this rank holds, on the compute device."""
 
 
 class Attend(Protocol):
@@ -64,10 +75,20 @@ def _attend_dense(
     scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    if window is not None and window >= q.shape[2]:
+    if window is not None and window >= k.shape[2]:
         window = None
     if not _is_plain(q, v, window, sinks):
-        return attend_variant(q, k, v, mask, window=window, scale=scale, sinks=sinks)
+        offset = 0 if q.shape[2] == k.shape[2] else None
+        return attend_variant(
+            q,
+            k,
+            v,
+            mask,
+            window=window,
+            scale=scale,
+            sinks=sinks,
+            offset=offset,
+        )
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
         q,
@@ -94,22 +115,7 @@ def _attend_cuda(
         return _attend_dense(q, k, v, window=window, scale=scale, sinks=sinks)
     if isinstance(mask, PackedDocuments):
         return attend_documents(q, k, v, mask, window=window, scale=scale, sinks=sinks)
-    grouped = q.shape[1] != k.shape[1]
-    return _compiled_flex_attention()(
-        q,
-        k,
-        v,
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=grouped,
-    )
-
-
-@functools.cache
-def _compiled_flex_attention() -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention, dynamic=False)
+    return attend_blocks(q, k, v, mask, window=window, scale=scale, sinks=sinks)
 
 
 def attention_backend(device_type: str) -> Attend:
@@ -144,18 +150,40 @@ def document_mask(
     documents: Tensor,
     positions: Tensor,
     dtype: torch.dtype,
+    *,
+    attending: Tensor | None = None,
+    with_documents: bool = False,
 ) -> Mask:
     """A causal mask within documents: a token sees itself and earlier tokens of its document.
 
     Args:
         documents: `[b, S]` on the host, the document that each token of a whole row belongs to.
-        positions: `[s]` on the compute device, positions of the queries in the row.
+        positions: `[s]` on the compute device, positions of the model's tokens in the row.
         dtype: type of queries, keys and values.
+        attending: the queries' positions, if they aren't the tokens'.
+        with_documents: make a `DocumentMask`.
 
     Returns:
         On CUDA `PackedDocuments`, or, for fp32 or some of a row's queries, a `BlockMask`; elsewhere
         a boolean tensor `[b, 1, s, S]` (FlexAttention has no backward on the CPU).
     """
+    mask = _mask_of(documents, positions if attending is None else attending, dtype)
+    if not with_documents:
+        return mask
+    own = documents[:, positions.cpu()]
+    return DocumentMask(mask, own.to(positions.device, non_blocking=True))
+
+
+def reads_documents(model: nn.Module) -> bool:
+    """Whether a model asks for a `DocumentMask`, by an attribute of this name."""
+    return bool(getattr(model, "reads_documents", False))
+
+
+def _mask_of(
+    documents: Tensor,
+    positions: Tensor,
+    dtype: torch.dtype,
+) -> Mask:
     device = positions.device
     whole_rows = len(positions) == documents.shape[1]
     if device.type == "cuda" and whole_rows and dtype in (torch.float16, torch.bfloat16):

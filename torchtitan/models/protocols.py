@@ -68,6 +68,11 @@ class Model(Protocol):
     def init_buffers(self) -> None:
         """Compute all buffers. Called again when a model on the meta device gets memory."""
 
+    def change_positions(self, args: Any) -> None:
+        """Continue with hyper-parameters that differ in rotary positions. Only for models that have
+        them.
+        """
+
     @property
     def output_weight(self) -> Tensor:
         """Weight of the output projection: `[vocab, dim]`."""

@@ -10,12 +10,13 @@ CPU and CUDA share the implementation: two custom operators built from functiona
 the kernel that torch chooses for a block (on CUDA cuDNN's or FlashAttention). The compiler sees a
 single node, which an activation checkpointing policy can name.
 
-Shapes: b batch, h query heads, k key-value heads, s positions on this rank, d head size, n ranks.
+Shapes: b batch, h query heads, k key-value heads, s positions on this rank, d width of queries and
+keys, e width of values, n ranks.
 """
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,12 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.models.attention_kernel import block_backward, block_forward
 from torchtitan.models.attention_op import join_sinks, register_backward
+from torchtitan.models.flex import attend_blocks
 from torchtitan.models.layers import Attend, Mask, attention_backend
+from torchtitan.parallel.context_layout import RowLayout
+from torchtitan.parallel.context_window import attend_window
 from torchtitan.parallel.mesh import Mesh
+from torchtitan.parallel.ulysses import ulysses_attention_backend
 
 c10d = torch.ops._c10d_functional
 _all_gather = getattr(  # its name until torch 2.12 is deprecated
@@ -36,21 +41,6 @@ _all_gather = getattr(  # its name until torch 2.12 is deprecated
     "all_gather_single_autograd",
     _functional_collectives.all_gather_tensor_autograd,
 )
-
-
-def local_positions(
-    seq_len: int,
-    degree: int,
-    rank: int,
-    balanced: bool,
-    device: torch.device | None = None,
-) -> Tensor:
-    """Positions in their row of the tokens that rank `rank` holds: `[seq_len / degree]`."""
-    positions = torch.arange(seq_len, device=device)
-    if not balanced or degree == 1:
-        return positions.chunk(degree)[rank]
-    chunks = positions.chunk(2 * degree)
-    return torch.cat([chunks[rank], chunks[2 * degree - 1 - rank]])
 
 
 def build_attention(
@@ -63,7 +53,14 @@ def build_attention(
     if group is None:
         return attention_backend(device.type)
     balanced = bool(p.context_parallel_load_balancer)
+    if p.context_parallel_method == "ulysses":
+        return ulysses_attention_backend(attention_backend(device.type), layout_of(group, balanced))
     return ring_attention_backend(group, p.context_parallel_rotate_method, balanced)
+
+
+def layout_of(group: dist.ProcessGroup, balanced: bool) -> RowLayout:
+    """How the ranks of `group` share a row."""
+    return RowLayout(group.group_name, group.size(), group.rank(), balanced)
 
 
 def ring_attention_backend(
@@ -73,15 +70,14 @@ def ring_attention_backend(
 ) -> Attend:
     """Attention over a sequence sharded by `local_positions`.
 
-    Without a mask it is a causal ring; with one, keys and values are gathered first.
+    Without a mask it is a causal ring; with one, keys and values are gathered first. With a window
+    only what it sees is exchanged.
 
     Args:
         rotate: how keys and values travel: `allgather` (all at once) or `alltoall` (rank to rank,
             overlapped).
     """
-    # A compiled block can't look up the group, only use its name.
-    name = group.group_name
-    ranks = group.size()
+    layout = layout_of(group, balanced)
 
     def attend(
         q: Tensor,
@@ -93,34 +89,37 @@ def ring_attention_backend(
         scale: float | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
+        row = layout.ranks * q.shape[2]
+        if window is not None and window >= row:
+            window = None
+        kind: dict[str, Any] = {"window": window, "scale": scale, "sinks": sinks}
+        dense = mask is None or isinstance(mask, Tensor)
+        if window is not None and dense:
+            return attend_window(q, k, v, mask, layout, **kind)
         if mask is not None:
-            k, v = _whole_sequence(torch.stack([k, v]), name, ranks, balanced)
-            return attention_backend(q.device.type)(q, k, v, mask)
-        if window is not None:
-            raise NotImplementedError("windows under context parallelism")
+            k, v = _whole_sequence(k, v, layout)
+            if dense:
+                return attention_backend(q.device.type)(q, k, v, mask, scale=scale, sinks=sinks)
+            positions = None if window is None else layout.positions(row, q.device)
+            return attend_blocks(q, k, v, mask, positions=positions, **kind)
         if scale is None:
             scale = q.shape[-1] ** -0.5
-        out, _ = ring_attention(q, k, v, sinks, scale, name, rotate, balanced)
+        out, _ = ring_attention(q, k, v, sinks, scale, layout.group_name, rotate, balanced)
         return out
 
     return attend
 
 
 def _whole_sequence(
-    x: Tensor,
-    group_name: str,
-    n: int,
-    balanced: bool,
-) -> Tensor:
-    """All-gather `[2, b, k, s, d]` into the order of the row: `[2, b, k, n s, d]`."""
-    parts = _all_gather(x, 0, group_name).chunk(n)
-    if balanced:
-        # Rank r has chunks r and 2n-1-r. Not by index, whose backward adds up by `index_put`.
-        halves = [part.chunk(2, dim=3) for part in parts]
-        heads = [head for head, _ in halves]
-        tails = [tail for _, tail in reversed(halves)]
-        parts = heads + tails
-    return torch.cat(parts, dim=3)
+    k: Tensor,
+    v: Tensor,
+    layout: RowLayout,
+) -> tuple[Tensor, Tensor]:
+    """All-gather k `[b, k, s, d]` and v `[b, k, s, e]` in the order of the row: n s keys."""
+    sizes = [k.shape[-1], v.shape[-1]]
+    parts = _all_gather(torch.cat([k, v], dim=-1), 0, layout.group_name).chunk(layout.ranks)
+    keys, values = layout.in_row_order(parts, dim=2).split(sizes, dim=-1)
+    return keys, values
 
 
 # ---- the ring
@@ -246,10 +245,11 @@ def ring_attention(
     """Causal attention of local queries to the keys and values of all ranks.
 
     Args:
-        q: `[b, h, s, d]`; k and v `[b, k, s, d]`.
+        q: `[b, h, s, d]`; k `[b, k, s, d]`, v `[b, k, s, e]`.
+        sinks: `[h]`, which join when all blocks are merged.
 
     Returns:
-        The output `[b, h, s, d]` and the scores' log-sum-exp `[b, h, s]`, which the backward needs.
+        The output `[b, h, s, e]` and the scores' log-sum-exp `[b, h, s]`, which the backward needs.
     """
     ring = _Ring(group_name, rotate, balanced)
     merge = _merging(q.device.type)

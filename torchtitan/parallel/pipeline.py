@@ -23,7 +23,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from torchtitan.models.layers import Mask, document_mask
+from torchtitan.models.layers import Mask, document_mask, reads_documents
 from torchtitan.models.protocols import Model
 from torchtitan.parallel.pipeline_stages import StagePlan
 from torchtitan.parallel.stage import Masks, Sends, Stage, send_through
@@ -133,17 +133,20 @@ class Pipeline:
         stages: StagePlan,
         shapes: StageShapes,
         positions: Tensor,
+        attending: Tensor,
         group: dist.ProcessGroup,
     ):
         """
         Args:
             models: this rank's stages, in order.
             positions: `[seq]`, positions of this rank's tokens in their row, on the compute device.
+            attending: `[queries]`, positions whose attention this rank computes.
         """
         self.models = models
         self.stages = stages
         self.shapes = shapes
         self.positions = positions
+        self.attending = attending
         self.group = group
         self.microbatches = shapes.rows // stages.microbatch_size
         self.own_stages = stages.stages_of(group.rank())
@@ -221,7 +224,13 @@ class Pipeline:
 
     def _masks(self, documents: Sequence[Tensor]) -> Masks:
         def make(microbatch: int) -> Mask:
-            return document_mask(documents[microbatch], self.positions, self.shapes.dtype)
+            return document_mask(
+                documents[microbatch],
+                self.positions,
+                self.shapes.dtype,
+                attending=self.attending,
+                with_documents=any(map(reads_documents, self.models)),
+            )
 
         return Masks(make, users=sum(len(model.layers) > 0 for model in self.models))
 

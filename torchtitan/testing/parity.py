@@ -77,7 +77,10 @@ def shrink(
             any(name.startswith("layers.") for name in stage) for stage in setup.stages.modules
         )
         layers = setup.args.n_layers if split_by_hand else max(2, with_layers)
-    tiny = setup.spec.tiny(setup.args, layers, tp if tp > 1 else 2)
+    by_heads = p.context_parallel_method == "ulysses"
+    by_heads = by_heads or bool(setup.spec.context_parallel_sizes(setup.args))
+    ranks = tp * cp if by_heads else tp
+    tiny = setup.spec.tiny(setup.args, layers, ranks if ranks > 1 else 2)
     if "n_experts" in tiny:
         tiny["n_experts"] = math.lcm(
             tiny["n_experts"], dist.get_world_size()

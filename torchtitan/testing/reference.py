@@ -22,7 +22,7 @@ from torchtitan.config.registry import Custom
 from torchtitan.config.sections.optim import Optimizer
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.order.rows import IGNORE_INDEX
-from torchtitan.models.layers import attention_backend, document_mask
+from torchtitan.models.layers import attention_backend, document_mask, reads_documents
 from torchtitan.models.spec import is_matrix
 from torchtitan.optim.loss import RowLoss, build_loss
 from torchtitan.optim.lr_schedule import build_shape, lr_factor, stage_scale
@@ -270,7 +270,12 @@ def _mean_losses(
             :, :-1
         ]  # a document starts after an end-of-text token
         documents = (before == end).cumsum(1)
-        mask = document_mask(documents, torch.arange(tokens.shape[1]), torch.float32)
+        mask = document_mask(
+            documents,
+            torch.arange(tokens.shape[1]),
+            torch.float32,
+            with_documents=reads_documents(model),
+        )
     inputs, wanted = _shifted(tokens, labels, documents, modules)
     weights = [(y != IGNORE_INDEX) / (y != IGNORE_INDEX).sum() for y in wanted]
     if not modules:

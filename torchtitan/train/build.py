@@ -23,7 +23,7 @@ from torchtitan.optim.loss import RowLoss, SourceTally, build_loss
 from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.parallel.compile import compiled_loss
-from torchtitan.parallel.context import local_positions
+from torchtitan.parallel.context_layout import attending_positions, local_positions
 from torchtitan.parallel.fsdp import accumulation
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
@@ -78,7 +78,15 @@ def build(
     names = [source.name for source in config.training.sources]
     tally = SourceTally(len(names), setup.tokenizer.byte_lengths(), device) if names else None
 
+    current = setup.args
+
     def compute_of(stage: int) -> Compute:
+        nonlocal current
+        args = setup.args_of(stage)
+        if args != current:
+            for model in models:
+                model.change_positions(args)
+            current = args
         section = stages_of(config)[stage].training
         return build_compute(config, setup, mesh, device, models, section, tally=tally)
 
@@ -275,6 +283,7 @@ def build_compute(
         device
     )
     further = setup.n_mtp if trains else 0
+    attending = attending_positions(positions, p)
     model_loss = ModelLoss(
         compiled_loss(loss or build_loss(training.loss, config.custom), config.compile),
         chunks=training.loss_chunks,
@@ -297,7 +306,7 @@ def build_compute(
             project=model_loss.project,
             further=further,
         )
-        pipeline = Pipeline(models, setup.stages, shapes, positions, pp_group)
+        pipeline = Pipeline(models, setup.stages, shapes, positions, attending, pp_group)
     document_end = setup.tokenizer.eos_id if training.document_mask else None
     pin = section.dataloader.pin_memory and device.type != "cpu"
     return Compute(
@@ -307,6 +316,7 @@ def build_compute(
         model_loss,
         accumulation(config),
         batch_size=section.local_batch_size,
+        attending=attending,
         document_end=document_end,
         dtype=dtype,
         pin=pin,

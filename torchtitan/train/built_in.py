@@ -21,7 +21,7 @@ from torchtitan.train.evaluations import RunTasks, Validate, WriteSamples, stops
 from torchtitan.train.folder_locks import HeldFolders
 from torchtitan.train.preflight import Setup
 from torchtitan.train.restore import RunState
-from torchtitan.train.run_info import write_config
+from torchtitan.train.run_info import describe_model, trained_args, write_config
 from torchtitan.train.state import Parts
 from torchtitan.train.step import StepResult, max_over_ranks
 from torchtitan.train.telemetry import Telemetry
@@ -64,7 +64,7 @@ def built_in(
         Validate(parts, metrics, notify),
         WriteSamples(parts.probe, setup.tokenizer, metrics),
         RunTasks(tasks, parts.probe, setup.tokenizer, metrics),
-        Save(checkpointer, state, setup, notify),
+        Save(checkpointer, state, setup, parts, notify),
         CollectGarbage(),
     )
 
@@ -269,11 +269,13 @@ class Save(Callback):
         checkpointer: Checkpointer,
         state: RunState,
         setup: Setup,
+        parts: Parts,
         notify: Notify,
     ):
         self.checkpointer = checkpointer
         self.state = state
         self.setup = setup
+        self.parts = parts
         self.notify = notify
 
     def after_step(self, run: Run, result: StepResult) -> None:
@@ -300,10 +302,13 @@ class Save(Callback):
         step = run.progress.step
         last = step == run.config.training.steps
         model_only = last and config.last_save_model_only
+        stage = self.parts.stage
+        self.checkpointer.about["model"] = describe_model(run.config, self.setup, stage)
         self.checkpointer.save(step, self.state.gather(), model_only=model_only)
         if last and config.last_save_in_hf:
             setup = self.setup
-            folder = self.checkpointer.export_hf(step, setup.spec, setup.args, setup.tokenizer)
+            args = trained_args(run.config, setup, stage)
+            folder = self.checkpointer.export_hf(step, setup.spec, args, setup.tokenizer)
             logger.info(f"Exported Hugging Face weights to {folder}")
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.data.order.rows import IGNORE_INDEX
-from torchtitan.models.layers import document_mask
+from torchtitan.models.layers import document_mask, reads_documents
 from torchtitan.optim.loss import RowLoss, SourceTally, chunked_loss
 from torchtitan.parallel.fsdp import Accumulation
 from torchtitan.parallel.pipeline import Pipeline
@@ -133,6 +133,7 @@ class Compute:
         accumulation: Accumulation,
         *,
         batch_size: int,
+        attending: Tensor,
         document_end: int | None,
         dtype: torch.dtype,
         pin: bool = False,
@@ -144,6 +145,7 @@ class Compute:
             positions: `[seq]`, the positions of this rank's tokens in their row, on the compute
             device.
             batch_size: rows of a forward and backward pass.
+            attending: `[queries]`, the positions whose attention this rank computes.
             document_end: the token that ends a document, if attention stays within documents.
             dtype: of the activations.
             pin: put batches into page-locked memory.
@@ -157,6 +159,7 @@ class Compute:
         self.loss = loss
         self.accumulation = accumulation
         self.batch_size = batch_size
+        self.attending = attending
         self.document_end = document_end
         self.dtype = dtype
         self.pin = pin
@@ -257,7 +260,13 @@ class Compute:
         mask = (
             None
             if rows.documents is None
-            else document_mask(rows.documents, self.positions, self.dtype)
+            else document_mask(
+                rows.documents,
+                self.positions,
+                self.dtype,
+                attending=self.attending,
+                with_documents=reads_documents(model),
+            )
         )
         own = {} if token_weights is None else {"token_weights": token_weights}
         return model(rows.tokens, self.positions, mask, project=self.loss.project, **own)

@@ -6,7 +6,7 @@ Needs no process group and no GPU, and imports no torch.
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -43,6 +43,12 @@ class Setup:
     """None without pipeline parallelism."""
     warnings: tuple[str, ...] = ()
     """What is legal, but probably a mistake."""
+    stage_args: tuple[Any, ...] = ()
+    """`args` in each stage of the data, which may have other positions; empty: there is one."""
+
+    def args_of(self, stage: int) -> Any:
+        """Hyper-parameters in a stage of the data."""
+        return self.stage_args[stage] if self.stage_args else self.args
 
     @property
     def n_experts(self) -> int:
@@ -74,10 +80,8 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
     warnings: list[str] = []
     try:
         spec = get_spec(config.model.name)
-        args = spec.args(
-            config.model.flavor, config.model.overrides, max_seq_len=_longest_row(config)
-        )
-        facts = replace(facts, **_model_facts(config, spec, args))
+        args, *later = args_of_stages(config, spec)
+        facts = replace(facts, **_model_facts(config, spec, args, later))
         facts = replace(facts, schedule_file=schedule_file(config))
         wrong, warnings = _check_own_code(config, spec, args)
         found += wrong
@@ -95,7 +99,14 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
     if found or spec is None or tokenizer is None:
         raise ConfigError(found)
     warnings += problems(config, facts, refuses=False)
-    return Setup(spec, args, tokenizer, assign_stages(config, facts), tuple(warnings))
+    return Setup(
+        spec,
+        args,
+        tokenizer,
+        assign_stages(config, facts),
+        tuple(warnings),
+        (args, *later),
+    )
 
 
 def split_facts(spec: ModelSpec, args: Any) -> Facts:
@@ -106,6 +117,32 @@ def split_facts(spec: ModelSpec, args: Any) -> Facts:
         context_parallel_sizes=spec.context_parallel_sizes(args),
         expert_sizes=spec.expert_sizes(args),
     )
+
+
+def args_of_stages(config: Config, spec: ModelSpec) -> list[Any]:
+    """Hyper-parameters before the first stage of the data, and in each.
+
+    Raises:
+        ConfigError: an override that the family doesn't have, or positions that it can't have.
+    """
+    longest = _longest_row(config)
+    found: list[Any] = []
+    before = None
+    for index, staged in enumerate(stages_of(config)):
+        overrides = staged.model.overrides
+        if overrides == before:
+            found.append(found[-1])
+            continue
+        before = overrides
+        try:
+            found.append(spec.args(config.model.flavor, overrides, max_seq_len=longest))
+        except ConfigError as error:
+            if not index:
+                raise
+            step = config.training.stages[index - 1].from_step
+            where = f"training.stages: the stage from_step {step}"
+            raise ConfigError([f"{where}: {problem}" for problem in error.problems]) from None
+    return found
 
 
 def _longest_row(config: Config) -> int:
@@ -120,7 +157,12 @@ def _model_facts(
     config: Config,
     spec: ModelSpec,
     args: Any,
+    later: Sequence[Any],
 ) -> dict[str, Any]:
+    """
+    Args:
+        later: hyper-parameters in later stages of the data.
+    """
     named = config.optimizer.param_groups or config.model.converters
     exported = config.checkpoint.initial_load_in_hf or config.checkpoint.last_save_in_hf
     return {
@@ -129,7 +171,7 @@ def _model_facts(
         "tensor_parallel_sizes": spec.tensor_parallel_sizes(args),
         "context_parallel_sizes": spec.context_parallel_sizes(args),
         "expert_sizes": spec.expert_sizes(args),
-        "export_problems": export_problems(spec, args) if exported else [],
+        "export_problems": export_problems(spec, [args, *later][-1]) if exported else [],
         "has_hf_class": spec.hf is not None,
         "module_flops": spec.module_flops(args, config.training.seq_len),
         "tied_modules": spec.tied_modules(args),

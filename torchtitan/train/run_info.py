@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.checkpoint.commit import versions
-from torchtitan.config.derive import layout_degrees
+from torchtitan.config.derive import layout_degrees, stages_of
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.config.sections.schema import Config
@@ -45,12 +45,33 @@ def describe_run(
         mixture["stages"] = [stage.model_dump(exclude_defaults=True) for stage in training.stages]
     return {
         "versions": versions(),
-        "model": {"name": setup.spec.name, **setup.args.model_dump()},
+        "model": describe_model(config, setup, 0),
         "git": git_revision() if dist.get_rank() == 0 else None,
         "ranks": dist.get_world_size(),
         "data": data.model_dump() | mixture,
         "config": to_toml(config),
     }
+
+
+def describe_model(
+    config: Config,
+    setup: Setup,
+    stage: int,
+) -> dict[str, Any]:
+    """What a checkpoint's manifest says about the model in a stage of the data."""
+    return {"name": setup.spec.name, **trained_args(config, setup, stage).model_dump()}
+
+
+def trained_args(
+    config: Config,
+    setup: Setup,
+    stage: int,
+) -> Any:
+    """Hyper-parameters up to a stage of the data: `max_seq_len` is the longest row so far."""
+    lengths = [one.training.seq_len for one in stages_of(config)[: stage + 1]]
+    if config.validation.enable:
+        lengths.append(config.validation.seq_len)
+    return setup.args_of(stage).model_copy(update={"max_seq_len": max(lengths)})
 
 
 def describe_start(run: Mapping[str, Any], parallelism: Parallelism) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class Telemetry:
 
 def _stage_costs(config: Config, setup: Setup) -> Iterator[StageCost]:
     firsts = [1, *(stage.from_step for stage in config.training.stages)]
-    for first, stage in zip(firsts, stages_of(config), strict=True):
+    for index, (first, stage) in enumerate(zip(firsts, stages_of(config), strict=True)):
         t = stage.training
-        flops = setup.spec.flops_per_token(setup.args, t.seq_len)
+        flops = setup.spec.flops_per_token(setup.args_of(index), t.seq_len)
         yield StageCost(first, flops, t.global_batch_size * t.seq_len)

@@ -211,6 +211,32 @@ def context_parallel_degree_divides(config: Config, facts: Facts) -> str | None:
     )
 
 
+@rule(
+    "parallelism.context_parallel_method",
+    "parallelism.context_parallel_degree",
+    "parallelism.tensor_parallel_degree",
+    needs=["tensor_parallel_sizes"],
+)
+def attention_heads_divide(config: Config, facts: Facts) -> str | None:
+    """Ulysses gives each rank whole rows of some heads. A key head can go to several ranks."""
+    p = config.parallelism
+    cp = p.context_parallel_degree
+    tp = p.tensor_parallel_degree
+    sizes = facts.tensor_parallel_sizes
+    if cp == 1 or p.context_parallel_method != "ulysses" or "n_heads" not in sizes:
+        return None
+    heads = sizes["n_heads"] // tp
+    keys = sizes.get("n_kv_heads", sizes["n_heads"]) // tp
+    legal = [n for n in divisors(heads) if keys and (keys % n == 0 or n % keys == 0)]
+    if cp in legal or not legal:  # without any, another rule refuses the tensor-parallel degree
+        return None
+    return (
+        f"parallelism.context_parallel_method: ulysses can't split the {heads} query heads and "
+        f"{keys} key heads of a rank of {model_name(config)} over context_parallel_degree {cp} "
+        f'ranks; set it to one of {listed(legal)}, or context_parallel_method = "ring"'
+    )
+
+
 @rule("parallelism.expert_parallel_degree", "moe", needs=["expert_sizes"])
 def dense_models_have_no_experts(config: Config, facts: Facts) -> Iterator[str]:
     if facts.expert_sizes:

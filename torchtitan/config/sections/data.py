@@ -2,7 +2,7 @@
 `[*.dataloader]`.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -83,6 +83,12 @@ class DataStage(Section):
     local_batch_size: Rows | None = None
     """Rows per forward and backward pass on each data-parallel rank. Default: as in the stage
     before.
+    """
+    rope_theta: Annotated[float, Field(gt=0, le=10**12)] | None = None
+    """Base of the RoPE frequencies, as in `[model.overrides]`. Default: as in the stage before."""
+    rope_scaling: dict[str, Any] = {}
+    """Scaling of the RoPE frequencies, as in `[model.overrides]`: `{type = "yarn", factor = 8.0}`.
+    Default: as in the stage before.
     """
 
 

@@ -48,14 +48,19 @@ class Parallelism(Section):
     `compile.enable`; no effect at degree 1.
     """
     context_parallel_degree: Degree = 1
-    """Split each row's sequence over this many ranks (ring attention)."""
+    """Split each row's sequence over this many ranks."""
+    context_parallel_method: Literal["ring", "ulysses"] = "ring"
+    """How attention sees whole rows. `ring`: each rank keeps its queries, and keys and values
+    travel. `ulysses`: an all-to-all gives each rank whole rows of some heads; the degree must
+    divide the heads of a tensor-parallel rank.
+    """
     context_parallel_load_balancer: Literal["headtail", ""] | None = "headtail"
     """How to split a row. `headtail`: each rank gets one chunk from the start and one from the end,
     which balances causal attention. Empty: one chunk each.
     """
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    """How ranks exchange keys and values: all at once (`allgather`), or step by step while
-    attention is computed (`alltoall`).
+    """How ranks exchange keys and values in a ring: all at once (`allgather`), or step by step
+    while attention is computed (`alltoall`).
     """
     expert_parallel_degree: Degree = 1
     """Split the experts of a mixture of experts over this many ranks, taken from those of the

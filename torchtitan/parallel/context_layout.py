@@ -1,0 +1,73 @@
+"""Which tokens of a row each rank of context parallelism holds."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchtitan.config.sections.parallelism import Parallelism
+
+
+class RowLayout(NamedTuple):
+    """How the ranks of a group share a row, and which of them this one is.
+
+    A row is cut into chunks of equal length: one per rank, or, balanced, two. Rank r of n then has
+    chunks r and 2n-1-r, so that causal attention is the same work everywhere (Brandon et al.,
+    arXiv:2311.09431).
+    """
+
+    group_name: str
+    """A compiled block can't look up the group, only use its name."""
+    ranks: int
+    rank: int
+    balanced: bool
+
+    def chunks(self, rank: int) -> tuple[int, ...]:
+        """The chunks that `rank` holds, in order."""
+        return (rank, 2 * self.ranks - 1 - rank) if self.balanced else (rank,)
+
+    def positions(self, seq_len: int, device: torch.device | None = None) -> Tensor:
+        """Positions in their row of the tokens that this rank holds: `[seq_len / ranks]`."""
+        chunks = torch.arange(seq_len, device=device).chunk(len(self.chunks(0)) * self.ranks)
+        return torch.cat([chunks[chunk] for chunk in self.chunks(self.rank)])
+
+    def in_row_order(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """The whole rows whose ranks hold `parts`, split along `dim`."""
+        if self.balanced:
+            # Not by index, whose backward adds up by `index_put`.
+            halves = [part.chunk(2, dim) for part in parts]
+            heads = [head for head, _ in halves]
+            tails = [tail for _, tail in reversed(halves)]
+            parts = heads + tails
+        return torch.cat(list(parts), dim)
+
+    def of_ranks(self, rows: Tensor, dim: int) -> list[Tensor]:
+        """The reverse of `in_row_order`: for each rank the pieces that it holds."""
+        chunks = rows.chunk(len(self.chunks(0)) * self.ranks, dim)
+        return [
+            torch.cat([chunks[chunk] for chunk in self.chunks(rank)], dim)
+            for rank in range(self.ranks)
+        ]
+
+
+def local_positions(
+    seq_len: int,
+    degree: int,
+    rank: int,
+    balanced: bool,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Positions in their row of the tokens that rank `rank` of `degree` holds, in order."""
+    return RowLayout("", degree, rank, balanced and degree > 1).positions(seq_len, device)
+
+
+def attending_positions(positions: Tensor, p: Parallelism) -> Tensor:
+    """Positions of the queries whose attention a rank computes, for its masks.
+
+    Args:
+        positions: `[s]`, of the tokens that the rank holds.
+    """
+    if p.context_parallel_degree == 1 or p.context_parallel_method == "ring":
+        return positions
+    return torch.arange(len(positions) * p.context_parallel_degree, device=positions.device)
