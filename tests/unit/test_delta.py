@@ -98,8 +98,12 @@ def test_the_operator_between_chunks():
         torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
         for shape in shapes
     ]
-    torch.library.opcheck(chunk_states, inputs)
     assert torch.autograd.gradcheck(chunk_states, inputs)
+    torch.library.opcheck(chunk_states, inputs)
+    transposed = [x.detach().mT.contiguous().mT.requires_grad_() for x in inputs]
+    torch.library.opcheck(chunk_states, transposed)
+    results = chunk_states(*transposed)
+    assert all(x.is_contiguous() for x in results)
 
 
 # ---- the layer

@@ -216,8 +216,8 @@ def chunk_states(
         The state before each chunk `[n, heads, d, e]`, `stored` `[n, heads, c, e]`, and the state
         after the last chunk `[heads, d, e]`.
     """
-    states = state.new_empty(len(decay), *state.shape)
-    stored = torch.empty_like(values)
+    states, stored, _ = _allocate(values, decay, state)
+    state = state.contiguous()
     for i in range(len(decay)):
         states[i] = state
         torch.baddbmm(values[i], reads[i], state, alpha=-1, out=stored[i])
@@ -234,8 +234,17 @@ def _(
     decay: Tensor,
     state: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return _allocate(values, decay, state)
+
+
+def _allocate(
+    values: Tensor,
+    decay: Tensor,
+    state: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Contiguous, whatever the inputs are: the compiler relies on the strides."""
     states = state.new_empty(len(decay), *state.shape)
-    return states, torch.empty_like(values), torch.empty_like(state)
+    return states, values.new_empty(values.shape), state.new_empty(state.shape)
 
 
 @torch.library.custom_op("torchtitan::chunk_states_backward", mutates_args=())
@@ -250,18 +259,18 @@ def chunk_states_backward(
     stored: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `chunk_states`, from the last chunk to the first."""
-    of_values = torch.empty_like(stored)
-    of_keys = torch.empty_like(keys)
-    of_decay = torch.empty_like(decay)
-    after = of_last
+    of_values = stored.new_empty(stored.shape)
+    of_keys = keys.new_empty(keys.shape)
+    of_decay = decay.new_empty(decay.shape)
+    after = of_last.contiguous()
     for i in reversed(range(len(decay))):
         torch.baddbmm(of_stored[i], keys[i], after, out=of_values[i])
         torch.bmm(stored[i], after.mT, out=of_keys[i])
         of_decay[i] = torch.linalg.vecdot(states[i].flatten(1), after.flatten(1))
         before = (after * decay[i, :, None, None]).add_(of_states[i])
         after = before.baddbmm_(reads[i].mT, of_values[i], alpha=-1)
-    of_reads = (of_values @ states.mT).neg_()
-    return of_reads, of_values, of_keys, of_decay, after.clone()
+    of_reads = torch.bmm(of_values.flatten(0, 1), states.flatten(0, 1).mT).neg_().view(keys.shape)
+    return of_reads, of_values, of_keys, of_decay, after
 
 
 @chunk_states_backward.register_fake
@@ -276,7 +285,7 @@ def _(
     stored: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     like = (reads, stored, keys, decay, of_last)
-    of_reads, of_values, of_keys, of_decay, of_state = (torch.empty_like(x) for x in like)
+    of_reads, of_values, of_keys, of_decay, of_state = (x.new_empty(x.shape) for x in like)
     return of_reads, of_values, of_keys, of_decay, of_state
 
 
