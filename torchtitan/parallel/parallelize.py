@@ -13,6 +13,7 @@ from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoin
 from torchtitan.parallel.activation_offload import apply_activation_offload
 from torchtitan.parallel.compile import apply_compile, configure_compiler
 from torchtitan.parallel.context import build_attention
+from torchtitan.parallel.delta_context import apply_delta_context
 from torchtitan.parallel.expert import apply_expert_parallel, balance_of
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.init import materialize
@@ -68,6 +69,7 @@ def parallelize(
             sharded_loss=not p.disable_loss_parallel,
             float8=uses(config, FLOAT8),
         )
+        apply_delta_context(model, mesh, p)
         apply_activation_checkpoint(
             model,
             ac,
