@@ -16,7 +16,9 @@ from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.memory import memory_of, predict_memory
+from torchtitan.tools.planner.planner import make_plan
 from torchtitan.tools.planner.predict import memory_band, predict
+from torchtitan.tools.planner.render import run_of
 from torchtitan.tools.planner.traffic import collectives, hardware_flops
 from torchtitan.tools.planner.workload import Stage
 from torchtitan.utils.torch_compat import torch_is_before_2_13
@@ -395,3 +397,21 @@ def test_compiled_blocks_run_a_split_backward_twice():
     whole = step_time(workload(*argv[:-1], "--compile.enable", world=4), H100)
     assert eager.seconds < compiled.seconds
     assert compiled.seconds > 1.2 * whole.seconds
+
+
+def test_each_stage_of_longer_rows_is_planned():
+    """Memory is that of the stage that needs most, time that of all; each as if planned alone."""
+    flags = [*TINY, NONE, "--training.seq_len=1024", "--training.local_batch_size=2"]
+    stage = "--training.stages=[{from_step = 11, seq_len = 8192, local_batch_size = 1}]"
+    argv = [*flags, "--training.global_batch_size=16", "--training.steps=30"]
+    short, _ = make_plan(argv, 4, H100)
+    changes = ["--training.seq_len=8192", "--training.local_batch_size=1"]
+    long, _ = make_plan([*argv, *changes], 4, H100)
+    both, _ = make_plan([*argv, stage], 4, H100)
+    assert both.memory == long.memory
+    assert both.peak_gib > short.peak_gib
+    assert both.time == short.time
+    run = run_of(both)
+    assert run.tokens == 16 * (10 * 1024 + 20 * 8192)
+    assert run.hours * 3600 == pytest.approx(10 * short.time.seconds + 20 * long.time.seconds)
+    assert any("from step 11: 16 x 8192 tokens per step, 1 row" in note for note in both.notes)

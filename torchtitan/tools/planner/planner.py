@@ -13,9 +13,9 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.tools.planner.axes import KEYS, read
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.layouts import any_layout
-from torchtitan.tools.planner.predict import Plan, predict, trace_memory
+from torchtitan.tools.planner.lengths import plan_of_stages
+from torchtitan.tools.planner.predict import Plan, trace_memory
 from torchtitan.tools.planner.search import LIKELY, Found, search
-from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError, show_warnings
 from torchtitan.utils.text import plural, show_gib, show_rate
@@ -76,9 +76,7 @@ def _plan_of(resolved: Resolved, hardware: Hardware) -> tuple[Plan, tuple[str, .
     setup = preflight(here, output=False)
     show_warnings(setup.warnings)
     check(resolved.config, Facts(device=hardware.accelerator))
-    return predict(
-        Workload(resolved.config, setup.args, setup.stages), setup.spec, hardware
-    ), tuple(notes)
+    return plan_of_stages(resolved.config, setup, hardware), tuple(notes)
 
 
 def find_layouts(
@@ -110,6 +108,11 @@ def find_layouts(
         notes.append(
             "training.global_batch_size is not set; all layouts train on "
             f"{plural(rows, 'row')} per step"
+        )
+    if any(stage.seq_len or stage.local_batch_size for stage in start.config.training.stages):
+        notes.append(
+            "the search plans the first stage of training.stages only; plan the layout it proposes "
+            "for the memory of all"
         )
     setup = preflight(here, output=False)
     check(start.config, Facts(device=hardware.accelerator))
@@ -152,7 +155,7 @@ def nothing_fits(
 def _traced_until_one_fits(proposals: list[Plan]) -> list[Plan]:
     traced = []
     for proposal in proposals:
-        here, _ = without_missing_files(proposal.config)
+        here, _ = without_missing_files((proposal.tightest or proposal).config)
         preflight(here, output=False)
         traced.append(trace_memory(proposal, here))
         if traced[-1].fits:

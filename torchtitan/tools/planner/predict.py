@@ -36,6 +36,10 @@ class Plan:
     """What a trace found the tensors of some pipeline ranks to take, with the holes between them.
     """
     notes: tuple[str, ...] = ()
+    tightest: "Plan | None" = None
+    """The plan of the later stage of the data whose memory it is; None: of the first."""
+    stages: tuple[tuple[int, "Plan"], ...] = ()
+    """The first step of each stage of the data, and its plan; empty: all alike."""
 
     @property
     def config(self) -> Config:
