@@ -39,15 +39,15 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         self.matmuls += operation is torch.ops.aten.mm.default
-        self.attentions += "scaled_dot_product" in str(operation) and "backward" not in str(
-            operation
-        )
+        name = str(operation)
+        attention = "scaled_dot_product" in name or "torchtitan.attention" in name
+        self.attentions += attention and "backward" not in name
         return operation(*args, **(kwargs or {}))
 
 
-def build(**options):
+def build(overrides=TINY, **options):
     torch.manual_seed(0)
-    model = SPEC.build(SPEC.args("8B", TINY), attention_backend("cpu"))
+    model = SPEC.build(SPEC.args("8B", overrides), attention_backend("cpu"))
     apply_activation_checkpoint(model, ActivationCheckpoint(**options), save_attention=False)
     return model
 
@@ -97,6 +97,25 @@ def test_what_is_recomputed(options, matmuls, attentions):
     assert torch.equal(own_loss, loss)
     for ours, theirs in zip(own_gradients, gradients, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_of_other_kinds_is_kept_by_operation(compiled):
+    kinds = {"layer_pattern": ["window", "full"], "window": 5, "sinks": True}
+    plain = build(TINY | kinds, mode="none")
+    kept = build(TINY | kinds, mode="selective", selective_ac_option="op")
+    for model in (plain, kept):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.copy_(torch.linspace(-0.2, 0.2, param.numel()).view(param.shape))
+    if compiled:
+        apply_compile(kept, Config(compile=Compile(enable=True, backend="aot_eager")))
+    loss, gradients, *_ = run(plain)
+    own_loss, own_gradients, _, attentions = run(kept)
+    assert attentions == 0
+    torch.testing.assert_close(own_loss, loss)
+    for ours, theirs in zip(own_gradients, gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_what_is_kept_by_name_exists_under_that_name():

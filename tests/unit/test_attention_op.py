@@ -12,7 +12,7 @@ from tests.attention import documents, inputs, reference
 from torchtitan.models import attention_kernel
 from torchtitan.models.attention_kernel import band_backward, band_forward, seen
 from torchtitan.models.attention_op import attend_variant, attention, counted_pairs
-from torchtitan.models.layers import attention_backend, document_mask
+from torchtitan.models.layers import attention_backend, block_mask, document_mask
 
 CASES = [
     {"window": 5},
@@ -146,6 +146,27 @@ def test_flops_are_twice_the_visible_pairs(window):
         assert ratio == pytest.approx(24 / 20)
 
 
+@pytest.mark.parametrize("window", [None, 13])
+def test_flops_of_parts_add_up_to_the_row(window):
+    """But for one pair per part with a window, which is nothing in a real row."""
+    q, k, v, _ = inputs(torch.float32)
+    with FlopCounterMode(display=False) as whole:
+        attend_variant(q, k, v, None, window=window, scale=None, sinks=None)
+    with FlopCounterMode(display=False) as parts:
+        for first in (0, 8, 24):
+            last = {0: 8, 8: 24, 24: 40}[first]
+            begin = 0 if window is None else max(0, first - window + 1)
+            keys = (x[:, :, begin:last] for x in (k, v))
+            queries = q[:, :, first:last]
+            offset = first - begin
+            attend_variant(
+                queries, *keys, None, window=window, scale=None, sinks=None, offset=offset
+            )
+    pair = 2 * 2 * 4 * (12 + 8)
+    left = whole.get_total_flops() - parts.get_total_flops()
+    assert 0 <= left <= (0 if window is None else 2 * pair)
+
+
 @pytest.mark.parametrize("kind", ["flash", "efficient", "choice"])
 def test_cuda_kernels_of_a_window_get_what_their_signatures_ask(kind):
     """On tensors without memory: no CUDA kernel can run here, but their shape functions do."""
@@ -178,3 +199,31 @@ def test_flash_attentions_window_is_counted_from_the_last_key(
     flash = (distance >= -right) & ((distance <= left) | (left < 0))
     ours = torch.arange(queries)[:, None] + offset - torch.arange(keys)
     assert torch.equal(flash, (ours >= 0) & (ours < (window or 1000)))
+
+
+@pytest.mark.parametrize("options", [{"window": 5}, {"sinks": True}, {"window": 9, "sinks": True}])
+def test_attention_under_a_block_mask(options):
+    """FlexAttention has no backward on the CPU but in its slow implementation."""
+    from torch.nn.attention import flex_attention
+
+    from torchtitan.models import flex
+
+    positions = torch.cat([torch.arange(10), torch.arange(30, 40)])  # of one rank
+    *qkv, logits = inputs(torch.float32, grad=True)
+    qkv[0] = qkv[0].detach()[:, :, positions].requires_grad_()
+    sinks = logits if "sinks" in options else None
+    kind = {"scale": 0.3, "sinks": sinks, "window": options.get("window")}
+    leaves = [*qkv, *([logits] if "sinks" in options else [])]
+    mask = block_mask(documents(40), positions, flex_attention.create_block_mask)
+    with (
+        patch.object(flex_attention, "_validate_device"),
+        patch.object(flex, "_flex_attention", lambda: flex_attention.flex_attention),
+    ):
+        out = flex.attend_blocks(*qkv, mask, **kind, positions=positions)
+        results = [out, *torch.autograd.grad(out.cos().sum(), leaves)]
+    dense = document_mask(documents(40), torch.arange(40), torch.float32)
+    all_queries = torch.zeros(2, 4, 40, 12).index_copy(2, positions, qkv[0])
+    expected = reference(all_queries, *qkv[1:], dense, **kind)[:, :, positions]
+    gradients = torch.autograd.grad(expected.cos().sum(), leaves)
+    for ours, theirs in zip(results, [expected, *gradients], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)

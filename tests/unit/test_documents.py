@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.attention import inputs, reference
 from torchtitan.config.sections.parallelism import ActivationCheckpoint, Compile
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import get_spec
@@ -52,19 +53,35 @@ def kernel():
     """
     calls = []
 
-    def scores(q, k, scale):
+    def scores(q, k, scale, left):
         products = torch.einsum("qhd,khd->hqk", q, k) * scale
-        return products.masked_fill(
-            torch.ones(products.shape[1:], dtype=torch.bool).triu(1), float("-inf")
-        )
+        visible = torch.ones(products.shape[1:], dtype=torch.bool).tril()
+        if left >= 0:
+            visible = visible.triu(-left)
+        return products.masked_fill(~visible, float("-inf"))
 
     def repeated(x, q):
         return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
     def forward(
-        q, k, v, bounds, bounds_k, longest, longest_k, dropout, causal, debug, *, scale, **_
+        q,
+        k,
+        v,
+        bounds,
+        bounds_k,
+        longest,
+        longest_k,
+        dropout,
+        causal,
+        debug,
+        *,
+        scale,
+        window_size_left,
+        window_size_right,
+        **_,
     ):
-        assert causal
+        assert causal == (window_size_left < 0)
+        assert window_size_right == 0
         assert q.shape[-1] % 8 == 0
         assert bounds.dtype == torch.int32
         assert torch.equal(bounds, bounds_k)
@@ -74,14 +91,14 @@ def kernel():
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[1], len(q), dtype=torch.float32)
         for begin, end in bounds.unfold(0, 2, 1).tolist():
-            part = scores(q[begin:end], repeated(k[begin:end], q), scale)
+            part = scores(q[begin:end], repeated(k[begin:end], q), scale, window_size_left)
             out[begin:end] = torch.einsum(
                 "hqk,khd->qhd", part.softmax(-1), repeated(v[begin:end], q)
             )
             lse[:, begin:end] = part.logsumexp(-1)
         return out, lse, q.new_empty(2), q.new_empty(0), q.new_empty(0)
 
-    def backward(grad, q, k, v, out, lse, bounds, *args, scale, **_):
+    def backward(grad, q, k, v, out, lse, bounds, *args, scale, window_size_left, **_):
         dq = torch.empty_like(q)
         dk = torch.empty_like(k)
         dv = torch.empty_like(v)
@@ -90,9 +107,13 @@ def kernel():
             queries = q[begin:end]
             keys = repeated(k[begin:end], q)
             values = repeated(v[begin:end], q)
-            p = scores(queries, keys, scale).softmax(-1)
+            # What a kernel does with the output and log-sum-exp that it is given.
+            own = scores(queries, keys, scale, window_size_left)
+            share = torch.exp(own.logsumexp(-1).float() - lse[:, begin:end])  # 1 without sinks
+            p = own.softmax(-1) * share[..., None]
             dp = torch.einsum("qhd,khd->hqk", g, values)
-            ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+            mean = torch.einsum("qhd,qhd->hq", g, out[begin:end])
+            ds = p * (dp - mean[..., None]) * scale
             dq[begin:end] = torch.einsum("hqk,khd->qhd", ds, keys)
             for to, of in (
                 (dk, torch.einsum("hqk,qhd->khd", ds, queries)),
@@ -172,6 +193,24 @@ def test_variable_length_attention_is_masked_attention(kernel, compiled, mode):
                 names == ["torchtitan::document_attention_backward"] * TINY["n_layers"]
             )  # nothing is recomputed
     assert len(set(kernel)) > 1  # it got different sizes
+
+
+@pytest.mark.parametrize("kind", [{"window": 3}, {"sinks": 1}, {"window": 5, "sinks": 1}])
+def test_windows_and_sinks_within_documents(kernel, kind):
+    """The values are narrower than the keys."""
+    *qkv, logits = inputs(s=16, e=6, grad=True)
+    sinks = logits if "sinks" in kind else None
+    own = {"window": kind.get("window"), "sinks": sinks, "scale": 0.4}
+    leaves = [*qkv, *([logits] if "sinks" in kind else [])]
+    results = []
+    for attend, mask in (
+        (attention_backend("cuda"), pack_documents(BATCHES[1], CPU)),
+        (reference, document_mask(BATCHES[1], torch.arange(16), torch.float64)),
+    ):
+        out = attend(*qkv, mask, **own)
+        results.append([out, *torch.autograd.grad(out.cos().sum(), leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # an fp32 log-sum-exp
 
 
 def test_a_ranks_stages_share_the_mask_of_a_microbatch():

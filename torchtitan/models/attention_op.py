@@ -223,12 +223,15 @@ def _forward_flops(
     sinks: torch.Size | None,
     mask: torch.Size | None,
     window: int | None,
-    *_: object,
-    **__: object,
+    scale: float,
+    offset: int | None,
+    **_: object,
 ) -> int:
-    """Two products."""
+    """Two products. Parts of a row add up to the row."""
     b, h, s, d = q
-    pairs = s * k[2] if s != k[2] else counted_pairs(s, window)
+    pairs = s * k[2]
+    if offset is not None:
+        pairs = counted_pairs(offset + s, window) - counted_pairs(offset, window)
     return 2 * b * h * pairs * (d + v[-1])
 
 
@@ -242,8 +245,9 @@ def _backward_flops(
     lse: torch.Size,
     mask: torch.Size | None,
     window: int | None,
-    *_: object,
-    **__: object,
+    scale: float,
+    offset: int | None,
+    **_: object,
 ) -> int:
     """Four products: recomputed scores don't count, as if attention were spelled out."""
-    return 2 * _forward_flops(q, k, v, None, mask, window)
+    return 2 * _forward_flops(q, k, v, None, mask, window, scale, offset)

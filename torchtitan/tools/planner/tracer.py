@@ -216,6 +216,9 @@ class Tracer(TorchDispatchMode):
         out: Any,
     ) -> None:
         dtype = str(args[0].dtype).removeprefix("torch.")
+        if func.namespace == "torchtitan" and name.startswith("attention"):
+            self._count_variant(func, args, dtype)
+            return
         if "_flash_attention" not in name:
             flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
             shapes = [tuple(x.shape) for x in (*args, out) if isinstance(x, Tensor)]
@@ -242,6 +245,26 @@ class Tracer(TorchDispatchMode):
             # for every query head.
             repeated = 2 * q.element_size() * q.numel() if q.shape[1] != k.shape[1] else 0
             self._workspace(4 * q.numel() + repeated)
+
+    def _count_variant(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        dtype: str,
+    ) -> None:
+        """Count attention with a window, sinks or narrow values.
+
+        Model FLOPs count twice what is visible, and no recomputed scores.
+        """
+        flops = flop_registry[func._overloadpacket](*args) / 2
+        backward = func._overloadpacket.__name__.endswith("backward")
+        q, v = (args[1], args[3]) if backward else (args[0], args[2])
+        if backward:
+            widths = q.shape[-1] + v.shape[-1]
+            flops *= (2 * widths + q.shape[-1]) / (2 * widths)  # the scores once more
+            if self.cuda:
+                self._workspace(4 * q.numel())
+        self.counts.flops["attention", dtype] += flops
 
     def _collective(
         self,
