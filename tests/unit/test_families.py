@@ -6,7 +6,6 @@ class, or another setting of it, add a file.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests import families
-from torchtitan.checkpoint.commit import versions
 from torchtitan.checkpoint.hf.export import HFExport
-from torchtitan.checkpoint.hf.weights import import_hf, load_hf
+from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.checkpoint.state import read_weights
+from torchtitan.commands import ckpt
+from torchtitan.config.load.decode import load_config
 from torchtitan.models import parameter_names, spec_of_hf
 from torchtitan.models.layers import attention_backend
 from torchtitan.optim.loss import cross_entropy
@@ -33,12 +33,6 @@ def assert_close(ours: Tensor, theirs: Tensor, of: str) -> None:
     assert off < LIMIT, f"{of}: off by {off:.1e} of the largest element"
 
 
-def manifest(spec: Any, args: Any) -> dict[str, Any]:
-    about = {"name": spec.name, **args.model_dump()}
-    same = {"step": 0, "model_only": True, "versions": versions(), "data": {}, "config": ""}
-    return {**same, "model": about, "train_state": None}
-
-
 @pytest.mark.parametrize("file", TINY_MODELS, ids=lambda file: file.stem)
 def test_a_model_equals_transformers_and_is_written_back(tmp_path, file):
     torch.manual_seed(0)
@@ -50,8 +44,10 @@ def test_a_model_equals_transformers_and_is_written_back(tmp_path, file):
     args = spec.hf.args(json.loads((tmp_path / "hf/config.json").read_text()))
     assert args == spec.hf.args(config), "as written by transformers, and as in the file"
     names = spec.hf.names(args)
+    ckpt.main(["from-hf", str(tmp_path / "hf"), str(tmp_path)])
     step = tmp_path / "step-0"
-    import_hf(tmp_path / "hf", step, spec, args, manifest(spec, args))
+    written = load_config([f"--config={tmp_path / 'train.toml'}"]).config.model
+    assert spec.args(written.flavor, written.overrides, max_seq_len=args.max_seq_len) == args
     ours, loaded = (spec.build(args, attention_backend("cpu")) for _ in range(2))
     assert {name for name, _ in ours.named_parameters()} == set(parameter_names(spec, args))
     read_weights([ours], step)

@@ -5,11 +5,13 @@ The references are plain expressions of torch, transformers' own conversion, and
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests import families
 from tests.packed_model import WIDE, E, Packed, names, theirs
 from torchtitan.checkpoint.commit import versions
 from torchtitan.checkpoint.hf.export import HFExport
@@ -17,6 +19,7 @@ from torchtitan.checkpoint.hf.folder import SafetensorsReader
 from torchtitan.checkpoint.hf.weights import import_hf, load_hf
 from torchtitan.checkpoint.load import Reader, read_tensor
 from torchtitan.checkpoint.save import write_streamed
+from torchtitan.commands import ckpt
 from torchtitan.models import get_spec, parameter_names, register
 from torchtitan.models import spec as models_spec
 from torchtitan.models.hf_names import Part
@@ -126,6 +129,8 @@ def test_only_what_is_declared_may_be_left_over(tmp_path, spec):
 
 # ---- quantized
 
+TINY_MODELS = Path(__file__).parents[1] / "assets/tiny_models"
+
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 
 
@@ -173,6 +178,35 @@ def test_mxfp4_is_transformers_own(tmp_path):
         assert torch.equal(reader.read(name), own)
         box = (slice(1, 3), slice(2, 9), slice(31, 65))
         assert torch.equal(reader.read(name, box), own[box])
+
+
+def test_gpt_oss_in_mxfp4_is_converted(tmp_path, capsys):
+    """Its export holds the values that transformers' conversion gives."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    torch.manual_seed(0)
+    config = json.loads((TINY_MODELS / "gpt-oss.json").read_text()) | {"intermediate_size": 32}
+    families.random_twin(config, attn_implementation="eager").save_pretrained(tmp_path / "hf")
+    file = tmp_path / "hf/model.safetensors"
+    stored = {name: value.bfloat16() for name, value in load_file(file).items()}
+    expected = dict(stored)
+    for name in [name for name in stored if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inner, rows = stored.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, rows, inner // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(119, 124, (experts, rows, inner // 32), dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        expected[name] = mxfp4.convert_moe_packed_tensors(blocks, scales)
+    save_file(stored, file)
+    about = json.loads((tmp_path / "hf/config.json").read_text())
+    about["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "hf/config.json").write_text(json.dumps(about))
+    ckpt.main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "ours")])
+    assert "Dequantized from mxfp4 to bfloat16" in capsys.readouterr().out
+    ckpt.main(["to-hf", str(tmp_path / "ours"), str(tmp_path / "back")])
+    assert "Largest logit difference to transformers" in capsys.readouterr().out
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert back.keys() == expected.keys()
+    for name, value in back.items():
+        assert torch.equal(value, expected[name]), name
 
 
 W8 = torch.ones(130, 4).to(torch.float8_e4m3fn)

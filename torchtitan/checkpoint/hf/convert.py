@@ -206,9 +206,16 @@ def nearest_flavor(spec: ModelSpec, args: Any) -> tuple[str, dict[str, Any]]:
     for name, flavor in spec.flavors.items():
         sizes = flavor.model_dump()
         differing = {key: value for key, value in wanted.items() if sizes[key] != value}
-        changes[name] = {k: "none" if v is None else v for k, v in differing.items()}
+        changes[name] = {key: _override(value) for key, value in differing.items()}
     nearest = min(changes, key=lambda name: len(changes[name]))
     return nearest, changes[nearest]
+
+
+def _override(value: Any) -> Any:
+    """A hyper-parameter as TOML can state it. In a table, what is left out is None."""
+    if isinstance(value, dict):
+        return {key: inner for key, inner in value.items() if inner is not None}
+    return "none" if value is None else value
 
 
 def _recipe(

@@ -1,0 +1,79 @@
+"""Folders of models of hundreds of gigabytes: real names and shapes, sparse files.
+
+The tensors are listed from the published description, independently of our map of names.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.sparse_folders import (
+    DEEPSEEK_V3,
+    GPT_OSS_120B,
+    KIMI_K2,
+    deepseek_v3,
+    gpt_oss,
+    write_sparse,
+)
+from torchtitan.checkpoint.hf.folder import SafetensorsReader
+from torchtitan.checkpoint.hf.weights import check_hf, on_meta
+from torchtitan.checkpoint.save import _LazyPlanner
+from torchtitan.checkpoint.state import model_state
+from torchtitan.models import parameter_names, spec_of_hf
+
+PIECE = 2**25
+MEMORY = 250e6
+MODELS = {
+    "gpt-oss-120b": (GPT_OSS_120B, gpt_oss, 116_829_156_672, 65e9),
+    "DeepSeek-V3": (DEEPSEEK_V3, deepseek_v3, 671_026_404_352, 680e9),
+    "Kimi-K2": (KIMI_K2, deepseek_v3, 1_026_408_209_408, 1020e9),
+}
+"""Configuration, tensors, parameters without those of multi-token prediction, bytes."""
+
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if key in line)
+
+
+@pytest.mark.parametrize("model", ["DeepSeek-V3", pytest.param("Kimi-K2", marks=pytest.mark.slow)])
+def test_every_weight_of_a_large_model_has_its_source(tmp_path, model):
+    config, list_tensors, parameters, size = MODELS[model]
+    tensors = list_tensors(config)
+    assert write_sparse(tmp_path, config, tensors, files=64) > size
+    spec = spec_of_hf(config)
+    args = spec.hf.args(config)
+    reader = SafetensorsReader(tmp_path, spec.hf.names(args))
+    mtp = f"model.layers.{config['num_hidden_layers']}."
+    assert all(name.startswith(mtp) for name in check_hf(reader, spec, args))
+
+    stored = reader.read_metadata().state_dict_metadata
+    later = tuple(f"layers.{config['num_hidden_layers'] + i}." for i in range(9))
+    main = [name for name in parameter_names(spec, args) if not name.startswith(later)]
+    assert sum(stored[name].size.numel() for name in main) == parameters
+    for name in reader.names.keys() - parameter_names(spec, args):
+        assert stored[name].properties.dtype == torch.float32
+
+    state = model_state([on_meta(spec, args)])
+    wanted = {
+        name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype, device="meta")
+        for name in state.keys() & stored.keys()
+    }
+    planner = _LazyPlanner(reader.read, PIECE)
+    planner.set_up_planner(wanted, is_coordinator=True)
+    items = planner.create_local_plan().items
+    chunks = [(item, item.tensor_data.chunk.sizes.numel()) for item in items]
+    assert sum(count for _, count in chunks) == sum(x.numel() for x in wanted.values())
+    for item, count in chunks:
+        whole_row = item.tensor_data.chunk.sizes[0] == 1
+        assert whole_row or 4 * count <= 2 * PIECE, item.index
+
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    before = status("VmRSS")
+    largest = sorted(chunks, key=lambda chunk: -chunk[1])[:2]
+    for item, _ in [*largest, chunks[-1], *chunks[:: len(chunks) // 8]]:
+        value = planner.resolve_data(item)
+        assert value.shape == item.tensor_data.chunk.sizes
+        assert not value.any()
+    assert status("VmHWM") - before < MEMORY
