@@ -37,7 +37,7 @@ def status(key):
     return next(int(line.split()[1]) << 10 for line in lines if key in line)
 
 
-@pytest.mark.parametrize("model", ["DeepSeek-V3", pytest.param("Kimi-K2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model", ["gpt-oss-120b"])
 def test_every_weight_of_a_large_model_has_its_source(tmp_path, model):
     config, list_tensors, parameters, size = MODELS[model]
     tensors = list_tensors(config)
