@@ -1,5 +1,6 @@
 """Loading: both notations, every mistake at once with its place, and what is written back."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,34 @@ def test_a_file_that_extends_itself_is_refused(toml):
 def test_a_router_that_learns_nothing_is_a_warning(capsys, flags, warned):
     assert config_tool.main(["qwen3_moe_debug", *flags]) == 0
     assert ("the router learns nothing; set it to false" in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize(
+    ("modules", "flag", "problem"),
+    [
+        (2, "seq_len=2", "training.seq_len: rows of 2 tokens have no token for the last of"),
+        (0, "mtp_loss_weight=0.1", "set [model.overrides] n_mtp = 1, or remove the weight"),
+    ],
+)
+def test_modules_without_further_tokens_or_a_weight_without_modules(modules, flag, problem):
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        config_tool.main(
+            ["debug_model", f"--model.overrides.n_mtp={modules}", f"--training.{flag}"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("flag", "warned"),
+    [
+        ("seq_len=3", False),
+        ("mtp_loss_weight=0.1", False),
+        ("mtp_loss_weight=0", True),
+    ],
+)
+def test_modules_that_learn_nothing_are_a_warning(capsys, flag, warned):
+    argv = ["debug_model", "--model.overrides.n_mtp=2", f"--training.{flag}"]
+    assert config_tool.main(argv) == 0
+    assert ("with 0 the modules" in capsys.readouterr().err) == warned
 
 
 def test_all_mistakes_at_once_each_with_its_place(toml):

@@ -43,6 +43,11 @@ def test_the_families_pass(spec):
     assert check(spec, PP, world=2) == ([], [])
 
 
+@pytest.mark.parametrize("spec", [LLAMA, MOE], ids=lambda spec: spec.name)
+def test_a_family_passes_with_modules_that_predict_further_tokens(spec):
+    assert check(spec, PP, "--model.overrides.n_mtp=2", world=2) == ([], [])
+
+
 # ---- logits
 
 

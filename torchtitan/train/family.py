@@ -59,8 +59,8 @@ def check_family(
     warnings: list[str] = []
     try:
         small = _SmallCopy(config, spec, args)
-        logits = small.run(small.model, small.tokens)
-        F.cross_entropy(logits.float().flatten(0, 1), small.tokens.flatten()).backward()
+        logits = small.run(small.model, small.inputs)
+        F.cross_entropy(logits.float().flatten(0, -2), small.inputs.flatten()).backward()
     except Exception as error:  # it may need a GPU
         warnings.append(
             f"{name}: not checked, because a small copy of it doesn't run on the CPU: "
@@ -101,6 +101,7 @@ class _SmallCopy:
             for param in self.model.parameters():
                 param.normal_(std=0.5, generator=random)
         self.tokens = torch.randint(_VOCABULARY, (_ROWS, _LENGTH), generator=random)
+        self.inputs = _as_in_training(spec, self.args, self.tokens)
 
     def run(
         self,
@@ -110,20 +111,31 @@ class _SmallCopy:
         project: bool = True,
     ) -> Tensor:
         """What `model`, or a part of it, returns; called as in training."""
-        own = _token_weights(self.spec, self.args, inputs)
+        one = inputs is self.tokens
+        own = _token_weights(self.spec, self.args, self.tokens if one else self.inputs)
         return model(inputs, torch.arange(_LENGTH), None, project=project, **own)
+
+
+def _as_in_training(
+    spec: ModelSpec,
+    args: Any,
+    tokens: Tensor,
+) -> Tensor:
+    """Tokens `[b, s]`, with the next ones if the model predicts what follows those."""
+    further = spec.mtp_modules(args)
+    if not further:
+        return tokens
+    return torch.stack([tokens.roll(-k, 1) for k in range(1 + further)], dim=-1)
 
 
 def _token_weights(
     spec: ModelSpec,
     args: Any,
-    inputs: Tensor,
+    tokens: Tensor,
 ) -> dict[str, Tensor]:
-    return (
-        {"token_weights": torch.ones(inputs.shape[:2], device=inputs.device)}
-        if spec.expert_sizes(args)
-        else {}
-    )
+    if not spec.expert_sizes(args):
+        return {}
+    return {"token_weights": torch.ones(tokens.shape, device=tokens.device)}
 
 
 def _buffer_problems(model: Any) -> Iterator[str]:
@@ -147,6 +159,8 @@ def _projection_problems(small: _SmallCopy, logits: Tensor) -> Iterator[str]:
         with torch.no_grad():
             hidden = small.run(small.model, small.tokens, project=False)
             projected = small.model.project(hidden, small.model.output_weight)
+            if logits.dim() > projected.dim():  # the model also predicts further tokens
+                logits = logits[:, :, 0]
     except Exception as error:
         yield f"project(forward(tokens, project=False), output_weight) doesn't run: {_text(error)}"
         return
@@ -174,7 +188,7 @@ def _gradient_problems(small: _SmallCopy) -> Iterator[str]:
 def _stage_problems(small: _SmallCopy, logits: Tensor) -> Iterator[str]:
     names = list(small.spec.module_flops(small.args, _LENGTH))
     middle = names.index("layers.0") + 1
-    x = small.tokens
+    x = small.inputs
     for modules in (names[:middle], names[middle:]):
         stage = copy.deepcopy(small.model)
         keep_modules(stage, modules)
@@ -237,7 +251,7 @@ def _forward_flops(
     """FLOPs per token that torch counts in a forward of one row."""
     with torch.device("meta"):
         model: Any = spec.build(args, attention_backend("cpu"))
-        tokens = torch.zeros(1, seq_len, dtype=torch.int64)
+        tokens = _as_in_training(spec, args, torch.zeros(1, seq_len, dtype=torch.int64))
         positions = torch.arange(seq_len)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(tokens, positions, None, **_token_weights(spec, args, tokens))

@@ -16,7 +16,7 @@ from torchtitan.config.rules.layout import model_name
 from torchtitan.config.rules.table import Facts, rule
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.errors import did_you_mean
-from torchtitan.utils.text import brief
+from torchtitan.utils.text import brief, plural
 
 
 @rule("model.hf_assets_path", "model.overrides", needs=["tokenizer", "args"])
@@ -157,4 +157,43 @@ def router_can_learn(config: Config, facts: Facts) -> str | None:
         "model.overrides.normalize_expert_weights: with one expert per token its weight is always "
         "1, so without a balance loss the router learns nothing; set it to false, or "
         "moe.global_balance_loss above 0"
+    )
+
+
+@rule("training.seq_len", "model.overrides", needs=["args"])
+def rows_have_further_tokens(config: Config, facts: Facts) -> str | None:
+    modules = getattr(facts.args, "n_mtp", 0)
+    length = config.training.seq_len
+    if modules < length:
+        return None
+    return (
+        f"training.seq_len: rows of {plural(length, 'token')} have no token for the last of "
+        f"{plural(modules, 'module')} that predict further tokens; raise it above "
+        "model.overrides.n_mtp, or lower that"
+    )
+
+
+@rule("training.mtp_loss_weight", "model.overrides", needs=["args"])
+def further_tokens_are_predicted(config: Config, facts: Facts) -> str | None:
+    default = type(config.training).model_fields["mtp_loss_weight"].default
+    if config.training.mtp_loss_weight == default or getattr(facts.args, "n_mtp", 0):
+        return None
+    return (
+        "training.mtp_loss_weight has no effect on a model without modules that predict further "
+        "tokens; set [model.overrides] n_mtp = 1, or remove the weight"
+    )
+
+
+@rule(
+    "training.mtp_loss_weight",
+    "model.overrides",
+    needs=["args"],
+    refuses=False,
+)
+def further_tokens_are_learnt(config: Config, facts: Facts) -> str | None:
+    if config.training.mtp_loss_weight or not getattr(facts.args, "n_mtp", 0):
+        return None
+    return (
+        "training.mtp_loss_weight: with 0 the modules of model.overrides.n_mtp are computed, but "
+        "learn nothing; raise it, or set n_mtp to 0"
     )
