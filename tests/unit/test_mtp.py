@@ -8,10 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.families import as_ours, build, twin
+from tests.families import as_ours, build, count, twin
 from tests.rounding import assert_rounds
+from torchtitan.config import resolve
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.models import get_spec
+from torchtitan.models.decoder import Decoder
+from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.decoder_traits import module_flops
+from torchtitan.parallel.pipeline_stages import pipeline_stages
 from torchtitan.train.mtp import with_next
 
 MODULES = 2
@@ -115,3 +120,55 @@ def test_next_tokens_end_with_their_document_and_row():
     assert whole[..., 1].tolist() == [[1, 7, 8, 9, 4, no]]
     _, padded = with_next(tokens, labels.masked_fill(labels == 4, no), None, 1)
     assert padded[..., 1].tolist() == [[1, 7, 8, 9, no, no]]
+
+
+V3 = DecoderArgs(
+    vocab_size=129280,
+    dim=7168,
+    n_layers=61,
+    n_heads=128,
+    n_kv_heads=128,
+    head_size=192,
+    kv_lora_rank=512,
+    q_lora_rank=1536,
+    rope_head_size=64,
+    value_head_size=128,
+    ffn_dim=18432,
+    n_experts=256,
+    experts_per_token=8,
+    expert_dim=2048,
+    shared_expert_dim=2048,
+    n_dense_layers=3,
+    n_mtp=1,
+)
+
+
+def test_the_module_of_deepseek_v3_has_the_published_size():
+    with torch.device("meta"):
+        model = Decoder(V3.model_copy(update={"n_layers": 4}), attend=None)
+    parts = {
+        "attention": 11_413_547_008 // 61,
+        "experts": (653_908_770_816 + 2_554_331_136 + 106_430_464) // 58,
+        "eh_proj": 2 * 7168**2,
+        "norms": 5 * 7168,
+    }
+    assert count(model.layers["4"]) == sum(parts.values()) == 11_610_067_968
+
+
+def test_flops_of_a_module_are_those_of_a_block_and_of_an_output_projection():
+    length = 4096
+    whole = module_flops(V3, length)
+    alone = module_flops(V3.model_copy(update={"n_mtp": 0}), length)
+    assert list(whole)[-3:] == ["norm", "layers.61", "output"]
+    masked_half = 3 * 128 * (192 + 128) * length
+    added = sum(whole.values()) - sum(alone.values()) - masked_half
+    assert added == pytest.approx(10.2e9, rel=2e-3)
+
+
+def test_stages_by_layers_keep_the_final_norm_with_the_first_module():
+    flops = module_flops(V3.model_copy(update={"n_layers": 3, "n_mtp": 1}), 64)
+    flags = ["pipeline_parallel_degree=2", "pipeline_parallel_first_stage_less_layers=0"]
+    flags += ["pipeline_parallel_last_stage_less_layers=2"]
+    config = resolve([f"--parallelism.{flag}" for flag in flags], 2).config
+    stages = pipeline_stages(config, flops, ())
+    assert stages.modules[1] == ("norm", "layers.3", "output")
