@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from torchtitan.models.layers import block_mask, document_mask
 from torchtitan.models.packed_attention import pack_documents
-from torchtitan.parallel import context
 from torchtitan.parallel.context import merge_blocks
+from torchtitan.parallel.context_layout import RowLayout
 
 SEQ_LEN = 131_072
 RANKS = 8
@@ -100,25 +99,28 @@ def unpermutations() -> Iterator[dict[str, Any]]:
     """Gathered keys and values brought into the order of the row, for a document mask, and the
     backward of that.
     """
-    shape = (2 * RANKS, 1, KV_HEADS, SEQ_LEN // RANKS, SIZE)
+    width = 2 * SIZE  # keys and values
 
-    def run(reorder: Callable[[Tensor], Tensor]) -> None:
+    def run(shape: tuple[int, ...], reorder: Callable[[Tensor], list[Tensor]]) -> None:
         gathered = torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=True)
         whole = reorder(gathered)
-        whole.backward(torch.empty_like(whole))
+        torch.autograd.backward(whole, [torch.empty_like(x) for x in whole])
 
-    def by_index(x: Tensor) -> Tensor:
+    def by_index(x: Tensor) -> list[Tensor]:
         rows = torch.cat(
             x.chunk(RANKS), dim=3
         )  # as `all_gather_tensor` does for a dimension other than 0
-        return rows[:, :, :, torch.empty(SEQ_LEN, dtype=torch.int64, device="meta").argsort()]
+        order = torch.empty(SEQ_LEN, dtype=torch.int64, device="meta").argsort()
+        return list(rows[:, :, :, order].unbind(0))
 
-    def by_chunk(x: Tensor) -> Tensor:
-        with patch.object(context, "_all_gather", lambda x, *_: x):
-            return context._whole_sequence(x, "", RANKS, balanced=True)
+    def by_chunk(x: Tensor) -> list[Tensor]:
+        layout = RowLayout("", RANKS, 0, balanced=True)
+        return list(layout.in_row_order(x.chunk(RANKS), dim=2).split(SIZE, dim=-1))
 
-    yield counted("un-permutation and its backward, before", lambda: run(by_index))
-    yield counted("un-permutation and its backward", lambda: run(by_chunk))
+    before = (2 * RANKS, 1, KV_HEADS, SEQ_LEN // RANKS, SIZE)
+    now = (RANKS, KV_HEADS, SEQ_LEN // RANKS, width)
+    yield counted("un-permutation and its backward, before", lambda: run(before, by_index))
+    yield counted("un-permutation and its backward", lambda: run(now, by_chunk))
 
 
 @contextmanager
