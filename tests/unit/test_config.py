@@ -271,9 +271,14 @@ def test_generated_documents_are_up_to_date():
 )
 @pytest.mark.parametrize("scale", [1, 8])
 def test_shipped_configs_are_legal(file, scale):
-    smallest = {"llama3_70b.toml": 8, "llama3_405b.toml": 64, "qwen3_moe_235b_a22b.toml": 2}.get(
-        file.name, 1
-    )
+    smallest = {
+        "llama3_70b.toml": 8,
+        "llama3_405b.toml": 64,
+        "qwen3_moe_235b_a22b.toml": 2,
+        "moonlight_16b_8xh200.toml": 8,
+        "deepseek_v3_256xh200.toml": 256,
+        "glm4_5_air_64xh200.toml": 8,
+    }.get(file.name, 1)
     argv = ["--config", str(file), f"--model.hf_assets_path={ROOT / 'tests/assets/tokenizer'}"]
     config = resolve(argv, smallest * scale).config
     preflight(config, output=False)

@@ -252,18 +252,26 @@ def test_traced_memory(monkeypatch, holes):
 # ---- the command
 
 
+NOT_PLANNED = re.compile("deepseek|moonlight|glm")
+"""Files of models whose first blocks have no experts, which the planner refuses so far."""
+
+
 def shipped():
     """(file, arguments) of each shipped TOML on the hardware that its comment names."""
     for file in sorted((ROOT / "train_configs").glob("*.toml")):
         comment = re.search(
-            r"# Hardware: (?:(\d+) (?:x|or more) H100 80 GB|any CPU)", file.read_text()
+            r"# Hardware: (?:(\d+) (?:x|or more) (H100 80 GB|H200)|any CPU)", file.read_text()
         )
         assert comment, f"{file.name}: its comment names no hardware"
-        yield file, [str(file), f"--world={comment[1] or 1}", HARDWARE]
+        hardware = "--hardware=h200" if comment[2] == "H200" else HARDWARE
+        refused = pytest.mark.xfail(raises=UserError, strict=True)
+        marks = [refused] if NOT_PLANNED.match(file.name) else []
+        argv = [str(file), f"--world={comment[1] or 1}", hardware]
+        yield pytest.param(argv, marks=marks, id=file.name)
 
 
-@pytest.mark.parametrize(("file", "argv"), list(shipped()), ids=lambda x: getattr(x, "name", ""))
-def test_shipped_files_fit_their_hardware(file, argv, capsys):
+@pytest.mark.parametrize("argv", list(shipped()))
+def test_shipped_files_fit_their_hardware(argv, capsys):
     assert main([*argv, "--fast"]) == 0
     assert "fits in" in capsys.readouterr().out
 

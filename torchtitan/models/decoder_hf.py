@@ -43,6 +43,8 @@ class HFConfig(BaseModel):
     model_config = {"strict": True}
 
     model_type: ClassVar[str]
+    also_read: ClassVar[tuple[str, ...]] = ()
+    """Other values of `model_type` for the same models."""
     architecture: ClassVar[str]
     """The class of the model in transformers."""
     keys: ClassVar[Mapping[str, str]] = {}
@@ -85,7 +87,15 @@ class HFConfig(BaseModel):
 
     @classmethod
     def map(cls) -> HFMap:
-        return HFMap(cls.model_type, cls.names, cls.write, cls.read, cls.fixed, cls.ignored)
+        return HFMap(
+            cls.model_type,
+            cls.names,
+            cls.write,
+            cls.read,
+            cls.fixed,
+            cls.ignored,
+            cls.also_read,
+        )
 
     @classmethod
     def names(cls, args: DecoderArgs) -> HFNames:
@@ -168,7 +178,7 @@ class HFConfig(BaseModel):
         Raises:
             ConfigError: every reason why `DecoderArgs` can't represent the model.
         """
-        if (kind := config.get("model_type")) != cls.model_type:
+        if (kind := config.get("model_type")) not in (cls.model_type, *cls.also_read):
             raise ConfigError(
                 [f"config.json: model_type: got {brief(kind)}, must be {cls.model_type!r}"]
             )

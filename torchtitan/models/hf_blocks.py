@@ -49,10 +49,11 @@ def decoder_names(args: DecoderArgs, block: Callable[[int], HFNames]) -> HFNames
     `lm_head.weight`.
 
     Args:
-        block: names of a layer's weights, relative to the layer.
+        block: names of a layer's weights, relative to the layer. The layers behind the last one are
+            the modules that predict further tokens.
     """
     found: HFNames = dict(_TOP)
-    for i in range(args.n_layers):
+    for i in range(args.n_layers + args.n_mtp):
         place = f"model.layers.{i}."
         found |= {f"layers.{i}.{ours}": _within(place, their) for ours, their in block(i).items()}
     return found if args.tie_embeddings else found | {"output.weight": "lm_head.weight"}

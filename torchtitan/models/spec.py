@@ -95,7 +95,11 @@ class HFMap(Generic[Args]):
     only value it computes with. A model with another value is not exported.
     """
     ignored: tuple[str, ...] = ()
-    """Patterns (`fnmatch`) of tensors in Hugging Face's folders that these models don't have."""
+    """Patterns (`fnmatch`) of tensors in Hugging Face's folders that these models don't have. In
+    them, `{n_layers}` is that hyper-parameter.
+    """
+    also_read: tuple[str, ...] = ()
+    """Other values of `model_type` in the `config.json` of the same models."""
     build: Build[Args] | None = field(
         default=None,
         init=False,
@@ -281,9 +285,11 @@ def spec_of_hf(config: Mapping[str, Any]) -> ModelSpec:
         raise ConfigError(["config.json: model_type is missing"])
     types = set()
     for spec in families():
-        if spec.hf is not None and spec.hf.model_type == kind:
+        if spec.hf is None:
+            continue
+        found = (spec.hf.model_type, *spec.hf.also_read)
+        if kind in found:
             return spec
-        if spec.hf is not None:
-            types.add(repr(spec.hf.model_type))
+        types |= {repr(each) for each in found}
     known = ", ".join(sorted(types))
     raise ConfigError([f"config.json: model_type: got {brief(kind)}, must be one of {known}"])

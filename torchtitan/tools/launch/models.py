@@ -5,9 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec, families, get_spec, hf_map, spec_of_hf
-from torchtitan.tools.planner.predict import derived_workload
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.formats import read_json_object
 
@@ -32,6 +30,13 @@ REPOSITORIES = {
     },
     "qwen3": {size: f"Qwen/Qwen3-{size}-Base" for size in ("0.6B", "1.7B", "4B", "8B", "14B")}
     | {"32B": "Qwen/Qwen3-32B"},
+    "deepseek_v2": {"Lite": "deepseek-ai/DeepSeek-V2-Lite"},
+    "deepseek_v3": {
+        "671B": "deepseek-ai/DeepSeek-V3-Base",
+        "Moonlight-16B-A3B": "moonshotai/Moonlight-16B-A3B",
+        "Kimi-K2": "moonshotai/Kimi-K2-Base",
+    },
+    "glm4_moe": {"106B-A12B": "zai-org/GLM-4.5-Air-Base", "355B-A32B": "zai-org/GLM-4.5-Base"},
     "qwen3_moe": {"30B-A3B": "Qwen/Qwen3-30B-A3B-Base", "235B-A22B": "Qwen/Qwen3-235B-A22B"},
 }
 """Where the hub has the tokenizer of each size."""
@@ -71,18 +76,16 @@ class Model:
 
     def parameters(self) -> tuple[int, int]:
         """All parameters, and those that a token uses: of a mixture, its own experts'."""
-        config = Config()
-        chosen = config.model.model_copy(
-            update={
-                "name": self.spec.name,
-                "flavor": self.flavor,
-                "overrides": self.overrides,
-            }
-        )
-        w = derived_workload(config.model_copy(update={"model": chosen}), self.spec, 1)
-        total = w.params(w.stages[0])
-        idle = w.args.n_layers * w.expert_params * (1 - w.top_k / w.experts) if w.experts else 0.0
-        return total, round(total - idle)
+        from torchtitan.checkpoint.hf.weights import on_meta  # imports torch
+
+        args = self.args
+        model = on_meta(self.spec, args)
+        total = sum(param.numel() for param in model.parameters())
+        if not self.spec.expert_sizes(args):
+            return total, total
+        named = model.named_parameters()
+        routed = sum(param.numel() for name, param in named if ".experts." in name)
+        return total, total - routed + routed * args.experts_per_token // args.n_experts
 
 
 def offered() -> list[Model]:

@@ -1,0 +1,319 @@
+"""DeepSeek-V2 and V3, Moonlight, Kimi K2 and GLM-4.5: sizes, FLOPs, and the keys of `config.json`.
+
+`test_families.py` compares what they compute with transformers.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests import families
+from torchtitan.models import get_spec, parameter_names, spec_of_hf
+from torchtitan.models.layers import attention_backend
+from torchtitan.optim.loss import cross_entropy
+from torchtitan.utils.errors import ConfigError
+
+# Parameters, those that a token uses, and those without the input's embedding: counted on
+# transformers' own models.
+COUNTS = {
+    ("deepseek_v2", "Lite"): (15_706_484_224, 2_661_150_208, 2_451_435_008),
+    ("deepseek_v3", "671B"): (671_026_404_352, 37_552_282_624, 36_625_603_584),
+    ("deepseek_v3", "Moonlight-16B-A3B"): (15_960_108_544, 2_914_774_528, 2_579_230_208),
+    ("deepseek_v3", "Kimi-K2"): (1_026_408_209_408, 32_861_477_888, 31_687_072_768),
+    ("glm4_moe", "106B-A12B"): (106_852_245_504, 13_424_123_904, 12_803_366_912),
+    ("glm4_moe", "355B-A32B"): (352_797_814_784, 33_632_251_904, 32_856_305_664),
+}
+FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe")
+TINY_MODELS = sorted((Path(__file__).parents[1] / "assets/tiny_models").glob("*.json"))
+
+
+def sizes_of(spec, args):
+    with torch.device("meta"):
+        model = spec.build(args, None)
+    return {name: param.numel() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("family", "flavor"), COUNTS)
+def test_parameters_are_those_of_transformers(family, flavor):
+    spec = get_spec(family)
+    args = spec.flavors[flavor]
+    sizes = sizes_of(spec, args)
+    assert set(sizes) == set(parameter_names(spec, args))
+    routed = sum(size for name, size in sizes.items() if ".experts." in name)
+    total = sum(sizes.values())
+    active = total - routed + routed * args.experts_per_token // args.n_experts
+    without = active - sizes["tok_embeddings.weight"]
+    assert (total, active, without) == COUNTS[family, flavor]
+
+
+def test_every_size_is_counted():
+    flavors = {(name, flavor) for name in FAMILIES for flavor in get_spec(name).flavors}
+    assert flavors - {(name, "debugmodel") for name in FAMILIES} == COUNTS.keys()
+
+
+def test_deepseek_v3s_module_that_predicts_further_tokens():
+    spec = get_spec("deepseek_v3")
+    sizes = sizes_of(spec, spec.args("671B", {"n_mtp": 1}))
+    extra = sum(size for name, size in sizes.items() if name.startswith("layers.61."))
+    assert extra == pytest.approx(11.5e9, rel=0.01)  # README_WEIGHTS.md of its repository
+
+
+@pytest.mark.parametrize(("n_mtp", "published"), [(0, 250.4), (1, 260.0)])
+def test_deepseek_v3s_flops(n_mtp, published):
+    """GFLOPs per token of 4096, with half of attention's square: of arXiv:2412.19437's sizes, and
+    as Megatron-Bridge's TFLOP/s and tokens/s imply, with one module that predicts further tokens.
+    """
+    spec = get_spec("deepseek_v3")
+    args = spec.args("671B", {"n_mtp": n_mtp})
+    masked = 3 * (args.n_layers + n_mtp) * args.n_heads * (192 + 128) * 4096
+    flops = (spec.flops_per_token(args, 4096) - masked) / 1e9
+    assert flops == pytest.approx(published, rel=0.003)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [file for file in TINY_MODELS if file.stem.startswith(("deepseek", "glm"))],
+    ids=lambda file: file.stem,
+)
+def test_flops_formula_matches_torchs_counter(file):
+    """SDPA spelled out computes the full square of attention, which the formula counts."""
+    config = json.loads(file.read_text())
+    spec = spec_of_hf(config)
+    args = spec.hf.args(config)
+    model = spec.build(args, attention_backend("cpu"))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.uniform_(-0.1, 0.1)
+    tokens = torch.randint(0, args.vocab_size, (2, 96))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        cross_entropy(model(tokens), tokens).sum().backward()
+    per_token = counter.get_total_flops() / tokens.numel()
+    assert spec.flops_per_token(args, 96) == pytest.approx(per_token, rel=1e-6)
+
+
+def test_without_shared_experts():
+    """transformers then has weights without elements, which no file here needs."""
+    config = json.loads((TINY_MODELS[0].parent / "deepseek-v3-moonlight.json").read_text())
+    config |= {"n_shared_experts": 0}
+    torch.manual_seed(0)
+    theirs = families.random_twin(config)
+    tokens = torch.randint(0, config["vocab_size"], (2, 40))
+    spec = spec_of_hf(config)
+    args = spec.hf.args(config)
+    assert args.shared_expert_dim == 0
+    ours = spec.build(args, attention_backend("cpu"))
+    ours.load_state_dict(families.as_ours(spec.hf.names(args), theirs), strict=False)
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits)
+
+
+# ---- config.json
+
+YARN = {"type": "yarn", "original_max_position_embeddings": 4096}
+V3 = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        **YARN,
+    },
+    "max_position_embeddings": 163840,
+    "num_nextn_predict_layers": 1,
+}
+K2 = V3 | {
+    "model_type": "kimi_k2",
+    "vocab_size": 163840,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "rope_theta": 50000.0,
+    "rope_scaling": V3["rope_scaling"] | {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
+    "max_position_embeddings": 131072,
+    "num_nextn_predict_layers": 0,
+}
+MOONLIGHT = K2 | {
+    "model_type": "deepseek_v3",
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "routed_scaling_factor": 2.446,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "max_position_embeddings": 8192,
+}
+V2_LITE = MOONLIGHT | {
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "intermediate_size": 10944,
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "rope_scaling": V3["rope_scaling"] | {"mscale": 0.707, "mscale_all_dim": 0.707},
+    "max_position_embeddings": 163840,
+}
+PUBLISHED = {
+    "671B": ("deepseek_v3", V3, {"n_mtp": 1}),
+    "Kimi-K2": ("deepseek_v3", K2, {}),
+    "Moonlight-16B-A3B": ("deepseek_v3", MOONLIGHT, {}),
+    "Lite": ("deepseek_v2", V2_LITE, {}),
+}
+
+
+@pytest.mark.parametrize("flavor", PUBLISHED)
+def test_published_files_are_the_flavors(flavor):
+    family, config, more = PUBLISHED[flavor]
+    spec = spec_of_hf(config)
+    assert spec.name == family
+    length = config["max_position_embeddings"]
+    assert spec.hf.args(config) == spec.args(flavor, {"max_seq_len": length} | more)
+
+
+@pytest.mark.parametrize(("family", "flavor"), COUNTS)
+def test_flavors_survive_transformers_config_classes(family, flavor):
+    transformers = pytest.importorskip("transformers")
+    spec = get_spec(family)
+    args = spec.flavors[flavor]
+    if family != "deepseek_v2":
+        args = spec.args(flavor, {"n_mtp": 1})
+    written = transformers.AutoConfig.for_model(**spec.hf.config(args, "bfloat16"))
+    assert spec.hf.args(written.to_dict()) == args
+
+
+SHORT = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+    "num_nextn_predict_layers": 0,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_missing_keys_mean_what_they_do_in_transformers(family):
+    transformers = pytest.importorskip("transformers")
+    hf = get_spec(family).hf
+    short = {"model_type": hf.model_type, **SHORT}
+    assert hf.args(short) == hf.args(transformers.AutoConfig.for_model(**short).to_dict())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias: got True, must be False"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func: got 'softmax'"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq: got 2, must be 1"),
+        ("deepseek_v3", {"num_key_value_heads": 1}, "n_kv_heads 1 must be n_heads 4"),
+        ("deepseek_v3", {"topk_group": 9}, "expert_groups_per_token 9 must be at most"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob: got True, must be False"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method: got 'noaux_tc'"),
+        ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func: got 'softmax'"),
+        ("glm4_moe", {"model_type": "kimi_k2"}, "model_type: got 'kimi_k2', must be 'glm4_moe'"),
+    ],
+)
+def test_what_a_family_cannot_represent_is_refused(family, changes, message):
+    spec = get_spec(family)
+    config = spec.hf.config(spec.flavors["debugmodel"], "float32")
+    with pytest.raises(ConfigError, match=f"^config.json: {message}"):
+        spec.hf.args(config | changes)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "other"),
+    [
+        ("deepseek_v3", {"shared_expert_dim": 129}, {"shared_expert_dim": 128}),
+        ("deepseek_v3", {"shared_expert_dim": 0}, {}),
+        ("deepseek_v3", {"n_experts": 0}, {}),
+        ("deepseek_v3", {"latent_norm_eps": 1e-5}, {"latent_norm_eps": 1e-6}),
+        ("deepseek_v3", {"router_bias": True}, {"router_bias": False}),
+        ("deepseek_v3", {"norm_placement": "both"}, {"norm_placement": "before"}),
+        ("deepseek_v2", {"normalize_expert_weights": True}, {"normalize_expert_weights": False}),
+        ("deepseek_v2", {"n_mtp": 1}, {"n_mtp": 0}),
+        ("deepseek_v2", {"n_expert_groups": 4, "expert_groups_per_token": 2}, {}),
+        ("glm4_moe", {"rope_interleaved": True}, {"rope_interleaved": False}),
+        ("glm4_moe", {"rope_fraction": 0.25, "qk_norm": False}, {}),
+    ],
+)
+def test_what_can_be_written(family, overrides, other):
+    """`other`: what transformers would compute with instead."""
+    spec = get_spec(family)
+    args = spec.args("debugmodel", overrides)
+    only = spec.hf.fixed(args)
+    assert {name: value for name, value in only.items() if value != getattr(args, name)} == other
+
+
+def test_names_of_modules_that_predict_further_tokens():
+    """Those of DeepSeek-V3's files."""
+    spec = get_spec("deepseek_v3")
+    args = spec.args("debugmodel", {"n_mtp": 1})
+    block = {
+        "input_layernorm",
+        "self_attn.q_a_proj",
+        "self_attn.q_a_layernorm",
+        "self_attn.q_b_proj",
+        "self_attn.kv_a_proj_with_mqa",
+        "self_attn.kv_a_layernorm",
+        "self_attn.kv_b_proj",
+        "self_attn.o_proj",
+        "post_attention_layernorm",
+        "mlp.gate",
+    }
+    matrices = ("gate_proj", "up_proj", "down_proj")
+    block |= {f"mlp.shared_experts.{name}" for name in matrices}
+    block |= {f"mlp.experts.{e}.{name}" for e in range(16) for name in matrices}
+    own = {"embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head"}
+    expected = {f"{name}.weight" for name in block | own} | {"mlp.gate.e_score_correction_bias"}
+    found = set()
+    for theirs in spec.hf.names(args).values():
+        for part in theirs if isinstance(theirs, list) else [theirs]:
+            found |= {part} if isinstance(part, str) else {part.name, *part.copies}
+    place = "model.layers.4."
+    assert {name.removeprefix(place) for name in found if name.startswith(place)} == expected
+    assert set(sizes_of(spec, args)) == set(parameter_names(spec, args))
