@@ -49,13 +49,13 @@ RECIPES = {
     BAND: BF16,
     "Float8 tensorwise": [*FLOAT8, "quantize.linear.float8.recipe_name=tensorwise"],
     "Float8 rowwise": [*FLOAT8, "quantize.linear.float8.recipe_name=rowwise"],
+    "MXFP8": MX,
+    "control: bf16 weights": [*BF16, "training.dtype=bfloat16"],
+    "control: fp32": ["training.mixed_precision_param=float32"],
     "Float8 rowwise_with_gw_hp": [
         *FLOAT8,
         "quantize.linear.float8.recipe_name=rowwise_with_gw_hp",
     ],
-    "MXFP8": MX,
-    "control: fp32": ["training.mixed_precision_param=float32"],
-    "control: bf16 weights": [*BF16, "training.dtype=bfloat16"],
 }
 
 Curve = dict[int, float]
