@@ -15,6 +15,7 @@ from torchtitan.models.attention_op import attend_variant, attention, counted_pa
 from torchtitan.models.layers import attention_backend, block_mask, document_mask
 
 CASES = [
+    {"scale": 0.3},
     {"window": 5},
     {"window": 1, "scale": 0.7},
     {"sinks": True},

@@ -296,6 +296,31 @@ def test_rope_scaling_changes_the_logits():
     assert (plain(tokens) - scaled(tokens)).abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("mscale", [1.0, 0.707, 0.0])
+def test_latent_scores_are_scaled_as_in_transformers(mscale):
+    """By the head size, and the square of YaRN's magnitude."""
+    theirs = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    scaling = {
+        "factor": 40.0,
+        "original_max_position_embeddings": 4096,
+        "mscale": mscale,
+        "mscale_all_dim": mscale,
+    }
+    config = theirs.DeepseekV3Config(rope_parameters={"rope_type": "yarn", **scaling})
+    with torch.device("meta"):
+        expected = theirs.DeepseekV3Attention(config, 0).scaling
+    ours = {
+        "type": "yarn",
+        "factor": 40.0,
+        "original_max_seq_len": 4096,
+        "mscale": mscale or None,
+        "mscale_all_dim": mscale or None,
+    }
+    sizes = {"head_size": 192, "kv_lora_rank": 512, "rope_head_size": 64, "value_head_size": 128}
+    args = SPEC.args("debugmodel", sizes | {"rope_scaling": ours})
+    assert args.score_scale == pytest.approx(expected, rel=1e-9)
+
+
 def test_a_part_of_the_model_passes_hidden_states():
     """Cutting a model at any layer and chaining the parts gives the whole model's logits."""
     torch.manual_seed(0)

@@ -125,6 +125,35 @@ def test_bias_changes_the_choice_but_not_the_weights():
     torch.testing.assert_close(weights, probabilities / probabilities.sum(-1, keepdim=True))
 
 
+def test_groups_are_those_of_transformers():
+    """Also where the biases make the scores of the chosen groups negative."""
+    theirs = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    config = theirs.DeepseekV3Config(
+        hidden_size=16,
+        n_routed_experts=12,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+    )
+    groups = {"n_expert_groups": 4, "expert_groups_per_token": 2, "route_scale": 2.5}
+    ours = Router(args(12, 4, router_scores="sigmoid", **groups))
+    expected = theirs.DeepseekV3TopkRouter(config)
+    with torch.no_grad():
+        ours.gate.weight.normal_()
+        ours.expert_bias.uniform_(-1.5, -0.5)
+        expected.weight.copy_(ours.gate.weight)
+        expected.e_score_correction_bias.copy_(ours.expert_bias)
+    x = torch.randn(2, 64, 16)
+    chosen, weights, _ = ours(x, None)
+    _, their_weights, their_chosen = expected(x)
+    ours_dense, theirs_dense = (
+        torch.zeros(128, 12).scatter(1, index.view(128, 4), value.view(128, 4))
+        for index, value in ((chosen, weights), (their_chosen, their_weights))
+    )
+    torch.testing.assert_close(ours_dense, theirs_dense, rtol=1e-6, atol=1e-7)
+
+
 def test_router_of_a_model_in_bf16_computes_in_fp32():
     """Against fp64; scores rounded to bf16 would be off by up to 2^-9, and send some tokens to
     other experts.
