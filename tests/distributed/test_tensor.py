@@ -52,8 +52,30 @@ def shapes_of_a_step(argv):
     return shapes.seen, *embedded[0]
 
 
+Z_LOSS = "--training.z_loss=0.02"
+SPLIT = {
+    "tp 2": TP,
+    "pp 2, in chunks": ["--parallelism.pipeline_parallel_degree=2", "--training.loss_chunks=4"],
+}
+
+
+@pytest.mark.parametrize("layout", SPLIT)
+def test_the_z_loss_is_that_of_whole_logits(ranks, tmp_path, layout):
+    """On logits that are sharded over the vocabulary, and on slices of them; reported losses are
+    without it.
+    """
+    whole = ranks(1, train, arguments(tmp_path, Z_LOSS, f"--job.dump_folder={tmp_path / 'one'}"))[0]
+    plain = ranks(1, train, arguments(tmp_path, f"--job.dump_folder={tmp_path / 'none'}"))[0]
+    assert losses(whole)[0] == losses(plain)[0]
+    assert losses(whole)[-1] != pytest.approx(losses(plain)[-1], rel=1e-4)
+    run = ranks(2, train, arguments(tmp_path, Z_LOSS, *SPLIT[layout]))[0]
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-5)
+    for name, value in whole["weights"].items():
+        assert_trained_alike(run["weights"][name], value, LR, 4, name)
+
+
 def test_whole_logits_and_whole_hidden_states_never_exist_on_a_rank(ranks, tmp_path):
-    argv = arguments(tmp_path, *TP, global_batch=3, local_batch=3)
+    argv = arguments(tmp_path, *TP, Z_LOSS, global_batch=3, local_batch=3)
     shapes, kind, embedded = ranks(2, shapes_of_a_step, argv)[0]
     assert (3 * SEQ_LEN, VOCABULARY // 2) in shapes
     assert not [s for s in shapes if s[-1:] == (VOCABULARY,) and torch.Size(s).numel() > VOCABULARY]

@@ -8,7 +8,7 @@ from tests.rounding import assert_rounds
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
-from torchtitan.optim.loss import chunked_loss, cross_entropy
+from torchtitan.optim.loss import chunked_loss, cross_entropy, with_z_loss
 
 SPEC = get_spec("llama3")
 TINY = {
@@ -41,14 +41,14 @@ def build(**overrides):
     return SPEC.build(SPEC.args("8B", TINY | overrides), attention_backend("cpu"))
 
 
-def chunked(model, chunks, labels=LABELS):
+def chunked(model, chunks, labels=LABELS, loss=cross_entropy):
     hidden = model(TOKENS, project=False)
     total, rows = chunked_loss(
         hidden,
         model.output_weight,
         labels,
         project=model.project,
-        loss=cross_entropy,
+        loss=loss,
         chunks=chunks,
         tp_degree=1,
     )
@@ -98,3 +98,26 @@ def test_the_weights_gradient_is_added_up_in_fp32():
         return (model.output.weight.grad.float() - exact.output.weight.grad).norm().item()
 
     assert error(sliced) < 1.2 * error(whole)
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_the_z_loss_adds_its_gradient_and_not_its_value(chunks):
+    """2 c log(Z) softmax for each logit of a predicted token (PaLM, section 5)."""
+    torch.manual_seed(1)
+    logits = torch.randn(2, 16, 9, dtype=torch.float64, requires_grad=True)
+    labels = torch.where(TOKENS % 5 == 0, IGNORE_INDEX, TOKENS % 9)
+    loss = with_z_loss(cross_entropy, 0.3)
+    (plain,) = torch.autograd.grad(cross_entropy(logits, labels).sum(), logits)
+    rows = loss(logits, labels)
+    (both,) = torch.autograd.grad(rows.sum(), logits)
+    assert torch.equal(rows, cross_entropy(logits, labels))
+    with torch.no_grad():
+        log_z = logits.exp().sum(-1, keepdim=True).log()
+        expected = 2 * 0.3 * log_z * (logits - log_z).exp() * (labels != IGNORE_INDEX)[..., None]
+    torch.testing.assert_close(both - plain, expected, rtol=1e-4, atol=1e-5)
+    whole = build()
+    sliced = build()
+    with_z_loss(cross_entropy, 0.3)(whole(TOKENS), LABELS).sum().backward()
+    chunked(sliced, chunks, loss=loss).backward()
+    for ours, theirs in zip(sliced.parameters(), whole.parameters(), strict=True):
+        assert_rounds(ours.grad, theirs.grad)

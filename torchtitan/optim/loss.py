@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed.tensor import DTensor
 
 from torchtitan.config.registry import Custom, losses
 from torchtitan.data.order.rows import IGNORE_INDEX
@@ -45,7 +48,64 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return unsharded(loss).view(labels.shape).sum(1)
 
 
-def build_loss(name: str, custom: Custom) -> RowLoss:
+class _ShardedLogSumExp(torch.autograd.Function):
+    """`apply(logits, group)`: the log-sum-exp of rows of which each rank of `group` has a part.
+
+    All ranks compute the same loss from it, so the upstream gradient is whole on each.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        largest = logits.amax(dim=-1)
+        largest = funcol.wait_tensor(funcol.all_reduce(largest, "max", group))
+        sums = (logits - largest.unsqueeze(-1)).exp_().sum(dim=-1)
+        log_z = funcol.wait_tensor(funcol.all_reduce(sums, "sum", group)).log() + largest
+        ctx.save_for_backward(logits, log_z)
+        return log_z
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        logits, log_z = ctx.saved_tensors
+        return (logits - log_z.unsqueeze(-1)).exp_() * gradient.unsqueeze(-1), None
+
+
+def z_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Each row's sum of squared log-sum-exps, fp32 `[batch]` (Chowdhery et al., arXiv:2204.02311,
+    section 5). Arguments as for `cross_entropy`.
+    """
+    wide = logits.float()
+    if isinstance(wide, DTensor):
+        group = wide.device_mesh.get_group()
+        log_z = _ShardedLogSumExp.apply(wide.to_local(), group)
+    else:
+        log_z = wide.logsumexp(dim=-1)
+    return log_z.square().masked_fill(labels == IGNORE_INDEX, 0.0).sum(1)
+
+
+def with_z_loss(loss: RowLoss, coefficient: float) -> RowLoss:
+    """`loss`, whose gradients are also those of the z-loss. Its values stay the same: they are what
+    is reported, and compared with other runs and with validation.
+    """
+
+    def both(logits: Tensor, labels: Tensor) -> Tensor:
+        rows = loss(logits, labels)
+        if not torch.is_grad_enabled():
+            return rows
+        more = coefficient * z_loss(logits, labels)
+        return rows + (more - more.detach())
+
+    return both
+
+
+def build_loss(
+    name: str,
+    custom: Custom,
+    z_loss: float = 0.0,
+) -> RowLoss:
     """The loss that `training.loss` chooses. A registered one is made by `make([keys])`.
 
     It must be a sum over tokens, so that any rank may compute it for any of them: it is called with
@@ -55,9 +115,17 @@ def build_loss(name: str, custom: Custom) -> RowLoss:
     operations compute what they do on the whole. With `compile.enable`, it is compiled as one
     graph.
 
+    Args:
+        z_loss: `training.z_loss`, added to any loss.
+
     Raises:
         UserError: a registered loss is no such sum.
     """
+    chosen = _chosen_loss(name, custom)
+    return with_z_loss(chosen, z_loss) if z_loss else chosen
+
+
+def _chosen_loss(name: str, custom: Custom) -> RowLoss:
     make = losses.chosen(name, custom)
     if make is None:
         return cross_entropy

@@ -76,6 +76,7 @@ def reference(
             train=bool(experts.routers),
             registered=of_row,
             modules=setup.n_mtp,
+            z_loss=training.z_loss,
         )
         loss = losses[0]
         model.zero_grad()
@@ -255,6 +256,7 @@ def _mean_losses(
     train: bool = False,
     registered: RowLoss | None = None,
     modules: int = 0,
+    z_loss: float = 0.0,
 ) -> list[Tensor]:
     """The loss of the next token, and those of the modules that predict further ones.
 
@@ -262,6 +264,7 @@ def _mean_losses(
         train: tell a mixture of experts which tokens count.
         registered: instead of cross entropy.
         modules: how many modules run.
+        z_loss: its coefficient; it changes gradients only.
     """
     mask = None
     documents = torch.zeros_like(tokens)
@@ -280,10 +283,10 @@ def _mean_losses(
     weights = [(y != IGNORE_INDEX) / (y != IGNORE_INDEX).sum() for y in wanted]
     if not modules:
         own = {"token_weights": weights[0]} if train else {}
-        return [_mean(model(tokens, None, mask, **own), labels, registered)]
+        return [_mean(model(tokens, None, mask, **own), labels, registered, z_loss)]
     own = {"token_weights": torch.stack(weights, -1)} if train else {}
     logits = model(torch.stack(inputs, -1), None, mask, **own)
-    return [_mean(logits[:, :, k], y, registered) for k, y in enumerate(wanted)]
+    return [_mean(logits[:, :, k], y, registered, z_loss) for k, y in enumerate(wanted)]
 
 
 def _shifted(
@@ -309,18 +312,23 @@ def _mean(
     logits: Tensor,
     labels: Tensor,
     registered: RowLoss | None,
+    z_loss: float,
 ) -> Tensor:
     """The mean loss of the tokens that have a label; 0 if none has."""
-    counted = (labels != IGNORE_INDEX).sum().clamp(min=1)
+    has_label = labels != IGNORE_INDEX
+    counted = has_label.sum().clamp(min=1)
+    squares = torch.logsumexp(logits[has_label].float(), dim=-1) ** 2
+    regularizer = z_loss * squares.sum() / counted
+    of_gradients = regularizer - regularizer.detach()
     if registered is not None:
-        return registered(logits, labels).sum() / counted
+        return registered(logits, labels).sum() / counted + of_gradients
     summed = F.cross_entropy(
         logits.flatten(0, 1),
         labels.flatten(),
         ignore_index=IGNORE_INDEX,
         reduction="sum",
     )
-    return summed / counted
+    return summed / counted + of_gradients
 
 
 @torch.no_grad()

@@ -285,7 +285,9 @@ def build_compute(
     further = setup.n_mtp if trains else 0
     attending = attending_positions(positions, p)
     model_loss = ModelLoss(
-        compiled_loss(loss or build_loss(training.loss, config.custom), config.compile),
+        compiled_loss(
+            loss or build_loss(training.loss, config.custom, training.z_loss), config.compile
+        ),
         chunks=training.loss_chunks,
         tp_degree=mesh.size("tp"),
         sharded=mesh.size("tp") > 1 and not p.disable_loss_parallel,

@@ -165,6 +165,11 @@ class Training(Section):
     """Loss of each token: `cross_entropy`, or one that `experimental.custom_import` registers. For
     validation too.
     """
+    z_loss: Factor = 0.0
+    """Coefficient of the squared log-sum-exp of each token's logits (PaLM, arXiv:2204.02311,
+    section 5; OLMo: 1e-5), which keeps logits small. It adds to the gradients, not to the losses
+    that are reported. 0: none.
+    """
     loss_chunks: SeqLen = 1
     """Compute logits and loss in this many slices of the sequence, one at a time. Saves the memory
     of the full logits, which a large vocabulary makes big.

@@ -363,11 +363,12 @@ def _logits(w: Workload) -> tuple[float, float]:
     chunks = w.config.training.loss_chunks
     kind = ("compiled" if w.loss_compiled else "eager") + ", sharded" * w.sharded_loss
     logits = w.tokens * w.vocab / (w.tp if w.sharded_loss else 1) / chunks
+    more = 4 if w.config.training.z_loss else 0  # fp32 logits, kept for its backward
     weight = CHUNK_GRADIENT_BYTES * w.vocab_params if chunks > 1 else 0
     # Tensor parallelism gathers the whole sequence's hidden states; without async TP the layers'
     # gathers left holes.
     hidden = w.element * w.dim * w.tokens / chunks if w.tp > 1 else 0
     return (
-        LOGIT_BYTES[kind] * logits + weight + hidden,
+        (LOGIT_BYTES[kind] + more) * logits + weight + hidden,
         LOGIT_HOLE_BYTES[kind] * logits + (0 if w.async_tp else hidden),
     )
