@@ -14,8 +14,11 @@ from tests.plans import OP
 from tests.runs import arguments, storages
 from torchtitan.config import resolve
 from torchtitan.config.derive import axis_degrees
+from torchtitan.models import get_spec
 from torchtitan.tools.planner.memory import PARTS
+from torchtitan.tools.planner.predict import derived_workload
 from torchtitan.tools.planner.trace import trace_ranks
+from torchtitan.tools.planner.traffic import collectives
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import forward_backward
@@ -228,6 +231,37 @@ def test_context_parallelism_shares_the_attention(tmp_path):
         "all_gather": (2 * layers, 2 * layers * both),
         "reduce_scatter": (layers, layers * both),
     }
+
+
+def test_ulysses_exchanges_heads(tmp_path):
+    """4 query and 2 key heads on 4 ranks, to each of which a key head is sent: 4 copies of heads of
+    32. The plan's formula says the same.
+    """
+    extra = [f"{P}context_parallel_degree=4", f"{P}context_parallel_method=ulysses"]
+    (whole,) = traced(tmp_path, 1)
+    (part,) = traced(tmp_path, 4, *extra)
+    assert part.flops["attention", "float32"] == whole.flops["attention", "float32"] / 4
+    layers = SIZES["n_layers"]
+    head = ROWS * SEQ // 4 * 32 * 4
+    calls = 4 * layers  # there and back, in the forward and the backward
+    exchanged = (calls, 2 * layers * (3 * 4 + 4) * head)
+    assert part.collectives["cp"] == {"all_to_all": exchanged}
+    config = resolve(command(tmp_path, 4, extra), 4).config
+    made = collectives(derived_workload(config, get_spec("llama3"), 4))
+    assert (made.calls["cp", "all_to_all"], made.bytes["cp", "all_to_all"]) == exchanged
+
+
+def test_a_window_is_counted_by_what_it_sees(tmp_path):
+    """4 ranks with 2 chunks of 32; of rank 0 the first and the last, which sees 32 keys before."""
+    window = ["--model.overrides.layer_pattern=['window']", "--model.overrides.window=33"]
+    (part,) = traced(tmp_path, 4, *window, f"{P}context_parallel_degree=4")
+    first = 32 * 32 / 2
+    last = 32 * 33 - 1 / 2  # the half of a pair is the diagonal's, as in a square
+    layers = SIZES["n_layers"]
+    pairs = ROWS * SIZES["n_heads"] * (first + last)
+    assert part.flops["attention", "float32"] == layers * (2 + 5) * 2 * 32 * pairs
+    keys = ROWS * 32 * (SIZES["n_kv_heads"] * 32) * 2 * 4
+    assert part.collectives["cp"] == {"all_to_all": (2 * layers, 2 * layers * keys)}
 
 
 def test_collectives_of_fsdp(tmp_path):

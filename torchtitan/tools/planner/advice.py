@@ -119,7 +119,7 @@ def _candidates(
                 "training.local_batch_size": max(1, t.local_batch_size // 2),
             },
         )
-    if part == "communication: cp":
+    if part == "communication: cp" and not w.by_heads:
         yield "send keys around a ring", {"parallelism.context_parallel_rotate_method": "alltoall"}
     if part == "communication: ep":
         yield (

@@ -7,7 +7,12 @@ formulas.
 from torchtitan.config.derive import offloaded_blocks
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.memory import offloaded_per_block
-from torchtitan.tools.planner.traffic import exchanged_bytes, exchanges, tensor_parallel_calls
+from torchtitan.tools.planner.traffic import (
+    exchanged_bytes,
+    exchanges,
+    heads_exchanged,
+    tensor_parallel_calls,
+)
 from torchtitan.tools.planner.workload import BACKWARD_ATTENTION, FP8, FP32, Stage, Workload
 
 HOST_WAIT = 100e-6
@@ -44,10 +49,15 @@ def context_parallel(
 ) -> tuple[float, float]:
     """Exposed seconds of a block's context parallelism (Liu et al., arXiv:2310.01889).
 
-    Keys and values travel to every rank, and their gradients back in fp32.
+    In a ring keys and values travel to every rank, and their gradients back in fp32. Ulysses
+    exchanges heads, and nothing overlaps that.
     """
     if w.cp == 1:
         return 0.0, 0.0
+    if w.by_heads:
+        size = sum(heads_exchanged(w)) * (w.cp - 1) / w.cp
+        once = size / hw.bandwidth(w.cp, w.tp) + 2 * hw.launch
+        return once, once * (1 + w.recompute.attention)
     elements = 2 * w.tokens * w.kv_attended / w.tp * (w.cp - 1)
     bandwidth = hw.bandwidth(w.cp, w.tp)
     keys_values = elements * w.element / bandwidth

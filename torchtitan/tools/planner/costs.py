@@ -223,8 +223,8 @@ def _block(w: Workload, hw: Hardware) -> _Pass:
     backward = sum(of.backward + of.forward * x.recomputed for x, of in products.items())
 
     attention = w.attention_flops * w.tokens / (_peak(w, hw) * hw.attention)
-    # A ring's other ranks hold all but 1 / cp of the keys.
-    attention *= 1 / w.cp + (1 - 1 / w.cp) / hw.ring_attention
+    if not w.by_heads:  # a ring's other ranks hold all but 1 / cp of the keys
+        attention *= 1 / w.cp + (1 - 1 / w.cp) / hw.ring_attention
 
     pointwise = _pointwise_bytes(w) * (1.0 if w.compiled else hw.eager) / hw.bytes_per_s
     casts = _casts(w, hw)

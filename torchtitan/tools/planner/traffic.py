@@ -64,6 +64,15 @@ def exchanged_bytes(w: Workload) -> float:
     return w.element * w.tokens * w.expert_rows * w.dim
 
 
+def heads_exchanged(w: Workload) -> tuple[float, float]:
+    """Bytes that Ulysses exchanges in a block's forward of one microbatch: queries, keys and values
+    on the way to the ranks of their heads, and the output on its way back.
+    """
+    size = w.element * w.tokens / w.tp
+    copies = max(1, w.cp * w.tp // w.args.n_kv_heads)
+    return size * (w.q + 2 * copies * w.kv), size * w.q
+
+
 def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
     """What one rank at place `pp_rank` of the pipeline communicates in a step."""
     out = Collectives()
@@ -95,7 +104,10 @@ def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
     if w.cp > 1:
         passes = 2 + w.recompute.attention
         keys_values = 2 * w.tokens * w.kv_attended / w.tp
-        if w.config.parallelism.context_parallel_rotate_method == "alltoall":
+        if w.by_heads:
+            for size in heads_exchanged(w):
+                out.add("cp", "all_to_all", passes * layers * runs, size)
+        elif w.config.parallelism.context_parallel_rotate_method == "alltoall":
             out.add(
                 "cp", "all_to_all", passes * (w.cp - 1) * layers * runs, keys_values * w.element
             )

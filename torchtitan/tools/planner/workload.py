@@ -271,6 +271,11 @@ class Workload:
         return self.config.training.global_batch_size * self.seq_len
 
     @property
+    def by_heads(self) -> bool:
+        """Whether context parallelism gives each rank whole rows of some heads."""
+        return self.cp > 1 and self.config.parallelism.context_parallel_method == "ulysses"
+
+    @property
     def attention_flops(self) -> float:
         """FLOPs of one block's causal attention forward, per token: the unmasked half of 4 S q."""
         return 2.0 * self.seq_len * self.q / self.tp
