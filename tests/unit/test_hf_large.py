@@ -23,7 +23,7 @@ from torchtitan.checkpoint.state import model_state
 from torchtitan.models import parameter_names, spec_of_hf
 
 PIECE = 2**25
-MEMORY = 250e6
+MEMORY = 200e6
 MODELS = {
     "gpt-oss-120b": (GPT_OSS_120B, gpt_oss, 116_829_156_672, 65e9),
     "DeepSeek-V3": (DEEPSEEK_V3, deepseek_v3, 671_026_404_352, 680e9),
@@ -58,7 +58,8 @@ def test_every_weight_of_a_large_model_has_its_source(tmp_path, model):
     state = model_state([on_meta(spec, args)])
     wanted = {
         name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype, device="meta")
-        for name in state.keys() & stored.keys()
+        for name in state
+        if name in stored
     }
     planner = _LazyPlanner(reader.read, PIECE)
     planner.set_up_planner(wanted, is_coordinator=True)

@@ -34,7 +34,7 @@ from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.formats import read_json_object
 
 _INDEX = "model.safetensors.index.json"
-_ELEMENTS = 2**22
+_ELEMENTS = 2**21
 """Elements that are read at a time."""
 _PICKLES = ("*.bin", "*.pth", "*.pt", "*.ckpt")
 T = TypeVar("T")

@@ -42,7 +42,8 @@ def their_box(part: Part, ours: Box) -> Box:
     box = list(part.to_theirs(ours, slice(0, 1)))
     if part.take:
         taken = box[part.dim]
-        box[part.dim] = slice(part.entry(taken.start), part.entry(taken.stop - 1) + 1)
+        step = part.of if part.width == 1 else None
+        box[part.dim] = slice(part.entry(taken.start), part.entry(taken.stop - 1) + 1, step)
     return tuple(box)
 
 
@@ -64,9 +65,7 @@ def to_ours(
     if part.take:
         taken = part.to_theirs(box, slice(0, 1))[part.dim]
         entries = _entries(part, taken) - part.entry(taken.start)
-        if part.width == 1:
-            value = value[_along(part, slice(None, None, part.of))]
-        elif len(entries) < value.shape[part.dim]:
+        if len(entries) < value.shape[part.dim]:
             value = value.index_select(part.dim, entries)
     if part.dropped is not None:
         value = value.squeeze(part.dropped)

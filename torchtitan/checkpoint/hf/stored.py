@@ -1,7 +1,7 @@
 """Tensors in safetensors files, read box by box; quantized ones are dequantized.
 
-A box is a slice of each dimension. Nothing larger than a box, and what its values were made from,
-is in memory.
+A box is a slice of each dimension, which may have a step. Nothing larger than a box, and what its
+values were made from, is in memory.
 """
 
 import contextlib
@@ -50,8 +50,9 @@ class OpenFiles(contextlib.AbstractContextManager["OpenFiles"]):
         Raises:
             CheckpointError: it can't be read.
         """
+        span = tuple(slice(part.start, part.stop) for part in box)
         size = entry.itemsize
-        for part in box:
+        for part in span:
             size *= part.stop - part.start
         if self._read and self._read + size > MAPPED_BYTES:
             self.close()
@@ -60,9 +61,10 @@ class OpenFiles(contextlib.AbstractContextManager["OpenFiles"]):
             if entry.file not in self._files:
                 opened = safe_open(entry.file, framework="pt")
                 self._files[entry.file] = opened.__enter__()
-            return self._files[entry.file].get_slice(entry.name)[box or ...]
+            value = self._files[entry.file].get_slice(entry.name)[span or ...]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"can't read {entry.name} of {entry.file}: {error}") from None
+        return value[tuple(slice(None, None, part.step) for part in box)]
 
     def close(self) -> None:
         for file in self._files.values():
@@ -147,6 +149,8 @@ class BlockScaled:
         return self.weight.name, self.scale.name
 
     def read(self, files: OpenFiles, box: Box) -> Tensor:
+        strides = tuple(slice(None, None, part.step) for part in box)
+        box = tuple(slice(part.start, part.stop) for part in box)
         values = files.read(self.weight, box).float()
         blocks = tuple(
             slice(part.start // size, -(-part.stop // size))
@@ -157,7 +161,7 @@ class BlockScaled:
             skipped = part.start // size * size
             entries = torch.arange(part.start - skipped, part.stop - skipped) // size
             scale = scale.index_select(dim, entries)
-        return values.mul_(scale).bfloat16()
+        return values.mul_(scale)[strides].bfloat16()
 
 
 @dataclass(frozen=True)
@@ -191,22 +195,31 @@ class MXFP4:
         *stack, inner, rows = box
         first = inner.start // _MXFP4_VALUES
         groups = slice(first, -(-inner.stop // _MXFP4_VALUES))
-        half = _MXFP4_VALUES // 2
-        packed = files.read(self.blocks, (*stack, rows, groups, slice(0, half)))
-        pair = torch.stack((packed & 15, packed >> 4), dim=-1)
-        values = _e2m1()[pair.int()].flatten(-2)
-        exponents = files.read(self.scales, (*stack, rows, groups)).int() - 127
-        values = torch.ldexp(values, exponents.unsqueeze(-1)).flatten(-2)
+        whole = slice(0, _MXFP4_VALUES // 2)
+        packed = files.read(self.blocks, (*stack, rows, groups, whole))
+        values = _e2m1_pairs()[packed.int()].flatten(-2)
+        exponents = files.read(self.scales, (*stack, rows, groups)).int()
+        values *= _powers()[exponents].unsqueeze(-1)  # exact: it changes no mantissa
         skipped = first * _MXFP4_VALUES
-        values = values[..., inner.start - skipped : inner.stop - skipped]
-        return values.transpose(-2, -1).bfloat16()
+        values = values.flatten(-2)[..., inner.start - skipped : inner.stop - skipped]
+        return values.transpose(-2, -1)
 
 
 @lru_cache(maxsize=1)
-def _e2m1() -> Tensor:
-    """The 16 values of e2m1, fp32: a sign, two bits of exponent, one of mantissa."""
-    positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    return torch.cat((positive, -positive))
+def _e2m1_pairs() -> Tensor:
+    """`[256, 2]`, the two values of each byte. One has a sign, two bits of exponent and one of
+    mantissa.
+    """
+    positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.bfloat16)
+    values = torch.cat((positive, -positive))
+    byte = torch.arange(256)
+    return torch.stack((values[byte & 15], values[byte >> 4]), dim=-1)
+
+
+@lru_cache(maxsize=1)
+def _powers() -> Tensor:
+    """`[256]`, what each exponent multiplies by; the last one is infinite."""
+    return (2.0 ** (torch.arange(256, dtype=torch.float64) - 127)).bfloat16()
 
 
 def dequantized(
