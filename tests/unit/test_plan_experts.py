@@ -20,7 +20,7 @@ from torchtitan.tools.planner.savings import savings
 from torchtitan.tools.planner.search import search
 from torchtitan.tools.planner.traffic import collectives, hardware_flops
 from torchtitan.train.preflight import preflight
-from torchtitan.utils.errors import ConfigError, UserError
+from torchtitan.utils.errors import ConfigError
 
 SPEC = get_spec("qwen3_moe")
 LARGE = [
@@ -183,8 +183,14 @@ def test_search_tries_expert_parallelism():
 def test_refusals_are_the_trainers():
     with pytest.raises(ConfigError, match="24 does not divide n_experts 128"):
         workload(*LARGE, EP + "24", world=24)
-    with pytest.raises(UserError, match="blocks that are alike"):
-        workload(*LARGE, "--model.overrides.n_dense_layers=1")
+
+
+def test_dense_layers_are_a_kind_of_their_own():
+    w = workload(*LARGE, "--model.overrides.n_dense_layers=3")
+    assert w.stages[0].kinds == (3, 45)
+    with torch.device("meta"):
+        model = SPEC.build(w.args, attention_backend("cpu"))
+    assert w.params(w.stages[0]) == sum(p.numel() for p in model.parameters())
 
 
 def test_savings_name_expert_parallelism():

@@ -44,5 +44,6 @@ class FeedForward(nn.Module):
         self.w3 = None if activation == "relu2" else nn.Linear(dim, hidden_dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        gate = self.w1(x)
         up = None if self.w3 is None else self.w3(x)
-        return self.w2(activate(self.activation, self.w1(x), up))
+        return self.w2(activate(self.activation, gate, up))

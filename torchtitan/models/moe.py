@@ -386,8 +386,9 @@ class Experts(nn.Module):
             bias = named.get(f"b{number}")
             return out if bias is None else grouped_bias(out, bias, ends)
 
+        gate = linear(rows, 1)
         up = linear(rows, 3) if "w3" in named else None
-        return linear(activate(self.activation, linear(rows, 1), up), 2)
+        return linear(activate(self.activation, gate, up), 2)
 
 
 class MoE(nn.Module):

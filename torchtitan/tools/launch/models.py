@@ -76,16 +76,22 @@ class Model:
 
     def parameters(self) -> tuple[int, int]:
         """All parameters, and those that a token uses: of a mixture, its own experts'."""
-        from torchtitan.checkpoint.hf.weights import on_meta  # imports torch
-
-        args = self.args
-        model = on_meta(self.spec, args)
-        total = sum(param.numel() for param in model.parameters())
-        if not self.spec.expert_sizes(args):
-            return total, total
-        named = model.named_parameters()
-        routed = sum(param.numel() for name, param in named if ".experts." in name)
-        return total, total - routed + routed * args.experts_per_token // args.n_experts
+        config = Config()
+        chosen = config.model.model_copy(
+            update={
+                "name": self.spec.name,
+                "flavor": self.flavor,
+                "overrides": self.overrides,
+            }
+        )
+        w = derived_workload(config.model_copy(update={"model": chosen}), self.spec, 1)
+        total = w.params(w.stages[0])
+        idle = sum(
+            count * block.expert_params * (1 - block.top_k / block.experts)
+            for block, count in w.counted(w.stages)
+            if block.experts
+        )
+        return total, round(total - idle)
 
 
 def offered() -> list[Model]:

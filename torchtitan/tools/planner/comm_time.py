@@ -4,6 +4,9 @@ Bytes over bandwidth, less what the compute beside it hides. `docs/guides/plan.m
 formulas.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from torchtitan.config.derive import offloaded_blocks
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.memory import offloaded_per_block
@@ -11,7 +14,7 @@ from torchtitan.tools.planner.traffic import (
     exchanged_bytes,
     exchanges,
     heads_exchanged,
-    tensor_parallel_calls,
+    tensor_parallel_widths,
 )
 from torchtitan.tools.planner.workload import BACKWARD_ATTENTION, FP8, FP32, Stage, Workload
 
@@ -29,13 +32,17 @@ def tensor_parallel(
     """Exposed seconds of one block's tensor-parallel collectives, forward and backward."""
     if w.tp == 1:
         return 0.0, 0.0
-    share = w.tokens * w.dim * (w.tp - 1) / w.tp / hw.bandwidth(w.tp, 1)
-    gather = share * (FP8 if w.tensorwise else w.element) + hw.tp_sync
-    scatter = share * w.element + hw.tp_sync
-    gathers, scatters = tensor_parallel_calls(w)
-    once = 1 if w.experts else 2
-    forward = once * (gather + scatter)
-    backward = (gathers - once) * gather + (scatters - once) * scatter
+    share = w.tokens * (w.tp - 1) / w.tp / hw.bandwidth(w.tp, 1)
+    gathers, scatters = tensor_parallel_widths(w)
+    gather = share * (FP8 if w.tensorwise else w.element)
+    scatter = share * w.element
+    results = len(gathers) - len(w.mixing.gathered)
+    # In the forward each input is gathered and each result scattered once.
+    forward = sum(width * gather + hw.tp_sync for width, _ in gathers[:-1])
+    forward += results * (w.dim * scatter + hw.tp_sync)
+    total = sum(calls * (width * gather + hw.tp_sync) for width, calls in gathers)
+    total += sum(calls * (width * scatter + hw.tp_sync) for width, calls in scatters)
+    backward = total - forward
     if w.async_tp:  # what is sent hides behind the products beside it
         forward -= hw.async_tp * min(forward, products[0])
         backward -= hw.async_tp * min(backward, products[1])
@@ -58,7 +65,7 @@ def context_parallel(
         size = sum(heads_exchanged(w)) * (w.cp - 1) / w.cp
         once = size / hw.bandwidth(w.cp, w.tp) + 2 * hw.launch
         return once, once * (1 + w.recompute.attention)
-    elements = 2 * w.tokens * w.kv_attended / w.tp * (w.cp - 1)
+    elements = w.tokens * (w.mixing.keys + w.mixing.values) / w.tp * (w.cp - 1)
     bandwidth = hw.bandwidth(w.cp, w.tp)
     keys_values = elements * w.element / bandwidth
     gradients = elements * FP32 / bandwidth
@@ -120,62 +127,99 @@ def gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float, float]:
 def data_parallel(
     w: Workload,
     hw: Hardware,
-    forward: float,
-    backward: float,
+    times: Sequence[tuple[float, float]],
     stage: Stage,
 ) -> dict[str, float]:
     """FSDP's communication that compute doesn't hide, and the compute that it slows down.
 
     Blocks are gathered one ahead and reduced one behind (Zhao et al., arXiv:2304.11277), so a block
-    exposes what its neighbour's compute is too short for. The ends count as `ends` blocks.
+    exposes what its neighbour's compute is too short for: one of its kind. The ends count as `ends`
+    blocks.
 
     Args:
-        forward, backward: seconds of one block and microbatch.
+        times: seconds of one block and microbatch of each kind, forward and backward.
     """
-    gather, scatter, all_reduce = gather_and_reduce(w, hw)
-    reduce = scatter + all_reduce
-    layers = stage.layers
-    batches = w.accumulation
-    ends = w.vocab_params / w.block_params * (stage.has_embedding + stage.has_output)
-    in_forward = layers * max(0.0, gather - forward)
-    hidden = 0.0
-    if w.pipeline is None:
-        regather = gather if w.config.parallelism.fsdp_reshard_after_forward != "never" else 0.0
-        early = scatter if w.replicas_apart else reduce
-        if w.sums_whole_gradients:
-            early = 0.0
-        exposed = (gather * (1 + ends) + in_forward) * batches
-        hidden = layers * batches * (min(gather, forward) + min(regather, backward))
-        for count, reduced in (batches - 1, early), (1, reduce):
-            # The last block's gradients and half of the ends' have no compute left to hide in.
-            in_backward = layers * max(0.0, regather + reduced - backward)
-            exposed += count * (in_backward + reduced * (1 + ends / 2))
-            hidden += count * layers * min(reduced, backward)
-    else:
-        # Gathered once per batch, beside its first microbatch; reduced beside its last.
-        exposed = gather * (1 + ends) + in_forward + reduce + layers * max(0.0, reduce - backward)
-        exposed = exposed * batches
+    exposed = hidden = 0.0
+    layers = max(1, stage.layers)
+    for block, (forward, backward), count in zip(w.blocks, times, stage.kinds, strict=True):
+        if count:
+            ends = w.vocab_params / block.block_params * (stage.has_embedding + stage.has_output)
+            one = _exposed(block, hw, forward, backward, count, ends)
+            # What precedes the first block and follows the last one is counted for each kind.
+            exposed += one.inside + one.outside * count / layers
+            hidden += one.hidden
     out = {"communication: dp": exposed}
     if w.fsdp * w.dp_replicate > 1:
         out["slowed by communication"] = hw.overlap_slowdown * hidden
     if w.config.training.enable_cpu_offload:
         # Per batch two gathers read from the host; gradients are written to it.
+        batches = w.accumulation
         shard = sum(map(w.shard, w.stages_of(stage.rank)))
         written = 1 if w.sums_whole_gradients else batches
         out["host memory"] = shard * (w.stored * 2 * batches + FP32 * written) / hw.host_link
     return out
 
 
-def activation_offload(
+class _Exposed(NamedTuple):
+    """Seconds of the communication of blocks of one kind."""
+
+    inside: float
+    """Not hidden by the compute of blocks."""
+    outside: float
+    """Before the first block and after the last one."""
+    hidden: float
+
+
+def _exposed(
     w: Workload,
     hw: Hardware,
     forward: float,
     backward: float,
+    layers: int,
+    ends: float,
+) -> _Exposed:
+    """
+    Args:
+        forward, backward: seconds of one block and microbatch.
+        layers: number of blocks.
+        ends: embedding and output projection, in blocks.
+    """
+    gather, scatter, all_reduce = gather_and_reduce(w, hw)
+    reduce = scatter + all_reduce
+    batches = w.accumulation
+    in_forward = layers * max(0.0, gather - forward)
+    if w.pipeline is not None:
+        # Gathered once per batch, beside its first microbatch; reduced beside its last.
+        inside = in_forward + layers * max(0.0, reduce - backward)
+        return _Exposed(inside * batches, (gather * (1 + ends) + reduce) * batches, 0.0)
+    regather = gather if w.config.parallelism.fsdp_reshard_after_forward != "never" else 0.0
+    early = scatter if w.replicas_apart else reduce
+    if w.sums_whole_gradients:
+        early = 0.0
+    inside = in_forward * batches
+    outside = gather * (1 + ends) * batches
+    hidden = layers * batches * (min(gather, forward) + min(regather, backward))
+    for count, reduced in (batches - 1, early), (1, reduce):
+        # The last block's gradients and half of the ends' have no compute left to hide in.
+        inside += count * layers * max(0.0, regather + reduced - backward)
+        outside += count * reduced * (1 + ends / 2)
+        hidden += count * layers * min(reduced, backward)
+    return _Exposed(inside, outside, hidden)
+
+
+def activation_offload(
+    w: Workload,
+    hw: Hardware,
+    times: Sequence[tuple[float, float]],
     pp_rank: int,
 ) -> float:
     """Seconds of copies to and from the host that the compute of a block is too short to hide."""
-    copy = offloaded_per_block(w) / hw.host_link
     ac = w.config.activation_checkpoint
-    blocks = sum(offloaded_blocks(ac, stage.layers) for stage in w.stages_of(pp_rank))
-    exposed = max(0.0, copy - forward) + max(0.0, copy - backward)
-    return blocks * w.microbatches * w.accumulation * exposed
+    total = 0.0
+    for stage in w.stages_of(pp_rank):
+        share = offloaded_blocks(ac, stage.layers) / max(1, stage.layers)
+        for block, (forward, backward), count in zip(w.blocks, times, stage.kinds, strict=True):
+            copy = offloaded_per_block(block) / hw.host_link
+            exposed = max(0.0, copy - forward) + max(0.0, copy - backward)
+            total += share * count * exposed
+    return total * w.microbatches * w.accumulation

@@ -11,7 +11,7 @@ a block, checked only as part of the whole against `benchmarks/published/publish
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtitan.tools.planner.comm_time import (
@@ -113,30 +113,29 @@ class _Pass:
 
 def step_time(w: Workload, hw: Hardware) -> StepTime:
     """Time of one step of `w` on `hw`."""
-    block = _block(w, hw)
+    blocks = [_block(block, hw) for block in w.blocks]
     ends = _ends(w, hw)
     parts: defaultdict[str, float] = defaultdict(float)
     timeline = None
     slowest = 0
-    layers = sum(stage.layers for stage in w.stages)
+    counts = [sum(column) for column in zip(*(stage.kinds for stage in w.stages), strict=True)]
     outputs = sum(stage.has_output for stage in w.stages)
-    for count, work in (layers, block), (outputs, ends):
+    for count, work in [*zip(counts, blocks, strict=True), (outputs, ends)]:
         for part, seconds in work.both:
             parts[part] += count * seconds * w.microbatches * w.accumulation / w.pp
     if w.pipeline is not None:
         timeline = simulate(
-            program(w.pipeline, w.microbatches), _durations(w, block, ends), transfer(w, hw)
+            program(w.pipeline, w.microbatches), _durations(w, blocks, ends), transfer(w, hw)
         )
         slowest = max(range(w.pp), key=timeline.busy.__getitem__)
         repeated = sum(timeline.busy) / w.pp * w.accumulation - sum(parts.values())
         parts[BUBBLE] = timeline.idle * timeline.length * w.accumulation
         if repeated > 1e-9 * timeline.length:  # beyond rounding
             parts[REPEATED] = repeated
-    forward = sum(block.forward.values())
-    backward = sum(block.backward.values())
+    times = [(sum(x.forward.values()), sum(x.backward.values())) for x in blocks]
     stage = max(w.stages_of(slowest), key=lambda stage: stage.layers)
-    parts |= data_parallel(w, hw, forward, backward, stage)
-    parts["activation offload"] = activation_offload(w, hw, forward, backward, slowest)
+    parts |= data_parallel(w, hw, times, stage)
+    parts["activation offload"] = activation_offload(w, hw, times, slowest)
     parts["optimizer"] = _optimizer(w, hw)
     parts["host"] = hw.step_overhead
     nodes = math.ceil(w.world / hw.gpus_per_node)
@@ -250,17 +249,22 @@ def _block(w: Workload, hw: Hardware) -> _Pass:
 
 def _pointwise_bytes(w: Workload) -> float:
     """Bytes that a compiled block's pointwise kernels read and write in its forward. Counted, in
-    elements per token: norms 4 d, residual additions 5 d, rotary embedding 4 q + 4 kv, gated
-    activation 3 f. Of experts, for each row, also its copies: 2 d to sort it, d to sum it, and 4 d
-    around the exchange.
+    elements per token: norms 4 d, and 4 d more where they are on both sides, residual additions
+    5 d, rotary embedding 4 q + 4 kv, gated activation 3 f, and two passes over what latent
+    attention, gates or Gated DeltaNet have besides. Of experts, for each row, also its copies: 2 d
+    to sort it, d to sum it, and 4 d around the exchange.
     """
     tokens = w.tokens / w.tp
-    own = w.element * tokens * (9 * w.dim + 4 * w.q + 4 * w.kv)
+    mixing = w.mixing
+    heads = 4 * mixing.queries + 2 * (mixing.keys + mixing.values) + 2 * mixing.saved
+    norms = 4 if getattr(w.args, "norm_placement", "before") == "both" else 0
+    own = w.element * tokens * ((9 + norms) * w.dim + heads)
     if not w.experts:
         return own + w.element * tokens * 3 * w.ffn
     copies = 3 + 4 * (w.ep > 1)
     rows = w.top_k * w.element * (copies * w.dim + 3 * w.ffn)
-    return own + tokens * (rows + ROUTER_BYTES * w.experts)
+    shared = w.element * 3 * getattr(w.args, "shared_expert_dim", 0)
+    return own + tokens * (rows + shared + ROUTER_BYTES * w.experts)
 
 
 def _ends(w: Workload, hw: Hardware) -> _Pass:
@@ -274,9 +278,9 @@ def _ends(w: Workload, hw: Hardware) -> _Pass:
     embedding = EMBEDDING_PASSES * w.element * w.tokens * w.dim / w.tp / hw.bytes_per_s
     part = "head and loss"
     return _Pass(
-        {part: product.forward + loss * LOSS_FORWARD},
-        {part: product.backward + loss * (1 - LOSS_FORWARD) + embedding},
-        weights=product.weight,
+        {part: w.predictions * (product.forward + loss * LOSS_FORWARD)},
+        {part: w.predictions * (product.backward + loss * (1 - LOSS_FORWARD) + embedding)},
+        weights=w.predictions * product.weight,
     )
 
 
@@ -287,7 +291,8 @@ def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
     inputs: dict[str, float] = {}
     outputs = 0.0
     for x in eight_bit:
-        shared = x.name if x.name[-2:] in ("wo", "w2") else x.name.rpartition(".")[0]
+        alone = x.name[-2:] in ("wo", "w2") or x.name.endswith(("wq_b", "wkv_b", "out_proj"))
+        shared = x.name if alone else x.name.rpartition(".")[0]
         elements = x.rows * (1 if w.tensorwise and not x.experts else SCALINGS_ROWWISE)
         inputs[shared] = x.inputs * elements
         outputs += x.outputs * elements
@@ -304,7 +309,7 @@ def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
 
 def _durations(
     w: Workload,
-    block: _Pass,
+    blocks: Sequence[_Pass],
     ends: _Pass,
 ) -> Callable[[int, str], float]:
     """Seconds of a stage's computation, by stage and kind (`F`, `B`, `I`, `W`).
@@ -314,18 +319,7 @@ def _durations(
     block is recomputed for the inputs' gradients, and once more for each of its weights: autograd
     is asked for them one by one.
     """
-    forward = sum(block.forward.values())
-    backward = sum(block.backward.values())
-    inputs = weights = backward
-    if not w.compiled:
-        inputs = backward - block.weights
-        weights = block.weights + _parameters(w) * w.recompute.pointwise * forward
-    blocks = {
-        "F": forward,
-        "B": backward,
-        "I": inputs,
-        "W": weights,
-    }
+    kinds = [_of_passes(b, work) for b, work in zip(w.blocks, blocks, strict=True)]
     end = {
         "F": sum(ends.forward.values()),
         "B": sum(ends.backward.values()),
@@ -334,9 +328,27 @@ def _durations(
     end["I"] = end["B"] - end["W"]
 
     def duration(index: int, kind: str) -> float:
-        return w.stages[index].layers * blocks[kind] + w.stages[index].has_output * end[kind]
+        stage = w.stages[index]
+        own = sum(count * of[kind] for count, of in zip(stage.kinds, kinds, strict=True))
+        return own + stage.has_output * end[kind]
 
     return duration
+
+
+def _of_passes(w: Workload, block: _Pass) -> dict[str, float]:
+    """Seconds of one block by kind of computation."""
+    forward = sum(block.forward.values())
+    backward = sum(block.backward.values())
+    inputs = weights = backward
+    if not w.compiled:
+        inputs = backward - block.weights
+        weights = block.weights + _parameters(w) * w.recompute.pointwise * forward
+    return {
+        "F": forward,
+        "B": backward,
+        "I": inputs,
+        "W": weights,
+    }
 
 
 def _parameters(w: Workload) -> int:
@@ -358,13 +370,19 @@ def _optimizer(w: Workload, hw: Hardware) -> float:
     bandwidth = hw.host_link if w.config.training.enable_cpu_offload else hw.bytes_per_s
     seconds = shard * moved / bandwidth
     if optimizer.name == "Muon":
-        layers = max(sum(stage.layers for stage in w.stages_of(rank)) for rank in range(w.pp))
-        flops = 0.0
-        for x in w.linears:
-            matrices = _newton_schulz_flops(x.inputs, x.outputs) * max(1, x.experts)
-            flops += matrices / (w.efsdp if x.experts else w.fsdp)
-        seconds += flops * optimizer.muon_ns_steps * layers / (hw.bf16 * hw.gemm_bf16)
+        flops = max(_orthogonalized(w, rank) for rank in range(w.pp))
+        seconds += flops * optimizer.muon_ns_steps / (hw.bf16 * hw.gemm_bf16)
     return seconds
+
+
+def _orthogonalized(w: Workload, rank: int) -> float:
+    """FLOPs of one of Muon's iterations on the matrices of a pipeline rank."""
+    flops = 0.0
+    for block, count in w.counted(w.stages_of(rank)):
+        for x in block.linears:
+            matrices = _newton_schulz_flops(x.inputs, x.outputs) * max(1, x.experts)
+            flops += count * matrices / (block.efsdp if x.experts else block.fsdp)
+    return flops
 
 
 def _newton_schulz_flops(rows: int, columns: int) -> float:

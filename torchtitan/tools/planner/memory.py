@@ -11,7 +11,7 @@ met traces, and compiled pipelines the published runs
 there are marked "adjusted".
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtitan.config.derive import offloaded_blocks
@@ -105,24 +105,26 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
     stages = w.stages_of(pp_rank)
     parts = dict.fromkeys(PARTS, 0.0) | _state(w, stages)
     total = sum(map(w.params, stages))
-    layers = sum(stage.layers for stage in stages)
-    ends = w.element * (total - layers * w.block_params)  # embedding, last norm, output projection
+    blocks = w.counted(stages)
+    params = sum(count * block.block_params for block, count in blocks)
+    ends = w.element * (total - params)  # embedding, last norm, output projection
     has_output = any(stage.has_output for stage in stages)
     logits, hole = _logits(w) if has_output else (0.0, 0.0)
-    working = (_working_bytes(w) * w.tokens + _expert_gradients(w)) * (layers > 0)
+    kinds = [block for block, _ in blocks]
+    working = max((_working_bytes(b) * b.tokens + _expert_gradients(b) for b in kinds), default=0)
     parts["logits"], parts["other"] = logits, LIBRARY_BYTES + hole
     if w.pipeline is None:
-        kept = _kept_bytes(w) * w.tokens * layers
-        kept = kept - _offloaded_bytes(w, layers) + _in_transit_bytes(w, layers)
+        kept = sum(count * _kept_bytes(block) * block.tokens for block, count in blocks)
+        kept = kept - _offloaded_bytes(blocks) + _in_transit_bytes(blocks)
         parts["activations"] = kept + max(0.0, working - logits)
+        largest = sorted(
+            (b.block_params for b, count in blocks for _ in range(count)), reverse=True
+        )
         never = w.config.parallelism.fsdp_reshard_after_forward == "never"
-        blocks = layers if never else min(PREFETCHED_BLOCKS, layers)
-        parts["unsharded"] = ends + w.gathered * blocks * w.block_params
-        if w.fsdp > 1 or w.experts_apart:
-            own = w.block_params - w.expert_params
-            padded = w.expert_params * w.expert_padding
-            reduced = w.reduced * (own / w.fsdp + padded / w.efsdp)
-            parts["communication"] = ends + GATHER_COPIES * w.gathered * (own + padded) + reduced
+        gathered = params if never else sum(largest[:PREFETCHED_BLOCKS])
+        parts["unsharded"] = ends + w.gathered * gathered
+        if w.fsdp > 1 or any(block.experts_apart for block in kinds):
+            parts["communication"] = ends + max(map(_communicated, kinds))
         if w.sums_whole_gradients and parts["gradients"] < FP32 * total:
             parts["unsharded"] += FP32 * total
         elif w.accumulation > 1 and w.replicas_apart and not parts["gradients"]:
@@ -133,13 +135,22 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
     if has_output:
         parts["logits"] += _waiting_losses(w, pp_rank)
     # Gradients are summed over the microbatches before they are reduced.
-    parts["unsharded"] = w.gathered * layers * w.block_params + ends + FP32 * total
-    parts["communication"] = transfers + FP32 * w.block_params * (w.fsdp > 1 and layers > 0)
-    if w.compiled and layers:
-        held = COMPILED_PIPELINE_BUFFERS * (w.gathered + FP32) * w.block_params
+    parts["unsharded"] = w.gathered * params + ends + FP32 * total
+    block_params = max((block.block_params for block in kinds), default=0)
+    parts["communication"] = transfers + FP32 * block_params * (w.fsdp > 1)
+    if w.compiled and blocks:
+        held = COMPILED_PIPELINE_BUFFERS * (w.gathered + FP32) * block_params
         parts["communication"] += held * (w.fsdp > 1)
         parts["other"] += working * COMPILED_PIPELINE_HOLES
     return Memory(parts)
+
+
+def _communicated(w: Workload) -> float:
+    """Bytes of the buffers in which a block's weights are gathered and its gradients reduced."""
+    own = w.block_params - w.expert_params
+    padded = w.expert_params * w.expert_padding
+    reduced = w.reduced * (own / w.fsdp + padded / w.efsdp)
+    return GATHER_COPIES * w.gathered * (own + padded) + reduced
 
 
 def _state(w: Workload, stages: list[Stage]) -> dict[str, float]:
@@ -149,10 +160,12 @@ def _state(w: Workload, stages: list[Stage]) -> dict[str, float]:
     shard = sum(map(w.shard, stages)) * on_device
     moments = 2 * shard
     if optimizer.name == "Muon":  # one moment for a block's matrices, AdamW's two for the rest
-        matrices = sum(
-            x.params / (w.efsdp / w.expert_padding if x.experts else w.fsdp) for x in w.linears
-        )
-        moments -= sum(stage.layers for stage in stages) * matrices * on_device
+        for block, count in w.counted(stages):
+            matrices = sum(
+                x.params / (block.efsdp / block.expert_padding if x.experts else block.fsdp)
+                for x in block.linears
+            )
+            moments -= count * matrices * on_device
     return {
         "parameters": w.stored * shard,
         "gradients": 0.0 if optimizer.early_step_in_backward else FP32 * shard,
@@ -172,23 +185,28 @@ def in_flight(w: Workload, pp_rank: int) -> tuple[float, float]:
     A stage keeps its output too.
     """
     assert w.pipeline is not None
-    kept = _kept_bytes(w) * w.tokens
     hidden = hidden_bytes(w)
-    own = w.pipeline.stages_of(pp_rank)
-    layers = {stage: w.stages[stage].layers for stage in own}
-    size = {
-        stage: kept * layers[stage] - _offloaded_bytes(w, layers[stage]) + hidden for stage in own
-    }
-    transit = max(_in_transit_bytes(w, count) for count in layers.values())
-    waiting = _postponed_bytes(w) * w.tokens
-    again = 0.0
+    own = {stage: w.counted([w.stages[stage]]) for stage in w.pipeline.stages_of(pp_rank)}
+
+    def summed(of: Callable[[Workload], float]) -> dict[int, float]:
+        """Bytes of one microbatch by stage."""
+        return {
+            stage: sum(count * of(block) * block.tokens for block, count in blocks)
+            for stage, blocks in own.items()
+        }
+
+    kept = summed(_kept_bytes)
+    size = {stage: kept[stage] - _offloaded_bytes(blocks) + hidden for stage, blocks in own.items()}
+    transit = max(map(_in_transit_bytes, own.values()))
+    waiting = summed(_postponed_bytes)
+    again = dict.fromkeys(own, 0.0)
     if not w.compiled:
-        again = RECOMPUTED_COPIES * w.recompute.pointwise * _block_bytes(w) * w.tokens
+        again = summed(lambda b: RECOMPUTED_COPIES * b.recompute.pointwise * _block_bytes(b))
 
     def activations(held: Held) -> float:
         kept = sum(count * size[stage] for stage, count in held.microbatches.items())
-        postponed = sum(count * layers[stage] * waiting for stage, count in held.postponed.items())
-        recomputed = max((layers[stage] * again for stage in held.postponed), default=0.0)
+        postponed = sum(count * waiting[stage] for stage, count in held.postponed.items())
+        recomputed = max((again[stage] for stage in held.postponed), default=0.0)
         return transit + kept + postponed + recomputed
 
     moments = program(w.pipeline, w.microbatches).held[pp_rank]
@@ -203,14 +221,14 @@ def _postponed_bytes(w: Workload) -> float:
     which gave its output.
     """
     d = w.dim
-    q = w.q / w.tp
-    kv = w.kv / w.tp
-    f = w.ffn
+    mixing = w.mixing
+    heads = (mixing.queries + mixing.keys + mixing.values) / w.tp
     tp = w.tp
     if w.compiled:
         return w.element * d / tp
-    network = w.expert_rows * (2 * f + d) if w.experts else 2 * f / tp + d
-    return w.element * (q + 2 * kv + d + network + 2 * d / tp)
+    inner = sum(x.rows * x.outputs for x in w.linears if x.name[-2:] in ("w1", "w3"))
+    returned = w.expert_rows * d if w.experts else d
+    return w.element * (heads + d + inner + returned + 2 * d / tp)
 
 
 def _waiting_losses(w: Workload, pp_rank: int) -> float:
@@ -238,28 +256,45 @@ def _waiting_losses(w: Workload, pp_rank: int) -> float:
     return logits * most
 
 
+def _attention_bytes(w: Workload) -> float:
+    """Bytes per token that the backward of a block's mixing needs, but for the block's input."""
+    mixing = w.mixing
+    heads = mixing.queries + mixing.keys + mixing.values + mixing.out
+    own = w.element * (heads + mixing.saved) / w.tp + w.element * mixing.saved_whole
+    own += _log_sum_exp_bytes(w)
+    if getattr(w.args, "qk_norm", False) and mixing.module == "attention":  # what their norms read
+        kv = w.args.n_kv_heads * w.args.head_dim
+        own += w.element * (mixing.queries + kv) / w.tp
+        own += FP32 * (w.args.n_heads + w.args.n_kv_heads) / w.tp
+    return own
+
+
 def _log_sum_exp_bytes(w: Workload) -> float:
     """What flash attention keeps per token beside its output: one fp32 number per head."""
-    return FP32 * w.args.n_heads / w.tp
+    return FP32 * w.mixing.sums / w.tp
 
 
 def _block_bytes(w: Workload) -> float:
     """Bytes per token that a block's backward needs: inputs of products and norms, q, k, v."""
     d = w.dim
-    q = w.q / w.tp
-    f = w.ffn / w.tp
     tp = w.tp
-    attention = w.element * (2 * q + 2 * w.kv_attended / tp) + _log_sum_exp_bytes(w)
-    if getattr(w.args, "qk_norm", False):  # what the norms of heads read
-        attention += w.element * (q + w.kv / tp) + FP32 * (w.args.n_heads + w.args.n_kv_heads) / tp
+    # what the two norms of a placement read: the residual stream, or what is added to it
+    norms = 4 if getattr(w.args, "norm_placement", "before") == "both" else 2
+    joining = 5 * d / tp if w.kind.joins else 0  # embedding and state, normalized, joined
+    own = _attention_bytes(w) + w.element * (norms * d / tp + joining)
     if not w.experts:
-        return w.element * (2 * d / tp + 2 * d + 4 * f) + attention
+        f = w.ffn / tp
+        inner = 3 if getattr(w.args, "activation", "swiglu") == "relu2" else 4
+        return own + w.element * (d + inner * f)
     # The router reads an fp32 copy. Experts keep their rows, two of their products, and the rows
     # they return. Those that compute in 8 bits also keep what the third reads, and what that is
     # made of.
-    inner = (4 if w.eight_bit_experts else 2) * w.ffn
-    network = FP32 * d / tp + _routing_bytes(w) + w.element * w.expert_rows * (2 * d + inner)
-    return w.element * (2 * d / tp + d) + attention + network
+    kept = 4 if w.eight_bit_experts else 2
+    network = FP32 * d / tp + _routing_bytes(w) + w.element * w.expert_rows * (2 * d + kept * w.ffn)
+    shared = getattr(w.args, "shared_expert_dim", 0)
+    if shared:
+        network += w.element * (d + d / tp + 4 * shared / tp)
+    return own + network
 
 
 def _routing_bytes(w: Workload) -> float:
@@ -270,32 +305,24 @@ def _routing_bytes(w: Workload) -> float:
 def _kept_bytes(w: Workload) -> float:
     """Bytes per token that a block keeps from its forward to its backward."""
     d = w.dim
-    q = w.q / w.tp
-    kv = w.kv / w.tp
-    f = w.ffn / w.tp
     tp = w.tp
     ac = w.config.activation_checkpoint
     boundary = w.element * d / tp
     everything = _block_bytes(w)
     if ac.mode == "full":
         return boundary
-    if w.checkpoints_operations() and w.experts:
-        # Of the block's products wq, wv, the router's, and w3; or, if it is in three regions, what
-        # goes from one to the next, and w1 and w2.
-        width = w.ffn
-        if w.experts_apart:
-            width = 3 * d + w.ffn + (0 if w.compiled else d)
-        rows = w.element * w.expert_rows * width
-        regions = (boundary + _routing_bytes(w)) * w.experts_apart
-        sums = w.element * d / tp if tp > 1 else 0
-        attention = w.element * (2 * q + kv) + _log_sum_exp_bytes(w) + sums
-        return boundary + attention + FP32 * w.experts / tp + rows + regions
     if w.checkpoints_operations():
-        # Every second product: wq, wv, w1 and w2, whose result is not yet summed over the ranks;
-        # attention; the sums. No gradient needs w2's: a compiler drops it.
-        w2 = 0 if w.compiled else d
-        sums = 2 * d / tp if tp > 1 else 0
-        return boundary + w.element * (q + kv + f + w2 + q + sums) + _log_sum_exp_bytes(w)
+        # Every second product, attention, and results summed over ranks. Between the three regions
+        # of experts that are apart also what goes from one to the next.
+        products = sum(
+            (FP32 if x.fp32 else w.element) * x.rows * x.outputs for x in w.linears if x.kept
+        )
+        kept = boundary + products + w.element * w.mixing.out / tp + _log_sum_exp_bytes(w)
+        summed = 1 if w.experts else 2
+        kept += w.element * summed * d / tp * (tp > 1)
+        if w.experts and w.experts_apart:
+            kept += boundary + _routing_bytes(w) + w.element * w.expert_rows * 3 * d
+        return kept
     if ac.mode == "selective":
         share = 1 / int(ac.selective_ac_option)
         return share * boundary + (1 - share) * everything
@@ -311,14 +338,30 @@ def offloaded_per_block(w: Workload) -> float:
     return w.tokens * (_kept_bytes(w) if seen else w.element * w.dim / w.tp)
 
 
-def _offloaded_bytes(w: Workload, layers: int) -> float:
-    """What a stage of `layers` blocks keeps of one microbatch in host memory."""
-    return offloaded_per_block(w) * offloaded_blocks(w.config.activation_checkpoint, layers)
+Counted = Sequence[tuple[Workload, int]]
+"""Kinds of blocks of a stage, with how many there are of each."""
 
 
-def _in_transit_bytes(w: Workload, layers: int) -> float:
+def _offloaded(blocks: Counted) -> tuple[int, float]:
+    """How many of a stage's blocks are offloaded, and the bytes of one of average size."""
+    layers = sum(count for _, count in blocks)
+    if not layers:
+        return 0, 0.0
+    ac = blocks[0][0].config.activation_checkpoint
+    mean = sum(count * offloaded_per_block(block) for block, count in blocks) / layers
+    return offloaded_blocks(ac, layers), mean
+
+
+def _offloaded_bytes(blocks: Counted) -> float:
+    """What a stage keeps of one microbatch in host memory."""
+    count, size = _offloaded(blocks)
+    return count * size
+
+
+def _in_transit_bytes(blocks: Counted) -> float:
     """Bytes of offloaded blocks still on the device: the current one and the one being copied."""
-    return offloaded_per_block(w) * min(2, offloaded_blocks(w.config.activation_checkpoint, layers))
+    count, size = _offloaded(blocks)
+    return min(2, count) * size
 
 
 def _working_bytes(w: Workload) -> float:
@@ -328,7 +371,7 @@ def _working_bytes(w: Workload) -> float:
     its peak.
     """
     d = w.dim
-    q = w.q / w.tp
+    q = w.mixing.queries / w.tp
     f = w.ffn / w.tp
     # gradients of an expert's rows and of its products; and copies before and after the exchange
     if w.experts:
@@ -343,7 +386,8 @@ def _working_bytes(w: Workload) -> float:
         gathered = 8 * d if w.tp > 1 else 0
         block = _block_bytes(w) + w.element * (d / w.tp + 2 * f + gathered)
     # Keys and values of all ranks, and their gradients in fp32.
-    ring = 2 * w.kv_attended / w.tp * w.cp * (w.element + FP32) if w.cp > 1 else 0
+    sent = w.mixing.keys + w.mixing.values
+    ring = sent / w.tp * w.cp * (w.element + FP32) if w.cp > 1 else 0
     return block + ring
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from torchtitan.tools.planner.memory import Counted
 from torchtitan.tools.planner.workload import (
     BACKWARD_ATTENTION,
     BACKWARD_PRODUCTS,
@@ -37,16 +38,26 @@ class Collectives:
             self.bytes[axis, operation] += round(calls * size)
 
 
-def tensor_parallel_calls(w: Workload) -> tuple[float, float]:
-    """All-gathers and reduce-scatters of one block and microbatch, forward and backward.
+def tensor_parallel_widths(w: Workload) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    """All-gathers and reduce-scatters of one block and microbatch, forward and backward: the widths
+    of what they move, with how many there are of each.
 
-    With sequence parallelism each pass has two of each (Korthikanti et al., arXiv:2205.05198).
-    Recomputing a block gathers its inputs again; recomputing all of it also scatters its results
-    again, and a compiler drops the last of those, which nothing reads.
+    With sequence parallelism each pass has two of each (Korthikanti et al., arXiv:2205.05198): what
+    is gathered in the forward is scattered in the backward. Recomputing a block gathers its inputs
+    again; recomputing all of it also scatters its results again, and a compiler drops the last of
+    those, which nothing reads. Routed experts get the tokens of each rank.
     """
-    if w.experts:  # around attention alone: experts get the tokens of each rank
-        return 2 + w.recompute.pointwise, 2 + w.recompute.attention
-    return 4 + 2 * w.recompute.pointwise, 4 + (1 if w.compiled else 2) * w.recompute.attention
+    d = w.dim
+    networks = 0 if w.experts else 1
+    networks += w.experts > 0 and getattr(w.args, "shared_expert_dim", 0) > 0
+    again = w.recompute.pointwise
+    results = 1 + networks
+    dropped = 1 if w.compiled and not w.experts else 0
+    scattered = [*w.mixing.gathered, *[d] * networks]
+    gathers = [(width, 1 + again) for width in scattered] + [(d, float(results))]
+    scatters = [(width, 1.0) for width in scattered]
+    scatters.append((d, results + (results - dropped) * w.recompute.attention))
+    return gathers, scatters
 
 
 def exchanges(w: Workload) -> float:
@@ -65,56 +76,37 @@ def exchanged_bytes(w: Workload) -> float:
 
 
 def heads_exchanged(w: Workload) -> tuple[float, float]:
-    """Bytes that Ulysses exchanges in a block's forward of one microbatch: queries, keys and values
-    on the way to the ranks of their heads, and the output on its way back.
+    """Bytes that a block exchanges in the forward of one microbatch if context parallelism gives
+    each rank whole rows of some heads: what heads read, on the way to their ranks, and their output
+    on its way back.
     """
     size = w.element * w.tokens / w.tp
-    copies = max(1, w.cp * w.tp // w.args.n_kv_heads)
-    return size * (w.q + 2 * copies * w.kv), size * w.q
+    mixing = w.mixing
+    read = mixing.queries + mixing.keys + mixing.values
+    if mixing.module == "delta":
+        read += 2 * w.args.delta_value_heads
+    elif mixing.module == "attention":
+        copies = max(1, w.cp * w.tp // w.args.n_kv_heads)
+        read = mixing.queries + copies * (mixing.keys + mixing.values)
+    return size * read, size * mixing.out
 
 
 def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
     """What one rank at place `pp_rank` of the pipeline communicates in a step."""
     out = Collectives()
     stages = w.stages_of(pp_rank)
-    layers = sum(stage.layers for stage in stages)
+    blocks = w.counted(stages)
     runs = w.microbatches * w.accumulation
     weights = sum(map(w.params, stages))
     hidden = w.tokens * w.dim
-    _add_data_parallel(out, w, layers, weights)
+    _add_data_parallel(out, w, blocks, weights)
+    for block, count in blocks:
+        _add_block(out, block, count * runs)
     if w.tp > 1:
-        gathers, scatters = tensor_parallel_calls(w)
-        out.add(
-            "tp",
-            "all_gather",
-            gathers * layers * runs,
-            hidden * (FP8 if w.tensorwise else w.element),
-        )
-        out.add("tp", "reduce_scatter", scatters * layers * runs, hidden * w.element)
         ends = sum(stage.has_embedding + stage.has_output for stage in stages)
         # One in the forward, the other in the backward.
         for operation in ("all_gather", "reduce_scatter"):
             out.add("tp", operation, ends * runs, hidden * w.element)
-    if w.experts and w.ep > 1:
-        # Each way twice: to the experts and from them.
-        there = exchanges(w) * layers * runs
-        back = layers * runs
-        out.add("ep", "all_to_all", 2 * (there + back), exchanged_bytes(w))
-        out.add("ep", "all_to_all", there, INT32 * w.experts)
-    if w.cp > 1:
-        passes = 2 + w.recompute.attention
-        keys_values = 2 * w.tokens * w.kv_attended / w.tp
-        if w.by_heads:
-            for size in heads_exchanged(w):
-                out.add("cp", "all_to_all", passes * layers * runs, size)
-        elif w.config.parallelism.context_parallel_rotate_method == "alltoall":
-            out.add(
-                "cp", "all_to_all", passes * (w.cp - 1) * layers * runs, keys_values * w.element
-            )
-            out.add("cp", "all_to_all", w.cp * layers * runs, keys_values * FP32)
-        else:
-            out.add("cp", "all_gather", passes * layers * runs, keys_values * w.element * w.cp)
-            out.add("cp", "reduce_scatter", layers * runs, keys_values * FP32 * w.cp)
     if w.pp > 1:
         last = len(w.stages) - 1
         sends = sum(
@@ -126,18 +118,59 @@ def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
     return out
 
 
+def _add_block(
+    out: Collectives,
+    w: Workload,
+    times: int,
+) -> None:
+    """What one block communicates, as often as it runs, but for its weights."""
+    if w.tp > 1:
+        gathers, scatters = tensor_parallel_widths(w)
+        gathered = FP8 if w.tensorwise else w.element
+        for width, calls in gathers:
+            out.add("tp", "all_gather", calls * times, w.tokens * width * gathered)
+        for width, calls in scatters:
+            out.add("tp", "reduce_scatter", calls * times, w.tokens * width * w.element)
+        norms = w.mixing.spans_ranks * (2 + w.recompute.pointwise)
+        out.add("tp", "all_reduce", norms * times, w.tokens * FP32)
+    if w.experts and w.ep > 1:
+        # Each way twice: to the experts and from them.
+        there = exchanges(w) * times
+        out.add("ep", "all_to_all", 2 * (there + times), exchanged_bytes(w))
+        out.add("ep", "all_to_all", there, INT32 * w.experts)
+    if w.cp > 1:
+        passes = 2 + w.recompute.attention
+        keys_values = w.tokens * (w.mixing.keys + w.mixing.values) / w.tp
+        if w.by_heads:
+            for size in heads_exchanged(w):
+                out.add("cp", "all_to_all", passes * times, size)
+        elif w.config.parallelism.context_parallel_rotate_method == "alltoall":
+            out.add("cp", "all_to_all", passes * (w.cp - 1) * times, keys_values * w.element)
+            out.add("cp", "all_to_all", w.cp * times, keys_values * FP32)
+        else:
+            out.add("cp", "all_gather", passes * times, keys_values * w.element * w.cp)
+            out.add("cp", "reduce_scatter", times, keys_values * FP32 * w.cp)
+
+
 def _add_data_parallel(
     out: Collectives,
     w: Workload,
-    layers: int,
+    blocks: Counted,
     weights: int,
 ) -> None:
     """FSDP's and HSDP's collectives: one group of parameters per block, one for its experts if they
     are on other ranks, and one for embedding, norm and output.
     """
-    ends = weights - layers * w.block_params
-    padded = w.expert_params * w.expert_padding
-    own = w.block_params - w.expert_params + padded * (not w.experts_apart)
+    layers = sum(count for _, count in blocks)
+    ends = weights - sum(count * block.block_params for block, count in blocks)
+    own = 0.0
+    apart = []
+    for block, count in blocks:
+        padded = block.expert_params * block.expert_padding
+        whole = padded * (not block.experts_apart)
+        own += count * (block.block_params - block.expert_params + whole)
+        if block.experts_apart:
+            apart.append((count, padded))
     groups = layers + (ends > 0)
     scatters = 1 if w.sums_whole_gradients else w.accumulation
     reduces = 1 if w.replicas_apart else scatters
@@ -151,45 +184,39 @@ def _add_data_parallel(
     }[reshard]
     gathers = w.accumulation * (layers + regathered)
     if w.fsdp > 1:
-        out.add("fsdp", "all_gather", gathers, own * w.gathered)
+        out.add("fsdp", "all_gather", gathers, own / max(layers, 1) * w.gathered)
         out.add(
             "fsdp",
             "all_gather",
             w.accumulation * (groups - layers) * (1 + (reshard == "always")),
             ends * w.element,
         )
-        out.add(
-            "fsdp", "reduce_scatter", groups * scatters, (layers * own + ends) / groups * w.reduced
-        )
-    if w.experts_apart and w.efsdp > 1:
-        out.add("efsdp", "all_gather", gathers, padded * w.element)
-        out.add("efsdp", "reduce_scatter", layers * scatters, padded * w.reduced)
+        out.add("fsdp", "reduce_scatter", groups * scatters, (own + ends) / groups * w.reduced)
     if w.dp_replicate > 1:
-        out.add(
-            "dp_replicate",
-            "all_reduce",
-            groups * reduces,
-            (layers * own + ends) / groups / w.fsdp * w.reduced,
-        )
-        out.add(
-            "dp_replicate",
-            "all_reduce",
-            layers * reduces * w.experts_apart,
-            padded / w.efsdp * w.reduced,
-        )
+        size = (own + ends) / groups / w.fsdp * w.reduced
+        out.add("dp_replicate", "all_reduce", groups * reduces, size)
+    for count, padded in apart:
+        share = count / layers
+        if w.efsdp > 1:
+            out.add("efsdp", "all_gather", gathers * share, padded * w.element)
+            out.add("efsdp", "reduce_scatter", count * scatters, padded * w.reduced)
+        if w.dp_replicate > 1:
+            out.add("dp_replicate", "all_reduce", count * reduces, padded / w.efsdp * w.reduced)
 
 
 def hardware_flops(w: Workload) -> dict[tuple[str, str], float]:
     """FLOPs of a step on one rank by (kind, dtype): the pipeline's mean, with recomputation."""
     tokens = w.tokens * w.microbatches * w.accumulation / w.pp
     dtype = "float32" if w.element == FP32 else "bfloat16"
-    products = [(x, w.args.n_layers) for x in w.linears] + [(w.output, 1)]
+    blocks = w.counted(w.stages)
+    products = [(x, count) for block, count in blocks for x in block.linears]
     out: dict[tuple[str, str], float] = {}
-    for linear, count in products:
+    for linear, count in [*products, (w.output, w.predictions)]:
         own = "float32" if linear.fp32 else dtype
         key = "matmul", "float8" if linear.eight_bit else own
         flops = (1 + BACKWARD_PRODUCTS + linear.recomputed) * linear.flops * count
         out[key] = out.get(key, 0.0) + flops * tokens
     passes = 1 + BACKWARD_ATTENTION + w.recompute.attention
-    out["attention", dtype] = passes * w.attention_flops * w.args.n_layers * tokens
+    mixed = sum(count * block.attention_flops for block, count in blocks)
+    out["attention", dtype] = passes * mixed * tokens
     return out

@@ -7,8 +7,10 @@ before tensor parallelism, E a block's experts, and k a token's, all equally loa
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torchtitan.config.derive import (
@@ -31,6 +33,13 @@ from torchtitan.config.features import (
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.protocols import TransformerArgs
 from torchtitan.parallel.pipeline_stages import StagePlan
+from torchtitan.tools.planner.block import (
+    Mixing,
+    block_layers,
+    kind_of,
+    mixing_of,
+    vector_params,
+)
 from torchtitan.utils.errors import UserError
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -73,6 +82,8 @@ class Linear:
     """Weights of a grouped product; 0: it is none."""
     fp32: bool = False
     """Computes in fp32, whatever the type of the activations."""
+    kept: bool = False
+    """Checkpointing by operation keeps its result."""
 
     @property
     def flops(self) -> float:
@@ -90,10 +101,15 @@ class Stage:
 
     rank: int
     """Place along the `pp` axis."""
-    layers: int
+    kinds: tuple[int, ...]
+    """Number of blocks of each kind, as in `Workload.blocks`."""
     has_embedding: bool
     has_output: bool
     """Holds the final norm and the output projection, and computes the loss."""
+
+    @property
+    def layers(self) -> int:
+        return sum(self.kinds)
 
 
 @dataclass(frozen=True)
@@ -115,20 +131,14 @@ def _check_covered(config: Config, args: TransformerArgs) -> None:
             f"model.name: the planner's closed forms need a model with {', '.join(_SIZES)}; "
             f"{config.model.name} has no {', '.join(missing)}"
         )
-    if getattr(args, "n_experts", 0) and args.n_dense_layers:
-        key = "model.overrides.n_dense_layers"
-        raise UserError(
-            f"{key}: the planner's closed forms need blocks that are alike; plan with 0"
-        )
-    if getattr(args, "n_mtp", 0):
-        raise UserError(
-            "model.overrides.n_mtp: the planner's closed forms don't cover modules that predict "
-            "further tokens; plan with 0"
-        )
 
 
 class Workload:
-    """One training step of `config` on each rank."""
+    """One training step of `config` on each rank.
+
+    What is said about a block holds for the most common kind. `blocks` has a workload for each
+    kind, as if all blocks were of that kind.
+    """
 
     def __init__(
         self,
@@ -154,8 +164,6 @@ class Workload:
         p = config.parallelism
         self.config = config
         self.args = args
-        self.experts = getattr(args, "n_experts", 0)
-        self.top_k = getattr(args, "experts_per_token", 0)
         self.pipeline = stages
         degrees = axis_degrees(p)
         self.pp = degrees["pp"]
@@ -169,11 +177,6 @@ class Workload:
         self.dim = args.dim
         self.vocab = args.vocab_size
         self.seq_len = t.seq_len
-        self.ffn = args.expert_dim if self.experts else args.ffn_dim
-        self.q = args.n_heads * args.head_dim
-        self.kv = args.n_kv_heads * args.head_dim
-        self.kv_attended = self.q if kv_repeated else self.kv
-        """Width of the keys (or values) that attention reads and context parallelism sends."""
         rows = stages.microbatch_size if stages else t.local_batch_size
         self.microbatches = t.local_batch_size // rows
         self.accumulation = gradient_accumulation_steps(config)
@@ -183,12 +186,54 @@ class Workload:
         self.float8 = uses(config, FLOAT8)
         self.mx = uses(config, MX)
         self.recompute = self._recompute()
-        self.linears = list(self._linears())
+        self.predictions = 1 + getattr(args, "n_mtp", 0)
+        """Tokens that each token's hidden states predict."""
+        self.kv_repeated = kv_repeated
+        kinds = {i: kind_of(args, i) for i in range(args.n_layers + self.predictions - 1)}
+        self._kinds = list(dict.fromkeys(kinds.values()))
+        self._kind_of_layer = {i: self._kinds.index(kind) for i, kind in kinds.items()}
+        self.kind = Counter(kinds.values()).most_common(1)[0][0]
+        self.blocks = [copy(self) for _ in self._kinds]
+        """A workload for each kind of block."""
+        for block, kind in zip(self.blocks, self._kinds, strict=True):
+            block.kind = kind
         rounded = self._eight_bit("output", self.dim, self.vocab)
         self.output = Linear("output", self.dim, self.vocab // self.tp, rounded, 0.0)
         self.vocab_params = self.vocab * self.dim // self.tp
         """Parameters of the embedding, or the output projection, on one tensor-parallel rank."""
         self.stages = list(self._stages())
+
+    # ---- of a kind of block
+
+    @property
+    def experts(self) -> int:
+        """Experts of a block."""
+        return getattr(self.args, "n_experts", 0) if self.kind.experts else 0
+
+    @property
+    def top_k(self) -> int:
+        return getattr(self.args, "experts_per_token", 0) if self.kind.experts else 0
+
+    @property
+    def ffn(self) -> int:
+        return self.args.expert_dim if self.kind.experts else self.args.ffn_dim
+
+    @cached_property
+    def mixing(self) -> Mixing:
+        """How tokens learn from each other."""
+        return mixing_of(self.args, self.kind.mixing, self.seq_len, self.kv_repeated)
+
+    @cached_property
+    def linears(self) -> list[Linear]:
+        return list(self._linears())
+
+    def counted(self, stages: Iterable[Stage]) -> list[tuple["Workload", int]]:
+        """The kinds of blocks on these stages, with how many there are of each."""
+        counts = [sum(column) for column in zip(*(stage.kinds for stage in stages), strict=True)]
+        pairs = zip(self.blocks, counts, strict=True)
+        return [(block, count) for block, count in pairs if count]
+
+    # ---- of the model
 
     @cached_property
     def efsdp(self) -> int:
@@ -273,25 +318,27 @@ class Workload:
     @property
     def by_heads(self) -> bool:
         """Whether context parallelism gives each rank whole rows of some heads."""
-        return self.cp > 1 and self.config.parallelism.context_parallel_method == "ulysses"
+        ulysses = self.config.parallelism.context_parallel_method == "ulysses"
+        return self.cp > 1 and (ulysses or self.mixing.module == "delta")
 
     @property
     def attention_flops(self) -> float:
-        """FLOPs of one block's causal attention forward, per token: the unmasked half of 4 S q."""
-        return 2.0 * self.seq_len * self.q / self.tp
+        """FLOPs of one block's mixing of tokens in its forward, per token."""
+        return self.mixing.flops / self.tp
 
     def params(self, stage: Stage) -> int:
         """Parameters of a stage on one tensor- and expert-parallel rank, before FSDP."""
         tied = stage.has_embedding and getattr(self.args, "tie_embeddings", False)
         ends = stage.has_embedding + (stage.has_output and not tied)
-        blocks = stage.layers * self.block_params
+        blocks = sum(count * block.block_params for block, count in self.counted([stage]))
         return blocks + ends * self.vocab_params + stage.has_output * self.dim
 
     def shard(self, stage: Stage) -> float:
         """Parameters of a stage on one rank."""
-        experts = stage.layers * self.expert_params
-        others = self.params(stage) - experts
-        return others / self.fsdp + experts * self.expert_padding / self.efsdp
+        counted = self.counted([stage])
+        others = self.params(stage) - sum(n * block.expert_params for block, n in counted)
+        padded = sum(n * block.expert_params * block.expert_padding for block, n in counted)
+        return others / self.fsdp + padded / self.efsdp
 
     @property
     def expert_rows(self) -> float:
@@ -322,50 +369,44 @@ class Workload:
 
     def _linears(self) -> Iterator[Linear]:
         """A block's linear layers in order; checkpointing by operation keeps every second."""
-        d = self.dim
-        f = self.ffn
         tp = self.tp
-        network = "moe.experts" if self.experts else "feed_forward"
-        sizes = {
-            "attention.wq": (d, self.q),
-            "attention.wk": (d, self.kv),
-            "attention.wv": (d, self.kv),
-            "attention.wo": (self.q, d),
-            **({"moe.router.gate": (d, self.experts)} if self.experts else {}),
-            f"{network}.w1": (d, f),
-            f"{network}.w3": (d, f),
-            f"{network}.w2": (f, d),
-        }
         forced = self.config.activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns
         counted = 0
-        for name, (inputs, outputs) in sizes.items():
-            of_experts = name.startswith("moe.experts")
-            of_router = name == "moe.router.gate"
+        for layer in block_layers(self.args, self.kind, self.mixing):
+            name = layer.name
             if name == "moe.experts.w1" and self.experts_apart:
                 counted = 0  # a region of its own
-            may_be_kept = of_experts or of_router or not any(part in name for part in forced)
+            may_be_kept = layer.split in ("experts", "tokens")
+            may_be_kept = may_be_kept or not any(part in name for part in forced)
             counted += may_be_kept
             kept = self.checkpoints_operations() and may_be_kept and counted % 2 == 1
             unused = name == "feed_forward.w2" and self.compiled  # by gradients: it is dropped
-            recomputed = 0.0 if kept or unused else self.recompute.products
-            if of_experts:
-                yield Linear(
-                    name,
-                    inputs,
-                    outputs,
-                    self.eight_bit_experts,
-                    recomputed,
-                    self.expert_rows,
-                    self.experts // self.ep,
+            linear = Linear(
+                name,
+                layer.inputs,
+                layer.outputs,
+                eight_bit=False,
+                recomputed=0.0 if kept or unused else self.recompute.products,
+                kept=kept and not unused,
+            )
+            if layer.split == "experts":
+                yield replace(
+                    linear,
+                    eight_bit=self.eight_bit_experts,
+                    rows=self.expert_rows,
+                    experts=self.experts // self.ep,
                 )
-            elif of_router:
-                yield Linear(name, inputs, outputs, False, recomputed, 1 / tp, fp32=True)
+            elif layer.split == "tokens":
+                yield replace(linear, rows=1 / tp, fp32=name.endswith("gate"))
             else:
-                rounded = self._eight_bit(f"layers.0.{name}", inputs, outputs)
-                if name.endswith(("wo", "w2")):
-                    yield Linear(name, inputs // tp, outputs, rounded, recomputed)
-                else:
-                    yield Linear(name, inputs, outputs // tp, rounded, recomputed)
+                rounded = self._eight_bit(f"layers.0.{name}", layer.inputs, layer.outputs)
+                rows = layer.split == "rows"
+                yield replace(
+                    linear,
+                    eight_bit=rounded,
+                    inputs=layer.inputs // tp if rows else layer.inputs,
+                    outputs=layer.outputs if rows else layer.outputs // tp,
+                )
 
     @cached_property
     def expert_padding(self) -> float:
@@ -382,10 +423,8 @@ class Workload:
         return math.ceil(own / self.efsdp) * self.efsdp / own
 
     def _vector_params(self) -> int:
-        """Norms, of heads too, and biases of a block."""
-        heads = 2 * self.args.head_dim if getattr(self.args, "qk_norm", False) else 0
-        biases = (self.q + 2 * self.kv) // self.tp if getattr(self.args, "qkv_bias", False) else 0
-        return 2 * self.dim + heads + biases
+        """Norms and biases of a block, and what its heads have of their own."""
+        return vector_params(self.args, self.kind, self.mixing, self.tp, self.ep)
 
     def _eight_bit(
         self,
@@ -408,8 +447,13 @@ class Workload:
 
     def _stages(self) -> Iterator[Stage]:
         if self.pipeline is None:
-            yield Stage(0, self.args.n_layers, True, True)
+            yield Stage(0, self._count(self._kind_of_layer), True, True)
             return
         for rank, names in zip(self.pipeline.ranks, self.pipeline.modules, strict=True):
-            layers = sum(name.startswith("layers.") for name in names)
-            yield Stage(rank, layers, "tok_embeddings" in names, "output" in names)
+            layers = [int(name.split(".")[1]) for name in names if name.startswith("layers.")]
+            yield Stage(rank, self._count(layers), "tok_embeddings" in names, "output" in names)
+
+    def _count(self, layers: Iterable[int]) -> tuple[int, ...]:
+        """Number of blocks of each kind."""
+        kinds = [self._kind_of_layer[layer] for layer in layers]
+        return tuple(kinds.count(kind) for kind in range(len(self._kinds)))

@@ -1,0 +1,269 @@
+"""What a kind of block consists of, for the planner's formulas: its linear layers, how it mixes
+tokens, and its vectors.
+
+Widths are of the whole model; per token, where nothing else is said.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torchtitan.models.delta_args import delta_flops
+
+Split = Literal["columns", "rows", "tokens", "experts"]
+"""How ranks share a linear layer: its outputs, its inputs, the tokens, or the experts."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What tells blocks of a model apart."""
+
+    mixing: str
+    """A value of `DecoderArgs.layer_pattern`."""
+    experts: bool
+    joins: bool
+    """It predicts further tokens, and first joins embeddings and hidden states."""
+
+
+def kind_of(args: Any, layer: int) -> Kind:
+    """The kind of the block of this index."""
+    experts = getattr(args, "n_experts", 0) > 0 and layer >= args.n_dense_layers
+    mixing = args.kind(layer) if hasattr(args, "kind") else "full"
+    return Kind(mixing, experts, joins=layer >= args.n_layers)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer."""
+
+    name: str
+    inputs: int
+    outputs: int
+    split: Split
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """How a block's tokens learn from each other."""
+
+    module: str
+    queries: int
+    """Width of all queries."""
+    keys: int
+    values: int
+    """Widths of all keys and values that attention reads, and context parallelism sends."""
+    out: int
+    """Width of what the output projection reads."""
+    sums: int
+    """Heads whose log-sum-exp the backward needs."""
+    flops: float
+    """Of the forward."""
+    gathered: tuple[int, ...]
+    """Widths that tensor parallelism gathers along the sequence."""
+    saved: int = 0
+    """Elements that the backward needs besides those of queries, keys, values and outputs, of which
+    a tensor-parallel rank has its part.
+    """
+    saved_whole: int = 0
+    """Likewise, of which each has all."""
+    spans_ranks: int = 0
+    """Norms over features of several ranks."""
+
+
+def mixing_of(
+    args: Any,
+    kind: str,
+    seq_len: int,
+    kv_repeated: bool,
+) -> Mixing:
+    """
+    Args:
+        kv_repeated: keys and values are copied for every query head.
+    """
+    if kind == "delta":
+        return _delta(args, seq_len)
+    window = min(args.window, seq_len) if kind == "window" else seq_len
+    span = 2 * window - window**2 / seq_len
+    queries = args.n_heads * args.head_dim
+    # the unmasked half of two products
+    flops = span * args.n_heads * (args.head_dim + getattr(args, "value_dim", args.head_dim))
+    if getattr(args, "kv_lora_rank", 0):
+        return _latent(args, queries, flops)
+    kv = queries if kv_repeated else args.n_kv_heads * args.head_dim
+    gated = getattr(args, "gated_attention", False)
+    return Mixing(
+        "attention",
+        queries,
+        keys=kv,
+        values=kv,
+        out=queries,
+        sums=args.n_heads,
+        flops=flops,
+        gathered=(args.dim,),
+        saved=2 * queries if gated else 0,  # gates, and what they give
+        saved_whole=args.dim,
+        spans_ranks=2 if getattr(args, "qk_norm_whole", False) else 0,
+    )
+
+
+def _latent(
+    args: Any,
+    queries: int,
+    flops: float,
+) -> Mixing:
+    """Latent attention. What is narrow is gathered, its norms are of each rank's tokens."""
+    narrow = args.kv_lora_rank + args.rope_head_size
+    values = args.n_heads * args.value_dim
+    read = args.q_lora_rank or args.dim
+    return Mixing(
+        "latent_attention",
+        queries,
+        keys=queries,
+        values=values,
+        out=values,
+        sums=args.n_heads,
+        flops=flops,
+        gathered=(read, narrow),
+        saved=args.dim + narrow + 2 * args.q_lora_rank + args.kv_lora_rank,
+        saved_whole=read + narrow,
+    )
+
+
+def _delta(args: Any, seq_len: int) -> Mixing:
+    """Gated DeltaNet. Its rule runs in fp32, on copies of queries, keys and values."""
+    keys = args.delta_key_heads * args.delta_key_size
+    values = args.delta_value_heads * args.delta_value_size
+    weights = sum(layer.inputs * layer.outputs for layer in _delta_layers(args))
+    of_heads = args.delta_value_heads * args.delta_key_size
+    return Mixing(
+        "delta",
+        queries=keys,
+        keys=keys,
+        values=values,
+        out=values,
+        sums=0,
+        flops=delta_flops(args, seq_len) / 3 - 2 * weights,
+        gathered=(args.dim,),
+        saved=values + 2 * (2 * keys + values) + 2 * (4 * of_heads + 6 * values),
+        saved_whole=args.dim,
+    )
+
+
+def block_layers(
+    args: Any,
+    kind: Kind,
+    mixing: Mixing,
+) -> Iterator[Layer]:
+    """The linear layers of a block, in the order in which they run."""
+    d = args.dim
+    if kind.joins:
+        yield Layer("eh_proj", 2 * d, d, "tokens")
+    yield from _mixing_layers(args, mixing)
+    gated = getattr(args, "activation", "swiglu") != "relu2"
+    if not kind.experts:
+        yield from _network("feed_forward", d, args.ffn_dim, gated, rows="rows")
+        return
+    yield Layer("moe.router.gate", d, args.n_experts, "tokens")
+    if shared := getattr(args, "shared_expert_dim", 0):
+        yield from _network("moe.shared", d, shared, gated, rows="rows")
+        if args.shared_expert_gate:
+            yield Layer("moe.shared_gate", d, 1, "tokens")
+    yield from _network("moe.experts", d, args.expert_dim, gated, rows="experts")
+
+
+def _network(
+    name: str,
+    dim: int,
+    width: int,
+    gated: bool,
+    rows: Literal["rows", "experts"],
+) -> Iterator[Layer]:
+    columns: Split = "experts" if rows == "experts" else "columns"
+    yield Layer(f"{name}.w1", dim, width, columns)
+    if gated:
+        yield Layer(f"{name}.w3", dim, width, columns)
+    yield Layer(f"{name}.w2", width, dim, rows)
+
+
+def _mixing_layers(args: Any, mixing: Mixing) -> Iterator[Layer]:
+    d = args.dim
+    name = mixing.module
+    if name == "delta":
+        yield from _delta_layers(args)
+    elif name == "attention":
+        yield Layer("attention.wq", d, mixing.queries, "columns")
+        yield Layer("attention.wk", d, args.n_kv_heads * args.head_dim, "columns")
+        yield Layer("attention.wv", d, args.n_kv_heads * args.head_dim, "columns")
+        if getattr(args, "gated_attention", False):
+            yield Layer("attention.wg", d, mixing.queries, "columns")
+        yield Layer("attention.wo", mixing.out, d, "rows")
+    else:
+        rank = args.q_lora_rank
+        if rank:
+            yield Layer(f"{name}.wq_a", d, rank, "tokens")
+            yield Layer(f"{name}.wq_b", rank, mixing.queries, "columns")
+        else:
+            yield Layer(f"{name}.wq", d, mixing.queries, "columns")
+        yield Layer(f"{name}.wkv_a", d, args.kv_lora_rank + args.rope_head_size, "tokens")
+        plain = mixing.keys - args.n_heads * args.rope_head_size
+        yield Layer(f"{name}.wkv_b", args.kv_lora_rank, plain + mixing.values, "columns")
+        yield Layer(f"{name}.wo", mixing.out, d, "rows")
+
+
+def _delta_layers(args: Any) -> Iterator[Layer]:
+    keys = args.delta_key_heads * args.delta_key_size
+    values = args.delta_value_heads * args.delta_value_size
+    yield Layer("delta.in_proj_qkvz", args.dim, 2 * (keys + values), "columns")
+    yield Layer("delta.in_proj_ba", args.dim, 2 * args.delta_value_heads, "columns")
+    yield Layer("delta.out_proj", values, args.dim, "rows")
+
+
+def vector_params(
+    args: Any,
+    kind: Kind,
+    mixing: Mixing,
+    tp: int,
+    ep: int,
+) -> int:
+    """Parameters of a block that are in no matrix: norms, biases, and what heads have of their own,
+    on one tensor- and expert-parallel rank.
+    """
+    d = args.dim
+    norms = 4 if getattr(args, "norm_placement", "before") == "both" else 2
+    norms += 3 * kind.joins
+    count = norms * d
+    if mixing.module == "latent_attention":
+        count += args.q_lora_rank + args.kv_lora_rank
+    elif mixing.module == "attention" and getattr(args, "qk_norm", False):
+        whole = (mixing.queries + args.n_kv_heads * args.head_dim) // tp
+        count += whole if mixing.spans_ranks else 2 * args.head_dim
+    if not getattr(args, "norm_weights", True):
+        count = 0
+    if mixing.module == "delta":
+        channels = (2 * mixing.keys + mixing.values) * args.delta_conv_size
+        return count + args.delta_value_size + (channels + 2 * args.delta_value_heads) // tp
+    if mixing.module == "attention":
+        heads = mixing.queries + 2 * args.n_kv_heads * args.head_dim
+        count += heads // tp * getattr(args, "qkv_bias", False)
+        count += d * getattr(args, "wo_bias", False)
+        count += args.n_heads // tp * getattr(args, "sinks", False)
+    return count + _network_biases(args, kind, tp, ep)
+
+
+def _network_biases(
+    args: Any,
+    kind: Kind,
+    tp: int,
+    ep: int,
+) -> int:
+    inner = 1 if getattr(args, "activation", "swiglu") == "relu2" else 2
+    count = 0
+    if kind.experts and getattr(args, "router_bias", False):
+        count += args.n_experts
+    if not getattr(args, "ffn_bias", False):
+        return count
+    if not kind.experts:
+        return count + inner * args.ffn_dim // tp + args.dim
+    if args.shared_expert_dim:
+        count += inner * args.shared_expert_dim // tp + args.dim
+    return count + args.n_experts // ep * (inner * args.expert_dim + args.dim)
