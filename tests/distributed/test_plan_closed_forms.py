@@ -115,6 +115,71 @@ def test_closed_forms_of_experts_agree_with_a_trace(extra):
         )
 
 
+MLA = [
+    "--model.name=deepseek_v3",
+    "--model.flavor=Moonlight-16B-A3B",
+    "--model.overrides.n_layers=3",
+    f"{P}expert_parallel_degree=8",
+]
+OSS = ["--model.name=gpt_oss", "--model.flavor=20b", "--model.overrides.n_layers=2"]
+GEMMA = ["--model.name=gemma3", "--model.flavor=4b", "--model.overrides.n_layers=6"]
+OLMO = ["--model.name=olmo3", "--model.flavor=7B", "--model.overrides.n_layers=4"]
+DELTA = [
+    "--model.name=qwen3_moe",
+    "--model.flavor=30B-A3B",
+    "--model.overrides.n_layers=4",
+    "--model.overrides.layer_pattern=['delta', 'delta', 'delta', 'full']",
+    "--model.overrides.delta_key_heads=16",
+    "--model.overrides.delta_value_heads=32",
+    "--model.overrides.delta_key_size=128",
+    "--model.overrides.delta_value_size=128",
+    "--model.overrides.gated_attention=true",
+    "--model.overrides.shared_expert_dim=512",
+    "--model.overrides.shared_expert_gate=true",
+]
+NONE = "--activation_checkpoint.mode=none"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [*MLA, FULL],
+        [*OSS, NONE],
+        *(
+            pytest.param(argv, marks=pytest.mark.slow)
+            for argv in (
+                [*MLA, NONE],
+                [*MLA, *OP],
+                [*OSS, FULL],
+                [*GEMMA, NONE],
+                [*OLMO, NONE],
+                [*OLMO, *OP, f"{P}tensor_parallel_degree=2"],
+                [*DELTA, NONE],
+                [*DELTA, FULL],
+            )
+        ),
+    ],
+)
+def test_closed_forms_of_other_kinds_agree_with_a_trace(argv):
+    """Latent attention and first dense layers, windows and sinks, norms after, Gated DeltaNet."""
+    shape = ["--training.seq_len=4096", "--training.local_batch_size=2"]
+    config = resolve([*shape, *argv], 8).config
+    setup = preflight(config, output=False)
+    w = Workload(config, setup.args, setup.stages)
+    (trace,) = trace_ranks(config, 8, [0])
+    assert memory_of(w, 0).reserved == pytest.approx(trace.peak_reserved, rel=0.10)
+    predicted = hardware_flops(w)
+    if "delta" in setup.args.kinds:  # nothing counts the triangular systems
+        assert predicted.pop(("matmul", "float32")) == pytest.approx(
+            trace.flops.pop(("matmul", "float32")), rel=0.2
+        )
+    assert predicted == pytest.approx(trace.flops, rel=1e-3)
+    made = collectives(w)
+    for (axis, operation), calls in made.calls.items():
+        size = made.bytes[axis, operation]
+        assert trace.collectives[axis][operation] == pytest.approx((calls, size), rel=1e-3)
+
+
 def test_written_file_trains_as_it_is(ranks, tmp_path, capsys):
     """The best layout of two ranks for a tiny model: planned with a trace, written, and trained."""
     file = tmp_path / "best.toml"

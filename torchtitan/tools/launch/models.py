@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec, families, get_spec, hf_map, spec_of_hf
+from torchtitan.tools.planner.predict import derived_workload
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.formats import read_json_object
 

@@ -58,6 +58,8 @@ class Mixing:
     """Heads whose log-sum-exp the backward needs."""
     flops: float
     """Of the forward."""
+    backward: float
+    """FLOPs of the backward per FLOP of the forward."""
     gathered: tuple[int, ...]
     """Widths that tensor parallelism gathers along the sequence."""
     saved: int = 0
@@ -85,10 +87,13 @@ def mixing_of(
     window = min(args.window, seq_len) if kind == "window" else seq_len
     span = 2 * window - window**2 / seq_len
     queries = args.n_heads * args.head_dim
+    value_dim = getattr(args, "value_dim", args.head_dim)
     # the unmasked half of two products
-    flops = span * args.n_heads * (args.head_dim + getattr(args, "value_dim", args.head_dim))
+    flops = span * args.n_heads * (args.head_dim + value_dim)
+    # Scores again, gradients of queries and keys; of values and weights (Dao, arXiv:2307.08691).
+    backward = (3 * args.head_dim + 2 * value_dim) / (args.head_dim + value_dim)
     if getattr(args, "kv_lora_rank", 0):
-        return _latent(args, queries, flops)
+        return _latent(args, queries, flops, backward)
     kv = queries if kv_repeated else args.n_kv_heads * args.head_dim
     gated = getattr(args, "gated_attention", False)
     return Mixing(
@@ -99,6 +104,7 @@ def mixing_of(
         out=queries,
         sums=args.n_heads,
         flops=flops,
+        backward=backward,
         gathered=(args.dim,),
         saved=2 * queries if gated else 0,  # gates, and what they give
         saved_whole=args.dim,
@@ -110,6 +116,7 @@ def _latent(
     args: Any,
     queries: int,
     flops: float,
+    backward: float,
 ) -> Mixing:
     """Latent attention. What is narrow is gathered, its norms are of each rank's tokens."""
     narrow = args.kv_lora_rank + args.rope_head_size
@@ -123,6 +130,7 @@ def _latent(
         out=values,
         sums=args.n_heads,
         flops=flops,
+        backward=backward,
         gathered=(read, narrow),
         saved=args.dim + narrow + 2 * args.q_lora_rank + args.kv_lora_rank,
         saved_whole=read + narrow,
@@ -143,6 +151,7 @@ def _delta(args: Any, seq_len: int) -> Mixing:
         out=values,
         sums=0,
         flops=delta_flops(args, seq_len) / 3 - 2 * weights,
+        backward=2.0,
         gathered=(args.dim,),
         saved=values + 2 * (2 * keys + values) + 2 * (4 * of_heads + 6 * values),
         saved_whole=args.dim,

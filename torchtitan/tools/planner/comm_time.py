@@ -16,7 +16,7 @@ from torchtitan.tools.planner.traffic import (
     heads_exchanged,
     tensor_parallel_widths,
 )
-from torchtitan.tools.planner.workload import BACKWARD_ATTENTION, FP8, FP32, Stage, Workload
+from torchtitan.tools.planner.workload import FP8, FP32, Stage, Workload
 
 HOST_WAIT = 100e-6
 """Seconds without work for the device while the host waits for the number of rows from each rank: a
@@ -73,7 +73,7 @@ def context_parallel(
         # Each transfer hides behind attention to the keys that arrived before it; the last
         # gradients have none left.
         exposed = max(0.0, keys_values - attention)
-        gradients = max(gradients / (w.cp - 1), gradients - BACKWARD_ATTENTION * attention)
+        gradients = max(gradients / (w.cp - 1), gradients - w.mixing.backward * attention)
     else:
         # A gather hides behind attention to the rank's own keys.
         exposed = max(0.0, keys_values - attention / w.cp)

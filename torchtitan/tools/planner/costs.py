@@ -24,7 +24,7 @@ from torchtitan.tools.planner.comm_time import (
 )
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.pipeline_timeline import Timeline, program, simulate
-from torchtitan.tools.planner.workload import BACKWARD_ATTENTION, FP8, FP32, Linear, Workload
+from torchtitan.tools.planner.workload import FP8, FP32, Linear, Workload
 
 BACKWARD_POINTWISE = 2
 """Bytes that the backward of pointwise operations moves per byte of their forward. Counted."""
@@ -221,7 +221,10 @@ def _block(w: Workload, hw: Hardware) -> _Pass:
     weights = sum(of.weight for of in products.values())
     backward = sum(of.backward + of.forward * x.recomputed for x, of in products.items())
 
-    attention = w.attention_flops * w.tokens / (_peak(w, hw) * hw.attention)
+    rate = _peak(w, hw) * hw.attention
+    if w.mixing.module == "delta":  # products in fp32
+        rate = hw.fp32 * hw.gemm_bf16
+    attention = w.attention_flops * w.tokens / rate
     if not w.by_heads:  # a ring's other ranks hold all but 1 / cp of the keys
         attention *= 1 / w.cp + (1 - 1 / w.cp) / hw.ring_attention
 
@@ -230,7 +233,7 @@ def _block(w: Workload, hw: Hardware) -> _Pass:
     tensor = tensor_parallel(w, hw, (forward, backward))
     context = context_parallel(w, hw, attention)
     expert = expert_parallel(w, hw)
-    attention_repeats = BACKWARD_ATTENTION / hw.attention_backward + w.recompute.attention
+    attention_repeats = w.mixing.backward / hw.attention_backward + w.recompute.attention
     both = {
         "matrix products": (forward, backward),
         "attention": (attention, attention * attention_repeats),

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from torchtitan.tools.planner.memory import Counted
 from torchtitan.tools.planner.workload import (
-    BACKWARD_ATTENTION,
     BACKWARD_PRODUCTS,
     FP8,
     FP32,
@@ -131,8 +130,6 @@ def _add_block(
             out.add("tp", "all_gather", calls * times, w.tokens * width * gathered)
         for width, calls in scatters:
             out.add("tp", "reduce_scatter", calls * times, w.tokens * width * w.element)
-        norms = w.mixing.spans_ranks * (2 + w.recompute.pointwise)
-        out.add("tp", "all_reduce", norms * times, w.tokens * FP32)
     if w.experts and w.ep > 1:
         # Each way twice: to the experts and from them.
         there = exchanges(w) * times
@@ -163,14 +160,7 @@ def _add_data_parallel(
     """
     layers = sum(count for _, count in blocks)
     ends = weights - sum(count * block.block_params for block, count in blocks)
-    own = 0.0
-    apart = []
-    for block, count in blocks:
-        padded = block.expert_params * block.expert_padding
-        whole = padded * (not block.experts_apart)
-        own += count * (block.block_params - block.expert_params + whole)
-        if block.experts_apart:
-            apart.append((count, padded))
+    own = sum(count * _gathered_with(block) for block, count in blocks)
     groups = layers + (ends > 0)
     scatters = 1 if w.sums_whole_gradients else w.accumulation
     reduces = 1 if w.replicas_apart else scatters
@@ -183,8 +173,11 @@ def _add_data_parallel(
         "always": layers,
     }[reshard]
     gathers = w.accumulation * (layers + regathered)
+    stays = _gathered_with(blocks[-1][0]) if 0 < regathered < layers else 0.0
+    twice = own - stays if regathered else 0.0
     if w.fsdp > 1:
-        out.add("fsdp", "all_gather", gathers, own / max(layers, 1) * w.gathered)
+        size = w.accumulation * (own + twice) / max(gathers, 1)
+        out.add("fsdp", "all_gather", gathers, size * w.gathered)
         out.add(
             "fsdp",
             "all_gather",
@@ -195,13 +188,22 @@ def _add_data_parallel(
     if w.dp_replicate > 1:
         size = (own + ends) / groups / w.fsdp * w.reduced
         out.add("dp_replicate", "all_reduce", groups * reduces, size)
-    for count, padded in apart:
+    for block, count in blocks:
+        if not block.experts_apart:
+            continue
+        padded = block.expert_params * block.expert_padding
         share = count / layers
         if w.efsdp > 1:
             out.add("efsdp", "all_gather", gathers * share, padded * w.element)
             out.add("efsdp", "reduce_scatter", count * scatters, padded * w.reduced)
         if w.dp_replicate > 1:
             out.add("dp_replicate", "all_reduce", count * reduces, padded / w.efsdp * w.reduced)
+
+
+def _gathered_with(w: Workload) -> float:
+    """Parameters that FSDP gathers with a block: all but experts that are apart."""
+    padded = w.expert_params * w.expert_padding
+    return w.block_params - w.expert_params + padded * (not w.experts_apart)
 
 
 def hardware_flops(w: Workload) -> dict[tuple[str, str], float]:
@@ -216,7 +218,8 @@ def hardware_flops(w: Workload) -> dict[tuple[str, str], float]:
         key = "matmul", "float8" if linear.eight_bit else own
         flops = (1 + BACKWARD_PRODUCTS + linear.recomputed) * linear.flops * count
         out[key] = out.get(key, 0.0) + flops * tokens
-    passes = 1 + BACKWARD_ATTENTION + w.recompute.attention
-    mixed = sum(count * block.attention_flops for block, count in blocks)
-    out["attention", dtype] = passes * mixed * tokens
+    for block, count in blocks:
+        passes = 1 + block.mixing.backward + w.recompute.attention
+        key = ("matmul", "float32") if block.mixing.module == "delta" else ("attention", dtype)
+        out[key] = out.get(key, 0.0) + passes * block.attention_flops * count * tokens
     return out

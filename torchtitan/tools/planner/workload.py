@@ -51,10 +51,6 @@ BACKWARD_PRODUCTS = 2
 """Matrix products in the backward per product in the forward: the gradients of its input and of its
 weight.
 """
-BACKWARD_ATTENTION = 2.5
-"""FLOPs of attention's backward per FLOP of its forward: 5 products, with the scores recomputed,
-for 2 (Dao, arXiv:2307.08691, section 4.1).
-"""
 FLOAT8_MULTIPLE = 16
 MX_MULTIPLE = 32
 """An 8-bit linear layer's sizes on each rank must be multiples of this: torch._scaled_mm's
@@ -374,7 +370,7 @@ class Workload:
         counted = 0
         for layer in block_layers(self.args, self.kind, self.mixing):
             name = layer.name
-            if name == "moe.experts.w1" and self.experts_apart:
+            if name in ("moe.shared.w1", "moe.experts.w1") and self.experts_apart:
                 counted = 0  # a region of its own
             may_be_kept = layer.split in ("experts", "tokens")
             may_be_kept = may_be_kept or not any(part in name for part in forced)
