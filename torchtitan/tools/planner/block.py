@@ -68,6 +68,8 @@ class Mixing:
     """
     saved_whole: int = 0
     """Likewise, of which each has all."""
+    gates: int = 0
+    """Numbers that heads of Gated DeltaNet read besides."""
     spans_ranks: int = 0
     """Norms over features of several ranks."""
 
@@ -152,6 +154,7 @@ def _delta(args: Any, seq_len: int) -> Mixing:
         sums=0,
         flops=delta_flops(args, seq_len) / 3 - 2 * weights,
         backward=2.0,
+        gates=2 * args.delta_value_heads,
         gathered=(args.dim,),
         saved=values + 2 * (2 * keys + values) + 2 * (4 * of_heads + 6 * values),
         saved_whole=args.dim,

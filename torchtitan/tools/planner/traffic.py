@@ -81,10 +81,8 @@ def heads_exchanged(w: Workload) -> tuple[float, float]:
     """
     size = w.element * w.tokens / w.tp
     mixing = w.mixing
-    read = mixing.queries + mixing.keys + mixing.values
-    if mixing.module == "delta":
-        read += 2 * w.args.delta_value_heads
-    elif mixing.module == "attention":
+    read = mixing.queries + mixing.keys + mixing.values + mixing.gates
+    if mixing.module == "attention":
         copies = max(1, w.cp * w.tp // w.args.n_kv_heads)
         read = mixing.queries + copies * (mixing.keys + mixing.values)
     return size * read, size * mixing.out
