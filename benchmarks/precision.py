@@ -60,6 +60,8 @@ RECIPES = {
 
 Curve = dict[int, float]
 """Loss by step."""
+Curves = dict[tuple[str, int], Curve]
+"""By recipe and seed."""
 FINAL = -1
 """The key of a curve's validation loss."""
 
@@ -109,9 +111,9 @@ def train(name: str, seed: int, steps: int) -> Curve:
     return curve
 
 
-def read(path: Path) -> dict[tuple[str, int], Curve]:
+def read(path: Path) -> Curves:
     """The complete curves of earlier runs, by recipe and seed."""
-    curves: dict[tuple[str, int], Curve] = {}
+    curves: Curves = {}
     if path.exists():
         with path.open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file):
@@ -120,7 +122,7 @@ def read(path: Path) -> dict[tuple[str, int], Curve]:
     return {key: curve for key, curve in curves.items() if FINAL in curve}
 
 
-def write(path: Path, curves: dict[tuple[str, int], Curve]) -> None:
+def write(path: Path, curves: Curves) -> None:
     """Replace the file as a whole, so that no row is ever cut off."""
     new = path.with_suffix(".new")
     with new.open("w", newline="", encoding="utf-8") as file:
@@ -131,6 +133,11 @@ def write(path: Path, curves: dict[tuple[str, int], Curve]) -> None:
     new.replace(path)
 
 
+def band_at(curves: Curves, step: int) -> list[float]:
+    """The losses of all seeds of the band at a step."""
+    return [smoothed(curve, step) for (name, _), curve in curves.items() if name == BAND]
+
+
 def smoothed(curve: Curve, step: int) -> float:
     """The mean training loss of the `WINDOW` steps up to `step`; the validation loss at `FINAL`."""
     if step == FINAL:
@@ -138,20 +145,28 @@ def smoothed(curve: Curve, step: int) -> float:
     return statistics.mean(curve[i] for i in range(max(1, step - WINDOW + 1), step + 1))
 
 
-def table(curves: dict[tuple[str, int], Curve], seeds: Sequence[int], at: Sequence[int]) -> str:
+def compared(curves: Curves) -> dict[str, list[int]]:
+    """The seeds of each recipe beside the band, of those that have been trained."""
+    seeds = {
+        name: sorted(seed for other, seed in curves if other == name and (BAND, seed) in curves)
+        for name in RECIPES
+    }
+    return {name: found for name, found in seeds.items() if name != BAND and len(found) > 1}
+
+
+def table(curves: Curves, at: Sequence[int]) -> str:
     """A Markdown table of losses at the steps `at` and in validation: the band, and each recipe's
     mean with the number of its runs that lie in the band.
     """
     lines = ["| loss | " + " | ".join([*(f"step {step}" for step in at), "validation"]) + " |"]
     lines.append("|---" * (len(at) + 2) + "|")
     points = [*at, FINAL]
-    band = {step: [smoothed(curves[BAND, seed], step) for seed in seeds] for step in points}
+    band = {step: band_at(curves, step) for step in points}
+    runs = len(band[FINAL])
     for what, choose in (("mean", statistics.mean), ("minimum", min), ("maximum", max)):
         cells = " | ".join(f"{choose(band[step]):.4f}" for step in points)
-        lines.append(f"| {BAND}, {what} of {len(seeds)} seeds | {cells} |")
-    for name in RECIPES:
-        if name == BAND or any((name, seed) not in curves for seed in seeds):
-            continue
+        lines.append(f"| {BAND}, {what} of {runs} seeds | {cells} |")
+    for name, seeds in compared(curves).items():
         cells = []
         for step in points:
             losses = [smoothed(curves[name, seed], step) for seed in seeds]
@@ -161,25 +176,24 @@ def table(curves: dict[tuple[str, int], Curve], seeds: Sequence[int], at: Sequen
     return "\n".join(lines)
 
 
-def verdicts(curves: dict[tuple[str, int], Curve], seeds: Sequence[int], last: int) -> str:
+def verdicts(curves: Curves, last: int) -> str:
     """A Markdown table: distances at the end, in the band's standard deviations, and by pairs."""
     lines = [
-        "| | z, training | z, validation | minus bf16 of the same seed, validation |",
-        "|---|---|---|---|",
+        "| | runs | z, training | z, validation | minus bf16 of the same seed, validation |",
+        "|---|---|---|---|---|",
     ]
-    for name in RECIPES:
-        if name == BAND or any((name, seed) not in curves for seed in seeds):
-            continue
+    for name, seeds in compared(curves).items():
         scores = []
         for step in (last, FINAL):
-            band = [smoothed(curves[BAND, seed], step) for seed in seeds]
-            own = [smoothed(curves[name, seed], step) for seed in seeds]
-            z = (statistics.mean(own) - statistics.mean(band)) / statistics.stdev(band)
-            scores.append(f"{z:+.2f}")
-        pairs = [curves[name, seed][FINAL] - curves[BAND, seed][FINAL] for seed in seeds]
+            deviation = statistics.stdev(band_at(curves, step))
+            pairs = [
+                smoothed(curves[name, seed], step) - smoothed(curves[BAND, seed], step)
+                for seed in seeds
+            ]
+            scores.append(f"{statistics.mean(pairs) / deviation:+.2f}")
         error = statistics.stdev(pairs) / math.sqrt(len(pairs))
         paired = f"{statistics.mean(pairs):+.4f} ± {error:.4f}"
-        lines.append(f"| {name} | {' | '.join(scores)} | {paired} |")
+        lines.append(f"| {name} | {len(seeds)} | {' | '.join(scores)} | {paired} |")
     return "\n".join(lines)
 
 
@@ -190,6 +204,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for curves.csv")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300, help="of each run")
+    parser.add_argument("--report", action="store_true", help="only print what has been trained")
     options = parser.parse_args()
     if options.seeds < 2:
         parser.error("--seeds must be at least 2: one run has no band")
@@ -197,7 +212,7 @@ def main() -> None:
     path = options.out / "curves.csv"
     curves = read(path)
     seeds = range(1, options.seeds + 1)
-    for name in RECIPES:
+    for name in [] if options.report else RECIPES:
         for seed in seeds:
             done = curves.get((name, seed), {})
             if max(done, default=0) != options.steps:
@@ -206,7 +221,7 @@ def main() -> None:
             final = curves[name, seed][FINAL]
             print(f"  {name}, seed {seed}: validation loss {final:.4f}", flush=True)
     at = [options.steps * i // 4 for i in range(1, 5)]
-    print(f"\n{table(curves, seeds, at)}\n\n{verdicts(curves, seeds, options.steps)}")
+    print(f"\n{table(curves, at)}\n\n{verdicts(curves, options.steps)}")
 
 
 if __name__ == "__main__":
