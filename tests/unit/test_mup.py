@@ -8,7 +8,7 @@ import torch
 from torchtitan.commands import parity
 from torchtitan.config import resolve
 from torchtitan.config.sections.optim import Optimizer, ParamGroup
-from torchtitan.models import get_spec
+from torchtitan.models import export_problems, get_spec
 from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.models.layers import attention_backend
 from torchtitan.optim import optimizer as optimizers
@@ -187,6 +187,12 @@ def test_scores_are_divided_by_the_head_size():
     heads = {"n_heads": 4, "n_kv_heads": 4}
     assert scale(mup_base_dim=64, mup_base_head_size=16, **heads) == 16**0.5 / 64
     assert scale(mup_base_dim=64, attention_scale=0.3, mup_base_head_size=16, **heads) == 0.3
+
+
+def test_it_is_not_exported_as_a_class_that_lacks_it():
+    assert export_problems(DENSE, args(64)) == []
+    (problem,) = export_problems(DENSE, args(64, mup_base_dim=32))
+    assert "model.overrides.mup_base_dim: Hugging Face's llama has no such setting" in problem
 
 
 def test_the_base_model_is_the_standard_one():

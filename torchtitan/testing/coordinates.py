@@ -59,7 +59,11 @@ class Trend:
         return self.slope <= LIMIT and (self.slope >= -LIMIT or shrinks)
 
 
-def check_widths(config: Config, setup: Setup, widths: Sequence[int]) -> tuple[bool, str]:
+def check_widths(
+    config: Config,
+    setup: Setup,
+    widths: Sequence[int],
+) -> tuple[bool, str]:
     """Train small models of the configured kind that differ in width, on this process.
 
     Returns:
@@ -97,22 +101,40 @@ def slope(widths: Sequence[int], sizes: Sequence[float]) -> float:
     return ((x * y).sum() / (x * x).sum()).item()
 
 
-def _sizes(config: Config, setup: Setup, heads: int) -> Sizes:
+def _sizes(
+    config: Config,
+    setup: Setup,
+    heads: int,
+) -> Sizes:
     """Of a model with this many key-value heads: the mean over seeds."""
     found = [_of_seed(config, setup, heads, seed) for seed in range(SEEDS)]
     return {key: sum(sizes[key] for sizes in found) / SEEDS for key in found[0]}
 
 
-def _of_seed(config: Config, setup: Setup, heads: int, seed: int) -> Sizes:
+def _of_seed(
+    config: Config,
+    setup: Setup,
+    heads: int,
+    seed: int,
+) -> Sizes:
     spec = setup.spec
     small = spec.tiny(setup.args, LAYERS, heads) | {"vocab_size": VOCAB}
     overrides = {**config.model.overrides, **small}
     args = spec.args(config.model.flavor, overrides, max_seq_len=SEQ_LEN)
     device = torch.device("cpu")
     model: Any = spec.build(args, attention_backend("cpu"))
-    materialize(model, device, device, seed, lambda fqn: spec.init(fqn, args))
+    materialize(
+        model,
+        device,
+        device,
+        seed,
+        lambda fqn: spec.init(fqn, args),
+    )
     optimizer = build_optimizer(
-        [model], config.optimizer, config.custom, lambda fqn: spec.width_ratio(fqn, args)
+        [model],
+        config.optimizer,
+        config.custom,
+        lambda fqn: spec.width_ratio(fqn, args),
     )
     for group in optimizer.param_groups:
         group["lr"] = config.optimizer.lr * group["lr_scale"]
@@ -130,14 +152,19 @@ def _of_seed(config: Config, setup: Setup, heads: int, seed: int) -> Sizes:
     sizes = Sizes()
     for module in before:
         sizes[module, "start"] = before[module].abs().mean().item()
-        sizes[module, "change"] = (after[module] - before[module]).abs().mean().item()
+        change = after[module] - before[module]
+        sizes[module, "change"] = change.abs().mean().item()
     return sizes
 
 
 def _tokens(seed: int) -> Tensor:
     """`[ROWS, SEQ_LEN + 1]`, some tokens more frequent than others, as in text."""
     generator = torch.Generator().manual_seed(seed)
-    uniform = torch.rand(ROWS, SEQ_LEN + 1, generator=generator)
+    uniform = torch.rand(
+        ROWS,
+        SEQ_LEN + 1,
+        generator=generator,
+    )
     return (VOCAB * uniform**2).long()
 
 
@@ -166,12 +193,17 @@ def _observer(model: nn.Module) -> Callable[[Tensor, Tensor], dict[str, Tensor]]
     return observe
 
 
-def _report(config: Config, widths: Sequence[int], trends: Sequence[Trend]) -> str:
+def _report(
+    config: Config,
+    widths: Sequence[int],
+    trends: Sequence[Trend],
+) -> str:
+    header = " ".join(f"{width:>9}" for width in widths)
     lines = [
         f"{config.model.name} {config.model.flavor}, {LAYERS} blocks, {config.optimizer.name}, "
         f"learning rate {config.optimizer.lr:g}: mean |output| at the start, and its change by "
         f"{STEPS} updates",
-        f"  {'module':<24} {'':<6} " + " ".join(f"{width:>9}" for width in widths) + "   slope",
+        f"  {'module':<24} {'':<6} {header}   slope",
     ]
     for trend in trends:
         sizes = " ".join(f"{size:>9.2e}" for size in trend.sizes)
@@ -182,9 +214,11 @@ def _report(config: Config, widths: Sequence[int], trends: Sequence[Trend]) -> s
         lines.append(f"PASS: no slope is above {LIMIT}; a learning rate carries over to any width")
         return "\n".join(lines)
     worst = max(wrong, key=lambda trend: abs(trend.slope))
+    on = "mup_base_dim" in config.model.overrides
+    hint = "" if on else " ([model.overrides] mup_base_dim turns muP on)"
     lines.append(
         f"FAIL: {len(wrong)} of {len(trends)} sizes move with the width, most of all the "
         f"{worst.what} of {worst.module}, as width^{worst.slope:.2f}; a learning rate doesn't "
-        "carry over ([model.overrides] mup_base_dim turns muP on)"
+        f"carry over{hint}"
     )
     return "\n".join(lines)
