@@ -29,6 +29,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen2_5": {},
     "qwen3": {"head_size": 12},
     "qwen3_moe": {"head_size": 12, **EXPERTS},
+    "gpt_oss": {"head_size": 12, "n_experts": 8, "experts_per_token": 3, "expert_dim": 24},
+    "olmo3": {},
+    "gemma3": {"head_size": 12, "embedding_scale": 8.0},
+    "smollm3": {},
 }
 """By family. Heads are not `dim / n_heads` wide where a family allows that."""
 

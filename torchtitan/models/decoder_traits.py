@@ -122,6 +122,7 @@ def tiny(
     width = 16 * groups * heads
     sizes: dict[str, Any] = {
         "n_layers": layers,
+        "layer_pattern": list(dict.fromkeys(args.layer_pattern)),  # each kind in few layers
         "n_heads": groups * heads,
         "n_kv_heads": heads,
         "dim": width,
