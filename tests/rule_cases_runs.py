@@ -117,18 +117,6 @@ RUN_CASES = {
             ["--checkpoint.initial_load_model_only=true"],
         ),
     ],
-    "hf_weights_have_no_expert_bias": [
-        (
-            1,
-            [
-                "--checkpoint.enable",
-                "--checkpoint.last_save_in_hf",
-                "--moe.balance_bias_rate=0.001",
-            ],
-            "no place for",
-            ["--moe.balance_bias_rate=0"],
-        ),
-    ],
     "profile_fits_its_period": [
         (
             1,

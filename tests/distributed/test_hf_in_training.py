@@ -9,6 +9,9 @@ import torch
 
 from tests.rounding import assert_rounds
 from tests.runs import CHAIN, arguments, train
+from torchtitan.checkpoint.commit import checkpoints_at
+from torchtitan.checkpoint.load import Reader, read_tensor
+from torchtitan.commands import ckpt
 from torchtitan.config import resolve
 from torchtitan.models import get_spec, register
 from torchtitan.train.preflight import preflight
@@ -72,6 +75,60 @@ def test_hugging_face_weights_go_in_and_out_of_layouts(ranks, tmp_path, layouts)
         )[0]
         for name, weight in run["weights"].items():
             assert torch.equal(again["initial"][name], weight), name
+
+
+DEEPSEEK = [
+    "--model.name=deepseek_v3",
+    *(
+        f"--model.overrides.{key}={value}"
+        for key, value in {
+            "n_kv_heads": 4,
+            "head_size": 24,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 0,
+            "rope_head_size": 8,
+            "value_head_size": 16,
+            "expert_dim": 16,
+            "shared_expert_dim": 16,
+        }.items()
+    ),
+    "--moe.balance_bias_rate=0.013",
+]
+
+
+def test_the_bias_of_routers_is_fp32_wherever_it_goes(ranks, tmp_path):
+    """From the run to checkpoints, averages, merges and exports in bfloat16, and back."""
+    pytest.importorskip("transformers")
+    flags = [
+        *("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.last_save_in_hf"),
+        *("--checkpoint.export_dtype=bfloat16", "--ema.enable", "--ema.export"),
+    ]
+    run = ranks(2, train, arguments(tmp_path, *DEEPSEEK, *flags))[0]["weights"]
+    biases = {name: value for name, value in run.items() if name.endswith("expert_bias")}
+    for value in biases.values():
+        assert (value != value.bfloat16().float()).any(), "bfloat16 would lose nothing"
+    step = tmp_path / "out/checkpoint/step-4"
+    merged = tmp_path / "merged"
+    ckpt.main(["merge", str(step), "--ema", "--dtype=bfloat16", f"--output={merged}"])
+    ckpt.main(["from-hf", f"{step}-hf", str(tmp_path / "back")])
+    folders = [step, checkpoints_at(merged)[-1], tmp_path / "back/step-0"]
+    for name, value in biases.items():
+        for folder in folders:
+            stored = read_tensor(Reader(folder), f"model.{name}")
+            assert stored.dtype == torch.float32
+            assert torch.equal(stored, value), folder
+    weight = read_tensor(Reader(folders[-1]), "model.layers.1.moe.experts.w1")
+    average = read_tensor(Reader(step), "ema.layers.1.moe.experts.w1")
+    assert torch.equal(weight, average.bfloat16())
+    back = [
+        "--checkpoint.enable",
+        "--checkpoint.initial_load_in_hf",
+        f"--checkpoint.initial_load_path={step}-hf",
+        f"--job.dump_folder={tmp_path / 'again'}",
+    ]
+    again = ranks(2, train, arguments(tmp_path, *DEEPSEEK, *back, steps=1))[0]
+    for name, value in biases.items():
+        assert torch.equal(again["initial"][name], value), name
 
 
 def train_with_swapped_names(argv):

@@ -161,6 +161,15 @@ def test_what_a_class_can_not_express_is_refused(tmp_path, family, overrides, ke
         assert json.dumps(other) in words
 
 
+def test_a_bias_that_is_trained_is_exported_or_refused():
+    """DeepSeek-V3's class has it, Qwen3-MoE's doesn't."""
+    trained = [*EXPORT, "--moe.balance_bias_rate=0.001"]
+    preflighted("deepseek_v3", {}, *trained)
+    preflighted("qwen3_moe", {}, *EXPORT)
+    with pytest.raises(ConfigError, match=r"last_save_in_hf: .* no place for the biases"):
+        preflighted("qwen3_moe", {}, *trained)
+
+
 def test_the_class_of_another_family_may_express_it(tmp_path):
     model = write_checkpoint(tmp_path / "ours", "llama3", qk_norm=True)
     export(tmp_path, "--model", "qwen3")

@@ -19,6 +19,8 @@ from torchtitan.checkpoint.state import check_averaged
 from torchtitan.utils.errors import CheckpointError, ConfigError, UserError
 from torchtitan.utils.storage import is_remote
 
+_BIAS = ".router.expert_bias"
+"""It keeps its dtype: updates of a bias in bfloat16 would vanish."""
 _PIECE = 1 << 18
 """Elements that are converted to fp64 at a time."""
 
@@ -92,7 +94,7 @@ def merge(
     state = {}
     for name in (key for key in stored if key.startswith("model.")):
         own = stored[name].properties.dtype
-        kind = wanted if own.is_floating_point else own
+        kind = wanted if own.is_floating_point and not name.endswith(_BIAS) else own
         state[name] = torch.empty(stored[name].size, dtype=kind, device="meta")
     make = lambda name, box: _mean(sources, name, state[name].dtype)  # noqa: E731
     write_streamed(output, manifest, state, make, most=math.inf)

@@ -2,7 +2,7 @@
 names it.
 """
 
-from torchtitan.models.hf import export_problems, hf_map, parameter_names
+from torchtitan.models.hf import export_problems, exported_buffers, hf_map, parameter_names
 from torchtitan.models.hf_names import HFNames
 from torchtitan.models.spec import (
     HFMap,
@@ -18,6 +18,7 @@ __all__ = [
     "HFNames",
     "ModelSpec",
     "export_problems",
+    "exported_buffers",
     "families",
     "get_spec",
     "hf_map",

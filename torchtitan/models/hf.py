@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.config.load.render import to_toml_value
-from torchtitan.models.hf_names import parameters_of
+from torchtitan.models.hf_names import is_buffer, parameters_of
 from torchtitan.models.spec import HFMap, ModelArgs, ModelSpec, families
 from torchtitan.utils.errors import ConfigError
 
@@ -69,6 +69,13 @@ def _other_families(spec: ModelSpec, args: ModelArgs) -> str:
 
 def _shown(value: Any) -> str:
     return '"none"' if value is None else to_toml_value(value)
+
+
+def exported_buffers(spec: ModelSpec, args: ModelArgs) -> list[str]:
+    """Names of a model's buffers that Hugging Face's class stores."""
+    if spec.hf is None:
+        return []
+    return [ours for ours, theirs in spec.hf.names(args).items() if is_buffer(theirs)]
 
 
 def parameter_names(spec: ModelSpec, args: ModelArgs) -> list[str]:

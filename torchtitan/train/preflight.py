@@ -21,7 +21,13 @@ from torchtitan.config.sections.parallelism import Compile
 from torchtitan.config.sections.schema import Config, Training, Validation
 from torchtitan.data.text.files import TooManyFilesError, matching_files, path_problem
 from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.models import ModelSpec, export_problems, get_spec, parameter_names
+from torchtitan.models import (
+    ModelSpec,
+    export_problems,
+    exported_buffers,
+    get_spec,
+    parameter_names,
+)
 from torchtitan.models.decoder_spec import is_decoder
 from torchtitan.parallel.pipeline_csv import schedule_file
 from torchtitan.parallel.pipeline_stages import StagePlan, assign_stages
@@ -173,6 +179,7 @@ def _model_facts(
         "expert_sizes": spec.expert_sizes(args),
         "export_problems": export_problems(spec, [args, *later][-1]) if exported else [],
         "has_hf_class": spec.hf is not None,
+        "exported_buffers": exported_buffers(spec, args) if exported else [],
         "module_flops": spec.module_flops(args, config.training.seq_len),
         "tied_modules": spec.tied_modules(args),
     }

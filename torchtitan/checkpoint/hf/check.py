@@ -67,7 +67,7 @@ def compare(
     """Compare logits and token ids of transformers with ours, if it is installed.
 
     Args:
-        read: returns the exported weight of one of our names.
+        read: returns the exported weight, or buffer, of one of our names.
         most: compare the logits of models of up to this many parameters.
         anyway: compare the logits whatever memory they need.
 
@@ -157,8 +157,9 @@ def _our_logits(
         model = spec.build(short, attention_backend("cpu"))
     model.to_empty(device="cpu")
     model.init_buffers()
-    for name, param in model.named_parameters():
-        param.copy_(read(name))
+    state = model.state_dict()
+    for name in hf_map(spec).names(args):
+        state[name].copy_(read(name))
     return model(tokens)
 
 

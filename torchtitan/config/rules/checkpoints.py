@@ -95,17 +95,22 @@ refuse(
     ),
 )
 
-refuse(
+
+@rule(
     "checkpoint.last_save_in_hf",
     "moe.balance_bias_rate",
-    when=lambda c: c.checkpoint.last_save_in_hf and c.moe.balance_bias_rate > 0,
-    because=(
+    needs=["exported_buffers"],
+)
+def exports_hold_the_biases_of_routers(config: Config, facts: Facts) -> str | None:
+    trained = config.checkpoint.last_save_in_hf and config.moe.balance_bias_rate > 0
+    if not trained or facts.exported_buffers:
+        return None
+    return (
         "checkpoint.last_save_in_hf: Hugging Face's format has no place for the biases that "
         "moe.balance_bias_rate trains, without which the model chooses other experts; set "
         "checkpoint.last_save_in_hf = false, or moe.balance_bias_rate = 0 and balance by "
         "moe.global_balance_loss"
-    ),
-)
+    )
 
 
 @rule(

@@ -106,6 +106,8 @@ class Facts:
     """Why Hugging Face's class of the family can't express the model."""
     has_hf_class: bool = ABSENT
     """Whether transformers has a class of the family."""
+    exported_buffers: Collection[str] = ABSENT
+    """Names of the buffers that Hugging Face's class stores, if the model is exported."""
     module_flops: Mapping[str, float] = ABSENT
     """FLOPs per token of each module that can be on its own pipeline stage, in execution order."""
     tied_modules: Sequence[str] = ABSENT

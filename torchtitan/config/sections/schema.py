@@ -216,7 +216,7 @@ class MoE(Section):
     balance_bias_rate: Factor = 0.0
     """Change of each expert's routing bias after a step, up or down, by whether it had fewer or
     more rows than the mean (arXiv:2408.15664). Counts are those of the whole global batch. 0: no
-    bias. Hugging Face's Qwen3-MoE has no place for the bias.
+    bias. Of Hugging Face's classes, DeepSeek-V3's and GLM-4.5's store the bias.
     """
     sequence_balance_loss: Factor = 0.0
     """Coefficient of the auxiliary loss that balances the experts within each row."""
