@@ -1,15 +1,19 @@
 """Multi-token prediction under every layout, against plain PyTorch on one process."""
 
 import pytest
+import torch
 import torch.nn.functional as F
 
-from tests.runs import EXPERTS, arguments
+from tests.runs import EXPERTS, SAVE, arguments, assert_continues, train
+from torchtitan.inference import load
+from torchtitan.models.layers import attention_backend
 from torchtitan.testing.difference import Tolerances
 from torchtitan.testing.parity import compare
 from torchtitan.train import mtp, step
 
 MTP = ["--model.overrides.n_mtp=2", "--training.document_mask", "--training.seq_len=96"]
 PP = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"]
+AVERAGE = ["--ema.enable", "--ema.decay=0.8", "--ema.warmup=false"]
 SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 LAYOUTS = {
     "one process, accumulating": (1, []),
@@ -36,6 +40,31 @@ def test_losses_and_gradients_equal_one_process(ranks, tmp_path, layout):
     found = ranks(world, finding, arguments(tmp_path, *MTP, *extra, steps=2))[0]
     assert found.problems == []
     assert found.difference.mtp_loss > 0, "no loss was compared"
+
+
+def test_modules_move_between_layouts_and_are_left_out_of_inference(ranks, tmp_path):
+    tp = ["--parallelism.tensor_parallel_degree=2"]
+    runs = []
+    for steps, world, extra in ((1, 2, LAYOUTS["1F1B with experts"][1]), (2, 2, tp), (3, 1, [])):
+        own = [*MTP, *EXPERTS, *SAVE, *AVERAGE, "--lr_scheduler.total_steps=3"]
+        runs.append(ranks(world, train, arguments(tmp_path, *own, *extra, steps=steps))[0])
+    alone = [*own, "--checkpoint.enable=false", f"--job.dump_folder={tmp_path / 'alone'}"]
+    whole = ranks(1, train, arguments(tmp_path, *alone, steps=3))[0]
+    assert_continues(runs[-1], whole)
+    for run, steps in zip(runs, (1, 2, 3), strict=True):
+        assert [r["mtp_loss"] for r in run["metrics"]] == pytest.approx(
+            [r["mtp_loss"] for r in whole["metrics"][:steps]], rel=1e-5
+        )
+    assert any(name.startswith("layers.3.moe.router") for name in runs[-1]["weights"])
+    assert "layers.3.eh_proj.weight" in runs[-1]["average"]
+
+    source = load.find(str(tmp_path / "out"))
+    model = source.spec.build(source.args, attention_backend("cpu"))
+    load.load_weights(source, [model])
+    trained = runs[-1]["weights"]
+    assert not any(name.startswith(("layers.2.", "layers.3.")) for name in model.state_dict())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, trained[name]), name
 
 
 def _each_batch_alone(patch):

@@ -136,6 +136,7 @@ def models(draw, tp: int, pp: int) -> Flags:
         "rope_scaling": pick(draw, "none", scaling),
         "rope_theta": pick(draw, 10_000.0, 500_000.0),
         "tie_embeddings": pp == 1 and pick(draw, True, False, False),
+        "n_mtp": pick(draw, 0, 0, 1),  # the shortest rows have one token after the next
     }
     return {f"model.overrides.{name}": size for name, size in sizes.items()}
 

@@ -44,7 +44,7 @@ class ModelSource:
     hugging_face: bool
     spec: ModelSpec
     args: Any
-    """Hyper-parameters."""
+    """Hyper-parameters, without modules that predict further tokens in training."""
     assets: str
     """Folder of the tokenizer."""
     tokenizer: str | None = None
@@ -100,12 +100,16 @@ def find(
         folder=folder,
         hugging_face=False,
         spec=spec,
-        args=args,
+        args=_for_inference(args),
         assets=assets,
         tokenizer=manifest.data.get("tokenizer"),
         averaged=averaged,
         make_tokenizer=recorded_tokenizer(manifest.settings(), folder),
     )
+
+
+def _for_inference(args: Any) -> Any:
+    return args.model_copy(update={"n_mtp": 0}) if getattr(args, "n_mtp", 0) else args
 
 
 def _hugging_face(folder: Path, custom_import: str | None) -> ModelSource:
@@ -132,7 +136,7 @@ def _hugging_face(folder: Path, custom_import: str | None) -> ModelSource:
         folder=folder,
         hugging_face=True,
         spec=spec,
-        args=args,
+        args=_for_inference(args),
         assets=str(folder),
         stop=tuple(stop),
     )
