@@ -110,7 +110,9 @@ def reference(
         if config.validation.enable and (
             (step + 1) % config.validation.freq == 0 or step + 1 == training.steps
         ):
-            out.validation_losses.append(_validate(model, config, setup, end, of_row))
+            out.validation_losses.append(
+                _validate(model, config, setup, end, of_row, padded=padded)
+            )
     loader.close()
     return out
 
@@ -338,17 +340,18 @@ def _validate(
     setup: Setup,
     end: int | None,
     registered: RowLoss | None,
+    *,
+    padded: bool,
 ) -> float:
     loader = build_data(config, "validation", setup.tokenizer)
     total = count = 0.0
     for i, batch in enumerate(loader):
         if i == config.validation.steps:
             break
-        predicted = int((batch.labels != IGNORE_INDEX).sum())
-        total += (
-            _mean_losses(model, batch.tokens, batch.labels, end, registered=registered)[0].item()
-            * predicted
-        )
+        labels = pad_labels(batch.labels) if padded else batch.labels
+        predicted = int((labels != IGNORE_INDEX).sum())
+        (loss,) = _mean_losses(model, batch.tokens, labels, end, registered=registered)
+        total += loss.item() * predicted
         count += predicted
     loader.close()
     return total / count
