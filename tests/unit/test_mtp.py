@@ -12,7 +12,7 @@ from tests.families import as_ours, build, count, twin
 from tests.rounding import assert_rounds
 from torchtitan.config import resolve
 from torchtitan.data.order.rows import IGNORE_INDEX
-from torchtitan.models import get_spec
+from torchtitan.models import get_spec, parameter_names
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.models.decoder_traits import module_flops
@@ -77,6 +77,7 @@ def test_logits_losses_and_gradients_equal_transformers(family):
     weights = {**main.state_dict(), **dict(module_tensors(ours, modules, names))}
     ours.load_state_dict(weights, strict=False)
     assert {name for name, _ in ours.named_parameters()} <= weights.keys()
+    assert set(parameter_names(get_spec(family), ours.args)) <= weights.keys()
 
     ids = torch.randint(0, ours.args.vocab_size, (2, 40))
     tokens, labels = with_next(ids[:, :-1], ids[:, 1:].contiguous(), None, MODULES)

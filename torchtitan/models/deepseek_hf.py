@@ -23,12 +23,6 @@ _LATENT = {
 _WITHOUT = {True: ("wq",), False: ("wq_a", "q_norm", "wq_b")}
 """What latent attention lacks if queries are compressed, and if they aren't."""
 
-_MTP: HFNames = {
-    "enorm.weight": "enorm.weight",
-    "hnorm.weight": "hnorm.weight",
-    "eh_proj.weight": "eh_proj.weight",
-    "output_norm.weight": "shared_head.norm.weight",
-}
 _OF_HEADS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -63,23 +57,8 @@ class SharedExpertsConfig(HFConfig):
     num_nextn_predict_layers: int | None = 0
 
     @classmethod
-    def names(cls, args: DecoderArgs) -> HFNames:
-        found = super().names(args)
-        embedding = "tok_embeddings.weight"
-        copied = {embedding: ["embed_tokens"]}
-        copied.setdefault(embedding if args.tie_embeddings else "output.weight", []).append(
-            "shared_head.head"
-        )
-        for ours, names in copied.items() if args.n_mtp else ():
-            places = [f"model.layers.{i}.{name}" for i in args.mtp_layers for name in names]
-            found[ours] = Part(str(found[ours]), copies=tuple(f"{p}.weight" for p in places))
-        return found
-
-    @classmethod
     def block_names(cls, args: DecoderArgs, layer: int) -> HFNames:
         found = super().block_names(args, layer)
-        if layer in args.mtp_layers:
-            found |= _MTP
         if not args.has_experts(layer):
             return found
         if cls.has_router_bias:

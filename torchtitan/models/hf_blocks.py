@@ -10,7 +10,6 @@ from dataclasses import replace
 from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.models.hf_names import HFNames, Part, Theirs
 
-_TOP = {"tok_embeddings.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}
 _ATTENTION = {
     "attention.wq.weight": "self_attn.q_proj.weight",
     "attention.wk.weight": "self_attn.k_proj.weight",
@@ -37,6 +36,13 @@ _NORMS = {
 """By `norm_placement`. In Llama, the norm before the feed-forward network is named after what it
 follows; where there is one after attention, that has this name.
 """
+_MTP = {
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "eh_proj.weight": "eh_proj.weight",
+    "output_norm.weight": "shared_head.norm.weight",
+}
+"""Of modules that predict further tokens, as in DeepSeek-V3's files."""
 _MATRICES = {
     "w1": "gate_proj",
     "w2": "down_proj",
@@ -52,11 +58,25 @@ def decoder_names(args: DecoderArgs, block: Callable[[int], HFNames]) -> HFNames
         block: names of a layer's weights, relative to the layer. The layers behind the last one are
             the modules that predict further tokens.
     """
-    found: HFNames = dict(_TOP)
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    embeddings = [f"model.layers.{i}.embed_tokens.weight" for i in args.mtp_layers]
+    heads = [f"model.layers.{i}.shared_head.head.weight" for i in args.mtp_layers]
+    if args.tie_embeddings:
+        embeddings += heads
+    found: HFNames = {
+        "tok_embeddings.weight": _with_copies(embedding, embeddings),
+        "norm.weight": "model.norm.weight",
+    }
     for i in range(args.n_layers + args.n_mtp):
         place = f"model.layers.{i}."
         found |= {f"layers.{i}.{ours}": _within(place, their) for ours, their in block(i).items()}
-    return found if args.tie_embeddings else found | {"output.weight": "lm_head.weight"}
+    if not args.tie_embeddings:
+        found["output.weight"] = _with_copies(head, heads)
+    return found
+
+
+def _with_copies(name: str, copies: list[str]) -> str | Part:
+    return Part(name, copies=tuple(copies)) if copies else name
 
 
 def _within(place: str, theirs: Theirs) -> Theirs:
@@ -72,6 +92,8 @@ def block_names(args: DecoderArgs, layer: int) -> HFNames:
     """Names of the weights of one layer, relative to it, as in most classes."""
     found: HFNames = dict(_NORMS[args.norm_placement])
     found |= _attention_names(args)
+    if layer in args.mtp_layers:
+        found |= _MTP
     if not args.has_experts(layer):
         return found | feed_forward_names(args, "feed_forward", "mlp")
     found["moe.router.gate.weight"] = "mlp.gate.weight"
