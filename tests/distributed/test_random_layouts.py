@@ -265,6 +265,7 @@ def low_precision(draw, tp: int) -> Flags:
 def communication(draw) -> Flags:
     return {
         "parallelism.disable_loss_parallel": pick(draw, False, False, True),
+        "parallelism.context_parallel_method": pick(draw, "ring", "ring", "ulysses"),
         "parallelism.context_parallel_rotate_method": pick(draw, "allgather", "alltoall"),
     }
 

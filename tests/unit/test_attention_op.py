@@ -202,6 +202,60 @@ def test_flash_attentions_window_is_counted_from_the_last_key(
     assert torch.equal(flash, (ours >= 0) & (ours < (window or 1000)))
 
 
+@pytest.fixture
+def flash():
+    """aten's flash kernel on the CPU. Its window is counted from the last key, as is
+    FlashAttention's.
+    """
+
+    def scores(q, k, options):
+        distance = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+        distance = distance - torch.arange(k.shape[1])
+        visible = distance >= -options["window_size_right"]
+        if options["window_size_left"] >= 0:
+            visible &= distance <= options["window_size_left"]
+        products = torch.einsum("bqhd,bkhd->bhqk", q, k) * options["scale"]
+        return products.masked_fill(~visible, float("-inf"))
+
+    def repeated(x, q):
+        return x.repeat_interleave(q.shape[2] // x.shape[2], 2)
+
+    def forward(q, k, v, *_, **options):
+        assert q.shape[-1] == v.shape[-1] == 16, "not padded"
+        own = scores(q, repeated(k, q), options)
+        out = torch.einsum("bhqk,bkhd->bqhd", own.softmax(-1), repeated(v, q))
+        return out, own.logsumexp(-1), q.new_empty(2), q.new_empty(0), q.new_empty(0)
+
+    def backward(grad, q, k, v, out, lse, *_, **options):
+        keys, values = repeated(k, q), repeated(v, q)
+        p = torch.exp(scores(q, keys, options) - lse[..., None])
+        mean = (grad * out).sum(-1).transpose(1, 2)[..., None]
+        ds = p * (torch.einsum("bqhd,bkhd->bhqk", grad, values) - mean) * options["scale"]
+        dk = torch.einsum("bhqk,bqhd->bkhd", ds, q).unflatten(2, (k.shape[2], -1)).sum(3)
+        dv = torch.einsum("bhqk,bqhd->bkhd", p, grad).unflatten(2, (k.shape[2], -1)).sum(3)
+        return torch.einsum("bhqk,bkhd->bqhd", ds, keys), dk, dv
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
+    with patch.object(attention_kernel, "_has_windows", return_value=True):
+        yield
+    library._destroy()
+
+
+@pytest.mark.parametrize(
+    ("queries", "offset", "window"), [(40, 0, 7), (16, 24, 9), (16, 6, 9), (12, 20, None)]
+)
+def test_flash_attentions_window_with_sinks(flash, queries, offset, window):
+    *qkv, sinks = inputs(s=queries, keys=offset + queries, grad=True)
+    kind = {"window": window, "sinks": sinks, "scale": 0.4, "offset": offset}
+    results = []
+    for out in (attend_variant(*qkv, None, **kind), reference(*qkv, **kind)):
+        results.append([out, *torch.autograd.grad(out.cos().sum(), [*qkv, sinks])])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+
+
 @pytest.mark.parametrize("options", [{"window": 5}, {"sinks": True}, {"window": 9, "sinks": True}])
 def test_attention_under_a_block_mask(options):
     """FlexAttention has no backward on the CPU but in its slow implementation."""
