@@ -26,9 +26,17 @@ LATENT = {
     "head_size": 24,
     "value_head_size": 12,
 }
+DELTA = {
+    "layer_pattern": ["delta", "delta", "full"],
+    "delta_key_heads": 4,
+    "delta_value_heads": 8,
+    "delta_key_size": 16,
+    "delta_value_size": 12,
+}
 KINDS = {
     "window": {"layer_pattern": ["window", "window", "full"], "window": 7},
     "sinks": {"layer_pattern": ["window", "full"], "window": 5, "sinks": True},
+    "delta": DELTA,
     "latent": LATENT,
     "latent queries": LATENT | {"q_lora_rank": 28, "layer_pattern": ["nope", "full"]},
     "latent window": LATENT | {"layer_pattern": ["window"], "window": 6, "attention_scale": 0.3},
@@ -120,3 +128,6 @@ def test_bytes_against_an_ordinary_cache():
     # 28 elements for a token instead of 8 heads of 24 + 12.
     assert bytes_held("latent") == 3 * 4 * places * 28 * 4
     assert bytes_held("latent window") == 3 * 4 * 6 * 28 * 4
+    # A state of each of 8 heads, and 3 inputs of the convolution over 2 x 4 x 16 + 8 x 12 channels.
+    states = 2 * 4 * (8 * 16 * 12 + 3 * 224) * 4
+    assert bytes_held("delta") == ordinary / 3 + states
