@@ -17,6 +17,7 @@ from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.models.delta_rule import causal_convolution, chunked_delta_rule, normalize
 from torchtitan.models.layers import PerHead
 from torchtitan.models.norms import RMSNorm
+from torchtitan.utils.torch_compat import softplus
 
 
 class DeltaWeights(NamedTuple):
@@ -67,7 +68,7 @@ def convolve(
 def gates(ba: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
     """Logarithm of the decay in fp32, and beta: how much of a correction is stored. `[b, s, h]`."""
     b, a = ba.chunk(2, -1)
-    step = F.softplus(a.float() + weights.dt_bias.float())
+    step = softplus(a.float() + weights.dt_bias.float())
     return (-weights.A_log.float().exp() * step).flatten(2), b.sigmoid().flatten(2)
 
 
