@@ -278,6 +278,7 @@ def test_shipped_configs_are_legal(file, scale):
         "moonlight_16b_8xh200.toml": 8,
         "deepseek_v3_256xh200.toml": 256,
         "glm4_5_air_64xh200.toml": 8,
+        "qwen3_next_80b_32xh200.toml": 8,
     }.get(file.name, 1)
     argv = ["--config", str(file), f"--model.hf_assets_path={ROOT / 'tests/assets/tokenizer'}"]
     config = resolve(argv, smallest * scale).config

@@ -33,6 +33,15 @@ def assert_close(ours: Tensor, theirs: Tensor, of: str) -> None:
     assert off < LIMIT, f"{of}: off by {off:.1e} of the largest element"
 
 
+@pytest.fixture
+def exact_deltas(monkeypatch):
+    """transformers' Gated DeltaNet token by token: the decays of its chunks are off by 2e-5."""
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    exact = modeling.torch_recurrent_gated_delta_rule
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", exact)
+
+
+@pytest.mark.usefixtures("exact_deltas")
 @pytest.mark.parametrize("file", TINY_MODELS, ids=lambda file: file.stem)
 def test_a_model_equals_transformers_and_is_written_back(tmp_path, file):
     torch.manual_seed(0)

@@ -16,12 +16,13 @@ Shapes: b batch, s sequence, h value heads, k key heads, d size of keys, e size 
 of c tokens. A key head serves h / k consecutive value heads, its group.
 """
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from torchtitan.models.delta_args import CHUNK
 
@@ -327,3 +328,19 @@ def _backward_flops(
 ) -> int:
     chunks, heads, d, e = of_states
     return 2 * 4 * chunks * heads * of_stored[2] * d * e
+
+
+def _system_flops(
+    system: Any,
+    right: Any,
+    *_: Any,
+    out_shape: Any = None,
+    **__: Any,
+) -> int:
+    """Of a triangular system. Its masked half counts, as that of attention does."""
+    *batch, size, columns = right
+    return 2 * math.prod(batch) * size * size * columns
+
+
+if torch.ops.aten.linalg_solve_triangular not in flop_registry:  # torch has no formula so far
+    register_flop_formula(torch.ops.aten.linalg_solve_triangular)(_system_flops)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError, model_validator
@@ -95,8 +96,8 @@ class HFMap(Generic[Args]):
     only value it computes with. A model with another value is not exported.
     """
     ignored: tuple[str, ...] = ()
-    """Patterns (`fnmatch`) of tensors in Hugging Face's folders that these models don't have. In
-    them, `{n_layers}` is that hyper-parameter.
+    """Patterns (`fnmatch`) of tensors in Hugging Face's folders that these models, or transformers'
+    class, don't have. In them, `{n_layers}` is that hyper-parameter.
     """
     also_read: tuple[str, ...] = ()
     """Other values of `model_type` in the `config.json` of the same models."""
@@ -108,6 +109,11 @@ class HFMap(Generic[Args]):
     """The `ModelSpec.build` whose models this describes, set by the first spec that gets the map.
     A copy by `dataclasses.replace` belongs to none yet.
     """
+
+    def ignores(self, name: str, args: Args) -> bool:
+        """Whether a tensor of Hugging Face is one of `ignored`."""
+        values = vars(args)
+        return any(fnmatchcase(name, pattern.format(**values)) for pattern in self.ignored)
 
     def of(self, build: Build[Args]) -> HFMap[Args] | None:
         """This map for the models of `build`; None if it belongs to another `build`."""

@@ -59,10 +59,9 @@ def check_hf(
     copies = {copy for part in parts for copy in part.copies}
     wrong = [f"{theirs} is missing" for theirs in known if theirs not in reader.entries]
     ignored = []
-    patterns = [pattern.format(**args.model_dump()) for pattern in hf_map(spec).ignored]
     usual = ("lm_head.weight", "*rotary_emb.inv_freq")
     for theirs in sorted(reader.entries.keys() - known - copies):
-        if any(fnmatchcase(theirs, pattern) for pattern in patterns):
+        if hf_map(spec).ignores(theirs, args):
             ignored.append(theirs)
         elif not any(fnmatchcase(theirs, pattern) for pattern in usual):
             wrong.append(f"{theirs} is unknown")

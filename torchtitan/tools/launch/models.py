@@ -32,6 +32,7 @@ REPOSITORIES = {
     },
     "qwen3": {size: f"Qwen/Qwen3-{size}-Base" for size in ("0.6B", "1.7B", "4B", "8B", "14B")}
     | {"32B": "Qwen/Qwen3-32B"},
+    "qwen3_next": {"80B-A3B": "Qwen/Qwen3-Next-80B-A3B-Instruct"},
     "deepseek_v2": {"Lite": "deepseek-ai/DeepSeek-V2-Lite"},
     "deepseek_v3": {
         "671B": "deepseek-ai/DeepSeek-V3-Base",

@@ -1,4 +1,5 @@
-"""DeepSeek-V2 and V3, Moonlight, Kimi K2 and GLM-4.5: sizes, FLOPs, and the keys of `config.json`.
+"""DeepSeek-V2 and V3, Moonlight, Kimi K2, GLM-4.5 and Qwen3-Next: sizes, FLOPs, and the keys of
+`config.json`.
 
 `test_families.py` compares what they compute with transformers.
 """
@@ -8,11 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests import families
+from torchtitan.checkpoint.hf.export import HFExport
+from torchtitan.commands import ckpt
 from torchtitan.models import get_spec, parameter_names, spec_of_hf
+from torchtitan.models.hf_names import parts_of
 from torchtitan.models.layers import attention_backend
 from torchtitan.optim.loss import cross_entropy
 from torchtitan.utils.errors import ConfigError
@@ -26,8 +31,9 @@ COUNTS = {
     ("deepseek_v3", "Kimi-K2"): (1_026_408_209_408, 32_861_477_888, 31_687_072_768),
     ("glm4_moe", "106B-A12B"): (106_852_245_504, 13_424_123_904, 12_803_366_912),
     ("glm4_moe", "355B-A32B"): (352_797_814_784, 33_632_251_904, 32_856_305_664),
+    ("qwen3_next", "80B-A3B"): (79_674_391_296, 3_874_929_408, 3_563_764_480),
 }
-FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe")
+FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next")
 TINY_MODELS = sorted((Path(__file__).parents[1] / "assets/tiny_models").glob("*.json"))
 
 
@@ -196,11 +202,35 @@ V2_LITE = MOONLIGHT | {
     "rope_scaling": V3["rope_scaling"] | {"mscale": 0.707, "mscale_all_dim": 0.707},
     "max_position_embeddings": 163840,
 }
+NEXT = {
+    "model_type": "qwen3_next",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 48,
+    "full_attention_interval": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "moe_intermediate_size": 512,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "shared_expert_intermediate_size": 512,
+    "max_position_embeddings": 262144,
+}
 PUBLISHED = {
     "671B": ("deepseek_v3", V3, {"n_mtp": 1}),
     "Kimi-K2": ("deepseek_v3", K2, {}),
     "Moonlight-16B-A3B": ("deepseek_v3", MOONLIGHT, {}),
     "Lite": ("deepseek_v2", V2_LITE, {}),
+    "80B-A3B": ("qwen3_next", NEXT, {}),
 }
 
 
@@ -218,7 +248,7 @@ def test_flavors_survive_transformers_config_classes(family, flavor):
     transformers = pytest.importorskip("transformers")
     spec = get_spec(family)
     args = spec.flavors[flavor]
-    if family != "deepseek_v2":
+    if family in ("deepseek_v3", "glm4_moe"):
         args = spec.args(flavor, {"n_mtp": 1})
     written = transformers.AutoConfig.for_model(**spec.hf.config(args, "bfloat16"))
     assert spec.hf.args(written.to_dict()) == args
@@ -255,6 +285,14 @@ def test_missing_keys_mean_what_they_do_in_transformers(family):
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob: got True, must be False"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method: got 'noaux_tc'"),
         ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func: got 'softmax'"),
+        ("qwen3_next", {"attention_bias": True}, "attention_bias: got True, must be False"),
+        ("qwen3_next", {"decoder_sparse_step": 2}, "decoder_sparse_step: got 2, must be 1"),
+        (
+            "qwen3_next",
+            {"layer_types": ["sliding_attention"] * 4},
+            "layer_types: got 'sliding_attention', must be one of 'full_attention', 'linear_att",
+        ),
+        ("qwen3_next", {"linear_num_value_heads": 6}, "delta_value_heads 6 must be a multiple"),
         ("glm4_moe", {"model_type": "kimi_k2"}, "model_type: got 'kimi_k2', must be 'glm4_moe'"),
     ],
 )
@@ -279,6 +317,12 @@ def test_what_a_family_cannot_represent_is_refused(family, changes, message):
         ("deepseek_v2", {"n_expert_groups": 4, "expert_groups_per_token": 2}, {}),
         ("glm4_moe", {"rope_interleaved": True}, {"rope_interleaved": False}),
         ("glm4_moe", {"rope_fraction": 0.25, "qk_norm": False}, {}),
+        ("qwen3_next", {"gated_attention": False}, {"gated_attention": True}),
+        ("qwen3_next", {"shared_expert_gate": False}, {"shared_expert_gate": True}),
+        ("qwen3_next", {"norm_plus_one": False}, {"norm_plus_one": True}),
+        ("qwen3_next", {"n_mtp": 1}, {"n_mtp": 0}),
+        ("qwen3_next", {"layer_pattern": ("full", "delta", "delta", "delta")}, {}),
+        ("qwen3_next", {"n_experts": 0}, {}),
     ],
 )
 def test_what_can_be_written(family, overrides, other):
@@ -317,3 +361,40 @@ def test_names_of_modules_that_predict_further_tokens():
     place = "model.layers.4."
     assert {name.removeprefix(place) for name in found if name.startswith(place)} == expected
     assert set(sizes_of(spec, args)) == set(parameter_names(spec, args))
+
+
+def test_modules_that_predict_further_tokens_are_read_and_written(tmp_path, capsys):
+    """Bit for bit, with the copies of embedding and output; or left out."""
+    spec = get_spec("deepseek_v3")
+    sizes = {"n_layers": 2, "dim": 32, "vocab_size": 64, "ffn_dim": 48, "n_mtp": 1}
+    args = spec.args("debugmodel", sizes)
+    model = spec.build(args, None)
+    torch.manual_seed(0)
+    state = {
+        name: torch.randn_like(value) * 0.1 + ("norm" in name)
+        for name, value in model.state_dict().items()
+        if value.is_floating_point()
+    }
+    tensors = {}
+    for ours, theirs in spec.hf.names(args).items():
+        for i, part in enumerate(parts_of(theirs)):
+            value = state[ours][i].clone() if isinstance(theirs, list) else state[ours]
+            tensors |= {name: value.clone() for name in (part.name, *part.copies)}
+    assert torch.equal(tensors["model.layers.2.shared_head.head.weight"], tensors["lm_head.weight"])
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    config = spec.hf.config(args, "float32")
+    assert config["num_nextn_predict_layers"] == 1
+    (folder / "config.json").write_text(json.dumps(config))
+
+    ckpt.main(["from-hf", str(folder), str(tmp_path / "ours")])
+    HFExport(tmp_path / "ours/step-0", tmp_path / "back", spec, args, None, None).write()
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], value) for name, value in tensors.items())
+
+    capsys.readouterr()
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    ckpt.main(["from-hf", str(folder), str(tmp_path / "without")])
+    assert "model.layers.2." in capsys.readouterr().out
