@@ -11,6 +11,7 @@ from torchtitan.models.delta_args import TENSOR_PARALLEL_STYLES
 from torchtitan.parallel.context_layout import RowLayout
 from torchtitan.parallel.delta_context import mix_across
 from torchtitan.parallel.tensor import apply_tensor_parallel
+from torchtitan.testing import parity
 
 SEQ = 136
 LIMIT = 1e-5
@@ -77,3 +78,24 @@ def test_ranks_share_a_layer(ranks, world, tp, balanced, documents, compiled):
     for found in ranks(world, differences, tp, balanced, documents, compiled):
         assert len(found) == 11
         assert max(found.values()) < LIMIT, found
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"context": 2, "tensor": 2},
+        pytest.param({"pipeline": 2, "context": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_trains_as_on_one_process(ranks, degrees):
+    """With attention in every second layer, and documents that end within rows."""
+    argv = [
+        *(f"--parallelism.{axis}_parallel_degree={degree}" for axis, degree in degrees.items()),
+        "--model.overrides.layer_pattern=['delta','full']",
+        *(f"--model.overrides.delta_key_{name}=8" for name in ("heads", "size")),
+        *(f"--model.overrides.delta_value_{name}=8" for name in ("heads", "size")),
+        "--training.document_mask",
+        "--optimizer.name=Muon",
+    ]
+    for passed, text in ranks(4, parity.check, argv, timeout=240):
+        assert passed, text
