@@ -9,8 +9,8 @@ import torch
 
 from tests.families import TINY
 from torchtitan.checkpoint.commit import versions
-from torchtitan.checkpoint.save import write_streamed
 from torchtitan.checkpoint.state import model_state
+from torchtitan.checkpoint.streamed import write_streamed
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
 from torchtitan.utils.assets import find_asset

@@ -18,8 +18,8 @@ from tests.sparse_folders import (
 )
 from torchtitan.checkpoint.hf.folder import SafetensorsReader
 from torchtitan.checkpoint.hf.weights import check_hf, on_meta
-from torchtitan.checkpoint.save import _LazyPlanner
 from torchtitan.checkpoint.state import model_state
+from torchtitan.checkpoint.streamed import LazyPlanner
 from torchtitan.models import parameter_names, spec_of_hf
 
 PIECE = 2**25
@@ -63,7 +63,7 @@ def test_every_weight_of_a_large_model_has_its_source(tmp_path, model):
         for name in state
         if name in stored
     }
-    planner = _LazyPlanner(reader.read, PIECE)
+    planner = LazyPlanner(reader.read, PIECE)
     planner.set_up_planner(wanted, is_coordinator=True)
     items = planner.create_local_plan().items
     chunks = [(item, item.tensor_data.chunk.sizes.numel()) for item in items]

@@ -18,7 +18,7 @@ from torchtitan.checkpoint.hf.export import HFExport
 from torchtitan.checkpoint.hf.folder import SafetensorsReader
 from torchtitan.checkpoint.hf.weights import import_hf, load_hf
 from torchtitan.checkpoint.load import Reader, read_tensor
-from torchtitan.checkpoint.save import write_streamed
+from torchtitan.checkpoint.streamed import write_streamed
 from torchtitan.commands import ckpt
 from torchtitan.models import get_spec, parameter_names, register
 from torchtitan.models import spec as models_spec

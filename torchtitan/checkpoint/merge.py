@@ -14,8 +14,8 @@ from torchtitan.checkpoint.commit import checkpoints_at, damage, remove, version
 from torchtitan.checkpoint.index import read_index
 from torchtitan.checkpoint.load import Reader, read_tensor
 from torchtitan.checkpoint.manifest import Manifest, read_manifest
-from torchtitan.checkpoint.save import write_streamed
 from torchtitan.checkpoint.state import check_averaged
+from torchtitan.checkpoint.streamed import write_streamed
 from torchtitan.utils.errors import CheckpointError, ConfigError, UserError
 from torchtitan.utils.storage import is_remote
 

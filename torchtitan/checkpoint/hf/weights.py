@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from torchtitan.checkpoint.hf.folder import SafetensorsReader
 from torchtitan.checkpoint.hf.stored import Box
-from torchtitan.checkpoint.save import write_streamed
 from torchtitan.checkpoint.state import model_state
+from torchtitan.checkpoint.streamed import write_streamed
 from torchtitan.models import HFNames, ModelSpec, hf_map
 from torchtitan.models.hf_names import parameters_of
 from torchtitan.utils.errors import CheckpointError
