@@ -39,11 +39,11 @@ def batch(seq):
     return torch.randn(2, SEQ, ARGS.dim, generator=torch.Generator().manual_seed(3))[:, :seq]
 
 
-def trained(layer, seq, **inputs):
+def trained(layer, seq, dtype=torch.float32, **inputs):
     """The batch, whose gradient is then known, and the layer's output."""
-    x = batch(seq).requires_grad_()
+    x = batch(seq).to(dtype).requires_grad_()
     out = layer(x, **inputs)
-    out.backward(GRADIENT[:, :seq])
+    out.backward(GRADIENT[:, :seq].to(dtype))
     return x, out
 
 

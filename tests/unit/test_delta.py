@@ -150,6 +150,20 @@ def as_theirs(values):
     return rest | {"conv1d.weight": torch.cat(convs).unsqueeze(1)}
 
 
+def test_layer_in_bf16_is_that_in_fp32():
+    """Root mean square within a few roundings, of 2^-8; the norm of small outputs adds to them."""
+    weights = filled().bfloat16()
+    x, out = trained(weights, SEQ, dtype=torch.bfloat16)
+    exact = filled()
+    with torch.no_grad():
+        for parameter, rounded in zip(exact.parameters(), weights.parameters(), strict=True):
+            parameter.copy_(rounded)
+    expected = trained(exact, SEQ)[1]
+    assert out.dtype == x.grad.dtype == torch.bfloat16
+    assert x.grad.isfinite().all()
+    assert (out - expected).norm() < 2**-5 * expected.norm()
+
+
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 90 + [2] * 2 + [0] * 43, [3] * 64 + [4] * 75 + [5]])
 
 

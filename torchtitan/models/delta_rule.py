@@ -110,6 +110,7 @@ def chunked_delta_rule(
     b, s, heads, d = k.shape
     group = v.shape[2] // heads
     size = min(CHUNK, s)
+    given = v.dtype
     dtype = _precision(v)
     # [n, b, k, group, c, ...]: the chunks first, as they are taken one by one
     q, k, v = (_in_chunks(x.to(dtype), size, heads) for x in (q, k, v))
@@ -146,7 +147,7 @@ def chunked_delta_rule(
     states, stored = (x.unflatten(1, (b, heads, group)) for x in (states, stored))
     out = (q * since_start) @ states + ((q @ k.mT) * between) @ stored
     out = out.permute(1, 0, 4, 2, 3, 5).reshape(b, -1, heads * group, out.shape[-1])
-    return out[:, :s], last.unflatten(0, (b, -1))
+    return out[:, :s].to(given), last.unflatten(0, (b, -1))
 
 
 def _precision(x: Tensor) -> torch.dtype:
