@@ -18,7 +18,8 @@ from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.checkpoint.state import read_weights
 from torchtitan.commands import ckpt
 from torchtitan.config.load.decode import load_config
-from torchtitan.models import parameter_names, spec_of_hf
+from torchtitan.models import export_problems, get_spec, parameter_names, spec_of_hf
+from torchtitan.models import families as families_of_models
 from torchtitan.models.layers import attention_backend
 from torchtitan.optim.loss import cross_entropy
 
@@ -86,6 +87,74 @@ def test_a_model_equals_transformers_and_is_written_back(tmp_path, file):
     for name, value in before.items():
         assert value.dtype == after[name].dtype
         assert torch.equal(value, after[name]), name
+
+
+WINDOWS = {"layer_pattern": ["window", "full"], "window": 8}
+ROPES = {"window_rope_theta": 2e4, "rope_scaling": {"type": "linear", "factor": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "lost"),
+    [
+        ("llama3", WINDOWS, ["layer_pattern"]),
+        ("mistral", WINDOWS, ["layer_pattern"]),
+        ("mistral", WINDOWS | {"layer_pattern": ["window"]}, []),
+        ("qwen3", WINDOWS, []),
+        ("qwen3", WINDOWS | {"layer_pattern": ["window", "nope"]}, ["layer_pattern"]),
+        ("qwen3", WINDOWS | ROPES, ["window_rope_theta"]),
+        ("olmo3", ROPES | {"scale_window_rope": True}, []),
+        ("gemma3", ROPES | {"attention_scale": 1 / 3}, []),
+        ("gemma3", {"attention_scale": 0.07}, ["attention_scale"]),
+        ("gpt_oss", {"rope_scaling": "none"}, []),
+        ("gpt_oss", {"wo_bias": False}, ["qkv_bias"]),  # one key for both
+        ("smollm3", WINDOWS, ["layer_pattern"]),
+        ("smollm3", {"layer_pattern": ["nope", "full"], "init_std": 0.1}, []),
+    ],
+)
+def test_what_config_json_cannot_say_is_named(family, overrides, lost):
+    spec = get_spec(family)
+    problems = export_problems(spec, spec.args("debugmodel", overrides))
+    assert [problem.split(":")[0] for problem in problems] == [
+        f"model.overrides.{name}" for name in lost
+    ]
+
+
+@pytest.mark.parametrize("spec", families_of_models(), ids=lambda spec: spec.name)
+def test_all_sizes_pass_through_transformers_configuration(spec):
+    transformers = pytest.importorskip("transformers")
+    for flavor, args in spec.flavors.items():
+        config = spec.hf.config(args, "bfloat16")
+        about = transformers.AutoConfig.for_model(**config).to_dict()
+        assert spec.hf.args(about) == spec.hf.args(config), flavor
+        assert export_problems(spec, args) == [], flavor
+
+
+def test_gemma_with_a_vision_tower_is_read_as_its_text_model(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    text = json.loads((TINY_MODELS[0].parent / "gemma3.json").read_text())
+    text["final_logit_softcapping"] = None  # the class with the tower computes none
+    heads = {"num_attention_heads": 2, "num_hidden_layers": 1}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "image_size": 28, "patch_size": 14}
+    about = transformers.Gemma3Config(
+        text_config=text, vision_config=vision | heads, mm_tokens_per_image=4
+    )
+    theirs = transformers.Gemma3ForConditionalGeneration(about).eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    stored = load_file(tmp_path / "hf/model.safetensors")
+    assert any("vision_tower" in name for name in stored)
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert config["model_type"] == "gemma3"
+    spec = spec_of_hf(config)
+    args = spec.hf.args(config)
+    assert args == spec.hf.args(text)
+    ckpt.main(["from-hf", str(tmp_path / "hf"), str(tmp_path)])
+    assert "vision_tower" in capsys.readouterr().out
+    ours = spec.build(args, attention_backend("cpu"))
+    read_weights([ours], tmp_path / "step-0")
+    tokens = torch.randint(0, args.vocab_size, (2, 32))
+    with torch.no_grad():
+        assert_close(ours(tokens), theirs(tokens).logits, "logits")
 
 
 def test_every_tiny_model_is_found():

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, PlainSerializer, ValidationError
 
 from torchtitan.config.load.messages import explain_value
+from torchtitan.config.sections.types import Layers
 from torchtitan.models.decoder_args import DecoderArgs, LayerKind
 from torchtitan.models.hf_blocks import block_names, decoder_names
 from torchtitan.models.hf_layers import all_kinds, shortest_pattern, type_of
@@ -73,7 +74,7 @@ class HFConfig(BaseModel):
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_hidden_layers: int
+    num_hidden_layers: Layers
     num_attention_heads: int
     num_key_value_heads: int | None = None
     head_dim: int | None = None
@@ -166,14 +167,19 @@ class HFConfig(BaseModel):
     @classmethod
     def write_rope(cls, args: DecoderArgs) -> dict[str, Any]:
         """Keys of RoPE other than its base."""
-        found: dict[str, Any] = {"rope_scaling": write_scaling(args.rope_scaling)}
+        scaling = write_scaling(args.rope_scaling)
+        found: dict[str, Any] = {"rope_scaling": scaling}
+        if cls.default_rope.kind != "default":  # which null would mean
+            plain = {"rope_type": "default"}
+            found["rope_parameters"] = (scaling or plain) | {"rope_theta": args.rope_theta}
         if cls.rotates_parts:
             found["partial_rotary_factor"] = args.rope_fraction
         return found
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> DecoderArgs:
-        """The hyper-parameters in a `config.json` of transformers 4 or 5.
+        """The hyper-parameters in a `config.json` of transformers 4 or 5. Of a model with other
+        parts, such as a vision tower, they are in its `text_config`.
 
         Raises:
             ConfigError: every reason why `DecoderArgs` can't represent the model.
@@ -182,6 +188,9 @@ class HFConfig(BaseModel):
             raise ConfigError(
                 [f"config.json: model_type: got {brief(kind)}, must be {cls.model_type!r}"]
             )
+        text = config.get("text_config")
+        if isinstance(text, dict):
+            config = config | text
         try:
             return DecoderArgs(**cls.model_validate(config).hyper_parameters())
         except ValidationError as error:

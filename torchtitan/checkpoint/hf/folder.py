@@ -130,13 +130,14 @@ class SafetensorsReader(HuggingFaceStorageReader):
         self.parts = {ours: parts_of(theirs) for ours, theirs in names.items()}
         entries: dict[str, Entry] = {}
         for file in _weight_files(folder):
-            for name, entry in _read_header(file).items():
+            for stored, entry in _read_header(file).items():
+                name = _in_text_model(stored)
                 if first := entries.get(name):
                     raise CheckpointError(f"{name} is in two files: {first.file} and {file}")
                 entries[name] = entry
         self.quantization = _quantization(folder)
         self.entries = dequantized(entries, self.quantization)
-        """What the folder holds, by its names."""
+        """What the folder holds, by its names in a text model."""
         self._metadata = self._describe()
 
     def _describe(self) -> Metadata:
@@ -290,6 +291,16 @@ def batches(sizes: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
         total += size
     if batch:
         yield batch
+
+
+def _in_text_model(name: str) -> str:
+    """The name that a tensor has in a folder of the text model alone, if this one has other parts,
+    too: a vision tower beside `language_model`.
+    """
+    for prefix, own in (("language_model.", ""), ("model.language_model.", "model.")):
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
 
 
 def _read_header(file: Path) -> dict[str, Entry]:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from torchtitan.config.sections.types import Layers
 from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.models.decoder_spec import register_decoder
 from torchtitan.models.hf_layers import LayerTypes
@@ -14,7 +15,13 @@ from torchtitan.models.rope_scaling import LinearScaling
 
 class _Config(RopeByLayer):
     model_type = "gemma3_text"
+    also_read = ("gemma3",)
     architecture = "Gemma3ForCausalLM"
+    ignored = tuple(
+        f"{place}{part}.*"
+        for place in ("", "model.")
+        for part in ("vision_tower", "multi_modal_projector")
+    )
     keys: ClassVar = {
         "logit_softcap": "final_logit_softcapping",
         "window_rope_theta": "rope_local_base_freq",
@@ -31,7 +38,7 @@ class _Config(RopeByLayer):
     vocab_size: int = 262208
     hidden_size: int = 2304
     intermediate_size: int = 9216
-    num_hidden_layers: int = 26
+    num_hidden_layers: Layers = 26
     num_attention_heads: int = 8
     num_key_value_heads: int | None = 4
     head_dim: int | None = 256

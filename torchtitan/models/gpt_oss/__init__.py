@@ -3,6 +3,7 @@
 from functools import partial
 from typing import ClassVar, Literal
 
+from torchtitan.config.sections.types import Layers
 from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.models.decoder_hf import HFConfig
 from torchtitan.models.decoder_spec import register_decoder
@@ -39,7 +40,7 @@ class _Config(HFConfig):
     vocab_size: int = 201088
     hidden_size: int = 2880
     intermediate_size: int = 2880
-    num_hidden_layers: int = 36
+    num_hidden_layers: Layers = 36
     num_attention_heads: int = 64
     num_key_value_heads: int | None = 8
     head_dim: int | None = 64

@@ -34,7 +34,7 @@ class _Config(HFConfig):
 
     @classmethod
     def write_layers(cls, args: DecoderArgs) -> dict[str, Any]:
-        return {"no_rope_layers": [int(kind == "full") for kind in all_kinds(args)]}
+        return {"no_rope_layers": [int(kind != "nope") for kind in all_kinds(args)]}
 
 
 _smollm3 = partial(
