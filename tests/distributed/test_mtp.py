@@ -1,10 +1,14 @@
 """Multi-token prediction under every layout, against plain PyTorch on one process."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 from tests.runs import EXPERTS, SAVE, arguments, assert_continues, train
+from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.inference import load
 from torchtitan.models.layers import attention_backend
 from torchtitan.testing.difference import Tolerances
@@ -64,6 +68,27 @@ def test_modules_move_between_layouts_and_are_left_out_of_inference(ranks, tmp_p
     trained = runs[-1]["weights"]
     assert not any(name.startswith(("layers.2.", "layers.3.")) for name in model.state_dict())
     for name, value in model.state_dict().items():
+        assert torch.equal(value, trained[name]), name
+
+
+def test_modules_are_exported_with_copies_of_embedding_and_output(ranks, tmp_path):
+    """The export is compared with transformers, which leaves modules out."""
+    sizes = {"n_mtp": 2, "n_kv_heads": 4, "n_experts": 8, "expert_dim": 16}
+    extra = ["--model.name=deepseek_v3", *(f"--model.overrides.{k}={v}" for k, v in sizes.items())]
+    extra += ["--checkpoint.enable", "--checkpoint.last_save_in_hf"]
+    trained = ranks(1, train, arguments(tmp_path, *extra, steps=1))[0]["weights"]
+    folder = tmp_path / "out/checkpoint/step-1-hf"
+    exported = load_file(folder / "model.safetensors")
+    for place in ("model.layers.2.", "model.layers.3."):
+        copy = exported[f"{place}embed_tokens.weight"]
+        assert torch.equal(copy, trained["tok_embeddings.weight"])
+        assert torch.equal(exported[f"{place}shared_head.head.weight"], trained["output.weight"])
+    source = load.find(str(folder))
+    args = source.spec.hf.args(json.loads((folder / "config.json").read_text()))
+    assert (args.n_mtp, source.args.n_mtp) == (2, 0)
+    model = source.spec.build(args, attention_backend("cpu"))
+    load_hf([model], folder, source.spec.hf.names(args))
+    for name, value in model.named_parameters():
         assert torch.equal(value, trained[name]), name
 
 

@@ -160,10 +160,11 @@ def router_can_learn(config: Config, facts: Facts) -> str | None:
     )
 
 
-@rule("training.seq_len", "model.overrides", needs=["args"])
+@rule("training.seq_len", "training.stages", "model.overrides", needs=["args"])
 def rows_have_further_tokens(config: Config, facts: Facts) -> str | None:
     modules = getattr(facts.args, "n_mtp", 0)
-    length = config.training.seq_len
+    training = config.training
+    length = min([training.seq_len, *(stage.seq_len or modules + 1 for stage in training.stages)])
     if modules < length:
         return None
     return (
