@@ -55,9 +55,9 @@ def _fill(
         return
     if shard.numel() == 0:
         return
-    rows = _owned(param, 0)  # global indices of this rank's rows
+    rows = owned(param, 0)  # global indices of this rank's rows
     if param.dim() == 3:  # the rows of a stack are those of its matrices
-        within = _owned(param, 1)
+        within = owned(param, 1)
         rows = (rows[:, None] * param.shape[1] + within).flatten()
         shard = shard.view(len(rows), -1)
     count = len(param)
@@ -66,7 +66,7 @@ def _fill(
     if param.dim() > 1:
         count = param.shape[:-1].numel()
         row_shape = (param.shape[-1],)
-        columns = _owned(param, param.dim() - 1)
+        columns = owned(param, param.dim() - 1)
         if len(columns) == param.shape[-1]:
             columns = None
     blocks = rows // ROWS_PER_BLOCK
@@ -101,7 +101,7 @@ def _block(
     return values.normal_(0.0, init.std, generator=generator).clamp_(-limit, limit)
 
 
-def _owned(param: Tensor, dim: int) -> Tensor:
+def owned(param: Tensor, dim: int) -> Tensor:
     """Global indices along `dim` that this rank holds, from indices sharded like the parameter."""
     index = torch.arange(param.shape[dim])
     if not isinstance(param, DTensor):

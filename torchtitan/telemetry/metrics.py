@@ -122,6 +122,7 @@ class Metrics:
         skipped: int,
         mtp_losses: Sequence[float] = (),
         experts: Tensor | None = None,
+        qk_clip: tuple[float, int] | None = None,
         sources: Record | None = None,
         own: Mapping[str, float] | None = None,
     ) -> Record:
@@ -131,6 +132,7 @@ class Metrics:
             tokens, skipped: totals of the run; the latter in steps.
             mtp_losses: of the modules of multi-token prediction.
             experts: from `ExpertBalance.take`.
+            qk_clip: from `QKClip.take`.
             sources: loss, tokens, epochs and bytes per token of each data source.
             own: what the user's callbacks log.
 
@@ -161,6 +163,8 @@ class Metrics:
         }
         if mtp_losses:
             record["mtp_loss"] = sum(mtp_losses) / len(mtp_losses)
+        if qk_clip is not None:
+            record["max_attention_logit"], record["clipped_heads"] = qk_clip
         record |= sources or {}
         loads = read_loads(experts) if experts is not None else None
         if loads is not None:

@@ -22,7 +22,9 @@ from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.optim.loss import RowLoss, SourceTally, build_loss
 from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.optim.optimizer import build_optimizer
+from torchtitan.optim.qk_clip import QKClip
 from torchtitan.parallel.compile import compiled_loss
+from torchtitan.parallel.context import layout_of
 from torchtitan.parallel.context_layout import attending_positions, local_positions
 from torchtitan.parallel.fsdp import accumulation
 from torchtitan.parallel.mesh import Mesh, build_mesh
@@ -105,6 +107,7 @@ def build(
         lengths = setup.tokenizer.byte_lengths()
         validation = Validator(forward, held_out, mesh, device, lengths)
     experts = _expert_balance(config, setup, models, device) if setup.n_experts else None
+    qk_clip = _qk_clip(config, setup, mesh, models, device) if config.optimizer.qk_clip else None
     average = WeightAverage(models, config.ema) if config.ema.enable else None
     probe = None
     if config.eval.enable or config.sampling.prompts:
@@ -121,7 +124,28 @@ def build(
         experts,
         average,
         probe,
+        qk_clip=qk_clip,
         compute_of=compute_of,
+    )
+
+
+def _qk_clip(
+    config: Config,
+    setup: Setup,
+    mesh: Mesh,
+    models: list[FSDPModule],
+    device: torch.device,
+) -> QKClip:
+    cp_group = mesh.group("cp")
+    balanced = bool(config.parallelism.context_parallel_load_balancer)
+    return QKClip(
+        models,
+        config.optimizer.qk_clip,
+        layers=setup.args.n_layers + setup.n_mtp,
+        heads=setup.args.n_heads,
+        tp=(mesh.rank("tp"), mesh.size("tp")),
+        layout=None if cp_group is None else layout_of(cp_group, balanced),
+        device=device,
     )
 
 

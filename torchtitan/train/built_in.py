@@ -194,6 +194,7 @@ class Report(Callback):
             tokens=progress.tokens,
             skipped=progress.skipped,
             experts=None if experts is None else experts.take(),
+            qk_clip=None if self.parts.qk_clip is None else self.parts.qk_clip.take(),
             mtp_losses=result.mtp_losses,
             sources=self._sources(run),
             own=run.logged.take(),
@@ -218,6 +219,8 @@ class Report(Callback):
         run.logged.clear()
         if self.parts.experts is not None:
             self.parts.experts.take()
+        if self.parts.qk_clip is not None:
+            self.parts.qk_clip.take()
         if self.parts.compute.tally is not None:
             self.parts.compute.tally.clear()
 

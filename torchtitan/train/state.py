@@ -13,6 +13,7 @@ from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.optim.optimizer import AnyOptimizer
+from torchtitan.optim.qk_clip import QKClip
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.train.forward import Compute
 from torchtitan.train.logits import Probe
@@ -38,6 +39,8 @@ class Parts:
     """The average of the weights; None without `ema.enable`."""
     probe: Probe | None = None
     """None unless the run evaluates or writes samples."""
+    qk_clip: QKClip | None = None
+    """None without `optimizer.qk_clip`."""
     stage: int = 0
     """The stage of the data that `compute` is for."""
     compute_of: Callable[[int], Compute] | None = None

@@ -83,6 +83,8 @@ def train_step(
         optimizer.step(divisor=divisor, skip=skip)
         if parts.experts is not None:
             parts.experts.step(skip)
+        if parts.qk_clip is not None:
+            parts.qk_clip.step(skip)
 
     # Where a policy judges the numbers first, the host must know them before the weights change.
     can_skip = isinstance(optimizer, ShardedAdam) and optimizer.clips
@@ -104,9 +106,11 @@ def train_step(
         note("updating the weights")
         if updated:
             optimizer.step()
+        rejected = None if updated else torch.ones((), dtype=torch.bool, device=parts.device)
         if parts.experts is not None:
-            rejected = torch.ones((), dtype=torch.bool, device=parts.device)
-            parts.experts.step(None if updated else rejected)
+            parts.experts.step(rejected)
+        if parts.qk_clip is not None:
+            parts.qk_clip.step(rejected)
     if updated:
         prepare_weights(parts, config)
     optimizer.zero_grad(set_to_none=True)

@@ -43,6 +43,36 @@ def prompts_leave_room(config: Config, facts: Facts) -> Iterator[str]:
             )
 
 
+@rule("optimizer.qk_clip", needs=["args"])
+def heads_can_be_clipped(config: Config, facts: Facts) -> str | None:
+    if not config.optimizer.qk_clip:
+        return None
+    if getattr(facts.args, "qk_norm", False):
+        return (
+            f"optimizer.qk_clip: {model_name(config)} normalizes queries and keys (qk_norm), which "
+            "bounds their products, and undoes a scaling of the projections; set it to 0"
+        )
+    if not hasattr(facts.args, "n_heads") or not hasattr(facts.args, "n_layers"):
+        return (
+            f"optimizer.qk_clip: {model_name(config)} doesn't say n_heads and n_layers; set it to 0"
+        )
+    return None
+
+
+@rule("optimizer.qk_clip", "training.document_mask", needs=["device"])
+def clipping_sees_documents(config: Config, facts: Facts) -> str | None:
+    t = config.training
+    split = config.parallelism.context_parallel_degree > 1 or t.mixed_precision_param == "float32"
+    on_cpu = facts.device.capability == (0, 0)
+    if on_cpu or not (config.optimizer.qk_clip and t.document_mask and split):
+        return None
+    return (
+        "optimizer.qk_clip: on GPUs, scores within documents can be recorded only for whole rows "
+        "in bf16; set training.document_mask = false, parallelism.context_parallel_degree = 1 or "
+        "qk_clip = 0"
+    )
+
+
 @rule("optimizer.param_groups", needs=["parameters"])
 def patterns_match(config: Config, facts: Facts) -> Iterator[str]:
     """A pattern that matches nothing is a typo; the parameters meant would train like the rest."""

@@ -60,6 +60,11 @@ class Optimizer(Section):
     """
     muon_ns_steps: Annotated[int, Field(ge=1, le=99)] = 5
     """Newton-Schulz iterations that orthogonalize each of Muon's updates."""
+    qk_clip: Factor = 0.0
+    """After a step in which a head's largest attention score exceeded this, scale the head's
+    projections to queries and keys so that it would not (QK-clip, Kimi K2, arXiv:2507.20534; there
+    100, with Muon). 0: don't.
+    """
     param_groups: Annotated[list[ParamGroup], Field(max_length=300)] = []
     """Give parameters their own learning rate or weight decay: a list of tables `{pattern =
     "layers.*.attention.wq.weight", lr_scale = 0.5, weight_decay = 0.0}`. The first match applies.

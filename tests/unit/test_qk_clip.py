@@ -1,0 +1,95 @@
+"""QK-clip: scores as large as the limit after a step, for each kind of head."""
+
+import pytest
+import torch
+
+from tests.runs import TINY
+from torchtitan.models import get_spec
+from torchtitan.models.layers import attention_backend, document_mask
+from torchtitan.optim.qk_clip import QKClip
+from torchtitan.parallel.max_logits import record_max_logits
+
+KINDS = {
+    "keys of their own": {"n_kv_heads": 4},
+    "shared keys": {"n_kv_heads": 2, "qkv_bias": True},
+    "windows": {"layer_pattern": ("window",), "window": 3, "attention_scale": 0.3},
+    "latent": {"n_kv_heads": 4, "kv_lora_rank": 16, "rope_head_size": 8, "head_size": 24},
+    "latent queries": {
+        "n_kv_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 12,
+        "rope_head_size": 8,
+        "head_size": 24,
+        "value_head_size": 20,
+    },
+}
+
+
+def attention_that_tells(found):
+    """Attention that appends each head's largest visible score to `found`."""
+    attend = attention_backend("cpu")
+
+    def telling(q, k, v, mask=None, **options):
+        scale = options.get("scale") or q.shape[-1] ** -0.5
+        scores = scale * q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT
+        at = torch.arange(q.shape[2])
+        visible = at[:, None] >= at
+        if options.get("window"):
+            visible = visible & (at[:, None] - at < options["window"])
+        visible = visible if mask is None else visible & mask
+        found.append(scores.masked_fill(~visible, -torch.inf).amax(dim=(0, 2, 3)).detach())
+        return attend(q, k, v, mask, **options)
+
+    return telling
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_above_the_limit_become_the_limit(one_rank, kind):
+    """And heads below it keep theirs; also where documents are masked."""
+    spec = get_spec("llama3")
+    sizes = TINY | {"n_layers": 1} | KINDS[kind]
+    args = spec.args("debugmodel", sizes, max_seq_len=32)
+    torch.manual_seed(0)
+    scores = []
+    model = spec.build(args, attention_that_tells(scores))
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.25 if param.dim() == 2 else 1.0)
+    tokens = torch.randint(0, args.vocab_size, (3, 32))
+    documents = (torch.arange(32) // 11).expand(3, -1)
+    mask = document_mask(documents, torch.arange(32), torch.float32)
+    model(tokens, None, mask)
+    before = scores[-1]
+    limit = before.median().item()  # so that some heads are below it
+    sizes = {"layers": 1, "heads": 4, "tp": (0, 1), "layout": None, "device": torch.device("cpu")}
+    clip = QKClip([model], limit, **sizes)
+    old = {name: param.clone() for name, param in model.named_parameters()}
+    model(tokens, None, mask)
+    clip.step(torch.tensor(True))  # an update that was skipped scales nothing
+    assert all(torch.equal(param, old[name]) for name, param in model.named_parameters())
+    model(tokens, None, mask)
+    clip.step()
+    largest, clipped = clip.take()
+    assert largest == pytest.approx(before.max().item(), rel=1e-5)
+    assert clipped == (before > limit).sum()
+    model(tokens, None, mask)
+    torch.testing.assert_close(scores[-1], before.clamp(max=limit), rtol=1e-4, atol=1e-5)
+    params = dict(model.named_parameters())
+    changed = [name for name, param in params.items() if not torch.equal(param, old[name])]
+    projections = ("wq.", "wq_b.", "wk.", "wkv_b.")
+    assert changed
+    assert all(any(part in name for part in projections) for name in changed)
+
+
+def test_scores_are_recorded_in_blocks(monkeypatch):
+    """Of queries, with positions of context parallelism, as from all scores at once."""
+    monkeypatch.setattr("torchtitan.parallel.max_logits._AT_ONCE", 1)
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, 20, 8)
+    k = torch.randn(2, 2, 40, 8)
+    positions = torch.cat([torch.arange(10), torch.arange(30, 40)])
+    largest = torch.full((4,), -torch.inf)
+    record_max_logits(largest, q, k, positions, None, None, 7, 0.5)
+    scores = 0.5 * q @ k.repeat_interleave(2, dim=1).mT
+    distance = positions[:, None] - torch.arange(40)
+    hidden = (distance < 0) | (distance >= 7)
+    torch.testing.assert_close(largest, scores.masked_fill(hidden, -9e9).amax(dim=(0, 2, 3)))

@@ -1,0 +1,152 @@
+"""QK-clip: keeps attention's scores small by scaling the projections of heads (Kimi K2,
+arXiv:2507.20534, section 2.1.1).
+
+After a step in which the largest score m of a head exceeded a limit t, its queries and keys are
+scaled so that this score would be t. Products of queries and keys shrink by t / m:
+
+    heads with keys of their own    queries and keys by sqrt(t / m)
+    heads that share keys           queries by t / m; keys stay, as other heads read them
+    latent attention                the features without positions of queries and keys by
+                                    sqrt(t / m); queries' rotated features by t / m, as all heads
+                                    share those of keys
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchtitan.models.attention import Attention, LatentAttention
+from torchtitan.parallel.collectives import all_reduce, storage_of
+from torchtitan.parallel.context_layout import RowLayout
+from torchtitan.parallel.init import owned
+from torchtitan.parallel.max_logits import RecordMaxLogits
+from torchtitan.utils.errors import UserError
+
+
+class _Rows(NamedTuple):
+    """A parameter whose rows belong to heads."""
+
+    param: Tensor
+    heads: Tensor
+    """The head of each row that this rank holds."""
+    powers: Tensor
+    """The power of a head's factor by which each of those rows is multiplied."""
+
+
+class QKClip:
+    """Records the largest score of every head in a step, and scales heads after it."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        limit: float,
+        *,
+        layers: int,
+        heads: int,
+        tp: tuple[int, int],
+        layout: RowLayout | None,
+        device: torch.device,
+    ):
+        """
+        Args:
+            models: this rank's pipeline stages, sharded.
+            limit: `optimizer.qk_clip`.
+            layers, heads: blocks and query heads of the whole model.
+            tp: this rank's index in tensor parallelism, which splits the heads, and its degree.
+            layout: how context parallelism shares rows.
+
+        Raises:
+            UserError: a model has blocks, and no attention that this knows.
+        """
+        self.limit = limit
+        rank, degree = tp
+        own = heads // degree
+        self.heads = slice(rank * own, (rank + 1) * own)
+        self._records: dict[int, RecordMaxLogits] = {}
+        self._rows: dict[int, list[_Rows]] = {}
+        for model in models:
+            for name, module in model.named_modules():
+                if isinstance(module, Attention | LatentAttention):
+                    layer = int(name.split(".")[1])
+                    record = RecordMaxLogits(module.attend, own, layout, device)
+                    module.attend = record
+                    self._records[layer] = record
+                    self._rows[layer] = list(_rows_of(module, heads))
+        self._largest = torch.full((layers, heads), -torch.inf, device=device)
+        self._since = self._largest.clone()
+        self._clipped = torch.zeros((), device=device)
+        if not self._records and any(len(model.layers) for model in models):
+            raise UserError(
+                "optimizer.qk_clip: found no attention in the model; set it to 0, or build the "
+                "model's attention on torchtitan.models.attention"
+            )
+
+    @torch.no_grad()
+    def step(self, skip: Tensor | None = None) -> None:
+        """End a step, after the optimizer's update. Called by all ranks.
+
+        Args:
+            skip: if true, the weights don't change; a boolean scalar on the device.
+        """
+        self._largest.fill_(-torch.inf)
+        for layer, record in self._records.items():
+            self._largest[layer, self.heads] = record.largest
+            record.largest.fill_(-torch.inf)
+        # Every rank has seen other rows, heads or layers: the maximum over the world is exact.
+        all_reduce(self._largest, dist.group.WORLD, dist.ReduceOp.MAX)
+        torch.maximum(self._since, self._largest, out=self._since)
+        above = self._largest.isfinite() & (self._largest > self.limit)
+        if skip is not None:
+            above = above & ~skip
+        self._clipped += above.sum()
+        factors = torch.where(above, self.limit / self._largest, 1.0)
+        for layer, rows in self._rows.items():
+            for param, heads, powers in rows:
+                shard = storage_of(param)
+                factor = factors[layer].to(heads.device)[heads] ** powers
+                factor = factor.to(shard.device, shard.dtype)
+                shard.mul_(factor.view(-1, *[1] * (shard.dim() - 1)))
+
+    def take(self) -> tuple[float, int]:
+        """The largest score of any head since the last call, and how many times one was scaled."""
+        largest = self._since.max().item()
+        clipped = int(self._clipped.item())
+        self._since.fill_(-torch.inf)
+        self._clipped.zero_()
+        return largest, clipped
+
+
+def _rows_of(attention: Attention | LatentAttention, heads: int) -> Iterator[_Rows]:
+    """The projections that are scaled."""
+    if isinstance(attention, LatentAttention):
+        plain, rotated = attention.widths
+        queries = attention.wq if attention.wq is not None else attention.wq_b
+        assert queries is not None
+        yield from _of_linear(queries, heads, [(plain, 0.5), (rotated, 1.0)])
+        keys = [(plain, 0.5), (attention.value_dim, 0.0)]
+        yield from _of_linear(attention.wkv_b, heads, keys)
+        return
+    size = attention.head_dim
+    shared = attention.wk.weight.shape[0] != heads * size
+    yield from _of_linear(attention.wq, heads, [(size, 1.0 if shared else 0.5)])
+    if not shared:
+        yield from _of_linear(attention.wk, heads, [(size, 0.5)])
+
+
+def _of_linear(
+    linear: nn.Module,
+    heads: int,
+    parts: Sequence[tuple[int, float]],
+) -> Iterator[_Rows]:
+    """
+    Args:
+        parts: (number of rows, power) of the parts of each head, in order.
+    """
+    powers = torch.cat([torch.full((rows,), power) for rows, power in parts])
+    for _, param in linear.named_parameters(recurse=False):
+        own = owned(param, 0)
+        assert param.shape[0] == heads * len(powers), "rows are not those of heads"
+        yield _Rows(param, own // len(powers), powers[own % len(powers)])
