@@ -4,10 +4,14 @@ import pytest
 import torch
 
 from tests.runs import TINY
+from torchtitan.config import resolve
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend, document_mask
+from torchtitan.models.packed_attention import pack_documents
 from torchtitan.optim.qk_clip import QKClip
 from torchtitan.parallel.max_logits import record_max_logits
+from torchtitan.train.preflight import preflight
+from torchtitan.utils.errors import ConfigError
 
 KINDS = {
     "keys of their own": {"n_kv_heads": 4},
@@ -93,3 +97,25 @@ def test_scores_are_recorded_in_blocks(monkeypatch):
     distance = positions[:, None] - torch.arange(40)
     hidden = (distance < 0) | (distance >= 7)
     torch.testing.assert_close(largest, scores.masked_fill(hidden, -9e9).amax(dim=(0, 2, 3)))
+
+
+def test_packed_documents_hide_what_their_mask_hides():
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, 24, 8)
+    k = torch.randn(2, 4, 24, 8)
+    documents = torch.stack([torch.arange(24) // 5, torch.arange(24) // 9])
+    mask = document_mask(documents, torch.arange(24), torch.float32)
+    starts = pack_documents(documents, torch.device("cpu")).starts
+    found = []
+    for hidden in ((mask, None), (None, starts)):
+        found.append(torch.full((4,), -torch.inf))
+        record_max_logits(found[-1], q, k, None, *hidden, None, 1.0)
+    assert torch.equal(*found)
+    assert found[0].isfinite().all()
+
+
+def test_normalized_queries_need_no_clipping(tmp_path):
+    flags = ["--model.name=qwen3", "--model.flavor=0.6B", "--optimizer.qk_clip=100"]
+    config = resolve([f"--job.dump_folder={tmp_path}", *flags], 1).config
+    with pytest.raises(ConfigError, match=r"optimizer.qk_clip: .* normalizes queries and keys"):
+        preflight(config, output=False)
