@@ -96,8 +96,8 @@ class HFMap(Generic[Args]):
     only value it computes with. A model with another value is not exported.
     """
     ignored: tuple[str, ...] = ()
-    """Patterns (`fnmatch`) of tensors in Hugging Face's folders that these models, or transformers'
-    class, don't have. In them, `{n_layers}` is that hyper-parameter.
+    """Patterns (`fnmatch`) of tensors in Hugging Face's folders that these models don't have. In
+    them, `{n_layers}` is that hyper-parameter.
     """
     also_read: tuple[str, ...] = ()
     """Other values of `model_type` in the `config.json` of the same models."""
