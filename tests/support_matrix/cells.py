@@ -9,6 +9,7 @@ import torch
 
 from torchtitan.config import load_config, resolve
 from torchtitan.config.derive import AXES, DEGREE_KEYS, layout_name
+from torchtitan.models import get_spec
 from torchtitan.parallel.pipeline_stages import SCHEDULES
 from torchtitan.testing.difference import Tolerances, tolerances_of
 from torchtitan.train.preflight import preflight
@@ -99,6 +100,8 @@ EXPERT_LAYOUTS: tuple[tuple[tuple[int, int, int, int, int], int], ...] = (
     ((2, 1, 2, 2, 2), 8),
 )
 EXPERT_SCHEDULE_LAYOUTS = (((2, 1, 2, 1, 1), 2), ((2, 1, 1, 1, 2), 2))
+TP = (1, 1, 1, 1, 2)
+PP = (2, 1, 1, 1, 1)
 SCHEDULE_LAYOUTS = (
     (2, 1, 1, 1, 1),
     (4, 1, 1, 1, 1),
@@ -106,6 +109,37 @@ SCHEDULE_LAYOUTS = (
     (2, 1, 1, 2, 1),
     (2, 1, 1, 1, 2),
 )
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"n_mtp": 1},
+    "glm4_moe": {},
+    "qwen3_next": {},
+    "gpt_oss": {},
+    "olmo3": {},
+    "gemma3": {"layer_pattern": ["window", "full"]},
+}
+"""Families whose blocks are of other kinds than Llama's and Qwen3's, to overrides of their tiny
+models.
+"""
+FAMILY_LAYOUTS = (
+    (1, 1, 2, 1, 1),
+    (1, 1, 1, 2, 1),
+    (1, 1, 1, 1, 2),
+    (2, 1, 1, 1, 1),
+    (1, 1, 1, 2, 2),
+    (1, 1, 2, 1, 2),
+    (2, 1, 2, 1, 1),
+)
+FAMILY_FEATURES = (
+    "document mask",
+    "AC selective op",
+    "AC full",
+    "activation offload",
+    "compile",
+    "chunked loss",
+    "float8",
+    "Muon",
+)
+"""Measured for each family with tensor parallelism over two ranks."""
 
 
 @dataclass(frozen=True)
@@ -215,11 +249,14 @@ class Cell:
     schedule: str = "1F1B"
     ep: int = 0
     """Expert-parallel degree of the mixture of experts; 0: the dense model."""
+    family: str = ""
+    """One of `FAMILIES`, whose experts are shared by all ranks of a pipeline stage."""
 
     @property
     def title(self) -> str:
         schedule = self.schedule if self.layout[0] > 1 else "no pipeline"
-        return f"{name_of(self.layout, self.ep)}, {schedule}, {self.feature}"
+        model = f"{self.family}, " if self.family else ""
+        return f"{model}{name_of(self.layout, self.ep)}, {schedule}, {self.feature}"
 
     @property
     def world(self) -> int:
@@ -257,9 +294,7 @@ class Cell:
             "lr_scheduler.warmup_steps": 2,
             "metrics.log_freq": 1,
             "parallelism.pipeline_parallel_schedule": self.schedule,
-            "model.overrides.n_layers": self.layers,
-            **{f"model.overrides.{name}": value for name, value in MODEL.items()},
-            **(self._experts() if self.ep else {}),
+            **self._model(),
             **{f"parallelism.{DEGREE_KEYS[axis]}": degree for axis, degree in degrees.items()},
         }
         low = _FLOAT8_EXPERTS if self.ep and self.feature == "float8" else ()
@@ -268,6 +303,24 @@ class Cell:
             *FEATURES[self.feature].arguments,
             *low,
         ]
+
+    def _model(self) -> dict[str, Any]:
+        if self.family:
+            return self._of_family()
+        sizes = MODEL | {"n_layers": self.layers}
+        own = {f"model.overrides.{name}": value for name, value in sizes.items()}
+        return own | (self._experts() if self.ep else {})
+
+    def _of_family(self) -> dict[str, Any]:
+        spec = get_spec(self.family)
+        args = spec.flavors["debugmodel"]
+        sizes = spec.tiny(args, self.layers, 4) | FAMILIES[self.family]
+        own = {f"model.overrides.{name}": value for name, value in sizes.items()}
+        own["model.name"] = self.family
+        if spec.expert_sizes(args):
+            own["parallelism.expert_parallel_degree"] = torch.Size(self.layout[2:]).numel()
+            own["moe.balance_bias_rate"] = BALANCE["balance_bias_rate"]
+        return own
 
     def _experts(self) -> dict[str, Any]:
         sizes = {f"model.overrides.{name}": value for name, value in EXPERTS.items()}
@@ -314,6 +367,10 @@ def cells() -> Iterator[Cell]:
         for layout, ep in EXPERT_SCHEDULE_LAYOUTS
         for s in NAMED_SCHEDULES[1:]
     ]
+    for family in FAMILIES:
+        every += [Cell(layout, family=family) for layout in FAMILY_LAYOUTS]
+        every += [Cell(TP, feature, family=family) for feature in FAMILY_FEATURES]
+        every += [Cell(PP, schedule=s, family=family) for s in NAMED_SCHEDULES if s != "1F1B"]
     yield from sorted(every, key=lambda cell: cell.world)
 
 

@@ -3,6 +3,8 @@
 import platform
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,39 +13,86 @@ from tests.support_matrix.cells import (
     EXPERT_LAYOUTS,
     EXPERT_SCHEDULE_LAYOUTS,
     EXPERTS,
+    FAMILIES,
+    FAMILY_FEATURES,
+    FAMILY_LAYOUTS,
     FEATURES,
     LAYOUTS,
     MODEL,
     NAMED_SCHEDULES,
+    PP,
     ROWS,
     SCHEDULE_LAYOUTS,
+    TP,
     Cell,
     name_of,
 )
 
-Row = tuple[tuple[int, ...], int]
-"""A layout and its expert-parallel degree; 0: the dense model."""
+Fields = dict[str, Any]
+"""Fields of a cell."""
 
 
-def _table(
-    rows: Iterable[Row],
-    columns: Iterable[str],
-    kind: str,
-    results: dict[Cell, str],
-) -> str:
-    """
-    Args:
-        kind: the field of a cell that a column stands for, `feature` or `schedule`.
-    """
-    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(list(columns)) + 1) + "|"]
-    for layout, ep in rows:
-        texts = [results.get(Cell(layout, ep=ep, **{kind: column}), "") for column in columns]
-        lines.append(f"| {name_of(layout, ep)} | " + " | ".join(texts) + " |")
-    return "\n".join(lines)
+@dataclass(frozen=True)
+class Table:
+    """Cells by row and column, each of which sets some of their fields."""
+
+    rows: dict[str, Fields]
+    columns: dict[str, Fields]
+
+    def cell(self, row: str, column: str) -> Cell:
+        return Cell(**{"layout": TP} | self.rows[row] | self.columns[column])
+
+    def write(self, results: dict[Cell, str]) -> str:
+        lines = ["| | " + " | ".join(self.columns) + " |", "|---" * (len(self.columns) + 1) + "|"]
+        for row in self.rows:
+            texts = [results.get(self.cell(row, column), "") for column in self.columns]
+            lines.append(f"| {row} | " + " | ".join(texts) + " |")
+        return "\n".join(lines)
+
+    def read(self, section: str) -> dict[Cell, str]:
+        lines = [
+            [part.strip() for part in line.split("|")[1:-1]]
+            for line in section.splitlines()
+            if "|" in line
+        ]
+        columns = lines[0][1:]
+        return {
+            self.cell(row, column): text
+            for row, *texts in lines[2:]
+            for column, text in zip(columns, texts, strict=True)
+            if text
+        }
+
+
+def _layouts(layouts: Iterable[tuple[int, ...]], ep: int = 0) -> dict[str, Fields]:
+    return {name_of(layout, ep): {"layout": layout, "ep": ep} for layout in layouts}
+
+
+def _of_experts(layouts: Iterable[tuple[tuple[int, ...], int]]) -> dict[str, Fields]:
+    return {
+        name: fields for layout, ep in layouts for name, fields in _layouts([layout], ep).items()
+    }
+
+
+def _each(field: str, values: Iterable[str], **others: Any) -> dict[str, Fields]:
+    return {value: {field: value, **others} for value in values}
+
+
+TABLES = (
+    Table(_layouts(LAYOUTS), _each("feature", FEATURES)),
+    Table(_layouts(SCHEDULE_LAYOUTS), _each("schedule", NAMED_SCHEDULES)),
+    Table(_of_experts(EXPERT_LAYOUTS), _each("feature", EXPERT_FEATURES)),
+    Table(_of_experts(EXPERT_SCHEDULE_LAYOUTS), _each("schedule", NAMED_SCHEDULES[1:])),
+    Table(_layouts(FAMILY_LAYOUTS), _each("family", FAMILIES)),
+    Table(_each("feature", FAMILY_FEATURES, layout=TP), _each("family", FAMILIES)),
+    Table(_each("schedule", NAMED_SCHEDULES, layout=PP), _each("family", FAMILIES)),
+)
+"""In the order of the document."""
 
 
 def document(results: dict[Cell, str], notes: list[str]) -> str:
     """The support matrix in Markdown."""
+    tables = [table.write(results) for table in TABLES]
     footnotes = "\n".join(f"- [{number}] refused: {note}" for number, note in enumerate(notes, 1))
     model = ", ".join(f"{name} {value}" for name, value in MODEL.items())
     experts = ", ".join(f"{name} {value}" for name, value in EXPERTS.items())
@@ -65,7 +114,7 @@ axes combine: every pair of them is measured in another row.
 
 ## Layouts and features
 
-{_table(_dense(LAYOUTS), FEATURES, "feature", results)}
+{tables[0]}
 
 Pipelines above use the schedule 1F1B. "optimizer in backward" runs without clipping. "compile" is inductor with
 selective activation checkpointing by operation. "float8" is rowwise and "float8 all-gather" tensorwise; both are
@@ -74,7 +123,7 @@ Muon, which are computed in bf16.
 
 ## Pipeline schedules
 
-{_table(_dense(SCHEDULE_LAYOUTS), NAMED_SCHEDULES, "schedule", results)}
+{tables[1]}
 
 ## Mixture of experts
 
@@ -84,11 +133,32 @@ routing bias, by auxiliary losses of each row and of the global batch, and by th
 too. "moved" counts tokens, at least, that were sent to another expert than on one process, over all steps and layers.
 Most columns are measured on up to four ranks. In "float8" the products of experts are rounded too.
 
-{_table(EXPERT_LAYOUTS, EXPERT_FEATURES, "feature", results)}
+{tables[2]}
 
 ## Pipeline schedules with experts
 
-{_table(EXPERT_SCHEDULE_LAYOUTS, NAMED_SCHEDULES[1:], "schedule", results)}
+{tables[3]}
+
+## Families and layouts
+
+The same for tiny models of the families with other kinds of blocks, with all that the family has: latent attention and
+a module that predicts further tokens (`deepseek_v3`), routers with sigmoid scores and shared experts, Gated DeltaNet and
+gated attention (`qwen3_next`), sinks and windows (`gpt_oss`), norms over the whole projection (`olmo3`), norms on both
+sides (`gemma3`). Experts are shared by all ranks of a pipeline stage.
+
+{tables[4]}
+
+## Families and features
+
+With tensor parallelism over two ranks.
+
+{tables[5]}
+
+## Families and pipeline schedules
+
+With two pipeline ranks.
+
+{tables[6]}
 
 ## Refused
 
@@ -96,31 +166,10 @@ Most columns are measured on up to four ranks. In "float8" the products of exper
 """  # noqa: E501
 
 
-def _dense(layouts: Iterable[tuple[int, ...]]) -> list[Row]:
-    return [(layout, 0) for layout in layouts]
-
-
 def read_document(text: str) -> tuple[dict[Cell, str], list[str]]:
     """Inverse of `document`: the cells' texts, and the refusals in order."""
-    *tables, refusals = text.split("\n## ")[1:]
+    *sections, refusals = text.split("\n## ")[1:]
     results: dict[Cell, str] = {}
-    for number, section in enumerate(tables):
-        kind = ("feature", "schedule")[number % 2]
-        lines = [
-            [part.strip() for part in line.split("|")[1:-1]]
-            for line in section.splitlines()
-            if "|" in line
-        ]
-        columns = lines[0][1:]
-        rows = {
-            name_of(layout, ep): (layout, ep)
-            for layout, ep in (EXPERT_LAYOUTS if number > 1 else _dense(LAYOUTS))
-        }
-        for name, *texts in lines[2:]:
-            layout, ep = rows[name]
-            results |= {
-                Cell(layout, ep=ep, **{kind: c}): t
-                for c, t in zip(columns, texts, strict=True)
-                if t
-            }
+    for table, section in zip(TABLES, sections, strict=False):
+        results |= table.read(section)
     return results, re.findall(r"- \[\d+\] refused: (.*)", refusals)
