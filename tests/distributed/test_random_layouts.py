@@ -84,6 +84,61 @@ def mixtures(draw, world: int) -> Flags:
 
 
 @st.composite
+def kinds(draw, world: int) -> Flags:
+    """As `mixtures`, with blocks of other kinds."""
+    flags = draw(mixtures(world))
+    tp = flags["parallelism.tensor_parallel_degree"]
+    cp = flags["parallelism.context_parallel_degree"]
+    sizes = {
+        "activation": pick(draw, "swiglu", "geglu", "relu2", "clamped_swiglu"),
+        "ffn_bias": pick(draw, False, True),
+        "norm_placement": pick(draw, "before", "after", "both"),
+        "norm_plus_one": pick(draw, False, True),
+        "embedding_scale": pick(draw, 1.0, 4.0),
+        "logit_softcap": pick(draw, "none", 15.0),
+        "router_scores": pick(draw, "softmax", "sigmoid"),
+        "router_bias": pick(draw, False, True),
+        "route_scale": pick(draw, 1.0, 2.5),
+        "shared_expert_dim": tp * pick(draw, 0, 3, 8),
+        "rope_interleaved": pick(draw, False, True),
+        "head_size": 8,
+        "init_std": 0.1,
+    }
+    sizes["shared_expert_gate"] = sizes["shared_expert_dim"] > 0 and pick(draw, False, True)
+    if pick(draw, False, True):
+        heads = flags["model.overrides.n_heads"]
+        sizes |= {
+            "n_kv_heads": heads,
+            "kv_lora_rank": pick(draw, 5, 16),
+            "q_lora_rank": pick(draw, 0, 7),
+            "rope_head_size": pick(draw, 2, 4),
+            "value_head_size": pick(draw, 6, 8),
+        }
+        pattern = pick(draw, ["full"], ["window", "full"], ["nope", "delta"])
+    else:
+        sizes |= {
+            "sinks": pick(draw, False, True),
+            "gated_attention": pick(draw, False, True),
+            "qk_norm": pick(draw, False, True),
+            "qkv_bias": pick(draw, False, True),
+            "wo_bias": pick(draw, False, True),
+            "rope_fraction": pick(draw, 1.0, 0.5),
+        }
+        sizes["qk_norm_whole"] = sizes["qk_norm"] and pick(draw, False, True)
+        pattern = pick(draw, ["window"], ["window", "full"], ["delta", "window"], ["full", "nope"])
+    # A token that sees itself alone has no gradient but rounding errors.
+    sizes |= {"layer_pattern": pattern, "window": pick(draw, 2, 3, 8, 40)}
+    if "delta" in pattern:
+        sizes |= {
+            "delta_key_heads": tp * cp,
+            "delta_value_heads": tp * cp * pick(draw, 1, 2),
+            "delta_key_size": pick(draw, 4, 6),
+            "delta_value_size": pick(draw, 4, 8),
+        }
+    return flags | {f"model.overrides.{name}": size for name, size in sizes.items()}
+
+
+@st.composite
 def experts(draw, ep: int, shards: int) -> Flags:
     """Experts of which each of `ep` ranks has some, which FSDP shards.
 
@@ -331,10 +386,10 @@ def outcome(ranks, world: int, argv: list[str], timeout: float = 200) -> str:
     return f"differs: {problems}" if problems else "equal"
 
 
-SUITE = [(runs, 3, 2), (runs, 4, 2), (mixtures, 4, 2)]
+SUITE = [(runs, 3, 2), (runs, 4, 2), (mixtures, 4, 2), (kinds, 4, 2)]
 REST = [
     pytest.param(kind, world, 30, marks=pytest.mark.slow)
-    for kind in (runs, mixtures)
+    for kind in (runs, mixtures, kinds)
     for world in range(2, 9)
 ]
 
