@@ -6,6 +6,7 @@ configuration. Exits with 1 if a cell is neither.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 
@@ -53,3 +54,7 @@ def main(argv: list[str]) -> int:
             options.output.write_text(document(results, notes))
     print(f"{len(results)} cells, {failures} of them wrong", flush=True)
     return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -22,7 +22,6 @@ from torchtitan.tools.launch.recipe import Request, as_flags, draft
 from torchtitan.tools.planner.hardware import find_hardware, load_hardware
 from torchtitan.tools.planner.planner import any_layout, without_missing_files
 from torchtitan.train.preflight import preflight
-from torchtitan.utils.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("init_folder")
 
@@ -66,16 +65,7 @@ def test_cpu(capsys):
     assert "torchtitan train a/train.toml\n" in capsys.readouterr().out
 
 
-NOT_PLANNED = pytest.mark.xfail(raises=UserError, strict=True)
-"""Models whose first blocks have no experts, which the planner refuses so far."""
-PAIRS = [
-    pytest.param(
-        model.name,
-        "h100-sxm",
-        marks=[NOT_PLANNED] if model.args.n_experts and model.args.n_dense_layers else [],
-    )
-    for model in offered()
-]
+PAIRS = [(model.name, "h100-sxm") for model in offered()]
 PAIRS += [
     (model, hardware)
     for hardware in load_hardware()

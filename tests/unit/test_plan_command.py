@@ -252,10 +252,6 @@ def test_traced_memory(monkeypatch, holes):
 # ---- the command
 
 
-NOT_PLANNED = re.compile("deepseek|moonlight|glm")
-"""Files of models whose first blocks have no experts, which the planner refuses so far."""
-
-
 def shipped():
     """(file, arguments) of each shipped TOML on the hardware that its comment names."""
     for file in sorted((ROOT / "train_configs").glob("*.toml")):
@@ -264,10 +260,8 @@ def shipped():
         )
         assert comment, f"{file.name}: its comment names no hardware"
         hardware = "--hardware=h200" if comment[2] == "H200" else HARDWARE
-        refused = pytest.mark.xfail(raises=UserError, strict=True)
-        marks = [refused] if NOT_PLANNED.match(file.name) else []
         argv = [str(file), f"--world={comment[1] or 1}", hardware]
-        yield pytest.param(argv, marks=marks, id=file.name)
+        yield pytest.param(argv, id=file.name)
 
 
 @pytest.mark.parametrize("argv", list(shipped()))

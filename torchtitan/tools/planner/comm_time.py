@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torchtitan.config.derive import offloaded_blocks
 from torchtitan.tools.planner.hardware import Hardware
-from torchtitan.tools.planner.memory import offloaded_per_block
+from torchtitan.tools.planner.memory import hidden_bytes, offloaded_per_block
 from torchtitan.tools.planner.traffic import (
     exchanged_bytes,
     exchanges,
@@ -92,8 +92,7 @@ def expert_parallel(w: Workload, hw: Hardware) -> tuple[float, float]:
 
 def transfer(w: Workload, hw: Hardware) -> float:
     """Seconds to send a microbatch's hidden states to the next stage."""
-    size = w.element * w.tokens * w.dim / w.tp
-    return size / hw.bandwidth(2, stride=w.world // w.pp) + hw.launch
+    return hidden_bytes(w) / hw.bandwidth(2, stride=w.world // w.pp) + hw.launch
 
 
 def gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float, float]:

@@ -174,8 +174,10 @@ def _state(w: Workload, stages: list[Stage]) -> dict[str, float]:
 
 
 def hidden_bytes(w: Workload) -> float:
-    """Bytes of a microbatch's hidden states between blocks, split by tensor parallelism."""
-    return w.element * w.tokens * w.dim / w.tp
+    """Bytes of a microbatch's hidden states between stages, split by tensor parallelism; and of the
+    embeddings that travel with them where further tokens are predicted.
+    """
+    return w.element * w.tokens * w.predictions * w.dim / w.tp
 
 
 def in_flight(w: Workload, pp_rank: int) -> tuple[float, float]:

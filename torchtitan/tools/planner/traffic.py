@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from torchtitan.tools.planner.memory import Counted
+from torchtitan.tools.planner.memory import Counted, hidden_bytes
 from torchtitan.tools.planner.workload import (
     BACKWARD_PRODUCTS,
     FP8,
@@ -111,7 +111,7 @@ def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
             for index, stage in enumerate(w.stages)
             if stage.rank == pp_rank
         )
-        out.add("pp", "send", sends * runs, hidden / w.tp * w.element)
+        out.add("pp", "send", sends * runs, hidden_bytes(w))
     return out
 
 
