@@ -72,6 +72,8 @@ class Mixing:
     """Numbers that heads of Gated DeltaNet read besides."""
     spans_ranks: int = 0
     """Norms over features of several ranks."""
+    copied: int = 0
+    """Width of those keys and values that are copies for the query heads that share them."""
 
 
 def mixing_of(
@@ -111,6 +113,7 @@ def mixing_of(
         saved=2 * queries if gated else 0,  # gates, and what they give
         saved_whole=args.dim,
         spans_ranks=2 if getattr(args, "qk_norm_whole", False) else 0,
+        copied=2 * (kv - args.n_kv_heads * args.head_dim),
     )
 
 

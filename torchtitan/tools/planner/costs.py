@@ -259,7 +259,8 @@ def _pointwise_bytes(w: Workload) -> float:
     """
     tokens = w.tokens / w.tp
     mixing = w.mixing
-    heads = 4 * mixing.queries + 2 * (mixing.keys + mixing.values) + 2 * mixing.saved
+    keys_values = mixing.keys + mixing.values - mixing.copied  # rotated before they are copied
+    heads = 4 * mixing.queries + 2 * keys_values + 2 * mixing.saved
     norms = 4 if getattr(w.args, "norm_placement", "before") == "both" else 0
     own = w.element * tokens * ((9 + norms) * w.dim + heads)
     if not w.experts:

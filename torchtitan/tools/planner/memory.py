@@ -224,7 +224,7 @@ def _postponed_bytes(w: Workload) -> float:
     """
     d = w.dim
     mixing = w.mixing
-    heads = (mixing.queries + mixing.keys + mixing.values) / w.tp
+    heads = (mixing.queries + mixing.keys + mixing.values - mixing.copied) / w.tp
     tp = w.tp
     if w.compiled:
         return w.element * d / tp
