@@ -117,6 +117,25 @@ def test_a_router_that_learns_nothing_is_a_warning(capsys, flags, warned):
 
 
 @pytest.mark.parametrize(
+    ("flags", "lacks"),
+    [
+        (["window=64"], '"window" in layer_pattern'),
+        (["window=64", 'layer_pattern=["window", "full"]'], None),
+        (["delta_key_size=16"], '"delta" in layer_pattern'),
+        (["route_scale=2.5"], "n_experts"),
+        (["shared_expert_dim=0"], None),  # as without it
+        (["mup_base_head_size=32"], "mup_base_dim"),
+    ],
+)
+def test_overrides_without_an_effect_are_a_warning(capsys, flags, lacks):
+    flags = [f"--model.overrides.{flag}" for flag in flags]
+    assert config_tool.main(["debug_model", *flags]) == 0
+    warned = capsys.readouterr().err
+    assert ("has no effect" in warned) == (lacks is not None)
+    assert lacks is None or f"without {lacks}; set that, too, or remove it" in warned
+
+
+@pytest.mark.parametrize(
     ("modules", "flag", "problem"),
     [
         (2, "seq_len=2", "training.seq_len: rows of 2 tokens have no token for the last of"),

@@ -126,6 +126,8 @@ def test_all_sizes_pass_through_transformers_configuration(spec):
         config = spec.hf.config(args, "bfloat16")
         about = transformers.AutoConfig.for_model(**config).to_dict()
         assert spec.hf.args(about) == spec.hf.args(config), flavor
+        padding = about.get("pad_token_id")  # its embedding must exist
+        assert padding is None or padding < args.vocab_size, flavor
         assert export_problems(spec, args) == [], flavor
 
 

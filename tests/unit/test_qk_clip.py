@@ -11,7 +11,7 @@ from torchtitan.models.packed_attention import pack_documents
 from torchtitan.optim.qk_clip import QKClip
 from torchtitan.parallel.max_logits import record_max_logits
 from torchtitan.train.preflight import preflight
-from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.errors import ConfigError, UserError
 
 KINDS = {
     "keys of their own": {"n_kv_heads": 4},
@@ -82,6 +82,21 @@ def test_scores_above_the_limit_become_the_limit(one_rank, kind):
     projections = ("wq.", "wq_b.", "wk.", "wkv_b.")
     assert changed
     assert all(any(part in name for part in projections) for name in changed)
+
+
+def test_stages_may_have_no_scores():
+    """Of a pipeline, where other stages have some; but blocks of an unknown kind are refused."""
+    delta = {"delta_key_heads": 2, "delta_value_heads": 4}
+    delta |= {"delta_key_size": 8, "delta_value_size": 8}
+    sizes = TINY | {"n_layers": 2, "layer_pattern": ("delta", "full")} | delta
+    args = get_spec("llama3").args("debugmodel", sizes, max_seq_len=32)
+    model = get_spec("llama3").build(args, attention_backend("cpu"))
+    del model.layers["1"]
+    sizes = {"layers": 2, "heads": 4, "tp": (0, 1), "layout": None, "device": torch.device("cpu")}
+    QKClip([model], 1.0, **sizes)
+    model.layers["0"] = torch.nn.Identity()
+    with pytest.raises(UserError, match="found no attention in the model"):
+        QKClip([model], 1.0, **sizes)
 
 
 def test_scores_are_recorded_in_blocks(monkeypatch):

@@ -68,8 +68,8 @@ class DecoderArgs(ModelArgs):
     arXiv:2508.10925).
     """
     gated_attention: bool = False
-    """Multiply each head's output by a sigmoid gate (Qiu et al., arXiv:2505.06708). The gates come
-    from `wq`, which is twice as wide.
+    """Multiply each feature of the heads' outputs by a sigmoid gate, which `wg` computes from the
+    block's input (Qiu et al., arXiv:2505.06708).
     """
     attention_scale: Scale | None = None
     """Multiplies attention's scores. `"none"`: `head_size^-0.5`."""

@@ -2,11 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchtitan.models.decoder_args import DecoderArgs
+    from torchtitan.models.decoder_args import DecoderArgs, LayerKind
+
+
+_OF_PARTS: Mapping[str, Collection[str]] = {
+    "n_experts": (
+        "experts_per_token",
+        "expert_dim",
+        "n_dense_layers",
+        "router_scores",
+        "router_bias",
+        "normalize_expert_weights",
+        "route_scale",
+        "n_expert_groups",
+        "expert_groups_per_token",
+        "shared_expert_dim",
+        "shared_expert_gate",
+    ),
+    "kv_lora_rank": ("q_lora_rank", "rope_head_size", "value_head_size", "latent_norm_eps"),
+    "qk_norm": ("qk_norm_whole",),
+    "mup_base_dim": ("mup_base_head_size",),
+}
+"""Hyper-parameters that matter only where another one is set."""
+_OF_KINDS: Mapping[LayerKind, Collection[str]] = {
+    "window": ("window", "window_rope_theta", "scale_window_rope"),
+    "delta": (
+        "delta_key_heads",
+        "delta_value_heads",
+        "delta_key_size",
+        "delta_value_size",
+        "delta_conv_size",
+    ),
+}
+"""Hyper-parameters of some kinds of layers."""
+
+
+def unused(args: DecoderArgs) -> dict[str, str]:
+    """The hyper-parameters that don't matter to a model, each with what it lacks for them."""
+    found: dict[str, str] = {}
+    for needed, names in _OF_PARTS.items():
+        if not getattr(args, needed):
+            found |= dict.fromkeys(names, needed)
+    for kind, names in _OF_KINDS.items():
+        if kind not in args.kinds:
+            found |= dict.fromkeys(names, f'"{kind}" in layer_pattern')
+    if args.n_experts and not args.n_dense_layers:
+        found["ffn_dim"] = "n_dense_layers"
+    return found
 
 
 def problems(args: DecoderArgs) -> list[str]:
@@ -53,6 +99,8 @@ def _latent_problems(args: DecoderArgs) -> Iterator[str]:
         )
     if args.n_kv_heads != args.n_heads:
         yield f"n_kv_heads {args.n_kv_heads} must be n_heads {args.n_heads} with latent attention"
+    if args.rope_fraction != 1:
+        yield "rope_fraction is not for latent attention (kv_lora_rank), which has rope_head_size"
     ordinary = ("sinks", "gated_attention", "qk_norm", "qkv_bias", "wo_bias")
     for name in ordinary:
         if getattr(args, name):

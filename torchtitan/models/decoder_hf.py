@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, PlainSerializer
 from torchtitan.config.load.messages import explain_value
 from torchtitan.config.sections.types import Layers
 from torchtitan.models.decoder_args import DecoderArgs, LayerKind
+from torchtitan.models.decoder_checks import unused
 from torchtitan.models.hf_blocks import block_names, decoder_names
 from torchtitan.models.hf_layers import all_kinds, shortest_pattern, type_of
 from torchtitan.models.hf_names import HFNames
@@ -261,37 +262,10 @@ def computed_with(args: DecoderArgs) -> dict[str, Any]:
     values["attention_scale"] = args.attention_scale or args.head_dim**-0.5
     values["window_rope_theta"] = args.window_rope_theta or args.rope_theta
     values["scale_window_rope"] = args.scale_window_rope or args.rope_scaling is None
-    unused: set[str] = set()
-    for needed, names in _OF_PARTS.items():
-        if not getattr(args, needed):
-            unused |= names
-    if "window" not in args.kinds:
-        unused |= {"window", "window_rope_theta", "scale_window_rope"}
-    if "delta" not in args.kinds:
-        unused |= {name for name in values if name.startswith("delta_")}
-    if args.n_experts and not args.n_dense_layers:
-        unused.add("ffn_dim")
-    return {name: value for name, value in values.items() if name not in unused}
+    without_effect = unused(args)
+    return {name: value for name, value in values.items() if name not in without_effect}
 
 
-_OF_PARTS = {
-    "n_experts": {
-        "experts_per_token",
-        "expert_dim",
-        "n_dense_layers",
-        "router_scores",
-        "router_bias",
-        "normalize_expert_weights",
-        "route_scale",
-        "n_expert_groups",
-        "expert_groups_per_token",
-        "shared_expert_dim",
-        "shared_expert_gate",
-    },
-    "kv_lora_rank": {"q_lora_rank", "rope_head_size", "value_head_size", "latent_norm_eps"},
-    "qk_norm": {"qk_norm_whole"},
-}
-"""Hyper-parameters that matter only where another one isn't 0."""
 _KEYS = {
     "vocab_size": "vocab_size",
     "max_seq_len": "max_position_embeddings",

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.decoder_checks import unused
 from torchtitan.models.decoder_hf import HFConfig
 from torchtitan.models.decoder_traits import (
     TENSOR_PARALLEL_STYLES,
@@ -40,6 +41,7 @@ def register_decoder(
             expert_sizes=expert_sizes,
             context_parallel_sizes=context_parallel_sizes,
             mtp_modules=lambda args: args.n_mtp,
+            unused=unused,
             width_ratio=width_ratio,
         )
     )

@@ -214,6 +214,11 @@ class ModelSpec(Generic[Args]):
     takes tokens `[b, s, 1 + n]`, too.
     """
 
+    unused: Callable[[Args], Mapping[str, str]] = lambda args: {}
+    """`unused(args)`: hyper-parameters that have no effect on the model, each with what the model
+    lacks for them.
+    """
+
     width_ratio: Callable[[str, Args], float] = lambda fqn, args: 1.0
     """`width_ratio(fqn, args)`: how many times wider the inputs of the matrix called `fqn` are than
     in the model whose learning rate and weight decay are configured (muP, Yang et al.,

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchtitan.models.attention import Attention, LatentAttention
+from torchtitan.models.delta import GatedDeltaNet
 from torchtitan.parallel.collectives import all_reduce, storage_of
 from torchtitan.parallel.context_layout import RowLayout
 from torchtitan.parallel.init import owned
@@ -78,7 +79,8 @@ class QKClip:
         self._largest = torch.full((layers, heads), -torch.inf, device=device)
         self._since = self._largest.clone()
         self._clipped = torch.zeros((), device=device)
-        if not self._records and any(len(model.layers) for model in models):
+        blocks = [block for model in models for block in model.layers.values()]
+        if not self._records and not all(map(_has_no_scores, blocks)):
             raise UserError(
                 "optimizer.qk_clip: found no attention in the model; set it to 0, or build the "
                 "model's attention on torchtitan.models.attention"
@@ -117,6 +119,11 @@ class QKClip:
         self._since.fill_(-torch.inf)
         self._clipped.zero_()
         return largest, clipped
+
+
+def _has_no_scores(block: nn.Module) -> bool:
+    """Whether a block mixes tokens by Gated DeltaNet. A pipeline stage may have no others."""
+    return any(isinstance(module, GatedDeltaNet) for module in block.modules())
 
 
 def _rows_of(attention: Attention | LatentAttention, heads: int) -> Iterator[_Rows]:

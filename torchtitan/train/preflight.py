@@ -173,6 +173,7 @@ def _model_facts(
     exported = config.checkpoint.initial_load_in_hf or config.checkpoint.last_save_in_hf
     return {
         "args": args,
+        "unused": spec.unused(args),
         "parameters": list(parameter_names(spec, args)) if named else [],
         "tensor_parallel_sizes": spec.tensor_parallel_sizes(args),
         "context_parallel_sizes": spec.context_parallel_sizes(args),

@@ -24,7 +24,8 @@ class GatedAttention(Attention):
         q, k, v = self.project(x)
         q = apply_rope(q, cos, sin)
         k = apply_rope(k, cos, sin)
-        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = self.attend(q, k, v, mask, **self.options)
         gated = out.transpose(1, 2) * self.gate(x).sigmoid().unsqueeze(-1)
         return self.wo(gated.flatten(2))
 

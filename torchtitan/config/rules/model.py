@@ -43,6 +43,18 @@ def prompts_leave_room(config: Config, facts: Facts) -> Iterator[str]:
             )
 
 
+@rule("model.overrides", needs=["args", "unused"], refuses=False)
+def overrides_have_an_effect(config: Config, facts: Facts) -> Iterator[str]:
+    fields = type(facts.args).model_fields
+    for key in config.model.overrides:
+        lacks = facts.unused.get(key)
+        if lacks and getattr(facts.args, key) != fields[key].default:
+            yield (
+                f"model.overrides.{key} has no effect on {model_name(config)}, without {lacks}; "
+                "set that, too, or remove it"
+            )
+
+
 @rule("optimizer.qk_clip", needs=["args"])
 def heads_can_be_clipped(config: Config, facts: Facts) -> str | None:
     if not config.optimizer.qk_clip:

@@ -20,7 +20,7 @@ Rules on the shape of a batch see each stage of the data as a configuration of i
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torchtitan.config.derive import stages_of
 from torchtitan.config.sections.schema import Config
@@ -40,6 +40,7 @@ STAGED = {
 class ModelArguments(Protocol):
     """Hyper-parameters that every family has."""
 
+    model_fields: ClassVar[Mapping[str, Any]]
     vocab_size: int
     max_seq_len: int
 
@@ -94,6 +95,8 @@ class Facts:
 
     # ---- the model
     args: ModelArguments = ABSENT
+    unused: Mapping[str, str] = ABSENT
+    """`ModelSpec.unused`."""
     parameters: Collection[str] = ABSENT
     """Names of all parameters."""
     tensor_parallel_sizes: Mapping[str, int] = ABSENT

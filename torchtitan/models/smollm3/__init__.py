@@ -19,6 +19,10 @@ class _Config(HFConfig):
     num_key_value_heads: int | None = 4
     max_position_embeddings: int = 32768
     tie_word_embeddings: bool = True
+    pad_token_id: int | None = None
+    """Without the key, transformers has an embedding of token 128004, which small vocabularies
+    lack.
+    """
     attention_bias: Literal[False] = False
     mlp_bias: Literal[False] = False
     use_sliding_window: Literal[False] = False
