@@ -51,6 +51,9 @@ def _mpt(dim: int, layers: int, heads: int) -> tuple[str, dict[str, Any]]:
 
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DeepSeek-V3": ("671B", {"n_mtp": 1}),
+    "DeepSeek-V3 w/o MTP": ("671B", {}),
+    "gpt-oss-120b": ("120b", {}),
     "L2-7B": ("8B", {**LLAMA_2, "n_kv_heads": 32, "ffn_dim": 11008}),
     "L2-13B": (
         "8B",
@@ -68,6 +71,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt-70b": _mpt(8192, 80, 64),
 }
 """Names in the files that are not flavors: the flavor they derive from, and its overrides."""
+MIXTURES = {
+    "30B-A3B": "qwen3_moe",
+    "235B-A22B": "qwen3_moe",
+    "671B": "deepseek_v3",
+    "Kimi-K2": "deepseek_v3",
+    "Moonlight-16B-A3B": "deepseek_v3",
+    "120b": "gpt_oss",
+}
+"""Families of flavors with experts; all other flavors are of Llama 3."""
 UNKNOWN_MODELS = ("nano-1B",)
 """Models whose sizes no source states."""
 CHECKPOINTING = {
@@ -88,6 +100,7 @@ class Row:
     id: str
     fit: bool
     system: str
+    model: str
     hardware: Hardware
     workload: Workload
     tokens_per_second: float | None
@@ -126,7 +139,8 @@ def load(file: Path) -> list[Row]:
         except ConfigError as error:
             raise SystemExit(f"{file}: {row['id']}: {error}") from None
         tps, memory = (float(row[key]) if row[key] else None for key in ("tps_gpu", "mem_gib"))
-        out.append(Row(row["id"], bool(row["fit"]), system, hw, workload, tps, memory))
+        fit = bool(row["fit"])
+        out.append(Row(row["id"], fit, system, row["model"], hw, workload, tps, memory))
     return out
 
 
@@ -141,9 +155,9 @@ def _arguments(row: dict[str, str]) -> list[str]:
     flavor, overrides = MODELS.get(row["model"], (row["model"], {}))
     own = row.get("system", TORCHTITAN) == TORCHTITAN
     loss = row.get("date", "") >= LOSS_COMPILED_SINCE or not own
-    moe = flavor in ("30B-A3B", "235B-A22B")
+    moe = flavor in MIXTURES
     settings: dict[str, Any] = {
-        "model.name": "qwen3_moe" if moe else "llama3",
+        "model.name": MIXTURES.get(flavor, "llama3"),
         "model.flavor": flavor,
         **{f"model.overrides.{key}": value for key, value in overrides.items()},
         "parallelism.data_parallel_replicate_degree": row["dp_rep"],
@@ -166,7 +180,7 @@ def _arguments(row: dict[str, str]) -> list[str]:
         settings |= {
             "parallelism.pipeline_parallel_schedule": row["schedule"],
             "parallelism.pipeline_parallel_microbatch_size": microbatch,
-            **_stages(flavor, pp, row.get("lps", "")),
+            **_stages(flavor, overrides, pp, row.get("lps", "")),
         }
     settings |= _eight_bit(row, moe)
     return [
@@ -178,11 +192,17 @@ def _arguments(row: dict[str, str]) -> list[str]:
     ]
 
 
-def _stages(flavor: str, pp: int, per_stage: str) -> dict[str, Any]:
+def _stages(
+    flavor: str,
+    overrides: Mapping[str, Any],
+    pp: int,
+    per_stage: str,
+) -> dict[str, Any]:
     """Layers per stage; the embedding and the output count as a layer where only then the stages
-    come out even.
+    come out even. What predicts further tokens is a layer.
     """
-    layers = {"405B": 126, "70B": 80, "8B": 32, "30B-A3B": 48, "235B-A22B": 94}.get(flavor, 0)
+    args: Any = get_spec(MIXTURES.get(flavor, "llama3")).flavors[flavor]
+    layers = args.n_layers + overrides.get("n_mtp", 0)
     even = bool(per_stage) and (layers % (int(per_stage) * pp) == 0 or flavor == "8B")
     key = "parallelism.pipeline_parallel_"
     less = {

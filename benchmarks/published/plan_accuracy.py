@@ -272,11 +272,29 @@ def statistics_tables(rows: list[Row], changed: Constants | None = None) -> Iter
     yield summary(
         "memory", space, [abs(error) <= memory_band(row.workload) for row, error in space]
     )
+    yield from by_model([pair for pair in out if pair[0].workload.experts])
     yield (
         "\n| pairs of the same system, model and hardware | in the right order | rank "
         "correlation |\n|---|---|---|"
     )
     yield ordering(speed)
+
+
+def by_model(off: Errors) -> Iterator[str]:
+    """Errors of each model's rows, and which way they go, as Markdown."""
+    yield (
+        "\n| mixture of experts | rows | median error | worst | median, with its sign "
+        "|\n|---|---|---|---|---|"
+    )
+    models: dict[str, list[float]] = defaultdict(list)
+    for row, error in off:
+        models[row.model].append(error)
+    for model, found in models.items():
+        sizes = [abs(error) for error in found]
+        yield (
+            f"| {model} | {len(found)} | {statistics.median(sizes):.1%} | {max(sizes):.1%} "
+            f"| {statistics.median(found):+.1%} |"
+        )
 
 
 def row_table(rows: list[Row], changed: Constants | None = None) -> str:

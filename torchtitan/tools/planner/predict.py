@@ -217,15 +217,15 @@ def trace_memory(plan: Plan, config: Config) -> Plan:
 
 SPEED_DEVIATIONS = {
     "every run": 0.040,
-    "scaled hardware": 0.095,
+    "scaled hardware": 0.096,
     "tp": 0.002,
     "cp": 0.093,
-    "pp": 0.077,
-    "8 bits": 0.073,
-    "experts": 0.391,
+    "pp": 0.071,
+    "8 bits": 0.074,
+    "experts": 0.392,
 }
 """Relative standard deviation of throughput that a feature adds."""
-WIDTH = 1.76
+WIDTH = 1.64
 """Deviations of a band on either side."""
 MEMORY_BAND = 0.05
 MEMORY_BAND_PIPELINE = 0.12
