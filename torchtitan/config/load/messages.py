@@ -17,6 +17,7 @@ _TYPES = {
     "bool": "true or false",
     "string": "a string",
     "list": "a list",
+    "tuple": "a list",
     "dict": "a table",
     "model": "a table",
     "finite_number": "a finite number",
