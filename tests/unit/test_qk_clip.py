@@ -99,6 +99,17 @@ def test_stages_may_have_no_scores():
         QKClip([model], 1.0, **sizes)
 
 
+def test_projections_of_other_sizes_are_refused():
+    """Families with attention of their own may have them."""
+    args = get_spec("llama3").args("debugmodel", TINY, max_seq_len=32)
+    model = get_spec("llama3").build(args, attention_backend("cpu"))
+    attention = model.layers["0"].attention
+    attention.wq = torch.nn.Linear(args.dim, 2 * args.n_heads * args.head_dim, bias=False)
+    sizes = {"layers": args.n_layers, "heads": args.n_heads, "tp": (0, 1), "layout": None}
+    with pytest.raises(UserError, match=r"optimizer.qk_clip: a projection to .* rows, not"):
+        QKClip([model], 1.0, **sizes, device=torch.device("cpu"))
+
+
 def test_scores_are_recorded_in_blocks(monkeypatch):
     """Of queries, with positions of context parallelism, as from all scores at once."""
     monkeypatch.setattr("torchtitan.parallel.max_logits._AT_ONCE", 1)

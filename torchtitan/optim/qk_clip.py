@@ -151,9 +151,16 @@ def _of_linear(
     """
     Args:
         parts: (number of rows, power) of the parts of each head, in order.
+
+    Raises:
+        UserError: a family of its own has another number of rows.
     """
     powers = torch.cat([torch.full((rows,), power) for rows, power in parts])
     for _, param in linear.named_parameters(recurse=False):
         own = owned(param, 0)
-        assert param.shape[0] == heads * len(powers), "rows are not those of heads"
+        if param.shape[0] != heads * len(powers):
+            raise UserError(
+                f"optimizer.qk_clip: a projection to {heads} heads has {param.shape[0]} rows, not "
+                f"{len(powers)} for each, so which to scale is unknown; set it to 0"
+            )
         yield _Rows(param, own // len(powers), powers[own % len(powers)])
