@@ -299,8 +299,8 @@ EXHIBITS = [
     Exhibit(
         scale_lost,
         "mobius #548, optimum-intel #1877",
-        f"{UNIT}/test_attention_op.py::test_attention_is_the_softmax_spelled_out[False-"
-        "{'scale': 0.3}]",
+        f"{UNIT}/test_attention_op.py::test_attention_is_the_softmax_spelled_out["
+        "{'scale': 0.3}-False]",
     ),
     Exhibit(
         bias_of_each_rank,
@@ -344,8 +344,8 @@ EXHIBITS = [
     Exhibit(
         no_sink_gradient,
         "torchtitan #3814",
-        f"{UNIT}/test_attention_op.py::test_attention_is_the_softmax_spelled_out[False-"
-        "{'sinks': True}]",
+        f"{UNIT}/test_attention_op.py::test_attention_is_the_softmax_spelled_out["
+        "{'sinks': True}-False]",
     ),
     Exhibit(
         zero_bias_in_export,

@@ -193,6 +193,7 @@ def test_where_tokens_go_astray():
     """If the first layer's go to the right experts, what is wrong comes after its router."""
     right = {
         "grad_norm": 0.0,
+        "mtp_loss": 0.0,
         "weights": {"output.weight": 0.0},
         "validation_loss": 0.0,
         "tokens_differ": False,

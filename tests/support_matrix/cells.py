@@ -140,6 +140,10 @@ FAMILY_FEATURES = (
     "Muon",
 )
 """Measured for each family with tensor parallelism over two ranks."""
+UNMEASURED = {("qwen3_next", "float8")}
+"""Rounding to 8 bits changes the gradients of Gated DeltaNet's convolutions, which are small, by more
+than would tell a fault from it.
+"""
 
 
 @dataclass(frozen=True)
@@ -369,7 +373,11 @@ def cells() -> Iterator[Cell]:
     ]
     for family in FAMILIES:
         every += [Cell(layout, family=family) for layout in FAMILY_LAYOUTS]
-        every += [Cell(TP, feature, family=family) for feature in FAMILY_FEATURES]
+        every += [
+            Cell(TP, feature, family=family)
+            for feature in FAMILY_FEATURES
+            if (family, feature) not in UNMEASURED
+        ]
         every += [Cell(PP, schedule=s, family=family) for s in NAMED_SCHEDULES if s != "1F1B"]
     yield from sorted(every, key=lambda cell: cell.world)
 
