@@ -141,8 +141,8 @@ FAMILY_FEATURES = (
 )
 """Measured for each family with tensor parallelism over two ranks."""
 UNMEASURED = {("qwen3_next", "float8")}
-"""Rounding to 8 bits changes the gradients of Gated DeltaNet's convolutions, which are small, by more
-than would tell a fault from it.
+"""Rounding to 8 bits changes the gradients of Gated DeltaNet's convolutions, which are small, by
+more than would tell a fault from it.
 """
 
 

@@ -41,7 +41,11 @@ class Reader(FileSystemReader):
     The index is read only once, however often the reader loads, and `.metadata` never.
     """
 
-    def __init__(self, path: Path, metadata: Metadata | None = None):
+    def __init__(
+        self,
+        path: Path,
+        metadata: Metadata | None = None,
+    ):
         """
         Args:
             metadata: from `read_index`, if it was read already.
@@ -50,7 +54,11 @@ class Reader(FileSystemReader):
         self.path = path
         self._metadata = metadata
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Metadata:
         """
         Raises:
             DamageError: the manifest or the index is damaged.
@@ -78,7 +86,11 @@ class Reader(FileSystemReader):
         for problem in damage(self.path, manifest, part, parts, contents=not summed):
             raise DamageError(f"{self.path} is damaged: {problem}")
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(
+        self,
+        plan: LoadPlan,
+        planner: LoadPlanner,
+    ) -> Future[None]:
         def fill(item: ReadItem, value: Tensor) -> None:
             target = planner.resolve_tensor(item).detach()
             target.copy_(value)
@@ -93,7 +105,11 @@ class Reader(FileSystemReader):
         """The parts of a tensor, as they were written."""
         return list(self.read_metadata().state_dict_metadata[key].chunks)
 
-    def read_box(self, key: str, box: ChunkStorageMetadata) -> Tensor:
+    def read_box(
+        self,
+        key: str,
+        box: ChunkStorageMetadata,
+    ) -> Tensor:
         """A box of a tensor. Beside it, one part of the tensor is in memory at a time.
 
         Raises:
@@ -131,7 +147,11 @@ class Reader(FileSystemReader):
         except Exception as error:
             raise DamageError(f"{self.path} can't be read: {describe(error)}") from error
 
-    def _read(self, wanted: Sequence[ReadItem], fill: Callable[[ReadItem, Tensor], None]) -> None:
+    def _read(
+        self,
+        wanted: Sequence[ReadItem],
+        fill: Callable[[ReadItem, Tensor], None],
+    ) -> None:
         """Read the parts that items are in, each once, and pass the items' slices to `fill`."""
         files: dict[str, dict[int, Place]] = defaultdict(dict)
         items: dict[tuple[str, int], list[ReadItem]] = defaultdict(list)
@@ -147,7 +167,11 @@ class Reader(FileSystemReader):
                     fill(item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
                 del tensor  # before the next one needs memory
 
-    def _parts(self, name: str, places: list[Place]) -> Iterator[tuple[Place, SummedPart]]:
+    def _parts(
+        self,
+        name: str,
+        places: list[Place],
+    ) -> Iterator[tuple[Place, SummedPart]]:
         """The parts in a file, in its order. Small neighbours share one remote request."""
         path: Any = self.path / name
         if not is_remote(path):
@@ -170,7 +194,11 @@ class Reader(FileSystemReader):
                 yield place, SummedPart(span, place.offset - start, place.length)
             places = places[len(together) :]
 
-    def _tensor(self, place: Place, part: SummedPart) -> Tensor:
+    def _tensor(
+        self,
+        place: Place,
+        part: SummedPart,
+    ) -> Tensor:
         """The tensor in a part.
 
         Raises:

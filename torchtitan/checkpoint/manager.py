@@ -111,7 +111,11 @@ class Checkpointer:
 
     # ---- saving
 
-    def due(self, step: int, last_step: int) -> bool:
+    def due(
+        self,
+        step: int,
+        last_step: int,
+    ) -> bool:
         """Whether to save after `step`."""
         first = step == 1 and self.config.enable_first_step_checkpoint
         return self.saving and (step % self.config.interval == 0 or step == last_step or first)

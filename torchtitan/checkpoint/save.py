@@ -48,7 +48,11 @@ class _Files(FileSystemBase):
         self.written: dict[str, SummedFile] = {}
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+    def create_stream(
+        self,
+        path: Any,
+        mode: str,
+    ) -> Iterator[Any]:
         with path.open(mode) as file:
             stream = SummedFile(file)
             yield stream
@@ -59,11 +63,19 @@ class _Files(FileSystemBase):
         file = self.written[name]
         return {"bytes": file.bytes, "crc32": file.crc32}
 
-    def rename(self, path: Any, new_path: Any) -> None:
+    def rename(
+        self,
+        path: Any,
+        new_path: Any,
+    ) -> None:
         path.rename(new_path)
         self.written[new_path.name] = self.written.pop(path.name)
 
-    def concat_path(self, path: Any, suffix: str) -> Any:
+    def concat_path(
+        self,
+        path: Any,
+        suffix: str,
+    ) -> Any:
         return path / suffix
 
     def init_path(self, path: Any) -> Any:
@@ -127,13 +139,22 @@ class CommittingWriter(FileSystemWriter):
         self.fs = _Files()
         self.path = temporary_folder(final)
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_writer(
+        self,
+        is_coordinator: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:  # the others write only once they have its plan
             self.confirm()
             begin(self.final)
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+    ) -> Future[list[WriteResult]]:
         write = super().write_data
         results: list[WriteResult] = []
         try:
@@ -167,7 +188,11 @@ class CommittingWriter(FileSystemWriter):
         file = self.fs.sums(name)
         return _Written(result.index, result.size_in_bytes, place, crc32, file)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(
+        self,
+        metadata: Metadata,
+        results: list[list[WriteResult]],
+    ) -> None:
         if isinstance(metadata, UnsentMetadata):
             metadata = metadata.plain()
         finish = super().finish
@@ -324,12 +349,20 @@ class Stager(DefaultStager):
         self._drop_buffers = self._state_dict_stager.close
         self._state_dict_stager.close = lambda: None
 
-    def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Any:
+    def stage(
+        self,
+        state_dict: dict[str, Any],
+        **kwargs: Any,
+    ) -> Any:
         if self._staging_stream is not None:
             self._staging_stream.wait_stream(torch.accelerator.current_stream())
         return super().stage(state_dict, **kwargs)
 
-    def _stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Any:
+    def _stage(
+        self,
+        state_dict: dict[str, Any],
+        **kwargs: Any,
+    ) -> Any:
         if self._device is not None:
             torch.cuda.set_device(self._device)
         return super()._stage(state_dict, **kwargs)

@@ -80,7 +80,12 @@ class Trained:
             state["ema"] = self.average.current()
         return state
 
-    def weights(self, dtype: torch.dtype, *, averaged: bool) -> State:
+    def weights(
+        self,
+        dtype: torch.dtype,
+        *,
+        averaged: bool,
+    ) -> State:
         """The parameters in `dtype`, or their average, and the buffers."""
         state = model_state(self.models)
         if averaged and self.average is not None:

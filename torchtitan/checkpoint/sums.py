@@ -85,7 +85,11 @@ class SummedFile:
         self._until[self.bytes] = self.crc32
         return self.bytes
 
-    def crc32_of(self, start: int, length: int) -> int:
+    def crc32_of(
+        self,
+        start: int,
+        length: int,
+    ) -> int:
         """CRC-32 of the bytes between two positions that `tell` gave."""
         return crc32_of_end(self._until[start], self._until[start + length], length)
 
@@ -137,7 +141,11 @@ class SummedPart(io.RawIOBase):
     def tell(self) -> int:
         return self._position
 
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+    def seek(
+        self,
+        offset: int,
+        whence: int = io.SEEK_SET,
+    ) -> int:
         base = {
             io.SEEK_SET: 0,
             io.SEEK_CUR: self._position,
@@ -169,12 +177,20 @@ class SummedPart(io.RawIOBase):
             self._summed += len(view)
         return len(view)
 
-    def _read_at(self, position: int, count: int) -> bytes:
+    def _read_at(
+        self,
+        position: int,
+        count: int,
+    ) -> bytes:
         content = bytearray(count)
         self._fill(position, memoryview(content))
         return bytes(content)
 
-    def _fill(self, position: int, view: memoryview) -> None:
+    def _fill(
+        self,
+        position: int,
+        view: memoryview,
+    ) -> None:
         self._file.seek(self._start + position)
         done = 0
         while done < len(view):

@@ -92,7 +92,11 @@ def _generate(
 class _Printer:
     """Prints a single text as it grows, or each of several when its batch is finished."""
 
-    def __init__(self, tokenizer: "Tokenizer", texts: Sequence[str]):
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        texts: Sequence[str],
+    ):
         self.tokenizer = tokenizer
         self.texts = texts
         self.finished = 0

@@ -75,7 +75,11 @@ def main(argv: list[str]) -> int:
     return 0 if passed else 1
 
 
-def _check_widths(config_argv: list[str], ranks: int, widths: list[int]) -> int:
+def _check_widths(
+    config_argv: list[str],
+    ranks: int,
+    widths: list[int],
+) -> int:
     """The number of ranks has no part in it, but a configuration may need it."""
     config = resolve(config_argv, ranks).config
     setup = preflight(config, output=False)

@@ -70,7 +70,11 @@ class Meter:
         """Count `size` bytes as read."""
         self.read += size
 
-    def wrote(self, documents: int, tokens: int) -> None:
+    def wrote(
+        self,
+        documents: int,
+        tokens: int,
+    ) -> None:
         """Count documents and tokens as written."""
         self.documents += documents
         self.tokens += tokens

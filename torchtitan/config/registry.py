@@ -127,7 +127,11 @@ class Functions(Registry[Callable[..., Any]]):
     `keys`.
     """
 
-    def register(self, name: str, keys: type[Section] | None = None) -> Callable[[Make], Make]:
+    def register(
+        self,
+        name: str,
+        keys: type[Section] | None = None,
+    ) -> Callable[[Make], Make]:
         """Decorate the function or class that makes what `name` chooses.
 
         Args:
@@ -147,7 +151,11 @@ class Functions(Registry[Callable[..., Any]]):
 
         return decorate
 
-    def _refusal(self, name: str, make: Callable[..., Any]) -> str | None:
+    def _refusal(
+        self,
+        name: str,
+        make: Callable[..., Any],
+    ) -> str | None:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             return "must be named by letters, digits and _, as a table of a TOML file is"
         if "<" in make.__qualname__:
@@ -161,7 +169,11 @@ class Functions(Registry[Callable[..., Any]]):
             (problem for registry in REGISTRIES if (problem := _clash(registry, name, make))), None
         )
 
-    def chosen(self, name: str | None, custom: Custom) -> Callable[..., Any] | None:
+    def chosen(
+        self,
+        name: str | None,
+        custom: Custom,
+    ) -> Callable[..., Any] | None:
         """What is registered as `name`, with its keys; None if `name` is built in or None."""
         make = self.find(name)
         if make is None or self.registered[name or ""] is None:

@@ -14,7 +14,11 @@ from torchtitan.utils.logging import logger
 class ContentsRecord:
     """The contents of a run's sources and validation sets, as checkpoints record them."""
 
-    def __init__(self, spec: DataSpec, contents: Mapping[str, Contents]):
+    def __init__(
+        self,
+        spec: DataSpec,
+        contents: Mapping[str, Contents],
+    ):
         """
         Args:
             contents: the contents of each source by its name.
@@ -50,7 +54,11 @@ class ContentsRecord:
             self._rendered = render_lists(self._lists)
         return self._rendered
 
-    def compare(self, state: DataState, lists: Callable[[], Lists]) -> list[str]:
+    def compare(
+        self,
+        state: DataState,
+        lists: Callable[[], Lists],
+    ) -> list[str]:
         """The sources whose contents have changed since a position was taken.
 
         Args:

@@ -150,7 +150,11 @@ class StepLoader:
             fingerprint=self.fingerprint,
         )
 
-    def seek(self, state: DataState, lists: Callable[[], Lists] = dict) -> None:
+    def seek(
+        self,
+        state: DataState,
+        lists: Callable[[], Lists] = dict,
+    ) -> None:
         """Continue from a recorded position. Ranks, workers, weights, batch sizes and the length of
         rows may differ.
 
@@ -298,7 +302,11 @@ class StepLoader:
         for step, rows in enumerate(steps, self.start.step):
             yield self._batch(step, rows)
 
-    def _batch(self, step: int, rows: StepRows) -> StepBatch:
+    def _batch(
+        self,
+        step: int,
+        rows: StepRows,
+    ) -> StepBatch:
         missing = self.size(step) - len(rows.rows)
         plan = self.spec.at(step)
         ids = torch.from_numpy(np.stack(rows.rows + [blank_row(plan.seq_len)] * missing))

@@ -258,7 +258,11 @@ def _unchanged(item: T) -> T:
 class ReadAhead(Generic[T]):
     """Runs `items` in a thread until `depth` of them wait to be taken."""
 
-    def __init__(self, items: Iterator[T], depth: int):
+    def __init__(
+        self,
+        items: Iterator[T],
+        depth: int,
+    ):
         self._queue: queue.Queue[T | BaseException | None] = queue.Queue(depth)
         self._stop = threading.Event()
         self._thread = threading.Thread(

@@ -139,7 +139,11 @@ class Source(ABC):
     contents: Contents
 
     @abstractmethod
-    def reader(self, share: Share, saved: SourcePosition | None = None) -> SourceReader:
+    def reader(
+        self,
+        share: Share,
+        saved: SourcePosition | None = None,
+    ) -> SourceReader:
         """A reader of a share of the rows.
 
         Args:
@@ -249,7 +253,11 @@ class TokenSource(Source):
         self.epochs = max_epochs if spec.infinite else 1
         self.side = max(spec.batch_sizes)
 
-    def reader(self, share: Share, saved: SourcePosition | None = None) -> SourceReader:
+    def reader(
+        self,
+        share: Share,
+        saved: SourcePosition | None = None,
+    ) -> SourceReader:
         files = self._files(saved)
         return TokenReader(
             files,
@@ -295,10 +303,18 @@ class _LaneSource(Source):
         self.retry = retry
 
     @abstractmethod
-    def cursor(self, lane: int, lanes: int) -> Cursor:
+    def cursor(
+        self,
+        lane: int,
+        lanes: int,
+    ) -> Cursor:
         """The documents of a lane."""
 
-    def reader(self, share: Share, saved: SourcePosition | None = None) -> SourceReader:
+    def reader(
+        self,
+        share: Share,
+        saved: SourcePosition | None = None,
+    ) -> SourceReader:
         spec = self.spec
         count = (saved and saved.lane_count) or self.lanes
         own: set[int] = set()
@@ -333,7 +349,11 @@ class DocumentSource(_LaneSource):
         )
         self.documents = documents
 
-    def cursor(self, lane: int, lanes: int) -> Cursor:
+    def cursor(
+        self,
+        lane: int,
+        lanes: int,
+    ) -> Cursor:
         seed = self.spec.seed if self.spec.infinite else None
         return DocumentCursor(
             self.documents,
@@ -378,7 +398,11 @@ class StreamSource(_LaneSource):
         first.next()
         first.position()
 
-    def cursor(self, lane: int, lanes: int) -> Cursor:
+    def cursor(
+        self,
+        lane: int,
+        lanes: int,
+    ) -> Cursor:
         return StreamCursor(
             self.stream,
             lane,
@@ -395,7 +419,11 @@ class RegisteredDocuments:
 
     text_bytes: None = None
 
-    def __init__(self, made: Any, key: str):
+    def __init__(
+        self,
+        made: Any,
+        key: str,
+    ):
         """
         Args:
             key: the start of messages.

@@ -50,7 +50,11 @@ def deviation(value: float, window: Sequence[float]) -> float:
 class SpikeDetector:
     """Finds spikes, and records the rows that the weights have not seen because of them."""
 
-    def __init__(self, config: schema.Guard, rows_per_step: int):
+    def __init__(
+        self,
+        config: schema.Guard,
+        rows_per_step: int,
+    ):
         self.config = config
         self.rows_per_step = rows_per_step
         self.thresholds = {"loss": config.loss_threshold, "grad_norm": config.grad_norm_threshold}
@@ -97,7 +101,11 @@ class SpikeDetector:
         action = "stop" if self.streak > config.limit else config.policy
         return Spike(step, " and ".join(reasons), action)
 
-    def _reason(self, name: str, value: float) -> str | None:
+    def _reason(
+        self,
+        name: str,
+        value: float,
+    ) -> str | None:
         text = name.replace("_", " ")
         if not math.isfinite(value):
             # otherwise training.on_nonfinite decides

@@ -169,7 +169,11 @@ class Watch:
 
     # ---- asking and answering
 
-    def _on_store(self, operation: Callable[..., Any], *args: Any) -> Any:
+    def _on_store(
+        self,
+        operation: Callable[..., Any],
+        *args: Any,
+    ) -> Any:
         """The result of a store operation; None once the rank that hosts the store is gone."""
         try:
             return None if self._lost else operation(*args)
@@ -263,7 +267,11 @@ class Watch:
             return f"is stopped by a signal ({name}; SIGCONT resumes it)"
         return f"gave no answer ({name}: {status})"
 
-    def _write(self, ask: dict[str, Any], error: BaseException | None) -> None:
+    def _write(
+        self,
+        ask: dict[str, Any],
+        error: BaseException | None,
+    ) -> None:
         if ask["kind"] == "hang":
             self._hang = current(), collective_counts()
         self._error_known |= ask["kind"] == "error"

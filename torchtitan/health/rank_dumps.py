@@ -157,7 +157,11 @@ class Dumps:
         """Whether the rank is not known to be inside a call of torch.distributed."""
         return rank not in self.by_rank or not self.by_rank[rank].blocked
 
-    def describe_splits(self, rank: int, collective: Recorded | None) -> str:
+    def describe_splits(
+        self,
+        rank: int,
+        collective: Recorded | None,
+    ) -> str:
         """The rows that a rank sends and expects; empty if it is no exchange of experts' rows."""
         if collective is None:
             return ""

@@ -21,7 +21,11 @@ class Stragglers:
         self.slow: dict[int, int] = {}
         """Rank to the number of records in a row for which it has been slow."""
 
-    def check(self, record: dict[str, Any], device: torch.device) -> None:
+    def check(
+        self,
+        record: dict[str, Any],
+        device: torch.device,
+    ) -> None:
         """Measure each rank's own speed and warn about slow ones. Called by all ranks.
 
         Args:

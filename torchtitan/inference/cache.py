@@ -95,7 +95,11 @@ class Cache:
 class _Slots:
     """Places for the last `size` tokens of each row: position p is in slot `p % size`."""
 
-    def __init__(self, cache: Cache, size: int):
+    def __init__(
+        self,
+        cache: Cache,
+        size: int,
+    ):
         self.cache = cache
         self.size = size
         self.all = size == cache.places
@@ -112,7 +116,11 @@ class _Slots:
         held = self.held[:, None]
         self.visible = ((held >= 0) & (held <= queries) & (held > queries - size))[:, None]
 
-    def keep(self, held: Tensor, new: Tensor) -> Tensor:
+    def keep(
+        self,
+        held: Tensor,
+        new: Tensor,
+    ) -> Tensor:
         """Write `new` `[b, k, s, d]` to `held` `[rows, k, size, d]`.
 
         Returns:
@@ -134,7 +142,11 @@ class _Slots:
 class Kept:
     """Attention to the new tokens and earlier ones, whose keys and values are kept."""
 
-    def __init__(self, cache: Cache, plain: Attend):
+    def __init__(
+        self,
+        cache: Cache,
+        plain: Attend,
+    ):
         self.cache = cache
         self.plain = plain
         self.held: list[Tensor] = []
@@ -171,7 +183,11 @@ class KeptLatents:
     share the latent vectors as keys and values.
     """
 
-    def __init__(self, cache: Cache, layer: LatentAttention):
+    def __init__(
+        self,
+        cache: Cache,
+        layer: LatentAttention,
+    ):
         self.cache = cache
         self.layer = layer
         self.held: list[Tensor] = []

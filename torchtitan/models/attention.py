@@ -17,7 +17,11 @@ from torchtitan.models.rope import apply_rope
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with RoPE, on `[b, s, dim]`."""
 
-    def __init__(self, args: DecoderArgs, attend: Attend):
+    def __init__(
+        self,
+        args: DecoderArgs,
+        attend: Attend,
+    ):
         super().__init__()
         queries = args.n_heads * args.head_dim
         keys = args.n_kv_heads * args.head_dim
@@ -103,7 +107,11 @@ class LatentAttention(nn.Module):
     features of their own, whose keys all heads share.
     """
 
-    def __init__(self, args: DecoderArgs, attend: Attend):
+    def __init__(
+        self,
+        args: DecoderArgs,
+        attend: Attend,
+    ):
         super().__init__()
         heads = args.n_heads
         rank = args.kv_lora_rank
@@ -151,7 +159,11 @@ class LatentAttention(nn.Module):
         compressed, key = self.wkv_a(x).split((self.rank, self.widths[1]), dim=-1)
         return self.latent(torch.cat([self.kv_norm(compressed), key], dim=-1))
 
-    def expand(self, compressed: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def expand(
+        self,
+        compressed: Tensor,
+        key: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Keys `[b, s, h, d]` and values `[b, s, h, value_dim]`.
 
         Args:

@@ -74,7 +74,12 @@ def attention(
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *_: object,
+) -> tuple[Tensor, Tensor]:
     b, h, s, _d = q.shape
     out = q.new_empty(b, s, h, v.shape[-1]).transpose(1, 2)
     return out, q.new_empty(b, h, s, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -99,7 +104,13 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (
         x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
         for x in (q, k, v)

@@ -35,7 +35,11 @@ class _Block(nn.Module):
     attention_class: type[Attention] = Attention
     """Built from `(args, attend)`. Subclasses replace it."""
 
-    def __init__(self, args: DecoderArgs, attend: Attend):
+    def __init__(
+        self,
+        args: DecoderArgs,
+        attend: Attend,
+    ):
         super().__init__()
         before = args.norm_placement != "after"
         after = args.norm_placement != "before"
@@ -74,7 +78,11 @@ class _Block(nn.Module):
         """What the feed-forward network or the experts read of the residual stream."""
         return x if self.ffn_norm is None else self.ffn_norm(x)
 
-    def add(self, x: Tensor, out: Tensor) -> Tensor:
+    def add(
+        self,
+        x: Tensor,
+        out: Tensor,
+    ) -> Tensor:
         """Add their output to the residual stream."""
         return x + (out if self.ffn_post_norm is None else self.ffn_post_norm(out))
 
@@ -87,7 +95,11 @@ class Block(_Block):
     Subclasses replace it.
     """
 
-    def __init__(self, args: DecoderArgs, attend: Attend):
+    def __init__(
+        self,
+        args: DecoderArgs,
+        attend: Attend,
+    ):
         super().__init__(args, attend)
         options = args.feed_forward_options
         self.feed_forward = self.feed_forward_class(args.dim, args.ffn_dim, **options)
@@ -113,7 +125,11 @@ class MoEBlock(_Block):
     moe_class: type[MoE] = MoE
     """Built from `(args)`. Subclasses replace it."""
 
-    def __init__(self, args: DecoderArgs, attend: Attend):
+    def __init__(
+        self,
+        args: DecoderArgs,
+        attend: Attend,
+    ):
         super().__init__(args, attend)
         self.moe = self.moe_class(args)
 
@@ -161,7 +177,11 @@ class MoEBlock(_Block):
 class TiedOutput(nn.Module):
     """Projection by the token embedding: `[b, s, dim], [vocab, dim] -> [b, s, vocab]`."""
 
-    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        embedding: Tensor,
+    ) -> Tensor:
         return F.linear(x, embedding)
 
 
@@ -183,7 +203,11 @@ class Decoder(nn.Module):
     window_cos: Tensor
     window_sin: Tensor
 
-    def __init__(self, args: DecoderArgs, attend: Attend):
+    def __init__(
+        self,
+        args: DecoderArgs,
+        attend: Attend,
+    ):
         super().__init__()
         self.args = args
         self.reads_documents = "delta" in args.kinds
@@ -262,7 +286,11 @@ class Decoder(nn.Module):
         assert owner is not None
         return owner.weight
 
-    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+    def project(
+        self,
+        x: Tensor,
+        weight: Tensor,
+    ) -> Tensor:
         """Logits `[b, s, vocab]` of final hidden states `[b, s, dim]`, projected by `weight`.
 
         All logits come from here: in `forward`, a chunked loss and generation.

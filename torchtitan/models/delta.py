@@ -132,7 +132,11 @@ class GatedDeltaNet(nn.Module):
             self.dt_bias().unflatten(0, (-1, self.group)),
         )
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """
         Args:
             documents: `[b, s]`, the document of each token, which sees no others. Default: a row

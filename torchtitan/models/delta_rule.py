@@ -314,7 +314,13 @@ chunk_states.register_autograd(_differentiate_states, setup_context=_save_states
 
 
 @register_flop_formula(torch.ops.torchtitan.chunk_states)
-def _flops(reads: Any, values: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+def _flops(
+    reads: Any,
+    values: Any,
+    *_: Any,
+    out_shape: Any = None,
+    **__: Any,
+) -> int:
     chunks, heads, size, d = reads
     return 2 * 2 * chunks * heads * size * d * values[-1]
 

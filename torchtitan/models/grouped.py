@@ -193,10 +193,22 @@ def grouped_bias(
 
 
 @register_flop_formula(torch.ops.torchtitan.grouped_mm)
-def _flops(rows: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+def _flops(
+    rows: Any,
+    weight: Any,
+    *_: Any,
+    out_shape: Any = None,
+    **__: Any,
+) -> int:
     return 2 * rows[0] * weight[1] * weight[2]
 
 
 @register_flop_formula(torch.ops.torchtitan.grouped_outer)
-def _outer_flops(left: Any, right: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+def _outer_flops(
+    left: Any,
+    right: Any,
+    *_: Any,
+    out_shape: Any = None,
+    **__: Any,
+) -> int:
     return 2 * left[0] * left[1] * right[1]

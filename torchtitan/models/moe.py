@@ -366,7 +366,12 @@ class Experts(nn.Module):
         meanwhile()
         return self.compute(rows, ends, *self.parameters())
 
-    def compute(self, rows: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+    def compute(
+        self,
+        rows: Tensor,
+        ends: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
         """The experts' networks. Subclasses override this, not `forward`, which expert parallelism
         replaces.
 
@@ -412,7 +417,11 @@ class MoE(nn.Module):
         if args.shared_expert_gate:
             self.shared_gate = Gate(args.dim, 1)
 
-    def compute(self, routed: Routed, read: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def compute(
+        self,
+        routed: Routed,
+        read: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
         """The experts' output for each row `[n, dim]`, and the shared expert's `[b, s, dim]`.
 
         Args:
@@ -434,7 +443,11 @@ class MoE(nn.Module):
             return out
         return out * self.shared_gate(x).sigmoid().to(out.dtype)
 
-    def dispatch(self, x: Tensor, token_weights: Tensor | None) -> Routed:
+    def dispatch(
+        self,
+        x: Tensor,
+        token_weights: Tensor | None,
+    ) -> Routed:
         """Choose experts for the tokens of `x` `[b, s, dim]`, and sort a row for each by expert."""
         chosen, weights, load = self.router(x, token_weights)
         by_token = chosen.flatten()

@@ -289,7 +289,11 @@ class SourceTally:
         membership = sources[:, None] == self._index
         self._sums += values @ membership.double()
 
-    def take(self, mesh: Mesh, epochs: Sequence[float]) -> list[list[float]]:
+    def take(
+        self,
+        mesh: Mesh,
+        epochs: Sequence[float],
+    ) -> list[list[float]]:
         """Loss, tokens, bytes and epochs of each source, over all ranks; restarts from zero.
 
         Args:

@@ -22,7 +22,11 @@ class OneByOne(torch.optim.Optimizer):
                 if param.grad is not None:
                     self.update(param, group)
 
-    def update(self, param: Tensor, group: dict[str, Any]) -> None:
+    def update(
+        self,
+        param: Tensor,
+        group: dict[str, Any],
+    ) -> None:
         """Update a parameter that has a gradient."""
         raise NotImplementedError
 
@@ -36,7 +40,11 @@ class StackedMuon(OneByOne):
     that each computes the updates of some whole matrices.
     """
 
-    def update(self, param: Tensor, group: dict[str, Any]) -> None:
+    def update(
+        self,
+        param: Tensor,
+        group: dict[str, Any],
+    ) -> None:
         state = self.state[param]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(param.grad)

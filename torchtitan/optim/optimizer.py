@@ -145,11 +145,21 @@ class ShardedAdam(torch.optim.Adam):
 class NarrowAdam(OneByOne):
     """Adam or AdamW with both moments stored in bf16. Computes in the parameter's dtype."""
 
-    def __init__(self, groups: list[Group], *, decoupled: bool, **settings: Any):
+    def __init__(
+        self,
+        groups: list[Group],
+        *,
+        decoupled: bool,
+        **settings: Any,
+    ):
         super().__init__(groups, settings)
         self._decoupled = decoupled
 
-    def update(self, param: Tensor, group: Group) -> None:
+    def update(
+        self,
+        param: Tensor,
+        group: Group,
+    ) -> None:
         state = self.state[param]
         if not state:
             device = param.device if group["fused"] else "cpu"

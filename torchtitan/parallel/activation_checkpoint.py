@@ -136,7 +136,12 @@ def _contexts(
         products[is_recompute] += 1
         return products[is_recompute] % 2 == 1
 
-    def policy(context: Any, operation: Any, *inputs: Any, **_: Any) -> CheckpointPolicy:
+    def policy(
+        context: Any,
+        operation: Any,
+        *inputs: Any,
+        **_: Any,
+    ) -> CheckpointPolicy:
         name = operation.name() if callable(getattr(operation, "name", None)) else str(operation)
         if saves(name.partition(".")[0], context.is_recompute, inputs):
             return CheckpointPolicy.MUST_SAVE

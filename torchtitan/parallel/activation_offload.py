@@ -73,7 +73,11 @@ class Offload:
             offloads: it keeps in host memory what its backward needs.
         """
 
-        def offloading_forward(block: nn.Module, x: Tensor, *shared: Any) -> Any:
+        def offloading_forward(
+            block: nn.Module,
+            x: Tensor,
+            *shared: Any,
+        ) -> Any:
             if not torch.is_grad_enabled():
                 return forward(block, x, *shared)
             previous = None if first else self._previous
@@ -100,7 +104,11 @@ class Offload:
 class _Visit:
     """One forward of one block."""
 
-    def __init__(self, offload: Offload, stay: Iterable[Any]):
+    def __init__(
+        self,
+        offload: Offload,
+        stay: Iterable[Any],
+    ):
         """
         Args:
             stay: weights, and what all blocks share, which stay on the device.
@@ -140,7 +148,11 @@ class _Visit:
 class _Copy:
     """A one-dimensional tensor in host memory."""
 
-    def __init__(self, source: Tensor, streams: Streams | None):
+    def __init__(
+        self,
+        source: Tensor,
+        streams: Streams | None,
+    ):
         self._device = source.device
         self._streams = streams
         self._back: Tensor | None = None

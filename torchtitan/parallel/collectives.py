@@ -47,7 +47,11 @@ class SumOverRanks(torch.autograd.Function):
 class AnyRank:
     """Whether any rank of the world says yes. Work before `answer` overlaps with the exchange."""
 
-    def __init__(self, yes: bool, device: torch.device):
+    def __init__(
+        self,
+        yes: bool,
+        device: torch.device,
+    ):
         self._value = torch.full((), float(yes), device=device)
         self._work = None
         if dist.get_world_size() > 1:
@@ -142,7 +146,11 @@ class SquaredNorm:
             norms = self._norms.setdefault(_sharded_over(*layout), [])
             norms += torch._foreach_norm(shards, 2.0, dtype=torch.float64)
 
-    def take(self, pp_group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
+    def take(
+        self,
+        pp_group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> Tensor:
         """The norm over all ranks and pipeline stages, a scalar on `device`; restarts from zero.
 
         Replicated gradients count once. There is one reduction per mesh axis that shards any.

@@ -178,7 +178,11 @@ class _Ring:
         receive[(self.rank - 1) % self.n] = buffer.numel()
         return c10d.all_to_all_single(buffer, receive, send, self.name)
 
-    def visible(self, source: int, s: int) -> _Block | None:
+    def visible(
+        self,
+        source: int,
+        s: int,
+    ) -> _Block | None:
         """What the `s` local queries see of the keys of `source`; None: nothing."""
         every = slice(0, s)
         if source == self.rank:
@@ -274,7 +278,12 @@ def ring_attention(
 
 
 @ring_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *_: object,
+) -> tuple[Tensor, Tensor]:
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     return out, q.new_empty(q.shape[:3], dtype=_accumulator(q))
 
@@ -341,7 +350,13 @@ def ring_attention_backward(
 
 
 @ring_attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     return dq, dk, dv
 

@@ -117,7 +117,12 @@ class Accumulation:
     replicas_apart: bool
     """Each replica adds up its own shards, which are all-reduced after the last batch."""
 
-    def expect(self, model: FSDPModule, *, last: bool) -> None:
+    def expect(
+        self,
+        model: FSDPModule,
+        *,
+        last: bool,
+    ) -> None:
         """Prepare `model` for a backward, which may be the last of its step."""
         if self.whole:
             model.set_requires_gradient_sync(last)

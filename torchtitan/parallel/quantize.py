@@ -153,7 +153,11 @@ def as_sequence_shard(x: Tensor, mesh: DeviceMesh) -> DTensor:
 class GatherSequenceInFloat8(ParallelStyle):
     """Rounds the first input to Float8 before all-gathering it: half the bytes of bf16."""
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(
+        self,
+        module: nn.Module,
+        device_mesh: DeviceMesh,
+    ) -> nn.Module:
         from torchao.float8.config import e4m3_dtype
         from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
         from torchao.float8.float8_training_tensor import GemmInputRole

@@ -40,7 +40,11 @@ _SIGNATURE_BYTES = 32  # SHA-256
 class SignedBackend(RendezvousBackend):
     """Signs the state it writes to another backend, and reads only what the same secret signed."""
 
-    def __init__(self, backend: RendezvousBackend, secret: bytes):
+    def __init__(
+        self,
+        backend: RendezvousBackend,
+        secret: bytes,
+    ):
         self._backend = backend
         self._secret = secret
 

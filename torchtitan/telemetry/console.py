@@ -177,7 +177,11 @@ class Pace:
 class _Bar:
     """A live line at the bottom of the terminal: progress, the last loss and rate, and the ETA."""
 
-    def __init__(self, total_steps: int, start_step: int):
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int,
+    ):
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -200,7 +204,11 @@ class _Bar:
         )
         self._progress.start()
 
-    def show(self, step: int, **fields: Any) -> None:
+    def show(
+        self,
+        step: int,
+        **fields: Any,
+    ) -> None:
         """
         Args:
             fields: `figures` and `eta`, those that have changed.

@@ -75,7 +75,11 @@ def _post_once(
 class Command:
     """A program that is run for each message, one at a time."""
 
-    def __init__(self, words: Sequence[str], timeout: float):
+    def __init__(
+        self,
+        words: Sequence[str],
+        timeout: float,
+    ):
         self.words = list(words)
         self.timeout = timeout
         self._child: subprocess.Popen[bytes] | None = None

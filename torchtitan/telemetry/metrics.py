@@ -177,7 +177,11 @@ class Metrics:
         self._begin()
         return record
 
-    def _log_experts(self, step: int, loads: ExpertLoads) -> Record:
+    def _log_experts(
+        self,
+        step: int,
+        loads: ExpertLoads,
+    ) -> Record:
         """Record the load of each expert since the last record, and warn of dead and overloaded
         ones.
 
@@ -213,7 +217,11 @@ class Metrics:
         self._stopwatch.lap()
         self._begin()
 
-    def log_validation(self, step: int, sets: Sequence[Mapping[str, Any]]) -> None:
+    def log_validation(
+        self,
+        step: int,
+        sets: Sequence[Mapping[str, Any]],
+    ) -> None:
         """Record a validation.
 
         Args:
@@ -229,7 +237,11 @@ class Metrics:
                     record[f"validation_{key}{suffix}"] = value
         self._send(record | {"time": time.time()})
 
-    def log_evals(self, step: int, scores: Mapping[str, float]) -> None:
+    def log_evals(
+        self,
+        step: int,
+        scores: Mapping[str, float],
+    ) -> None:
         """Record benchmarks.
 
         Args:
@@ -240,7 +252,11 @@ class Metrics:
             record[f"eval/{name}"] = value
         self._send(record | {"time": time.time()})
 
-    def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+    def log_samples(
+        self,
+        step: int,
+        samples: Sequence[Mapping[str, str]],
+    ) -> None:
         """Record texts of the model.
 
         Args:
@@ -261,7 +277,11 @@ class Metrics:
         self._write("metrics", record)
         self.trackers.call("log", record)
 
-    def _write(self, name: str, record: Record) -> None:
+    def _write(
+        self,
+        name: str,
+        record: Record,
+    ) -> None:
         """Append to a file, if this rank writes it."""
         if name in self.files:
             self.files[name].log(record)

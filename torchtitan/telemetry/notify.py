@@ -47,7 +47,11 @@ _COMPLETE = ("finished", "preempted")
 class Notifier:
     """Sends the chosen events from a thread."""
 
-    def __init__(self, config: Notifications, folder: Path):
+    def __init__(
+        self,
+        config: Notifications,
+        folder: Path,
+    ):
         self.config = config
         self.folder = folder
         self.limit = RateLimit(folder / FILE, config)
@@ -106,14 +110,23 @@ class Notifier:
             self._try(receiver, self.command.run, about | {"text": text})
         posting.join()
 
-    def _post(self, text: str, about: Event) -> None:
+    def _post(
+        self,
+        text: str,
+        about: Event,
+    ) -> None:
         name = self.config.webhook_env
         url = os.environ.get(name) if name else None
         if url:
             body = {"text": _for_slack(text), "event": about}
             self._try(f"webhook in {name}", post, url, body, self.config.timeout_seconds)
 
-    def _try(self, receiver: str, action: Callable[..., None], *arguments: Any) -> None:
+    def _try(
+        self,
+        receiver: str,
+        action: Callable[..., None],
+        *arguments: Any,
+    ) -> None:
         """Whatever fails here, training goes on; the first failure of a receiver is a warning."""
         try:
             action(*arguments)
@@ -157,7 +170,11 @@ class RateLimit:
     or nodes may report the same failure.
     """
 
-    def __init__(self, path: Path, config: Notifications):
+    def __init__(
+        self,
+        path: Path,
+        config: Notifications,
+    ):
         self.path = path
         self.config = config
 
@@ -174,7 +191,11 @@ class RateLimit:
         except OSError:  # a full disk is worth a message
             return 0
 
-    def _admit(self, event: Event, file: IO[bytes]) -> int | None:
+    def _admit(
+        self,
+        event: Event,
+        file: IO[bytes],
+    ) -> int | None:
         now = time.time()
         kind = _kind(event)
         last = -math.inf

@@ -139,7 +139,11 @@ class RunRecord:
         if writes:
             self._write(self.starts)
 
-    def _earlier(self, step: int, resumable: bool) -> list[_Start]:
+    def _earlier(
+        self,
+        step: int,
+        resumable: bool,
+    ) -> list[_Start]:
         """The run's earlier starts. The file of another run is set aside, like its metrics."""
         if not self.path.exists():
             return []
@@ -177,7 +181,11 @@ class RunRecord:
         if self.writes and self.clock() >= self._own["last_seen"] + HEARTBEAT_SECONDS:
             self._write(self.starts)
 
-    def record(self, key: str, value: object) -> None:
+    def record(
+        self,
+        key: str,
+        value: object,
+    ) -> None:
         """Add an entry about this start, written with the next heartbeat or at the end."""
         self._own[key] = value
 

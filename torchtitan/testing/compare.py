@@ -126,7 +126,11 @@ def _padded_data(*args: Any, **kwargs: Any) -> Any:
 class _Observer(Callback):
     """Adds gradients, weights and the experts' loads of each step to an observation."""
 
-    def __init__(self, order: list[str], out: Observation):
+    def __init__(
+        self,
+        order: list[str],
+        out: Observation,
+    ):
         """
         Args:
             order: the model's modules, from the input to the output.
@@ -141,7 +145,11 @@ class _Observer(Callback):
         for optimizer in getattr(run.optimizer, "optimizers", [run.optimizer]):
             optimizer.register_step_post_hook(self._keep)
 
-    def _keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _keep(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *_: Any,
+    ) -> None:
         """After the optimizer's step, because that may clip the gradients first."""
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -151,7 +159,11 @@ class _Observer(Callback):
                 elif name not in self.gradients:  # else updated, and freed, in the backward
                     self.gradients[name] = _full(torch.zeros_like(p))
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(
+        self,
+        run: Run,
+        result: StepResult,
+    ) -> None:
         self.out.gradients.append(_of_all_ranks(self.gradients, self.order))
         self.gradients.clear()
         if run.experts is not None:

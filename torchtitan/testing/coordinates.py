@@ -179,7 +179,12 @@ def _observer(model: nn.Module) -> Callable[[Tensor, Tensor], dict[str, Tensor]]
         if "norm" in name:
             continue
 
-        def keep(module: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
+        def keep(
+            module: nn.Module,
+            inputs: Any,
+            output: Any,
+            name: str = name,
+        ) -> None:
             kept[name] = (output[0] if isinstance(output, tuple) else output).detach()
 
         model.get_submodule(name).register_forward_hook(keep)

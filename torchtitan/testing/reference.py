@@ -232,7 +232,11 @@ def _optimizers(
 class _MuonOfEach(torch.optim.Muon):
     """torch's Muon of matrices, and of each matrix of a stack."""
 
-    def __init__(self, params: Sequence[nn.Parameter], **options: Any):
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        **options: Any,
+    ):
         self._stacks = [
             (p, [nn.Parameter(matrix) for matrix in p.detach()]) for p in params if p.dim() == 3
         ]

@@ -86,7 +86,11 @@ class AverageWeights(Callback):
     def __init__(self, average: WeightAverage | None):
         self.average = average
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(
+        self,
+        run: Run,
+        result: StepResult,
+    ) -> None:
         if self.average is not None and result.updated:
             self.average.update(run.progress.step)
 
@@ -96,7 +100,11 @@ class LimitCollectives(Callback):
     set-up. If a stage of the data compiles for another shape, the limit rises for its first step.
     """
 
-    def __init__(self, watch: Watch | None, parts: Parts):
+    def __init__(
+        self,
+        watch: Watch | None,
+        parts: Parts,
+    ):
         self.watch = watch
         self.parts = parts
         self.began = time.monotonic()
@@ -105,7 +113,11 @@ class LimitCollectives(Callback):
     def on_start(self, run: Run) -> None:
         self.began = time.monotonic()
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(
+        self,
+        run: Run,
+        result: StepResult,
+    ) -> None:
         if not self.warm:
             self.warm = True
             if run.config.compile.enable:
@@ -129,7 +141,11 @@ class AnnounceStages(Callback):
     def __init__(self, parts: Parts):
         self.parts = parts
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(
+        self,
+        run: Run,
+        result: StepResult,
+    ) -> None:
         training = run.config.training
         step = run.progress.step + 1
         index = _next_stage(run, self.parts)
@@ -155,11 +171,19 @@ def _next_stage(run: Run, parts: Parts) -> int:
 class ConfirmFolders(Callback):
     """Checks, at logged steps, that the run still holds its folders."""
 
-    def __init__(self, metrics: Metrics, folders: HeldFolders):
+    def __init__(
+        self,
+        metrics: Metrics,
+        folders: HeldFolders,
+    ):
         self.metrics = metrics
         self.folders = folders
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(
+        self,
+        run: Run,
+        result: StepResult,
+    ) -> None:
         if self.metrics.due(run.progress.step) and not self.folders.confirm():
             write_config(run.config)
 
@@ -179,7 +203,11 @@ class Report(Callback):
         self.record: Record = {}
         """The last one."""
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(
+        self,
+        run: Run,
+        result: StepResult,
+    ) -> None:
         progress = run.progress
         experts = self.parts.experts
         self.metrics.count(progress.step, result.tokens, self.parts.stage)
@@ -214,7 +242,11 @@ class Report(Callback):
         tokens = [positions[name].tokens or 0 for name in names]
         return describe_sources(names, sums, tokens)
 
-    def on_rewind(self, run: Run, step: int) -> None:
+    def on_rewind(
+        self,
+        run: Run,
+        step: int,
+    ) -> None:
         self.metrics.rewind(step)
         run.logged.clear()
         if self.parts.experts is not None:
@@ -228,11 +260,19 @@ class Report(Callback):
 class FindStragglers(Callback):
     """Names slow ranks at logged steps: `guard.straggler_factor`."""
 
-    def __init__(self, report: Report, config: Guard):
+    def __init__(
+        self,
+        report: Report,
+        config: Guard,
+    ):
         self.report = report
         self.stragglers = Stragglers(config)
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(
+        self,
+        run: Run,
+        result: StepResult,
+    ) -> None:
         if self.report.metrics.due(run.progress.step):
             self.stragglers.check(self.report.record, run.device)
 
@@ -243,10 +283,18 @@ class Profile(Callback):
     def __init__(self, profiler: Profiler):
         self.profiler = profiler
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(
+        self,
+        run: Run,
+        result: StepResult,
+    ) -> None:
         self.profiler.step(run.progress.step)
 
-    def on_end(self, run: Run, reason: str) -> None:
+    def on_end(
+        self,
+        run: Run,
+        reason: str,
+    ) -> None:
         self.profiler.close()
 
 
@@ -256,7 +304,11 @@ class CheckReplicas(Callback):
     def __init__(self, checkpointer: Checkpointer):
         self.checkpointer = checkpointer
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(
+        self,
+        run: Run,
+        result: StepResult,
+    ) -> None:
         step = run.progress.step
         freq = run.config.guard.weight_hash_freq
         if freq and step % freq == 0:
@@ -281,7 +333,11 @@ class Save(Callback):
         self.parts = parts
         self.notify = notify
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(
+        self,
+        run: Run,
+        result: StepResult,
+    ) -> None:
         step = run.progress.step
         stops = stops_early(run, result)
         if stops and not self.checkpointer.saving:
@@ -327,7 +383,11 @@ class CollectGarbage(Callback):
         gc.freeze()
         gc.disable()
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(
+        self,
+        run: Run,
+        result: StepResult,
+    ) -> None:
         training = run.config.training
         step = run.progress.step
         if step % training.gc_freq:
@@ -339,6 +399,10 @@ class CollectGarbage(Callback):
                 f"step {step}: garbage collection found {found} objects in reference cycles"
             )
 
-    def on_end(self, run: Run, reason: str) -> None:
+    def on_end(
+        self,
+        run: Run,
+        reason: str,
+    ) -> None:
         gc.enable()
         gc.unfreeze()

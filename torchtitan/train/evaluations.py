@@ -39,7 +39,11 @@ class Validate(Callback):
         self.metrics = metrics
         self.notify = notify
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(
+        self,
+        run: Run,
+        result: StepResult,
+    ) -> None:
         validator = self.parts.validation
         due = is_due(run, run.config.validation.freq)
         if validator is None or stops_early(run, result) or not due:
@@ -55,7 +59,11 @@ class Validate(Callback):
         self.metrics.log_validation(run.progress.step, results)
         self.notify("on_validation", results)
 
-    def on_end(self, run: Run, reason: str) -> None:
+    def on_end(
+        self,
+        run: Run,
+        reason: str,
+    ) -> None:
         if self.parts.validation is not None:
             self.parts.validation.close()
 
@@ -73,7 +81,11 @@ class WriteSamples(Callback):
         self.tokenizer = tokenizer
         self.metrics = metrics
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(
+        self,
+        run: Run,
+        result: StepResult,
+    ) -> None:
         config = run.config.sampling
         due = config.prompts and is_due(run, config.freq)
         if self.probe is None or stops_early(run, result) or not due:
@@ -131,7 +143,11 @@ class RunTasks(Callback):
         self.tokenizer = tokenizer
         self.metrics = metrics
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(
+        self,
+        run: Run,
+        result: StepResult,
+    ) -> None:
         due = is_due(run, run.config.eval.freq)
         if self.tasks is None or self.probe is None or stops_early(run, result) or not due:
             return

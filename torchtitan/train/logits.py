@@ -108,7 +108,11 @@ class Probe:
         self._found = torch.empty(0)
         return all_reduce(found, self.mesh.loss_group)
 
-    def next_logits(self, texts: Sequence[list[int]], vocab_size: int) -> Tensor:
+    def next_logits(
+        self,
+        texts: Sequence[list[int]],
+        vocab_size: int,
+    ) -> Tensor:
         """The logits of the token after each text: `[texts, vocab_size]` fp32.
 
         Args:
@@ -133,7 +137,11 @@ class Probe:
             self._computes[length] = self.build(length, self._take)
         return self._computes[length]
 
-    def _take(self, logits: Tensor, numbers: Tensor) -> Tensor:
+    def _take(
+        self,
+        logits: Tensor,
+        numbers: Tensor,
+    ) -> Tensor:
         """In place of the losses of a microbatch, or of a slice of its positions."""
         rows, columns = (numbers != IGNORE_INDEX).nonzero(as_tuple=True)
         for row, column in zip(rows.split(_AT_ONCE), columns.split(_AT_ONCE), strict=True):

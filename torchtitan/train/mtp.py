@@ -34,7 +34,11 @@ class MTPLoss:
         """
         return F.pad(self.weight / self.modules * totals[0] / totals[1:], (1, 0), value=1.0)
 
-    def add(self, rows: Tensor, totals: Tensor) -> None:
+    def add(
+        self,
+        rows: Tensor,
+        totals: Tensor,
+    ) -> None:
         """Count rows' losses `[batch, 1 + modules]`."""
         self._sums += rows[:, 1:].sum(0) / totals[1:]
 

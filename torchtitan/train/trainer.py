@@ -127,7 +127,11 @@ class Trainer:
             updates_in_backward=self.config.optimizer.early_step_in_backward,
         )
 
-    def _start_telemetry(self, about: dict[str, Any], began: float) -> Telemetry:
+    def _start_telemetry(
+        self,
+        about: dict[str, Any],
+        began: float,
+    ) -> Telemetry:
         return Telemetry(
             self.config,
             self.setup,
@@ -164,7 +168,11 @@ class Trainer:
             self._notify,
         )
 
-    def _notify(self, event: str, *details: Any) -> None:
+    def _notify(
+        self,
+        event: str,
+        *details: Any,
+    ) -> None:
         """Call a method of all callbacks, in order."""
         for callback in self.callbacks:
             getattr(callback, event)(self.run, *details)
@@ -281,7 +289,11 @@ class Trainer:
         self.checkpointer.end_uploads(wait=error is None and not self.stopped)
         self.folders.release()
 
-    def _end_callbacks(self, reason: str, error: BaseException | None) -> None:
+    def _end_callbacks(
+        self,
+        reason: str,
+        error: BaseException | None,
+    ) -> None:
         try:
             self._notify("on_end", reason)
         except Exception:

@@ -121,7 +121,11 @@ class Stopwatch:
         self._since = monotonic()
         _subscribers.append(self._add)
 
-    def _add(self, ended: Activity, at: float) -> None:
+    def _add(
+        self,
+        ended: Activity,
+        at: float,
+    ) -> None:
         self._seconds[ended.kind] += at - self._since
         self._since = at
 

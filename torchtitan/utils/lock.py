@@ -198,7 +198,11 @@ class FolderLock:
         if not self._is_mine():
             raise self._refusal()
 
-    def _is_dead(self, holder: Holder | None, content: bytes) -> bool:
+    def _is_dead(
+        self,
+        holder: Holder | None,
+        content: bytes,
+    ) -> bool:
         """Whether the holder has died; one that can't be looked up is watched for a sign of
         life.
         """

@@ -25,7 +25,11 @@ EVENT = "event"
 """Attribute of a log record that is an event of the run."""
 
 
-def event(kind: str, step: int | None = None, **details: Any) -> dict[str, Any]:
+def event(
+    kind: str,
+    step: int | None = None,
+    **details: Any,
+) -> dict[str, Any]:
     """Marks a line of the log as an event: `logger.info("Saved ...", extra=event("saved", 100))`.
 
     Args:

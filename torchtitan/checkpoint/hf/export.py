@@ -155,7 +155,11 @@ class HFExport:
                 discard(self.folder)
             raise
 
-    def _together(self, phase: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+    def _together(
+        self,
+        phase: Callable[[], None],
+        group: dist.ProcessGroup | None,
+    ) -> None:
         """Run a phase on every rank and wait for all."""
         problem = None
         try:

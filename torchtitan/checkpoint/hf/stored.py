@@ -44,7 +44,11 @@ class OpenFiles(contextlib.AbstractContextManager["OpenFiles"]):
         self._files: dict[str, Any] = {}
         self._read = 0
 
-    def read(self, entry: "Entry", box: Box) -> Tensor:
+    def read(
+        self,
+        entry: "Entry",
+        box: Box,
+    ) -> Tensor:
         """A box of a tensor, mapped from its file.
 
         Raises:
@@ -95,7 +99,11 @@ class Stored(Protocol):
         """The names in the files that it is made from."""
         ...
 
-    def read(self, files: OpenFiles, box: Box) -> Tensor:
+    def read(
+        self,
+        files: OpenFiles,
+        box: Box,
+    ) -> Tensor:
         """A box of it, in its dtype.
 
         Raises:
@@ -121,7 +129,11 @@ class Entry:
     def itemsize(self) -> int:
         return NAMED[self.dtype].itemsize if self.dtype in NAMED else 1
 
-    def read(self, files: OpenFiles, box: Box) -> Tensor:
+    def read(
+        self,
+        files: OpenFiles,
+        box: Box,
+    ) -> Tensor:
         return files.read(self, box)
 
 
@@ -148,7 +160,11 @@ class BlockScaled:
     def names(self) -> tuple[str, ...]:
         return self.weight.name, self.scale.name
 
-    def read(self, files: OpenFiles, box: Box) -> Tensor:
+    def read(
+        self,
+        files: OpenFiles,
+        box: Box,
+    ) -> Tensor:
         strides = tuple(slice(None, None, part.step) for part in box)
         box = tuple(slice(part.start, part.stop) for part in box)
         values = files.read(self.weight, box).float()
@@ -191,7 +207,11 @@ class MXFP4:
     def names(self) -> tuple[str, ...]:
         return self.blocks.name, self.scales.name
 
-    def read(self, files: OpenFiles, box: Box) -> Tensor:
+    def read(
+        self,
+        files: OpenFiles,
+        box: Box,
+    ) -> Tensor:
         *stack, inner, rows = box
         first = inner.start // _MXFP4_VALUES
         groups = slice(first, -(-inner.stop // _MXFP4_VALUES))

@@ -42,7 +42,11 @@ def read_toml(
 class _Files:
     """The files of one configuration, each read once."""
 
-    def __init__(self, problems: list[str], warnings: list[str]):
+    def __init__(
+        self,
+        problems: list[str],
+        warnings: list[str],
+    ):
         self.problems = problems
         self.warnings = warnings
         self._done: dict[str, dict[str, Setting]] = {}
@@ -104,7 +108,11 @@ class _Files:
         own = {key: Setting(value, place(key)) for key, value in _flatten(tables)}
         return given | rename_old_keys(own, self.problems, self.warnings)
 
-    def _parse(self, path: Path, named_at: str) -> tuple[str, dict[str, Any]]:
+    def _parse(
+        self,
+        path: Path,
+        named_at: str,
+    ) -> tuple[str, dict[str, Any]]:
         """The file's text and its tables, both empty if something is wrong with it."""
         try:
             text = read_regular(path, self._bytes_left, links=True).decode()

@@ -51,7 +51,12 @@ class TextEncoder(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def encode(self, text: str, *, bos: bool = ...) -> list[int]: ...
+    def encode(
+        self,
+        text: str,
+        *,
+        bos: bool = ...,
+    ) -> list[int]: ...
 
 
 class Computation(Protocol):
@@ -156,7 +161,11 @@ class Rule:
         """Whether all facts that it needs are known."""
         return not any(getattr(facts, name) is ABSENT for name in self.needs)
 
-    def ask(self, config: Config, facts: Facts) -> list[str]:
+    def ask(
+        self,
+        config: Config,
+        facts: Facts,
+    ) -> list[str]:
         """What is wrong."""
         answer = self.problem(config, facts)
         if answer is None:

@@ -118,7 +118,11 @@ class TokenReader(SourceReader):
         self.tokens += len(slots) * length
         return {int(slots[i]): self._row(pieces, length) for i, pieces in found.items()}
 
-    def _row(self, pieces: Sequence[Piece], length: int) -> Row:
+    def _row(
+        self,
+        pieces: Sequence[Piece],
+        length: int,
+    ) -> Row:
         parts: list[Row] = []
         for piece in pieces:
             ids = self._ids(piece)

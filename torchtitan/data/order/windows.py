@@ -145,7 +145,11 @@ class WindowOrder:
         left = self._unread - (self.rest or 0)
         return max(-(-left // length), 1)
 
-    def _advance(self, rows: int, length: int) -> None:
+    def _advance(
+        self,
+        rows: int,
+        length: int,
+    ) -> None:
         if self.rest is None:
             self.rows += rows
         else:
@@ -155,7 +159,11 @@ class WindowOrder:
             self.length = self.rows = 0
             self.rest = None
 
-    def _pieces(self, index: int, length: int) -> list[Piece]:
+    def _pieces(
+        self,
+        index: int,
+        length: int,
+    ) -> list[Piece]:
         """Those of the row `index` rows after the position."""
         if self.rest is None:
             turn, which = divmod(self.rows + index, self._size)

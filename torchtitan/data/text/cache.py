@@ -59,7 +59,11 @@ def default_folder() -> Path:
 class Cache:
     """Makes and finds the indexes of files."""
 
-    def __init__(self, folder: Path, key: str):
+    def __init__(
+        self,
+        folder: Path,
+        key: str,
+    ):
         """
         Args:
             key: the configuration key that sets the folder, for messages.
@@ -68,7 +72,11 @@ class Cache:
         self.key = key
         self._reported = time.monotonic()
 
-    def _path(self, index: FileIndex, ending: str) -> Path:
+    def _path(
+        self,
+        index: FileIndex,
+        ending: str,
+    ) -> Path:
         return self.folder / f"{index.key}.{ending}"
 
     def open(
@@ -132,7 +140,11 @@ class Cache:
             return None
         return self._sound(index, new.stamp)
 
-    def _sound(self, index: FileIndex | None, stamp: FileStamp) -> FileIndex | None:
+    def _sound(
+        self,
+        index: FileIndex | None,
+        stamp: FileStamp,
+    ) -> FileIndex | None:
         """An index that was read; None if it is of another file, or its files have changed."""
         if index is None or index.ranges is None or (index.copied and index.texts is None):
             return None

@@ -222,7 +222,11 @@ class LocalDocuments:
             stamp,
         ).decode()
 
-    def _range(self, which: int, number: int) -> tuple[int, int]:
+    def _range(
+        self,
+        which: int,
+        number: int,
+    ) -> tuple[int, int]:
         if self._folder is None:
             start, end = self._held[which][number]
         else:

@@ -36,7 +36,11 @@ class KeptFile(BaseModel):
     inode: int
     sum: str
 
-    def stamp(self, path: Path, hasher: Callable[[int], str]) -> FileStamp:
+    def stamp(
+        self,
+        path: Path,
+        hasher: Callable[[int], str],
+    ) -> FileStamp:
         """
         Args:
             hasher: makes `sum` of the open file.

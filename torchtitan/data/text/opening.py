@@ -230,7 +230,11 @@ def open_plain(
 class _Counted(io.FileIO):
     """A file that reports the size of each read."""
 
-    def __init__(self, handle: int, advance: Callable[[int], None]):
+    def __init__(
+        self,
+        handle: int,
+        advance: Callable[[int], None],
+    ):
         super().__init__(handle)
         self.advance = advance
 

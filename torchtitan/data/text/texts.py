@@ -22,7 +22,11 @@ BOM = b"\xef\xbb\xbf"
 class BadDocument(DataError):
     """A document that can't be decoded, or has no text."""
 
-    def __init__(self, kind: str, problem: str):
+    def __init__(
+        self,
+        kind: str,
+        problem: str,
+    ):
         super().__init__(problem)
         self.kind = kind
         """The kind that `run.json` counts."""

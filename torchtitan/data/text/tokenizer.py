@@ -150,7 +150,11 @@ class Tokenizer(ABC):
             start += text.size(piece)
         yield start, np.array([self.eos_id])
 
-    def encode_batch(self, texts: Sequence[str], dtype: np.dtype[Any]) -> list[NDArray[Any]]:
+    def encode_batch(
+        self,
+        texts: Sequence[str],
+        dtype: np.dtype[Any],
+    ) -> list[NDArray[Any]]:
         """The documents `texts` as training sees them, faster than one by one."""
         first = 0 if self.bos_id is None else 1
         documents = []

@@ -160,7 +160,11 @@ class TokenFiles:
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
-    def _check_has_text(self, special: list[int | None], key: str) -> None:
+    def _check_has_text(
+        self,
+        special: list[int | None],
+        key: str,
+    ) -> None:
         ids = [i for i in special if i is not None]
         try:
             for i in range(len(self)):  # seldom reads more than one

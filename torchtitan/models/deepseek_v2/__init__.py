@@ -33,7 +33,11 @@ class _Config(LatentConfig):
     topk_method: Literal["greedy", "group_limited_greedy"] | None = "greedy"
 
     @classmethod
-    def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
+    def write(
+        cls,
+        args: DecoderArgs,
+        dtype: str,
+    ) -> dict[str, Any]:
         method = "greedy" if args.n_expert_groups == 1 else "group_limited_greedy"
         never = {"norm_topk_prob": False}
         return super().write(args, dtype) | {"topk_method": method} | never

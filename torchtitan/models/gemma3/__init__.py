@@ -62,7 +62,11 @@ class _Config(RopeByLayer):
         return values
 
     @classmethod
-    def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
+    def write(
+        cls,
+        args: DecoderArgs,
+        dtype: str,
+    ) -> dict[str, Any]:
         scale = args.attention_scale or args.head_dim**-0.5
         return super().write(args, dtype) | {"query_pre_attn_scalar": round(scale**-2)}
 

@@ -55,7 +55,11 @@ class _Config(HFConfig):
     swiglu_limit: Literal[7.0] = 7.0  # type: ignore[valid-type]
 
     @classmethod
-    def block_names(cls, args: DecoderArgs, layer: int) -> HFNames:
+    def block_names(
+        cls,
+        args: DecoderArgs,
+        layer: int,
+    ) -> HFNames:
         found = super().block_names(args, layer)
         for end in ("weight", "bias"):
             found[f"moe.router.gate.{end}"] = f"mlp.router.{end}"

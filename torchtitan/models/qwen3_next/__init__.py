@@ -63,13 +63,21 @@ class _Config(HFConfig):
         return ["delta" if i % self.full_attention_interval else "full" for i in layers]
 
     @classmethod
-    def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
+    def write(
+        cls,
+        args: DecoderArgs,
+        dtype: str,
+    ) -> dict[str, Any]:
         # They always share an expert: without one, the model isn't theirs.
         shared = args.shared_expert_dim or args.expert_dim
         return super().write(args, dtype) | {"shared_expert_intermediate_size": shared}
 
     @classmethod
-    def block_names(cls, args: DecoderArgs, layer: int) -> HFNames:
+    def block_names(
+        cls,
+        args: DecoderArgs,
+        layer: int,
+    ) -> HFNames:
         found = super().block_names(args, layer)
         if args.kind(layer) == "delta":
             found = {name: of for name, of in found.items() if not name.startswith("attention.")}

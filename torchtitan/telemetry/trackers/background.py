@@ -24,7 +24,11 @@ class Background:
     meanwhile follows.
     """
 
-    def __init__(self, name: str, make: Callable[[], Any]):
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Any],
+    ):
         """
         Args:
             name: of the sink, in messages.
@@ -42,7 +46,11 @@ class Background:
         )
         self._thread.start()
 
-    def call(self, method: str, *arguments: Any) -> None:
+    def call(
+        self,
+        method: str,
+        *arguments: Any,
+    ) -> None:
         """Call a method of the sink, if it has it."""
         while True:
             try:
@@ -87,7 +95,12 @@ class Background:
             if self._closing.wait(RETRY_SECONDS):
                 return None
 
-    def _warn(self, problem: str, *, always: bool = False) -> None:
+    def _warn(
+        self,
+        problem: str,
+        *,
+        always: bool = False,
+    ) -> None:
         if not self._warned or always:
             logger.warning(
                 f"metrics.sinks: {self.name}: {problem}. The run continues; "

@@ -72,7 +72,11 @@ class Trackers:
                 )
             self.all.append(Background(name, _maker(name, config, run, custom)))
 
-    def call(self, method: str, *arguments: Any) -> None:
+    def call(
+        self,
+        method: str,
+        *arguments: Any,
+    ) -> None:
         """Call a method of every tracker that has it."""
         for tracker in self.all:
             tracker.call(method, *arguments)

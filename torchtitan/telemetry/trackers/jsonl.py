@@ -13,7 +13,11 @@ class JsonlSink:
     stopped.
     """
 
-    def __init__(self, path: Path, start_step: int):
+    def __init__(
+        self,
+        path: Path,
+        start_step: int,
+    ):
         self.path = path
         self._drop_after(start_step)
         self._open()

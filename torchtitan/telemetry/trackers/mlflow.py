@@ -98,7 +98,11 @@ class MlflowSink:
         ]
         self.client.log_batch(self.id, metrics=values)
 
-    def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+    def log_samples(
+        self,
+        step: int,
+        samples: Sequence[Mapping[str, str]],
+    ) -> None:
         """Keep texts of the model as an artifact."""
         text = "\n\n".join(f"{sample['prompt']}{sample['text']}" for sample in samples)
         self.client.log_text(self.id, text, f"samples/step-{step}.txt")

@@ -21,7 +21,11 @@ class PrometheusSink:
     label.
     """
 
-    def __init__(self, run: Tracked, config: Prometheus):
+    def __init__(
+        self,
+        run: Tracked,
+        config: Prometheus,
+    ):
         from prometheus_client import CollectorRegistry
 
         self.run = run

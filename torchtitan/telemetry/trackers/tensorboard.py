@@ -13,7 +13,11 @@ from torchtitan.telemetry.trackers.base import Record, scalars
 class TensorBoardSink:
     """Writes them without TensorFlow or `torch.utils.tensorboard`'s slow import."""
 
-    def __init__(self, folder: Path, start_step: int):
+    def __init__(
+        self,
+        folder: Path,
+        start_step: int,
+    ):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -45,7 +49,11 @@ class TensorBoardSink:
         ]
         self._add(record["step"], record["time"], values)
 
-    def log_histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+    def log_histograms(
+        self,
+        step: int,
+        values: Mapping[str, Sequence[float]],
+    ) -> None:
         """Record the distribution of the values of each tag."""
         self._add(
             step,
@@ -59,7 +67,11 @@ class TensorBoardSink:
             ],
         )
 
-    def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
+    def log_samples(
+        self,
+        step: int,
+        samples: Sequence[Mapping[str, str]],
+    ) -> None:
         """Show texts of the model in the tab of texts."""
         from tensorboard.plugins.text.metadata import create_summary_metadata
         from tensorboard.util.tensor_util import make_tensor_proto

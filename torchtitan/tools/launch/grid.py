@@ -296,12 +296,20 @@ class _Stop:
             signal.signal(number, self._handle)
         signal.signal(signal.SIGINT, self._interrupted)
 
-    def _handle(self, number: int, _: FrameType | None) -> None:
+    def _handle(
+        self,
+        number: int,
+        _: FrameType | None,
+    ) -> None:
         self.requested = True
         if self.run:
             self.run.send_signal(number)
 
-    def _interrupted(self, number: int, _: FrameType | None) -> None:
+    def _interrupted(
+        self,
+        number: int,
+        _: FrameType | None,
+    ) -> None:
         self.requested = True  # Ctrl-C reaches the run, too
 
 

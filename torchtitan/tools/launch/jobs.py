@@ -64,7 +64,11 @@ class JobRecord:
             {*self.jobs, *(int(m[1]) for file in files if (m := re.fullmatch(pattern, file)))}
         )
 
-    def logs(self, job: int, task: str | None = None) -> list[Path]:
+    def logs(
+        self,
+        job: int,
+        task: str | None = None,
+    ) -> list[Path]:
         """The files that a job's output, or that of one of its tasks, goes to."""
         tasks = [task] if task else [str(i) for i in range(len(self.runs))] or [""]
         known = {

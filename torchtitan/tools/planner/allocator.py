@@ -55,7 +55,11 @@ class _Pool:
             self._insert(found - size, offset + size)
         return offset
 
-    def give(self, offset: int, size: int) -> None:
+    def give(
+        self,
+        offset: int,
+        size: int,
+    ) -> None:
         """Free a block and merge it with its free neighbours."""
         if after := self.starts.get(offset + size):
             self._remove(after, offset + size)
@@ -67,12 +71,20 @@ class _Pool:
             size = size + before
         self._insert(size, offset)
 
-    def _insert(self, size: int, offset: int) -> None:
+    def _insert(
+        self,
+        size: int,
+        offset: int,
+    ) -> None:
         bisect.insort(self.sizes, (size, offset))
         self.starts[offset] = size
         self.ends[offset + size] = offset
 
-    def _remove(self, size: int, offset: int) -> None:
+    def _remove(
+        self,
+        size: int,
+        offset: int,
+    ) -> None:
         del self.sizes[bisect.bisect_left(self.sizes, (size, offset))]
         del self.starts[offset], self.ends[offset + size]
 

@@ -83,7 +83,11 @@ def aside(function: Callable[..., Any]) -> Callable[..., Any]:
     return outside
 
 
-def _shapes_are_known(schedule: Any, stages: Any, *_: Any) -> None:
+def _shapes_are_known(
+    schedule: Any,
+    stages: Any,
+    *_: Any,
+) -> None:
     for each in stages:
         each._inference_mode = stage.InferenceMode.STATIC
 
@@ -123,7 +127,11 @@ def take_fake_memory(
 class _Stream:
     """Replaces `torch.cuda.Stream` with a name, by which the tracer attributes allocations."""
 
-    def __init__(self, tracer: Tracer, name: str):
+    def __init__(
+        self,
+        tracer: Tracer,
+        name: str,
+    ):
         self.tracer = tracer
         self.name = name
 

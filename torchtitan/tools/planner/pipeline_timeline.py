@@ -31,7 +31,11 @@ class Held(NamedTuple):
 class Program:
     """Each rank's computations for one batch, in order, and what the order alone implies."""
 
-    def __init__(self, orders: Sequence[Sequence[Action]], ranks: Sequence[int]):
+    def __init__(
+        self,
+        orders: Sequence[Sequence[Action]],
+        ranks: Sequence[int],
+    ):
         """
         Args:
             orders: of each rank, with communication (`RECV_F`, `SEND_B`, ...).

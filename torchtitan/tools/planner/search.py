@@ -220,7 +220,11 @@ class _Search:
                     bounds[i] = priced
                     self._unhindered = max(self._unhindered, priced[1])
 
-    def _may_fit(self, batch: Config, mode: Settings) -> bool:
+    def _may_fit(
+        self,
+        batch: Config,
+        mode: Settings,
+    ) -> bool:
         """Whether 1F1B with the fewest microbatches fits: the schedule that keeps least."""
         p = batch.parallelism
         if p.pipeline_parallel_degree == 1:
@@ -288,7 +292,11 @@ class _Search:
                 )
         return speed, w.tokens_per_step / busy / w.world
 
-    def _fits_with(self, config: Config, settings: Settings) -> bool:
+    def _fits_with(
+        self,
+        config: Config,
+        settings: Settings,
+    ) -> bool:
         w = self._workload(applied(config, settings), settings)
         return w is not None and self._memory(w) is not None
 
@@ -305,12 +313,20 @@ class _Search:
 
     # ---- legality
 
-    def _workload(self, config: Config, settings: Settings) -> Workload | None:
+    def _workload(
+        self,
+        config: Config,
+        settings: Settings,
+    ) -> Workload | None:
         """The workload of a configuration; None if it is illegal."""
         legal, stages = self._legal(config, settings)
         return Workload(config, self.args, stages) if legal else None
 
-    def _legal(self, config: Config, settings: Settings) -> tuple[bool, StagePlan | None]:
+    def _legal(
+        self,
+        config: Config,
+        settings: Settings,
+    ) -> tuple[bool, StagePlan | None]:
         """Whether a configuration is legal, and its pipeline, if any."""
         p = config.parallelism
         t = config.training

@@ -105,11 +105,19 @@ class Tracer(TorchDispatchMode):
 
     # ---- memory
 
-    def track(self, tensor: Tensor, part: str) -> None:
+    def track(
+        self,
+        tensor: Tensor,
+        part: str,
+    ) -> None:
         """Count an existing tensor."""
         self._see(local(tensor), part)
 
-    def rename(self, tensors: Iterable[Tensor], part: str) -> set[int]:
+    def rename(
+        self,
+        tensors: Iterable[Tensor],
+        part: str,
+    ) -> set[int]:
         """Change the part of these tensors' blocks, and return the blocks' numbers."""
         found = [self._alive.get(local(tensor).untyped_storage()._cdata) for tensor in tensors]
         numbers = {entry[1] for entry in found if entry}
@@ -117,7 +125,11 @@ class Tracer(TorchDispatchMode):
             self.blocks[number].part = part
         return numbers
 
-    def _see(self, tensor: Tensor, part: str | None = None) -> None:
+    def _see(
+        self,
+        tensor: Tensor,
+        part: str | None = None,
+    ) -> None:
         if tensor.device.type == "meta":  # a pipeline stage infers the shapes that it will receive
             return
         storage = tensor.untyped_storage()
@@ -130,7 +142,11 @@ class Tracer(TorchDispatchMode):
 
             self._alive[key] = weakref.ref(storage, freed), number
 
-    def _allocate(self, size: int, part: str) -> int:
+    def _allocate(
+        self,
+        size: int,
+        part: str,
+    ) -> int:
         self.blocks.append(Block(size, self.stream, part))
         self.events.append((len(self.blocks) - 1, True))
         return len(self.blocks) - 1
@@ -164,7 +180,11 @@ class Tracer(TorchDispatchMode):
             return "unsharded"
         return "activations"
 
-    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
+    def resized(
+        self,
+        storage: torch.UntypedStorage,
+        size: int,
+    ) -> None:
         """Record that FSDP freed or restored a gathered weight in place."""
         key = storage._cdata
         if key not in self._alive:

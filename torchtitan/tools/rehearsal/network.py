@@ -34,7 +34,11 @@ _REDUCTIONS = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter", "reduce"
 class _Work:
     """Replaces `dist.Work` of a send or receive."""
 
-    def __init__(self, recorder: Recorder, post: int):
+    def __init__(
+        self,
+        recorder: Recorder,
+        post: int,
+    ):
         self._recorder = recorder
         self._post = post
         self._done = False
@@ -52,7 +56,11 @@ class _Work:
 class Network:
     """The calls, each replacing torch's of the same name."""
 
-    def __init__(self, recorder: Recorder, broadcasts: list[Any] | None):
+    def __init__(
+        self,
+        recorder: Recorder,
+        broadcasts: list[Any] | None,
+    ):
         """
         Args:
             broadcasts: objects that rank 0 broadcasts, in order; None on rank 0.
@@ -199,10 +207,18 @@ class Network:
         message = self._message(False, tensor, src, group_src, group)
         return self._post(group, [message], pair=True)
 
-    def send(self, *args: Any, **kwargs: Any) -> None:
+    def send(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         self.isend(*args, **kwargs).wait()
 
-    def recv(self, *args: Any, **kwargs: Any) -> None:
+    def recv(
+        self,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         self.irecv(*args, **kwargs).wait()
 
     def batch_isend_irecv(self, operations: list[dist.P2POp]) -> list[_Work]:

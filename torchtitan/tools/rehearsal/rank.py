@@ -240,11 +240,19 @@ _PARTS: dict[type[Callback], str] = {
 class _During(Callback):
     """Names the part of the rehearsal that begins after a step."""
 
-    def __init__(self, recorder: Recorder, part: str):
+    def __init__(
+        self,
+        recorder: Recorder,
+        part: str,
+    ):
         self.recorder = recorder
         self.part = part
 
-    def after_step(self, run: Run, result: StepResult) -> None:
+    def after_step(
+        self,
+        run: Run,
+        result: StepResult,
+    ) -> None:
         self.recorder.during = self.part
 
 

@@ -177,7 +177,13 @@ class _Loader:
     def close(self) -> None: ...
 
 
-def blank_data(config: Config, key: str, _: Any, share: tuple[int, int] = (0, 1), **__: Any) -> Any:
+def blank_data(
+    config: Config,
+    key: str,
+    _: Any,
+    share: tuple[int, int] = (0, 1),
+    **__: Any,
+) -> Any:
     section = getattr(config, key)
     size = section.local_batch_size if key == "training" else validation_rows(config)
     count = section.global_batch_size if key == "training" else size * share[1]

@@ -143,7 +143,11 @@ class _Ranks:
             state.position += 1
         return woken - {rank}
 
-    def _match(self, rank: int, stream: _Stream) -> set[int]:
+    def _match(
+        self,
+        rank: int,
+        stream: _Stream,
+    ) -> set[int]:
         """End messages with both ends at the head of their streams; the ranks that may continue."""
         woken = set[int]()
         todo = deque([(rank, stream)])

@@ -122,7 +122,11 @@ class JsonLines:
             elif (wrong := wrong + 1) == _WRONG:
                 return
 
-    def last(self, wanted: Callable[[Record], bool], most: int = 1) -> list[PlacedRecord]:
+    def last(
+        self,
+        wanted: Callable[[Record], bool],
+        most: int = 1,
+    ) -> list[PlacedRecord]:
         """The last `most` wanted records, or fewer if they are far apart."""
         reach = max(_BLOCK, most * 1024)
         while True:
@@ -252,7 +256,11 @@ class JsonLines:
 
     # ---- bytes
 
-    def _lines(self, first: int, reach: int) -> Iterator[tuple[int, bytes]]:
+    def _lines(
+        self,
+        first: int,
+        reach: int,
+    ) -> Iterator[tuple[int, bytes]]:
         """Whole lines that begin at `first` or later, each with where it begins."""
         begin = max(first - 1, 0)  # the byte before tells whether a line begins at `first`
         held = b""
@@ -277,7 +285,11 @@ class JsonLines:
                 held = b""
                 inside = True
 
-    def _read(self, offset: int, length: int) -> bytes:
+    def _read(
+        self,
+        offset: int,
+        length: int,
+    ) -> bytes:
         length = min(length, self.size - offset, METRICS_READ_BYTES - self.bytes_read)
         data = os.pread(self._file.fileno(), length, offset) if length > 0 else b""
         self.bytes_read += len(data)

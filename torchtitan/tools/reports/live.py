@@ -141,7 +141,11 @@ class Follower:
         self._training = self._training[:1] + first_of_start + latest
         return self._changes(shown, bool(places))
 
-    def _changes(self, shown: dict[str, Any], recorded: bool) -> dict[str, Any] | None:
+    def _changes(
+        self,
+        shown: dict[str, Any],
+        recorded: bool,
+    ) -> dict[str, Any] | None:
         events = shown["events"]
         known = len(self._events)
         if events[:known] != self._events:

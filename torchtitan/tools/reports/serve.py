@@ -89,7 +89,11 @@ class Server(ThreadingHTTPServer):
         """Name of the token's cookie, distinct per server since cookies ignore ports."""
         return f"torchtitan-{hashlib.sha256((self.token or '').encode()).hexdigest()[:8]}"
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(
+        self,
+        request: Any,
+        client_address: Any,
+    ) -> None:
         """Answer in a thread, if there is room."""
         if not self._room.acquire(blocking=False):
             with contextlib.suppress(OSError):
@@ -100,7 +104,11 @@ class Server(ThreadingHTTPServer):
         self._deadlines[request] = time.monotonic() + DEADLINE_SECONDS
         super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def process_request_thread(
+        self,
+        request: Any,
+        client_address: Any,
+    ) -> None:
         """Answer, then make room."""
         try:
             super().process_request_thread(request, client_address)
@@ -116,7 +124,11 @@ class Server(ThreadingHTTPServer):
                 with contextlib.suppress(OSError):
                     request.shutdown(socket.SHUT_RDWR)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(
+        self,
+        request: Any,
+        client_address: Any,
+    ) -> None:
         """Print the traceback of a fault of ours; a client that went away is none."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
@@ -180,7 +192,11 @@ class Handler(BaseHTTPRequestHandler):
     def _set_cookie(self) -> str:
         return f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Lax; Path=/"
 
-    def _answer(self, path: str, query: dict[str, str]) -> None:
+    def _answer(
+        self,
+        path: str,
+        query: dict[str, str],
+    ) -> None:
         live = self.server.live
         if path == "/":
             headers = {
@@ -202,7 +218,12 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._text(HTTPStatus.NOT_FOUND, "Nothing here.")
 
-    def _json(self, body: bytes, *, compressed: bool = False) -> None:
+    def _json(
+        self,
+        body: bytes,
+        *,
+        compressed: bool = False,
+    ) -> None:
         headers = {"Content-Type": "application/json"}
         if "gzip" in self.headers.get("Accept-Encoding", ""):
             headers["Content-Encoding"] = "gzip"
@@ -211,7 +232,11 @@ class Handler(BaseHTTPRequestHandler):
             body = gzip.decompress(body)
         self._send(HTTPStatus.OK, body, headers)
 
-    def _text(self, status: HTTPStatus, text: str) -> None:
+    def _text(
+        self,
+        status: HTTPStatus,
+        text: str,
+    ) -> None:
         self._send(status, f"{text}\n".encode(), {"Content-Type": "text/plain; charset=utf-8"})
 
     def _send(
@@ -253,7 +278,11 @@ class Handler(BaseHTTPRequestHandler):
         )
         self._text(status, status.phrase)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(
+        self,
+        format: str,
+        *args: Any,
+    ) -> None:
         """Log nothing: requests come every other second."""
 
 
