@@ -106,7 +106,7 @@ on gloo ranks, in fp32, with {ROWS} rows of 32 tokens per step: 10 steps in the 
 4 elsewhere. It is compared with plain PyTorch on one process. The numbers are the largest relative difference of the
 loss over all steps, and the largest difference within any parameter's gradient of the first step, relative to the
 gradient's largest element. Gradients of later steps, gradient norm, token counts, the update of every weight in every
-step and validation loss are within tolerance too ([what is compared](numerics.md#what-is-compared)).
+step and validation loss are within tolerance too ([what is compared](../internals/numerics.md#what-is-compared)).
 
 A number in brackets refers to the message below that refuses the configuration before anything starts. A cell is empty
 where the feature has no effect, and, for the columns from "AC selective op" to "Muon" and for "async TP", where three
