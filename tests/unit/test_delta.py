@@ -173,16 +173,18 @@ def test_documents_are_computed_as_if_alone():
     x, out = trained(layer, SEQ, documents=DOCUMENTS)
     gradients = {name: p.grad.clone() for name, p in layer.named_parameters()}
     layer.zero_grad()
+    # A document alone has other chunks, so products of fp32 are summed in another order.
+    limit = 10 * LIMIT
     for row, documents in enumerate(DOCUMENTS):
         bounds = (documents.diff(prepend=documents[:1] - 1) != 0).nonzero().flatten().tolist()
         for begin, end in zip(bounds, [*bounds[1:], SEQ], strict=True):
             own = x[row : row + 1, begin:end].detach().requires_grad_()
             alone = layer(own)
             alone.backward(GRADIENT[row : row + 1, begin:end])
-            assert relative(out[row : row + 1, begin:end], alone) < LIMIT
-            assert relative(x.grad[row : row + 1, begin:end], own.grad) < LIMIT
+            assert relative(out[row : row + 1, begin:end], alone) < limit
+            assert relative(x.grad[row : row + 1, begin:end], own.grad) < limit
     for name, parameter in layer.named_parameters():
-        assert relative(gradients[name], parameter.grad) < LIMIT, name
+        assert relative(gradients[name], parameter.grad) < limit, name
 
 
 @pytest.mark.parametrize("seq", [SEQ, 32])

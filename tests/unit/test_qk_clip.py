@@ -63,7 +63,7 @@ def test_scores_above_the_limit_become_the_limit(one_rank, kind):
     mask = document_mask(documents, torch.arange(32), torch.float32)
     model(tokens, None, mask)
     before = scores[-1]
-    limit = before.median().item()  # so that some heads are below it
+    limit = before.sort().values[1:3].mean().item()  # so that some heads are below it, none at it
     sizes = {"layers": 1, "heads": 4, "tp": (0, 1), "layout": None, "device": torch.device("cpu")}
     clip = QKClip([model], limit, **sizes)
     old = {name: param.clone() for name, param in model.named_parameters()}
