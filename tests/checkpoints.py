@@ -118,15 +118,65 @@ def change(step: Path, /, **changes: Any) -> None:
     seal(step, manifest(step) | changes)
 
 
+def sealed(content: Any) -> bytes:
+    """JSON with the right checksum, as in the manifest and the ranks' files."""
+    body = json.dumps(content).encode().removesuffix(b"}")
+    line = f',\n "sha256": "{hashlib.sha256(body).hexdigest()}"\n}}\n'
+    return body + line.encode()
+
+
+def rank_file(step: Path, rank: int = 0) -> dict[str, Any]:
+    """What a rank has written into a checkpoint."""
+    content = json.loads((step / f"__{rank}.json").read_text())
+    del content["sha256"]
+    return content
+
+
+def seal_rank(
+    step: Path,
+    content: Any,
+    rank: int = 0,
+) -> None:
+    """Write any file of a rank with the right checksum, and the manifest's totals."""
+    (step / f"__{rank}.json").write_bytes(sealed(content))
+    written = manifest(step)["written"]
+    files = [path for i in range(written["ranks"]) for path in _of_rank(step, i)]
+    size = sum(path.stat().st_size for path in files)
+    change(step, written={"ranks": written["ranks"], "files": len(files), "bytes": size})
+
+
+def _of_rank(step: Path, rank: int) -> list[Path]:
+    try:
+        names = rank_file(step, rank)["files"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        names = []
+    return [path for name in (f"__{rank}.json", *names) if (path := step / name).is_file()]
+
+
 def replace(step: Path, name: str, content: bytes) -> None:
-    """Replace a file, and its checksum in the manifest."""
+    """Replace a file, and its checksum in the manifest or in the file of its rank."""
     (step / name).write_bytes(content)
     entry = {"bytes": len(content), "crc32": zlib.crc32(content)}
-    change(step, files=manifest(step)["files"] | {name: entry})
+    if name.startswith("__") and "written" in manifest(step):
+        about = rank_file(step)
+        seal_rank(step, about | {"files": about["files"] | {name: entry}})
+    else:
+        change(step, files=manifest(step)["files"] | {name: entry})
 
 
 def index(step: Path) -> dict[str, Any]:
+    """The tensors that rank 0 has written, or all of format 3."""
+    if "written" in manifest(step):
+        return rank_file(step)["tensors"]
     return json.loads((step / "tensors.json").read_text())
+
+
+def replace_index(step: Path, tensors: Any) -> None:
+    """Replace what `index` returns, and its checksum."""
+    if "written" in manifest(step):
+        seal_rank(step, rank_file(step) | {"tensors": tensors})
+    else:
+        replace(step, "tensors.json", json.dumps(tensors).encode())
 
 
 def replace_tensors(step: Path, pickled: bytes) -> None:
@@ -143,14 +193,28 @@ def replace_tensors(step: Path, pickled: bytes) -> None:
         tensor["parts"] = [
             [[0] * len(tensor["size"]), tensor["size"], "__9_0.distcp", 0, len(file.getvalue())]
         ]
-    replace(step, "tensors.json", json.dumps(tensors).encode())
+    replace_index(step, tensors)
 
 
-def without_sums(step: Path) -> None:
-    """Make a checkpoint look like those of versions whose index had no checksums."""
-    tensors = index(step)
-    for about in tensors.values():
-        about["parts"] = [part[:5] for part in about["parts"]]
+def in_format_3(step: Path, *, sums: bool = True) -> None:
+    """Make a checkpoint look like those of versions whose index and manifest listed everything.
+
+    Args:
+        sums: of the parts, which the first of those versions did not have.
+    """
+    about = manifest(step)
+    tensors: dict[str, Any] = {}
+    for rank in range(about["written"]["ranks"]):
+        content = rank_file(step, rank)
+        about["files"] |= content["files"]
+        for name, tensor in content["tensors"].items():
+            del tensor["layout"]
+            parts = [part if sums else part[:5] for part in tensor["parts"]]
+            known = tensors.setdefault(name, tensor | {"parts": []})
+            known["parts"] += parts
+        (step / f"__{rank}.json").unlink()
+    del about["save"], about["written"]
+    seal(step, about | {"format": 3})
     replace(step, "tensors.json", json.dumps(tensors).encode())
 
 

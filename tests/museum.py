@@ -23,8 +23,8 @@ from torchtitan.checkpoint.hf.export import HFExport
 from torchtitan.data.loader import StepLoader
 from torchtitan.models import attention_op, layers
 from torchtitan.models.delta import GatedDeltaNet
-from torchtitan.models.moe import Router
 from torchtitan.models.rope_scaling import YarnScaling
+from torchtitan.models.router import Router
 from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.parallel import collectives, context, init, tensor
 from torchtitan.parallel.parallelize import parallelize

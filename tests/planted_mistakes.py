@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from torchtitan.models.moe import Experts, Router
+from torchtitan.models.moe import Experts
+from torchtitan.models.router import Router
 from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.parallel import expert
 from torchtitan.parallel.collectives import local

@@ -3,7 +3,7 @@
 from tests.checkpoints import ABOUT, train_state
 from torchtitan.checkpoint.manifest import parse, render
 from torchtitan.data.loader import StepLoader
-from torchtitan.data.positions import DataPosition, DataState
+from torchtitan.data.positions import DataPosition, DataState, completed
 
 MINIMAL = {
     "saved": "",
@@ -11,6 +11,8 @@ MINIMAL = {
     "parameters": 0,
     "tensor_bytes": {},
     "files": {"x": {"bytes": 0, "crc32": 0}},
+    "save": "0" * 16,
+    "written": {"ranks": 1, "files": 1, "bytes": 1},
 }
 """What a manifest needs beside what is known of the run."""
 
@@ -23,4 +25,4 @@ def manifest_bytes(state: DataState) -> bytes:
 
 def saved(loader: StepLoader, *parts: DataPosition) -> DataState:
     """The position that the parts of all ranks make up, written to a manifest and read again."""
-    return parse(manifest_bytes(loader.state(parts))).state()["data"]
+    return parse(manifest_bytes(completed(loader.own_state(parts[0]), parts))).state()["data"]

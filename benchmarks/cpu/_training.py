@@ -1,8 +1,9 @@
 """The training that several benchmarks measure: its shape, its meter, its command line, and our own
 side of it.
 
-The debug model trains in fp32 on the demo text. A side is one process per rank, which calls
-`Meter.tick` after every step and `Meter.report` at the end. A side called `*_compiled` compiles.
+The debug model trains on the demo text. A side is one process per rank, which calls `Meter.tick`
+after every step and `Meter.report` at the end. A side called `*_compiled` compiles, one called
+`*_bf16` computes in bf16, with weights and optimizer state in fp32.
 """
 
 import argparse
@@ -33,6 +34,7 @@ class Run:
     warm: int
     """Steps that the throughput leaves out: they compile, and allocate."""
     compiled: bool
+    bf16: bool
     folder: Path
     """Of this comparison, gone when it ends."""
 
@@ -94,7 +96,7 @@ def loader(rank: int, ranks: int) -> Any:
     """The rows that our trainer reads on `rank`."""
     from torchtitan.config.sections.data import DataLoader, Source
     from torchtitan.data.loader import build_loader
-    from torchtitan.data.sources import DataSpec
+    from torchtitan.data.spec import DataSpec
     from torchtitan.data.text.tokenizer import build_tokenizer
 
     spec = DataSpec(
@@ -125,7 +127,7 @@ def framework(run: Run, extra: Sequence[str] = (), dp: int | None = None) -> Non
         f"--training.steps={run.steps}",
         f"--training.seq_len={SEQ_LEN}",
         f"--training.local_batch_size={BATCH // (dp or run.ranks)}",
-        "--training.mixed_precision_param=float32",
+        f"--training.mixed_precision_param={'bfloat16' if run.bf16 else 'float32'}",
         f"--optimizer.lr={LR}",
         "--lr_scheduler.warmup_steps=1",
         "--lr_scheduler.decay_ratio=0.0",
@@ -161,6 +163,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
         "--warm", type=int, default=3, help="steps at the beginning that are not timed"
     )
     made.add_argument("--compile", action="store_true", help="measure compiled sides too")
+    made.add_argument("--bf16", action="store_true", help="measure sides in bf16 too")
     made.add_argument("--side", help=argparse.SUPPRESS)
     made.add_argument("--folder", help=argparse.SUPPRESS)
     return made
@@ -168,9 +171,11 @@ def parser(doc: str) -> argparse.ArgumentParser:
 
 def run_side(options: argparse.Namespace, sides: dict[str, Callable[[Run], None]]) -> None:
     """Be the side that `measure` asks for."""
-    name = options.side.removesuffix("_compiled")
-    compiled = name != options.side
-    sides[name](Run(options.ranks, options.steps, options.warm, compiled, Path(options.folder)))
+    name = options.side.removesuffix("_bf16").removesuffix("_compiled")
+    compiled = "_compiled" in options.side
+    bf16 = options.side.endswith("_bf16")
+    folder = Path(options.folder)
+    sides[name](Run(options.ranks, options.steps, options.warm, compiled, bf16, folder))
 
 
 def measure(
@@ -218,7 +223,7 @@ def compare(
     results: Results, pairs: Sequence[tuple[str, str]], options: argparse.Namespace
 ) -> None:
     """Print the ratios of each pair of sides."""
-    print(f"{options.ranks} rank(s), fp32, debug model, seq {SEQ_LEN}, batch {BATCH}:")
+    print(f"{options.ranks} rank(s), fp32 or bf16, debug model, seq {SEQ_LEN}, batch {BATCH}:")
     for ours, theirs in pairs:
         print(f"{ours} / {theirs}:")
         print(

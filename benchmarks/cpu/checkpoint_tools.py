@@ -9,7 +9,6 @@ its own.
 
 import argparse
 import io
-import json
 import os
 import shutil
 import subprocess
@@ -54,7 +53,10 @@ class _Sparse(io.BytesIO):
 
 def write(folder: Path, gb: float, ranks: int) -> None:
     """A checkpoint of about `gb` GB, as `ranks` ranks would write it."""
-    from torchtitan.checkpoint.manifest import render
+    from torchtitan.checkpoint.index import TensorPlaces, render_index
+    from torchtitan.checkpoint.layout import Cut, Layout
+    from torchtitan.checkpoint.manifest import FileEntry, Written, render
+    from torchtitan.checkpoint.parts import Part, RankFile, WrittenTensor, name_of, render_rank
 
     step = folder / "step-1"
     step.mkdir(parents=True)
@@ -68,19 +70,26 @@ def write(folder: Path, gb: float, ranks: int) -> None:
     for layer in range(max(1, round((gb * 1e9 / 12 - outer) / sum(sizes.values())))):
         shapes |= {f"layers.{layer}.{name}.weight": size for name, size in LAYER.items()}
     names = [f"{part}{name}{slot}" for part, slot in PARTS for name in shapes]
-    tensors: dict[str, Any] = {
-        name: {"dtype": "float32", "size": shapes[_weight(name)], "parts": []} for name in names
+    tensors = {
+        name: TensorPlaces(
+            dtype="float32",
+            size=shapes[_weight(name)],
+            layout=Layout(0, [[Cut(ranks, 1)], *([] for _ in shapes[_weight(name)][1:])]),
+        )
+        for name in names
     }
     made: dict[tuple[int, ...], _Sparse] = {}
-    files = {}
+    save = "0" * 16
+    written = 0
     for rank in range(ranks):
         name = f"__{rank}_0.distcp"
         end = 0
         whole = _Sparse()
         with (step / name).open("wb") as file:
-            for about in tensors.values():
-                rows = about["size"][0] // ranks
-                shape = (rows, *about["size"][1:])
+            own = {}
+            for key, about in tensors.items():
+                rows = about.size[0] // ranks
+                shape = (rows, *about.size[1:])
                 if shape not in made:
                     made[shape] = _Sparse()
                     torch.save(torch.zeros(shape), made[shape])
@@ -89,14 +98,17 @@ def write(folder: Path, gb: float, ranks: int) -> None:
                     file.seek(piece, 1) if isinstance(piece, int) else file.write(piece)
                     whole.write(bytes(piece) if isinstance(piece, int) else piece)
                     whole.pieces.clear()
-                offsets = [rank * rows, *[0] * (len(shape) - 1)]
-                about["parts"].append([offsets, list(shape), name, end, part.length, part.crc32])
+                offsets = (rank * rows, *[0] * (len(shape) - 1))
+                place = Part(offsets, shape, name, end, part.length, part.crc32)
+                own[key] = WrittenTensor(**about.model_dump(), parts=[place])
                 end += part.length
             file.truncate(end)
-        files[name] = {"bytes": end, "crc32": whole.crc32}
-    index = json.dumps(tensors, separators=(",", ":")).encode()
+        files = {name: FileEntry(bytes=end, crc32=whole.crc32)}
+        content = render_rank(RankFile(save=save, rank=rank, files=files, tensors=own))
+        (step / name_of(rank)).write_bytes(content)
+        written += end + len(content)
+    index = render_index(tensors)
     (step / "tensors.json").write_bytes(index)
-    files["tensors.json"] = {"bytes": len(index), "crc32": zlib.crc32(index)}
     count = sum(torch.Size(size).numel() for size in shapes.values())
     manifest = {
         "saved": "2026-01-01T00:00:00+00:00",
@@ -109,7 +121,9 @@ def write(folder: Path, gb: float, ranks: int) -> None:
         "train_state": None,
         "parameters": count,
         "tensor_bytes": {},
-        "files": files,
+        "files": {"tensors.json": {"bytes": len(index), "crc32": zlib.crc32(index)}},
+        "save": save,
+        "written": Written(ranks=ranks, files=2 * ranks, bytes=written),
     }
     (step / "manifest.json").write_bytes(render(manifest))
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from torchtitan.commands import tokenize
 from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.data.loader import build_loader
-from torchtitan.data.sources import DataSpec
+from torchtitan.data.spec import DataSpec
 from torchtitan.data.text.documents import DemoDocuments
 from torchtitan.data.text.tokenizer import build_tokenizer
 

@@ -1,12 +1,12 @@
 """Our trainer against Hugging Face's: `python benchmarks/cpu/hf_trainer.py [--ranks 2] [--compile]
-[--rounds 5]`.
+[--bf16] [--rounds 5]`.
 
 `transformers.Trainer` trains `LlamaForCausalLM` (needs `pip install transformers accelerate`) from
 our initial weights, on our rows, with our optimizer's settings: the printed losses are the same,
 which shows that the work is. Theirs logs, saves and evaluates nothing, and reads rows that are
 tokenized already, while ours tokenizes as it trains. With
-`--compile` ours runs compiled, and theirs both ways. Printed: the same as by `overhead.py`, and the
-losses.
+`--compile` ours runs compiled, and theirs both ways. With `--bf16` both also run in bf16. Printed:
+the same as by `overhead.py`, and the losses.
 
 On several CPU ranks theirs can only replicate the model; ours is measured sharded (FSDP2) and
 replicated (`_ddp`).
@@ -111,6 +111,7 @@ def hugging_face(run: Run) -> None:
         weight_decay=0.1,
         max_grad_norm=1.0,
         torch_compile=run.compiled,
+        bf16=run.bf16,
         fsdp=run.ranks > 1 or None,
         use_cpu=True,
         train_sampling_strategy="sequential",
@@ -172,8 +173,13 @@ def main() -> None:
     if options.compile:
         ours = [f"{side}_compiled" for side in ours]
         theirs = ["hugging_face_compiled", *theirs]
-    results = measure(options, [*ours, *theirs], prepare="prepare")
-    compare(results, list(itertools.product(ours, theirs)), options)
+    pairs = list(itertools.product(ours, theirs))
+    if options.bf16:
+        pairs += [(f"{side}_bf16", "hugging_face") for side in ours]
+        pairs += [(f"{side}_bf16", "hugging_face_bf16") for side in ours]
+    sides = dict.fromkeys(side for pair in pairs for side in pair)
+    results = measure(options, list(sides), prepare="prepare")
+    compare(results, pairs, options)
     losses(results)
     if results["hugging_face"][0]["ddp"]:
         print(

@@ -1,15 +1,18 @@
 """What the framework costs over a hand-written loop: `python benchmarks/cpu/overhead.py [--ranks 2]
-[--compile] [--tp]`.
+[--compile] [--tp] [--bf16]`.
 
-Both sides train the debug model in fp32 on the same rows, with the same optimizer, clipping and
+Both sides train the debug model on the same rows, with the same optimizer, clipping and
 learning rate, for the same steps; the hand-written side is plain PyTorch (one process) or bare
 FSDP2 (several). They alternate. Printed: tokens per CPU-second (user + system over all ranks, from
 the first to the last timed step), peak resident memory, and CPU-seconds from the start of the
 processes to the end of the first step, imports and compilation included.
 
-With `--compile` both also run compiled. With `--tp` the framework alone, on two tensor-parallel
-ranks, eager and compiled.
+With `--compile` both also run compiled, with `--bf16` in bf16: the hand-written side by autocast,
+on several ranks by FSDP2's mixed precision. Without it, both compute in fp32. With `--tp` the
+framework alone, on two tensor-parallel ranks, eager and compiled.
 """
+
+from functools import partial
 
 from _training import LR, SEQ_LEN, Meter, Run, compare, framework, loader, measure, parser, run_side
 
@@ -28,24 +31,33 @@ def by_hand(run: Run) -> None:
     from torch import Tensor
 
     from torchtitan.models import get_spec
-    from torchtitan.models.layers import attention_backend
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: None) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     torch.manual_seed(0)
     spec = get_spec("llama3")
     args = spec.args("debugmodel", {}, max_seq_len=SEQ_LEN)
-    model = spec.build(args, attention_backend("cpu"))
+    model = spec.build(args, attend)
     with torch.no_grad():
         for name, param in model.named_parameters():
             init = spec.init(name, args)
             param.fill_(1.0) if init.kind == "ones" else param.normal_(0.0, init.std)
 
     def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
     rank = 0
     if run.ranks > 1:
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+        from torch.distributed.fsdp import fully_shard as shard
 
+        low = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )
+        fully_shard = partial(shard, mp_policy=low if run.bf16 else MixedPrecisionPolicy())
         dist.init_process_group("gloo")
         rank = dist.get_rank()
         for block in list(model.layers.values())[:-1]:
@@ -66,7 +78,8 @@ def by_hand(run: Run) -> None:
     batches = iter(data)
     for step in range(1, run.steps + 1):
         batch = next(batches)
-        loss = loss_of(model(batch.tokens), batch.labels)
+        with torch.autocast("cpu", torch.bfloat16, enabled=run.bf16 and run.ranks == 1):
+            loss = loss_of(model(batch.tokens), batch.labels)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -103,6 +116,12 @@ def main() -> None:
         ]
     else:
         pairs = [("framework", "by_hand")]
+    if options.bf16:
+        pairs += [
+            ("framework_bf16", "by_hand"),
+            ("framework_bf16", "framework"),
+            ("framework_bf16", "by_hand_bf16"),
+        ]
     sides = sorted({side for pair in pairs for side in pair}, reverse=True)
     return compare(measure(options, sides), pairs, options)
 

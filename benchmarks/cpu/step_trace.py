@@ -4,10 +4,12 @@
 
 One rank of a fake process group of any size runs the trainer's own step on tensors without memory,
 on a device that doesn't exist. Printed, by phase of the step: kernels (operators that compute;
-views and allocations are free), the bytes they read and write, collectives by process group, and
-host waits with the line that causes each. A host wait is an operator for which the host must stop
-until the device has caught up: reading a value, or a copy from or to pageable memory. The step is
-eager: attention is one operator, RMSNorm several.
+views and allocations are free), launches, the bytes they read and write, collectives by process
+group, and host waits with the line that causes each. Operators on lists of tensors, as optimizers
+use, start several launches on CUDA, by PyTorch's limits for CUDA 13 (`--cuda 12`: for CUDA 12). A
+host wait is an operator for which the host must stop until the device has caught up: reading a
+value, or a copy from or to pageable memory. The step is eager: attention is one operator, RMSNorm
+several.
 
     python benchmarks/cpu/step_trace.py --ranks 8 -- --job.config_file=train_configs/llama3_8b.toml
 
@@ -49,6 +51,13 @@ _FREE = (
     "new_empty",
 )
 """Beginnings of names of operators that start no kernel, besides views."""
+CHUNK = 65_536
+"""Elements of a block of a multi-tensor kernel (`ATen/native/cuda/MultiTensorApply.cuh`)."""
+LIMITS = {
+    12: (320, (110, 64, 48, 36, 30)),
+    13: (2240, (770, 448, 336, 252, 210)),
+}
+"""By version of CUDA, from there: blocks of a launch, and its tensors by the number of lists."""
 
 
 @dataclass
@@ -57,6 +66,7 @@ class Phase:
 
     kernels: Counter[str] = field(default_factory=Counter)
     """By operator."""
+    launches: int = 0
     bytes: Counter[str] = field(default_factory=Counter)
     """Read and written, by operator."""
     collectives: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -70,8 +80,9 @@ class Phase:
 class StepCounter(TorchDispatchMode):
     """Counts what runs on the device, below DTensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, cuda: int = 13) -> None:
         super().__init__()
+        self.limits = LIMITS[cuda]
         self.phases: dict[str, Phase] = {}
         self.phase = "rest"
         self.pinned: set[int] = set()
@@ -122,12 +133,37 @@ class StepCounter(TorchDispatchMode):
             func, name
         ):
             phase.kernels[name] += 1
+            phase.launches += self._launches(name, args, out)
             phase.bytes[name] += sum(map(_nbytes, inputs)) + (
                 0 if name.endswith("_") else sum(map(_nbytes, outputs))
             )
             if self._waits(name, inputs, outputs, args, kwargs):
                 phase.waits.append(f"{_caller()} {name}")
         return out
+
+    def _launches(self, name: str, args: Sequence[Any], out: Any) -> int:
+        """As `multi_tensor_apply` counts: full at a number of tensors, or of chunks of them."""
+        if not name.startswith(("_foreach_", "_fused_")):
+            return 1
+        lists = [x for x in (*args, out) if isinstance(x, (list, tuple)) and len(x)]
+        if name.startswith("_fused_"):
+            lists = lists[:4]  # the fifth are steps, one for each tensor
+        norm = name == "_foreach_norm"
+        depth = 1 if norm else len(lists)
+        most_blocks, most_tensors = self.limits[0], self.limits[1][depth - 1]
+        launches = blocks = tensors = 0
+        for tensor in lists[0]:
+            chunks = -(-tensor.numel() // CHUNK)
+            tensors += chunks > 0
+            for chunk in range(chunks):
+                blocks += 1
+                last = chunk == chunks - 1
+                if blocks == most_blocks or (last and tensors == most_tensors):
+                    launches += 1
+                    blocks = 0
+                    tensors = 0 if last else 1
+        # A norm ends with sums of its chunks' sums.
+        return launches + (blocks > 0) + norm * -(-len(lists[0]) // most_tensors)
 
     def _free(self, func: Any, name: str) -> bool:
         return func.is_view or func.namespace == "prim" or name.strip("_").startswith(_FREE)
@@ -280,13 +316,19 @@ class StepTrace:
 
 
 def trace_step(
-    arguments: Sequence[str], world: int, rank: int = 0, *, acts: bool = False
+    arguments: Sequence[str],
+    world: int,
+    rank: int = 0,
+    *,
+    acts: bool = False,
+    cuda: int = 13,
 ) -> StepTrace:
     """Trace the second step of one rank; the first makes the optimizer's state.
 
     Args:
         arguments: of `torchtitan train`.
         acts: the guard must judge a step before the weights change.
+        cuda: 12 or 13, for the number of launches.
 
     Raises:
         ConfigError: the configuration is wrong.
@@ -301,7 +343,7 @@ def trace_step(
     config = resolve([*arguments, "--compile.enable=false"], world).config
     setup = preflight.preflight(config, output=False)
     device = make_device()
-    counter = StepCounter()
+    counter = StepCounter(cuda)
 
     def counted(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -380,6 +422,7 @@ def main() -> None:
     )
     options.add_argument("--ranks", type=int, default=1)
     options.add_argument("--rank", type=int, default=0)
+    options.add_argument("--cuda", type=int, default=13, choices=LIMITS)
     options.add_argument(
         "--top", type=int, default=8, help="operators to print for each phase, by bytes"
     )
@@ -389,9 +432,10 @@ def main() -> None:
     options.add_argument("arguments", nargs="*", help="of `torchtitan train`, after --")
     told = options.parse_args()
     warnings.simplefilter("ignore")
-    trace = trace_step(told.arguments, told.ranks, told.rank)
+    trace = trace_step(told.arguments, told.ranks, told.rank, cuda=told.cuda)
     totals = {
         "kernels": {name: phase.kernels.total() for name, phase in trace.phases.items()},
+        "launches": {name: phase.launches for name, phase in trace.phases.items()},
         "gib": {
             name: round(phase.bytes.total() / 2**30, 3) for name, phase in trace.phases.items()
         },
@@ -404,7 +448,7 @@ def main() -> None:
         return
     for name, phase in trace.phases.items():
         print(
-            f"{name}: {phase.kernels.total():,} kernels, "
+            f"{name}: {phase.kernels.total():,} kernels, {phase.launches:,} launches, "
             f"{phase.bytes.total() / 2**30:,.2f} GiB read and written"
         )
         for operator, count in phase.bytes.most_common(told.top):

@@ -158,6 +158,17 @@ def saves(bench: Bench, mode: str) -> Figures:
     return figures
 
 
+def large_saves(bench: Bench, mode: str) -> Figures:
+    """What a save of the 1B costs: 15 GB of weights and optimizer state, in its true shapes."""
+    from checkpoint import measure
+
+    if bench.dry:
+        return measure(mode, bench.folder, 1, stretch=1, extra=TOY)
+    shapes = {"dim": 2048, "n_heads": 32, "n_kv_heads": 8, "ffn_dim": 8192}
+    overrides = [f"--model.overrides.{name}={value}" for name, value in shapes.items()]
+    return measure(mode, bench.folder, 1, stretch=10, extra=["--model.flavor=1B", *overrides])
+
+
 # ---- faults
 
 
@@ -232,25 +243,38 @@ def stopped(bench: Bench) -> Figures:
 
 # ---- several ranks on one GPU
 
+MOE = "--model.name=qwen3_moe"
 LAYOUTS = {
-    "fsdp": "data_parallel_shard_degree",
-    "tp": "tensor_parallel_degree",
-    "pp": "pipeline_parallel_degree",
-    "cp": "context_parallel_degree",
+    "fsdp": ["--parallelism.data_parallel_shard_degree=2"],
+    "tp": ["--parallelism.tensor_parallel_degree=2"],
+    "pp": ["--parallelism.pipeline_parallel_degree=2"],
+    "cp": ["--parallelism.context_parallel_degree=2"],
+    "ep": ["--parallelism.expert_parallel_degree=2"],
+    "ep_fixed": [
+        "--parallelism.expert_parallel_degree=2",
+        "--parallelism.expert_parallel_exchange=fixed",
+    ],
+    "muon": ["--parallelism.data_parallel_shard_degree=2"],
 }
+"""Flags of two ranks."""
+OF_BOTH = {"ep": [MOE], "ep_fixed": [MOE], "muon": ["--optimizer.name=Muon"]}
+"""Flags of one rank and of two."""
+LIMITS = {"muon": {"loss": 1e-3, "grad_norm": 1e-2}}
+"""Muon's products are in bf16."""
 
 
 def layout(bench: Bench, axis: str) -> Figures:
     """Two ranks of one layout: the losses of one rank, in fp32."""
     flags = [*SMALL, FP32, f"--training.steps={bench.steps}", "--training.global_batch_size=8"]
+    flags += OF_BOTH.get(axis, [])
     shared = _several_ranks(bench)
-    degree = f"--parallelism.{LAYOUTS[axis]}=2"
-    found = run_ranks(bench, 2, train, bench.flags(*flags, degree, name="two"), **shared)[0]
+    two = bench.flags(*flags, *LAYOUTS[axis], name="two")
+    found = run_ranks(bench, 2, train, two, **shared)[0]
     reference = run_ranks(bench, 1, train, bench.flags(*flags, name="one"))[0]
     figures = {
         key: furthest(column(found, key), column(reference, key)) for key in ("loss", "grad_norm")
     }
-    return within(figures, {"loss": 1e-5, "grad_norm": 1e-4})
+    return within(figures, LIMITS.get(axis, {"loss": 1e-5, "grad_norm": 1e-4}))
 
 
 def watch(bench: Bench) -> Figures:

@@ -6,8 +6,9 @@ rank has: the real kernels at the true sizes of the shards. Without communicatio
 bound of the speed, and close to the memory of a real run.
 """
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -36,6 +37,19 @@ MODELS = {
     "1b": ("--model.flavor=1B", "--training.local_batch_size=2", *AT_8K),
     "3b": ("--model.flavor=3B", "--training.local_batch_size=2", *AT_8K),
     "8b_of_8": ("--job.config_file=llama3_8b",),
+    "8b_tp8": (
+        "--job.config_file=llama3_8b",
+        "--parallelism.tensor_parallel_degree=8",
+        "--compile.enable=false",
+    ),
+    "moe_of_8": (
+        "--model.name=qwen3_moe",
+        "--model.flavor=30B-A3B",
+        "--model.overrides.n_layers=8",
+        "--parallelism.expert_parallel_degree=8",
+        "--training.local_batch_size=1",
+        *AT_8K,
+    ),
     "70b_of_64": (
         "--job.config_file=llama3_70b",
         "--parallelism.enable_async_tensor_parallel=false",  # needs the other ranks' memory
@@ -43,13 +57,22 @@ MODELS = {
 }
 """All state of a model is in fp32 on one GPU, so an 8B has 8 layers there."""
 FLOAT8 = "--model.converters=float8"
+FIXED = "--parallelism.expert_parallel_exchange=fixed"
+GRAPHS = (
+    "--compile.cuda_graphs",
+    "--parallelism.fsdp_reshard_after_forward=never",
+    "--activation_checkpoint.mode=none",
+)
 VARIANTS = {
     "": (),
+    "cuda_graphs": GRAPHS,
     "eager": ("--compile.enable=false",),
     "selective_op": (
         "--activation_checkpoint.mode=selective",
         "--activation_checkpoint.selective_ac_option=op",
     ),
+    "fixed": (FIXED,),
+    "fixed_cuda_graphs": (FIXED, *GRAPHS),
     "full": ("--activation_checkpoint.mode=full",),
     "loss_chunks_1": ("--training.loss_chunks=1",),
     "float8_tensorwise": (FLOAT8, "--quantize.linear.float8.filter_fqns=output"),
@@ -72,8 +95,6 @@ def speed(
     """
     import torch
 
-    from torchtitan.tools.planner.fake import fake_cluster
-
     if not bench.dry and (total := torch.cuda.get_device_properties(0).total_memory / 2**30) < gib:
         raise Skip(f"needs a device with {gib:g} GiB, this one has {total:.0f}")
     flags = [*MODELS[model], *VARIANTS[variant]]
@@ -84,10 +105,7 @@ def speed(
         "--training.on_nonfinite=skip",
     ]
     watched = _Watched(bench, 3 * every)
-    with (
-        fake_cluster(world, 0) if world > 1 else nullcontext(),
-        patch("torchtitan.parallel.init._fill", _fill),
-    ):
+    with _one_of(world):
         found = train(bench.flags(*flags, *run), [watched.callback()], world)
     timed = [record for record in found if every < record["step"] <= 3 * every]
     seconds = sum(column(timed, "step_time_s")) / len(timed)
@@ -108,6 +126,94 @@ def speed(
         ],  # a fake process group's gradients may not be finite
         "kernels": watched.kernels,
     }
+
+
+def update(bench: Bench, optimizer: str) -> Figures:
+    """Gradient norm and update of the 8B's parameters, as one rank of 8: milliseconds of the host
+    and of the device, and kernels.
+    """
+    import torch
+
+    from torchtitan.train import step
+    from torchtitan.train.callbacks import Callback
+
+    steps = 3 if bench.dry else 6
+    flags = [
+        "--job.config_file=llama3_8b",
+        f"--optimizer.name={optimizer}",
+        "--training.seq_len=512",
+        "--compile.enable=false",
+        "--training.on_nonfinite=skip",
+        "--metrics.log_freq=1",
+        f"--training.steps={steps}",
+    ]
+    calls: dict[str, list[Figures]] = {"norm": [], "update": []}
+
+    def measured(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _measuring(calls[name], last=len(calls[name]) == steps - 1):
+                return function(*args, **kwargs)
+
+        return call
+
+    class Measuring(Callback):
+        def on_start(self, run: Any) -> None:
+            run.optimizer.step = measured("update", run.optimizer.step)
+
+    with _one_of(8), patch.object(step, "_grad_norm", measured("norm", step._grad_norm)):
+        train(bench.flags(*flags), [Measuring()], 8)
+    figures: Figures = {"flags": flags, "world": 8, "cuda": torch.version.cuda}
+    for name, found in calls.items():
+        timed = found[1:-1]  # the first allocates, the last is profiled
+        for key in ("host_ms", "device_ms"):
+            figures[f"{name}_{key}"] = min(column(timed, key))
+        figures[f"{name}_kernels"] = found[-1]["kernels"]
+    return figures
+
+
+@contextmanager
+def _measuring(found: list[Figures], *, last: bool) -> Iterator[None]:
+    """Append what happens inside: its time and, the last time, its kernels (operators on the
+    CPU).
+    """
+    import torch
+
+    cuda = torch.cuda.is_available()
+    wait = torch.cuda.synchronize if cuda else lambda: None
+    wait()
+    activity = torch.profiler.ProfilerActivity
+    profile = torch.profiler.profile(activities=[activity.CUDA if cuda else activity.CPU])
+    began = time.perf_counter()
+    with profile if last else nullcontext():
+        yield
+        host = time.perf_counter()
+        wait()
+    done = time.perf_counter()
+    kernels = 0
+    if last:
+        where = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
+        kernels = sum(event.device_type == where for event in profile.events())
+    found.append(
+        {
+            "host_ms": 1e3 * (host - began),
+            "device_ms": 1e3 * (done - began),
+            "kernels": kernels,
+        }
+    )
+
+
+@contextmanager
+def _one_of(world: int) -> Iterator[None]:
+    """Be rank 0 of `world` ranks, of which more than one are simulated, with any weights."""
+    from torchtitan.parallel import agree
+    from torchtitan.tools.planner.fake import fake_cluster
+
+    with ExitStack() as stack:
+        stack.enter_context(patch("torchtitan.parallel.init._fill", _fill))
+        if world > 1:
+            stack.enter_context(fake_cluster(world, 0))
+            stack.enter_context(patch.object(agree, "merged_on_0", lambda value, _: value))
+        yield
 
 
 def _fill(param: Any, fqn: str, seed: int, init: Any) -> None:

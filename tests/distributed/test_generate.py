@@ -325,7 +325,7 @@ BAD = {
         ["--checkpoint=other"],
         "config.json: model_type: got 'gpt2', must be one of 'deepseek_v2'",
     ),
-    "damaged": (["--checkpoint=damaged"], "has the wrong size"),
+    "damaged": (["--checkpoint=damaged"], "has 3 bytes instead of"),
 }
 
 

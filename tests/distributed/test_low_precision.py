@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.runs import arguments, losses, train
-from torchtitan.optim.muon import StackedMuon
+from torchtitan.optim.muon import Muon
 from torchtitan.parallel.collectives import unsharded
 
 FLOAT8 = ["--model.converters=float8", "--quantize.linear.float8.emulate"]
@@ -49,9 +49,12 @@ def in_bf16(ranks, tmp_path_factory):
     ids=lambda extra: " ".join(e.rpartition(".")[2] for e in extra),
 )
 def test_training_in_8_bits_stays_within_a_percent_of_bf16(ranks, in_bf16, tmp_path, extra):
-    """Under tensor parallelism: the support matrix's cells."""
+    """All losses together. A single one, while the loss falls by 80 % in 12 steps, stays within two
+    percent. Under tensor parallelism: the support matrix's cells.
+    """
     own = losses(ranks(2, train, arguments(tmp_path, *EIGHT_BIT, *extra, steps=12))[0])
-    assert own == pytest.approx(in_bf16, rel=1e-2)
+    assert sum(own) == pytest.approx(sum(in_bf16), rel=1e-2)
+    assert own == pytest.approx(in_bf16, rel=2e-2)
     assert own[1:] != in_bf16[1:]
 
 
@@ -187,16 +190,16 @@ def closest(stack, steps):
 
 
 @mock.patch("torchtitan.optim.muon.orthogonalize", closest)
-def muon_on_stacks(shape, *placements):
-    """Two updates of stacks of matrices, sharded in each way of `placements`, and of the same stack
-    whole.
+def muon_on_shards(shape, size, *placements):
+    """Two updates of stacks of matrices or of matrices, sharded in each way of `placements`, and of
+    the same whole.
     """
     mesh = init_device_mesh("cpu", shape)
     generator = torch.Generator().manual_seed(0)
-    start, *gradients = (torch.randn(3, 8, 4, generator=generator) for _ in range(3))
+    start, *gradients = (torch.randn(size, generator=generator) for _ in range(3))
     stacks = [start.clone(), *(distribute_tensor(start, mesh, list(way)) for way in placements)]
     settings = {"lr": 0.1, "momentum": 0.9, "ns_steps": 5}
-    optimizer = StackedMuon([{"params": stacks, "weight_decay": 0.2}], settings)
+    optimizer = Muon([{"params": stacks, "weight_decay": 0.2}], settings)
     for gradient in gradients:
         for stack in stacks:
             if isinstance(stack, DTensor):
@@ -209,11 +212,13 @@ def muon_on_stacks(shape, *placements):
 
 
 @pytest.mark.parametrize(
-    ("shape", "placements"),
+    ("shape", "size", "placements"),
     [
-        ((2,), [[Shard(0)], [Shard(1)], [Shard(2)]]),
+        ((2,), (3, 8, 4), [[Shard(0)], [Shard(1)], [Shard(2)]]),
+        ((2,), (5, 4), [[Shard(0)], [Shard(0)], [Shard(0)], [Shard(1)]]),
         (
             (2, 2),
+            (3, 8, 4),
             [
                 [Shard(1), Shard(0)],
                 [Shard(0), Shard(0)],
@@ -221,10 +226,12 @@ def muon_on_stacks(shape, *placements):
                 [Replicate(), Shard(1)],
             ],
         ),
+        ((2, 2), (1, 4), [[Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(0)]]),
+        ((2, 2), (9, 4), [[Shard(0), Shard(0)]]),
     ],
 )
-def test_muon_updates_sharded_stacks_like_whole_ones(ranks, shape, placements):
-    for rank in ranks(math.prod(shape), muon_on_stacks, shape, *placements):
+def test_muon_updates_shards_like_whole_matrices(ranks, shape, size, placements):
+    for rank in ranks(math.prod(shape), muon_on_shards, shape, size, *placements):
         for whole, *sharded in rank:
             for each in sharded:
                 torch.testing.assert_close(each, whole, rtol=0, atol=1e-6)

@@ -18,13 +18,14 @@ from tests.runs import EXPERTS, arguments
 from torchtitan.commands.rehearse import main
 from torchtitan.config import resolve
 from torchtitan.health.collectives import Group
+from torchtitan.tools.rehearsal import rehearsal
 from torchtitan.tools.rehearsal.events import Creation, Message, Post, Record, Wait
 from torchtitan.tools.rehearsal.mismatches import Counts, check_messages
 from torchtitan.tools.rehearsal.rank_sample import RankSample, coordinates, corners, rank_at
 from torchtitan.tools.rehearsal.recorder import EndlessLoopError, Recorder
 from torchtitan.tools.rehearsal.rehearsal import Rehearsal, few_layers, few_ranks, rehearse
 from torchtitan.tools.rehearsal.render import as_text
-from torchtitan.tools.rehearsal.startup import startup
+from torchtitan.tools.rehearsal.startup import at_once, lazily, startup
 from torchtitan.tools.rehearsal.waits import check_circles
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
@@ -120,6 +121,10 @@ LAYOUTS = {
     "context": (4, [f"{P}context_parallel_degree=2"]),
     "replicas": (4, [f"{P}data_parallel_replicate_degree=2"]),
     "experts": (4, [*EXPERTS, f"{P}expert_parallel_degree=2"]),
+    "experts, fixed exchanges": (
+        4,
+        [*EXPERTS, f"{P}expert_parallel_degree=2", f"{P}expert_parallel_exchange=fixed"],
+    ),
     "experts, tensor": (
         4,
         [*EXPERTS, f"{P}expert_parallel_degree=2", f"{P}tensor_parallel_degree=2"],
@@ -282,31 +287,66 @@ for name in ("set", "get", "wait", "add", "check"):
     setattr(CountingStore, name, counted)
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_operations_on_the_store_are_those_of_real_groups(monkeypatch, lazy):
-    """Of gloo groups in threads of this process."""
-    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", str(int(lazy)))
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    ranks = 6
+def requests(ranks, *collectives):
+    """Requests of each member of a gloo group, of threads of this process, to the store."""
     shared = dist.HashStore()
     stores = [CountingStore(shared) for _ in range(ranks)]
-    threads = [
-        threading.Thread(
-            target=dist.ProcessGroupGloo, args=(store, rank, ranks, timedelta(seconds=30))
-        )
-        for rank, store in enumerate(stores)
-    ]
+
+    def member(rank):
+        group = dist.ProcessGroupGloo(stores[rank], rank, ranks, timedelta(seconds=30))
+        for collective in collectives:
+            collective(group).wait()
+
+    threads = [threading.Thread(target=member, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    return [store.count for store in stores]
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_requests_to_the_store_are_those_of_real_groups(monkeypatch, lazy):
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", str(int(lazy)))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    ranks = 6
+    made = requests(ranks)
     record = Record(0, groups=[Group(tuple(range(ranks)), "all ranks", "")])
     record.creations = [Creation(tuple(range(ranks)), "all ranks", "")]
     config = resolve(
         [f"{P}data_parallel_shard_degree={ranks}", "--training.dataset=demo"], ranks
     ).config
     found = startup(Rehearsal(config, ranks, None, {0: record}, Counts(), []))
-    assert sum(store.count for store in stores) == (found.lazy_store if lazy else found.store)
+    assert sum(made) == (found.lazy_store if lazy else found.store)
+    collectives = (
+        lambda group: group.barrier(),
+        lambda group: group.broadcast([torch.zeros(1)], dist.BroadcastOptions()),
+        lambda group: group.allreduce([torch.zeros(1)]),
+        lambda group: group.allgather(
+            [[torch.zeros(1) for _ in range(group.size())]], [torch.zeros(1)]
+        ),
+    )
+    for members in (4, 8, 16):
+        count = lazily(members) if lazy else at_once(members)
+        assert max(requests(members, *collectives)) == count
+
+
+def test_a_start_costs_a_rank_the_same_in_any_world(monkeypatch):
+    """Requests to the store, groups, files and objects; connections grow with the logarithm."""
+    toml = str(ROOT / "train_configs/debug_model.toml")
+    found = {}
+    for world in (512, 16384):
+        argv = ["--job.config_file", toml, NO_FILES, "--training.local_batch_size=1"]
+        monkeypatch.setattr(rehearsal, "corners", lambda degrees: {0, degrees["dp_shard"] // 2})
+        result = rehearse(resolve(argv, world).config, world, layers=1)
+        assert result.faults == []
+        found[world] = startup(result)
+    small, large = found.values()
+    assert small.groups == large.groups
+    assert small.files == large.files < 20
+    assert large.requests - small.requests == large.groups * (lazily(16384) - lazily(512))
+    assert large.requests < 150
+    assert large.start_objects < 16384 / 8 * 200  # the names of 2,048 nodes, on rank 0 alone
 
 
 # ---- against real ranks

@@ -1,9 +1,11 @@
-"""What ranks send each other to save: the same number of messages for any number of ranks, and
-plans only once.
+"""What ranks send each other to save and to load: the same few numbers in any world, since each
+rank derives what it writes; and that all of every tensor is written.
 """
 
 import contextlib
-import pickle
+import itertools
+import json
+import math
 from collections import Counter
 from unittest import mock
 
@@ -11,221 +13,294 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.checkpoint import DefaultSavePlanner, Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.checkpoints import ABOUT, outcome, save_steps, small_checkpointer, train_state
-from torchtitan.checkpoint import Checkpointer, Trained
-from torchtitan.checkpoint.save import CommittingWriter, Plans, UnsentMetadata
+from tests.checkpoints import ABOUT, manifest, outcome, rank_file, save_steps, small_checkpointer
+from tests.checkpoints import train_state as state_of
+from torchtitan.checkpoint import Checkpointer, Trained, manager
+from torchtitan.checkpoint import layout as layouts
+from torchtitan.checkpoint import save as saving
+from torchtitan.checkpoint.index import Index
+from torchtitan.checkpoint.layout import Cut, Layout
+from torchtitan.checkpoint.manifest import read_manifest
+from torchtitan.checkpoint.save import CommittingWriter
+from torchtitan.commands import ckpt
 from torchtitan.config.sections import schema
+from torchtitan.utils.errors import CheckpointError
+
+MESSAGES = ("send", "recv", "broadcast", "all_reduce", "all_gather", "barrier")
+OBJECTS = (
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+)
 
 
-class Collectives(TorchDispatchMode):
-    """Counts collectives of tensors."""
+@contextlib.contextmanager
+def counted():
+    """Counts this rank's messages and their bytes; exchanges of objects are not allowed."""
+    found = Counter()
 
-    def __init__(self):
-        super().__init__()
-        self.count = Counter()
+    def counting(name, call):
+        def wrapper(*args, **kwargs):
+            found[name] += 1
+            found["bytes"] += sum(x.nbytes for x in args if isinstance(x, torch.Tensor))
+            return call(*args, **kwargs)
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "c10d" in function.namespace and "wait" not in function.name():
-            self.count[function.name()] += 1
-        return function(*args, **(kwargs or {}))
+        return wrapper
+
+    with contextlib.ExitStack() as stack:
+        for name in MESSAGES:
+            call = counting(name, getattr(dist, name))
+            stack.enter_context(mock.patch.object(dist, name, call))
+        for name in OBJECTS:
+            refuse = mock.Mock(side_effect=AssertionError(name))
+            stack.enter_context(mock.patch.object(dist, name, refuse))
+        yield found
 
 
-class Objects:
-    """Replaces the exchange of objects on a fake world, whose other ranks have none; keeps rank
-    0's.
-    """
-
-    def __init__(self):
-        self.sent = []
-
-    def gather_object(self, obj, object_gather_list, **_):
-        self.sent.append(("gather_object", obj))
-        object_gather_list[:] = [obj] * len(object_gather_list)
-
-    def scatter_object_list(self, scatter_object_output_list, scatter_object_input_list, **_):
-        self.sent.append(("scatter_object_list", scatter_object_input_list))
-        scatter_object_output_list[0] = scatter_object_input_list[0]
-
-    def broadcast_object_list(self, object_list, **_):
-        self.sent.append(("broadcast_object_list", object_list[0]))
-
-    def all_gather_object(self, object_list, obj, **_):
-        self.sent.append(("all_gather_object", obj))
-        object_list[:] = [obj] * len(object_list)
+# ---- counts
 
 
 @contextlib.contextmanager
 def fake_world(size):
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=size - 1, world_size=size, store=FakeStore())
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def saves(folder, world):
-    """What rank 0 of a world exchanges in each of three saves: objects, and collectives of
-    tensors.
-    """
-    objects = Objects()
-    found = []
-    with fake_world(world), contextlib.ExitStack() as stack:
-        for name in (
-            "gather_object",
-            "scatter_object_list",
-            "broadcast_object_list",
-            "all_gather_object",
-        ):
-            stack.enter_context(mock.patch.object(dist, name, getattr(objects, name)))
-        stack.enter_context(mock.patch.object(dist, "new_group", return_value=None))
-        stack.enter_context(mock.patch.object(CommittingWriter, "finish"))
-        # Copies of rank 0's parts don't fill the tensors.
-        plan = mock.patch.object(
-            DefaultSavePlanner,
-            "_create_global_plan",
-            lambda _, plans: (plans, Metadata({"a" * 10_000: None})),
-        )
-        stack.enter_context(plan)
-        model = nn.Sequential(*(nn.Linear(world, world) for _ in range(3)))
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
-        optimizer = torch.optim.AdamW(model.parameters())
-        for param in model.parameters():
-            param.grad = torch.zeros_like(param)
-        optimizer.step()
-        config = schema.Checkpoint(enable=True, folder=str(folder), keep_latest_k=0)
-        checkpointer = Checkpointer(config, "", Trained([model], optimizer), ABOUT)
-        objects.sent.clear()
-        for step in (1, 2, 3):
-            with Collectives() as tensors:
-                checkpointer.save(step, train_state(step))
-            found.append((objects.sent[:], tensors.count))
-            objects.sent.clear()
-        checkpointer._plans.forget()
-    return found
-
-
-@pytest.mark.parametrize("world", [8, 512])
-def test_a_save_costs_the_same_messages_on_any_number_of_ranks(tmp_path, world):
-    first, second, third = saves(tmp_path, world)
-    for sent, tensors in (first, second, third):
-        assert [name for name, _ in sent] == [
-            "gather_object",
-            "scatter_object_list",
-            "gather_object",
-            "broadcast_object_list",
-        ]
-        assert not tensors, "optimizer state is saved as it is sharded"
-    plan = first[0][0][1]
-    assert len(plan.items) == 6 * 4, (
-        "three linear layers with bias: the weights, two moments and a counter"
-    )
-    assert all(len(plans) == world and plans[0].items for plans in [first[0][1][1]])
-    for sent, _ in (second, third):
-        assert not sent[0][1].items, "the plan has not changed"
-        assert not any(plan.items for plan in sent[1][1])
-    for sent, _ in (first, second, third):
-        assert isinstance(sent[3][1], Metadata)
-        assert len(pickle.dumps(sent[3][1])) < 1000, "nobody needs the metadata but rank 0"
-
-
-def save_changing(folder):
-    """Save states that change in between, with plans that are kept. Called by both ranks."""
-    plans = Plans()
-    usable = []
-    out = []
-    create = DefaultSavePlanner.create_global_plan
-
-    def counted(self, all_plans):
-        usable.append([plan.usable for plan in all_plans])
-        return create(self, all_plans)
-
-    mesh = init_device_mesh("cpu", (2,))
+def sharded(folder, rows, world, **settings):
+    """A model whose weights are sharded over all ranks, with its optimizer's state."""
     torch.manual_seed(0)
-    a, b = (
-        dist.tensor.distribute_tensor(torch.rand(5, 3), mesh, [dist.tensor.Shard(0)])
-        for _ in range(2)
-    )
-    c = torch.rand(3)
-    own = {f"rank {dist.get_rank()}": torch.rand(2)}
-    states = [
-        {"a": a, "c": c},
-        {"a": a + 1, "c": c},
-        {"a": a + 2, "c": c, "b": b},
-        {"b": b + 1, "c": c},
+    model = nn.Sequential(*(nn.Linear(8, rows) for _ in range(3)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    config = schema.Checkpoint(enable=True, folder=str(folder), keep_latest_k=0, **settings)
+    return Checkpointer(config, "", Trained([model], optimizer), ABOUT)
+
+
+def saved_alone(folder, world):
+    """Messages of the last rank of a fake world in a save, and in the search for its own parts."""
+    zeros = lambda exchange, values: [0] * 4  # noqa: E731 - of a sum in which nobody fails
+    with (
+        fake_world(world),
+        mock.patch.object(dist, "new_group", return_value=None),
+        mock.patch.object(manager, "from_rank_0", lambda value: value),
+    ):
+        checkpointer = sharded(folder, world, world)
+        with counted() as first, mock.patch.object(saving.Exchange, "_sums", zeros):
+            checkpointer.save(1, state_of(1))
+        tensors = checkpointer.trained.tensors()
+        written = rank_file(folder / ".step-1.tmp", world - 1)
+        own = {key: json.dumps(about["layout"]) for key, about in written["tensors"].items()}
+        places = {
+            len(list(Layout(*json.loads(own[f"{part}.{name}"])).ranks(tuple(x.shape), box)))
+            for part, values in tensors.items()
+            for name, x in values.items()
+            if f"{part}.{name}" in own
+            for box in x.__create_chunk_list__()
+        }
+    return first, written, own, places
+
+
+def test_a_rank_of_any_world_derives_its_own_plan(tmp_path):
+    found = {}
+    for world in (8, 512, 16384):
+        messages, written, own, places = saved_alone(tmp_path / str(world), world)
+        assert not messages, "the three sums are counted on real ranks"
+        assert places == {1}, "the rank finds its boxes in one file"
+        assert len(own) == 6 * 3, "weights and two moments; the counters are the first rank's"
+        found[world] = {
+            key: (about["dtype"], [part[1] for part in about["parts"]])
+            for key, about in written["tensors"].items()
+        }
+        assert max(map(len, own.values())) < 30, "bytes of a layout"
+    assert found[8] == found[512] == found[16384], "one row each"
+
+
+def save_and_load(folder):
+    world = dist.get_world_size()
+    checkpointer = sharded(folder, world, world)
+    with counted() as saved:
+        checkpointer.save(1, state_of(1))
+    again = sharded(folder, world, world, load_only=True)
+    with counted() as loaded:
+        assert again.resume().step == 1
+    checkpointer.close()
+    return saved, loaded
+
+
+def test_messages_are_as_many_on_two_ranks_as_on_four(ranks, tmp_path):
+    found = {}
+    for world in (2, 4):
+        each = ranks(world, save_and_load, tmp_path / str(world))
+        loads = [loaded for _, loaded in each]
+        assert all(loaded == loads[0] for loaded in loads)
+        found[world] = {name: count for name, count in loads[0].items() if name != "bytes"}
+        saves = Counter()
+        for saved, _ in each:
+            saves.update(saved)
+            assert saved["send"] + saved["recv"] <= 3 * math.ceil(math.log2(world))
+        assert saves["send"] == saves["recv"] == 3 * (world - 1), "a tree: 3 a rank"
+        assert saves["broadcast"] == saves["barrier"] == 3 * world
+        assert saves["bytes"] == 32 * (9 * world - 6)
+    assert found[2] == found[4]
+    sizes = [len((tmp_path / f"{world}/step-1/tensors.json").read_bytes()) for world in (2, 4)]
+    assert sizes[0] == sizes[1]
+
+
+# ---- layouts
+
+
+@st.composite
+def cut_tensors(draw):
+    """A mesh whose axes cut a tensor, as ranks and cuts of each dimension."""
+    size = tuple(draw(st.lists(st.integers(1, 13), min_size=1, max_size=3)))
+    counts = draw(st.lists(st.integers(1, 5), max_size=3))
+    cuts = [[] for _ in size]
+    stride = 1
+    for count in counts:
+        cuts[draw(st.integers(0, len(size) - 1))].insert(0, Cut(count, stride))
+        stride *= count
+    return size, Layout(draw(st.integers(0, 3)), cuts), stride
+
+
+@settings(max_examples=60, deadline=None)
+@given(cut_tensors(), st.data())
+def test_layouts_find_exactly_the_ranks_whose_boxes_overlap(cut, data):
+    size, layout, world = cut
+    boxes = {rank: layout.box(size, rank) for rank in range(layout.first, layout.first + world)}
+    cells = [
+        cell
+        for offsets, sizes in boxes.values()
+        for cell in itertools.product(
+            *(range(a, a + b) for a, b in zip(offsets, sizes, strict=True))
+        )
     ]
-    states += [{"b": b, **own}, {"b": b + 1, **own}, {"b": b, "more": c}, {"b": b, "more": c}]
+    assert Counter(cells) == Counter(itertools.product(*map(range, size))), "each element once"
+    starts = [data.draw(st.integers(0, length)) for length in size]
+    counts = [data.draw(st.integers(0, length - a)) for a, length in zip(starts, size, strict=True)]
+    box = ChunkStorageMetadata(torch.Size(starts), torch.Size(counts))
+    overlap = {
+        rank
+        for rank, (offsets, sizes) in boxes.items()
+        if all(
+            max(a, c) < min(a + b, c + d)
+            for a, b, c, d in zip(offsets, sizes, starts, counts, strict=True)
+        )
+    }
+    assert set(layout.ranks(size, box)) == overlap
+
+
+def save_layouts(folder):
+    """Save tensors in all layouts of a mesh, uneven ones included; what others read of them."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("a", "b"))
+    kinds = {
+        "sharded twice": (Shard(0), Shard(0)),
+        "in both": (Shard(0), Shard(1)),
+        "in replicas": (Replicate(), Shard(0)),
+        "of all": (Replicate(), Replicate()),
+        "replicas inside": (Shard(1), Replicate()),
+    }
+    state = {}
+    for name, placements in kinds.items():
+        for size in ((8, 6), (5, 3), (1, 7), (200, 300)):
+            values = torch.arange(math.prod(size), dtype=torch.float32).view(size)
+            key = f"{name} {size}".replace(".", "")
+            state[key] = distribute_tensor(values, mesh, placements, src_data_rank=None)
+    with mock.patch.object(layouts, "_SPREAD", 64):
+        flat = mesh["b"]
+        sub = fully_shard(nn.Linear(5, 7), mesh=flat)
+        state |= {f"fsdp {name}": x.detach() for name, x in sub.named_parameters()}
+        writer = CommittingWriter(
+            folder, {"step": 1, "model_only": True, "train_state": None, **ABOUT}
+        )
+        saving.save({"model": {k: v for k, v in state.items() if "fsdp" not in k}}, writer)
+    target = {key: torch.zeros(value.shape) for key, value in state.items() if "fsdp" not in key}
+    dcp.load({"model": target}, checkpoint_id=folder, no_dist=True)
+    expected = {key: torch.arange(x.numel()).view(x.shape).float() for key, x in target.items()}
+    return [key for key, x in target.items() if not torch.equal(x, expected[key])]
+
+
+def test_every_layout_is_written_once_and_found(ranks, tmp_path):
+    assert ranks(4, save_layouts, tmp_path / "step-1") == [[]] * 4, "by torch's own reader"
+    assert ckpt.main(["verify", str(tmp_path / "step-1")]) == 0
+    files = [rank_file(tmp_path / "step-1", rank)["tensors"] for rank in range(4)]
+    assert all(files), "copies share the work"
+    index = Index(tmp_path / "step-1", read_manifest(tmp_path / "step-1"))
+    for key, layout in index._layouts.items():
+        assert layout is not None, key
+        parts = [rank for rank in range(4) if key in files[rank]]
+        size = tuple(index.metadata.state_dict_metadata[key].size)
+        whole = ChunkStorageMetadata(torch.Size([0] * len(size)), torch.Size(size))
+        assert sorted(set(layout.ranks(size, whole))) == parts, key
+
+
+# ---- faults
+
+
+def hold_others(folder):
+    """Rank 1 has a tensor that rank 0 lacks: nobody may think that another one writes it."""
+    state = {"a": torch.ones(2)}
     if dist.get_rank() == 1:
-        states[-1] = states[-1] | {"of rank 1": torch.ones(2)}
-    with mock.patch.object(DefaultSavePlanner, "create_global_plan", counted):
-        for step, state in enumerate(states, 1):
-            writer = CommittingWriter(
-                folder / f"step-{step}",
-                {"step": step, "model_only": True, "train_state": None, **ABOUT},
-            )
-            dcp.save({"model": dict(state)}, storage_writer=writer, planner=plans.planner("all"))
-            target = {name: torch.zeros_like(value) for name, value in state.items()}
-            dcp.load({"model": target}, checkpoint_id=folder / f"step-{step}", no_dist=True)
-            out.append(
-                [torch.equal(whole(target[name]), whole(value)) for name, value in state.items()]
-            )
-    plans.forget()
-    return usable, out
+        state["b"] = torch.ones(3)
+    writer = CommittingWriter(folder, {"step": 1, "model_only": True, "train_state": None, **ABOUT})
+    try:
+        saving.save({"model": state}, writer)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
-def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, dist.tensor.DTensor) else tensor
-
-
-def test_plans_follow_what_is_saved(ranks, tmp_path):
-    (usable, own), (_, other) = ranks(2, save_changing, tmp_path)
-    assert all(map(all, own + other)), "every checkpoint holds what was saved"
-    assert usable == [
-        [True, True],
-        [False, False],  # other values
-        [True, True],  # another tensor
-        [True, True],  # one less
-        [True, True],
-        [False, False],
-        [True, True],
-        [False, True],  # another tensor on rank 1 alone
-    ]
+def test_a_tensor_of_one_rank_is_not_lost(ranks, tmp_path):
+    for text in ranks(2, hold_others, tmp_path / "step-1"):
+        assert text.startswith("FormatBugError: ranks hold different tensors")
+    assert not (tmp_path / "step-1").exists()
 
 
 def after_a_failure(folder):
-    """A save fails after the plans were exchanged; then another run saves in the same processes."""
+    """Saves that fail on one rank, in each of their parts; then others succeed."""
     checkpointer = small_checkpointer(folder)
-    for param in checkpointer.trained.models[0].parameters():
-        param.grad = torch.zeros_like(param)
-    checkpointer.trained.optimizer.step()
-    checkpointer.save(1, train_state(1))
-    with (
-        mock.patch.object(CommittingWriter, "finish", side_effect=OSError("full")),
-        pytest.raises(Exception, match="full"),
-    ):
-        checkpointer.save(2, train_state(2))
-    checkpointer.save(3, train_state(3))
+    checkpointer.save(1, state_of(1))
+    texts = []
+    for step, name in enumerate(("begin", "write_data", "finish"), 2):
+        failing = mock.patch.object(CommittingWriter, name, side_effect=OSError(28, "full " * 300))
+        other = name == "write_data" and dist.get_rank() == 0
+        with (
+            contextlib.nullcontext() if other else failing,
+            pytest.raises(CheckpointError) as error,
+        ):
+            checkpointer.save(step, state_of(step))
+        texts.append(str(error.value))
+    checkpointer.save(5, state_of(5))
     checkpointer.close()
-    save_steps(folder, 4)
-    return outcome(folder)
+    save_steps(folder, 6)
+    return texts, outcome(folder)
 
 
-def test_a_failed_save_forgets_the_plans(ranks, tmp_path):
-    assert ranks(2, after_a_failure, tmp_path / "checkpoint") == [4, 4]
-    assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == [
-        "step-1",
-        "step-3",
-        "step-4",
-    ]
-
-
-def test_metadata_that_is_not_sent_is_still_written():
-    metadata = Metadata({"a": None}, storage_data={"b": 1})
-    assert UnsentMetadata.of(metadata).plain() == metadata
-    assert pickle.loads(pickle.dumps(UnsentMetadata.of(metadata))) == Metadata({})
+def test_a_failure_of_one_rank_reaches_all(ranks, tmp_path):
+    folder = tmp_path / "checkpoint"
+    (texts, step), other = ranks(2, after_a_failure, folder)
+    assert (texts, step) == other
+    assert step == 6
+    for rank, text in zip((0, 1, 0), texts, strict=True):
+        assert f": rank {rank}: OSError: [Errno 28] full full" in text
+        assert "Free some space" in text
+    assert sorted(p.name for p in folder.iterdir()) == ["step-1", "step-5", "step-6"]
+    assert manifest(folder / "step-6")["written"]["ranks"] == 2

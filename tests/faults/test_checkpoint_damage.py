@@ -15,23 +15,28 @@ import torch.distributed as dist
 
 from tests.checkpoints import (
     change,
+    in_format_3,
     index,
     lane,
     manifest,
     on_rank_0,
     outcome,
+    rank_file,
     replace,
+    replace_index,
     replace_tensors,
     save_steps,
     seal,
+    seal_rank,
     small_checkpointer,
     train_state,
 )
 from torchtitan.checkpoint import resume
 from torchtitan.checkpoint.commit import disposable
 from torchtitan.checkpoint.manifest import MANIFEST, parse
+from torchtitan.checkpoint.parts import read_rank
 from torchtitan.commands import ckpt
-from torchtitan.utils.errors import CheckpointError, UserError
+from torchtitan.utils.errors import CheckpointError, DamageError, UserError
 
 DEEP = "[" * 100_000
 
@@ -65,13 +70,39 @@ def file_entry(name, **entry):
     )
 
 
+def rank_entry(**changes):
+    """Change what rank 0 says that it has written."""
+    return lambda step: seal_rank(step, rank_file(step) | changes)
+
+
+def layout(value):
+    """Change the ranks that the index names for its first tensor."""
+
+    def damage(step):
+        tensors = json.loads((step / "tensors.json").read_text())
+        next(iter(tensors.values()))["layout"] = value
+        replace(step, "tensors.json", json.dumps(tensors).encode())
+
+    return damage
+
+
+def earlier(damage_it):
+    """Damages a checkpoint of format 3."""
+
+    def damage(step):
+        in_format_3(step)
+        damage_it(step)
+
+    return damage
+
+
 def tensor(change_it):
     """Change the first tensor of the index."""
 
     def damage(step):
         tensors = index(step)
         change_it(next(iter(tensors.values())))
-        replace(step, "tensors.json", json.dumps(tensors).encode())
+        replace_index(step, tensors)
 
     return damage
 
@@ -98,6 +129,7 @@ def cut(name):
 
 
 SHARD = "__0_0.distcp"
+RANK = "__0.json"
 DAMAGES = {
     "empty manifest": raw(b""),
     "list": raw(b"[]"),
@@ -107,7 +139,7 @@ DAMAGES = {
     "nested": raw(DEEP.encode()),
     "cut manifest": cut(MANIFEST),
     "sealed list": lambda step: seal(step, "[1"),
-    "sealed nesting": lambda step: seal(step, '{"format": 3, "data": {"a": ' + DEEP),
+    "sealed nesting": lambda step: seal(step, '{"format": 4, "data": {"a": ' + DEEP),
     "checksum removed": lambda step: (step / MANIFEST).write_text(
         json.dumps(manifest(step), indent=1)
     ),
@@ -122,7 +154,8 @@ DAMAGES = {
     "no files entry": without("files"),
     "no model_only": without("model_only"),
     "no state": without("train_state"),
-    "another format": changed(format=4),
+    "format 3 of today's content": changed(format=3),
+    "another format": changed(format=5),
     "unknown key": changed(more=1),
     "step is text": changed(step="2"),
     "step of another": changed(step=1, train_state=train_state(1)),
@@ -142,9 +175,9 @@ DAMAGES = {
     "absolute name": file_entry("/etc/passwd"),
     "name above": file_entry("../step-1/manifest.json"),
     "name is dots": file_entry(".."),
-    "negative size": file_entry(SHARD, bytes=-1),
-    "huge size": file_entry(SHARD, bytes=10**30),
-    "large checksum": file_entry(SHARD, crc32=2**32),
+    "negative size": file_entry("tensors.json", bytes=-1),
+    "huge size": file_entry("tensors.json", bytes=10**30),
+    "large checksum": file_entry("tensors.json", crc32=2**32),
     "tokens are text": state("progress", tokens="1"),
     "NaN in the window": state("guard", windows={"loss": [float("nan")]}),
     "a range of three": state("guard", skipped=[[1, 2, 3]]),
@@ -182,6 +215,35 @@ DAMAGES = {
     "index is a list": lambda step: replace(step, "tensors.json", b"[]"),
     "index is garbage": lambda step: replace(step, "tensors.json", b"\xff\xfe"),
     "nested index": lambda step: replace(step, "tensors.json", DEEP.encode()),
+    "index of another dtype": lambda step: replace(
+        step,
+        "tensors.json",
+        (step / "tensors.json").read_bytes().replace(b"float32", b"float64", 1),
+    ),
+    "ranks beyond the last": layout([7, [[], []]]),
+    "more pieces than ranks": layout([0, [[[2**30, 1]], []]]),
+    "pieces of no rank": layout([0, [[[0, 1]], []]]),
+    "layout of one dimension": layout([0, [[]]]),
+    "another rank": layout([1, [[], []]]),
+    "rank's file missing": lambda step: (step / RANK).unlink(),
+    "other rank's file missing": lambda step: (
+        (step / "__1.json").unlink(missing_ok=True)
+        or change(step, written=manifest(step)["written"] | {"ranks": 3})
+    ),
+    "cut rank's file": cut(RANK),
+    "rank's file is a pipe": instead_of(RANK, os.mkfifo),
+    "rank's file is a link": instead_of(RANK, to_copy),
+    "rank's file of another save": lambda step: shutil.copy(
+        step.with_name("step-1") / RANK, step / RANK
+    ),
+    "another save": rank_entry(save="0" * 16),
+    "file of another rank": rank_entry(rank=1),
+    "rank's file is a list": lambda step: seal_rank(step, []),
+    "rank's files are a list": rank_entry(files=[]),
+    "no tensors of the rank": rank_entry(tensors={}),
+    "rank's file above": rank_entry(files={"../step-1/manifest.json": {"bytes": 1, "crc32": 1}}),
+    "no ranks": lambda step: change(step, written=manifest(step)["written"] | {"ranks": 0}),
+    "index in format 3 is a list": earlier(lambda step: replace(step, "tensors.json", b"[]")),
     "no such dtype": tensor(lambda about: about.update(dtype="Tensor")),
     "size beyond memory": tensor(lambda about: about.update(size=[2**62, 2**62])),
     "64 dimensions too many": tensor(lambda about: about.update(size=[1] * 128)),
@@ -193,6 +255,10 @@ DAMAGES = {
     "beyond the end": part(3, 10**6),
     "too short": part(4, 1),
     "elsewhere in the file": part(3, 1),
+    "format 3, part outside": earlier(part(0, [1, 1])),
+    "format 3, shard unlisted": earlier(part(2, "__7_0.distcp")),
+    "format 3, elsewhere": earlier(part(3, 1)),
+    "format 3, shard missing": earlier(lambda step: (step / SHARD).unlink()),
     "tensors are text": lambda step: replace_tensors(step, b"\x80\x02X\x02\x00\x00\x00hi."),
     "tensors are garbage": lambda step: replace_tensors(step, b"garbage"),
 }
@@ -234,6 +300,11 @@ FEW = (
     "index unlisted",
     "shard unlisted",
     "beyond the end",
+    "rank's file missing",
+    "rank's file of another save",
+    "another rank",
+    "more pieces than ranks",
+    "format 3, elsewhere",
     "tensors are text",
 )
 
@@ -287,8 +358,34 @@ def test_the_tools_refuse_or_report(checkpoint, tmp_path, capsys, name):
     assert time.process_time() - began < 2
 
 
-PLAUSIBLE = ("elsewhere in the file", "tensors are text", "tensors are garbage", "step of another")
+PLAUSIBLE = (
+    "elsewhere in the file",
+    "format 3, elsewhere",
+    "tensors are text",
+    "tensors are garbage",
+    "step of another",
+    "rank's file of another save",
+)
 """Only reading the tensors, or the folder's name, tells."""
+
+
+def test_verify_counts_the_files_of_all_ranks(checkpoint, tmp_path, capsys):
+    step = shutil.copytree(checkpoint, tmp_path / "step-2")
+    change(step, written=manifest(step)["written"] | {"files": 1})
+    assert ckpt.main(["verify", str(step)]) == 1
+    assert "the ranks list 4 files of" in capsys.readouterr().out
+
+
+def test_every_flipped_bit_of_a_rank_file_is_found(checkpoint, tmp_path):
+    step = shutil.copytree(checkpoint, tmp_path / "step-2")
+    save = manifest(step)["save"]
+    content = (step / RANK).read_bytes()
+    for position in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[position // 8] ^= 1 << position % 8
+        (step / RANK).write_bytes(flipped)
+        with pytest.raises(DamageError, match="checksum"):
+            read_rank(step, save, 0)
 
 
 def test_every_flipped_bit_of_a_manifest_is_found(checkpoint):
@@ -349,6 +446,7 @@ def late(folder, reads):
     with (
         mock.patch.object(resume, "manifest_bytes", read),
         mock.patch.object(resume, "VISIBLE_WITHIN", 0.5),
+        mock.patch.dict(os.environ, LOCAL_RANK="0"),  # each rank on a node of its own
     ):
         found = outcome(folder)
         count = 0

@@ -1,5 +1,6 @@
 """Ranks that stand still in a collective of their own: the sentence that says why."""
 
+import json
 import os
 import signal
 import threading
@@ -79,7 +80,7 @@ def test_a_rank_that_raises(ranks, tmp_path):
 def stop_one(folder):
     with watched(folder) as watch:
         group = small_group()
-        pid = watch._processes[1][0]
+        pid = json.loads(watch._store.get("process/1"))[0]
 
         def release():
             until_diagnosed(folder)

@@ -14,13 +14,13 @@ from tests.checkpoints import (
     flip,
     manifest,
     outcome,
+    replace,
     save_steps,
     small_checkpointer,
     train_state,
 )
 from torchtitan.checkpoint import upload
 from torchtitan.checkpoint.commit import committed_steps, leftovers
-from torchtitan.checkpoint.sums import crc32
 from torchtitan.checkpoint.upload import GoneError, Uploader, send
 from torchtitan.commands import ckpt
 from torchtitan.utils import storage
@@ -58,7 +58,8 @@ def more(folder, *steps):
 
 
 def sizes(step):
-    return sum(about["bytes"] for about in manifest(step)["files"].values())
+    """Bytes of all files but the manifest."""
+    return sum(path.stat().st_size for path in step.iterdir() if path.name != "manifest.json")
 
 
 def same(step, copy):
@@ -82,19 +83,14 @@ def test_nothing_is_sent_twice(folders):
     folder, url = folders
     step = folder / "step-1"
     copy = url / "step-1"
-    with failing("__1_0.distcp"), pytest.raises(ConnectionError):
+    with failing("__1.json"), pytest.raises(ConnectionError):
         send(step, copy)
     assert committed_steps(url) == []
     assert leftovers(url) == [copy]
     there = {path.name: path.stat().st_size for path in copy.iterdir()}
     assert ".metadata" in there
     (copy / "__0_0.distcp").write_bytes(b"half of it")
-    missing = manifest(step)["files"]
-    left = (
-        missing["__1_0.distcp"]["bytes"]
-        + missing["tensors.json"]["bytes"]
-        + missing["__0_0.distcp"]["bytes"]
-    )
+    left = sum((step / name).stat().st_size for name in ("__1.json", "__0_0.distcp"))
     assert send(step, copy) == left
     assert same(step, copy)
     assert send(step, copy) == 0
@@ -105,8 +101,8 @@ def save_again(step, position):
     """The same step with other tensors, in files of the same names and sizes."""
     shard = step / "__0_0.distcp"
     flip(shard, position)
-    entry = {"bytes": shard.stat().st_size, "crc32": crc32(shard)}
-    change(step, saved=f"again {position}", files=manifest(step)["files"] | {shard.name: entry})
+    change(step, saved=f"again {position}")
+    replace(step, shard.name, shard.read_bytes())
 
 
 def test_a_step_that_was_saved_again_replaces_its_copy(folders):
@@ -126,11 +122,11 @@ def test_a_step_that_was_saved_again_replaces_its_copy(folders):
 
 def test_a_damaged_checkpoint_is_not_uploaded(folders, capsys):
     folder, url = folders
-    flip(folder / "step-1/__1_0.distcp", 500)
-    with pytest.raises(DamageError, match=r"__1_0\.distcp has a wrong checksum"):
+    flip(folder / "step-1/__0_0.distcp", 500)
+    with pytest.raises(DamageError, match=r"__0_0\.distcp has a wrong checksum"):
         send(folder / "step-1", url / "step-1")
     assert committed_steps(url) == []
-    assert not (url / "step-1/__1_0.distcp").exists()
+    assert not (url / "step-1/__0_0.distcp").exists()
     assert ckpt.main(["upload", str(folder), str(url)]) == 1
     assert "not uploaded: " in capsys.readouterr().out
 

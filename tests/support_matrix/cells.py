@@ -153,7 +153,7 @@ class Feature:
     arguments: tuple[str, ...]
     """Flags that switch it on."""
     axis: str | None = None
-    """It has no effect without this mesh axis."""
+    """It has no effect without this mesh axis. `ep`: none on a dense model."""
 
 
 _COMPILE = ("--compile.enable",)
@@ -208,6 +208,7 @@ FEATURES = {
     "no loss parallel": Feature(("--parallelism.disable_loss_parallel",), "tp"),
     "no load balance": Feature(("--parallelism.context_parallel_load_balancer=none",), "cp"),
     "all-to-all": Feature(("--parallelism.context_parallel_rotate_method=alltoall",), "cp"),
+    "fixed exchanges": Feature(("--parallelism.expert_parallel_exchange=fixed",), "ep"),
 }
 """Column of the matrix to what it measures."""
 EXPERT_FEATURES = {
@@ -224,6 +225,7 @@ EXPERT_FEATURES = {
     "compile": 4,
     "float8": 4,
     "Muon": 4,
+    "fixed exchanges": 4,
 }
 """Columns of the part on experts, to the most ranks that they are measured on."""
 PAIRWISE = {
@@ -364,7 +366,7 @@ def cells() -> Iterator[Cell]:
         Cell(layout, feature, ep=ep)
         for layout, ep in EXPERT_LAYOUTS
         for feature, ranks in EXPERT_FEATURES.items()
-        if torch.Size(layout).numel() <= ranks
+        if torch.Size(layout).numel() <= ranks and (ep > 1 or FEATURES[feature].axis != "ep")
     ]
     every += [
         Cell(layout, schedule=s, ep=ep)
@@ -386,7 +388,7 @@ def _has_effect(layout: tuple[int, ...], feature: str) -> bool:
     if feature in PAIRWISE and sum(degree > 1 for degree in layout) == 3:
         return False
     axis = FEATURES[feature].axis
-    return axis is None or layout[AXES.index(axis)] > 1
+    return axis is None or (axis in AXES and layout[AXES.index(axis)] > 1)
 
 
 def name_of(layout: tuple[int, ...], ep: int = 0) -> str:

@@ -9,8 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.attention import documents, inputs, reference
-from torchtitan.models import attention_kernel
-from torchtitan.models.attention_kernel import band_backward, band_forward, seen
+from torchtitan.models import attention_band, attention_kernel
+from torchtitan.models.attention_band import band_backward, band_forward, seen
 from torchtitan.models.attention_op import attend_variant, attention, counted_pairs
 from torchtitan.models.layers import attention_backend, block_mask, document_mask
 
@@ -33,7 +33,7 @@ CASES = [
 )
 def test_attention_is_the_softmax_spelled_out(case, compiled, monkeypatch):
     """Queries are split into parts of 16, so that windows begin within, before and at a part."""
-    monkeypatch.setattr(attention_kernel, "_QUERIES", 16)
+    monkeypatch.setattr(attention_band, "_QUERIES", 16)
     *qkv, logits = inputs(e=case.get("e", 12), kv_heads=case.get("kv_heads", 2), grad=True)
     mask = document_mask(documents(40), torch.arange(40), torch.float64)
     kind = {
@@ -68,6 +68,43 @@ def test_attention_in_the_types_of_training(dtype):
     for a, b in zip([ours, *gradients], [expected, *exact_gradients], strict=True):
         assert a.dtype == dtype
         assert (a - b).abs().max() < limit * b.abs().max()
+
+
+def test_short_rows_on_the_cpu_are_computed_in_halves(monkeypatch):
+    """Of 20 queries to 20 keys the kernel computes 5 x 5 four times, then 5 x 5 twice, 10 x 10."""
+    monkeypatch.setattr(attention_kernel, "_HALVED", range(9, 41))
+    qkv = inputs(s=20, grad=True)[:3]
+    attend = attention_backend("cpu")
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    kernel = getattr(torch.ops.aten, name)
+    with patch.object(attention_kernel.aten, name, wraps=kernel) as calls:
+        out = attend(*qkv)
+    rows = [
+        (call.args[0].shape[2], call.args[1].shape[2], call.args[4]) for call in calls.mock_calls
+    ]
+    assert rows == [(5, 5, True), (5, 5, False), (10, 10, False)]
+    expected = reference(*qkv)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    results = [[x, *torch.autograd.grad((x * weights).sum(), qkv)] for x in (out, expected)]
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", [{}, {"window": 5}, {"mask": True}], ids=str)
+def test_the_cpu_attends_in_fp32(kind):
+    """In bf16 the kernel's backward takes 2 to 3 times as long."""
+    q, k, v, _ = inputs(torch.bfloat16, s=40, grad=True)
+    mask = document_mask(documents(40), torch.arange(40), q.dtype) if "mask" in kind else None
+    kernels = attention_kernel._cpu_forward, attention_kernel._cpu_backward
+    with (
+        patch.object(attention_kernel, "_cpu_forward", wraps=kernels[0]) as forward,
+        patch.object(attention_kernel, "_cpu_backward", wraps=kernels[1]) as backward,
+    ):
+        out = attention_backend("cpu")(q, k, v, mask, window=kind.get("window"))
+        grads = torch.autograd.grad(out.sum(), (q, k, v))
+    assert {x.dtype for x in (out, *grads)} == {torch.bfloat16}
+    assert [call.args[0].dtype for call in forward.mock_calls] == [torch.float32]
+    assert [call.args[0].dtype for call in backward.mock_calls] == [torch.float32]
 
 
 def test_gradients_are_derivatives():
@@ -196,7 +233,7 @@ def test_flash_attentions_window_is_counted_from_the_last_key(
     queries, keys, offset, window, expected
 ):
     q, k = (torch.empty(1, 1, length, 8) for length in (queries, keys))
-    sides = attention_kernel._flash_window(q, k, offset, window)
+    sides = attention_band._flash_window(q, k, offset, window)
     assert tuple(sides.values()) == expected
     left, right = sides.values()
     distance = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
@@ -241,7 +278,7 @@ def flash():
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", backward, "CPU")
-    with patch.object(attention_kernel, "_has_windows", return_value=True):
+    with patch.object(attention_band, "_has_windows", return_value=True):
         yield
     library._destroy()
 

@@ -11,7 +11,7 @@ import torch
 from tests.positions import saved
 from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.data.loader import build_loader
-from torchtitan.data.sources import DataSpec
+from torchtitan.data.spec import DataSpec
 from torchtitan.data.text.contents import (
     Contents,
     DataFile,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.init_runs import SMALL, written
+from tests.init_runs import CPU, SMALL, written
 from torchtitan.commands.init import main
 from torchtitan.config import complete, load_config, rules
 from torchtitan.config.load.decode import LoadedConfig
@@ -57,12 +57,19 @@ def test_every_hardware(name):
     check("llama3/8B", name)
 
 
-def test_cpu(capsys):
-    main(["a", *SMALL, "--hardware=cpu.toml"])
+@pytest.mark.parametrize(("bf16", "chosen"), [("1.4e11", "float32"), ("2.5e11", "bfloat16")])
+def test_cpu(capsys, bf16, chosen):
+    """The precision follows from measured products: not every CPU with bf16 units is faster."""
+    Path("own.toml").write_text(CPU.replace("\nbf16 = 1e11", f"\nbf16 = {bf16}"))
+    load_hardware.cache_clear()  # by name, which another test's folder has, too
+    main(["a", *SMALL, "--hardware=own.toml"])
+    training = load_config(["--config=a/train.toml"]).config.training
+    assert training.mixed_precision_param == chosen
     tables = written("a")[1]
-    assert tables["training"]["mixed_precision_param"] == "float32"
     assert "compile" not in tables
-    assert "torchtitan train a/train.toml\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{chosen}: products are {float(bf16) / 1e11:.1f} times as fast" in said
+    assert "torchtitan train a/train.toml\n" in said
 
 
 PAIRS = [(model.name, "h100-sxm") for model in offered()]

@@ -442,4 +442,20 @@ def test_rms_norm_is_torchs():
         for out in (ours(x), theirs(x))
     ]
     assert_rounds(*results, terms=16, chain=2)
-    assert ours(x.bfloat16()).dtype == theirs(x.bfloat16()).dtype == torch.bfloat16
+
+
+def test_rms_norm_in_bf16_computes_in_fp32():
+    """Input and weight are rounded, the result and the gradients once more, nothing in between."""
+    torch.manual_seed(0)
+    norm = RMSNorm(16, eps=1e-6).bfloat16()
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(2, 3, 16).bfloat16().requires_grad_()
+    upstream = torch.randn(2, 3, 16).bfloat16()
+    exact = [t.detach().double().requires_grad_() for t in (x, norm.weight)]
+    out = norm(x)
+    expected = torch.nn.functional.rms_norm(exact[0], (16,), exact[1], 1e-6)
+    gradients = torch.autograd.grad(out, (x, norm.weight), upstream)
+    exact_gradients = torch.autograd.grad(expected, exact, upstream.double())
+    for a, b in zip([out, *gradients], [expected, *exact_gradients], strict=True):
+        assert a.dtype == torch.bfloat16
+        assert ((a - b).abs() <= 2**-8 * b.abs() + 1e-5).all()  # half a unit is at most 2^-9

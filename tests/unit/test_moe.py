@@ -17,7 +17,8 @@ from torchtitan.models import get_spec, grouped
 from torchtitan.models.decoder import MoEBlock
 from torchtitan.models.grouped import grouped_mm, grouped_swiglu
 from torchtitan.models.layers import attention_backend
-from torchtitan.models.moe import Balance, MoE, Router, top_k
+from torchtitan.models.moe import MoE
+from torchtitan.models.router import Balance, Router, top_k
 
 SPEC = get_spec("qwen3_moe")
 SIZES = {

@@ -186,7 +186,10 @@ def test_scores_are_divided_by_the_head_size():
     assert scale(mup_base_dim=64, mup_base_head_size=16) == 16**-0.5
     heads = {"n_heads": 4, "n_kv_heads": 4}
     assert scale(mup_base_dim=64, mup_base_head_size=16, **heads) == 16**0.5 / 64
-    assert scale(mup_base_dim=64, attention_scale=0.3, mup_base_head_size=16, **heads) == 0.3
+    assert scale(mup_base_dim=64, attention_scale=0.3, **heads) == 0.3
+    both = {"mup_base_dim": 64, "mup_base_head_size": 16, "attention_scale": 0.3}
+    with pytest.raises(ConfigError, match="both set the scale of scores: set one"):
+        args(256, **both)
 
 
 def test_it_is_not_exported_as_a_class_that_lacks_it():

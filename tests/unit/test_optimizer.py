@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.rounding import assert_rounds
 from torchtitan.config import resolve
@@ -303,6 +304,33 @@ def test_update_divides_gradients_and_skips_on_the_device(name, reference):
             theirs.step()
         for mine, his in zip(*(model.parameters() for model in models), strict=True):
             assert_rounds(mine.detach(), his.detach(), terms=1, chain=16 * (step + 1))
+
+
+class Kernels(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_muon_takes_as_many_kernels_for_many_matrices_as_for_few():
+    def kernels(count):
+        model = nn.ModuleDict({"layers": nn.ModuleDict()})
+        for i in range(count):
+            model.layers[str(i)] = nn.Linear(4, 6, bias=False)
+        optimizer = build_optimizer([model], Optimizer(name="Muon"))
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        with Kernels() as found:
+            optimizer.step()
+        return found.names
+
+    assert kernels(30) == kernels(3)
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 12), (2, 10, 4)])

@@ -143,11 +143,11 @@ def test_bytes_of_fsdp():
 
 
 @pytest.mark.parametrize(
-    ("mode", "gathers", "scatters"), [([NONE], 4, 4), (OP, 6, 4), ([FULL], 6, 6)]
+    ("mode", "gathers", "scatters"), [([NONE], 6, 4), (OP, 6, 4), ([FULL], 6, 6)]
 )
 def test_collectives_of_tensor_parallelism(mode, gathers, scatters):
-    """Two of each forward and backward; what is computed again gathers its inputs, and scatters its
-    results, again.
+    """Two of each forward and backward, which gathers inputs again; what is computed again also
+    scatters its results again.
     """
     w = workload(
         "--model.flavor=8B", *mode, "--parallelism.tensor_parallel_degree=8", *ONE_ROW, world=8

@@ -129,6 +129,35 @@ def test_exchanges_by_hand():
     assert step_time(across, H100).parts["communication: ep"] == pytest.approx(expected)
 
 
+def test_what_hides_exchanges_by_hand():
+    """A shared expert on the way to the experts; under DualPipeV, the other microbatch of a pair
+    all but its first or last exchange. A pass has two for each of 12 layers, and the two ranks have
+    11 pairs each.
+    """
+    seconds = 2 * 4096 * 8 * 2048 * 7 / 8 / (H100.link * H100.link_efficiency) + H100.launch
+    shared = ["--model.overrides.shared_expert_dim=64"]
+    rest = 48 * (H100.launch + HOST_WAIT)
+    w = workload(*LARGE, NONE, *shared, EP + "8", world=8)
+    hiding = product_seconds(
+        H100, [(4096, 2048, 64)] * 2 + [(4096, 64, 2048)], H100.bf16 * H100.gemm_bf16
+    )
+    assert hiding < seconds
+    assert step_time(w, H100).parts["communication: ep"] == pytest.approx(
+        48 * (4 * seconds - hiding) + rest
+    )
+    pp = "--parallelism.pipeline_parallel_"
+    layout = [f"{pp}degree=2", f"{pp}schedule=DualPipeV", f"{pp}layers_per_stage=12"]
+    layout += [f"{pp}{end}_stage_less_layers=0" for end in ("first", "last")]
+    layout += [EP + "8", "--training.local_batch_size=8"]
+    apart, paired = (
+        step_time(workload(*LARGE, NONE, *layout, *extra, world=16), H100)
+        for extra in ([f"{pp}expert_parallel_overlap=false"], [])
+    )
+    less = apart.parts["communication: ep"] - paired.parts["communication: ep"]
+    assert less == pytest.approx(11 * 2 * (24 - 1) * seconds)
+    assert paired.seconds < apart.seconds
+
+
 def test_products_of_experts_by_hand():
     """1,024 rows for each expert, and half an empty tile; the router computes in fp32."""
     w = workload(*LARGE, NONE, "--training.local_batch_size=4", world=8)

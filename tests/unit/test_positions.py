@@ -22,9 +22,9 @@ from tests.positions import MINIMAL, manifest_bytes
 from torchtitan.checkpoint.manifest import parse, render
 from torchtitan.config.sections.data import DataLoader, DataStage, Source
 from torchtitan.data.loader import build_loader
-from torchtitan.data.positions import SourcePosition, StreamPosition, joined
+from torchtitan.data.positions import SourcePosition, StreamPosition, completed, joined
 from torchtitan.data.reader import StepReader
-from torchtitan.data.sources import DataSpec
+from torchtitan.data.spec import DataSpec
 from torchtitan.data.text.documents import LocalDocuments
 from torchtitan.data.text.records import LongText
 from torchtitan.data.text.tokenizer import build_tokenizer
@@ -175,7 +175,10 @@ def read(loader, start, ranks, workers, steps):
             joined([part.position for part in found[i : i + workers]])
             for i in range(0, len(found), workers)
         ]
-        yield [row for part in found for row in part.rows], loader.state(of_ranks)
+        yield (
+            [row for part in found for row in part.rows],
+            completed(loader.own_state(of_ranks[0]), of_ranks),
+        )
 
 
 @st.composite
@@ -278,7 +281,9 @@ def test_worker_processes_hand_positions_over(folder):
     working.seek(whole[2][1])
     batches = list(itertools.islice(iter(working), 3))
     working.close()
-    state = parse(manifest_bytes(working.state([batches[-1].position]))).state()["data"]
+    position = batches[-1].position
+    share = completed(working.own_state(position), [position])
+    state = parse(manifest_bytes(share)).state()["data"]
     assert state == whole[5][1]
     plain.seek(state)
     for (rows, _), (expected, _) in zip(read(plain, plain.start, 1, 1, 2), whole[6:], strict=True):

@@ -9,7 +9,8 @@ import torch
 from tests.positions import saved
 from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.data.loader import build_loader
-from torchtitan.data.sources import DataSpec, open_custom
+from torchtitan.data.registered import open_custom
+from torchtitan.data.spec import DataSpec
 from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.utils.errors import UserError
 

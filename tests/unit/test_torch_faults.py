@@ -12,7 +12,6 @@ from torchtitan.utils import torch_compat, torchao_compat
 from torchtitan.utils.torch_compat import (
     gathers_without_views,
     micro_pipeline_without_nccl,
-    record_places,
     replaced,
 )
 
@@ -86,20 +85,3 @@ def test_gathers_are_concatenated_only_within():
     assert parts.untyped_storage().data_ptr() != gathered.untyped_storage().data_ptr()
     before = collectives._maybe_view_chunk_cat(gathered, 4, 1)
     assert torch.equal(before, parts)
-
-
-def test_places_are_recorded_as_torch_saves_them(tmp_path):
-    from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, save
-
-    found = []
-
-    class Writer(FileSystemWriter):
-        def finish(self, metadata, results):
-            super().finish(metadata, results)
-            metadata.storage_data = None  # as torch 2.11 leaves it
-            record_places(metadata, results)
-            found.append(metadata.storage_data)
-
-    save({"a": torch.ones(3), "b": torch.ones(2, 2)}, storage_writer=Writer(tmp_path), no_dist=True)
-    assert found == [FileSystemReader(tmp_path).read_metadata().storage_data]
-    assert len(found[0]) == 2

@@ -39,10 +39,11 @@ class BoxReader:
         Raises:
             DamageError: it can't be read.
         """
-        about = self.reader.read_metadata().state_dict_metadata[key]
         offsets = torch.Size(part.start for part in box)
         sizes = torch.Size(part.stop - part.start for part in box)
         chunk = ChunkStorageMetadata(offsets, sizes)
+        self.reader.index.locate(key, chunk)
+        about = self.reader.read_metadata().state_dict_metadata[key]
         items = create_read_items_for_chunk_list(key, about, [chunk])
         out = None
         for item in items:

@@ -3,7 +3,7 @@
 In a local folder, a checkpoint is written under a hidden name, checksummed, fsynced and renamed.
 
     .step-100.tmp/   being written; readers ignore it
-    step-100/        complete: DCP's files, `tensors.json`, and `manifest.json` with their checksums
+    step-100/        complete: DCP's files, indexes and checksums, and `manifest.json`
     .step-90.old/    being deleted
 
 Object storage can't rename. There, a checkpoint is written under its own name, and `manifest.json`
@@ -25,7 +25,8 @@ from pathlib import Path
 import torch
 
 import torchtitan
-from torchtitan.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from torchtitan.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from torchtitan.checkpoint.parts import files_of
 from torchtitan.checkpoint.sums import crc32
 from torchtitan.utils.errors import CheckpointError, DamageError
 from torchtitan.utils.logging import event, logger
@@ -271,15 +272,35 @@ def damage(
         part: check only every `parts`-th file, beginning with this one.
         contents: also read the files and compare their checksums.
     """
-    for name, expected in list(manifest.files.items())[part::parts]:
-        file = path / name
-        try:
-            about = patiently(path, file.stat if is_remote(path) else file.lstat)
-            if not is_remote(path) and not stat.S_ISREG(about.st_mode):
-                yield f"{name} is not a regular file"
-            elif about.st_size != expected.bytes:
-                yield f"{name} has {about.st_size} bytes instead of {expected.bytes}"
-            elif contents and patiently(path, lambda file=file: crc32(file)) != expected.crc32:  # type: ignore[misc]
-                yield f"{name} has a wrong checksum"
-        except OSError as error:
-            yield f"{name}: {error.strerror or error}"
+    files = 0
+    size = 0
+    try:
+        for name, expected in files_of(path, manifest, part, parts):
+            files += 1
+            size += expected.bytes
+            yield from _file_damage(path, name, expected, contents=contents)
+    except DamageError as error:
+        yield str(error).removeprefix(f"{path} is damaged: ")
+        return
+    if parts == 1 and (files, size) != (manifest.file_count(), manifest.file_bytes()):
+        yield f"the ranks list {files} files of {size} bytes, and {MANIFEST} others"
+
+
+def _file_damage(
+    path: Path,
+    name: str,
+    expected: FileEntry,
+    *,
+    contents: bool,
+) -> Iterator[str]:
+    file = path / name
+    try:
+        about = patiently(path, file.stat if is_remote(path) else file.lstat)
+        if not is_remote(path) and not stat.S_ISREG(about.st_mode):
+            yield f"{name} is not a regular file"
+        elif about.st_size != expected.bytes:
+            yield f"{name} has {about.st_size} bytes instead of {expected.bytes}"
+        elif contents and patiently(path, lambda: crc32(file)) != expected.crc32:
+            yield f"{name} has a wrong checksum"
+    except OSError as error:
+        yield f"{name}: {error.strerror or error}"

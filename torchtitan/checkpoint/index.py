@@ -1,19 +1,21 @@
-"""`tensors.json`: dtype and size of each tensor, where its parts are, and their checksums.
+"""`tensors.json`: dtype and size of each tensor, and which ranks have written which boxes of it.
 
-DCP's `.metadata` says the same, but as a pickle, and reading a pickle runs what it names. Both are
-written, `.metadata` for other programs, and only this one is read.
+It is as large on 8 ranks as on 16,384. Places and checksums of the parts are in the ranks' own
+files (`parts.py`), of which a reader opens those that hold what it needs. DCP's `.metadata` says
+all that too, but as a pickle, and reading a pickle runs what it names: it is written for other
+programs, and never read.
 """
 
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Annotated, NamedTuple
 
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -22,35 +24,26 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
-from torchtitan.checkpoint.manifest import FileName, Manifest, Sum, first_problem, read_manifest
+from torchtitan.checkpoint.layout import Layout
+from torchtitan.checkpoint.manifest import Manifest, first_problem, read_manifest
+from torchtitan.checkpoint.parts import (
+    Part,
+    RankFile,
+    TensorShape,
+    WrittenTensor,
+    check_parts,
+    name_of,
+    read_rank,
+)
 from torchtitan.data.text.contents import CONTENTS, Lists, parse_lists
 from torchtitan.utils.errors import DamageError
 from torchtitan.utils.files import read_regular
-from torchtitan.utils.formats import Count, Strict
 from torchtitan.utils.limits import JSON_BYTES
 from torchtitan.utils.storage import patiently
 
 INDEX = "tensors.json"
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype)
-}
-
-Size = Annotated[tuple[Count, ...], Field(max_length=64)]
-
-
-class Part(NamedTuple):
-    """A box of a tensor, and the bytes that hold it."""
-
-    offsets: Size
-    sizes: Size
-    file: FileName
-    start: Count
-    length: Count
-    crc32: Sum | None = None
-    """Their CRC-32. None if an earlier version wrote the checkpoint."""
 
 
 @dataclass
@@ -60,46 +53,26 @@ class Place(_StorageInfo):
     crc32: int | None = None
 
 
-class TensorEntry(Strict):
-    """One tensor. Its parts don't overlap."""
+class TensorEntry(TensorShape):
+    """One tensor, in format 3. Its parts don't overlap."""
 
-    dtype: str
-    size: Size
     parts: list[Part]
 
 
-_INDEX = TypeAdapter(dict[str, TensorEntry])
+class TensorPlaces(TensorShape):
+    """One tensor."""
+
+    layout: Layout | None
+    """The ranks that have written it; None: any."""
 
 
-def render_index(metadata: Metadata, sums: Mapping[MetadataIndex, int]) -> bytes:
-    """The file about a checkpoint that DCP has just written.
+_PARTS = TypeAdapter(dict[str, TensorEntry])
+_INDEX = TypeAdapter(dict[str, TensorPlaces])
 
-    Args:
-        sums: CRC-32 of each part.
-    """
-    tensors = {}
-    for name, about in metadata.state_dict_metadata.items():
-        assert isinstance(about, TensorStorageMetadata), f"{name} is not a tensor"
-        parts = []
-        for chunk in about.chunks:
-            index = MetadataIndex(name, chunk.offsets)
-            place = metadata.storage_data[index]
-            part = Part(
-                offsets=tuple(chunk.offsets),
-                sizes=tuple(chunk.sizes),
-                file=place.relative_path,
-                start=place.offset,
-                length=place.length,
-                crc32=sums[index],
-            )
-            parts.append(part)
-        dtype = str(about.properties.dtype).removeprefix("torch.")
-        tensors[name] = {
-            "dtype": dtype,
-            "size": list(about.size),
-            "parts": parts,
-        }
-    return json.dumps(tensors, separators=(",", ":")).encode()
+
+def render_index(tensors: Mapping[str, TensorPlaces]) -> bytes:
+    content = {name: about.model_dump() for name, about in tensors.items()}
+    return json.dumps(content, separators=(",", ":")).encode()
 
 
 def index_bytes(path: Path, manifest: Manifest) -> bytes:
@@ -150,35 +123,182 @@ def _listed_bytes(
     return content
 
 
-def read_index(
-    path: Path,
-    manifest: Manifest | None = None,
-    content: bytes | None = None,
-) -> Metadata:
-    """The tensors of the checkpoint `path`, after checking that its files can hold them.
+class Index:
+    """The tensors of a checkpoint. Where their parts are is read when it is needed."""
 
-    Args:
-        manifest: of the checkpoint, if it was read already.
-        content: `index_bytes`, if they were read already.
+    def __init__(
+        self,
+        path: Path,
+        manifest: Manifest | None = None,
+        content: bytes | None = None,
+    ):
+        """
+        Args:
+            manifest: of the checkpoint, if it was read already.
+            content: `index_bytes`, if they were read already.
+
+        Raises:
+            DamageError: the index is damaged.
+        """
+        self.path = path
+        self.manifest = read_manifest(path) if manifest is None else manifest
+        self._layouts: dict[str, Layout | None] = {}
+        self._files: dict[int, RankFile] = {}
+        self._located: dict[str, set[int]] = {}
+        """The ranks whose parts of a tensor are known."""
+        if content is None:
+            content = index_bytes(path, self.manifest)
+        with self._explained(INDEX):
+            self.metadata = self._parse(content)
+
+    def _parse(self, content: bytes) -> Metadata:
+        if self.manifest.save is None:
+            sizes = {name: file.bytes for name, file in self.manifest.files.items()}
+            return parse_index(content, sizes)
+        tensors = {}
+        for name, about in _INDEX.validate_json(content).items():
+            dtype = check_parts(name, about, [], {})
+            layout = about.layout
+            if layout is not None:
+                pieces = prod(cut.pieces for cuts in layout.cuts for cut in cuts)
+                ranks = self.manifest.written.ranks if self.manifest.written else 0
+                if len(layout.cuts) != len(about.size) or pieces > ranks:
+                    raise ValueError(f"{name[:200]!a}: its layout is not that of {ranks} ranks")
+            self._layouts[name] = layout
+            tensors[name] = _described(dtype, about)
+        return Metadata(tensors, storage_data={})
+
+    @contextmanager
+    def _explained(self, file: str) -> Iterator[None]:
+        try:
+            yield
+        except ValidationError as error:
+            raise DamageError(f"{self.path} is damaged: {file}: {first_problem(error)}") from None
+        except ValueError as error:
+            raise DamageError(f"{self.path} is damaged: {file}: {error}") from None
+
+    def locate(
+        self,
+        key: str,
+        box: ChunkStorageMetadata | None = None,
+    ) -> None:
+        """Let `metadata` know the parts that hold a box of a tensor, or the whole.
+
+        Raises:
+            DamageError: a rank's file is damaged, or the parts don't fill the box.
+        """
+        about = self.metadata.state_dict_metadata.get(key)
+        if self.manifest.written is None or about is None:
+            return
+        size = tuple(about.size)
+        if box is None:
+            box = ChunkStorageMetadata(torch.Size([0] * len(size)), about.size)
+        layout = self._layouts[key]
+        every = range(self.manifest.written.ranks)
+        ranks = set(every if layout is None else layout.ranks(size, box))
+        known = self._located.setdefault(key, set())
+        for rank in sorted(ranks - known):
+            self._add(key, rank, every)
+        known |= ranks
+        filled = sum(_common(chunk, box) for chunk in about.chunks)
+        if filled != prod(box.sizes):
+            raise DamageError(
+                f"{self.path} is damaged: {key[:200]!a}: its parts hold {filled} elements instead "
+                f"of {prod(box.sizes)}"
+            )
+
+    def locate_all(self) -> None:
+        """Locate every tensor, as `torchtitan ckpt verify` does.
+
+        Raises:
+            DamageError: see `locate`.
+        """
+        for key in self.metadata.state_dict_metadata:
+            self.locate(key)
+
+    def _add(
+        self,
+        key: str,
+        rank: int,
+        every: range,
+    ) -> None:
+        """Add the parts of a tensor that a rank wrote."""
+        if rank not in self._files:
+            if rank not in every:
+                raise DamageError(f"{self.path} is damaged: {INDEX}: {key[:200]!a}: no rank {rank}")
+            assert self.manifest.save is not None
+            self._files[rank] = read_rank(self.path, self.manifest.save, rank)[0]
+        found = self._files[rank].tensors.get(key)
+        if found is None:
+            return
+        about = self.metadata.state_dict_metadata[key]
+        if (found.size, found.dtype) != (tuple(about.size), dtype_name(about.properties.dtype)):
+            raise DamageError(
+                f"{self.path} is damaged: {name_of(rank)}: {key[:200]!a} is not as in {INDEX}"
+            )
+        for part in found.parts:
+            self.metadata.storage_data[_add_part(about, key, part)] = _place(part)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _described(dtype: torch.dtype, about: TensorShape) -> TensorStorageMetadata:
+    """What DCP knows of a tensor of which no part is known."""
+    return TensorStorageMetadata(TensorProperties(dtype), torch.Size(about.size), [])
+
+
+def _add_part(
+    about: TensorStorageMetadata,
+    key: str,
+    part: Part,
+) -> MetadataIndex:
+    """Add a part to what DCP knows of a tensor; by what it finds the place."""
+    offsets = torch.Size(part.offsets)
+    about.chunks.append(ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
+    return MetadataIndex(key, offsets, len(about.chunks) - 1)
+
+
+def _place(part: Part) -> Place:
+    return Place(part.file, part.start, part.length, crc32=part.crc32)
+
+
+def add_written(
+    metadata: Metadata,
+    key: str,
+    found: WrittenTensor,
+) -> list[WriteResult]:
+    """Add what a rank has written of a tensor to what DCP knows of a checkpoint; its places."""
+    dtype = check_parts(key, found, [], {})
+    about = metadata.state_dict_metadata.setdefault(key, _described(dtype, found))
+    metadata.planner_data[key] = tuple(key.split(".", 1))
+    results = []
+    for part in found.parts:
+        place = _StorageInfo(part.file, part.start, part.length)
+        results.append(WriteResult(_add_part(about, key, part), part.length, place))
+    return results
+
+
+def _common(a: ChunkStorageMetadata, b: ChunkStorageMetadata) -> int:
+    """Number of elements that are in both boxes."""
+    ends = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    return prod(max(0, min(i + m, j + n) - max(i, j)) for i, m, j, n in ends)
+
+
+def read_index(path: Path, manifest: Manifest | None = None) -> Metadata:
+    """All tensors of the checkpoint `path` and their parts, after checking that they fill them.
 
     Raises:
-        DamageError: the index is damaged, or a part isn't inside of a file that the manifest lists.
+        DamageError: an index is damaged, or a part isn't inside of a file that is listed.
     """
-    if manifest is None:
-        manifest = read_manifest(path)
-    if content is None:
-        content = index_bytes(path, manifest)
-    sizes = {name: file.bytes for name, file in manifest.files.items()}
-    try:
-        return parse_index(content, sizes)
-    except ValidationError as error:
-        raise DamageError(f"{path} is damaged: {INDEX}: {first_problem(error)}") from None
-    except ValueError as error:
-        raise DamageError(f"{path} is damaged: {INDEX}: {error}") from None
+    index = Index(path, manifest)
+    index.locate_all()
+    return index.metadata
 
 
 def parse_index(content: bytes, files: Mapping[str, int]) -> Metadata:
-    """What DCP needs to read the tensors.
+    """What DCP needs to read the tensors, from an index of format 3.
 
     Args:
         files: sizes in bytes, by name.
@@ -186,44 +306,15 @@ def parse_index(content: bytes, files: Mapping[str, int]) -> Metadata:
     Raises:
         ValueError: a tensor has no known dtype, or its parts don't fill it, or are not in `files`.
     """
-    tensors = {}
-    places = {}
-    for name, entry in _INDEX.validate_json(content).items():
-        try:
-            dtype = _check(entry, files)
-        except ValueError as error:
-            raise ValueError(f"{name[:200]!a}: {error}") from None
-        chunks = []
-        for number, part in enumerate(entry.parts):
-            offsets = torch.Size(part.offsets)
-            chunks.append(ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
-            place = Place(part.file, part.start, part.length, crc32=part.crc32)
-            places[MetadataIndex(name, offsets, number)] = place
-        size = torch.Size(entry.size)
-        tensors[name] = TensorStorageMetadata(TensorProperties(dtype), size, chunks)
-    return Metadata(tensors, storage_data=places)
-
-
-def _check(entry: TensorEntry, files: Mapping[str, int]) -> torch.dtype:
-    """The dtype of a tensor whose parts are complete and in `files`."""
-    if entry.dtype not in _DTYPES:
-        raise ValueError(f"no dtype is called {entry.dtype[:80]!a}")
-    dtype = _DTYPES[entry.dtype]
-    if prod(entry.size) * dtype.itemsize >= 2**63:
-        raise ValueError("its size is beyond any memory")
-    filled = 0
-    for part in entry.parts:
-        if not len(part.offsets) == len(part.sizes) == len(entry.size):
-            raise ValueError("a part has other dimensions")
-        if any(a + b > c for a, b, c in zip(part.offsets, part.sizes, entry.size, strict=True)):
-            raise ValueError("a part is outside of it")
-        if part.file not in files:
-            raise ValueError(f"the manifest doesn't list its file {part.file}")
-        elements = prod(part.sizes)
-        end = part.start + part.length
-        if end > files[part.file] or elements * dtype.itemsize > part.length:
-            raise ValueError(f"{part.file} is too short for it")
-        filled += elements
-    if filled != prod(entry.size):
-        raise ValueError(f"its parts hold {filled} elements instead of {prod(entry.size)}")
-    return dtype
+    metadata = Metadata({}, storage_data={})
+    for name, entry in _PARTS.validate_json(content).items():
+        dtype = check_parts(name, entry, entry.parts, files)
+        filled = sum(prod(part.sizes) for part in entry.parts)
+        if filled != prod(entry.size):
+            raise ValueError(
+                f"{name[:200]!a}: its parts hold {filled} elements instead of {prod(entry.size)}"
+            )
+        about = metadata.state_dict_metadata[name] = _described(dtype, entry)
+        for part in entry.parts:
+            metadata.storage_data[_add_part(about, name, part)] = _place(part)
+    return metadata

@@ -43,7 +43,7 @@ def as_data(step: Path, manifest: Manifest) -> dict[str, Any]:
         **manifest.model_dump(include=same),
         "resumable": not manifest.model_only,
         "bytes": manifest.tensor_bytes,
-        "files": len(manifest.files),
+        "files": manifest.file_count(),
         "file_bytes": manifest.file_bytes(),
         "train_state": _state(manifest),
         "config": settings(manifest),
@@ -89,7 +89,7 @@ def _page(step: Path, manifest: Manifest) -> Iterator[str]:
     for part, sizes in manifest.tensor_bytes.items():
         kinds = [f"{name} {show_size(size)}" for name, size in sizes.items()]
         rows.append((part, ", ".join(kinds)))
-    rows.append(("files", f"{len(manifest.files)}, {show_size(manifest.file_bytes())}"))
+    rows.append(("files", f"{manifest.file_count()}, {show_size(manifest.file_bytes())}"))
     yield indent(aligned(rows), "  ")
     if manifest.merged:
         yield "  merged from"

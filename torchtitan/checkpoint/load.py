@@ -15,17 +15,21 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import FileSystemReader, Metadata, StorageReader
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner_helpers import (
+    _create_chunk_list,
+    create_read_items_for_chunk_list,
+)
 from torch.futures import Future
 
 from torchtitan.checkpoint.commit import damage
-from torchtitan.checkpoint.index import Place, read_index
+from torchtitan.checkpoint.index import Index, Place
 from torchtitan.checkpoint.manifest import Manifest
 from torchtitan.checkpoint.sums import SummedPart
-from torchtitan.parallel.agree import from_all
+from torchtitan.parallel import agree
 from torchtitan.utils.errors import DamageError, UserError
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.formats import load_tensor
@@ -44,28 +48,47 @@ class Reader(FileSystemReader):
     def __init__(
         self,
         path: Path,
-        metadata: Metadata | None = None,
+        index: Index | None = None,
     ):
         """
         Args:
-            metadata: from `read_index`, if it was read already.
+            index: of the checkpoint, if it was read already.
         """
         super().__init__(str(path))
         self.path = path
-        self._metadata = metadata
+        self._index = index
+
+    @property
+    def index(self) -> Index:
+        """
+        Raises:
+            DamageError: the manifest or the index is damaged.
+        """
+        if self._index is None:
+            self._index = Index(self.path)
+        return self._index
 
     def read_metadata(
         self,
         *args: Any,
         **kwargs: Any,
     ) -> Metadata:
-        """
+        """The tensors, and those of their parts that were located.
+
         Raises:
             DamageError: the manifest or the index is damaged.
         """
-        if self._metadata is None:
-            self._metadata = read_index(self.path)
-        return self._metadata
+        return self.index.metadata
+
+    def locate(self, state: dict[str, Any]) -> None:
+        """Find the parts that hold this rank's shards of the tensors in `state`.
+
+        Raises:
+            DamageError: they can't be found.
+        """
+        for key, value in flatten_state_dict(state)[0].items():
+            for box in _create_chunk_list(value):
+                self.index.locate(key, box)
 
     def check_files(
         self,
@@ -102,7 +125,12 @@ class Reader(FileSystemReader):
         return future
 
     def boxes(self, key: str) -> list[ChunkStorageMetadata]:
-        """The parts of a tensor, as they were written."""
+        """The parts of a tensor, as they were written.
+
+        Raises:
+            DamageError: they can't be found.
+        """
+        self.index.locate(key)
         return list(self.read_metadata().state_dict_metadata[key].chunks)
 
     def read_box(
@@ -115,6 +143,7 @@ class Reader(FileSystemReader):
         Raises:
             DamageError: it can't be read.
         """
+        self.index.locate(key, box)
         about = self.read_metadata().state_dict_metadata[key]
         self.storage_data = self.read_metadata().storage_data
         out = torch.empty(box.sizes, dtype=about.properties.dtype)
@@ -248,13 +277,17 @@ def load(
     Raises:
         DamageError: a tensor can't be read. On every rank, if it failed on any.
     """
-    cause = None
+    cause: BaseException | None = None
     try:
         with alone():
+            if isinstance(reader, Reader):
+                reader.locate(state)
             dcp.load(state, storage_reader=reader, no_dist=True)
     except CheckpointException as error:  # derives from BaseException
         cause = root_cause(next(iter(error.failures.values()))[0])
-    causes = [cause] if no_dist or not dist.is_initialized() else from_all(cause)
+    except DamageError as error:
+        cause = error
+    causes = [cause] if no_dist or not dist.is_initialized() else agree.found(cause)
     for kind in (MemoryError, torch.OutOfMemoryError, DamageError):
         if found := [known for known in causes if isinstance(known, kind)]:
             raise found[0]
@@ -265,8 +298,14 @@ def load(
             ) from problem
 
 
+class RankError(Exception):
+    """A save failed on some rank; the message names it and the reason."""
+
+
 def describe(error: BaseException) -> str:
     """Rank and reason of a failed save or load: DCP wraps the ranks' exceptions."""
+    if isinstance(error, RankError):
+        return str(error)
     if failures := getattr(error, "failures", None):
         rank = min(failures)
         return f"rank {rank}: {describe(failures[rank][0])}"
@@ -288,3 +327,12 @@ def alone() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is")
         yield
+
+
+@contextmanager
+def unwrapped() -> Iterator[None]:
+    """Raise the cause of DCP's `CheckpointException`, which isn't an `Exception`."""
+    try:
+        yield
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None

@@ -2,16 +2,14 @@
 
 import errno
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from torchtitan.checkpoint.commit import (
     committed_steps,
@@ -31,7 +29,8 @@ from torchtitan.checkpoint.resume import (
     load_newest,
     wait_until_visible,
 )
-from torchtitan.checkpoint.save import CommittingWriter, Plans, Stager, build_stager
+from torchtitan.checkpoint.save import CommittingWriter, save
+from torchtitan.checkpoint.staging import Stager, build_stager
 from torchtitan.checkpoint.state import Trained
 from torchtitan.checkpoint.upload import Uploader
 from torchtitan.config.sections import schema
@@ -83,7 +82,6 @@ class Checkpointer:
         self._step_in_flight = 0
         self.newest_step = 0
         """The step last saved or resumed from, on rank 0; 0 if there is none."""
-        self._plans = Plans()
         self._group: dist.ProcessGroup | None = None
         self._stager: Stager | None = None
         self._uploader: Uploader | None = None
@@ -151,25 +149,21 @@ class Checkpointer:
             beside[CONTENTS] = self.data_files()
         target = step_folder(self.folder, step)
         writer = CommittingWriter(target, manifest, self.confirm, self._committed, beside=beside)
-        to: dict[str, Any] = {
-            "storage_writer": writer,
-            "planner": self._plans.planner("weights" if model_only else "all"),
-            "process_group": self._group,
-        }
         self._step_in_flight = step
+        write = partial(save, writer=writer, group=self._group, places=self.trained.places)
         if self._stager is None:
-            self._guard(lambda: dcp.save(state, **to))
+            self._guard(lambda: write(state))
             if self._uploader is not None:
                 self._uploader.wake()
             return
         # Staged tensors are on the host; DCP would create a stream on the first GPU.
         writer.per_thread_copy_ahead = 0
-        response = dcp.async_save(state, async_stager=self._stager, **to)
-        if isinstance(response, AsyncSaveResponse):
-            self._staging = response.staging_completion
-            self._upload = response.upload_completion
-        else:
-            self._upload = response
+        staged = self._stager.stage(state)
+        if isinstance(staged, Future):
+            self._staging = staged
+        thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._upload = thread.submit(write, staged)
+        thread.shutdown(wait=False)
         if (uploader := self._uploader) is not None:
             self._upload.add_done_callback(lambda _: uploader.wake())
 
@@ -242,7 +236,6 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            self._plans.forget()
             if self._stager is not None:
                 self._stager.release()
                 self._stager = None
@@ -267,8 +260,7 @@ class Checkpointer:
         """Run a part of a save; if it fails, delete what is half-written and raise one error."""
         try:
             action()
-        except (Exception, CheckpointException) as error:  # the latter is a BaseException
-            self._plans.forget()
+        except Exception as error:
             target = step_folder(self.folder, self._step_in_flight)
             cause = describe(error)
             with suppress(Exception):

@@ -1,5 +1,5 @@
-"""`manifest.json`: what a checkpoint is, where its run stood, and the size and CRC-32 of each of
-its files.
+"""`manifest.json`: what a checkpoint is, where its run stood, and the size and CRC-32 of each file
+that doesn't belong to a single rank. `__N.json` has those of rank N, see `parts.py`.
 
 The models below are the format, with those of the data position in `torchtitan.data.positions`. The
 file's last line is the SHA-256 of all before it, so every flipped bit is found.
@@ -28,7 +28,8 @@ from torchtitan.utils.limits import CONFIG_TABLE_LEVELS, JSON_BYTES
 from torchtitan.utils.storage import patiently
 
 MANIFEST = "manifest.json"
-FORMAT = 3
+FORMAT = 4
+"""In format 3, `files` and `tensors.json` list everything."""
 _SEAL = b',\n "sha256": '
 
 Sum = Annotated[int, Field(ge=0, lt=2**32)]
@@ -41,6 +42,10 @@ FileName = Annotated[
     ),
 ]
 """Plain and relative: no slash, and more than dots."""
+
+
+SaveNumber = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+"""Random; the same in all files of one save."""
 
 
 class FileEntry(Strict):
@@ -83,6 +88,16 @@ class TrainState(Strict):
     """None if the run has no average of the weights."""
 
 
+class Written(Strict):
+    """What the ranks have written, each its own files."""
+
+    ranks: Annotated[int, Field(ge=1, lt=2**31)]
+    """Each has a file `__N.json`."""
+    files: Count
+    """Number of their files, those included."""
+    bytes: Count
+
+
 class Merged(Strict):
     """One of the checkpoints whose weights were averaged."""
 
@@ -112,7 +127,7 @@ def _configuration(toml: str) -> str:
 class Manifest(Strict):
     """The contents of `manifest.json`."""
 
-    format: Literal[3]
+    format: Literal[3, 4]
     saved: str
     """Time, ISO 8601."""
     step: Count
@@ -138,9 +153,14 @@ class Manifest(Strict):
     tensor_bytes: dict[str, dict[str, Count]]
     """Bytes by part (`model`, `optimizer`, `ema`) and dtype."""
     files: Annotated[dict[FileName, FileEntry], Field(min_length=1)]
+    """All files but the manifest and, from format 4 on, the ranks' own."""
+    save: SaveNumber | None = None
+    written: Written | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        if {self.save is None, self.written is None} != {self.format == 3}:
+            raise ValueError(f"save and written don't belong to format {self.format}")
         if self.train_state is None and not self.model_only:
             raise ValueError("train_state is missing")
         if self.train_state is not None and self.train_state.progress.step != self.step:
@@ -163,7 +183,12 @@ class Manifest(Strict):
 
     def file_bytes(self) -> int:
         """Size of all files but the manifest."""
-        return sum(file.bytes for file in self.files.values())
+        ranks = self.written.bytes if self.written is not None else 0
+        return ranks + sum(file.bytes for file in self.files.values())
+
+    def file_count(self) -> int:
+        """Number of all files but the manifest."""
+        return len(self.files) + (self.written.files if self.written is not None else 0)
 
     def settings(self) -> dict[str, Any]:
         """The configuration, as sections."""
@@ -196,7 +221,27 @@ def render(content: dict[str, Any]) -> bytes:
         raise FormatBugError(
             f"{problem} ({MANIFEST}): this is a bug in torchtitan, please report it with this line"
         )
+    return sealed(body + b"\n}")
+
+
+def sealed(content: bytes) -> bytes:
+    """A JSON object with the SHA-256 of all before it as its last entry."""
+    body = content.removesuffix(b"}").removesuffix(b"\n")
     return body + _SEAL + _checksum(body)
+
+
+def unsealed(file: bytes) -> bytes:
+    """The JSON object that was sealed.
+
+    Raises:
+        ValueError: the checksum is missing or wrong.
+    """
+    body, seal, checksum = file.rpartition(_SEAL)
+    if not seal:
+        raise ValueError("it is cut, or has no checksum")
+    if checksum != _checksum(body):
+        raise ValueError("its checksum is wrong")
+    return body + b"\n}"
 
 
 def _plain(model: Any) -> dict[str, Any]:
@@ -211,20 +256,13 @@ def parse(file: bytes) -> Manifest:
     Raises:
         ValueError: it differs from what `render` would write.
     """
-    body, seal, checksum = file.rpartition(_SEAL)
-    if not seal:
-        early = file.startswith(b'{\n "format": 1,')
-        raise ValueError(
-            "format 1, of an earlier version, has no checksum"
-            if early
-            else "it is cut, or has no checksum"
-        )
-    if checksum != _checksum(body):
-        raise ValueError("its checksum is wrong")
-    if body.startswith(b'{\n "format": 2,'):
+    if _SEAL not in file and file.startswith(b'{\n "format": 1,'):
+        raise ValueError("format 1, of an earlier version, has no checksum")
+    content = unsealed(file)
+    if content.startswith(b'{\n "format": 2,'):
         raise ValueError("format 2, of an earlier version, has another data position")
     try:
-        return Manifest.model_validate_json(body + b"\n}")
+        return Manifest.model_validate_json(content)
     except ValidationError as error:
         raise ValueError(first_problem(error)) from None
 
@@ -249,14 +287,17 @@ def manifest_bytes(path: Path) -> bytes:
     return patiently(path, lambda: read_regular(path / MANIFEST, JSON_BYTES))
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path, content: bytes | None = None) -> Manifest:
     """The manifest of a committed checkpoint.
+
+    Args:
+        content: `manifest_bytes`, if they were read already.
 
     Raises:
         DamageError: there is none, or it is damaged.
     """
     try:
-        return parse(manifest_bytes(path))
+        return parse(manifest_bytes(path) if content is None else content)
     except OSError as error:
         raise DamageError(
             f"{path} is not a complete checkpoint: {MANIFEST}: {error.strerror or error}"

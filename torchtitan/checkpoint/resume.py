@@ -1,6 +1,6 @@
 """Finding and loading a checkpoint. Every function is called by all ranks together."""
 
-import hashlib
+import json
 import os
 import socket
 import time
@@ -13,18 +13,18 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan.checkpoint.commit import committed_steps, step_folder
-from torchtitan.checkpoint.index import data_files, index_bytes, read_index
+from torchtitan.checkpoint.exchange import bytes_from_rank_0
+from torchtitan.checkpoint.index import Index, data_files, index_bytes
 from torchtitan.checkpoint.load import Reader, load
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest
+from torchtitan.checkpoint.parts import VISIBLE_WITHIN
 from torchtitan.checkpoint.state import Trained, allocate_optimizer_state, check_tensors
 from torchtitan.data.text.contents import Lists
-from torchtitan.parallel.agree import from_rank_0, together
+from torchtitan.parallel.agree import together
 from torchtitan.utils.errors import CheckpointError, DamageError
 from torchtitan.utils.logging import logger
+from torchtitan.utils.process import first_of_node
 from torchtitan.utils.storage import is_remote
-
-VISIBLE_WITHIN = 60.0
-"""Seconds in which a rank must see a commit; by default NFS caches a folder's names this long."""
 
 
 @dataclass(frozen=True)
@@ -123,25 +123,28 @@ def agreed_steps(folder: Path) -> list[int]:
             found = committed_steps(folder)
         except OSError as error:
             found = f"checkpoint.folder: can't read {folder}: {error.strerror or error}"
-    found = from_rank_0(found)
+    found = json.loads(bytes_from_rank_0(json.dumps(found).encode()) or b"[]")
     if isinstance(found, str):
         raise CheckpointError(found)
     return found
 
 
-def wait_until_visible(path: Path) -> None:
-    """Wait until every rank sees the manifest that rank 0 sees. A network file system may show a
+def wait_until_visible(path: Path) -> bytes | None:
+    """Wait until every node sees the manifest that rank 0 sees. A network file system may show a
     commit late.
 
+    Returns:
+        The manifest's content, damaged or not; None if rank 0 can't read it.
+
     Raises:
-        CheckpointError: on every rank, if one doesn't within `VISIBLE_WITHIN` seconds.
+        CheckpointError: on every rank, if a node doesn't within `VISIBLE_WITHIN` seconds.
     """
-    expected = from_rank_0(_fingerprint(path))
+    expected = bytes_from_rank_0(_seen(path) if dist.get_rank() == 0 else None)
 
     def wait() -> None:
         start = time.monotonic()
         pause = 0.05
-        while expected is not None and _fingerprint(path) != expected:
+        while expected is not None and _seen(path) != expected:
             if time.monotonic() - start > VISIBLE_WITHIN:
                 raise CheckpointError(
                     f"rank {dist.get_rank()} on {socket.gethostname()} doesn't see "
@@ -151,13 +154,14 @@ def wait_until_visible(path: Path) -> None:
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
 
-    together(wait)
+    together(wait if first_of_node() else lambda: None)
+    return expected
 
 
-def _fingerprint(path: Path) -> str | None:
-    """SHA-256 of the manifest as this rank sees it, damaged or not; None if it can't be read."""
+def _seen(path: Path) -> bytes | None:
+    """The manifest as this rank sees it, damaged or not; None if it can't be read."""
     try:
-        return hashlib.sha256(manifest_bytes(path)).hexdigest()
+        return manifest_bytes(path)
     except OSError:
         if not is_remote(path):
             with suppress(OSError):
@@ -168,20 +172,22 @@ def _fingerprint(path: Path) -> str | None:
 def _opened(path: Path) -> tuple[Manifest, Reader]:
     """A checkpoint that looks intact: each rank checks the sizes of a share of the files.
 
+    Manifest and index are read by rank 0 alone.
+
     Raises:
         DamageError: it isn't.
         CheckpointError: a rank doesn't see it.
     """
-    wait_until_visible(path)
-    manifest = together(lambda: read_manifest(path))
+    known = wait_until_visible(path)
+    manifest = together(lambda: read_manifest(path, known))
 
-    def fetch() -> bytes | None:  # an index is too large for every rank of a large run to fetch
+    def fetch() -> bytes | None:
         return index_bytes(path, manifest) if dist.get_rank() == 0 else None
 
-    content = from_rank_0(together(fetch))
+    content = bytes_from_rank_0(together(fetch))
 
     def check() -> Reader:
-        reader = Reader(path, read_index(path, manifest, content))
+        reader = Reader(path, Index(path, manifest, content))
         reader.check_files(manifest, dist.get_rank(), dist.get_world_size())
         return reader
 

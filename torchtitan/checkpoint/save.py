@@ -1,16 +1,19 @@
-"""Writing a checkpoint by `torch.distributed.checkpoint` (DCP): plans, copies and the commit."""
+"""Writing a checkpoint with the planner and writer of `torch.distributed.checkpoint` (DCP), without
+its collectives: through them, the plans of all ranks would pass through rank 0.
+"""
 
+import concurrent.futures
+import secrets
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import (
     DefaultSavePlanner,
     FileSystemWriter,
@@ -18,25 +21,37 @@ from torch.distributed.checkpoint import (
     SavePlan,
     SavePlanner,
 )
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemBase
+from torch.distributed.checkpoint.filesystem import FileSystemBase, _StoragePrefix
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import WriteItem
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from torchtitan.checkpoint.commit import begin, commit, temporary_folder, write_file
-from torchtitan.checkpoint.index import INDEX, render_index
-from torchtitan.checkpoint.load import root_cause
-from torchtitan.checkpoint.manifest import MANIFEST, render
+from torchtitan.checkpoint.exchange import Exchange
+from torchtitan.checkpoint.index import (
+    INDEX,
+    TensorPlaces,
+    add_written,
+    dtype_name,
+    render_index,
+)
+from torchtitan.checkpoint.layout import Layout, shares
+from torchtitan.checkpoint.manifest import MANIFEST, FileEntry, Written, render
+from torchtitan.checkpoint.parts import (
+    Part,
+    RankFile,
+    WrittenTensor,
+    name_of,
+    once_visible,
+    read_rank,
+    render_rank,
+)
 from torchtitan.checkpoint.sums import SummedFile
+from torchtitan.data.positions import DataPosition, DataState, completed
+from torchtitan.utils.errors import FormatBugError
 from torchtitan.utils.storage import is_remote, make_folder, patiently
-from torchtitan.utils.torch_compat import record_places
-
-_NUMBERS = count()
-"""Numbers the runs of this process, see `Plans`."""
-
 
 # ---- writing
 
@@ -58,10 +73,10 @@ class _Files(FileSystemBase):
             yield stream
         self.written[path.name] = stream
 
-    def sums(self, name: str) -> dict[str, int]:
-        """The manifest's entry for a written file."""
+    def sums(self, name: str) -> FileEntry:
+        """Size and checksum of a written file."""
         file = self.written[name]
-        return {"bytes": file.bytes, "crc32": file.crc32}
+        return FileEntry(bytes=file.bytes, crc32=file.crc32)
 
     def rename(
         self,
@@ -95,18 +110,10 @@ class _Files(FileSystemBase):
         return True
 
 
-@dataclass(frozen=True)
-class _Written(WriteResult):
-    """Where a tensor was written, as every rank reports it to DCP's coordinator."""
-
-    crc32: int
-    """The CRC-32 of the tensor's bytes."""
-    file: dict[str, int]
-    """Size and checksum of its file."""
-
-
 class CommittingWriter(FileSystemWriter):
-    """Every rank checksums its files; then the coordinator writes the manifest and commits."""
+    """Every rank writes its files and what is in them; then rank 0 writes the manifest and
+    commits.
+    """
 
     def __init__(
         self,
@@ -122,8 +129,8 @@ class CommittingWriter(FileSystemWriter):
         Args:
             final: the checkpoint's folder.
             manifest: what its manifest says beside its files.
-            confirm: called by the coordinator before it writes and before it commits; may raise.
-            committed: called by the coordinator afterwards.
+            confirm: called by rank 0 before it writes and before it commits; may raise.
+            committed: called by rank 0 afterwards.
             beside: further files, by name.
         """
         self.final = final
@@ -139,16 +146,11 @@ class CommittingWriter(FileSystemWriter):
         self.fs = _Files()
         self.path = temporary_folder(final)
 
-    def set_up_storage_writer(
-        self,
-        is_coordinator: bool,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-        if is_coordinator:  # the others write only once they have its plan
-            self.confirm()
-            begin(self.final)
+    def begin(self) -> int:
+        """Prepare the folder, on rank 0; returns the number of the save, of 62 bits."""
+        self.confirm()
+        begin(self.final)
+        return secrets.randbits(62)
 
     def write_data(
         self,
@@ -157,21 +159,18 @@ class CommittingWriter(FileSystemWriter):
     ) -> Future[list[WriteResult]]:
         write = super().write_data
         results: list[WriteResult] = []
-        try:
-            make_folder(self.path)
-            for part in self._files_of(plan):
-                results += patiently(self.final, partial(_wait, write, part, planner))
-        except Exception as error:
-            # DCP sends the exception to the other ranks by pickle, which drops its cause.
-            raise root_cause(error) from None
+        make_folder(self.path)
+        for part in self._files_of(plan):
+            results += patiently(self.final, partial(_wait, write, part, planner))
         future: Future[list[WriteResult]] = Future()
-        future.set_result([self._summed(result) for result in results])
+        future.set_result(results)
         return future
 
     def _files_of(self, plan: SavePlan) -> Iterator[SavePlan]:
         """The plan of each file."""
         if not self.file_per_tensor:
-            yield plan
+            if plan.items:
+                yield plan
             return
         tensors: dict[str, list[WriteItem]] = {}
         for item in plan.items:
@@ -181,37 +180,85 @@ class CommittingWriter(FileSystemWriter):
             place = replace(plan.storage_data, prefix=f"{prefix}{i}_")
             yield replace(plan, items=items, storage_data=place)
 
-    def _summed(self, result: WriteResult) -> _Written:
-        place = result.storage_data
-        name = place.relative_path
-        crc32 = self.fs.written[name].crc32_of(place.offset, place.length)
-        file = self.fs.sums(name)
-        return _Written(result.index, result.size_in_bytes, place, crc32, file)
-
-    def finish(
+    def describe(
         self,
-        metadata: Metadata,
-        results: list[list[WriteResult]],
-    ) -> None:
-        if isinstance(metadata, UnsentMetadata):
-            metadata = metadata.plain()
+        save: str,
+        rank: int,
+        plan: SavePlan,
+        layouts: Mapping[str, Layout | None],
+        results: Sequence[WriteResult],
+    ) -> tuple[int, int]:
+        """Write what this rank has written; number and bytes of its files.
+
+        Args:
+            save: the save's number.
+        """
+        places = {result.index: result.storage_data for result in results}
+        tensors: dict[str, WrittenTensor] = {}
+        for item in plan.items:
+            key = item.index.fqn
+            about = item.tensor_data
+            assert about is not None, f"{key} is not a tensor"
+            place = places[item.index]
+            part = Part(
+                offsets=tuple(about.chunk.offsets),
+                sizes=tuple(about.chunk.sizes),
+                file=place.relative_path,
+                start=place.offset,
+                length=place.length,
+                crc32=self.fs.written[place.relative_path].crc32_of(place.offset, place.length),
+            )
+            if key not in tensors:
+                tensors[key] = WrittenTensor(
+                    dtype=dtype_name(about.properties.dtype),
+                    size=tuple(about.size),
+                    layout=layouts[key],
+                    parts=[],
+                )
+            tensors[key].parts.append(part)
+        files = {name: self.fs.sums(name) for name in self.fs.written}
+        about = RankFile(save=save, rank=rank, data=self._lanes(), files=files, tensors=tensors)
+        content = render_rank(about)
+        write_file(self.path / name_of(rank), content)
+        return len(files) + 1, len(content) + sum(file.bytes for file in files.values())
+
+    def _lanes(self) -> DataPosition | None:
+        """This rank's lanes of the data, of which the manifest has all."""
+        data = (self.manifest["train_state"] or {}).get("data")
+        if not isinstance(data, DataState) or not any(x.lanes for x in data.sources.values()):
+            return None
+        return DataPosition(step=data.step, shares=data.shares, sources=data.sources)
+
+    def _state(self, lanes: Sequence[DataPosition]) -> dict[str, Any] | None:
+        """The state of the run, with the lanes of all ranks."""
+        state = self.manifest["train_state"]
+        if state is None or not isinstance(state["data"], DataState):
+            return state
+        return state | {"data": completed(state["data"], lanes or [state["data"]])}
+
+    def finish(self, save: str, written: Written) -> None:
+        """Write what all ranks have in common, and commit; on rank 0.
+
+        Raises:
+            FormatBugError: the ranks have not written all of every tensor.
+        """
+        tensors, metadata, results, lanes = gathered(self.path, save, written.ranks)
         finish = super().finish
-        patiently(self.final, lambda: finish(metadata, results))
-        record_places(metadata, results)
-        written = [result for rank in results for result in rank if isinstance(result, _Written)]
-        files = {result.storage_data.relative_path: result.file for result in written}
-        files[".metadata"] = self.fs.sums(".metadata")
-        index = render_index(metadata, {result.index: result.crc32 for result in written})
-        for name, content in {**self.beside, INDEX: index}.items():
+        patiently(self.final, lambda: finish(metadata, [results]))
+        files = {".metadata": self.fs.sums(".metadata")}
+        for name, content in {**self.beside, INDEX: render_index(tensors)}.items():
             write_file(self.path / name, content)
-            files[name] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+            files[name] = FileEntry(bytes=len(content), crc32=zlib.crc32(content))
         self.confirm()  # at a URL, the manifest commits
         content = render(
             {
                 "saved": datetime.now(UTC).isoformat(timespec="seconds"),
                 **self.manifest,
+                "train_state": self._state(lanes),
                 **_measure(metadata),
                 "files": dict(sorted(files.items())),
+                "save": save,
+                "written": written,
             }
         )
         write_file(self.path / MANIFEST, content)
@@ -220,6 +267,50 @@ class CommittingWriter(FileSystemWriter):
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)  # DCP would pickle the path as an object
+
+
+def gathered(
+    path: Path,
+    save: str,
+    ranks: int,
+) -> tuple[dict[str, TensorPlaces], Metadata, list[WriteResult], list[DataPosition]]:
+    """What all ranks have written: for the index, for DCP's metadata, and for the manifest.
+
+    Raises:
+        FormatBugError: it is not all of every tensor.
+    """
+    tensors: dict[str, TensorPlaces] = {}
+    metadata = Metadata({}, planner_data={})
+    results: list[WriteResult] = []
+    lanes = []
+    for rank in range(ranks):
+        content = _read(path, save, rank)
+        lanes += [] if content.data is None else [content.data]
+        for key, found in content.tensors.items():
+            known = tensors.setdefault(
+                key, TensorPlaces(dtype=found.dtype, size=found.size, layout=found.layout)
+            )
+            if None not in (known.layout, found.layout) and known.layout != found.layout:
+                continue  # another place of the pipeline has it, too
+            if found.layout is None:
+                tensors[key] = known.model_copy(update={"layout": None})
+            results += add_written(metadata, key, found)
+    for key, about in metadata.state_dict_metadata.items():
+        filled = sum(chunk.sizes.numel() for chunk in about.chunks)
+        if filled != about.size.numel():
+            raise FormatBugError(
+                f"{key}: the ranks wrote {filled} elements of {about.size.numel()}: this is a bug "
+                "in torchtitan, please report it with this line"
+            )
+    return tensors, metadata, results, lanes
+
+
+def _read(
+    path: Path,
+    save: str,
+    rank: int,
+) -> RankFile:
+    return once_visible(lambda: read_rank(path, save, rank)[0], path)
 
 
 def _measure(metadata: Metadata) -> dict[str, Any]:
@@ -233,7 +324,7 @@ def _measure(metadata: Metadata) -> dict[str, Any]:
         if part == "model":
             parameters += elements
         sizes = parts.setdefault(part, {})
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         sizes[name] = sizes.get(name, 0) + elements * dtype.itemsize
     return {"parameters": parameters, "tensor_bytes": parts}
 
@@ -246,130 +337,105 @@ def _wait(
     return write(plan, planner).wait()
 
 
-@contextmanager
-def unwrapped() -> Iterator[None]:
-    """Raise the cause of DCP's `CheckpointException`, which isn't an `Exception`."""
-    try:
-        yield
-    except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from None
+# ---- a save
 
 
-# ---- plans
+def save(
+    state: dict[str, Any] | concurrent.futures.Future[dict[str, Any]],
+    writer: CommittingWriter,
+    planner: DefaultSavePlanner | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    places: int = 1,
+    alone: bool = False,
+) -> None:
+    """Save a checkpoint, on all ranks together.
 
+    Each rank derives what it writes. Ranks exchange a few numbers three times: to begin, when all
+    have written, and when rank 0 has committed.
 
-class UnsentMetadata(Metadata):
-    """DCP broadcasts the metadata after each save; it is large, and no rank needs it."""
+    Args:
+        state: the tensors by part and name, or what will be.
+        group: of all ranks, with gloo; None: the default one.
+        places: of the pipeline; ranks at one of them hold the same tensors, or shards of them.
+        alone: this process saves by itself.
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Metadata, ({},)
-
-    @classmethod
-    def of(cls, metadata: Metadata) -> "UnsentMetadata":
-        return cls(**vars(metadata))
-
-    def plain(self) -> Metadata:
-        """The same, as it is written to disk."""
-        return Metadata(**vars(self))
-
-
-class Plans:
-    """The plans of one run's saves.
-
-    A rank sends its plan to rank 0, and receives it back, only when it has changed. DCP keeps plans
-    in class attributes by a key, and compares names, shapes and places of the tensors, but not
-    their types. So each run has keys of its own, one for each kind of checkpoint. All ranks must
-    use and forget plans together: rank 0 reuses the plan it knows of a rank that sent none.
+    Raises:
+        RankError: it failed on some rank; on every rank the same.
     """
+    exchange = Exchange(group, alone=alone)
+    rank = exchange.rank
+    planner = planner or DefaultSavePlanner()
+    layouts: dict[str, Layout | None] = {}
+    plan = SavePlan([])
 
-    def __init__(self) -> None:
-        self._number = next(_NUMBERS)
-        self._keys: set[str] = set()
+    def prepare() -> tuple[int, int]:
+        nonlocal plan
+        tensors = state.result() if isinstance(state, concurrent.futures.Future) else state
+        planner.set_up_planner(tensors, is_coordinator=rank == 0)
+        plan, agreed = own_plan(planner, rank, exchange.world, places, layouts)
+        return (writer.begin() if rank == 0 else 0), agreed
 
-    def planner(self, kind: str) -> "CachingPlanner":
-        """The planner for one save of this kind."""
-        key = f"run {self._number}, {kind}"
-        self._keys.add(key)
-        return CachingPlanner(key)
+    def write() -> tuple[int, int]:
+        results = writer.write_data(plan, planner).wait()
+        return writer.describe(number, rank, plan, layouts, results)
 
-    def forget(self) -> None:
-        """Let the next save send all plans. A failed save may leave ranks with different ones."""
-        for name, cache in vars(SavePlanner).items():
-            if name.startswith("_cached_") and isinstance(cache, dict):
-                for key in self._keys:
-                    cache.pop(key, None)
+    def finish() -> tuple[()]:
+        if rank == 0:
+            writer.finish(number, Written(ranks=exchange.world, files=files, bytes=size))
+        return ()
 
-
-class CachingPlanner(DefaultSavePlanner):
-    """Reuses the previous save's plan where it is still valid."""
-
-    def __init__(self, key: str):
-        super().__init__(enable_plan_caching=True)
-        self._cached_plans_key = key
-
-    def create_global_plan(self, all_plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = super().create_global_plan(list(all_plans))
-        return plans, UnsentMetadata.of(metadata)
-
-
-# ---- copies for saves in the background
-
-
-def build_stager(async_mode: str) -> "Stager | None":
-    """The stager of `checkpoint.async_mode`; None for `disabled`."""
-    if async_mode == "disabled":
-        return None
-    overlap = async_mode == "async_with_pinned_mem"
-    pinned = overlap and torch.cuda.is_available()
-    return Stager(
-        StagingOptions(
-            use_pinned_memory=pinned,
-            use_shared_memory=False,
-            use_async_staging=overlap,
-            use_non_blocking_copy=pinned,
+    begun, differs = exchange.step(prepare)[:2]
+    if differs:
+        raise FormatBugError(
+            "ranks hold different tensors: this is a bug in torchtitan, please report it"
         )
-    )
+    number = f"{begun:016x}"
+    files, size = exchange.step(write)[:2]
+    exchange.step(finish)
 
 
-class Stager(DefaultStager):
-    """DCP's stager, with workarounds for three faults of torch 2.11 to 2.15. Ends with `release`,
-    not `close`.
+def own_plan(
+    planner: DefaultSavePlanner,
+    rank: int,
+    world: int,
+    places: int,
+    layouts: dict[str, Layout | None],
+) -> tuple[SavePlan, int]:
+    """What this rank writes.
 
-    1. Before 2.13, DCP's `close` after each save drops the buffers, so every save allocates them
-       again. Remove `close`, `release` and `_drop_buffers` with support for 2.12.
-    2. Copies run on a stream of their own without waiting for the current one, on which the
-       optimizer's step was only enqueued. Remove `stage` once torch waits.
-    3. The staging thread uses the first GPU, whichever the rank uses, and creates a context there.
-       Remove `_stage` once the thread takes over the rank's device.
+    Args:
+        layouts: receives that of each tensor.
+
+    Returns:
+        The plan, and a number whose sum over all ranks is 0 (modulo 2^64) if all ranks at each
+        place of the pipeline hold the same tensors.
     """
+    count = world // places
+    holders = range(rank // count * count, (rank // count + 1) * count)
+    found, digest = shares(planner.state_dict, rank, holders)
+    items = []
+    plan = planner.create_local_plan()
+    for item in plan.items:
+        share = found[item.index.fqn]
+        about = item.tensor_data
+        assert about is not None, f"{item.index.fqn} is not a tensor"
+        layouts[item.index.fqn] = share.layout
+        whole = item.type is WriteItemType.TENSOR or not isinstance(
+            planner.state_dict[item.index.fqn], DTensor
+        )
+        if not share.writes or not (about.chunk.sizes.numel() or rank == share.layout.first):
+            continue
+        box = share.layout.box(tuple(about.size), rank)
+        if not whole and box != (tuple(about.chunk.offsets), tuple(about.chunk.sizes)):
+            layouts[item.index.fqn] = None
+        items.append(item)
+    place = _StoragePrefix(f"__{rank}_")
+    leads = rank == holders.start
+    agreed = digest * (count - 1) if leads else -digest
+    return replace(plan, items=items, storage_data=place), _wrapped(agreed)
 
-    def __init__(self, options: StagingOptions):
-        super().__init__(options)
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._drop_buffers = self._state_dict_stager.close
-        self._state_dict_stager.close = lambda: None
 
-    def stage(
-        self,
-        state_dict: dict[str, Any],
-        **kwargs: Any,
-    ) -> Any:
-        if self._staging_stream is not None:
-            self._staging_stream.wait_stream(torch.accelerator.current_stream())
-        return super().stage(state_dict, **kwargs)
-
-    def _stage(
-        self,
-        state_dict: dict[str, Any],
-        **kwargs: Any,
-    ) -> Any:
-        if self._device is not None:
-            torch.cuda.set_device(self._device)
-        return super()._stage(state_dict, **kwargs)
-
-    def close(self) -> None: ...
-
-    def release(self) -> None:
-        """Stop the thread and free the buffers."""
-        super().close()
-        self._drop_buffers()
+def _wrapped(number: int) -> int:
+    """A number modulo 2^64, as an int64."""
+    return (number + 2**63) % 2**64 - 2**63

@@ -64,6 +64,8 @@ class Trained:
     optimizer: AnyOptimizer
     average: WeightAverage | None = None
     """The average of the weights, if the run keeps one."""
+    places: int = 1
+    """Of the pipeline; ranks at one of them hold the same tensors, or shards of them."""
 
     def tensors(self, exclude: Collection[str] = ()) -> State:
         """All tensors by part, not copied.

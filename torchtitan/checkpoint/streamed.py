@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from torchtitan.checkpoint.commit import discard
-from torchtitan.checkpoint.load import alone
-from torchtitan.checkpoint.save import CommittingWriter, unwrapped
+from torchtitan.checkpoint.save import CommittingWriter, save
 
 
 class LazyPlanner(DefaultSavePlanner):
@@ -83,13 +81,7 @@ def write_streamed(
     # DCP holds all tensors of a file until it is complete, hence one file per tensor.
     writer = CommittingWriter(final, manifest, file_per_tensor=True)
     try:
-        with alone(), unwrapped():
-            dcp.save(
-                state,
-                storage_writer=writer,
-                planner=LazyPlanner(make, most),
-                no_dist=True,
-            )
+        save(state, writer, LazyPlanner(make, most), alone=True)
     except BaseException:
         with suppress(Exception):
             discard(final)

@@ -14,7 +14,7 @@ import hashlib
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from torchtitan.checkpoint.commit import (
     step_folder,
     write_file,
 )
-from torchtitan.checkpoint.manifest import MANIFEST, Manifest, manifest_bytes, parse
+from torchtitan.checkpoint.manifest import MANIFEST, FileEntry, Manifest, manifest_bytes, parse
+from torchtitan.checkpoint.parts import files_of
 from torchtitan.utils.errors import DamageError, UserError
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.logging import logger
@@ -89,23 +90,35 @@ def send(
         return None
     sent = 0
     there = _sizes(target)
-    for name in list(manifest.files)[rank::world]:
-        if there.get(name) != manifest.files[name].bytes:
-            try:
-                _send_file(source, target, name, manifest, proceed)
-            except DamageError as error:
-                write_file(target / _DAMAGE, str(error).encode())  # for rank 0
-                raise
-            sent += manifest.files[name].bytes
+    try:
+        for name, about in files_of(source, manifest, rank, world):
+            if there.get(name) != about.bytes:
+                _send_file(source, target, name, about, proceed)
+                sent += about.bytes
+    except DamageError as error:
+        if not (source / MANIFEST).exists():
+            raise GoneError(f"{source} was deleted") from None
+        write_file(target / _DAMAGE, str(error).encode())  # for rank 0
+        raise
     if rank == 0:
         there = _sizes(target)
         if _DAMAGE in there:
             raise DamageError((_read(target / _DAMAGE) or b"").decode())
-        if any(there.get(name) != about.bytes for name, about in manifest.files.items()):
+        if not _complete(there, manifest):
             return None
         write_file(target / MANIFEST, content)
         patiently(target, lambda: (target / MARK).unlink(missing_ok=True))
     return sent
+
+
+def _complete(there: Mapping[str, int], manifest: Manifest) -> bool:
+    """Whether files of these sizes are all of a checkpoint's but the manifest."""
+    if any(there.get(name) != about.bytes for name, about in manifest.files.items()):
+        return False
+    others = [size for name, size in there.items() if name.startswith("__")]
+    return len(others) + len(manifest.files) == manifest.file_count() and (
+        sum(others) + sum(file.bytes for file in manifest.files.values()) == manifest.file_bytes()
+    )
 
 
 def _begun(
@@ -151,7 +164,7 @@ def _send_file(
     source: Path,
     target: Path,
     name: str,
-    manifest: Manifest,
+    about: FileEntry,
     proceed: Callable[[], object],
 ) -> None:
     """Copy a file, a block in memory at a time, and compare its checksum on the way."""
@@ -167,7 +180,7 @@ def _send_file(
         return crc32
 
     try:
-        if patiently(target, copy) != manifest.files[name].crc32:
+        if patiently(target, copy) != about.crc32:
             raise DamageError(f"{source} is damaged: {name} has a wrong checksum")
     except BaseException as error:
         with suppress(Exception):

@@ -55,7 +55,7 @@ def verify(options: argparse.Namespace) -> int:
             manifest = read_manifest(step)
             problems = list(damage(step, manifest))
             if not problems:
-                read_index(step)
+                read_index(step, manifest)
         except DamageError as error:
             problems = [str(error)]
         if problems:
@@ -63,7 +63,7 @@ def verify(options: argparse.Namespace) -> int:
             print("\n  ".join([f"{step}: damaged", *problems]))
         else:
             size = manifest.file_bytes()
-            print(f"{step}: OK, {len(manifest.files)} files, {size:,} bytes")
+            print(f"{step}: OK, {manifest.file_count()} files, {size:,} bytes")
     for path in leftovers(options.path):
         print(
             f"{path}: left by an interrupted save, or a save in progress; the run's next "

@@ -213,7 +213,7 @@ losses = Functions("training.loss", "loss", ("cross_entropy",))
 data_sources = Functions(
     "training.dataset", "data source", ("demo", "demo_validation", "c4", "c4_test", "c4_validation")
 )
-"""`make(dataset_path[, keys])`: documents by number, or a stream; see `torchtitan.data.sources`."""
+"""`make(dataset_path[, keys])`: documents by number, or a stream; see `data.registered`."""
 tokenizers = Functions("model.tokenizer", "tokenizer")
 """`make(hf_assets_path[, keys])`: a `torchtitan.data.text.tokenizer.Tokenizer`."""
 metric_sinks = Functions(

@@ -5,7 +5,7 @@ from functools import partial
 
 from torchtitan.config.sections.data import Source
 from torchtitan.data.positions import DataState, SourceFingerprint
-from torchtitan.data.sources import DataSpec
+from torchtitan.data.spec import DataSpec
 from torchtitan.data.text.contents import Contents, DataFile, Lists, changes, in_words, render_lists
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger

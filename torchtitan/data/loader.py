@@ -21,10 +21,10 @@ from torchtitan.data.positions import (
     DataPosition,
     DataState,
     SourcePosition,
-    joined,
 )
 from torchtitan.data.reader import ReadAhead, StepReader, StepRows, Workers
-from torchtitan.data.sources import DataSpec, DocumentSource, TokenSource, open_source
+from torchtitan.data.sources import DocumentSource, TokenSource, open_source
+from torchtitan.data.spec import DataSpec
 from torchtitan.data.text.contents import Lists
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
@@ -136,17 +136,16 @@ class StepLoader:
             held_out=self.record.held_out,
         )
 
-    def state(self, parts: Sequence[DataPosition]) -> DataState:
-        """The data position that a checkpoint records.
+    def own_state(self, position: DataPosition) -> DataState:
+        """This rank's share of what a checkpoint records; `completed` makes it whole.
 
         Args:
-            parts: the positions of all ranks after the same step.
+            position: of this rank, with its own lanes.
         """
-        whole = joined(parts)
-        return DataState(
-            step=whole.step,
-            shares=whole.shares,
-            sources=whole.sources,
+        return DataState.model_construct(
+            step=position.step,
+            shares=position.shares,
+            sources=position.sources,
             fingerprint=self.fingerprint,
         )
 

@@ -206,6 +206,22 @@ def joined(parts: Sequence[DataPosition]) -> DataPosition:
     )
 
 
+def completed(share: DataState, parts: Sequence[DataPosition]) -> DataState:
+    """What a checkpoint records.
+
+    Args:
+        share: of any reader, by `StepLoader.own_state`.
+        parts: the positions of all readers after the same step.
+    """
+    whole = joined(parts)
+    return DataState(
+        step=whole.step,
+        shares=whole.shares,
+        sources=whole.sources,
+        fingerprint=share.fingerprint,
+    )
+
+
 def json_fault(value: object, depth: int = 0) -> tuple[str, str] | None:
     """Place and description of a part of `value` that JSON would change; None if there is none."""
     if type(value) is dict:

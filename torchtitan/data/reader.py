@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchtitan.data.order.mixture import Shares, divide, place
 from torchtitan.data.order.rows import Row, Share, SourceReader, blank_row, own_rows
 from torchtitan.data.positions import DataPosition, joined
-from torchtitan.data.sources import DataSpec, Source, open_source
+from torchtitan.data.sources import Source, open_source
+from torchtitan.data.spec import DataSpec
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.signals import become_stoppable, helpers_shielded
 from torchtitan.utils.torch_compat import replaced

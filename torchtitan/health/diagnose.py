@@ -148,8 +148,7 @@ def _waits(dumps: Dumps) -> Waits:
         edges = _unfinished(dumps, rank, dump)
         if not edges and dump.blocked:
             # gloo doesn't record sends and receives; NCCL's record holds nothing of gloo
-            frames = dump.state["threads"]["MainThread"]
-            if any("/pipelining/" in frame[0] for frame in frames):
+            if any("/pipelining/" in frame[0] for frame in dump.frames):
                 peers = _stages(dumps, dump)
             else:
                 peers = set(filter(dumps.idle, range(dumps.world)))

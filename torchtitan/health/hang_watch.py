@@ -85,11 +85,10 @@ class Watch:
         self._error_known = False
         """Whether a rank has raised an exception; errors that follow from it are not reported."""
         self._store = store_of_a_thread(f"watch-{next(_watches)}")
-        self._store.set_timeout(timedelta(seconds=self.limit))  # until all ranks are here
-        process = json.dumps([os.getpid(), socket.gethostname(), time.time()])
-        self._store.set(f"process/{self.rank}", process)
-        processes = self._store.multi_get([f"process/{rank}" for rank in range(self.world)])
-        self._processes = [json.loads(process) for process in processes]
+        self._store.set_timeout(timedelta(seconds=self.limit))  # until rank 0 is here
+        self._process = [os.getpid(), socket.gethostname(), time.time()]
+        self._store.set(f"process/{self.rank}", json.dumps(self._process))
+        self._rank_0_began = json.loads(self._store.get("process/0"))[2]
         self._store.set_timeout(timedelta(seconds=ANSWER_SECONDS))
         forget_exchanges()
         self._lock = threading.Lock()
@@ -202,7 +201,7 @@ class Watch:
                 "kind": "error",
                 "why": "rank 0 is gone",
             }
-            self._write(gone | {"time": self._processes[0][2]}, error)
+            self._write(gone | {"time": self._rank_0_began}, error)
             return
         self._asks += 1
         first = json.loads(claim)
@@ -246,14 +245,17 @@ class Watch:
         while missing and not self._lost and time.monotonic() < deadline:
             time.sleep(0.05)
             silent = [rank for rank in missing if not self._has(f"answer/{self._asks}/{rank}")]
-            missing = {rank: self._process(rank) for rank in silent}
+            missing = {rank: self._without_answer(rank) for rank in silent}
             if all("is gone" in text for text in missing.values()):
                 break
         return missing
 
-    def _process(self, rank: int) -> str:
+    def _without_answer(self, rank: int) -> str:
         """What is known about a rank that gives no answer."""
-        pid, host, _ = self._processes[rank]
+        key = f"process/{rank}"
+        if not (self._has(key) and (known := self._on_store(self._store.get, key))):
+            return "gave no answer"
+        pid, host, _ = json.loads(known)
         name = f"process {pid} on {host}"
         if host != socket.gethostname():
             return f"gave no answer ({name})"
@@ -310,7 +312,7 @@ class Watch:
             "rank": self.rank,
             "world": self.world,
             "degrees": self.degrees,
-            "process": self._processes[self.rank][:2],
+            "process": self._process[:2],
             "time": time.time(),
             "phase": position.activity,
             "step": position.step,

@@ -105,11 +105,11 @@ class RankDump:
 
     @property
     def blocked(self) -> bool:
-        """Whether the main thread is inside a call of torch.distributed.
+        """Whether the rank computes in a call of torch.distributed.
 
         Meaningful only on the CPU: with CUDA the host runs ahead.
         """
-        for file, *_ in self._threads.get("MainThread", []):
+        for file, *_ in self.frames:
             if not _DISPATCH.search(file):
                 return "torch/distributed/" in file
         return False
@@ -118,6 +118,18 @@ class RankDump:
     def _threads(self) -> dict[str, list[Any]]:
         """The stack of each thread, innermost frame first."""
         return self.state.get("threads", {})
+
+    @property
+    def frames(self) -> list[Any]:
+        """The stack of the main thread, or of the one it has handed over to
+        (`torchtitan.parallel.overlap`).
+        """
+        main = self._threads.get("MainThread", [])
+        waits_in = next((file for file, *_ in main if not is_library(file)), "")
+        if not waits_in.endswith("torchtitan/parallel/overlap.py"):
+            return main
+        others = self._threads.items()
+        return next((frames for name, frames in others if name.startswith("backward")), main)
 
     def place(self) -> str:
         """`file:line in function`, outside libraries, of the thread that does the work."""
@@ -130,7 +142,7 @@ class RankDump:
                 inside = any(folder.search(frame[0]) for frame in frames)
                 if inside and name != "MainThread":
                     return where(frames)
-        return where(self._threads.get("MainThread", []))
+        return where(self.frames)
 
     def doing(self) -> str:
         """What the rank is doing, as the rest of a sentence about it."""

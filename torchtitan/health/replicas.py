@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.checkpoint import Checkpointer
 from torchtitan.config.derive import AXES
 from torchtitan.health.collectives import name_ranks
-from torchtitan.parallel.agree import from_all
+from torchtitan.parallel import agree
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.utils.errors import GuardError
 
@@ -106,7 +106,7 @@ def disagreements(
         for index, column in zip(indices, columns, strict=True):
             if len(set(column)) > 1:
                 found.append(f"{names[index]} differs along {axis}: {_versions(ranks, column)}")
-    return list(dict.fromkeys(text for rank in from_all(found) for text in rank))
+    return list(dict.fromkeys(text for rank in agree.found(found or None) for text in rank or ()))
 
 
 def _replicated_along(value: Tensor, mesh: Mesh) -> Iterator[tuple[str, dist.ProcessGroup]]:

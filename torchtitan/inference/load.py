@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from torchtitan.checkpoint.commit import checkpoints_at
+from torchtitan.checkpoint.commit import checkpoints_at, damage
 from torchtitan.checkpoint.hf.folder import SafetensorsReader, read_hf_config
 from torchtitan.checkpoint.hf.weights import check_hf, load_hf
 from torchtitan.checkpoint.load import Reader, alone
@@ -88,13 +88,11 @@ def find(
     manifest = read_manifest(folder)
     if averaged:
         check_averaged(folder, manifest)
-    for name, expected in manifest.files.items():
-        file = folder / name
-        if not file.is_file() or file.stat().st_size != expected.bytes:
-            raise CheckpointError(
-                f"{folder} is damaged: {name} is missing or has the wrong size; choose an earlier "
-                "step (torchtitan ckpt verify lists the intact ones)"
-            )
+    if wrong := next(damage(folder, manifest, contents=False), None):
+        raise CheckpointError(
+            f"{folder} is damaged: {wrong}; choose an earlier step (torchtitan ckpt verify lists "
+            "the intact ones)"
+        )
     spec, args, assets = model_of(folder, manifest, custom_import)
     return ModelSource(
         folder=folder,

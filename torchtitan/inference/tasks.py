@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.data.text.tokenizer import Tokenizer
-from torchtitan.parallel.agree import from_all
+from torchtitan.parallel import agree
 from torchtitan.utils.errors import UserError, did_you_mean
 from torchtitan.utils.torch_compat import replaced
 
@@ -58,7 +58,7 @@ class Tasks:
                     problem = str(error)
                 except Exception as error:
                     problem = f"{type(error).__name__}: {error}"
-            for found in from_all(problem):
+            for found in agree.found(problem):
                 if found:
                     raise UserError(f"lm-eval can't load {', '.join(names)}: {found}")
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.library import CustomOpDef
 from torch.utils.flop_counter import register_flop_formula
 
-from torchtitan.models.attention_kernel import band_backward, band_forward
+from torchtitan.models.attention_band import band_backward, band_forward
 
 
 def attend_variant(

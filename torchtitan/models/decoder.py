@@ -18,10 +18,11 @@ from torchtitan.models.decoder_args import DecoderArgs, LayerKind
 from torchtitan.models.delta import GatedDeltaNet
 from torchtitan.models.feed_forward import FeedForward
 from torchtitan.models.layers import Attend, DocumentMask, Mask
-from torchtitan.models.moe import Load, MoE, Routed
+from torchtitan.models.moe import MoE, Routed
 from torchtitan.models.mtp import embed_next, mtp_module
 from torchtitan.models.norms import RMSNorm, build_norm
 from torchtitan.models.rope import rope_cache
+from torchtitan.models.router import Load
 
 __all__ = ["Attention", "Block", "Decoder", "MoEBlock"]
 

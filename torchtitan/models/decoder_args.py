@@ -201,7 +201,7 @@ class DecoderArgs(ModelArgs):
     def score_scale(self) -> float:
         """What attention's scores are multiplied by."""
         scale = self.attention_scale or self.head_dim**-0.5
-        if self.mup_base_dim and self.mup_base_head_size and not self.attention_scale:
+        if self.mup_base_dim and self.mup_base_head_size:
             scale = self.mup_base_head_size**0.5 / self.head_dim
         if self.kv_lora_rank and isinstance(self.rope_scaling, YarnScaling):
             return scale * self.rope_scaling.on_scores

@@ -76,6 +76,8 @@ def _attention_problems(args: DecoderArgs) -> Iterator[str]:
         )
     if args.qk_norm_whole and not args.qk_norm:
         yield "qk_norm_whole needs qk_norm = true"
+    if args.attention_scale and args.mup_base_head_size:
+        yield "attention_scale and mup_base_head_size both set the scale of scores: set one"
     if args.kv_lora_rank:
         yield from _latent_problems(args)
     elif args.q_lora_rank or args.rope_head_size or args.value_head_size:

@@ -23,7 +23,8 @@ def grouped_mm(
     outputs]`.
 
     Args:
-        ends: `[groups]` int32, the index after the last row of each group. The last is `n`.
+        ends: `[groups]` int32, the index after the last row of each group. The results of rows
+            after the last end are undefined on CUDA, and zero on the CPU.
     """
     return torch.ops.torchtitan.grouped_mm(rows, weight, ends)
 
@@ -44,6 +45,7 @@ def _grouped_mm(
         if end > start:
             torch.mm(rows[start:end], matrix if transposed else matrix.t(), out=out[start:end])
         start = end
+    out[start:].zero_()
     return out
 
 
@@ -172,7 +174,8 @@ class _Bias(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(ends)
         places = torch.arange(len(rows), device=rows.device)
-        return rows + bias.index_select(0, torch.searchsorted(ends, places, right=True))
+        groups = torch.searchsorted(ends, places, right=True).clamp_(max=len(ends) - 1)
+        return rows + bias.index_select(0, groups)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.models.attention_kernel import is_halved
 from torchtitan.models.attention_op import attend_variant
 from torchtitan.models.flex import attend_blocks
 from torchtitan.models.packed_attention import PackedDocuments, attend_documents, pack_documents
@@ -58,10 +59,17 @@ class Attend(Protocol):
 def _is_plain(
     q: Tensor,
     v: Tensor,
+    mask: Mask | None,
     window: int | None,
     sinks: Tensor | None,
 ) -> bool:
-    """Whether this is what torch calls scaled dot-product attention, in all of its kernels."""
+    """Whether torch's scaled dot-product attention does this, and no slower than
+    `attend_variant`.
+    """
+    if q.device.type == "cpu" and (
+        q.element_size() == 2 or (mask is None and is_halved(q.shape[2]))
+    ):
+        return False
     return window is None and sinks is None and q.shape[-1] == v.shape[-1]
 
 
@@ -77,7 +85,7 @@ def _attend_dense(
 ) -> Tensor:
     if window is not None and window >= k.shape[2]:
         window = None
-    if not _is_plain(q, v, window, sinks):
+    if not _is_plain(q, v, mask, window, sinks):
         offset = 0 if q.shape[2] == k.shape[2] else None
         return attend_variant(
             q,

@@ -29,20 +29,22 @@ class RMSNorm(nn.RMSNorm):
     """RMSNorm (Zhang & Sennrich, arXiv:1910.07467) over the last dimension, with a weight.
 
     torch has a fused kernel on CUDA. On the CPU it runs several operations, each of which keeps its
-    input for the backward; in fp32 and eager mode, this one keeps its input and one number per row,
+    input for the backward, in fp32; in eager mode, this one keeps its input and one number per row,
     and makes fewer passes.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        fp32_on_cpu = x.device.type == "cpu" and x.dtype == torch.float32
+        on_cpu = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
         eager = not is_traceable_wrapper_subclass(x) and not torch.compiler.is_compiling()
-        fused = fp32_on_cpu and eager and self.weight is not None and not torch_is_before_2_13()
+        fused = on_cpu and eager and self.weight is not None and not torch_is_before_2_13()
         if fused:
             return _RMSNorm.apply(x, self.weight, self.eps)
         return super().forward(x)
 
 
 class _RMSNorm(torch.autograd.Function):
+    """Computes in fp32, whatever the type of its arguments."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -50,20 +52,23 @@ class _RMSNorm(torch.autograd.Function):
         weight: Tensor,
         eps: float,
     ) -> Tensor:
-        squares = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
+        wide = x.float()
+        squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        return (wide * scale).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
+        kinds = x.dtype, weight.dtype
+        x, weight, gradient = x.float(), weight.float(), gradient.float()
         normal = x * scale
         products = gradient * normal
         # The part that the normalization takes out.
         along = (products @ weight).unsqueeze(-1).div_(x.shape[-1])
         of_x = (gradient * weight).addcmul_(normal, along, value=-1).mul_(scale)
-        return of_x, products.flatten(0, -2).sum(0), None
+        return of_x.to(kinds[0]), products.flatten(0, -2).sum(0).to(kinds[1]), None
 
 
 class OffsetRMSNorm(RMSNorm):

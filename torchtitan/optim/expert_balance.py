@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan.models.moe import Router
+from torchtitan.models.router import Router
 from torchtitan.parallel.collectives import all_reduce
 
 
@@ -62,6 +62,12 @@ class ExpertBalance:
         table = torch.cat([self._since, self.losses[:, None]], dim=1).cpu()
         self._since.zero_()
         return table
+
+    def sums(self) -> list[Tensor]:
+        """What forwards, and a `step` that is skipped, change."""
+        routers = self.routers.values()
+        of_step = [x for router in routers for x in (router.step_load, router.step_loss)]
+        return [self._since, *of_step]
 
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:

@@ -12,10 +12,9 @@ from torch.optim.adam import adam
 from torchtitan.config.registry import Custom, optimizers
 from torchtitan.config.sections.optim import Optimizer
 from torchtitan.models.spec import is_matrix
-from torchtitan.optim.muon import OneByOne, StackedMuon
+from torchtitan.optim.muon import Muon
 from torchtitan.optim.registered import make_registered
 from torchtitan.parallel.collectives import SquaredNorm, local
-from torchtitan.utils.torch_compat import keep_muon_updates_sharded
 
 Group = dict[str, Any]
 """A parameter group of a torch optimizer: `params`, and their settings."""
@@ -142,7 +141,7 @@ class ShardedAdam(torch.optim.Adam):
             )
 
 
-class NarrowAdam(OneByOne):
+class NarrowAdam(torch.optim.Optimizer):
     """Adam or AdamW with both moments stored in bf16. Computes in the parameter's dtype."""
 
     def __init__(
@@ -155,7 +154,14 @@ class NarrowAdam(OneByOne):
         super().__init__(groups, settings)
         self._decoupled = decoupled
 
-    def update(
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group)
+
+    def _update(
         self,
         param: Tensor,
         group: Group,
@@ -214,7 +220,7 @@ def build_optimizer(
     if optimizer.early_step_in_backward:
         return OptimizerInBackward(list(groups.values()), make)
     built = []
-    for muon in (0, 2, 3):
+    for muon in (False, True):
         alike = [group for group in groups.values() if group["muon"] == muon]
         if alike:
             built.append(make(alike))
@@ -229,7 +235,7 @@ def _settings(
 ) -> dict[str, float]:
     """The settings that decide a parameter's group.
 
-    `muon` is the number of dimensions of what Muon updates; 0: AdamW or a registered optimizer.
+    `muon`: Muon updates it, not AdamW or a registered optimizer.
 
     A matrix's update should change its outputs by as much in a wide model as in a narrow one. Adam
     changes every element by about the learning rate, and in directions that the inputs share, so
@@ -251,7 +257,7 @@ def _settings(
         scale *= by_width
         decay = decay if optimizer.name == "Adam" else decay / by_width
     return {
-        "muon": param.dim() if by_muon else 0,
+        "muon": by_muon,
         "weight_decay": decay,
         "lr_scale": scale,
     }
@@ -259,18 +265,15 @@ def _settings(
 
 def _make(optimizer: Optimizer, groups: list[Group]) -> torch.optim.Optimizer:
     """One optimizer, for groups with the same `muon`."""
-    muon = {
-        "lr": optimizer.lr,
-        "momentum": optimizer.muon_momentum,
-        "ns_steps": optimizer.muon_ns_steps,
-    }
-    if groups[0]["muon"] == 3:
-        return StackedMuon(groups, muon)
     if groups[0]["muon"]:
-        keep_muon_updates_sharded()
-        return torch.optim.Muon(groups, **muon, adjust_lr_fn="match_rms_adamw")
+        muon: dict[str, Any] = {
+            "lr": optimizer.lr,
+            "momentum": optimizer.muon_momentum,
+            "ns_steps": optimizer.muon_ns_steps,
+        }
+        return Muon(groups, muon)
     decoupled = optimizer.name != "Adam"
-    settings = {
+    settings: dict[str, Any] = {
         "lr": optimizer.lr,
         "betas": (optimizer.beta1, optimizer.beta2),
         "eps": optimizer.eps,

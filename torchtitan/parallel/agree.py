@@ -1,10 +1,16 @@
-"""Agreement of all ranks on what they have found. All ranks call each function together."""
+"""Agreement of all ranks on what they have found. All ranks call each function together.
+
+What is usual costs the same on any number of ranks: a reduced number, a broadcast, or a tree. The
+objects of all ranks reach all ranks only through `from_all`.
+"""
 
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
+from torchtitan.parallel.collectives import AnyRank
 from torchtitan.utils.errors import CheckpointError, DamageError
 
 T = TypeVar("T")
@@ -24,6 +30,32 @@ def from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
+def found(value: T | None) -> list[T | None]:
+    """The `value` of every rank; empty if it is None on all, which one reduced number tells."""
+    on_cuda = "nccl" in str(dist.get_backend_config())
+    device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+    return from_all(value) if AnyRank(value is not None, device).answer() > 0 else []
+
+
+def merged_on_0(value: T, combine: Callable[[T, T], T]) -> T:
+    """The values of all ranks, combined in the order of ranks; only of some on other ranks than 0.
+
+    Along a binomial tree: of n ranks, each receives at most log2(n) objects and sends one.
+    """
+    rank = dist.get_rank()
+    distance = 1
+    while distance < dist.get_world_size():
+        if rank % (2 * distance):
+            dist.send_object_list([value], rank - distance)
+            break
+        if rank + distance < dist.get_world_size():
+            box: list[T] = [value]
+            dist.recv_object_list(box, rank + distance)
+            value = combine(value, box[0])
+        distance *= 2
+    return value
+
+
 def together(action: Callable[[], T]) -> T:
     """Run `action` on every rank. If it raises a CheckpointError on any, all ranks raise the first.
 
@@ -35,7 +67,6 @@ def together(action: Callable[[], T]) -> T:
         result = action()
     except CheckpointError as own:
         error = own
-    errors = [other for other in from_all(error) if other is not None]
-    if errors:
+    if errors := [other for other in found(error) if other is not None]:
         raise min(errors, key=lambda other: isinstance(other, DamageError))
     return result  # type: ignore[return-value]

@@ -16,7 +16,11 @@ from torchtitan.models.protocols import Model
 from torchtitan.parallel.activation_checkpoint import memory_budget
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.regions import regions, replace_method
-from torchtitan.utils.torch_compat import keep_buffers_of_backward, no_shared_autograd_cache
+from torchtitan.utils.torch_compat import (
+    forget_equal_meshes,
+    keep_buffers_of_backward,
+    no_shared_autograd_cache,
+)
 
 _settings = ExitStack()
 """The compiler settings of the latest run in this process."""
@@ -34,6 +38,7 @@ def configure_compiler(config: Config, mesh: Mesh) -> None:
     torch._dynamo.reset()  # graphs of an earlier run would count against dynamo's limit
     _settings.enter_context(keep_buffers_of_backward())
     if mesh.tp is not None:
+        forget_equal_meshes()
         _settings.enter_context(no_shared_autograd_cache())
     folder = os.path.join(config.job.dump_folder, "memory_budget")
     _settings.enter_context(memory_budget(config.activation_checkpoint, folder))
@@ -61,10 +66,15 @@ def apply_compile(
     """
     if not compiles_blocks(config):
         return
-    compiled_once = cache(partial(_compiled, config=config.compile))
+    graphs = config.compile.cuda_graphs
+    compiled_once = cache(partial(_compiled, config=config.compile, graphs=graphs))
     for block in model.layers.values():
         for owner, name in regions(block, experts_apart=experts_apart):
             replace_method(owner, name, compiled_once)
+    if config.compile.cuda_graphs:
+        # Each batch may overwrite what the graphs of the one before have returned.
+        mark: Callable[..., None] = torch.compiler.cudagraph_mark_step_begin
+        model.register_forward_pre_hook(lambda *_: mark())
 
 
 def compiled_loss(loss: Callable[..., Any], config: Compile) -> Callable[..., Any]:
@@ -74,10 +84,21 @@ def compiled_loss(loss: Callable[..., Any], config: Compile) -> Callable[..., An
     return _compiled(loss, config)
 
 
-def _compiled(function: Callable[..., Any], config: Compile) -> Callable[..., Any]:
+def _compiled(
+    function: Callable[..., Any],
+    config: Compile,
+    *,
+    graphs: bool = False,
+) -> Callable[..., Any]:
+    """
+    Args:
+        graphs: record CUDA graphs. What can't be recorded raises an error.
+    """
+    options = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
     return torch.compile(
         function,
         backend=config.backend,
         fullgraph=True,
         dynamic=False,
+        options=options if graphs else None,
     )

@@ -2,7 +2,8 @@
 
 The ranks of `ep` are taken from dp_shard x cp x tp, whose ranks all have different tokens. Experts
 are sharded over `ep` by index, and by FSDP over the ranks that hold the same ones. The splits of
-both all-to-alls depend on the data, so the host waits once for the device in each forward.
+both all-to-alls depend on the data, so the host waits once for the device in each forward, unless
+their sizes are fixed (`exchange.py`).
 
 Shapes: n rows, a row for each token and expert.
 """
@@ -14,25 +15,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed._functional_collectives import (
-    all_reduce,
-    all_to_all_single,
-    all_to_all_single_autograd,
-)
+from torch.distributed._functional_collectives import all_reduce, all_to_all_single
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.config.sections.schema import Config
-from torchtitan.models.moe import Balance, Experts, Router, inverse_of, permute
+from torchtitan.models.moe import Experts, inverse_of, permute
 from torchtitan.models.protocols import Model
+from torchtitan.models.router import Balance, Router
 from torchtitan.parallel.collectives import distribute
+from torchtitan.parallel.exchange import by_expert, to_slots
 from torchtitan.parallel.mesh import Mesh
-from torchtitan.utils.activity import note_exchange
+from torchtitan.parallel.room import Room
+from torchtitan.parallel.travel import finish, start
 
 
 class ShardedExperts(Experts):
     """Experts of which each rank of `group` holds an equal part: `[n, dim] -> [n, dim]`."""
 
     group: dist.ProcessGroup
+    room: Room | None = None
+    """Of a forward with gradients; None: rows are counted before each exchange."""
+    needed: Tensor | None = None
+    """`[2]` int64, the most rows of the step so far, as in `Room`; None: don't record them."""
+    empty: float | None = None
+    """Share of the slots of the last fixed exchange that had no row."""
 
     def forward(
         self,
@@ -46,37 +52,40 @@ class ShardedExperts(Experts):
             ends: `[experts]` int32, the index after each expert's last row.
             meanwhile: called while rows travel to their experts.
         """
+        ranks = self.group.size()
         to_experts = ends.diff(prepend=ends.new_zeros(1))  # rows for each expert
-        arriving = all_to_all_single(to_experts, None, None, self.group)
-        arriving = arriving.view(self.group.size(), -1)
-        sent, received = _splits(to_experts.view_as(arriving), arriving, len(rows))
-        arrived = self._exchange(rows, sent, received)
+        arriving = all_to_all_single(to_experts, None, None, self.group).view(ranks, -1)
+        trains = torch.is_grad_enabled()
+        room = self.room.within(len(rows), ranks) if self.room is not None and trains else None
+        if room is None:
+            sent, received = _splits(to_experts.view_as(arriving), arriving, len(rows))
+        else:
+            sent = received = [room.pair] * ranks
+            row_of, slot_of = to_slots(ends, ranks, room.pair, len(rows))
+            self.empty = 1 - len(rows) / (ranks * room.pair)
+            rows = permute(rows, row_of, slot_of)
+        travelling = start(rows, sent, received, self.group)
         meanwhile()
-        order = _by_expert(arriving, sum(received))
-        place = inverse_of(order)
+        arrived = finish(travelling)
+        if self.needed is not None and trains:  # recomputation does it again, which changes nothing
+            most = to_experts.view_as(arriving).sum(1).amax()
+            torch.maximum(self.needed, torch.stack([most, arriving.sum()]), out=self.needed)
+        if room is None:
+            order = _by_expert(arriving, sum(received))
+            place = inverse_of(order)
+            own_ends = arriving.sum(0).cumsum(0).to(torch.int32)
+        else:
+            order, place, own_ends = by_expert(arriving, room)
         own_rows = permute(arrived, order, place)
+        del rows, arrived  # not to be held while the experts compute
         torch._dynamo.maybe_mark_dynamic(own_rows, 0)  # one graph for any number of rows
-        own_ends = arriving.sum(0).cumsum(0).to(torch.int32)
         weights = [w.to_local() if isinstance(w, DTensor) else w for w in self.parameters()]
-        results = self.compute(own_rows, own_ends, *weights)
-        return self._exchange(permute(results, place, order), received, sent)
-
-    def _exchange(
-        self,
-        rows: Tensor,
-        sent: list[int],
-        received: list[int],
-    ) -> Tensor:
-        """Send consecutive `rows` to the ranks of `group`, and receive theirs.
-
-        The notes let the hang doctor see who waits for whom.
-        """
-        ranks = dist.get_process_group_ranks(self.group)
-        note_exchange(ranks, sent, received)
-        arrived = all_to_all_single_autograd(rows, received, sent, self.group)
-        if arrived.grad_fn is not None:  # the backward sends gradients the other way
-            arrived.grad_fn.register_prehook(lambda _: note_exchange(ranks, received, sent))
-        return arrived
+        results = permute(self.compute(own_rows, own_ends, *weights), place, order)
+        del own_rows
+        travelling = start(results, received, sent, self.group)
+        del results
+        back = finish(travelling)
+        return back if room is None else permute(back, slot_of, row_of)
 
 
 def _splits(

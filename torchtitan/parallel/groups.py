@@ -11,14 +11,8 @@ import torch.distributed as dist
 from torchtitan.config.sections.schema import Comm
 from torchtitan.utils.activity import CHECKPOINT_GROUP
 from torchtitan.utils.logging import logger
-from torchtitan.utils.process import rank_and_world
+from torchtitan.utils.process import CONNECTED_RANKS, rank_and_world
 from torchtitan.utils.torch_compat import silence_false_alarms, store_of_this_attempt
-
-CONNECTED_RANKS = 64
-"""Largest world in which gloo connects all pairs of a group at once. In larger ones pairs connect
-when they first communicate: else n ranks ask the job's store n^2 times, and each holds n - 1
-connections.
-"""
 
 
 def init_distributed(comm: Comm, device: torch.device) -> None:

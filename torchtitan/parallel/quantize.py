@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchtitan.config.features import FLOAT8, MX, SMALL_LAYERS, gains_by_float8, uses
@@ -22,6 +22,7 @@ from torchtitan.config.rules import Accelerator, Facts, check
 from torchtitan.config.sections.quantize import MXFP8, Float8
 from torchtitan.config.sections.schema import Config
 from torchtitan.parallel.quantize_experts import quantize_experts
+from torchtitan.parallel.regather import ColumnsOfGathered, gather_sequence
 from torchtitan.utils.logging import logger
 from torchtitan.utils.torch_compat import silence_false_alarms
 from torchtitan.utils.torchao_compat import (
@@ -171,7 +172,7 @@ class GatherSequenceInFloat8(ParallelStyle):
                 linear.linear_mm_config,
                 gemm_input_role=GemmInputRole.INPUT,
             )
-            return x.redistribute(placements=[Replicate()]), *inputs[1:]
+            return gather_sequence(x), *inputs[1:]
 
         module.register_forward_pre_hook(gather)
         return module
@@ -200,9 +201,9 @@ def float8_style(name: str, module: nn.Module) -> ParallelStyle | None:
         if scaling != ScalingGranularity.TENSORWISE:
             return None
     if layers and name == "columns":
-        return Float8ColwiseParallel()
+        return ColumnsOfGathered(Float8ColwiseParallel())
     if layers and name == "columns_of_sequence":
-        return Float8ColwiseParallel(input_layouts=SEQUENCE)
+        return ColumnsOfGathered(Float8ColwiseParallel(), GatherSequenceInFloat8())
     if layers and name == "rows":
         return Float8RowwiseParallel(output_layouts=SEQUENCE)
     if layers and name == "gather_sequence":

@@ -74,10 +74,14 @@ def padded(product: Product, multiple: int) -> Product:
         shifts = new_ends - longer - (ends - sizes)
         index = torch.arange(len(rows), device=rows.device)
         group = torch.searchsorted(ends, index, right=True, out_int32=True)
-        place = index + shifts[group]
+        # Those of no group follow those of the last: as zeros, so that they don't count there.
+        outside = (group == len(ends)).unsqueeze(-1)
+        place = index + shifts[group.clamp_(max=len(ends) - 1)]
         new_ends[-1] = total
+        rows = rows.masked_fill(outside, 0)
         spread = rows.new_zeros(total, rows.shape[1]).index_copy(0, place, rows)
-        return product(spread, weight, new_ends).index_select(0, place)
+        out = product(spread, weight, new_ends).index_select(0, place)
+        return out.masked_fill(outside, 0)
 
     return padded_product
 
@@ -137,10 +141,12 @@ def _rounded(x: Tensor, dim: int) -> Tensor:
 
 
 def _rounded_in_groups(rows: Tensor, ends: Tensor) -> Tensor:
-    """`rows` in e4m3, with a scale for each column of each group."""
+    """`rows` in e4m3, with a scale for each column of each group, and of the rows after them."""
     group = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
     index = group.unsqueeze(-1).expand_as(rows)
-    largest = rows.new_zeros(len(ends), rows.shape[1]).scatter_reduce(0, index, rows.abs(), "amax")
+    largest = rows.new_zeros(len(ends) + 1, rows.shape[1]).scatter_reduce(
+        0, index, rows.abs(), "amax"
+    )
     return _to_e4m3(rows, largest[group])
 
 

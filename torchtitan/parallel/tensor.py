@@ -32,6 +32,7 @@ from torchtitan.models.protocols import Model
 from torchtitan.models.spec import ShardingStyle
 from torchtitan.parallel.collectives import SumOverRanks, distribute
 from torchtitan.parallel.quantize import SEQUENCE, as_sequence_shard, float8_style
+from torchtitan.parallel.regather import ColumnsOfGathered, gather_sequence
 from torchtitan.utils.torch_compat import redistribute_and_wait
 
 VOCABULARY = Shard(-1)
@@ -82,8 +83,7 @@ class _GatherSequence(ParallelStyle):
         device_mesh: DeviceMesh,
     ) -> nn.Module:
         def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            x = as_sequence_shard(inputs[0], device_mesh)
-            return x.redistribute(placements=[Replicate()]), *inputs[1:]
+            return gather_sequence(as_sequence_shard(inputs[0], device_mesh)), *inputs[1:]
 
         module.register_forward_pre_hook(gather)
         return module
@@ -255,8 +255,8 @@ def _style(
         "router": _Router(),
         "gate": _Gate(),
         "experts": _Whole(),
-        "columns": ColwiseParallel(),
-        "columns_of_sequence": ColwiseParallel(input_layouts=SEQUENCE),
+        "columns": ColumnsOfGathered(ColwiseParallel()),
+        "columns_of_sequence": ColumnsOfGathered(ColwiseParallel(), _GatherSequence()),
         "shared_key": _SharedKey(),
         "whole_norm": _WholeNormStyle(),
         "rows": RowwiseParallel(output_layouts=SEQUENCE),

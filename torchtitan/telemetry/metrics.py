@@ -123,6 +123,7 @@ class Metrics:
         mtp_losses: Sequence[float] = (),
         experts: Tensor | None = None,
         qk_clip: tuple[float, int] | None = None,
+        exchange: Mapping[str, float] | None = None,
         sources: Record | None = None,
         own: Mapping[str, float] | None = None,
     ) -> Record:
@@ -133,6 +134,7 @@ class Metrics:
             mtp_losses: of the modules of multi-token prediction.
             experts: from `ExpertBalance.take`.
             qk_clip: from `QKClip.take`.
+            exchange: from `FixedExchange.take`.
             sources: loss, tokens, epochs and bytes per token of each data source.
             own: what the user's callbacks log.
 
@@ -165,7 +167,7 @@ class Metrics:
             record["mtp_loss"] = sum(mtp_losses) / len(mtp_losses)
         if qk_clip is not None:
             record["max_attention_logit"], record["clipped_heads"] = qk_clip
-        record |= sources or {}
+        record |= {**(exchange or {}), **(sources or {})}
         loads = read_loads(experts) if experts is not None else None
         if loads is not None:
             record |= self._log_experts(step, loads)

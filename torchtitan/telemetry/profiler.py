@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.profiler import _ExperimentalConfig
 
 from torchtitan.config.sections.schema import Profiling
 from torchtitan.utils.logging import logger
@@ -50,6 +51,8 @@ class Profiler:
             schedule=schedule,
             on_trace_ready=self._write_trace,
             record_shapes=True,
+            # Overlapping microbatches have a thread each.
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),
         )
         profile.start()
         return profile

@@ -7,10 +7,12 @@ a second.
 """
 
 import faulthandler
+import gc
 import importlib
 import multiprocessing as mp
 import os
 import shutil
+import sys
 import tempfile
 import time
 import traceback
@@ -57,6 +59,7 @@ def _rank_main(
         rank=rank,
         world_size=world,
     )
+    known = set(sys.modules)
     while True:
         try:
             module, name, args, kwargs, timeout = connection.recv()
@@ -64,7 +67,12 @@ def _rank_main(
             return
         faulthandler.dump_traceback_later(timeout, file=stacks)
         try:
-            result = ("ok", getattr(importlib.import_module(module), name)(*args, **kwargs))
+            function = getattr(importlib.import_module(module), name)
+            if set(sys.modules) - known:  # what was imported stays, too
+                known |= set(sys.modules)
+                gc.collect()
+                gc.freeze()
+            result = ("ok", function(*args, **kwargs))
             dist.barrier()
         except BaseException:
             result = ("error", traceback.format_exc())

@@ -2,10 +2,18 @@
 thread.
 """
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks use gloo
 
-import torchtitan.train.rank_main
-import torchtitan.train.trainer  # noqa: F401
+gc.disable()
+import torchtitan.train.rank_main  # noqa: E402
+import torchtitan.train.trainer  # noqa: E402, F401
+from torchtitan.train.built_in import CollectGarbage  # noqa: E402
+
+CollectGarbage.freezes = False
+gc.collect()
+gc.freeze()  # else each run of each rank scans what torch is made of
+gc.enable()

@@ -15,7 +15,7 @@ from torchtitan.config.registry import data_sources
 from torchtitan.config.sections.data import Source, ValidationSet
 from torchtitan.config.sections.schema import Config, Debug, Training, Validation
 from torchtitan.data.loader import StepLoader, build_loader
-from torchtitan.data.sources import DataSpec
+from torchtitan.data.spec import DataSpec
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.expert_balance import ExpertBalance
@@ -26,6 +26,8 @@ from torchtitan.optim.qk_clip import QKClip
 from torchtitan.parallel.compile import compiled_loss
 from torchtitan.parallel.context import layout_of
 from torchtitan.parallel.context_layout import attending_positions, local_positions
+from torchtitan.parallel.exchange import FixedExchange
+from torchtitan.parallel.expert import ShardedExperts
 from torchtitan.parallel.fsdp import accumulation
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
@@ -108,6 +110,7 @@ def build(
         validation = Validator(forward, held_out, mesh, device, lengths)
     experts = _expert_balance(config, setup, models, device) if setup.n_experts else None
     qk_clip = _qk_clip(config, setup, mesh, models, device) if config.optimizer.qk_clip else None
+    exchange = fixed_exchange(config, setup, mesh, models, device)
     average = WeightAverage(models, config.ema) if config.ema.enable else None
     probe = None
     if config.eval.enable or config.sampling.prompts:
@@ -125,6 +128,7 @@ def build(
         average,
         probe,
         qk_clip=qk_clip,
+        exchange=exchange,
         compute_of=compute_of,
     )
 
@@ -155,8 +159,33 @@ def _expert_balance(
     models: list[FSDPModule],
     device: torch.device,
 ) -> ExpertBalance:
-    blocks = sum(name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1))
-    return ExpertBalance(models, blocks, setup.n_experts, config.moe.balance_bias_rate, device)
+    rate = config.moe.balance_bias_rate
+    return ExpertBalance(models, _blocks(setup), setup.n_experts, rate, device)
+
+
+def _blocks(setup: Setup) -> int:
+    """Blocks of the whole model."""
+    return sum(name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1))
+
+
+def fixed_exchange(
+    config: Config,
+    setup: Setup,
+    mesh: Mesh,
+    models: list[FSDPModule],
+    device: torch.device,
+) -> FixedExchange | None:
+    """The sizes of the exchanges of experts' rows; None where each exchange counts its own."""
+    p = config.parallelism
+    if mesh.ep is None or p.expert_parallel_exchange == "counted":
+        return None
+    experts = {
+        int(name.split(".")[1]): module
+        for model in models
+        for name, module in model.named_modules()
+        if isinstance(module, ShardedExperts)
+    }
+    return FixedExchange(experts, _blocks(setup), p.expert_parallel_headroom, device)
 
 
 def build_held_out(
@@ -332,7 +361,15 @@ def build_compute(
             project=model_loss.project,
             further=further,
         )
-        pipeline = Pipeline(models, setup.stages, shapes, positions, attending, pp_group)
+        pipeline = Pipeline(
+            models,
+            setup.stages,
+            shapes,
+            positions,
+            attending,
+            pp_group,
+            overlap=config.parallelism.pipeline_parallel_expert_parallel_overlap,
+        )
     document_end = setup.tokenizer.eos_id if training.document_mask else None
     pin = section.dataloader.pin_memory and device.type != "cpu"
     return Compute(

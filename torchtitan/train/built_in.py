@@ -80,6 +80,12 @@ class WaitForCopy(Callback):
             self.checkpointer.wait_staged()
 
 
+def looks_at_gradients(callback: Callback) -> bool:
+    """Whether a callback does more before an update than to wait."""
+    own = type(callback).before_update is not Callback.before_update
+    return own and not isinstance(callback, WaitForCopy)
+
+
 class AverageWeights(Callback):
     """Updates the average of the weights: `[ema]`."""
 
@@ -210,6 +216,7 @@ class Report(Callback):
     ) -> None:
         progress = run.progress
         experts = self.parts.experts
+        exchange = self.parts.exchange
         self.metrics.count(progress.step, result.tokens, self.parts.stage)
         if not self.metrics.due(progress.step):
             return
@@ -223,10 +230,13 @@ class Report(Callback):
             skipped=progress.skipped,
             experts=None if experts is None else experts.take(),
             qk_clip=None if self.parts.qk_clip is None else self.parts.qk_clip.take(),
+            exchange=None if exchange is None else exchange.take(),
             mtp_losses=result.mtp_losses,
             sources=self._sources(run),
             own=run.logged.take(),
         )
+        if exchange is not None:
+            self.run_record.record("redone_steps", exchange.redone)
         self.run_record.heartbeat(progress.step)
 
     def _sources(self, run: Run) -> Record:
@@ -363,7 +373,7 @@ class Save(Callback):
         model_only = last and config.last_save_model_only
         stage = self.parts.stage
         self.checkpointer.about["model"] = describe_model(run.config, self.setup, stage)
-        self.checkpointer.save(step, self.state.gather(), model_only=model_only)
+        self.checkpointer.save(step, self.state.share(), model_only=model_only)
         if last and config.last_save_in_hf:
             setup = self.setup
             args = trained_args(run.config, setup, stage)
@@ -378,9 +388,13 @@ class CollectGarbage(Callback):
     makes all others wait. Objects that exist at the start are never scanned.
     """
 
+    freezes = True
+    """False where a server that forks ranks has frozen its own objects, which are to stay so."""
+
     def on_start(self, run: Run) -> None:
         gc.collect()
-        gc.freeze()
+        if self.freezes:
+            gc.freeze()
         gc.disable()
 
     def after_step(
@@ -405,4 +419,5 @@ class CollectGarbage(Callback):
         reason: str,
     ) -> None:
         gc.enable()
-        gc.unfreeze()
+        if self.freezes:
+            gc.unfreeze()

@@ -4,6 +4,7 @@ value ...]`.
 Without torchrun it trains as one process. Everything is checked before torch is imported.
 """
 
+import gc
 import os
 import shlex
 import signal
@@ -71,10 +72,12 @@ def _run(
     rank: int,
 ) -> int:
     """Train; the exit status."""
+    gc.disable()  # an import makes half a million objects, and no garbage
     from torchtitan.train.trainer import (
         Trainer,
     )  # imports torch, so only after the configuration is checked
 
+    gc.enable()
     trainer = Trainer(resolved.config, setup, stop)
     stop.abandon = lambda: _interrupt(trainer, rank)
     try:

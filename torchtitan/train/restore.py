@@ -18,7 +18,6 @@ from torchtitan.health.guard import Guard
 from torchtitan.models import hf_map
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.lr_schedule import LRSchedule
-from torchtitan.parallel.agree import from_all
 from torchtitan.telemetry.run_record import changed_settings
 from torchtitan.train.preflight import Setup
 from torchtitan.train.state import Progress
@@ -37,13 +36,12 @@ class RunState:
     guard: Guard
     average: WeightAverage | None = None
 
-    def gather(self) -> dict[str, Any]:
-        """The state, the same on every rank. Called by all ranks."""
-        positions = from_all(self.progress.data or self.loader.start)
+    def share(self) -> dict[str, Any]:
+        """The state, with this rank's lanes of the data, which a save joins with the others'."""
         state = {
             "progress": self.progress.state_dict(),
             "lr_scheduler": self.schedule.state_dict(),
-            "data": self.loader.state(positions),
+            "data": self.loader.own_state(self.progress.data or self.loader.start),
             "guard": self.guard.spikes.state_dict(),
         }
         return state if self.average is None else state | {"ema": self.average.state_dict()}

@@ -19,6 +19,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepLoader
 from torchtitan.data.positions import DataFingerprint, DataPosition, joined
 from torchtitan.data.text.documents import counted
+from torchtitan.parallel import agree
 from torchtitan.parallel.agree import from_all
 from torchtitan.telemetry.run_record import git_revision
 from torchtitan.train.preflight import Setup
@@ -75,20 +76,20 @@ def trained_args(
 
 
 def describe_start(run: Mapping[str, Any], parallelism: Parallelism) -> dict[str, Any]:
-    """What `run.json` says about this start. Called by all ranks.
+    """What `run.json` says about this start; whole on rank 0. Called by all ranks.
 
     Args:
         run: from `describe_run`.
     """
-    places = from_all((socket.gethostname(), device_name()))
-    hosts, devices = (dict(Counter(names)) for names in zip(*places, strict=True))
+    own = Counter([socket.gethostname()]), Counter([device_name()])
+    hosts, devices = agree.merged_on_0(own, lambda a, b: (a[0] + b[0], a[1] + b[1]))
     return {
-        "ranks": len(places),
+        "ranks": dist.get_world_size(),
         "layout": {
             axis: degree for axis, degree in layout_degrees(parallelism).items() if degree > 1
         },
-        "hosts": hosts,
-        "devices": devices,
+        "hosts": dict(hosts),
+        "devices": dict(devices),
         "config": {
             "path": "config.toml",
             "sha256": hashlib.sha256(run["config"].encode()).hexdigest(),

@@ -15,6 +15,7 @@ from torchtitan.data.loader import StepBatch
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.optim.optimizer import OptimizerInBackward, ShardedAdam
 from torchtitan.parallel.collectives import AnyRank, SquaredNorm, all_reduce, scale
+from torchtitan.parallel.exchange import FixedExchange
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.quantize import refresh_scales
 from torchtitan.train.forward import LocalBatch
@@ -60,19 +61,27 @@ def train_step(
     agree: bool = False,
     approve: Callable[[float, float], bool] = _is_finite,
     before_update: Callable[[], None] = lambda: None,
+    inspects: bool = False,
+    before_again: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Train on one global batch.
+
+    If experts' rows had no room in exchanges of a fixed size, all of it is done again.
 
     Args:
         stop, agree: as in `forward_backward`.
         approve: whether to update the weights, given the loss and the gradient norm.
         before_update: called before any weight changes, with complete gradients that are not yet
             clipped; before the backward if that updates the weights.
+        inspects: `before_update` looks at the gradients, so it isn't called with those of a step
+            that is done again; the host waits to know.
+        before_again: called before a step is done again.
     """
     parts.enter(batch.stage)
     learning_rate = parts.schedule.apply()
     max_norm = config.training.max_norm
     optimizer = parts.optimizer
+    exchange = parts.exchange
 
     def update(loss: Tensor, norm: Tensor) -> None:
         """Clip and update on the device, before the host knows whether loss and norm are finite."""
@@ -80,11 +89,10 @@ def train_step(
         assert isinstance(optimizer, ShardedAdam)
         divisor = 1 / _clip_factor(norm, max_norm) if max_norm > 0 else None
         skip = ~torch.isfinite(loss + norm)
+        if exchange is not None and exchange.overflow is not None:
+            skip |= exchange.overflow
         optimizer.step(divisor=divisor, skip=skip)
-        if parts.experts is not None:
-            parts.experts.step(skip)
-        if parts.qk_clip is not None:
-            parts.qk_clip.step(skip)
+        _end_step(parts, skip)
 
     # Where a policy judges the numbers first, the host must know them before the weights change.
     can_skip = isinstance(optimizer, ShardedAdam) and optimizer.clips
@@ -92,29 +100,68 @@ def train_step(
     in_backward = isinstance(optimizer, OptimizerInBackward)
     if in_backward:
         before_update()
-    result = forward_backward(
-        parts,
-        batch,
-        max_norm,
-        stop,
-        agree=agree,
-        before_clip=None if in_backward else before_update,
-        update=update if ahead else None,
-    )
+
+    def complete() -> None:
+        lost = exchange.overflow if exchange is not None and inspects else None
+        if lost is None or not lost.item():
+            before_update()
+
+    def attempt() -> BackwardResult:
+        return forward_backward(
+            parts,
+            batch,
+            max_norm,
+            stop,
+            agree=agree,
+            before_clip=None if in_backward else complete,
+            update=update if ahead else None,
+        )
+
+    result = attempt() if exchange is None else _with_room(parts, exchange, attempt, before_again)
     updated = approve(result.loss, result.grad_norm)
     if not ahead:
         note("updating the weights")
         if updated:
             optimizer.step()
         rejected = None if updated else torch.ones((), dtype=torch.bool, device=parts.device)
-        if parts.experts is not None:
-            parts.experts.step(rejected)
-        if parts.qk_clip is not None:
-            parts.qk_clip.step(rejected)
+        _end_step(parts, rejected)
     if updated:
         prepare_weights(parts, config)
     optimizer.zero_grad(set_to_none=True)
     return StepResult(**vars(result), learning_rate=learning_rate, updated=updated)
+
+
+def _end_step(parts: Parts, skip: Tensor | None) -> None:
+    """Update what follows from a step besides the optimizer, unless `skip` is true."""
+    for part in (parts.experts, parts.qk_clip):
+        if part is not None:
+            part.step(skip)
+
+
+def _with_room(
+    parts: Parts,
+    exchange: FixedExchange,
+    attempt: Callable[[], BackwardResult],
+    before_again: Callable[[], None],
+) -> BackwardResult:
+    """A step in whose exchanges all rows had room: the first attempt, or one that counts them.
+
+    What an attempt without room adds up, on its own or since the last record, is undone.
+    """
+    sums: list[Tensor] = []
+    if exchange.fixed:
+        owners = (parts.compute.tally, parts.experts, parts.qk_clip)
+        sums = [x for owner in owners if owner is not None for x in owner.sums()]
+    before = [x.clone() for x in sums]
+    result = attempt()
+    if exchange.overflowed:
+        torch._foreach_copy_(sums, before)
+        parts.optimizer.zero_grad(set_to_none=True)
+        before_again()
+        with exchange.counted():
+            result = attempt()
+    exchange.learn()
+    return result
 
 
 def prepare_weights(parts: Parts, config: Config) -> None:
@@ -162,8 +209,16 @@ def forward_backward(
     asked = AnyRank(stop, parts.device)
     rows = parts.compute.own_rows(batch.tokens, batch.labels, batch.sources)
     local_tokens = int((rows.next_labels != IGNORE_INDEX).sum())
+    exchange = parts.exchange
+
+    def complete() -> None:
+        if exchange is not None:
+            exchange.measure()
+        if before_clip is not None:
+            before_clip()
+
     loss, norm, total, own, mtp = gradients(
-        parts, rows, local_tokens, 0.0 if update else max_norm, before_clip
+        parts, rows, local_tokens, 0.0 if update else max_norm, complete
     )
     if update is not None:
         update(loss, norm)
@@ -173,14 +228,17 @@ def forward_backward(
         if agree:
             outcome = all_reduce(outcome, dist.group.WORLD) / dist.get_world_size()
         rest = torch.stack([x.double() for x in (total, own, asked.answer())])
-        values = torch.cat([outcome, rest, mtp.double()]).tolist()
+        needed = [] if exchange is None else [exchange.measured]
+        values = torch.cat([outcome, rest, mtp.double(), *needed]).tolist()
+    if exchange is not None:
+        exchange.read(values[5 + len(mtp) :])
     local_loss = values[3] * values[2] / max(local_tokens, 1)
     return BackwardResult(
         values[0],
         values[1],
         int(values[2]),
         local_loss,
-        mtp_losses=tuple(values[5:]),
+        mtp_losses=tuple(values[5 : 5 + len(mtp)]),
         stop=values[4] > 0,
     )
 

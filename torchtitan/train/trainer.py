@@ -20,7 +20,7 @@ from torchtitan.parallel.collectives import AnyRank
 from torchtitan.parallel.groups import init_distributed, limit_groups
 from torchtitan.parallel.quantize import check_hardware
 from torchtitan.train.build import build, set_determinism
-from torchtitan.train.built_in import built_in
+from torchtitan.train.built_in import built_in, looks_at_gradients
 from torchtitan.train.callbacks import Arrange, Callback, LoggedValues, Run, build_callbacks
 from torchtitan.train.evaluations import load_tasks, stops_early
 from torchtitan.train.folder_locks import hold_folders, open_log
@@ -31,7 +31,13 @@ from torchtitan.train.state import Parts, Progress, seed_step
 from torchtitan.train.step import prepare_weights, train_step
 from torchtitan.train.telemetry import Telemetry
 from torchtitan.utils.activity import DATA, SAVING, begin, note, phase
-from torchtitan.utils.device import current_device, device_syncs, is_out_of_memory, tune_cpu
+from torchtitan.utils.device import (
+    current_device,
+    describe_cpu_precision,
+    device_syncs,
+    is_out_of_memory,
+    tune_cpu,
+)
 from torchtitan.utils.errors import HangError, OutOfMemoryError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.signals import StopRequest
@@ -81,6 +87,9 @@ class Trainer:
         self.stopped = False
         self.folders = hold_folders(config)
         open_log(config)
+        precision = describe_cpu_precision(config.training.mixed_precision_param)
+        if self.device.type == "cpu" and precision:
+            logger.info(precision)
         tasks = load_tasks(config.eval)
         note("building the model")
         self.parts = build(config, setup, self.device)
@@ -105,13 +114,19 @@ class Trainer:
         self._record_skipped()
         added = (*build_callbacks(config), *callbacks)
         self.callbacks = tuple(arrange((*self._built_in(tasks), *added)))
+        self.inspects = any(map(looks_at_gradients, self.callbacks))
         self.run = self._view(LoggedValues(gather=bool(added)))
 
     def _make_checkpointer(self, about: dict[str, Any]) -> Checkpointer:
         return Checkpointer(
             self.config.checkpoint,
             self.config.job.dump_folder,
-            Trained(self.parts.models, self.parts.optimizer, self.parts.average),
+            Trained(
+                self.parts.models,
+                self.parts.optimizer,
+                self.parts.average,
+                places=self.config.parallelism.pipeline_parallel_degree,
+            ),
             about,
             confirm=lambda: self.folders.confirm(remote=True),
             confirm_copies=self.folders.confirm_copies,
@@ -218,7 +233,7 @@ class Trainer:
         config = self.config
         progress = self.progress
         step = progress.step + 1
-        seed_step(config.debug.seed, progress.step, self.parts.mesh.dp_rank)
+        self._seed(progress.step)
         with phase("data", f"{DATA} from {self.parts.loader.name}"):
             batch = next(batches)
         self.guard.spikes.rows_per_step = batch.count
@@ -232,6 +247,8 @@ class Trainer:
                 agree=self.guard.spikes.acts,
                 approve=lambda loss, grad_norm: self.guard.approve(step, loss, grad_norm),
                 before_update=lambda: self._notify("before_update"),
+                inspects=self.inspects,
+                before_again=lambda: self._seed(progress.step),
             )
         progress.data = batch.position
         progress.epochs = batch.epochs
@@ -244,6 +261,9 @@ class Trainer:
         self.parts.schedule.advance()
         self.stopped = stops_early(self.run, result)
         self._notify("after_step", result)
+
+    def _seed(self, step: int) -> None:
+        seed_step(self.config.debug.seed, step, self.parts.mesh.dp_rank)
 
     def _record_skipped(self) -> None:
         """Count skipped documents: those of files at the start, those of streams at the end."""

@@ -6,11 +6,18 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 _M_TRIM_THRESHOLD = -1  # malloc.h
 _M_MMAP_THRESHOLD = -3
+_BF16_UNITS = {
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX-512 BF16",
+    "bf16": "Arm's BF16 extension",
+}
+"""Names in Linux's list of a CPU's features, the fastest first."""
 
 
 def device_type() -> str:
@@ -84,6 +91,28 @@ def device_syncs(report: bool) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+def bf16_units(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+    """What the CPU multiplies bf16 with; None: nothing, or this isn't Linux.
+
+    It need not be faster than fp32: AVX-512 BF16 is on AMD's CPUs, and not on Intel's.
+    """
+    try:
+        lines = cpuinfo.read_text().splitlines()
+    except OSError:
+        return None
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return next((name for flag, name in _BF16_UNITS.items() if flag in features.split()), None)
+
+
+def describe_cpu_precision(dtype: str) -> str | None:
+    """A sentence for the log on training in `dtype` on this CPU; None in fp32."""
+    if dtype == "float32":
+        return None
+    units = bf16_units()
+    how = f"with {units}" if units else "without units for it, slower than in float32"
+    return f'Computing in {dtype} {how}; training.mixed_precision_param = "float32" turns it off'
 
 
 def tune_cpu() -> None:

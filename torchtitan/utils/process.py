@@ -26,6 +26,11 @@ from torchtitan.utils.errors import (
 
 REPORTER_ENV = "TORCHTITAN_REPORTER"
 """Process id of a launcher that reports the errors of its ranks itself."""
+CONNECTED_RANKS = 64
+"""Largest world in which gloo connects all pairs of a group at once. In larger ones pairs connect
+when they first communicate: else n ranks ask the job's store n^2 times, and each holds n - 1
+connections.
+"""
 _GIVE_WAY_SECONDS = 10
 """How long a rank that doesn't report an error waits for the one that does, because torchrun ends
 all ranks at the first exit.
@@ -44,6 +49,11 @@ def rank_and_world() -> tuple[int, int]:
         got = f"RANK={rank[:20]!r} and WORLD_SIZE={world[:20]!r}"
         raise ConfigError([f"{got}: torchrun sets them to numbers; unset them without it"])
     return int(rank), int(world)
+
+
+def first_of_node() -> bool:
+    """Whether no other rank of this node has a lower number."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def reporting_rank() -> int:

@@ -1,8 +1,8 @@
 """Workarounds for faults in torch, one function each; those for torchao are in `torchao_compat`.
 
 Every docstring states the fault, the releases it was seen in, and when to delete the function.
-Those of DCP's staging are methods of one class in `torchtitan.checkpoint.save`. torch is imported
-inside the functions, because the configuration asks for its version without loading it.
+Those of DCP's staging are methods of one class in `torchtitan.checkpoint.staging`. torch is
+imported inside the functions, because the configuration asks for its version without loading it.
 """
 
 import logging
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
     from torch import Tensor
-    from torch.distributed.checkpoint import Metadata
-    from torch.distributed.checkpoint.storage import WriteResult
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.tensor import DTensor, Placement
 
@@ -128,6 +126,18 @@ def keep_buffers_of_backward() -> AbstractContextManager[None]:
     return replaced(config, donated_buffer=False)
 
 
+def forget_equal_meshes() -> None:
+    """Let results of DTensor's operations be on the mesh of the run that begins.
+
+    Its caches of shardings return the mesh that an equal one had in an earlier run of this process.
+    A graph doesn't know that object, and derives it by an operation that inductor refuses:
+    "device_mesh._get_submesh is not an OpOverload". torch 2.13. Delete once it compiles.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
 def no_shared_autograd_cache() -> AbstractContextManager[None]:
     """The keys of AOTAutograd's cache don't distinguish ranks, so a rank can load another's graph.
 
@@ -218,35 +228,6 @@ def micro_pipeline_without_nccl() -> AbstractContextManager[None]:
     return replaced(post_grad, micro_pipeline_tp_pass=with_nccl)
 
 
-# ---- optimizers
-
-
-def keep_muon_updates_sharded() -> None:
-    """Muon replicates the update of a matrix with fewer rows than shards, and can't add that to the
-    sharded matrix.
-
-    Changes torch's function for good.
-
-    torch 2.12 to 2.15. Delete once `torch.optim.Muon` updates a matrix of one row that is sharded
-    over two ranks.
-    """
-    from torch.distributed.tensor import DTensor
-    from torch.optim import _muon
-
-    orthogonalize: Any = _muon._zeropower_via_newtonschulz
-    if hasattr(orthogonalize, "keeps_sharding"):
-        return
-
-    def sharded(grad: "Tensor", *settings: Any) -> "Tensor":
-        update = orthogonalize(grad, *settings)
-        return (
-            update.redistribute(placements=grad.placements) if isinstance(grad, DTensor) else update
-        )
-
-    sharded.keeps_sharding = True  # type: ignore[attr-defined]
-    _muon._zeropower_via_newtonschulz = sharded
-
-
 # ---- process groups and pipelines
 
 
@@ -260,8 +241,9 @@ def store_of_this_attempt(
     previous attempt.
 
     Yields the agent's store under a prefix that is unique to this attempt. Rank 0 chooses the
-    prefix and answers the other ranks until the process group exists. Each rank asks under a random
-    key, so answers can't be stale.
+    prefix and answers the other ranks until the process group exists. Each rank asks by a random
+    name, so answers can't be stale; those of previous attempts are harmless. Each of them makes
+    three requests, and rank 0 one for all that have come since the last.
 
     torch 2.11 to 2.13. Delete once torchrun's store is empty after a change of membership.
     """
@@ -281,19 +263,23 @@ def store_of_this_attempt(
     agent = connect()
     own = uuid.uuid4().hex
     if rank:
-        agent.set(f"attempt/ask/{rank}", own)
+        agent.append("attempt/asks", own)
+        agent.add("attempt/asked", 1)
         yield dist.PrefixStore(agent.get(f"attempt/answer/{own}").decode(), agent)
         return
     ready = threading.Event()
 
     def answer(store: dist.TCPStore) -> None:
+        asked = answered = 0
         while not ready.wait(0.05):
-            for other in range(1, world):
-                if store.check([f"attempt/ask/{other}"]):
-                    key = store.get(
-                        f"attempt/ask/{other}"
-                    ).decode()  # may be a previous attempt's: harmless
-                    store.set(f"attempt/answer/{key}", own)
+            before, asked = asked, store.add("attempt/asked", 0)
+            if asked == before:
+                continue
+            asks = store.get("attempt/asks").decode()
+            names = [asks[i : i + len(own)] for i in range(answered, len(asks), len(own))]
+            if names:
+                store.multi_set([f"attempt/answer/{name}" for name in names], [own] * len(names))
+            answered = len(asks)
 
     thread = threading.Thread(
         target=answer,
@@ -399,17 +385,3 @@ def forget_what_weights_do_not_need(stage: "PipelineStage", microbatch: int) -> 
     for each in inputs:
         each.grad = None
     stage.backward_state[microbatch] = (), groups, (), None
-
-
-# ---- checkpoints
-
-
-def record_places(metadata: "Metadata", results: "Sequence[Sequence[WriteResult]]") -> None:
-    """Enter into `metadata` where each tensor was written, after `FileSystemWriter.finish`.
-
-    torch 2.11 does that in a copy, which it saves; later releases do it in `metadata`. Delete once
-    2.12 is the oldest supported.
-    """
-    metadata.storage_data = {
-        result.index: result.storage_data for rank in results for result in rank
-    }

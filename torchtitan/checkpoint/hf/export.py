@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint.boxes import BoxReader
 from torchtitan.checkpoint.commit import begin, commit, discard, fsync, temporary_folder, write_json
+from torchtitan.checkpoint.exchange import Exchange
 from torchtitan.checkpoint.hf import check as hf_check
 from torchtitan.checkpoint.hf.arrange import Theirs, arrange
 from torchtitan.checkpoint.hf.folder import batches
@@ -21,7 +22,7 @@ from torchtitan.checkpoint.hf.pieces import blocks, whole
 from torchtitan.checkpoint.hf.stored import DTYPES, Box, Entry, OpenFiles
 from torchtitan.checkpoint.hf.tokenizer import write_tokenizer
 from torchtitan.checkpoint.hf.weights import on_meta
-from torchtitan.checkpoint.load import Reader, read_tensor
+from torchtitan.checkpoint.load import RankError, Reader, describe, read_tensor
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec, export_problems, hf_map
 from torchtitan.models.hf_names import is_buffer, parts_of
@@ -161,22 +162,23 @@ class HFExport:
         group: dist.ProcessGroup | None,
     ) -> None:
         """Run a phase on every rank and wait for all."""
-        problem = None
+        exchange = Exchange(group)
+
+        def act() -> tuple[()]:
+            try:
+                phase()
+            except UserError as error:  # without the name of its class
+                raise RankError(str(error)) from error
+            return ()
+
         try:
-            phase()
-        except UserError as error:
-            problem = str(error)
+            exchange.step(act)
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-        problems = [problem] * self.world
-        if dist.is_initialized():
-            dist.all_gather_object(problems, problem, group=group)
-        for rank, text in enumerate(problems):
-            if text:
-                raise CheckpointError(
-                    f"can't export to Hugging Face: rank {rank}: {text}; nothing is left of the "
-                    f"export; {self.reader.path} stays"
-                )
+            rank = "rank 0: " if exchange.alone else ""
+            raise CheckpointError(
+                f"can't export to Hugging Face: {rank}{describe(error)}; nothing is left of the "
+                f"export; {self.reader.path} stays"
+            ) from error
 
     def _prepare(self) -> None:
         if self.rank == 0:

@@ -26,8 +26,7 @@ from torch.futures import Future
 
 from torchtitan.checkpoint.hf.pieces import blocks, their_box, to_ours, whole, within
 from torchtitan.checkpoint.hf.stored import NAMED, Box, Entry, OpenFiles, Stored, dequantized
-from torchtitan.checkpoint.load import alone
-from torchtitan.checkpoint.save import unwrapped
+from torchtitan.checkpoint.load import alone, unwrapped
 from torchtitan.models.hf_names import HFNames, Part, is_stack, parts_of
 from torchtitan.models.quantization import Quantization, read_quantization
 from torchtitan.utils.errors import CheckpointError

@@ -65,9 +65,6 @@ _FT = "fault_tolerance.enable"
 UNSUPPORTED: dict[str, NotYet | Tuning] = {
     "job.custom_config_module": NotYet("configuration modules in Python", ("",)),
     "experimental.custom_args_module": NotYet("configuration modules in Python", ("",)),
-    "parallelism.pipeline_parallel_expert_parallel_overlap": NotYet(
-        "overlap of one microbatch's all-to-all with another's computation", (False,)
-    ),
     "parallelism.expert_tensor_parallel_degree": NotYet(
         "tensor parallelism within an expert (tensor-parallel ranks have different tokens, so "
         "expert_parallel_degree splits the experts over them too)",

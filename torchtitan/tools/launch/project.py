@@ -67,6 +67,9 @@ def make_project(
     settings = final(draft(request), plan, request)
     text = _toml(request, plan, settings, command)
     notes = validate_text(text, request)
+    key = "training.mixed_precision_param"
+    if request.on_cpu:  # bfloat16 is the default, which the file leaves out
+        notes = (*notes, f"{key} is {settings[key].value}: {settings[key].why}")
     files = {CONFIG: text}
     if slurm is not None:
         files[SCRIPT] = _script(request, slurm, per_node)

@@ -63,11 +63,10 @@ class Mixing:
     gathered: tuple[int, ...]
     """Widths that tensor parallelism gathers along the sequence."""
     saved: int = 0
-    """Elements that the backward needs besides those of queries, keys, values and outputs, of which
-    a tensor-parallel rank has its part.
+    """Elements that the backward needs besides those of queries, keys, values, outputs and `read`.
     """
-    saved_whole: int = 0
-    """Likewise, of which each has all."""
+    read: int = 0
+    """Elements of gathered inputs that nothing else keeps, of which a rank has its part."""
     gates: int = 0
     """Numbers that heads of Gated DeltaNet read besides."""
     spans_ranks: int = 0
@@ -111,7 +110,7 @@ def mixing_of(
         backward=backward,
         gathered=(args.dim,),
         saved=2 * queries if gated else 0,  # gates, and what they give
-        saved_whole=args.dim,
+        read=args.dim,
         spans_ranks=2 if getattr(args, "qk_norm_whole", False) else 0,
         copied=2 * (kv - args.n_kv_heads * args.head_dim),
     )
@@ -138,7 +137,7 @@ def _latent(
         backward=backward,
         gathered=(read, narrow),
         saved=args.dim + narrow + 2 * args.q_lora_rank + args.kv_lora_rank,
-        saved_whole=read + narrow,
+        read=narrow + args.q_lora_rank,
     )
 
 
@@ -160,7 +159,7 @@ def _delta(args: Any, seq_len: int) -> Mixing:
         gates=2 * args.delta_value_heads,
         gathered=(args.dim,),
         saved=values + 2 * (2 * keys + values) + 2 * (4 * of_heads + 6 * values),
-        saved_whole=args.dim,
+        read=args.dim,
     )
 
 

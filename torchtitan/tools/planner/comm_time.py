@@ -80,14 +80,30 @@ def context_parallel(
     return exposed, exposed * (1 + w.recompute.attention) + gradients
 
 
-def expert_parallel(w: Workload, hw: Hardware) -> tuple[float, float]:
-    """Seconds to exchange a block's rows, forward and backward; nothing overlaps them."""
+def expert_rows(
+    w: Workload,
+    hw: Hardware,
+    shared: tuple[float, float],
+) -> tuple[float, float]:
+    """Seconds that a block's rows travel, forward and backward, beyond what the products of the
+    shared expert hide of the way to the experts.
+
+    Args:
+        shared: seconds of those products, forward and backward.
+    """
     if w.ep == 1:
         return 0.0, 0.0
     rows = hw.exchange(exchanged_bytes(w), w.ep)
-    # The rows go and come back; their number goes first.
-    there = 2 * rows + hw.exchange(0.0, w.ep) + HOST_WAIT
-    return there, 2 * rows + (exchanges(w) - 1) * there
+    there, back = (rows + max(0.0, rows - products) for products in shared)
+    return there, back + (exchanges(w) - 1) * there
+
+
+def expert_counts(w: Workload, hw: Hardware) -> tuple[float, float]:
+    """Seconds to exchange a block's numbers of rows, forward and backward."""
+    if w.ep == 1:
+        return 0.0, 0.0
+    once = hw.exchange(0.0, w.ep) + HOST_WAIT * (w.room is None)
+    return once, (exchanges(w) - 1) * once
 
 
 def transfer(w: Workload, hw: Hardware) -> float:

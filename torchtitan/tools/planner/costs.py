@@ -10,15 +10,17 @@ a block, checked only as part of the whole against `benchmarks/published/publish
 
 import itertools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torchtitan.tools.planner.comm_time import (
     activation_offload,
     context_parallel,
     data_parallel,
-    expert_parallel,
+    expert_counts,
+    expert_rows,
     tensor_parallel,
     transfer,
 )
@@ -66,6 +68,7 @@ ROUTER_BYTES = 60
 int64, each read and written. Counted.
 """
 
+EXPERT_EXCHANGES = "communication: ep"
 BUBBLE = "pipeline bubble"
 REPEATED = "repeated by a split backward"
 """Parts of a step's time with a pipeline: ranks wait for each other, and compute twice what a
@@ -105,6 +108,8 @@ class _Pass:
     backward: Seconds
     weights: float
     """Part of the backward that a schedule can postpone: the weights' gradients."""
+    travelling: tuple[float, float] = (0.0, 0.0)
+    """Part of both in which nothing of this microbatch runs, because rows of experts travel."""
 
     @property
     def both(self) -> Iterator[tuple[str, float]]:
@@ -124,9 +129,14 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
         for part, seconds in work.both:
             parts[part] += count * seconds * w.microbatches * w.accumulation / w.pp
     if w.pipeline is not None:
+        duration = _durations(w, blocks, ends)
         timeline = simulate(
-            program(w.pipeline, w.microbatches), _durations(w, blocks, ends), transfer(w, hw)
+            program(w.pipeline, w.microbatches),
+            duration,
+            transfer(w, hw),
+            partial(_hidden, w, blocks, duration),
         )
+        parts[EXPERT_EXCHANGES] -= timeline.hidden / w.pp * w.accumulation
         slowest = max(range(w.pp), key=timeline.busy.__getitem__)
         repeated = sum(timeline.busy) / w.pp * w.accumulation - sum(parts.values())
         parts[BUBBLE] = timeline.idle * timeline.length * w.accumulation
@@ -221,7 +231,7 @@ def _block(w: Workload, hw: Hardware) -> _Pass:
     weights = sum(of.weight for of in products.values())
     backward = sum(of.backward + of.forward * x.recomputed for x, of in products.items())
 
-    rate = _peak(w, hw) * hw.attention
+    rate = (hw.fp32 if hw.device == "cpu" else _peak(w, hw)) * hw.attention
     if w.mixing.module == "delta":  # products in fp32
         rate = hw.fp32 * hw.gemm_bf16
     attention = w.attention_flops * w.tokens / rate
@@ -232,7 +242,10 @@ def _block(w: Workload, hw: Hardware) -> _Pass:
     casts = _casts(w, hw)
     tensor = tensor_parallel(w, hw, (forward, backward))
     context = context_parallel(w, hw, attention)
-    expert = expert_parallel(w, hw)
+    shared = [of for x, of in products.items() if x.name.startswith("moe.shared")]
+    hiding = sum(of.forward for of in shared), sum(of.backward for of in shared)
+    rows = expert_rows(w, hw, hiding)
+    counts = expert_counts(w, hw)
     attention_repeats = w.mixing.backward / hw.attention_backward + w.recompute.attention
     both = {
         "matrix products": (forward, backward),
@@ -241,12 +254,13 @@ def _block(w: Workload, hw: Hardware) -> _Pass:
         "8-bit casts": casts,
         "communication: tp": tensor,
         "communication: cp": context,
-        "communication: ep": expert,
+        EXPERT_EXCHANGES: (rows[0] + counts[0], rows[1] + counts[1]),
     }
     return _Pass(
         {part: seconds for part, (seconds, _) in both.items()},
         {part: seconds for part, (_, seconds) in both.items()},
         weights=weights,
+        travelling=rows,
     )
 
 
@@ -255,7 +269,8 @@ def _pointwise_bytes(w: Workload) -> float:
     elements per token: norms 4 d, and 4 d more where they are on both sides, residual additions
     5 d, rotary embedding 4 q + 4 kv, gated activation 3 f, and two passes over what latent
     attention, gates or Gated DeltaNet have besides. Of experts, for each row, also its copies: 2 d
-    to sort it, d to sum it, and 4 d around the exchange.
+    to sort it, d to sum it, and 4 d around the exchange; 8 d if that is of a fixed size, with what
+    fills it.
     """
     tokens = w.tokens / w.tp
     mixing = w.mixing
@@ -265,8 +280,9 @@ def _pointwise_bytes(w: Workload) -> float:
     own = w.element * tokens * ((9 + norms) * w.dim + heads)
     if not w.experts:
         return own + w.element * tokens * 3 * w.ffn
-    copies = 3 + 4 * (w.ep > 1)
-    rows = w.top_k * w.element * (copies * w.dim + 3 * w.ffn)
+    around = 4 * w.tp * w.expert_room * (w.ep > 1)
+    around *= 1 if w.room is None else 2
+    rows = w.element * ((3 * w.top_k + around) * w.dim + 3 * w.tp * w.expert_room * w.ffn)
     shared = w.element * 3 * getattr(w.args, "shared_expert_dim", 0)
     return own + tokens * (rows + shared + ROUTER_BYTES * w.experts)
 
@@ -339,6 +355,29 @@ def _durations(
     return duration
 
 
+def _hidden(
+    w: Workload,
+    blocks: Sequence[_Pass],
+    duration: Callable[[int, str], float],
+    forward: int,
+    backward: int,
+) -> float:
+    """Seconds of exchanges that a forward and a backward of two stages hide for each other: all but
+    a pass's first or last.
+    """
+    if not w.config.parallelism.pipeline_parallel_expert_parallel_overlap:
+        return 0.0
+    travelling = []
+    computing = []
+    for backwards, index in enumerate((forward, backward)):
+        kinds = w.stages[index].kinds
+        seconds = [n * x.travelling[backwards] for n, x in zip(kinds, blocks, strict=True)]
+        exchanges = 2 * sum(n for n, s in zip(kinds, seconds, strict=True) if s)
+        travelling.append(sum(seconds) * (1 - 1 / exchanges) if exchanges else 0.0)
+        computing.append(duration(index, "FB"[backwards]) - sum(seconds))
+    return sum(map(min, travelling, reversed(computing)))
+
+
 def _of_passes(w: Workload, block: _Pass) -> dict[str, float]:
     """Seconds of one block by kind of computation."""
     forward = sum(block.forward.values())
@@ -380,13 +419,23 @@ def _optimizer(w: Workload, hw: Hardware) -> float:
 
 
 def _orthogonalized(w: Workload, rank: int) -> float:
-    """FLOPs of one of Muon's iterations on the matrices of a pipeline rank."""
+    """FLOPs of one of Muon's iterations on a pipeline rank.
+
+    Ranks share the matrices of a shape, or, where gradients are used up in the backward, those of a
+    parameter.
+    """
     flops = 0.0
+    alike: Counter[tuple[float, int]] = Counter()
     for block, count in w.counted(w.stages_of(rank)):
         for x in block.linears:
-            matrices = _newton_schulz_flops(x.inputs, x.outputs) * max(1, x.experts)
-            flops += count * matrices / (block.efsdp if x.experts else block.fsdp)
-    return flops
+            shards = block.efsdp if x.experts else block.fsdp
+            each = _newton_schulz_flops(x.inputs, x.outputs)
+            matrices = max(1, x.experts)
+            if w.config.optimizer.early_step_in_backward:
+                flops += count * math.ceil(matrices / shards) * each
+            else:
+                alike[each, shards] += count * matrices
+    return flops + sum(math.ceil(n / shards) * each for (each, shards), n in alike.items())
 
 
 def _newton_schulz_flops(rows: int, columns: int) -> float:

@@ -68,6 +68,10 @@ ROUTER_BYTES = 70
 """Bytes per row of an expert for its place in both orders, weight and expert, on its way there and
 back. As traced.
 """
+SLOT_BYTES = 8
+"""Bytes per row of a fixed exchange, and of its experts, for where it is on the other side of the
+exchange.
+"""
 RECOMPUTED_COPIES = 6
 """Times that a checkpointed block, unless compiled, keeps everything in a backward of weights only:
 torch recomputes it for each parameter and keeps the results. As traced for a Llama, whose blocks
@@ -228,7 +232,11 @@ def _postponed_bytes(w: Workload) -> float:
     tp = w.tp
     if w.compiled:
         return w.element * d / tp
-    inner = sum(x.rows * x.outputs for x in w.linears if x.name[-2:] in ("w1", "w3"))
+    inner = sum(
+        (w.expert_room if x.experts else x.rows) * x.outputs
+        for x in w.linears
+        if x.name[-2:] in ("w1", "w3")
+    )
     returned = w.expert_rows * d if w.experts else d
     return w.element * (heads + d + inner + returned + 2 * d / tp)
 
@@ -262,7 +270,7 @@ def _attention_bytes(w: Workload) -> float:
     """Bytes per token that the backward of a block's mixing needs, but for the block's input."""
     mixing = w.mixing
     heads = mixing.queries + mixing.keys + mixing.values + mixing.out
-    own = w.element * (heads + mixing.saved) / w.tp + w.element * mixing.saved_whole
+    own = w.element * (heads + mixing.saved + mixing.read) / w.tp
     own += _log_sum_exp_bytes(w)
     if getattr(w.args, "qk_norm", False) and mixing.module == "attention":  # what their norms read
         kv = w.args.n_kv_heads * w.args.head_dim
@@ -287,21 +295,23 @@ def _block_bytes(w: Workload) -> float:
     if not w.experts:
         f = w.ffn / tp
         inner = 3 if getattr(w.args, "activation", "swiglu") == "relu2" else 4
-        return own + w.element * (d + inner * f)
+        return own + w.element * (d / tp + inner * f)
     # The router reads an fp32 copy. Experts keep their rows, two of their products, and the rows
     # they return. Those that compute in 8 bits also keep what the third reads, and what that is
     # made of.
     kept = 4 if w.eight_bit_experts else 2
-    network = FP32 * d / tp + _routing_bytes(w) + w.element * w.expert_rows * (2 * d + kept * w.ffn)
+    network = FP32 * d / tp + _routing_bytes(w)
+    network += w.element * (w.expert_rows * d + w.expert_room * (d + kept * w.ffn))
     shared = getattr(w.args, "shared_expert_dim", 0)
     if shared:
-        network += w.element * (d + d / tp + 4 * shared / tp)
+        network += w.element * (2 * d + 4 * shared) / tp
     return own + network
 
 
 def _routing_bytes(w: Workload) -> float:
     """Bytes per token of its probabilities in fp32 and of what is known about its rows."""
-    return FP32 * w.experts / w.tp + ROUTER_BYTES * w.expert_rows
+    own = FP32 * w.experts / w.tp + ROUTER_BYTES * w.expert_rows
+    return own if w.room is None else own + SLOT_BYTES * (w.expert_slots + w.expert_room)
 
 
 def _kept_bytes(w: Workload) -> float:
@@ -323,7 +333,8 @@ def _kept_bytes(w: Workload) -> float:
         summed = 1 if w.experts else 2
         kept += w.element * summed * d / tp * (tp > 1)
         if w.experts and w.experts_apart:
-            kept += boundary + _routing_bytes(w) + w.element * w.expert_rows * 3 * d
+            kept += boundary + _routing_bytes(w)
+            kept += w.element * d * (2 * w.expert_rows + w.expert_room)
         return kept
     if ac.mode == "selective":
         share = 1 / int(ac.selective_ac_option)
@@ -377,8 +388,9 @@ def _working_bytes(w: Workload) -> float:
     f = w.ffn / w.tp
     # gradients of an expert's rows and of its products; and copies before and after the exchange
     if w.experts:
-        rows = (3 * d + 4 * w.ffn) if w.ep > 1 else (d + 2 * w.ffn)
-        block = _block_bytes(w) + w.element * w.expert_rows * rows
+        own = (d + 4 * w.ffn) if w.ep > 1 else (d + 2 * w.ffn)
+        exchanged = 2 * d * w.expert_slots if w.ep > 1 else 0
+        block = _block_bytes(w) + w.element * (w.expert_room * own + exchanged)
     elif w.compiled:
         gathered = (1 if w.async_tp else 2) * d if w.tp > 1 else 0
         block = w.element * (6 * d / w.tp + 2 * d + gathered + 8 * q + 9 * f)

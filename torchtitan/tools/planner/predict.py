@@ -219,8 +219,8 @@ SPEED_DEVIATIONS = {
     "every run": 0.040,
     "scaled hardware": 0.096,
     "tp": 0.002,
-    "cp": 0.093,
-    "pp": 0.071,
+    "cp": 0.105,
+    "pp": 0.078,
     "8 bits": 0.074,
     "experts": 0.392,
 }

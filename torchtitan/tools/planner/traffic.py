@@ -42,18 +42,18 @@ def tensor_parallel_widths(w: Workload) -> tuple[list[tuple[int, float]], list[t
     of what they move, with how many there are of each.
 
     With sequence parallelism each pass has two of each (Korthikanti et al., arXiv:2205.05198): what
-    is gathered in the forward is scattered in the backward. Recomputing a block gathers its inputs
-    again; recomputing all of it also scatters its results again, and a compiler drops the last of
-    those, which nothing reads. Routed experts get the tokens of each rank.
+    is gathered in the forward is scattered in the backward. The backward gathers inputs again,
+    whether it recomputes them or kept their shards; recomputing all of a block also scatters its
+    results again, and a compiler drops the last of those, which nothing reads. Routed experts get
+    the tokens of each rank.
     """
     d = w.dim
     networks = 0 if w.experts else 1
     networks += w.experts > 0 and getattr(w.args, "shared_expert_dim", 0) > 0
-    again = w.recompute.pointwise
     results = 1 + networks
     dropped = 1 if w.compiled and not w.experts else 0
     scattered = [*w.mixing.gathered, *[d] * networks]
-    gathers = [(width, 1 + again) for width in scattered] + [(d, float(results))]
+    gathers = [(width, 2.0) for width in scattered] + [(d, float(results))]
     scatters = [(width, 1.0) for width in scattered]
     scatters.append((d, results + (results - dropped) * w.recompute.attention))
     return gathers, scatters
@@ -71,7 +71,7 @@ def exchanges(w: Workload) -> float:
 
 def exchanged_bytes(w: Workload) -> float:
     """Bytes of the rows that a rank sends to the experts, or gets back, for one microbatch."""
-    return w.element * w.tokens * w.expert_rows * w.dim
+    return w.element * w.tokens * w.expert_slots * w.dim
 
 
 def heads_exchanged(w: Workload) -> tuple[float, float]:

@@ -100,6 +100,10 @@ class Record:
     """Number of layers of its stages that ran, and number that there are."""
     parts: tuple[int, int] = (0, 0)
     """Pieces of tensors in a checkpoint, over all ranks: of layers that ran, of other modules."""
+    store_keys: int = 0
+    """Keys of the store that it set, added to or read until the first step."""
+    files: int = 0
+    """Files that it opened until the first step, without code and data."""
     cpu_seconds: float = 0.0
     """CPU time of its process."""
     memory: int = 0

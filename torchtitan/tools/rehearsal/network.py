@@ -3,10 +3,9 @@
 Without them, the results would be data that no rank has sent.
 """
 
-import dataclasses
 import functools
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -14,9 +13,11 @@ from unittest.mock import patch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
-from torch.distributed.checkpoint import LoadPlan, SavePlan
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torchtitan.checkpoint import resume
+from torchtitan.checkpoint.exchange import NUMBERS, Exchange
+from torchtitan.parallel import agree
 from torchtitan.tools.planner.tracer import nbytes
 from torchtitan.tools.rehearsal.events import Message
 from torchtitan.tools.rehearsal.recorder import Recorder, describe, mark, reduction
@@ -116,12 +117,15 @@ class Network:
         root = self._global(src, group_src, group)
         size = _size(object_list) if record.rank == root else 0
         self._object("broadcast_object_list", group, size, root)
-        if root != 0:
-            return
+        if root == 0:
+            self._keep(object_list)
+
+    def _keep(self, objects: list[Any]) -> None:
+        """Keep what rank 0 sends to all; on other ranks, fill in what it sent in its rehearsal."""
         if self.broadcasts is None:
-            record.broadcasts.append(list(object_list))
+            self.recorder.record.broadcasts.append(list(objects))
         elif self._received < len(self.broadcasts):
-            object_list[:] = self.broadcasts[self._received]
+            objects[:] = self.broadcasts[self._received]
         self._received += 1
 
     def gather_object(
@@ -135,7 +139,7 @@ class Network:
         self._object("gather_object", group, _size(obj), self._global(dst, group_dst, group))
         self._gathered = obj
         if object_gather_list is not None:
-            object_gather_list[:] = [obj] + [_without_items(obj)] * (len(object_gather_list) - 1)
+            object_gather_list[:] = [obj] + [obj] * (len(object_gather_list) - 1)
 
     def scatter_object_list(
         self,
@@ -149,6 +153,33 @@ class Network:
         root = self._global(src, group_src, group)
         self._object("scatter_object_list", group, _size(own), root)
         scatter_object_output_list[0] = own
+
+    def merged_on_0(self, value: Any, _: Callable[..., Any]) -> Any:
+        self._object("merge_objects", None, _size(value))
+        return value
+
+    def bytes_from_rank_0(self, content: bytes | None) -> bytes | None:
+        box = [content]
+        size = len(content or b"") if self.recorder.record.rank == 0 else 0
+        self._number("broadcast", None, "int64 []", 8)
+        self._number("broadcast", None, "uint8 [any]", size)
+        self._keep(box)
+        return box[0]
+
+    def sums(self, exchange: Exchange, values: Sequence[int]) -> list[int]:
+        """No rank fails unless this one does, and all hold the same tensors."""
+        self._number("all_reduce", exchange.group, f"int64 [{NUMBERS}] sum", 8 * NUMBERS)
+        return [values[0], *[0] * (NUMBERS - 1)]
+
+    def _number(
+        self,
+        op: str,
+        group: ProcessGroup | None,
+        what: str,
+        size: int,
+    ) -> None:
+        root = 0 if op == "broadcast" else None
+        self.recorder.entered(self.recorder.slot(group), op, what, size, root)
 
     def _global(
         self,
@@ -235,11 +266,6 @@ def _size(value: object) -> int:
     return len(pickle.dumps(value))
 
 
-def _without_items(plan: Any) -> Any:
-    """Stands for the plan of another rank for a save or load; only its existence matters here."""
-    return dataclasses.replace(plan, items=[]) if isinstance(plan, SavePlan | LoadPlan) else plan
-
-
 @contextmanager
 def recording(recorder: Recorder, broadcasts: list[Any] | None) -> Iterator[None]:
     """Replace what makes groups, exchanges objects, sends and receives, and record the rest."""
@@ -273,6 +299,14 @@ def recording(recorder: Recorder, broadcasts: list[Any] | None) -> Iterator[None
         replacements[name] = network.reducing(getattr(dist, name))
     with ExitStack() as stack:
         stack.enter_context(patch.object(distributed_c10d, "_new_process_group_helper", created))
+        stack.enter_context(patch.object(agree, "merged_on_0", network.merged_on_0))
+        stack.enter_context(
+            patch.object(resume, "bytes_from_rank_0", network.bytes_from_rank_0),
+        )
+        stack.enter_context(
+            patch.object(Exchange, "_sums", lambda *args: network.sums(*args)),
+        )
+        stack.enter_context(patch.object(Exchange, "_texts", lambda _, text: [text]))
         for name, replacement in replacements.items():
             for module in (dist, distributed_c10d):
                 stack.enter_context(patch.object(module, name, replacement))

@@ -22,18 +22,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 import torchtitan.train
-from torchtitan.checkpoint.index import render_index
+from torchtitan.checkpoint.index import add_written
+from torchtitan.checkpoint.layout import Cut, Layout
+from torchtitan.checkpoint.parts import Part, WrittenTensor
 from torchtitan.config.derive import axis_degrees, gradient_accumulation_steps
 from torchtitan.config.sections.schema import Config
 from torchtitan.health.rank_dumps import is_library, where
@@ -44,6 +39,7 @@ from torchtitan.tools.rehearsal.events import Record
 from torchtitan.tools.rehearsal.network import recording
 from torchtitan.tools.rehearsal.recorder import EndlessLoopError, Recorder
 from torchtitan.tools.rehearsal.replaced import blank_data, replaced, stored_checkpoint
+from torchtitan.tools.rehearsal.requests import CountedStore, count_files, counted_store
 from torchtitan.train import restore
 from torchtitan.train.build import build
 from torchtitan.train.built_in import Report, Save
@@ -58,6 +54,9 @@ BATCHES = 3
 """Batches that run of an accumulated step, or of a validation: the first, one in the middle, the
 last.
 """
+
+_LONG = 10**6
+"""Seconds; the watch over hangs never acts."""
 
 
 def rehearse_rank(
@@ -84,14 +83,16 @@ def rehearse_rank(
         config = rehearsed(config, world, folder)
         setup = preflight(config, output=False)
         recorder = Recorder(rank, axis_degrees(config.parallelism), large=large)
+        opened = count_files(lambda: recorder.during == "start")
         with (
             no_network() as mode,
+            counted_store(rank, world) as store,
             recording(recorder, broadcasts),
             replaced(setup, recorder, layers),
         ):
             try:
                 with mode, recorder:
-                    _run(config, setup, world, recorder, mode)
+                    _run(config, setup, world, recorder, mode, store)
             except EndlessLoopError as loop:
                 recorder.record.loop = str(loop)
             except Exception as error:
@@ -107,6 +108,7 @@ def rehearse_rank(
                 recorder.record.error = (
                     f"{type(error).__name__}: {error}".splitlines()[0] + f", at {where(frames)}"
                 )
+    recorder.record.files = len(opened)
     recorder.record.exchanges = phase.last_exchanges()
     recorder.record.cpu_seconds = time.process_time()
     recorder.record.memory = _most_memory()
@@ -159,7 +161,7 @@ def rehearsed(
         },
         "guard": {"weight_hash_freq": min(1, config.guard.weight_hash_freq)},
         "profiling": {"enable_profiling": False, "enable_memory_snapshot": False},
-        "comm": {"trace_buf_size": 0},
+        "comm": {"init_timeout_seconds": _LONG, "train_timeout_seconds": _LONG},
         "eval": {"enable": False},
         "sampling": {"prompts": []},
     }
@@ -188,6 +190,7 @@ def _run(
     world: int,
     recorder: Recorder,
     mode: FakeTensorMode,
+    store: CountedStore,
 ) -> None:
     def connect(*_: Any) -> None:
         with torch.utils._python_dispatch._disable_current_modes():
@@ -217,7 +220,11 @@ def _run(
         ),
         device=torch.device("cpu"),
     )
+    recorder.record.store_keys = store.keys
     recorder.during = "first step"
+    exchange = run.parts.exchange
+    if exchange is not None:  # the step is done with too little room, then again without a limit
+        exchange.assume(rows=0, ranks=1)
     run.train()
     recorder.record.parts = _parts(run.checkpointer.trained.tensors())
     recorder.record.metadata = _metadata_bytes()
@@ -269,19 +276,22 @@ def _parts(tensors: dict[str, Any]) -> tuple[int, int]:
 
 
 def _metadata_bytes() -> float:
-    """Bytes for each part of `.metadata` and `tensors.json`, measured on a tensor in many parts."""
+    """Bytes for each part of `.metadata` and `__N.json`, measured on a tensor in many parts."""
     name = "optimizer.layers.10.attention.wo.weight.exp_avg"
     size = 2**24
     parts = 256
-    chunks = [
-        ChunkStorageMetadata(torch.Size([size * i, 0]), torch.Size([size, 2**14]))
-        for i in range(parts)
-    ]
-    entry = TensorStorageMetadata(TensorProperties(), torch.Size([size * parts, 2**14]), chunks)
-    places = {
-        MetadataIndex(name, chunk.offsets, i): _StorageInfo(f"__{i}_0.distcp", size * i, size)
-        for i, chunk in enumerate(chunks)
-    }
-    metadata = Metadata({name: entry}, storage_data=places)
-    sums = dict.fromkeys(places, 2**32 - 1)
-    return (len(pickle.dumps(metadata)) + len(render_index(metadata, sums))) / parts
+    metadata = Metadata({}, planner_data={})
+    total = 0
+    for i in range(parts):
+        part = Part((size * i, 0), (size, 2**14), f"__{i}_0.distcp", size * i, size, 2**32 - 1)
+        written = WrittenTensor(
+            dtype="float32",
+            size=(size * parts, 2**14),
+            layout=Layout(0, [[Cut(parts, 1)], []]),
+            parts=[part],
+        )
+        total += len(written.model_dump_json()) + len(name)
+        for result in add_written(metadata, name, written):
+            metadata.storage_data = metadata.storage_data or {}
+            metadata.storage_data[result.index] = result.storage_data
+    return (len(pickle.dumps(metadata)) + total) / parts

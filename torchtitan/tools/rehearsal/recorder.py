@@ -47,7 +47,10 @@ _HELPERS = (
     "all_reduce",
     "gather",
     "from_rank_0",
+    "found",
+    "merged_on_0",
     "together",
+    "Exchange.step",
     "redistribute_and_wait",
     "AnyRank.__init__",
 )

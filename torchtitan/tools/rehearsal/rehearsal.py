@@ -1,5 +1,6 @@
 """Rehearse ranks of a configuration, each in its own process, and compare them."""
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -161,6 +162,7 @@ def _alone(
 ) -> Record:
     from torchtitan.tools.rehearsal.rank import rehearse_rank  # imports torch
 
+    gc.freeze()  # the trainer's collection needn't scan what torch is made of
     if config.experimental.custom_import:
         import_custom(config.experimental.custom_import)
     return rehearse_rank(

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import LoadPlanner, SavePlanner
@@ -22,8 +23,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.futures import Future
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtitan.checkpoint import resume as resuming
+from torchtitan.checkpoint import save as saving
+from torchtitan.checkpoint.index import TensorPlaces, dtype_name, render_index
+from torchtitan.checkpoint.layout import shares
 from torchtitan.checkpoint.load import Reader
 from torchtitan.checkpoint.save import CommittingWriter
 from torchtitan.config.derive import validation_rows
@@ -62,20 +67,17 @@ def replaced(
         for module, name, replacement in (
             (parallelize, "stage_modules", stage_modules),
             (expert, "_splits", partial(_splits, recorder)),
+            (saving, "own_plan", aside(saving.own_plan)),
             (CommittingWriter, "write_data", _write_nothing),
+            (CommittingWriter, "describe", lambda *_: (0, 0)),
             (CommittingWriter, "finish", lambda *_, **__: None),
+            (Reader, "locate", lambda *_: None),
             (Reader, "read_data", _read_nothing),
-            (
-                dcp.DefaultSavePlanner,
-                "create_local_plan",
-                aside(dcp.DefaultSavePlanner.create_local_plan),
-            ),
             (
                 dcp.DefaultLoadPlanner,
                 "create_local_plan",
                 aside(dcp.DefaultLoadPlanner.create_local_plan),
             ),
-            (dcp.DefaultSavePlanner, "create_global_plan", lambda _, plans: (plans, Metadata({}))),
         ):
             stack.enter_context(patch.object(module, name, replacement))
         yield
@@ -167,8 +169,8 @@ class _Loader:
 
     def check_enough(self, *_: Any) -> None: ...
 
-    def state(self, parts: Any) -> DataPosition:
-        return self.start
+    def own_state(self, position: DataPosition) -> DataPosition:
+        return position
 
     def seek(self, *_: Any) -> None: ...
 
@@ -216,6 +218,17 @@ def stored_checkpoint(checkpointer: Any) -> Iterator[None]:
     """A checkpoint of step 1, which holds what this rank has."""
     state = flatten_state_dict(checkpointer.trained.tensors())[0]
     found = {}
+    ranks = range(dist.get_world_size() // checkpointer.trained.places)
+    with _disable_current_modes():
+        layouts = shares(state, dist.get_rank(), ranks)[0]
+    index = render_index(
+        {
+            name: TensorPlaces(
+                dtype=dtype_name(value.dtype), size=tuple(value.size()), layout=layouts[name].layout
+            )
+            for name, value in state.items()
+        }
+    )
     for name, value in state.items():
         properties = TensorProperties(dtype=value.dtype)
         whole = torch.Size([0] * value.dim())
@@ -233,11 +246,10 @@ def stored_checkpoint(checkpointer: Any) -> Iterator[None]:
         for module, name, replacement in (
             (resuming, "committed_steps", lambda *_: [1]),
             (resuming, "read_manifest", lambda *_: manifest),
-            (resuming, "index_bytes", lambda *_: b""),
-            (resuming, "read_index", lambda *_: metadata),
+            (resuming, "index_bytes", lambda *_: index),
+            (resuming, "Index", lambda *_: SimpleNamespace(metadata=metadata)),
             (Reader, "check_files", lambda *_: None),
             (resuming, "manifest_bytes", lambda *_: b""),
-            (Reader, "read_metadata", lambda *_, **__: metadata),
             (RunState, "load", lambda *_: None),
         ):
             stack.enter_context(patch.object(module, name, replacement))

@@ -1,5 +1,6 @@
 """What a start, a save and a resume cost as the number of ranks grows. Imports no torch."""
 
+import math
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -8,9 +9,12 @@ from torchtitan.tools.rehearsal.events import Record
 from torchtitan.tools.rehearsal.mismatches import all_groups
 from torchtitan.tools.rehearsal.rank_sample import coordinates
 from torchtitan.tools.rehearsal.rehearsal import Rehearsal
+from torchtitan.utils.process import CONNECTED_RANKS
 
-_GATHERED = ("gather_object", "scatter_object_list")
-"""Rank 0 receives or sends the objects of all members."""
+_RANKS_PER_NODE = 8
+"""Merged objects name each node once."""
+_INDEX = 1000
+"""Bytes; what is larger lists the tensors of the layers that ran."""
 
 
 @dataclass(frozen=True)
@@ -29,37 +33,59 @@ class Startup:
     """Operations on the key-value store, over all ranks, for these connections."""
     lazy_store: int
     """Operations on the store if gloo connects only pairs that communicate."""
+    requests: int
+    """Keys of the store that a rank sets, adds to or reads until the first step, at most."""
+    files: int
+    """Files that a rank opens until the first step, without code and data, at most."""
     start_objects: int
-    """Bytes of objects that a rank receives from others until the first step."""
-    save_objects: int
-    """Bytes of objects that rank 0 receives and sends in each save."""
-    resume_objects: int
+    """Bytes of objects that rank 0 receives from others until the first step."""
+    save: tuple[int, int]
+    """Number of collectives that a rank enters in each save, and their bytes."""
+    resume: tuple[int, int]
     parts: int
     """Number of parts of tensors in a checkpoint."""
     metadata: int
-    """Bytes of `.metadata` and `tensors.json`."""
+    """Bytes of `.metadata`, and of all ranks' `__N.json`."""
+
+
+def at_once(members: int) -> int:
+    """Requests of a member to the store: it sets its key, waits for those of all and gets them."""
+    return 2 * members + 1
+
+
+def lazily(members: int) -> int:
+    """The same with `TORCH_GLOO_LAZY_INIT`, once each collective has run.
+
+    A barrier connects most pairs: in each of log2(n) rounds, it sends to one member and receives
+    from another. A ring connects two neighbors, a tree up to log2(n) members.
+    """
+    return 4 * math.ceil(math.log2(members)) - 1
 
 
 def startup(rehearsal: Rehearsal) -> Startup:
     """Count from the records; what depends on layers that did not run is scaled by their number.
 
-    gloo's operations on the store were counted on real groups: of n members, each sets one key, and
-    waits for and gets n. With `TORCH_GLOO_LAZY_INIT`, each only sets one.
+    gloo's requests to the store were counted on real groups.
     """
     record = rehearsal.records[0]
     own = [group.ranks for group in record.groups if len(group.ranks) > 1]
     sizes = [len(ranks) for ranks, _ in all_groups(record)]
     parts = _parts(rehearsal)
+    records = rehearsal.records.values()
+    lazy = rehearsal.world > CONNECTED_RANKS
     return Startup(
         groups=len(own),
         calls=len(record.creations),
         splits=sum(1 for _ in groupby(record.creations, key=lambda c: (c.description, c.at))),
         connections=sum(len(ranks) - 1 for ranks in own),
-        store=sum(n * (2 * n + 1) for n in sizes),
+        store=sum(n * at_once(n) for n in sizes),
         lazy_store=sum(sizes),
+        requests=max(one.store_keys for one in records)
+        + sum((lazily if lazy else at_once)(len(ranks)) for ranks in own),
+        files=max(one.files for one in records),
         start_objects=_objects(record, "start"),
-        save_objects=_objects(record, "save"),
-        resume_objects=_objects(record, "resume"),
+        save=_exchanged(record, "save"),
+        resume=_exchanged(record, "resume"),
         parts=parts,
         metadata=round(parts * record.metadata),
     )
@@ -67,16 +93,24 @@ def startup(rehearsal: Rehearsal) -> Startup:
 
 def _objects(record: Record, during: str) -> int:
     """Bytes of objects that rank 0 exchanges with the others during a part of the rehearsal."""
-    total = 0.0
+    total = 0
     for event in record.collectives:
         if event.during == during and event.tensors == "object":
-            size: float = event.bytes
-            if not event.op.startswith("broadcast"):
+            size = event.bytes
+            if event.op == "merge_objects":
+                size *= -(-len(event.group.ranks) // _RANKS_PER_NODE)
+            elif not event.op.startswith("broadcast"):
                 size *= len(event.group.ranks)
-            if event.op in _GATHERED and event.bytes > 1000:  # a plan
-                size *= _scale(record)
             total += size
-    return round(total)
+    return total
+
+
+def _exchanged(record: Record, during: str) -> tuple[int, int]:
+    """Collectives of rank 0 during a part of the rehearsal, and their bytes."""
+    found = [event for event in record.collectives if event.during == during]
+    indexes = sum(event.bytes for event in found if event.bytes > _INDEX)
+    others = sum(event.bytes for event in found) - indexes
+    return len(found), round(others + indexes * _scale(record))
 
 
 def _scale(record: Record) -> float:
@@ -97,18 +131,23 @@ def _parts(rehearsal: Rehearsal) -> int:
 def rows(found: Startup) -> list[tuple[str, str]]:
     """The numbers in words."""
 
+    def exchanged(found: tuple[int, int]) -> str:
+        return f"{found[0]:,}; {found[1]:,} bytes"
+
     def mib(size: int) -> str:
         return f"{size / 2**20:,.1f} MiB"
 
-    store = f"{found.store:,}; {found.lazy_store:,} and more"
+    store = f"{found.store:,}; {found.lazy_store:,}"
     parts = f"{found.parts:,}; {mib(found.metadata)}"
     return [
         ("process groups of rank 0", f"{found.groups:,}"),
         ("calls that create groups (gloo; NCCL)", f"{found.calls:,}; {found.splits:,}"),
         ("connections of rank 0, if gloo makes all at once", f"{found.connections:,}"),
-        ("store operations (all at once; as needed)", store),
-        ("objects received by a rank at the start", mib(found.start_objects)),
-        ("objects through rank 0 in a save", mib(found.save_objects)),
-        ("objects through rank 0 in a resume", mib(found.resume_objects)),
+        ("store requests of all ranks to connect groups (all at once; as needed)", store),
+        ("store requests of a rank at the start", f"{found.requests:,}"),
+        ("files opened by a rank at the start, besides data", f"{found.files:,}"),
+        ("objects received by rank 0 at the start", mib(found.start_objects)),
+        ("collectives of a rank in a save", exchanged(found.save)),
+        ("collectives of a rank in a resume", exchanged(found.resume)),
         ("parts of tensors in a checkpoint, and their metadata", parts),
     ]

@@ -1,0 +1,97 @@
+"""What all ranks agree on, and what that costs."""
+
+import os
+import threading
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from torchtitan.parallel import agree
+from torchtitan.utils.errors import CheckpointError, DamageError
+from torchtitan.utils.torch_compat import store_of_this_attempt
+
+
+def agreed():
+    rank = dist.get_rank()
+    with patch.object(dist, "all_gather_object", side_effect=AssertionError):
+        assert agree.found(None) == []
+        assert agree.together(lambda: rank) == rank
+    sent = []
+    send = dist.send_object_list
+    with patch.object(
+        dist, "send_object_list", lambda *args: (sent.append(args[1]), send(*args))[1]
+    ):
+        merged = agree.merged_on_0([rank], lambda left, right: left + right)
+    some = agree.found("here" if rank == 1 else None)
+    errors = [DamageError("damaged"), CheckpointError("wrong"), None]
+
+    def fail():
+        if error := errors[min(rank, 2)]:
+            raise error
+
+    with pytest.raises(CheckpointError, match="wrong"):
+        agree.together(fail)
+    return merged, sent, some
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_agree(ranks, world):
+    """Objects of all ranks travel only if one has something to tell."""
+    results = ranks(world, agreed)
+    assert results[0][0] == list(range(world))
+    assert [sent for _, sent, _ in results] == [[], [0], [0]][:world]
+    for _, _, some in results:
+        assert some == [None, "here", None][:world]
+
+
+class Counting(dist.Store):
+    """Counts requests to a store in memory."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.store = store
+        self.count = 0
+
+
+for name in ("get", "add", "append", "multi_set"):
+
+    def counted(self, *args, name=name):
+        self.count += 1
+        return getattr(self.store, name)(*args)
+
+    setattr(Counting, name, counted)
+
+
+def test_rank_0_answers_many_ranks_by_few_requests(monkeypatch):
+    """An earlier attempt's rank, and ranks that ask at once."""
+    monkeypatch.setitem(os.environ, "MASTER_ADDR", "localhost")
+    monkeypatch.setitem(os.environ, "MASTER_PORT", "0")
+    shared = dist.HashStore()
+    shared.append("attempt/asks", "0" * 32)  # it died before it counted itself
+    stores = []
+
+    def connect(*_, **__):
+        stores.append(Counting(shared))
+        return stores[-1]
+
+    monkeypatch.setattr(dist, "TCPStore", connect)
+    world = 40
+    answered = []
+
+    def ask(rank):
+        with store_of_this_attempt(rank, world, timedelta(seconds=30)):
+            answered.append(rank)
+
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(1, world)]
+    for thread in threads:
+        thread.start()
+    with store_of_this_attempt(0, world, timedelta(seconds=30)):
+        for thread in threads:
+            thread.join()
+    assert sorted(answered) == list(range(1, world))
+    # rank 0's own connection, those of the others, and that of the thread which answers
+    none, *asked, _ = sorted(store.count for store in stores)
+    assert none == 0
+    assert asked == [3] * (world - 1)

@@ -1,0 +1,194 @@
+"""Which rank writes which box of a tensor, as every rank derives it without a message.
+
+A tensor is cut along its dimensions by the axes of a mesh, whose ranks are a regular grid. So the
+first rank and two numbers for each cut tell where any box is, on any number of ranks.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from itertools import product
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from torchtitan.utils.formats import Count
+
+_SPREAD = 2**16
+"""Bytes of a part from which its copies share the work; a reader opens few files for smaller."""
+
+
+class Cut(NamedTuple):
+    """Pieces of a dimension, even but for the last ones, as of `torch.chunk`."""
+
+    pieces: Annotated[int, Field(ge=1, lt=2**31)]
+    stride: Count
+    """Distance of the ranks of neighboring pieces."""
+
+
+class Layout(NamedTuple):
+    """The ranks that write the boxes of one tensor."""
+
+    first: Count
+    """Writes the first box."""
+    cuts: Annotated[list[Annotated[list[Cut], Field(max_length=8)]], Field(max_length=64)]
+    """Of each dimension, from the coarsest: each cuts the pieces of the one before."""
+
+    def box(self, size: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offsets and sizes of what `rank` writes, a rank of this layout."""
+        steps = sorted({cut for cuts in self.cuts for cut in cuts}, key=lambda cut: -cut.stride)
+        places = {}
+        left = rank - self.first
+        for cut in steps:
+            places[cut] = left // cut.stride if cut.pieces > 1 else 0
+            left -= places[cut] * cut.stride
+        offsets = []
+        sizes = []
+        for length, cuts in zip(size, self.cuts, strict=True):
+            start = 0
+            for cut in cuts:
+                step = -(-length // cut.pieces)
+                low = min(places[cut] * step, length)
+                length = min(step, length - low)
+                start += low
+            offsets.append(start)
+            sizes.append(length)
+        return tuple(offsets), tuple(sizes)
+
+    def ranks(
+        self,
+        size: tuple[int, ...],
+        box: ChunkStorageMetadata,
+    ) -> Iterator[int]:
+        """The ranks that wrote a box of a tensor of this size, or a part of it."""
+        places = zip(self.cuts, box.offsets, box.sizes, size, strict=True)
+        along = [
+            list(_distances(cuts, start, start + count, length))
+            for cuts, start, count, length in places
+        ]
+        for distances in product(*along):
+            yield self.first + sum(distances)
+
+
+def _distances(
+    cuts: list[Cut],
+    start: int,
+    stop: int,
+    length: int,
+) -> Iterator[int]:
+    """Distances from the first rank of those that hold some of `start` to `stop`."""
+    if start >= stop:
+        return
+    if not cuts:
+        yield 0
+        return
+    (count, stride), *finer = cuts
+    step = -(-length // count)
+    for i in range(start // step, -(-stop // step)):
+        low = i * step
+        piece = min(step, length - low)
+        for distance in _distances(finer, max(start - low, 0), min(stop - low, piece), piece):
+            yield i * stride + distance
+
+
+class Share(NamedTuple):
+    """One tensor of a rank."""
+
+    layout: Layout
+    writes: bool
+    """This rank writes its box; else another one that holds the same."""
+
+
+def shares(
+    tensors: Mapping[str, Tensor],
+    rank: int,
+    holders: range,
+) -> tuple[dict[str, Share], int]:
+    """What a rank writes of its tensors. Of copies, the one with the least to do so far writes.
+
+    Args:
+        holders: the ranks that hold these tensors, or shards of them: a place of the pipeline.
+
+    Returns:
+        The share by name, and a number on which all `holders` must agree, lest a tensor is lost.
+    """
+    loads: dict[int, int] = {}
+    grids: dict[DeviceMesh, tuple[int, list[Cut]]] = {}
+    found = {}
+    digest = sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        cuts, copies, own = _layout(tensor, rank, holders, grids)
+        first = Layout(0, cuts).box(tuple(tensor.shape), 0)[1]
+        bytes_each = math.prod(first) * tensor.dtype.itemsize
+        writer = copies[0]
+        if bytes_each >= _SPREAD:
+            writer = min(copies, key=lambda copy: loads.get(copy, 0))
+        loads[writer] = loads.get(writer, 0) + bytes_each
+        layout = Layout(writer, cuts)
+        found[name] = Share(layout, own == writer)
+        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype), layout)).encode())
+    return found, int.from_bytes(digest.digest()[:7])
+
+
+def _layout(
+    tensor: Tensor,
+    rank: int,
+    holders: range,
+    grids: dict[DeviceMesh, tuple[int, list[Cut]]],
+) -> tuple[list[list[Cut]], list[int], int]:
+    """The cuts of a tensor, the first ranks of all its copies, and that of this rank's copy."""
+    cuts: list[list[Cut]] = [[] for _ in tensor.shape]
+    if not isinstance(tensor, DTensor):
+        return cuts, list(holders), rank
+    mesh = tensor.device_mesh
+    if mesh not in grids:
+        grids[mesh] = _grid(mesh)
+    first, axes = grids[mesh]
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None, "a tensor of a mesh that this rank is not in"
+    copies = [first]
+    own = rank
+    for axis in reversed(range(len(axes))):
+        placement: Any = tensor.placements[axis]
+        cut = axes[axis]
+        if placement.is_replicate():
+            copies = [copy + i * cut.stride for i in range(cut.pieces) for copy in copies]
+            continue
+        # A strided shard cuts the pieces of as many of the inner axes as its factor says.
+        along = cuts[placement.dim]
+        before = 0
+        pieces = 1
+        while pieces < getattr(placement, "split_factor", 1) and before < len(along):
+            pieces *= along[before].pieces
+            before += 1
+        along.insert(before, cut)
+        own -= coordinates[axis] * cut.stride
+    return cuts, sorted(copies), own
+
+
+def _grid(mesh: DeviceMesh) -> tuple[int, list[Cut]]:
+    """First rank of a mesh, and size and stride of its axes."""
+    ranks = mesh.mesh.tolist()
+    first: Any = ranks
+    axes = []
+    for count in mesh.mesh.shape:
+        second = first[1] if count > 1 else None
+        first = first[0]
+        axes.append((count, second))
+    flat = mesh.mesh.flatten().tolist()
+    found = []
+    for count, second in axes:
+        while isinstance(second, list):
+            second = second[0]
+        found.append(Cut(count, second - first if second is not None else 0))
+    places = product(*(range(cut.pieces) for cut in found))
+    expected = [
+        first + sum(i * cut.stride for i, cut in zip(place, found, strict=True)) for place in places
+    ]
+    assert flat == expected, f"the ranks of a mesh are no regular grid: {flat[:8]}"
+    return first, found

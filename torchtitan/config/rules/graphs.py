@@ -1,0 +1,108 @@
+"""Rules on CUDA graphs of blocks: what a graph has recorded must be there when it is replayed."""
+
+from collections.abc import Iterator
+
+from torchtitan.config.derive import gradient_accumulation_steps, sums_whole_gradients
+from torchtitan.config.features import compiles_blocks
+from torchtitan.config.rules.table import Facts, refuse, rule
+from torchtitan.config.sections.schema import Config
+
+_KEY = "compile.cuda_graphs"
+_OFF = "or cuda_graphs = false"
+
+
+@rule(
+    _KEY,
+    "compile",
+    "parallelism",
+    "training",
+    "activation_checkpoint",
+    "optimizer.qk_clip",
+    "quantize.linear.float8.enable_fsdp_float8_all_gather",
+)
+def graphs_find_what_they_recorded(config: Config, facts: Facts) -> Iterator[str]:
+    if not config.compile.cuda_graphs:
+        return
+    p = config.parallelism
+    ac = config.activation_checkpoint
+    if not compiles_blocks(config) or config.compile.backend != "inductor":
+        yield (
+            f"{_KEY} are recorded by inductor; set compile.enable = true, with "
+            f'"model" in compile.components and backend = "inductor", {_OFF}'
+        )
+    if p.fsdp_reshard_after_forward != "never":
+        yield (
+            f"{_KEY}: graphs read weights where they were gathered first, so they stay allocated; "
+            f'set parallelism.fsdp_reshard_after_forward = "never", {_OFF}'
+        )
+    for key in ("pipeline_parallel_degree", "tensor_parallel_degree", "context_parallel_degree"):
+        if getattr(p, key) > 1:
+            why = "would record a block's collectives, which is not proven"
+            if key.startswith("pipeline"):
+                why = "would be needed for each microbatch that is under way"
+            yield f"{_KEY}: graphs {why}; set parallelism.{key} = 1, {_OFF}"
+    if p.expert_parallel_degree > 1 and p.expert_parallel_exchange == "counted":
+        yield (
+            f"{_KEY}: experts on other ranks get another number of rows each time; set "
+            f'parallelism.expert_parallel_exchange = "fixed", {_OFF}'
+        )
+    if config.training.document_mask:
+        yield (
+            f"{_KEY}: the number of documents differs from batch to batch; set "
+            f"training.document_mask = false, {_OFF}"
+        )
+    if config.training.enable_cpu_offload:
+        yield (
+            f"{_KEY}: weights come from host memory; set training.enable_cpu_offload = false, "
+            f"{_OFF}"
+        )
+    by_operation = ac.mode == "selective" and ac.selective_ac_option == "op"
+    if ac.mode != "none" and not by_operation:
+        yield (
+            f"{_KEY}: attention would be recomputed with a saved state of the random generator, "
+            'which a graph doesn\'t record; set activation_checkpoint.mode = "none", or '
+            f'"selective" with selective_ac_option = "op", {_OFF}'
+        )
+    if ac.offload_blocks != 0:
+        yield (
+            f"{_KEY}: the next graph overwrites activations while they are copied to the host; "
+            f"set activation_checkpoint.offload_blocks = 0, {_OFF}"
+        )
+    if config.optimizer.qk_clip:
+        yield (
+            f"{_KEY}: a block records the largest scores outside of what it returns; set "
+            f"optimizer.qk_clip = 0, {_OFF}"
+        )
+    if config.quantize.linear.float8.enable_fsdp_float8_all_gather:
+        yield (
+            f"{_KEY}: weights gathered in Float8 move; set "
+            "quantize.linear.float8.enable_fsdp_float8_all_gather = false, "
+            f"{_OFF}"
+        )
+
+
+refuse(
+    _KEY,
+    "training.global_batch_size",
+    "training.mixed_precision_param",
+    when=lambda c: (
+        c.compile.cuda_graphs
+        and sums_whole_gradients(c)
+        and c.training.mixed_precision_param == c.training.mixed_precision_reduce
+        and gradient_accumulation_steps(c) > 1
+    ),
+    because=(
+        f"{_KEY}: whole gradients of a step's batches would add up in memory that the next batch's "
+        'graphs overwrite; set training.mixed_precision_param = "bfloat16" and '
+        'training.mixed_precision_reduce = "float32", or raise training.local_batch_size until one '
+        f"batch covers global_batch_size, {_OFF}"
+    ),
+    needs=["layout"],
+)
+
+
+@rule(_KEY, needs=["device"])
+def graphs_need_cuda(config: Config, facts: Facts) -> str | None:
+    if not config.compile.cuda_graphs or facts.device.capability != (0, 0):
+        return None
+    return f"{_KEY} need CUDA, this is {facts.device.name}; set it to false"

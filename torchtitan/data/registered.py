@@ -1,0 +1,91 @@
+"""Data sources of the user.
+
+A module of the user registers them with `make(dataset_path[, keys])`, which returns either
+
+- numbered documents: `len(it)`, `it[i]`, the text of document i, and `fingerprint`, a string that
+  changes when the texts do. Document i must be the same on every rank and at every call; which one
+  is read when follows from the seed.
+- a `datasets.IterableDataset` with a column of texts, for example by
+  `IterableDataset.from_generator(texts, gen_kwargs={"shards": [...]})`, whose shards ranks divide
+  among them. Its `state_dict()` is its position, and must be JSON.
+
+Both take part in the global order of rows, in mixtures and in resumes as built-in sources do. Every
+rank and every worker process calls `make`.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torchtitan.data.text.contents import Contents
+from torchtitan.data.text.streams import Stream
+from torchtitan.utils.errors import UserError
+
+_CHECKED = 1000
+"""Registered documents in which to look for text. Reading all may take long."""
+
+
+class RegisteredDocuments:
+    """Documents of a registered source, checked."""
+
+    text_bytes: None = None
+
+    def __init__(
+        self,
+        made: Any,
+        key: str,
+    ):
+        """
+        Args:
+            key: the start of messages.
+
+        Raises:
+            UserError: it lacks a method, or has no text.
+        """
+        self.made = made
+        self.key = key
+        self.skipped: Counter[str] = Counter()
+        needed = ("__len__", "__getitem__", "fingerprint")
+        if lacks := [name for name in needed if not hasattr(made, name)]:
+            raise UserError(
+                f"{key} made a {type(made).__name__} without {', '.join(lacks)}; "
+                "documents need these, unless they are a datasets.IterableDataset"
+            )
+        if not isinstance(made.fingerprint, str):
+            kind = type(made.fingerprint).__name__
+            raise UserError(f"{key} has a fingerprint of type {kind}; it must be a string")
+        self.contents = Contents(made.fingerprint)
+        if not len(self):
+            raise UserError(f"{key} is empty")
+        count = min(len(self), _CHECKED)
+        if not any(self[i] for i in range(count)):  # seldom reads more than one
+            raise UserError(f"{key} holds no text in its first {count} documents")
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+    def __getitem__(self, index: int) -> str:
+        text = self.made[index]
+        if not isinstance(text, str):
+            raise UserError(
+                f"{self.key} has a {type(text).__name__} as document {index}; it must be a string"
+            )
+        return text
+
+
+def open_custom(
+    make: Callable[..., Any],
+    dataset: str,
+    dataset_path: str | None,
+    section: str,
+) -> "RegisteredDocuments | Stream":
+    """Open a registered source.
+
+    Raises:
+        UserError: it is neither of the two kinds, or has no text.
+    """
+    made = make(dataset_path)
+    if hasattr(made, "num_shards"):  # a stream; importing its class would take seconds
+        stream: Stream = made
+        return stream
+    return RegisteredDocuments(made, f'{section}.dataset: "{dataset}"')

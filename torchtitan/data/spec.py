@@ -1,0 +1,95 @@
+"""What to read in a run: sources, stages, and the rows of each step."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, Literal
+
+from torchtitan.config.sections import data as config
+from torchtitan.data.order.mixture import StagePlan
+from torchtitan.data.text.documents import OnBad
+from torchtitan.data.text.retry import Retry
+from torchtitan.data.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    """What to read, as plain values: worker processes get a copy."""
+
+    sources: Sequence[config.Source]
+    stages: Sequence[config.DataStage] = ()
+    tokenizer: Tokenizer
+    seq_len: int
+    """Predicted tokens of a row, before the first stage that changes them."""
+    rows_per_step: int
+    """Rows over all ranks, before the first stage that changes it; at least one per rank."""
+    local_batch_size: int = 1
+    """Rows that a rank computes at once, before the first stage that changes them."""
+    seed: int
+    infinite: bool
+    """Read epoch after epoch, shuffled; else make one pass in order."""
+    options: config.DataLoader
+    on_bad_document: OnBad = "stop"
+    """What to do with documents that can't be decoded or have no text."""
+    on_changed_data: Literal["stop", "continue"] = "stop"
+    """What a resume does if files have other contents than at the checkpoint."""
+    section: str = "training"
+    """Section of the configuration: `training` or `validation`."""
+    custom: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    """Registered sources: name to `make`."""
+
+    @property
+    def name(self) -> str:
+        return ", ".join(source.dataset_path or source.dataset for source in self.sources)
+
+    @cached_property
+    def plans(self) -> list[StagePlan]:
+        """The batch size and weights of each stage, in order."""
+        weights = {source.name: Fraction(str(source.weight)) for source in self.sources}
+        first = StagePlan(
+            0,
+            self.rows_per_step,
+            weights,
+            self.seq_len,
+            self.local_batch_size,
+        )
+        plans = [first]
+        for stage in self.stages:
+            changed = {name: Fraction(str(weight)) for name, weight in stage.weights.items()}
+            before = plans[-1]
+            plan = StagePlan(
+                stage.from_step - 1,
+                stage.global_batch_size or before.rows,
+                {**before.weights, **changed},
+                stage.seq_len or before.seq_len,
+                stage.local_batch_size or before.local_batch_size,
+            )
+            plans.append(plan)
+        return plans
+
+    def stage(self, step: int) -> int:
+        """The index in `plans` of the plan for a step, counted from 0."""
+        return bisect_right(self.plans, step, key=lambda plan: plan.first) - 1
+
+    def at(self, step: int) -> StagePlan:
+        """The plan for a step, counted from 0."""
+        return self.plans[self.stage(step)]
+
+    @property
+    def longest_row(self) -> int:
+        """The largest `seq_len` of any step."""
+        return max(plan.seq_len for plan in self.plans)
+
+    @property
+    def batch_sizes(self) -> set[int]:
+        """All numbers of rows that a step may have."""
+        return {plan.rows for plan in self.plans}
+
+    def key(self, source: config.Source) -> str:
+        """The section or table of the configuration that names a source."""
+        return self.section if len(self.sources) == 1 else f"{self.section}.sources.{source.name}"
+
+    def retry(self, source: config.Source) -> Retry:
+        return Retry(self.key(source), source.dataset_path or source.dataset, self.options)

@@ -1,0 +1,113 @@
+"""What a rank asks of the job's store, and which files it opens, until its first step."""
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from torchtitan.health.rank_dumps import is_library
+from torchtitan.utils.torch_compat import store_of_this_attempt
+
+_ELSEWHERE = ("/dev/", "/proc/", "/sys/")
+_CODE = (".py", ".pyc", ".so")
+
+
+class CountedStore(dist.Store):
+    """Stands for the store of a job: counts the keys that the main thread sets, adds to or reads.
+
+    A key that this rank has not set holds what a key of the same kind does: `process/0` what this
+    rank set as `process/5`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = 0
+        self._values: dict[str, bytes] = {}
+
+    def _count(self, keys: int = 1) -> None:
+        if _in_main_thread():
+            self.keys += keys
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._count()
+        self._values[_kind(key)] = value.encode() if isinstance(value, str) else value
+
+    append = set
+
+    def get(self, key: str) -> bytes:
+        self._count()
+        return self._values.get(_kind(key), b"")
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def add(self, _: str, amount: int) -> int:
+        self._count()
+        return amount
+
+    def check(self, keys: Sequence[str]) -> bool:
+        self._count(len(keys))
+        return False
+
+    def wait(self, keys: Sequence[str], *_: Any) -> None:
+        self._count(len(keys))
+
+    def set_timeout(self, _: timedelta) -> None: ...
+
+    def clone(self) -> "CountedStore":
+        return self
+
+
+def _kind(key: str) -> str:
+    return key.rpartition("/")[0]
+
+
+def _in_main_thread() -> bool:
+    """A watch over hangs and locks on folders act at times of their own."""
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def counted_store(rank: int, world: int) -> Iterator[CountedStore]:
+    """Give the rank a counted store, of which it has already asked what a start under torchrun
+    does before there are process groups.
+    """
+    store = CountedStore()
+    with ExitStack() as stack:
+        stack.enter_context(
+            patch.dict(os.environ, {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
+        )
+        stack.enter_context(patch.object(distributed_c10d, "_get_default_store", lambda: store))
+        with (
+            patch.object(dist, "TCPStore", lambda *_, **__: store),
+            store_of_this_attempt(rank, world, timedelta(seconds=1)),
+        ):
+            pass
+        yield store
+
+
+def count_files(counts: Callable[[], bool]) -> list[str]:
+    """The files that the main thread opens from now on, while `counts()`, in order; without code.
+
+    Libraries that are not in Python open theirs unseen. The process can't stop counting.
+    """
+    opened: list[str] = []
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event != "open" or not _in_main_thread():
+            return
+        if not isinstance(args[0], str | bytes | os.PathLike) or not counts():
+            return
+        path = os.fsdecode(args[0])
+        if not (path.startswith(_ELSEWHERE) or path.endswith(_CODE) or is_library(path)):
+            opened.append(path)
+
+    sys.addaudithook(hook)
+    return opened
