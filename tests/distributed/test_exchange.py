@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.runs import EXPERTS, arguments, full, train
+from tests.runs import EXPERTS, SAVE, SCHEDULE, arguments, full, losses, train
 from torchtitan.config import resolve
 from torchtitan.parallel import exchange
 from torchtitan.parallel.exchange import FixedExchange, by_expert, to_slots
@@ -165,6 +165,23 @@ def test_fixed_is_counted(ranks, tmp_path, name):
             assert all(torch.equal(ours[key], value) for key, value in theirs.items()), kind
     assert runs["fixed"][3] <= 1
     assert runs["tight"][3] == steps - 1, "all but the first, which counts"
+
+
+@pytest.mark.slow
+def test_fixed_is_counted_when_a_run_resumes_and_its_rows_get_longer(ranks, tmp_path):
+    """Both leave nothing to learn sizes from, so the next step counts."""
+    stages = "[{from_step = 4, seq_len = 64, global_batch_size = 4, local_batch_size = 2}]"
+    extra = [*EXPERTS, EP, *SAVE, SCHEDULE, f"--training.stages={stages}"]
+    argv = arguments(tmp_path, *extra, f"--job.dump_folder={tmp_path / 'whole'}", steps=6)
+    whole = ranks(2, train, argv)[0]
+    repeated = 0
+    for steps in (2, 6):
+        argv = arguments(tmp_path, *extra, FIXED, steps=steps)
+        run, more = ranks(2, trained_with, argv, 0.6)[0]
+        repeated += more
+    assert losses(run) == losses(whole)
+    assert all(torch.equal(run["weights"][key], value) for key, value in whole["weights"].items())
+    assert repeated == 6 - 3, "all but the first of each start and of the stage"
 
 
 class Norms(Callback):

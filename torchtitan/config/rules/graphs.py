@@ -1,6 +1,7 @@
 """Rules on CUDA graphs of blocks: what a graph has recorded must be there when it is replayed."""
 
 from collections.abc import Iterator
+from operator import attrgetter
 
 from torchtitan.config.derive import gradient_accumulation_steps, sums_whole_gradients
 from torchtitan.config.features import compiles_blocks
@@ -9,6 +10,16 @@ from torchtitan.config.sections.schema import Config
 
 _KEY = "compile.cuda_graphs"
 _OFF = "or cuda_graphs = false"
+_MUST_BE_OFF = {
+    "training.document_mask": "the number of documents differs from batch to batch",
+    "training.enable_cpu_offload": "weights come from host memory",
+    "activation_checkpoint.offload_blocks": (
+        "the next graph overwrites activations while they are copied to the host"
+    ),
+    "optimizer.qk_clip": "a block records the largest scores outside of what it returns",
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": "weights gathered in Float8 move",
+}
+"""Key to why."""
 
 
 @rule(
@@ -46,16 +57,6 @@ def graphs_find_what_they_recorded(config: Config, facts: Facts) -> Iterator[str
             f"{_KEY}: experts on other ranks get another number of rows each time; set "
             f'parallelism.expert_parallel_exchange = "fixed", {_OFF}'
         )
-    if config.training.document_mask:
-        yield (
-            f"{_KEY}: the number of documents differs from batch to batch; set "
-            f"training.document_mask = false, {_OFF}"
-        )
-    if config.training.enable_cpu_offload:
-        yield (
-            f"{_KEY}: weights come from host memory; set training.enable_cpu_offload = false, "
-            f"{_OFF}"
-        )
     by_operation = ac.mode == "selective" and ac.selective_ac_option == "op"
     if ac.mode != "none" and not by_operation:
         yield (
@@ -63,22 +64,9 @@ def graphs_find_what_they_recorded(config: Config, facts: Facts) -> Iterator[str
             'which a graph doesn\'t record; set activation_checkpoint.mode = "none", or '
             f'"selective" with selective_ac_option = "op", {_OFF}'
         )
-    if ac.offload_blocks != 0:
-        yield (
-            f"{_KEY}: the next graph overwrites activations while they are copied to the host; "
-            f"set activation_checkpoint.offload_blocks = 0, {_OFF}"
-        )
-    if config.optimizer.qk_clip:
-        yield (
-            f"{_KEY}: a block records the largest scores outside of what it returns; set "
-            f"optimizer.qk_clip = 0, {_OFF}"
-        )
-    if config.quantize.linear.float8.enable_fsdp_float8_all_gather:
-        yield (
-            f"{_KEY}: weights gathered in Float8 move; set "
-            "quantize.linear.float8.enable_fsdp_float8_all_gather = false, "
-            f"{_OFF}"
-        )
+    for key, why in _MUST_BE_OFF.items():
+        if value := attrgetter(key)(config):
+            yield f"{_KEY}: {why}; set {key} = {'false' if value is True else 0}, {_OFF}"
 
 
 refuse(
