@@ -2,6 +2,7 @@
 to resume from.
 """
 
+import errno
 import shutil
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tests.checkpoints import (
     change,
     flip,
+    in_format_3,
     manifest,
     outcome,
     replace,
@@ -19,7 +21,7 @@ from tests.checkpoints import (
     small_checkpointer,
     train_state,
 )
-from torchtitan.checkpoint import upload
+from torchtitan.checkpoint import parts, upload
 from torchtitan.checkpoint.commit import committed_steps, leftovers
 from torchtitan.checkpoint.upload import GoneError, Uploader, send
 from torchtitan.commands import ckpt
@@ -118,10 +120,17 @@ def test_a_step_that_was_saved_again_replaces_its_copy(folders):
     save_again(step, 701)
     assert send(step, copy) == sizes(step)
     assert same(step, copy)
+    in_format_3(step)
+    assert send(step, copy) == sizes(step), "of an earlier version"
+    assert same(step, copy)
 
 
 def test_a_damaged_checkpoint_is_not_uploaded(folders, capsys):
     folder, url = folders
+    unreadable = mock.patch.object(parts, "read_regular", side_effect=OSError(errno.EIO, "faulty"))
+    with unreadable, pytest.raises(OSError, match="faulty"):
+        send(folder / "step-1", url / "step-1")
+    assert not (url / "step-1/.damaged").exists(), "another attempt may succeed"
     flip(folder / "step-1/__0_0.distcp", 500)
     with pytest.raises(DamageError, match=r"__0_0\.distcp has a wrong checksum"):
         send(folder / "step-1", url / "step-1")

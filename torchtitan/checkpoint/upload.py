@@ -98,6 +98,9 @@ def send(
     except DamageError as error:
         if not (source / MANIFEST).exists():
             raise GoneError(f"{source} was deleted") from None
+        cause = error.__cause__
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            raise cause from None  # another attempt may succeed
         write_file(target / _DAMAGE, str(error).encode())  # for rank 0
         raise
     if rank == 0:
@@ -115,7 +118,11 @@ def _complete(there: Mapping[str, int], manifest: Manifest) -> bool:
     """Whether files of these sizes are all of a checkpoint's but the manifest."""
     if any(there.get(name) != about.bytes for name, about in manifest.files.items()):
         return False
-    others = [size for name, size in there.items() if name.startswith("__")]
+    others = [
+        size
+        for name, size in there.items()
+        if name.startswith("__") and name not in manifest.files  # in format 3, it lists them
+    ]
     return len(others) + len(manifest.files) == manifest.file_count() and (
         sum(others) + sum(file.bytes for file in manifest.files.values()) == manifest.file_bytes()
     )
