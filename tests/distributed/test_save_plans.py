@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import math
+import time
 from collections import Counter
 from unittest import mock
 
@@ -288,10 +289,40 @@ def after_a_failure(folder):
         ):
             checkpointer.save(step, state_of(step))
         texts.append(str(error.value))
-    checkpointer.save(5, state_of(5))
+    leave_the_commit(checkpointer, 5, folder.with_name("left"))
     checkpointer.close()
     save_steps(folder, 6)
     return texts, outcome(folder)
+
+
+def leave_the_commit(checkpointer, step, left):
+    """Rank 1 loses its connections, as after another rank's death, while rank 0 commits."""
+    sums = saving.Exchange._sums
+    if dist.get_rank() == 1:
+        count = itertools.count(1)
+
+        def lose(exchange, values):
+            if next(count) == 3:
+                raise RuntimeError("Connection closed by peer")
+            return sums(exchange, values)
+
+        with (
+            mock.patch.object(saving.Exchange, "_sums", lose),
+            pytest.raises(CheckpointError, match="Connection closed"),
+        ):
+            checkpointer.save(step, state_of(step))
+        left.touch()
+        sums(saving.Exchange(checkpointer._group), [0])
+        return
+    commit = saving.commit
+
+    def late(final):
+        while not left.exists():
+            time.sleep(0.01)
+        commit(final)
+
+    with mock.patch.object(saving, "commit", late):
+        checkpointer.save(step, state_of(step))
 
 
 def test_a_failure_of_one_rank_reaches_all(ranks, tmp_path):
@@ -304,3 +335,4 @@ def test_a_failure_of_one_rank_reaches_all(ranks, tmp_path):
         assert "Free some space" in text
     assert sorted(p.name for p in folder.iterdir()) == ["step-1", "step-5", "step-6"]
     assert manifest(folder / "step-6")["written"]["ranks"] == 2
+    assert ckpt.main(["verify", str(folder / "step-5")]) == 0, "what rank 0 committed alone"

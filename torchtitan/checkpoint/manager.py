@@ -263,8 +263,9 @@ class Checkpointer:
         except Exception as error:
             target = step_folder(self.folder, self._step_in_flight)
             cause = describe(error)
-            with suppress(Exception):
-                discard(target)
+            if dist.get_rank() == 0:  # another rank would delete what rank 0 is about to commit
+                with suppress(Exception):
+                    discard(target)
             raise CheckpointError(
                 f"can't save {target}: {cause}. {_advice(cause)}: {self.last_good()}."
             ) from error

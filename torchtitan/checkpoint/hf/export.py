@@ -152,8 +152,9 @@ class HFExport:
             for phase in (self._prepare, self._write_weights, self._describe, *check, self._name):
                 self._together(phase, group)
         except BaseException:
-            with suppress(Exception):
-                discard(self.folder)
+            if self.rank == 0:  # another rank would delete what rank 0 is about to commit
+                with suppress(Exception):
+                    discard(self.folder)
             raise
 
     def _together(
