@@ -3,12 +3,15 @@
 import os
 import threading
 from datetime import timedelta
+from unittest import mock
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from torchtitan.parallel import agree
+from torchtitan.config.sections.schema import Comm
+from torchtitan.parallel import agree, groups
 from torchtitan.utils.errors import CheckpointError, DamageError
 from torchtitan.utils.torch_compat import store_of_this_attempt
 
@@ -95,3 +98,23 @@ def test_rank_0_answers_many_ranks_by_few_requests(monkeypatch):
     none, *asked, _ = sorted(store.count for store in stores)
     assert none == 0
     assert asked == [3] * (world - 1)
+
+
+def test_rank_0_answers_until_all_ranks_are_there(monkeypatch):
+    """Without it, rank 0 could go on: pairs that connect later don't wait for late ranks."""
+    calls = mock.Mock()
+    environment = {
+        "RANK": "0",
+        "WORLD_SIZE": "128",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCH_GLOO_LAZY_INIT": "1",
+    }
+    monkeypatch.setattr(os, "environ", {**os.environ, **environment})
+    monkeypatch.setattr(groups, "store_of_this_attempt", calls.store)
+    calls.store.return_value = mock.MagicMock()
+    monkeypatch.setattr(dist, "init_process_group", calls.init)
+    monkeypatch.setattr(dist, "barrier", calls.barrier)
+    groups.init_distributed(Comm(), torch.device("cpu"))
+    names = [name for name, *_ in calls.mock_calls if "__" not in name or "exit" in name]
+    assert names == ["store", "init", "barrier", "store().__exit__"]

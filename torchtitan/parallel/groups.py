@@ -53,6 +53,8 @@ def init_distributed(comm: Comm, device: torch.device) -> None:
     if agent_has_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
         with store_of_this_attempt(rank, world, timeout) as store:
             start(store)
+            if not on_cuda:
+                dist.barrier()  # until then, late ranks ask; pairs that connect later don't wait
     elif world == 1:
         start(dist.HashStore())
     elif on_one_node and not agent_has_store:
