@@ -82,9 +82,12 @@ def train_step(
     max_norm = config.training.max_norm
     optimizer = parts.optimizer
     exchange = parts.exchange
+    lost = False
 
     def update(loss: Tensor, norm: Tensor) -> None:
         """Clip and update on the device, before the host knows whether loss and norm are finite."""
+        if lost:
+            return
         note("updating the weights")
         assert isinstance(optimizer, ShardedAdam)
         divisor = 1 / _clip_factor(norm, max_norm) if max_norm > 0 else None
@@ -102,8 +105,10 @@ def train_step(
         before_update()
 
     def complete() -> None:
-        lost = exchange.overflow if exchange is not None and inspects else None
-        if lost is None or not lost.item():
+        nonlocal lost
+        overflow = exchange.overflow if exchange is not None and inspects else None
+        lost = overflow is not None and bool(overflow)
+        if not lost:
             before_update()
 
     def attempt() -> BackwardResult:
