@@ -4,6 +4,7 @@ had no room; and how often the host waits.
 
 import json
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -270,6 +271,19 @@ def test_sizes_are_rounded_up_coarsely():
         1088,
     ]
     assert room_for(100, 1.25) == 128
+
+
+def test_only_steps_with_slots_say_how_many_are_empty():
+    experts = SimpleNamespace(empty=0.5)
+    sizes = FixedExchange({0: experts}, 1, 1.1, torch.device("cpu"))
+    for said in ({}, {"empty_slots_pct": 50.0}):
+        sizes.read([4, 6])
+        sizes.learn()
+        assert sizes.take() == {"redone_steps": 0} | said
+    sizes.forget()
+    sizes.read([4, 6])
+    sizes.learn()
+    assert sizes.take() == {"redone_steps": 0}
 
 
 # ---- waits

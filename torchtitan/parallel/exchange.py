@@ -20,6 +20,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from statistics import fmean
 from typing import Protocol
 
 import torch
@@ -97,7 +98,7 @@ class Exchanging(Protocol):
 
     room: Room | None
     needed: Tensor | None
-    empty: float | None
+    empty: float
 
 
 class FixedExchange:
@@ -124,7 +125,9 @@ class FixedExchange:
         self.redone = 0
         """Steps of this start that were done again."""
         self._empty: list[float] = []
-        """Of each step since the last `take`, the mean share of this rank's slots without a row."""
+        """Of each step since the last `take` that didn't count, the mean share of this rank's slots
+        without a row.
+        """
         self._needed = torch.zeros(
             n_layers,
             2,
@@ -210,8 +213,8 @@ class FixedExchange:
 
     def learn(self) -> None:
         """Choose the sizes of the next step, after `read`."""
-        shares = [x.empty for x in self.layers.values() if x.empty is not None]
-        self._empty += [sum(shares) / len(shares)] if shares else []
+        if self.fixed and self.layers:
+            self._empty.append(fmean(x.empty for x in self.layers.values()))
         self._recent.append(self._last)
         self._set([self._room(layer) for layer in range(len(self._last))])
 
@@ -220,7 +223,7 @@ class FixedExchange:
         empty = self._empty
         self._empty = []
         said: dict[str, float] = {"redone_steps": self.redone}
-        return said | ({"empty_slots_pct": 100 * sum(empty) / len(empty)} if empty else {})
+        return said | ({"empty_slots_pct": 100 * fmean(empty)} if empty else {})
 
     def _room(self, layer: int) -> Room:
         recent = [step[layer] for step in self._recent]

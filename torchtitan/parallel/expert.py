@@ -37,7 +37,7 @@ class ShardedExperts(Experts):
     """Of a forward with gradients; None: rows are counted before each exchange."""
     needed: Tensor | None = None
     """`[2]` int64, the most rows of the step so far, as in `Room`; None: don't record them."""
-    empty: float | None = None
+    empty: float = 0.0
     """Share of the slots of the last fixed exchange that had no row."""
 
     def forward(
