@@ -10,8 +10,8 @@ BASE = ROOT / "train_configs/debug_model.toml"
 SRUN = """#!/usr/bin/env bash
 # Slurm's own would start the task on every node, and pass signals on to it.
 while [[ ${1:-} == --* ]]; do echo "$1" >>"$CALLS/srun"; shift; done
-"$@" &
 trap 'kill -USR1 $!' USR1
+"$@" &
 while kill -0 $! 2>/dev/null; do wait $!; status=$?; done
 exit $status
 """
@@ -24,10 +24,10 @@ esac
 TASK = """#!/usr/bin/env python3
 # Stands for run_train.sh: says how it was started, and ends as the launcher does.
 import json, os, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
 names = ("CONFIG_FILE", "NNODES", "RDZV_ENDPOINT", "RDZV_SECRET", "NGPU")
 with open(os.environ["CALLS"] + "/task", "w") as file:
     json.dump({"argv": sys.argv[1:], **{n: os.environ.get(n) for n in names}}, file)
-signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
 time.sleep(float(os.environ["SECONDS_TO_RUN"]))
 sys.exit(int(os.environ.get("STATUS", "0")))
 """

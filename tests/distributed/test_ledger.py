@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -120,7 +121,10 @@ def fail_on_rank_1(argv):
         error = ValueError("bad row in shard 7")
     else:
         error = RuntimeError("[pair.cc] Connection closed by peer [127.0.0.1]:4321")
-        time.sleep(0.5)
+        deadline = time.monotonic() + 60
+        while record(Path(config.job.dump_folder).parent)["starts"][0]["end"] is None:
+            assert time.monotonic() < deadline, "rank 1 wrote no cause"
+            time.sleep(0.01)
     trainer.close(error)
 
 
