@@ -1,9 +1,9 @@
 """Fixed exchanges of experts' rows: `python benchmarks/cpu/exchange.py [--ranks 2] [--steps 1000]`.
 
 Trains a small Qwen3-MoE with expert parallelism over all ranks, once with what balances its experts
-and once without. Prints how many steps were done again because some rows
-had no room, and the share of slots without a row: of this run, and what other headrooms would have
-given, which follows from the rows of each step, because results don't depend on it.
+and once without. Prints how many steps were done again because some rows had no room; then, for
+several headrooms, that number and the share of slots without a row. Both follow from the rows of
+each step, because results don't depend on the headroom.
 """
 
 import argparse
@@ -86,7 +86,7 @@ def replay(
     ranks: int,
 ) -> tuple[int, float]:
     """Steps done again, and the mean share of empty slots, with this headroom."""
-    layers = {i: SimpleNamespace(room=None, empty=None) for i in range(len(needed[0]))}
+    layers = {i: SimpleNamespace(room=None, empty=0.0) for i in range(len(needed[0]))}
     exchange = FixedExchange(layers, len(layers), headroom, torch.device("cpu"))  # type: ignore[arg-type]
     rows = SEQ_LEN * ROWS * TOP_K
     redone = 0

@@ -92,7 +92,7 @@ def test_short_rows_on_the_cpu_are_computed_in_halves(monkeypatch):
 
 @pytest.mark.parametrize("kind", [{}, {"window": 5}, {"mask": True}], ids=str)
 def test_the_cpu_attends_in_fp32(kind):
-    """In bf16 the kernel's backward takes 2 to 3 times as long."""
+    """In bf16 the kernel's backward takes 2 to 3 times as long on some CPUs."""
     q, k, v, _ = inputs(torch.bfloat16, s=40, grad=True)
     mask = document_mask(documents(40), torch.arange(40), q.dtype) if "mask" in kind else None
     kernels = attention_kernel._cpu_forward, attention_kernel._cpu_backward

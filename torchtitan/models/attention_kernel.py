@@ -252,8 +252,8 @@ def _causal_backward(
 
 
 def _in_fp32(*tensors: Tensor) -> list[Tensor]:
-    """For the CPU's kernel: in bf16 its forward takes 1.0 to 1.2 times as long, its backward 2 to 3
-    times.
+    """For the CPU's kernel. In bf16, on an Intel Xeon, its forward takes 1.0 to 1.2 times as long,
+    its backward 2 to 3 times; on an AMD EPYC, both together take 0.8 to 1.4 times as long.
     """
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 

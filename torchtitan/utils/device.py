@@ -94,16 +94,16 @@ def device_syncs(report: bool) -> Iterator[None]:
 
 
 def bf16_units(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """What the CPU multiplies bf16 with; None: nothing, or this isn't Linux.
+    """What the CPU multiplies bf16 with; empty: nothing, None: unknown, since this isn't Linux.
 
-    It need not be faster than fp32: AVX-512 BF16 is on AMD's CPUs, and not on Intel's.
+    It need not be faster than fp32: with AVX-512 BF16, AMD's CPUs are and Intel's are not.
     """
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
         return None
     features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return next((name for flag, name in _BF16_UNITS.items() if flag in features.split()), None)
+    return next((name for flag, name in _BF16_UNITS.items() if flag in features.split()), "")
 
 
 def describe_cpu_precision(dtype: str) -> str | None:
@@ -111,8 +111,9 @@ def describe_cpu_precision(dtype: str) -> str | None:
     if dtype == "float32":
         return None
     units = bf16_units()
-    how = f"with {units}" if units else "without units for it, slower than in float32"
-    return f'Computing in {dtype} {how}; training.mixed_precision_param = "float32" turns it off'
+    how = f" with {units}" if units else " without units for it, slower than in float32"
+    how = "" if units is None else how
+    return f'Computing in {dtype}{how}; training.mixed_precision_param = "float32" turns it off'
 
 
 def tune_cpu() -> None:

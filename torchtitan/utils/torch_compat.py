@@ -243,7 +243,7 @@ def store_of_this_attempt(
     Yields the agent's store under a prefix that is unique to this attempt. Rank 0 chooses the
     prefix and answers the other ranks until the process group exists. Each rank asks by a random
     name, so answers can't be stale; those of previous attempts are harmless. Each of them makes
-    three requests, and rank 0 one for all that have come since the last.
+    three requests, and rank 0 two for all that have come since the last.
 
     torch 2.11 to 2.13. Delete once torchrun's store is empty after a change of membership.
     """
