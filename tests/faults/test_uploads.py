@@ -4,6 +4,7 @@ to resume from.
 
 import errno
 import shutil
+import threading
 import time
 from pathlib import Path
 from unittest import mock
@@ -21,8 +22,9 @@ from tests.checkpoints import (
     small_checkpointer,
     train_state,
 )
-from torchtitan.checkpoint import parts, upload
+from torchtitan.checkpoint import parts, save, upload
 from torchtitan.checkpoint.commit import committed_steps, leftovers
+from torchtitan.checkpoint.index import render_index
 from torchtitan.checkpoint.upload import GoneError, Uploader, send
 from torchtitan.commands import ckpt
 from torchtitan.utils import storage
@@ -97,6 +99,22 @@ def test_nothing_is_sent_twice(folders):
     assert same(step, copy)
     assert send(step, copy) == 0
     assert ckpt.main(["verify", str(url)]) == 0
+
+
+def test_rank_0_reads_what_others_wrote_at_once(folders):
+    """A save at a URL: one file after another would take longer than ranks wait."""
+    folder, url = folders
+    send(folder / "step-1", url / "step-1")
+    read = save._read
+    both = threading.Barrier(2)
+
+    def read_late(*args):
+        both.wait(10)
+        return read(*args)
+
+    with mock.patch.object(save, "_read", read_late):
+        tensors, *_ = save.gathered(url / "step-1", manifest(folder / "step-1")["save"], 2)
+    assert render_index(tensors) == (folder / "step-1/tensors.json").read_bytes()
 
 
 def save_again(step, position):

@@ -53,6 +53,9 @@ from torchtitan.data.positions import DataPosition, DataState, completed
 from torchtitan.utils.errors import FormatBugError
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 
+_REQUESTS = 32
+"""Files that rank 0 reads from object storage at once."""
+
 # ---- writing
 
 
@@ -283,13 +286,12 @@ def gathered(
     metadata = Metadata({}, planner_data={})
     results: list[WriteResult] = []
     lanes = []
-    for rank in range(ranks):
-        content = _read(path, save, rank)
+    for content in _read_all(path, save, ranks):
         lanes += [] if content.data is None else [content.data]
         for key, found in content.tensors.items():
-            known = tensors.setdefault(
-                key, TensorPlaces(dtype=found.dtype, size=found.size, layout=found.layout)
-            )
+            if key not in tensors:
+                tensors[key] = TensorPlaces(dtype=found.dtype, size=found.size, layout=found.layout)
+            known = tensors[key]
             if None not in (known.layout, found.layout) and known.layout != found.layout:
                 continue  # another place of the pipeline has it, too
             if found.layout is None:
@@ -303,6 +305,21 @@ def gathered(
                 "in torchtitan, please report it with this line"
             )
     return tensors, metadata, results, lanes
+
+
+def _read_all(
+    path: Path,
+    save: str,
+    ranks: int,
+) -> Iterator[RankFile]:
+    """What each rank has written. Object storage takes long to answer, so it is asked for many."""
+    read = partial(_read, path, save)
+    if not is_remote(path):
+        yield from map(read, range(ranks))
+        return
+    with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
+        for start in range(0, ranks, _REQUESTS):
+            yield from pool.map(read, range(start, min(start + _REQUESTS, ranks)))
 
 
 def _read(
