@@ -272,6 +272,27 @@ def test_state_is_sharded_and_optimizers_differ():
     assert state("--training.enable_cpu_offload", "--ema.enable") == 0
 
 
+@pytest.mark.parametrize("axis", ["data_parallel_shard", "tensor_parallel"])
+def test_ranks_share_whole_matrices_of_muon(axis):
+    """By hand: 32 blocks of the 8B over 8 ranks, 5 iterations, whatever splits the matrices."""
+    seconds = [
+        step_time(
+            workload(
+                "--model.flavor=8B",
+                f"--optimizer.name={name}",
+                f"--parallelism.{axis}_degree=8",
+                world=8,
+            ),
+            H100,
+        ).parts["optimizer"]
+        for name in ("Muon", "AdamW")
+    ]
+    flops = 0
+    for matrices, short, long in ((2, 4096, 4096), (2, 1024, 4096), (3, 4096, 14336)):
+        flops += 32 / 8 * matrices * (4 * short**2 * long + 2 * short**3)
+    assert seconds[0] - seconds[1] == pytest.approx(5 * flops / (H100.bf16 * H100.gemm_bf16))
+
+
 ONCE = "--parallelism.fsdp_reduce_once_per_step"
 HSDP = [
     "--parallelism.data_parallel_replicate_degree=2",

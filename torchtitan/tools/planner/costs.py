@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from torchtitan.tools.planner.block import block_layers
 from torchtitan.tools.planner.comm_time import (
     activation_offload,
     context_parallel,
@@ -427,9 +428,12 @@ def _orthogonalized(w: Workload, rank: int) -> float:
     flops = 0.0
     alike: Counter[tuple[float, int]] = Counter()
     for block, count in w.counted(w.stages_of(rank)):
-        for x in block.linears:
-            shards = block.efsdp if x.experts else block.fsdp
-            each = _newton_schulz_flops(x.inputs, x.outputs)
+        layers = block_layers(block.args, block.kind, block.mixing)
+        for layer, x in zip(layers, block.linears, strict=True):
+            shards = block.fsdp * (1 if layer.split == "tokens" else block.tp)
+            if x.experts:
+                shards = block.efsdp
+            each = _newton_schulz_flops(layer.inputs, layer.outputs)
             matrices = max(1, x.experts)
             if w.config.optimizer.early_step_in_backward:
                 flops += count * math.ceil(matrices / shards) * each
