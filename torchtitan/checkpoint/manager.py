@@ -20,7 +20,7 @@ from torchtitan.checkpoint.commit import (
 )
 from torchtitan.checkpoint.hf.check import MOST_IN_A_RUN
 from torchtitan.checkpoint.hf.export import HFExport
-from torchtitan.checkpoint.load import describe
+from torchtitan.checkpoint.load import RankError, describe
 from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.resume import (
     Resumed,
@@ -39,7 +39,7 @@ from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec
 from torchtitan.parallel.agree import from_rank_0, together
 from torchtitan.utils.activity import CHECKPOINT_GROUP, SAVING, phase
-from torchtitan.utils.errors import CheckpointError, FormatBugError
+from torchtitan.utils.errors import CheckpointError, FormatBugError, from_another_rank
 from torchtitan.utils.logging import event, logger
 from torchtitan.utils.storage import storage_path
 
@@ -266,6 +266,8 @@ class Checkpointer:
             if dist.get_rank() == 0:  # another rank would delete what rank 0 is about to commit
                 with suppress(Exception):
                     discard(target)
+            if from_another_rank(error) and not isinstance(error, RankError):
+                raise  # that rank's end is the cause, not this save
             raise CheckpointError(
                 f"can't save {target}: {cause}. {_advice(cause)}: {self.last_good()}."
             ) from error

@@ -26,7 +26,7 @@ from torchtitan.checkpoint.load import RankError, Reader, describe, read_tensor
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec, export_problems, hf_map
 from torchtitan.models.hf_names import is_buffer, parts_of
-from torchtitan.utils.errors import CheckpointError, UserError
+from torchtitan.utils.errors import CheckpointError, UserError, from_another_rank
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 
 _PIECE = 16 * 2**20
@@ -175,6 +175,8 @@ class HFExport:
         try:
             exchange.step(act)
         except Exception as error:
+            if from_another_rank(error) and not isinstance(error, RankError):
+                raise  # that rank's end is the cause, not this export
             rank = "rank 0: " if exchange.alone else ""
             raise CheckpointError(
                 f"can't export to Hugging Face: {rank}{describe(error)}; nothing is left of the "
