@@ -8,7 +8,7 @@ from torchtitan.config import resolve
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import SHOWN_PROBLEMS, ConfigError
 
-SECONDS = 2
+SECONDS = 4
 LONGEST_PROBLEM = 1000
 
 

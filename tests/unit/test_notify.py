@@ -279,7 +279,12 @@ def test_a_webhook_that_hangs_takes_no_time_from_the_command(tmp_path, monkeypat
             tmp_path,
             webhook_env="HOOK",
             command=["sh", "-c", f"cat > {out}.part; mv {out}.part {out}"],
+            timeout_seconds=60,
         )
         one.send(event("failed"))
-        one.close(0.5)
+        deadline = time.monotonic() + 30
+        while not out.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        one.close(0)
     assert json.loads(out.read_text())["kind"] == "failed"

@@ -43,7 +43,7 @@ def launcher(monkeypatch):
     monkeypatch.setattr(takeover, "_POLL_SECONDS", 0.02)
     endpoints = [Endpoint("127.0.0.1", port) for port in free_ports(3)]
 
-    def make(index, secret=b"secret", patience=0.3):
+    def make(index, secret=b"secret", patience=15):
         parameters = RendezvousParameters("torchtitan", "", "run", 1, 3, "127.0.0.9")
         made = Takeover(endpoints, parameters, secret, Meeting)
         made._here = [index == i for i in range(3)]
@@ -79,9 +79,9 @@ def test_the_next_living_endpoint_takes_over(launcher):
 
 
 def test_an_endpoint_without_a_launcher_is_passed_over(launcher):
-    assert together(launcher(2), launcher(None)) == {(1, 2)}
+    assert together(launcher(2, patience=0.3), launcher(None)) == {(1, 2)}
     with pytest.raises(RendezvousError, match="no launcher at these endpoints"):
-        launcher(None)._join()
+        launcher(None, patience=0.3)._join()
 
 
 def test_a_holder_that_was_suspended_gives_way(launcher):
