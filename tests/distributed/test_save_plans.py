@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import math
+import threading
 import time
 from collections import Counter
 from unittest import mock
@@ -25,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.checkpoints import ABOUT, manifest, outcome, rank_file, save_steps, small_checkpointer
 from tests.checkpoints import train_state as state_of
-from torchtitan.checkpoint import Checkpointer, Trained, manager
+from torchtitan.checkpoint import Checkpointer, Trained, manager, parts
 from torchtitan.checkpoint import layout as layouts
 from torchtitan.checkpoint import save as saving
 from torchtitan.checkpoint.index import Index
@@ -289,10 +290,32 @@ def after_a_failure(folder):
         ):
             checkpointer.save(step, state_of(step))
         texts.append(str(error.value))
+    texts.append(write_elsewhere(checkpointer))
     leave_the_commit(checkpointer, 5, folder.with_name("left"))
     checkpointer.close()
     save_steps(folder, 6)
     return texts, outcome(folder)
+
+
+def write_elsewhere(checkpointer):
+    """Rank 1 writes into a folder of its own, and then into one that rank 0 sees late."""
+    write = saving.write_file
+
+    def late(path, content):
+        hidden = path.with_name(".hidden")
+        write(hidden, content)
+        threading.Timer(0.3, hidden.rename, (path,)).start()
+
+    for write_late in (lambda *_: None, late):
+        with (
+            mock.patch.object(saving, "write_file", write_late if dist.get_rank() else write),
+            mock.patch.object(parts, "VISIBLE_WITHIN", 30 if write_late is late else 0.1),
+        ):
+            try:
+                checkpointer.save(5, state_of(5))
+            except CheckpointError as error:
+                text = str(error)
+    return text
 
 
 def leave_the_commit(checkpointer, step, left):
@@ -330,6 +353,9 @@ def test_a_failure_of_one_rank_reaches_all(ranks, tmp_path):
     (texts, step), other = ranks(2, after_a_failure, folder)
     assert (texts, step) == other
     assert step == 6
+    unseen = texts.pop()
+    assert "doesn't see" in unseen
+    assert "step-5.tmp/__1.json, which rank 1 has written; checkpoint.folder must be" in unseen
     for rank, text in zip((0, 1, 0), texts, strict=True):
         assert f": rank {rank}: OSError: [Errno 28] full full" in text
         assert "Free some space" in text

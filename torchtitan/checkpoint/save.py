@@ -4,6 +4,7 @@ its collectives: through them, the plans of all ranks would pass through rank 0.
 
 import concurrent.futures
 import secrets
+import socket
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,7 +51,7 @@ from torchtitan.checkpoint.parts import (
 )
 from torchtitan.checkpoint.sums import SummedFile
 from torchtitan.data.positions import DataPosition, DataState, completed
-from torchtitan.utils.errors import FormatBugError
+from torchtitan.utils.errors import CheckpointError, DamageError, FormatBugError
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 
 _REQUESTS = 32
@@ -327,7 +328,15 @@ def _read(
     save: str,
     rank: int,
 ) -> RankFile:
-    return once_visible(lambda: read_rank(path, save, rank)[0], path)
+    try:
+        return once_visible(lambda: read_rank(path, save, rank)[0], path)
+    except DamageError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        raise CheckpointError(
+            f"{socket.gethostname()} doesn't see {path / name_of(rank)}, which rank {rank} has "
+            "written; checkpoint.folder must be in a folder that all nodes share, or at a URL"
+        ) from error
 
 
 def _measure(metadata: Metadata) -> dict[str, Any]:
