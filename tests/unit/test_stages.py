@@ -8,7 +8,8 @@ import pytest
 from torchtitan.config import resolve
 from torchtitan.models import get_spec
 from torchtitan.parallel.pipeline_stages import SCHEDULES, balanced, pipeline_stages
-from torchtitan.utils.errors import ConfigError
+from torchtitan.tools.planner.pipeline_timeline import program
+from torchtitan.utils.errors import ConfigError, UserError
 
 SPEC = get_spec("llama3")
 ALL = ["tok_embeddings", *(f"layers.{i}" for i in range(6)), "norm", "output"]
@@ -355,8 +356,10 @@ GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 def test_a_schedule_from_a_file(tmp_path):
     result = csv(tmp_path, GOOD)
     assert (result.schedule, result.ranks) == (None, (0, 1))
-    v = "0F0,3F0,3I0,0B0,3W0\n1F0,2F0,,(2I0;1B0)OVERLAP_F_B,2W0\n"
-    assert csv(tmp_path, v, 1).ranks == (0, 1, 1, 0)
+    v = "0F0,0F1,3F0,3I0,0B0,3W0,3F1,3B1,0B1\n1F0,2F0,,(1F1;2B0)OVERLAP_F_B,1B0,2F1,2B1,1B1\n"
+    result = csv(tmp_path, v)
+    assert result.ranks == (0, 1, 1, 0)
+    assert len(program(result, 2).pairs) == 1
 
 
 @pytest.mark.parametrize(
@@ -379,6 +382,18 @@ def test_schedules_that_cannot_work(tmp_path, text, rows, sentence):
     with pytest.raises(ConfigError) as error:
         csv(tmp_path, text, rows)
     assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("0F0,0B0,0F1,0B1\n1F0,(1B0;1F1)OVERLAP_F_B,1B1\n", 2),
+        ("0F0,3F0,3B0,0B0\n1F0,2F0,(2I0;1B0)OVERLAP_F_B,2W0\n", 1),
+    ],
+)
+def test_parts_of_a_pair_begin_together(tmp_path, text, rows):
+    with pytest.raises(UserError, match=r"schedule_csv: .*one can only follow the other"):
+        program(csv(tmp_path, text, rows), rows)
 
 
 def test_a_missing_file():

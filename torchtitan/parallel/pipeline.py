@@ -29,6 +29,7 @@ from torchtitan.parallel.expert import ShardedExperts
 from torchtitan.parallel.overlap import overlap_exchanges
 from torchtitan.parallel.pipeline_stages import StagePlan
 from torchtitan.parallel.stage import Masks, Sends, Stage, send_through
+from torchtitan.utils.errors import UserError
 
 Loss = Callable[[Tensor, Tensor, int], Tensor]
 """A microbatch's share of the loss, from the output of the last stage, the labels
@@ -314,13 +315,23 @@ def build_schedule(
     Args:
         own: this rank's stages, as torch's schedules take them.
         options: further arguments of torch's schedule.
+
+    Raises:
+        UserError: a pair of the file can never run.
     """
     if name is not None and name != "1F1B":
         kind = ScheduleLoopedBFS if name == "GPipe" else get_schedule_class(name)
         return kind(own, microbatches, scale_grads=False, **options)
     schedule = _runtime(own, microbatches, **options)
     if name is None:
-        schedule._load_csv(csv_file)
+        try:
+            schedule._load_csv(csv_file)
+        except AssertionError as error:  # the rules have simulated the parts of pairs
+            raise UserError(
+                f"parallelism.pipeline_parallel_schedule_csv: {csv_file}: both parts of a pair "
+                "(OVERLAP_F_B) begin together, but one can only follow the other; write them as "
+                "two entries"
+            ) from error
         return schedule
     ranks = own[0].group_size
     orders = {rank: one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks)}
