@@ -292,6 +292,11 @@ def after_a_failure(folder):
         texts.append(str(error.value))
     texts.append(write_elsewhere(checkpointer))
     leave_the_commit(checkpointer, 5, folder.with_name("left"))
+    lost = mock.Mock(side_effect=[[0] * 4, RuntimeError("Connection closed by peer")])
+    with mock.patch.object(saving.Exchange, "_sums", lost), pytest.raises(RuntimeError):
+        checkpointer.save(7, state_of(7))
+    if dist.get_rank() == 0:
+        assert (folder / ".step-7.tmp").exists(), "others may still write"
     checkpointer.close()
     save_steps(folder, 6)
     return texts, outcome(folder)

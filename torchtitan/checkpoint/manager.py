@@ -257,17 +257,22 @@ class Checkpointer:
             uploader.stop()
 
     def _guard(self, action: Callable[[], Any]) -> None:
-        """Run a part of a save; if it fails, delete what is half-written and raise one error."""
+        """Run a part of a save; if it fails, delete what is half-written and raise one error.
+
+        Where the ranks couldn't agree that it failed, some may still write, or rank 0 commit: the
+        next start deletes what is left.
+        """
         try:
             action()
         except Exception as error:
+            agreed = isinstance(error, RankError | FormatBugError)
+            if from_another_rank(error) and not agreed:
+                raise  # that rank's end is the cause, not this save
             target = step_folder(self.folder, self._step_in_flight)
             cause = describe(error)
-            if dist.get_rank() == 0:  # another rank would delete what rank 0 is about to commit
+            if agreed and dist.get_rank() == 0:
                 with suppress(Exception):
                     discard(target)
-            if from_another_rank(error) and not isinstance(error, RankError):
-                raise  # that rank's end is the cause, not this save
             raise CheckpointError(
                 f"can't save {target}: {cause}. {_advice(cause)}: {self.last_good()}."
             ) from error
