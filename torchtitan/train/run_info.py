@@ -20,7 +20,6 @@ from torchtitan.data.loader import StepLoader
 from torchtitan.data.positions import DataFingerprint, DataPosition, joined
 from torchtitan.data.text.documents import counted
 from torchtitan.parallel import agree
-from torchtitan.parallel.agree import from_all
 from torchtitan.telemetry.run_record import git_revision
 from torchtitan.train.preflight import Setup
 from torchtitan.utils.device import device_name
@@ -99,14 +98,17 @@ def describe_start(run: Mapping[str, Any], parallelism: Parallelism) -> dict[str
 
 
 def skipped_documents(loader: StepLoader, position: DataPosition | None) -> dict[str, int]:
-    """Bad documents that were left out, by kind, also in the log. Called by all ranks.
+    """Bad documents that were left out, by kind, also in the log; whole on rank 0. Called by all
+    ranks.
 
     Args:
         position: this rank's part of the position up to which those of streams are counted; None
         before the first step.
     """
-    skipped = loader.skipped(joined(from_all(position or loader.start)))
-    logger.info(f"Left out {counted(skipped)}")
+    merged = agree.merged_on_0(position or loader.start, lambda a, b: joined([a, b]))
+    skipped = loader.skipped(merged)
+    if dist.get_rank() == 0:
+        logger.info(f"Left out {counted(skipped)}")
     return dict(skipped.most_common())
 
 
