@@ -2,8 +2,8 @@
 [--compile]`.
 
 Both sides train Qwen3-MoE's debug model in fp32 from the same weights, on the same tokens, with the
-same fused AdamW: forward, loss, backward and update, nothing else. The printed losses are the same,
-which shows that the work is. transformers runs with each implementation of its experts that fits;
+same fused AdamW: forward, loss, backward and update, nothing else; ours with the settings of glibc
+that the trainer makes. The printed losses are the same, which shows that the work is. transformers runs with each implementation of its experts that fits;
 `batched_mm`, which copies a weight for every row, would need 9 GiB for the weights of one layer.
 Printed: tokens per CPU-second, peak resident memory, the share of our step that routing, dispatch
 and combine take, and how many operations an MoE layer dispatches on CUDA.
@@ -103,6 +103,9 @@ def train(run: Run, model: Any, logits_of: Callable[[Any], Any]) -> None:
 def ours(run: Run) -> None:
     import torch
 
+    from torchtitan.utils.device import tune_cpu
+
+    tune_cpu()  # as the trainer does
     model = our_model()
     if run.compiled:
         for block in model.layers.values():
