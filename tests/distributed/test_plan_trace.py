@@ -5,6 +5,7 @@ by hand.
 import gc
 import math
 from itertools import accumulate
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from tests.runs import arguments, storages
 from torchtitan.config import resolve
 from torchtitan.config.derive import axis_degrees
 from torchtitan.models import get_spec
+from torchtitan.models.layers import attention_backend
+from torchtitan.models.norms import RMSNorm
+from torchtitan.tools.planner.fake import recording
 from torchtitan.tools.planner.memory import PARTS
 from torchtitan.tools.planner.predict import derived_workload
 from torchtitan.tools.planner.trace import trace_ranks
@@ -336,6 +340,20 @@ def test_memory_on_cuda(tmp_path):
     (offloaded,) = traced(tmp_path, 2, *OP, bf16, "--training.enable_cpu_offload")
     assert offloaded.memory["parameters"] == offloaded.memory["optimizer"] == 0
     assert offloaded.peak_active < eager.peak_active - 11 * shard
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_only_the_cpu_does_is_not_traced(dtype):
+    """Attention in fp32 or in halves, and a norm of several kernels."""
+    x = torch.randn(1, 2, 260, 8, dtype=dtype)
+    norm = RMSNorm(8, dtype=dtype)
+    own = [f"torchtitan.models.{x}" for x in ("layers.attend_variant", "norms._RMSNorm.apply")]
+    with (
+        recording(MagicMock(), cuda=True),
+        patch(own[0], side_effect=AssertionError),
+        patch(own[1], side_effect=AssertionError),
+    ):
+        norm(attention_backend("cpu")(x, x, x))
 
 
 def test_budgets_lie_between(tmp_path):

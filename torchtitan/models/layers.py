@@ -66,11 +66,13 @@ def _is_plain(
     """Whether torch's scaled dot-product attention does this, and no slower than
     `attend_variant`.
     """
-    if q.device.type == "cpu" and (
-        q.element_size() == 2 or (mask is None and is_halved(q.shape[2]))
-    ):
-        return False
-    return window is None and sinks is None and q.shape[-1] == v.shape[-1]
+    known = window is None and sinks is None and q.shape[-1] == v.shape[-1]
+    return known and not (q.device.type == "cpu" and _gains_on_cpu(q, mask))
+
+
+def _gains_on_cpu(q: Tensor, mask: Mask | None) -> bool:
+    """Whether the CPU computes attention to these queries faster in fp32 or in halves."""
+    return q.element_size() == 2 or (mask is None and is_halved(q.shape[2]))
 
 
 def _attend_dense(
