@@ -3,10 +3,11 @@
 
 Both sides train Qwen3-MoE's debug model in fp32 from the same weights, on the same tokens, with the
 same fused AdamW: forward, loss, backward and update, nothing else; ours with the settings of glibc
-that the trainer makes. The printed losses are the same, which shows that the work is. transformers runs with each implementation of its experts that fits;
-`batched_mm`, which copies a weight for every row, would need 9 GiB for the weights of one layer.
-Printed: tokens per CPU-second, peak resident memory, the share of our step that routing, dispatch
-and combine take, and how many operations an MoE layer dispatches on CUDA.
+that the trainer makes. The printed losses are the same, which shows that the work is. transformers
+runs with each implementation of its experts that fits; `batched_mm`, which copies a weight for
+every row, would need 9 GiB for the weights of one layer. Printed: tokens per CPU-second, peak
+resident memory, the share of our step that routing, dispatch and combine take, and how many
+operations an MoE layer dispatches on CUDA.
 """
 
 import json
