@@ -1,6 +1,7 @@
 """Gathered inputs that are kept as shards: equal numbers, fewer bytes, and one more gather each."""
 
 from contextlib import ExitStack, nullcontext
+from operator import itemgetter
 from unittest import mock
 
 import pytest
@@ -89,6 +90,18 @@ def test_numbers_are_those_of_kept_whole_inputs(ranks, tmp_path, name):
 ROWS = 2
 SEQ = 128
 DIM = 64
+FORWARDS = 30
+"""Forwards whose least bytes count: of a buffer that gloo's thread frees, which is by chance, the
+profiler of the main thread sees no end.
+"""
+
+
+def kept_by(block, x):
+    """Bytes that the allocator holds after a block's forward, and its output."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as forward:
+        out = block(x, None, None, None)
+    events = forward.profiler.kineto_results.events()
+    return sum(event.nbytes() for event in events if event.name() == "[memory]"), out
 
 
 def block_of_a_rank(argv, whole):
@@ -109,12 +122,9 @@ def block_of_a_rank(argv, whole):
         block = model.layers["0"]
         x = torch.randn(ROWS, SEQ // 4, DIM, requires_grad=True)
         block(x, None, None, None).sum().backward()  # compiles, and makes the gradients
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as forward:
-            out = block(x, None, None, None)
+        kept, out = min((kept_by(block, x) for _ in range(FORWARDS)), key=itemgetter(0))
         with profile(activities=[ProfilerActivity.CPU]) as backward:
             out.sum().backward()
-    events = forward.profiler.kineto_results.events()
-    kept = sum(event.nbytes() for event in events if event.name() == "[memory]")
     names = [event.name() for event in backward.profiler.kineto_results.events()]
     gradients = [x.grad, *(weight.grad.full_tensor() for weight in block.parameters())]
     return kept, names.count("_c10d_functional::all_gather_into_tensor"), gradients
