@@ -12,87 +12,41 @@ files counts documents, tokens, bytes, exact duplicates and bad documents.
 import argparse
 import json
 import os
-import sys
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.sections.schema import Model
-from torchtitan.data.text.contents import Contents, base_of, sampled
-from torchtitan.data.text.documents import DemoDocuments, counted
-from torchtitan.data.text.files import REPORT, find_text_files
-from torchtitan.data.text.opening import FileStamp
-from torchtitan.data.text.retry import DataError
+from torchtitan.data.text.corpus import Corpus
+from torchtitan.data.text.documents import counted
+from torchtitan.data.text.files import REPORT
 from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.data.tokens.duplicates import count_duplicates
-from torchtitan.data.tokens.tokenizing import Encoder, Item, Output, read_items, tokenize
+from torchtitan.data.tokens.tokenizing import Encoder, Output, tokenize
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
-from torchtitan.utils.text import count, plural, show_duration, show_rate
+from torchtitan.utils.meter import Meter
+from torchtitan.utils.text import count, plural, show_rate
 
-_REPORT_SECONDS = 30.0
 
-
-class Meter:
-    """Documents, rate and remaining time: a bar on a terminal, else a line every half minute."""
+class _Progress:
+    """Counts documents and tokens as they are written."""
 
     def __init__(self, size: int):
-        """
-        Args:
-            size: bytes of all files.
-        """
-        from rich.progress import (
-            BarColumn,
-            Progress,
-            TaskProgressColumn,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-
-        columns = (
-            BarColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}"),
-        )
-        self.bar = Progress(*columns, disable=not sys.stdout.isatty())
-        self.task = self.bar.add_task("", total=size)
-        self.size = size
-        self.read = 0
+        self.meter = Meter(size)
         self.documents = 0
         self.tokens = 0
-        self.start = self.reported = time.monotonic()
-
-    def advance(self, size: int) -> None:
-        """Count `size` bytes as read."""
-        self.read += size
 
     def wrote(
         self,
         documents: int,
         tokens: int,
     ) -> None:
-        """Count documents and tokens as written."""
         self.documents += documents
         self.tokens += tokens
-        now = time.monotonic()
-        rate = self.tokens / max(now - self.start, 1e-9)
-        what = f"{plural(self.documents, 'document')}, {show_rate(rate)} tokens/s"
-        self.bar.update(
-            self.task,
-            completed=self.read,
-            description=what,
-        )
-        if self.bar.disable and now - self.reported > _REPORT_SECONDS:
-            self.reported = now
-            left = (self.size - self.read) * (now - self.start) / max(self.read, 1)
-            print(
-                f"{self.read / max(self.size, 1):.1%} read, {what}, {show_duration(left)} left",
-                flush=True,
-            )
+        rate = show_rate(self.tokens / self.meter.seconds)
+        self.meter.show(f"{plural(self.documents, 'document')}, {rate} tokens/s")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -155,30 +109,6 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _size_and_fingerprint(
-    options: argparse.Namespace, stamps: Sequence[FileStamp]
-) -> tuple[int, str]:
-    """Size of the input in bytes, and a fingerprint of it."""
-    if not stamps:
-        demo = _demo(options)
-        return demo.text_bytes, demo.contents.fingerprint
-    reading = ""
-    if (options.text_column, options.on_bad_document) != ("text", "stop"):
-        reading = f"{options.text_column}: {options.on_bad_document}"
-    contents = Contents.of(sampled(stamps, base_of(options.input)), None, reading)
-    return sum(stamp.size for stamp in stamps), contents.fingerprint
-
-
-def _demo(options: argparse.Namespace) -> DemoDocuments:
-    return DemoDocuments(validation=options.input == ["demo_validation"])
-
-
-def _demo_items(demo: DemoDocuments, meter: Meter) -> Iterator[Item]:
-    for i, file in enumerate(demo.files):
-        meter.advance(file.stat().st_size)
-        yield Item(str(file), i + 1, demo[i])
-
-
 def _report(output: Output, parts: int) -> dict[str, Any]:
     """The summary of all token files."""
     metas = [meta for i in range(parts) if (meta := output.meta(i))]
@@ -202,41 +132,22 @@ def _report(output: Output, parts: int) -> dict[str, Any]:
     }
 
 
-def _stamps(options: argparse.Namespace) -> list[FileStamp]:
-    """The files of the input; empty for the demo text.
-
-    Raises:
-        UserError: there are none, or one can't be read.
-    """
-    if options.input in (["demo"], ["demo_validation"]):
-        return []
-    try:
-        return [FileStamp.of(file) for file in find_text_files(options.input, "--input")]
-    except DataError as error:
-        raise UserError(f"--input: {error}") from None
-
-
 def _write(
     options: argparse.Namespace,
     encoder: Encoder,
     output: Output,
-    stamps: Sequence[FileStamp],
-    size: int,
+    corpus: Corpus,
 ) -> int:
     """Write the missing token files; returns the number of parts."""
     try:
-        with (meter := Meter(size)).bar:
-            items = (
-                read_items(stamps, options.text_column, meter.advance)
-                if stamps
-                else _demo_items(_demo(options), meter)
-            )
+        progress = _Progress(corpus.size)
+        with progress.meter.bar:
             return tokenize(
-                items,
+                corpus.items(progress.meter.advance),
                 encoder,
                 output,
                 options.workers,
-                meter.wrote,
+                progress.wrote,
             )
     except BrokenProcessPool:
         raise UserError(
@@ -252,10 +163,15 @@ def _write(
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    stamps = _stamps(options)
-    size, fingerprint = _size_and_fingerprint(options, stamps)
+    stop = options.on_bad_document == "stop"
+    corpus = Corpus(
+        options.input,
+        "--input",
+        options.text_column,
+        stop=stop,
+    )
     common = {
-        "source": fingerprint,
+        "source": corpus.fingerprint,
         "tokenizer": build_tokenizer(options.tokenizer).fingerprint,
         "part": options.part,
     }
@@ -273,17 +189,8 @@ def main(argv: list[str]) -> int:
         ) from error
     if done := sum(output.meta(i) is not None for i in output.existing()):
         print(f"{plural(done, 'part')} already done")
-    encoder = Encoder(options.tokenizer, options.text_column, options.on_bad_document == "stop")
-    report = _report(
-        output,
-        _write(
-            options,
-            encoder,
-            output,
-            stamps,
-            size,
-        ),
-    )
+    encoder = Encoder(options.tokenizer, options.text_column, stop)
+    report = _report(output, _write(options, encoder, output, corpus))
     write_whole(options.output / f"{options.name}{REPORT}", json.dumps(report, indent=1).encode())
     skipped = Counter(report["skipped"])
     if not report["bytes"]:

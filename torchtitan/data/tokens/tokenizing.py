@@ -5,7 +5,6 @@
 Imports no torch.
 """
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -20,11 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.text.opening import FileStamp
+from torchtitan.data.text.corpus import Item, bad_document
+from torchtitan.data.text.hashing import hash_text
 from torchtitan.data.text.pieces import PIECE
-from torchtitan.data.text.records import decode, place, read_records
+from torchtitan.data.text.records import decode
 from torchtitan.data.text.retry import DataError
-from torchtitan.data.text.texts import BadDocument, FileText, HeldBytes, parts_of
+from torchtitan.data.text.texts import BadDocument, FileText, HeldBytes
 from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.data.tokens.duplicates import HASH, save_hashes
 from torchtitan.data.tokens.token_files import token_dtype, write_token_file
@@ -34,14 +34,6 @@ _BATCH = 2**18
 """Bytes of a batch. Encoding a text takes hundreds of times its size for a moment."""
 _PLACES = 100
 """Number of a part's bad documents whose places are kept."""
-
-
-class Item(NamedTuple):
-    """A document, not yet decoded."""
-
-    file: str
-    number: int
-    content: Any
 
 
 class Encoded(NamedTuple):
@@ -75,24 +67,22 @@ class Encoder:
         hashes: list[tuple[int, int]] = []
         bad: list[tuple[str, str]] = []
         short: list[str] = []
-        for file, number, content in batch:
+        for item in batch:
             try:
-                text = decode(content, self.column)
+                text = decode(item.content, self.column)
                 if isinstance(text, str) and len(text) <= 2 * PIECE:
                     short.append(text)
-                    hashes.append(_hash([text]))
+                    hashes.append(hash_text(text))
                     continue
                 ids += tokenizer.encode_batch(short, dtype)
                 short = []
                 long = [piece.astype(dtype) for _, piece in tokenizer.encode_in_pieces(text)]
-                hashes.append(_hash(parts_of(text)))
+                hashes.append(hash_text(text))
                 ids += long
             except BadDocument as error:
-                problem = f"{place(Path(file), number)}: {error}"
+                problem = f"{item.place}: {error}"
                 if self.stop:
-                    raise UserError(
-                        f"--input: {problem}. --on-bad-document skip leaves such documents out"
-                    ) from None
+                    raise bad_document("--input", problem) from None
                 bad.append((error.kind, problem))
             except DataError as error:
                 raise UserError(f"--input: {error}") from None
@@ -110,45 +100,6 @@ def _tokenizer(path: str) -> Tokenizer:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         _OPENED[path] = build_tokenizer(path)
     return _OPENED[path]
-
-
-def _hash(parts: Iterable[str]) -> tuple[int, int]:
-    """A 64-bit hash of a text, and its size in bytes."""
-    digest = hashlib.blake2b(digest_size=8)
-    size = 0
-    for part in parts:
-        data = part.encode()
-        digest.update(data)
-        size += len(data)
-    return int.from_bytes(digest.digest(), "little"), size
-
-
-def read_items(
-    stamps: Iterable[FileStamp],
-    column: str,
-    advance: Callable[[int], None],
-) -> Iterator[Item]:
-    """The documents of files.
-
-    Args:
-        advance: called with the number of bytes of every read.
-
-    Raises:
-        UserError: a file can't be read.
-    """
-    for stamp in stamps:
-        try:
-            for number, content, _ in read_records(
-                Path(stamp.path),
-                column,
-                advance,
-                stamp,
-            ):
-                yield Item(stamp.path, number, content)
-        except DataError as error:
-            raise UserError(f"--input: {error}") from error
-        except OSError as error:
-            raise UserError(f"--input: {stamp.path}: {error}") from error
 
 
 def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
