@@ -102,7 +102,8 @@ def test_torchrun_names_our_error_as_the_root_cause(tmp_path):
     late = "--experimental.custom_import=tests.faults.late_rank_0"
     done = start(*torchrun, "-m", "torchtitan.train", "--model.flavor=3X", late, cwd=tmp_path)
     error = (
-        "error: model.flavor: llama3 has no flavor '3X' (it has debugmodel, 1B, 3B, 8B, 70B, 405B)"
+        "error: model.flavor: llama3 has no flavor '3X' (it has debugmodel, 30M, 125M, 350M, 1B, "
+        "3B, 8B, 70B, 405B)"
     )
     assert done.returncode == 1
     assert f"traceback : {error}" in done.stderr.split("Root Cause")[1]

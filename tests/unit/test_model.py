@@ -36,6 +36,11 @@ def llama(**overrides):
 PUBLISHED = {
     # Numbers of elements in the published safetensors, a tied embedding once.
     "llama3": {
+        # With 32,000 entries, 41,689,600 as llama2.c's 42M; with 49,152, 134,515,008 and
+        # 361,821,120 as SmolLM's.
+        "30M": 41_689_600 - (32_000 - 8192) * 512,
+        "125M": 134_515_008 - (49_152 - 32_000) * 576,
+        "350M": 361_821_120 - (49_152 - 32_000) * 960,
         "1B": 1_235_814_400,
         "3B": 3_212_749_824,
         "8B": 8_030_261_248,
@@ -183,6 +188,18 @@ def test_logits_loss_and_gradients_equal_transformers(case):
     gradients = as_ours(get_spec(family).hf.names(ours.args), theirs, gradients=True)
     for name, param in ours.named_parameters():
         assert_rounds(param.grad, gradients[name], terms=256, chain=48, of=name)
+
+
+@pytest.mark.parametrize("flavor", ["30M", "125M", "350M"])
+def test_small_sizes_equal_transformers(flavor):
+    """Two blocks of each, with its own heads and vocabulary."""
+    torch.manual_seed(0)
+    args = SPEC.args(flavor, {"n_layers": 2}, max_seq_len=256)
+    ours = SPEC.build(args, attention_backend("cpu"))
+    theirs = twin("llama3", ours)
+    tokens = torch.randint(0, args.vocab_size, (1, 64))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", PUBLISHED)

@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--seq-len",
         metavar="N",
-        help="tokens of a row (256 for debug models, else 4096)",
+        help="tokens of a row (256 for debug models, 1024 to 4096 for larger ones)",
     )
     add(
         "--choose",

@@ -92,7 +92,8 @@ class Model(Section):
     name: Name = "llama3"
     """Model family."""
     flavor: Name = "debugmodel"
-    """Size of the model, one of the family's flavors (llama3: debugmodel, 1B, 3B, 8B, 70B, 405B).
+    """Size of the model, one of the family's flavors (llama3: debugmodel, 30M, 125M, 350M, 1B, 3B,
+    8B, 70B, 405B).
     """
     hf_assets_path: LocalPath = "./tests/assets/tokenizer"
     """Folder with the tokenizer (`tokenizer.json` or a tiktoken `.model`) and, optionally, Hugging

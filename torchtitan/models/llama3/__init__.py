@@ -28,6 +28,11 @@ _small = partial(
     rope_scaling=RopeScaling(factor=32.0),
     tie_embeddings=True,
 )
+_tiny = partial(
+    DecoderArgs,
+    rope_theta=10_000.0,
+    tie_embeddings=True,
+)
 
 FLAVORS = {
     "debugmodel": DecoderArgs(
@@ -37,6 +42,34 @@ FLAVORS = {
         n_heads=16,
         n_kv_heads=16,
         ffn_dim=768,
+    ),
+    # The 42M of llama2.c (github.com/karpathy/llama2.c, README), with 8,192 entries instead of
+    # 32,000, which would be more than a third of the parameters.
+    "30M": _tiny(
+        vocab_size=8192,
+        dim=512,
+        n_layers=8,
+        n_heads=8,
+        n_kv_heads=8,
+        ffn_dim=1376,
+    ),
+    # MobileLLM 125M and 350M (Liu et al., arXiv:2402.14905). With 49,152 entries they are the
+    # shapes of SmolLM 135M and 360M.
+    "125M": _tiny(
+        vocab_size=32000,
+        dim=576,
+        n_layers=30,
+        n_heads=9,
+        n_kv_heads=3,
+        ffn_dim=1536,
+    ),
+    "350M": _tiny(
+        vocab_size=32000,
+        dim=960,
+        n_layers=32,
+        n_heads=15,
+        n_kv_heads=5,
+        ffn_dim=2560,
     ),
     "1B": _small(
         dim=2048,

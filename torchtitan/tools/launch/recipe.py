@@ -20,12 +20,20 @@ from torchtitan.utils.text import show_duration, show_tokens
 
 TOKENS_PER_PARAMETER = 20
 """Hoffmann et al., "Training Compute-Optimal Large Language Models", arXiv:2203.15556."""
-_SMALL = 50e6
-"""Parameters below which a model is for trying things out: `debug_model.toml` sets its batch and
-row length.
+_ROWS = {
+    20e6: 256,
+    100e6: 1024,
+    400e6: 2048,
+}
+"""Parameters below which a model's rows are so long: as `debug_model.toml`'s, llama2.c's 42M
+(github.com/karpathy/llama2.c), and GPT-3's and MobileLLM's.
 """
+_LONG_ROWS = 4096
 _RATES = {
     6.2e6: (1.5e-3, "debug_model.toml"),
+    70e6: (1e-3, "Pythia 70M, arXiv:2304.01373, table 1"),
+    125e6: (6e-4, "GPT-3 125M, arXiv:2005.14165, table 2.1"),
+    350e6: (3e-4, "GPT-3 350M, arXiv:2005.14165, table 2.1"),
     1.24e9: (4e-4, "llama3_1b.toml"),
     8e9: (3e-4, "Llama 3 8B, arXiv:2407.21783, table 3"),
     70e9: (1.5e-4, "Llama 3 70B, arXiv:2407.21783, table 3"),
@@ -34,6 +42,7 @@ _RATES = {
 """Parameters to a peak learning rate and its source."""
 _BATCHES = {
     6.2e6: (2**11, "debug_model.toml"),
+    15e6: (2**17, "llama2.c's 15M, github.com/karpathy/llama2.c"),
     125e6: (2**19, "GPT-3 125M, arXiv:2005.14165, table 2.1"),
     760e6: (2**19, "GPT-3 760M, arXiv:2005.14165, table 2.1"),
     1.3e9: (2**20, "GPT-3 1.3B, arXiv:2005.14165, table 2.1"),
@@ -91,7 +100,8 @@ class Request:
 
 
 def default_seq_len(model: Model) -> int:
-    return 256 if model.parameters()[0] < _SMALL else 4096
+    parameters = model.parameters()[0]
+    return next((rows for size, rows in _ROWS.items() if parameters < size), _LONG_ROWS)
 
 
 def suggested_tokens(model: Model) -> float:
