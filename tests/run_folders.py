@@ -43,6 +43,27 @@ def append(folder: Path, *records: dict[str, Any]) -> None:
         file.writelines(json.dumps(one) + "\n" for one in records)
 
 
+PROMPTS = ("The capital of France is", "<b>Once</b> upon a time,\n")
+
+
+def write_samples(folder: Path, *steps: int) -> None:
+    """Add a text for each prompt and step to the run's samples."""
+    with (folder / "samples.jsonl").open("a") as file:
+        for step in steps:
+            for i, prompt in enumerate(PROMPTS):
+                text = f" text {i} of step {step} </script><script>alert(3)</script>"
+                one = {"step": step, "prompt": prompt, "text": text, "end": "length"}
+                file.write(json.dumps(one) + "\n")
+
+
+def write_scores(folder: Path, step: int, value: float, **settings: Any) -> None:
+    """Add what `torchtitan eval` records of a checkpoint."""
+    scores = {"arc_easy/acc": value, "arc_easy/acc_stderr": 0.01}
+    one = {"step": step, "time": BEGAN, "settings": settings, "scores": scores}
+    with (folder / "evals.jsonl").open("a") as file:
+        file.write(json.dumps(one) + "\n")
+
+
 def write_run(
     folder: Path,
     steps: int = 300,
@@ -73,9 +94,12 @@ def write_run(
                 at = {"step": step, "time": one["time"] + 5}
                 file.write(json.dumps({"validation_loss": one["loss"] + 0.1, **at}) + "\n")
                 if rich:
-                    file.write(
-                        json.dumps({"eval/arc_easy/acc": 0.25 + step / steps / 3, **at}) + "\n"
-                    )
+                    scores = {
+                        "eval/arc_easy/acc": 0.25 + step / steps / 3,
+                        "eval/arc_easy/acc_stderr": 0.02,
+                    }
+                    file.write(json.dumps({**scores, **at}) + "\n")
+                    write_samples(folder, step)
     about = {"ranks": 16, "devices": {"NVIDIA H100 80GB HBM3": 16}, "layout": {"dp_shard": 16}}
     whole = {
         "time": BEGAN,

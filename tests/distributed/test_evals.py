@@ -3,6 +3,7 @@ command, and in a run.
 """
 
 import json
+import math
 import shutil
 
 import pytest
@@ -13,6 +14,7 @@ from tests.lm_eval_tasks import write_tasks
 from tests.runs import EXPERTS, arguments, losses, train
 from torchtitan.commands import ckpt
 from torchtitan.commands import eval as command
+from torchtitan.tools.reports.collect import collect
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.process import run_main
 
@@ -146,14 +148,21 @@ def test_a_run_scores_itself_as_the_command_scores_its_checkpoint(ranks, folder,
     status, table, problem = score(capsys, *ask, "--include-path", folder / "tasks")
     assert status == 0, problem
     assert "own_rolling" in table
-    found = {
-        key: value
-        for key, value in json.loads(output.read_text())["scores"].items()
-        if "stderr" not in key
-    }
-    assert len(found) == 5
+    found = json.loads(output.read_text())["scores"]
+    bootstrapped = {name for name in found if "stderr" in name and "own_rolling" in name}
+    assert len(found) == 5 + 2 + len(bootstrapped)
     for name, value in found.items():
-        assert records[-1][f"eval/{name}"] == pytest.approx(value, rel=1e-5)
+        if name not in bootstrapped:  # during training only means have errors
+            assert records[-1][f"eval/{name}"] == pytest.approx(value, rel=1e-5)
+    share = records[-1]["eval/own_choice/acc"]
+    error = math.sqrt(share * (1 - share) / (6 - 1))  # of a mean of 6 zeros and ones
+    assert records[-1]["eval/own_choice/acc_stderr"] == pytest.approx(error)
+    (shown,) = collect([tmp_path / "out"])["runs"]
+    assert shown["evals"]["own_choice/acc"]["error"] == [
+        record["eval/own_choice/acc_stderr"] for record in records
+    ]
+    scored = shown["evals"]["own_choice/acc (torchtitan eval, limit 6)"]
+    assert (scored["step"], scored["value"]) == ([4], [found["own_choice/acc"]])
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from tests.browser import CHROMIUM, browser
-from tests.run_folders import BEGAN, FLOPS_PER_TOKEN, STEP_TOKENS, write_run
+from tests.run_folders import BEGAN, FLOPS_PER_TOKEN, PROMPTS, STEP_TOKENS, write_run, write_scores
 from torchtitan.commands.report import main
 from torchtitan.utils import text
 
@@ -19,7 +19,7 @@ HOSTILE = "<img src=x onerror=alert(1)> </script><script>alert(2)</script><!--<s
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     config = '[optimizer]\nname = "%s"\n' % HOSTILE  # noqa: UP031
-    return [
+    runs = [
         write_run(folder / "base", 300),
         write_run(
             folder / "higher",
@@ -31,6 +31,9 @@ def runs(tmp_path_factory):
             config=config,
         ),
     ]
+    write_scores(runs[1], 200, 0.6, limit=500)
+    write_scores(runs[1], 100, 0.5, limit=500)  # an earlier checkpoint, scored later
+    return runs
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +221,62 @@ def test_runs_are_compared_and_nothing_they_hold_is_run(pages, tab):
     tab.call("Emulation.setEmulatedMedia", media="print")
     assert tab.evaluate("document.querySelector('section.controls').offsetHeight") == 0
     tab.call("Emulation.setEmulatedMedia", media="")
+
+
+def test_scores_have_errors_and_those_of_checkpoints_a_curve(pages, tab):
+    tab.open(pages["two"], 1280)
+    steps = [50, 100, 150, 200, 250, 300]
+    xs, base, scored = drawn(tab, "eval/arc_easy/acc")
+    assert xs == steps
+    assert base == [0.25 + step / 300 / 3 for step in steps]
+    assert scored == [None, 0.5, None, 0.6, None, None]
+    chart = "charts.find(c => c.key.startsWith('eval'))"
+    scale = tab.evaluate(f"(y => [y.min, y.max])({chart}.plot.scales.y)")
+    assert scale[0] < base[0] - 0.02  # the errors are in view
+    assert scale[1] > 0.6 + 0.01
+    rows = tab.evaluate(
+        "[...document.querySelectorAll('.scores tbody tr')].map(row => row.textContent)"
+    )
+    assert rows == [
+        "arc_easy/acc0.5833 ± 0.0200step 300\N{EN DASH}",
+        "arc_easy/acc (torchtitan eval, limit 500)\N{EN DASH}0.6000 ± 0.0100step 200",
+    ]
+
+
+def test_samples_are_stepped_through_and_are_only_text(pages, tab):
+    def shown():
+        return tab.evaluate(
+            "[...document.querySelectorAll('.samples pre')].map(one => one.textContent)"
+        )
+
+    def text(i, step):
+        return f"{PROMPTS[i]} text {i} of step {step} </script><script>alert(3)</script>"
+
+    for width, dark in ((500, True), (1280, False)):
+        tab.open(pages["one"], width, dark=dark)
+        assert shown() == [text(0, 300)]
+        tab.evaluate("document.querySelector('.samples [aria-label=\"Earlier step\"]').click()")
+        assert shown() == [text(0, 250)]
+        tab.evaluate(
+            "(s => { s.value = 1; s.dispatchEvent(new Event('change')); })"
+            "(document.querySelector('[data-control=prompt]'))"
+        )
+        assert shown() == [text(1, 250)]
+        tab.evaluate("document.querySelector('[data-control=sample]').focus()")
+        tab.press("ArrowLeft")
+        assert shown() == [text(1, 200)]
+        tab.evaluate(
+            "new Promise(done => { const all = document.querySelector('.samples details');"
+            " all.addEventListener('toggle', () => setTimeout(done)); all.open = true; })"
+        )
+        cells = tab.evaluate(
+            "[...document.querySelectorAll('.samples tbody tr')]"
+            ".map(row => row.cells[0].textContent)"
+        )
+        assert cells == ["300", "250", "200", "150", "100", "50"]
+        assert tab.evaluate("document.documentElement.scrollWidth") == width
+        assert tab.evaluate("document.images.length + document.scripts.length") == 2
+        assert tab.problems == []
 
 
 def test_figures_look_as_in_logs(pages, tab):

@@ -27,7 +27,7 @@ def test_a_short_run_is_shown_whole(tmp_path):
             "validation_tokens": 7,
             "time": BEGAN + 90,
         },
-        {"step": 2, "eval/arc/acc": 0.25, "time": BEGAN + 95},
+        {"step": 2, "eval/arc/acc": 0.25, "eval/arc/acc_stderr": 0.02, "time": BEGAN + 95},
         record(3),
     ]
     run = collected(write_run(tmp_path / "a", records))
@@ -50,7 +50,7 @@ def test_a_short_run_is_shown_whole(tmp_path):
         "": {"step": [2], "loss": [5.5], "tokens": [2000], "hours": [90 / 3600]},
         "wiki": {"step": [2], "loss": [6.5], "tokens": [2000], "hours": [90 / 3600]},
     }
-    assert run["evals"] == {"arc/acc": {"step": [2], "value": [0.25]}}
+    assert run["evals"] == {"arc/acc": {"step": [2], "value": [0.25], "error": [0.02]}}
     assert run["sources"] == {"web": {"step": [2], "loss": [3.5]}}
     assert run["experts"] == {"step": [2], "load_max": [1.5], "entropy": [0.9]}
 

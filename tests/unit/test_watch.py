@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.browser import CHROMIUM, browser
-from tests.run_folders import append, record, write_run
+from tests.run_folders import append, record, write_run, write_samples, write_scores
 from tests.watching import ask, report_of, updates, wait
 from torchtitan.commands import report as report_command
 from torchtitan.commands import watch
@@ -80,7 +80,7 @@ def test_updates_hold_what_is_new(run, monkeypatch):
     assert len(updates(live, at)["runs"]) == 2  # another reader gets all
 
 
-@pytest.mark.parametrize("change", ["rewind", "vanish", "another run", "log", "age"])
+@pytest.mark.parametrize("change", ["rewind", "vanish", "another run", "log", "age", "scores"])
 def test_what_is_not_appended_is_read_again(run, change, monkeypatch):
     live = Live([run])
     at, _ = report_of(live)
@@ -94,6 +94,8 @@ def test_what_is_not_appended_is_read_again(run, change, monkeypatch):
         record_of_run = json.loads((run / "run.json").read_text())
         record_of_run["starts"][0]["time"] += 1000
         (run / "run.json").write_text(json.dumps(record_of_run))
+    elif change == "scores":
+        write_scores(run, 50, 0.5)  # of an earlier checkpoint than the last one shown
     else:
         monkeypatch.setattr(
             live_module, *{"log": ("_LOG_BYTES", 10), "age": ("MOST_SECONDS", 0.0)}[change]
@@ -102,8 +104,11 @@ def test_what_is_not_appended_is_read_again(run, change, monkeypatch):
     assert updates(live, at) == {"reload": True}
     again, (shown,) = report_of(live)
     last = shown["axes"]["step"][-1:]
-    assert last == {"rewind": [60], "vanish": [], "another run": [120]}.get(change, [121])
+    kept = {"rewind": [60], "vanish": [], "another run": [120], "scores": [120]}
+    assert last == kept.get(change, [121])
     assert updates(live, again)["runs"] == []
+    if change == "scores":
+        assert shown["evals"]["arc_easy/acc (torchtitan eval)"]["step"] == [50]
     if change == "vanish":
         write_run(run, 10, end=None)
         assert updates(live, again) == {"reload": True} or updates(live, again)["runs"]
@@ -332,6 +337,7 @@ def test_the_page_follows_a_run(run, server, tmp_path):
             "evals",
             "sources",
             "experts",
+            "samples",
             "events",
             "starts",
             "latest",
@@ -356,7 +362,9 @@ def test_the_page_follows_a_run(run, server, tmp_path):
                 "time": record(step)["time"],
             }
             append(run, record(step, **more), validation, {"step": step, "eval/arc_easy/acc": 0.5})
+            write_samples(run, step)
             assert follow(tab) == str(step)
+        assert "of step 122" in tab.evaluate("document.querySelector('.samples pre').textContent")
         tab.evaluate("document.querySelector('[data-chart=loss] .chart').focus()")
         append(run, record(123, extra=1.5, **more))
         assert follow(tab) == "123"

@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 8 -m torchtitan eval ... --parallelism.tensor_parallel_degree 2
 
 A run's folder, or a folder of checkpoints, means the newest complete checkpoint in it. Under
-torchrun, the model is sharded over the ranks (FSDP), or as keys of [parallelism] say.
+torchrun, the model is sharded over the ranks (FSDP), or as keys of [parallelism] say. Scores of a
+run's checkpoint are added to evals.jsonl in the run's folder.
 """
 
 import argparse
@@ -14,10 +15,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.inference.options import add_model_options, reported_once
+from torchtitan.telemetry.scores import record_scores, run_of
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import write_whole
+from torchtitan.utils.logging import logger
 from torchtitan.utils.process import rank_and_world
+from torchtitan.utils.storage import is_remote
 from torchtitan.utils.text import count
 
 _BOOTSTRAP = 100_000
@@ -72,8 +77,31 @@ def _eval(argv: list[str], rank: int) -> int:
             by_file=source.hugging_face,
         )
     if rank == 0:
-        _report(str(source.folder), results, scores(results), options.output)
+        found = scores(results)
+        _report(str(source.folder), results, found, options.output)
+        if not source.hugging_face:
+            _record(source.folder, found, options)
     return 0
+
+
+def _record(
+    checkpoint: Path,
+    scores: dict[str, float],
+    options: argparse.Namespace,
+) -> None:
+    """Add the scores to the folder of the checkpoint's run, for `torchtitan report`."""
+    run = None if is_remote(checkpoint) else run_of(checkpoint)
+    if run is None:
+        return
+    names = ("num_fewshot", "limit", "max_length", "ema")
+    chosen = {name: getattr(options, name) for name in names}
+    settings = {name: value for name, value in chosen.items() if value not in (None, False)}
+    try:
+        file = record_scores(run, read_manifest(checkpoint).step, scores, settings)
+    except OSError as error:
+        logger.warning(f"{run}: the scores can't be recorded there: {error.strerror or error}")
+        return
+    print(f"Recorded in {file}, which `torchtitan report {run}` shows")
 
 
 def _report(

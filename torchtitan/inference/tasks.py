@@ -103,22 +103,29 @@ class Tasks:
             logits: reads the model.
             by_file: add the special tokens that the tokenizer's files ask for, not those of
             training.
-            bootstrap: samples for the errors of metrics that aren't a mean; 0: no errors.
+            bootstrap: samples for the errors of metrics that aren't a mean; 0: they have none.
         """
+        from lm_eval import evaluator_utils
         from lm_eval.api import task
+        from lm_eval.api.metrics import acc_all, acc_all_stderr, mean, mean_stderr
         from lm_eval.evaluator import evaluate
 
         from torchtitan.inference.lm_eval_model import HarnessModel
 
-        # no progress bar for each rank
-        with _unchanged_random_state(), replaced(task, tqdm=lambda items, **_: items):
+        closed_forms = {mean: mean_stderr, acc_all: acc_all_stderr}
+        own = {"stderr_for_metric": lambda metric, bootstrap_iters: closed_forms.get(metric)}
+        with (
+            _unchanged_random_state(),
+            replaced(task, tqdm=lambda items, **_: items),  # no progress bar for each rank
+            replaced(evaluator_utils, **({} if bootstrap else own)),
+        ):
             random.seed(0)
             np.random.seed(SEED)
             found = evaluate(
                 HarnessModel(logits, tokenizer, by_file=by_file),
                 self.loaded,
                 limit=self.limit,
-                bootstrap_iters=bootstrap,
+                bootstrap_iters=bootstrap or 1,
                 log_samples=False,
             )
         assert found is not None

@@ -16,9 +16,10 @@ from torchtitan.config.sections.metrics import Metrics as MetricsConfig
 from torchtitan.telemetry.console import ConsoleSink, StageCost
 from torchtitan.telemetry.experts import DeadExperts, ExpertLoads, Overload, read_loads
 from torchtitan.telemetry.run_record import RunRecord
+from torchtitan.telemetry.scores import FILE as SCORES
 from torchtitan.telemetry.trackers import Record
 from torchtitan.telemetry.trackers.build import Trackers
-from torchtitan.telemetry.trackers.jsonl import JsonlSink
+from torchtitan.telemetry.trackers.jsonl import JsonlSink, drop_after
 from torchtitan.utils.activity import Stopwatch
 from torchtitan.utils.device import peak_memory
 from torchtitan.utils.errors import UserError
@@ -72,6 +73,8 @@ class Metrics:
         for name, wanted in (("metrics", True), ("expert_load", experts), ("samples", samples)):
             if wanted and rank == 0:
                 self.files[name] = JsonlSink(folder / f"{name}.jsonl", start_step)
+        self._scores = folder / SCORES if rank == 0 else None
+        self._forget_scores(start_step)
         self.trackers = Trackers(
             config,
             job,
@@ -215,9 +218,15 @@ class Metrics:
         """
         for file in self.files.values():
             file.rewind(step)
+        self._forget_scores(step)
         self.trackers.call("rewind", step)
         self._stopwatch.lap()
         self._begin()
+
+    def _forget_scores(self, step: int) -> None:
+        """Drop the scores of checkpoints after `step`, which will be written again."""
+        if self._scores is not None:
+            drop_after(self._scores, step)
 
     def log_validation(
         self,

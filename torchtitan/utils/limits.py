@@ -63,6 +63,8 @@ GRID_FILE_BYTES = 2**20
 """A file for `submit --runs`."""
 QUERY_FIELDS = 8
 """A request to `torchtitan watch`."""
+SAMPLES_READ_BYTES = 16 * 2**20
+"""Read of one samples.jsonl or evals.jsonl."""
 
 # utils
 

@@ -19,7 +19,7 @@ class JsonlSink:
         start_step: int,
     ):
         self.path = path
-        self._drop_after(start_step)
+        drop_after(path, start_step)
         self._open()
 
     def _open(self) -> None:
@@ -29,29 +29,8 @@ class JsonlSink:
     def rewind(self, step: int) -> None:
         """Drop what was recorded after `step`."""
         self.file.close()
-        self._drop_after(step)
+        drop_after(self.path, step)
         self._open()
-
-    def _drop_after(self, start_step: int) -> None:
-        """Drop the steps that will be trained again; set aside, don't overwrite, another run's
-        file.
-        """
-        path = self.path
-        if not path.exists():
-            return
-        if start_step == 0:
-            path.rename(
-                path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}{path.suffix}")
-            )
-            return
-        kept = []
-        for line in path.read_text().splitlines():
-            try:
-                if json.loads(line)["step"] <= start_step:
-                    kept.append(line + "\n")
-            except (ValueError, KeyError):
-                continue  # a line cut off by a crash
-        write_whole(path, "".join(kept).encode())
 
     def log(self, record: Record) -> None:
         if not self.path.exists():  # deleted: its open file would take the records with it
@@ -61,3 +40,22 @@ class JsonlSink:
 
     def close(self) -> None:
         self.file.close()
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Drop the lines of later steps, which will be trained again; with step 0, set the file aside
+    as another run's. There may be none.
+    """
+    if not path.exists():
+        return
+    if step == 0:
+        path.rename(path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}{path.suffix}"))
+        return
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # a line cut off by a crash
+    write_whole(path, "".join(kept).encode())

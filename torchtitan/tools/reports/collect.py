@@ -9,6 +9,8 @@ from torchtitan.telemetry.run_record import KINDS
 from torchtitan.tools.reports.compare import LoadedRun, compare, differences
 from torchtitan.tools.reports.folder import Folder, Start, read_events, read_folder
 from torchtitan.tools.reports.lines import number
+from torchtitan.tools.reports.samples import read_samples
+from torchtitan.tools.reports.scores import read_scores
 from torchtitan.tools.reports.series import POINTS, Curves, read_curves, read_window
 from torchtitan.tools.web import web_page
 from torchtitan.utils.text import listed, path_text
@@ -31,7 +33,9 @@ def read_runs(folders: Sequence[Path], *, points: int = POINTS) -> list[LoadedRu
         folder = read_folder(path)
         began = folder.starts[0].time if folder.starts else None
         curves = read_curves(path, folder.config, points=points, began=began)
-        runs.append(LoadedRun(name, folder, curves))
+        scores = read_scores(path)
+        samples = read_samples(path)
+        runs.append(LoadedRun(name, folder, curves, scores, samples))
     return runs
 
 
@@ -97,9 +101,10 @@ def describe(run: LoadedRun) -> dict[str, Any]:
         "metrics": curves.metrics(),
         "sampled": curves.sampled,
         "validation": curves.validation(),
-        "evals": curves.evals(),
+        "evals": run.evals,
         "sources": curves.sources(),
         "experts": curves.experts(),
+        "samples": run.samples,
         "starts": [_start(start, curves.began) for start in folder.starts],
         "events": [_event(event, curves.began) for event in read_events(folder.path)],
     }
@@ -145,7 +150,8 @@ def _event(event: dict[str, Any], began: float) -> dict[str, Any]:
 
 _FOLDER = Path(__file__).parent
 _SCRIPTS = [
-    _FOLDER / name for name in ("formats.js", "curves.js", "timeline.js", "live.js", "page.js")
+    _FOLDER / name
+    for name in ("formats.js", "curves.js", "timeline.js", "samples.js", "live.js", "page.js")
 ]
 _STYLES = [_FOLDER / "page.css"]
 

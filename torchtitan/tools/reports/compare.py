@@ -3,13 +3,15 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from statistics import median
 from typing import Any, NamedTuple
 
 from torchtitan.tools.reports.folder import Folder
 from torchtitan.tools.reports.noise import Gap, at_points, paired, unpaired
+from torchtitan.tools.reports.scores import Curve
 from torchtitan.tools.reports.series import Curves, read_window
 from torchtitan.utils.text import cut, plural, show_loss, show_rate, show_tokens
 
@@ -17,6 +19,10 @@ SHARE = 0.25
 """Part of the common tokens over which losses are compared: the last ones."""
 _MOST = 4096
 """Records of a run that are compared, at most."""
+_SCORES = 20
+"""Scores of benchmarks that are compared, at most."""
+_NORMAL = 1.96
+"""Standard errors in half of a 95 % confidence interval."""
 _LOSS = ("lower", "higher")
 _SPEED = ("slower", "faster")
 
@@ -38,6 +44,15 @@ class LoadedRun:
     name: str
     folder: Folder
     curves: Curves
+    scores: dict[str, Curve] = field(default_factory=dict)
+    """What `torchtitan eval` found of its checkpoints."""
+    samples: list[Curve] = field(default_factory=list)
+    """What the model wrote, see `read_samples`."""
+
+    @property
+    def evals(self) -> dict[str, Curve]:
+        """The scores of each benchmark, during training and of checkpoints."""
+        return self.curves.evals() | self.scores
 
     @cached_property
     def tail(self) -> list[Point]:
@@ -68,7 +83,13 @@ def compare(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
 
 
 def _against(run: LoadedRun, base: LoadedRun) -> Iterator[dict[str, Any]]:
-    for found in (_loss(run, base), *_validation(run, base), _speed(run, base)):
+    every = (
+        _loss(run, base),
+        *_validation(run, base),
+        *islice(_evals(run, base), _SCORES),
+        _speed(run, base),
+    )
+    for found in every:
         if found is None:
             continue
         metric, difference, text = found
@@ -144,10 +165,32 @@ def _validation(run: LoadedRun, base: LoadedRun) -> Iterator[tuple[str, Gap, str
             yield metric, difference, text
 
 
-def _by_step(curve: dict[str, list[Any]] | None) -> dict[int, float]:
-    if curve is None:
-        return {}
-    return dict(zip(curve["step"], curve["loss"], strict=True))
+def _by_step(curve: Curve | None, key: str = "loss") -> dict[int, Any]:
+    return {} if curve is None else dict(zip(curve["step"], curve[key], strict=True))
+
+
+# ---- benchmarks
+
+
+def _evals(run: LoadedRun, base: LoadedRun) -> Iterator[tuple[str, Gap, str]]:
+    """The difference of each score at the last step at which both have it.
+
+    The errors are added as if the runs had answered different questions; of the same ones, the
+    difference is known better than that.
+    """
+    other = base.evals
+    for name, curve in run.evals.items():
+        scores = _by_step(curve, "value")
+        base_scores = _by_step(other.get(name), "value")
+        common = sorted(scores.keys() & base_scores.keys())
+        if not common:
+            continue
+        step = common[-1]
+        errors = (_by_step(curve, "error")[step], _by_step(other[name], "error")[step])
+        noise = None if None in errors else _NORMAL * math.hypot(*errors)
+        difference = Gap(scores[step] - base_scores[step], noise)
+        verdict = _verdict(difference, show_loss, _LOSS)
+        yield f"eval/{name}", difference, f"{name} {verdict}, at step {step:,}"
 
 
 # ---- speed

@@ -86,7 +86,7 @@ function zoomBy(factor, center) {
 // ---- a chart
 
 // `curves()` returns what to draw: [{name, run, color, dash, steps, xs, ys, mean}], xs ascending, null in ys for gaps;
-// `mean` asks for a smoothed curve as well. `marks()`: [{x, text, color}], upright lines. `zero`: the axis includes it.
+// `mean` asks for a smoothed curve as well, `errors` are standard errors of ys. `marks()`: [{x, text, color}], upright lines. `zero`: the axis includes it.
 function curveChart(parent, {title, label, format, tick, curves, marks = () => [], zero, log, dots, height = 210, key}) {
   const box = element(parent, "div", {class: "panel", "data-chart": key});
   element(box, "h3", {}, title);
@@ -97,6 +97,9 @@ function curveChart(parent, {title, label, format, tick, curves, marks = () => [
   const isFew = curve => curve.xs.length < (dots ? 300 : 40);  // drawn with a dot for each value
   const positive = () => log && view.log;
   function bounds(low, high) {  // of what is in view
+    for (const {ys, errors} of shown) if (errors) ys.forEach((y, i) => {
+      if (y !== null && y >= low && y <= high) { low = Math.min(low, y - errors[i]); high = Math.max(high, y + errors[i]); }
+    });
     if (low === null || high === null || !Number.isFinite(low) || !Number.isFinite(high)) return positive() ? [1, 10] : [0, 1];
     if (view.clip) [low, high] = middle(low, high);
     if (positive()) return [low / 1.06, high * 1.06];
@@ -148,7 +151,7 @@ function curveChart(parent, {title, label, format, tick, curves, marks = () => [
     drawn = plot(holder, {
       x: {label: axis.label, format: ticks[view.x]}, y: {label, format: tick || format, log: positive(), range: bounds}, data: columns(), series: series(), height,
       label: `${title}: ${shown.map(curve => curve.name).join(", ")}. Arrow keys move along the curves, plus and minus zoom, Escape shows all.`,
-      hooks: {draw: [drawMarks], setCursor: [moved], setSelect: [selected]},
+      hooks: {draw: [drawErrors, drawMarks], setCursor: [moved], setSelect: [selected]},
       cursor: {x: true, y: false, drag: {x: true, y: false, setScale: false}, sync: {key: "runs", scales: ["x", null], filters: {pub: type => type === "mousemove"}},
         bind: {dblclick: () => () => { zoomTo(null); return null; }}},
     });
@@ -181,7 +184,8 @@ function curveChart(parent, {title, label, format, tick, curves, marks = () => [
       if (x > curve.xs.at(-1) + (high - low) * .02 || raw === null) continue;
       if (!text.length) text.push(`step ${number(curve.steps[i])}${view.x === "step" ? "" : `, ${AXES[view.x].format(curve.xs[i])}`}`);
       const name = shown.length > 1 || mean ? `${curve.name}: ` : "";
-      text.push(name + (mean ? `${format(mean)} smoothed, ${format(raw)}` : format(raw)));
+      const error = curve.errors && curve.errors[i] ? ` ± ${format(curve.errors[i])}` : "";
+      text.push(name + (mean ? `${format(mean)} smoothed, ${format(raw)}` : format(raw) + error));
     }
     return [...text, ...near].join("\n");
   }
@@ -204,6 +208,29 @@ function curveChart(parent, {title, label, format, tick, curves, marks = () => [
       zoomBy(event.key === "-" ? 2 : .5, chart.at === null ? (low + high) / 2 : chart.at);
     } else return;
     event.preventDefault();
+  }
+  function drawErrors(u) {  // a standard error up and down from each value
+    const {ctx, bbox} = u, ratio = devicePixelRatio, cap = 3 * ratio;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+    ctx.clip();
+    ctx.lineWidth = 1.2 * ratio;
+    ctx.globalAlpha = .6;
+    for (const {xs, ys, errors, color} of shown) {
+      if (!errors) continue;
+      ctx.strokeStyle = resolved(color);
+      ctx.beginPath();
+      xs.forEach((x, i) => {
+        if (!errors[i] || x === null) return;
+        const at = u.valToPos(x, "x", true), [low, high] = [-1, 1].map(sign => u.valToPos(ys[i] + sign * errors[i], "y", true));
+        for (const end of [low, high]) { ctx.moveTo(at - cap, end); ctx.lineTo(at + cap, end); }
+        ctx.moveTo(at, low);
+        ctx.lineTo(at, high);
+      });
+      ctx.stroke();
+    }
+    ctx.restore();
   }
   function drawMarks(u) {
     const {ctx, bbox} = u, ratio = devicePixelRatio;

@@ -25,6 +25,7 @@ METRICS = "metrics.jsonl"
 CONFIG = "config.toml"
 EVENTS = "events.jsonl"
 SPIKES = "guard.jsonl"
+SAMPLES = "samples.jsonl"
 STATES = ("running", "completed", "preempted", "interrupted", "failed", "killed", "unknown")
 
 _EVENTS = 5000

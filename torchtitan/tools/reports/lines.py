@@ -57,16 +57,22 @@ def parse(line: bytes) -> tuple[int, Record] | None:
     """Step and numbers of a line; None if it isn't an object with a step."""
     try:
         content = json.loads(line)
-        step = content["step"]
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (ValueError, RecursionError):
         return None
-    if type(step) is not int or not 0 <= step < _LARGEST_STEP:
+    step = step_of(content)
+    if step is None:
         return None
     return step, {
         key: number(value)
         for key, value in islice(content.items(), _ENTRIES)
         if type(value) in _NUMBERS
     }
+
+
+def step_of(content: Any) -> int | None:
+    """The step of a record; None if this is none."""
+    step = content.get("step") if isinstance(content, dict) else None
+    return step if type(step) is int and 0 <= step < _LARGEST_STEP else None
 
 
 def number(value: Any) -> float | None:

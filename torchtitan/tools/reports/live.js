@@ -55,6 +55,11 @@ function merge(run, more) {
     extend(run.experts, more.experts, run.experts.step, () => {});
   }
   run.events.push(...more.events);
+  for (const {prompt, ...texts} of more.samples) {
+    if (!run.samples.some(one => one.prompt === prompt)) run.samples.push({prompt, step: [], text: [], end: []});
+    const {step, text, end} = run.samples.find(one => one.prompt === prompt);
+    extend({step, text, end}, texts, step, () => {});
+  }
 }
 function extend(curves, more, steps, created) {
   const length = steps.length, last = length ? steps[length - 1] : -1, fresh = more.step.map((step, i) => [step, i]).filter(([step]) => step > last);

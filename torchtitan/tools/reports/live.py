@@ -16,10 +16,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from torchtitan.telemetry.scores import FILE as SCORES
 from torchtitan.tools.reports.collect import as_report, describe, read_runs, run_names, window
 from torchtitan.tools.reports.compare import LoadedRun
-from torchtitan.tools.reports.folder import CONFIG, EVENTS, METRICS, RECORD, SPIKES, read_folder
+from torchtitan.tools.reports.folder import (
+    CONFIG,
+    EVENTS,
+    METRICS,
+    RECORD,
+    SAMPLES,
+    SPIKES,
+    read_folder,
+)
 from torchtitan.tools.reports.lines import PlacedRecord, parse
+from torchtitan.tools.reports.samples import by_prompt
 from torchtitan.tools.reports.series import Curves, is_training
 from torchtitan.utils import lock
 from torchtitan.utils.files import open_regular
@@ -33,7 +43,7 @@ _STATE_SECONDS = 10.0
 """A run can be found dead without a change of its files."""
 _LOG_BYTES = 2**20
 _CURVES = ("axes", "metrics", "validation", "evals", "sources", "experts")
-_OF_GENERATION = (*_CURVES, "sampled", "events")
+_OF_GENERATION = (*_CURVES, "sampled", "events", "samples")
 
 
 class Rewritten(Exception):
@@ -41,7 +51,7 @@ class Rewritten(Exception):
 
 
 class Tail:
-    """Records appended to a file of JSON lines."""
+    """Lines appended to a file."""
 
     def __init__(self, path: Path):
         """Begin after the last whole line that is there now."""
@@ -56,8 +66,8 @@ class Tail:
                 begin + os.pread(file.fileno(), METRICS_LINE_BYTES, begin).rfind(b"\n") + 1
             )
 
-    def read(self) -> list[PlacedRecord]:
-        """The records since the last call.
+    def read(self) -> list[tuple[int, bytes]]:
+        """The lines since the last call, each with the place where it begins.
 
         Raises:
             Rewritten: the file is another one than before, is shorter, or can't be read any more.
@@ -78,8 +88,7 @@ class Tail:
         found = []
         begin = self.position
         for line in data[:whole].splitlines(keepends=True):
-            if record := parse(line):
-                found.append(PlacedRecord(begin, begin + len(line), *record))
+            found.append((begin, line))
             begin += len(line)
         self.position = begin
         return found
@@ -92,16 +101,16 @@ class Follower:
         self,
         run: LoadedRun,
         shown: dict[str, Any],
-        tail: Tail,
+        tails: tuple[Tail, Tail],
     ):
         """
         Args:
             shown: what the report says of the run.
-            tail: of its metrics; may begin before the end of what `run` holds.
+            tails: of its metrics and samples; may begin before the end of what `run` holds.
         """
         self.path = run.folder.path
         self.name = run.name
-        self._tail = tail
+        self._tail, self._samples = tails
         self._head = {key: value for key, value in shown.items() if key not in _OF_GENERATION}
         self._events = shown["events"]
         self._training = list(run.curves.training)
@@ -116,13 +125,16 @@ class Follower:
             Rewritten: the report has to be read again.
         """
         last = self._training[-1].step if self._training else -1
-        places = self._tail.read()
+        places = _placed(self._tail.read())
+        samples = by_prompt(line for _, line in self._samples.read())
         training = [p for p in places if is_training(p.record) and p.step > last]
         if any(b.step <= a.step for a, b in pairwise(training)):
             raise Rewritten(self._tail.path)
         files = self._signature()
+        if files[-1] != self._files[-1]:  # a checkpoint of any step was scored
+            raise Rewritten(self.path)
         now = time.monotonic()
-        if not places and files == self._files and now - self._looked < _STATE_SECONDS:
+        if not (places or samples) and files == self._files and now - self._looked < _STATE_SECONDS:
             return None
         self._files = files
         self._looked = now
@@ -135,7 +147,7 @@ class Follower:
         context = recent[:1] + self._training[-1:]
         others = [p for p in places if not is_training(p.record)]
         curves = Curves(context + training, others, 1, self._began)
-        shown = describe(LoadedRun(self.name, folder, curves))
+        shown = describe(LoadedRun(self.name, folder, curves, samples=samples))
         first_of_start = (context + training)[:1]
         latest = (self._training + training)[-1:]
         self._training = self._training[:1] + first_of_start + latest
@@ -153,12 +165,23 @@ class Follower:
         head = {key: shown[key] for key in self._head if shown[key] != self._head[key]}
         self._head |= head
         self._events = events
-        if not (head or recorded or events[known:]):
+        added = {"events": events[known:], "samples": shown["samples"]}
+        if not (head or recorded or any(added.values())):
             return None
-        return {"head": head, "events": events[known:]} | {key: shown[key] for key in _CURVES}
+        return {"head": head, **added} | {key: shown[key] for key in _CURVES}
 
     def _signature(self) -> list[tuple[int, int, int] | None]:
-        return [_identity(self.path / name) for name in (RECORD, CONFIG, EVENTS, SPIKES, lock.NAME)]
+        names = (RECORD, CONFIG, EVENTS, SPIKES, lock.NAME, SCORES)
+        return [_identity(self.path / name) for name in names]
+
+
+def _placed(lines: list[tuple[int, bytes]]) -> list[PlacedRecord]:
+    """The records among the lines."""
+    return [
+        PlacedRecord(begin, begin + len(line), *record)
+        for begin, line in lines
+        if (record := parse(line))
+    ]
 
 
 def _identity(path: Path) -> tuple[int, int, int] | None:
@@ -216,7 +239,7 @@ class Live:
             return _json(window(self.folders[run], first_step, last_step, points))
 
     def _begin(self) -> None:
-        tails = [Tail(folder / METRICS) for folder in self.folders]
+        tails = [(Tail(path / METRICS), Tail(path / SAMPLES)) for path in self.folders]
         runs = read_runs(self.folders)  # after the tails: nothing is missed between them
         report = as_report(runs)
         self._generation = secrets.token_hex(4)

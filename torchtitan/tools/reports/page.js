@@ -24,7 +24,7 @@ function redraw(box, state, draw) {
   const now = JSON.stringify(state);
   if (box.drawn === now) return;
   box.drawn = now;
-  const stops = () => [...box.querySelectorAll("[tabindex], summary, button, input")], had = stops().indexOf(document.activeElement);
+  const stops = () => [...box.querySelectorAll("[tabindex], summary, button, input, select")], had = stops().indexOf(document.activeElement);
   const open = [...box.querySelectorAll("details")].map(one => one.open);
   box.replaceChildren();
   draw(box);
@@ -37,7 +37,7 @@ function start() {
   parts = {};
   if (data.report) element(main, "h1", {}, "");
   else main.prepend(element(main, "h1", {}, ""));
-  for (const name of ["heads", "comparison", "controls", "curves", "events", "time"]) parts[name] = element(main, "section", {class: name});
+  for (const name of ["heads", "comparison", "controls", "curves", "scores", "samples", "events", "time"]) parts[name] = element(main, "section", {class: name});
   addEventListener("beforeprint", () => paper(true));
   addEventListener("afterprint", () => paper(false));
 }
@@ -59,6 +59,8 @@ function refresh() {
   redraw(parts.curves, names, box => curves(box, names));
   charts.forEach(chart => chart.update());
   controlled();
+  redraw(parts.scores, runs.map(run => run.evals), scores);
+  redrawSamples();
   redraw(parts.events, runs.map(run => [run.name, run.starts, run.events]), events);
   redraw(parts.time, runs.map(run => [run.name, run.goodput]), time);
 }
@@ -165,6 +167,7 @@ function controls(box) {
       if (!view.hidden.delete(run.path)) view.hidden.add(run.path);
       button.setAttribute("aria-pressed", !view.hidden.has(run.path));
       changed();
+      redrawSamples();
     });
   }
 }
@@ -198,7 +201,7 @@ const ofNames = (names, curvesOf, mean) => () => {
     if (!curve || !curve[0].length) return [];
     const label = [one ? "" : run.name, name].filter(Boolean).join(", ") || run.name;
     return [{name: label, run: run.path, color: one ? RUN_COLORS[i % RUN_COLORS.length] : run.color, dash: one ? undefined : DASHES[i % DASHES.length],
-      steps: curve[0], xs: curve[0].map(step => place(run, step)), ys: curve[1], mean}];
+      steps: curve[0], xs: curve[0].map(step => place(run, step)), ys: curve[1], errors: curve[2], mean}];
   }));
 };
 function keyOfNames(parent, names) {
@@ -233,17 +236,46 @@ function curves(box, names) {
   if (names.experts) for (const [key, title, label] of [["load_max", "Load of the busiest expert", "times the mean"], ["entropy", "Balance of experts", "relative entropy"]]) {
     curveChart(pair, {key, title, label, format: rounded, curves: ofNames([""], run => run.experts && [run.experts.step, run.experts[key]], true)});
   }
-  for (const name of names.evals) curveChart(pair, {key: `eval/${name}`, title: name, label: "score", format: rounded, dots: true,
-    curves: ofNames([""], run => run.evals[name] && [run.evals[name].step, run.evals[name].value])});
+  benchmarks(box, names.evals);
   const shown = MAIN.map(([key]) => key), others = names.metrics.filter(key => !shown.includes(key) && !key.startsWith("expert_"));
   if (!others.length) return;
-  const more = element(box, "details");
-  element(more, "summary", {}, plural(others.length, "other metric"));
-  const rest = element(more, "div", {class: "pair"});
-  more.addEventListener("toggle", () => {
-    if (!more.open || rest.children.length) return;
-    for (const key of others) metric(rest, [key, key.replaceAll("_", " "), "", rounded]).update();
-  });
+  later(box, plural(others.length, "other metric"), holder => others.map(key => metric(holder, [key, key.replaceAll("_", " "), "", rounded])));
+}
+
+// A chart of each score of benchmarks; that of checkpoints is another curve in the chart of the same score.
+const BENCHMARKS = 8;  // charts that are shown without being asked for
+const scoreOf = name => name.split(" (")[0], score = x => Math.abs(x) < 1000 ? show.loss(x) : rounded(x);
+function benchmarks(box, names) {
+  const titles = [...new Set(names.map(scoreOf))];
+  const chart = (parent, title) => {
+    const own = names.filter(name => scoreOf(name) === title), words = own.map(name => name === title ? "during training" : name.slice(title.length + 2, -1));
+    const values = (run, word) => { const one = run.evals[own[words.indexOf(word)]]; return one && [one.step, one.value, one.error]; };
+    const made = curveChart(parent, {key: `eval/${title}`, title, label: "score", format: score, tick: rounded, dots: true, curves: own.length > 1 || own[0] !== title ? ofNames(words, values) :
+      ofNames([""], run => values(run, words[0]))});
+    keyOfNames(made.box, words);
+    return made;
+  };
+  const pair = element(box, "div", {class: "pair"}), rest = titles.slice(BENCHMARKS);
+  for (const title of titles.slice(0, BENCHMARKS)) chart(pair, title);
+  if (rest.length) later(box, plural(rest.length, "other score"), holder => rest.map(title => chart(holder, title)));
+}
+// Charts that are made when somebody asks for them.
+function later(box, text, make) {
+  const more = element(box, "details"), holder = element(more, "div", {class: "pair"});
+  more.prepend(element(more, "summary", {}, text));
+  more.addEventListener("toggle", () => { if (more.open && !holder.children.length) make(holder).forEach(chart => chart.update()); });
+}
+
+// The last value of each score.
+function scores(box) {
+  const names = [...new Set(report.runs.flatMap(run => Object.keys(run.evals)))];
+  if (!names.length) return;
+  const last = curve => curve ? [score(curve.value.at(-1)) + (curve.error.at(-1) ? ` ± ${score(curve.error.at(-1))}` : ""), `step ${number(curve.step.at(-1))}`] : "–";
+  element(box, "h2", {}, "Benchmarks");
+  element(box, "p", {class: "dim"}, "The last score of each, ± its standard error.");
+  const holder = names.length > 2 * BENCHMARKS ? element(box, "details") : box;
+  if (holder !== box) element(holder, "summary", {}, plural(names.length, "score"));
+  table(holder, [["score", "left wrap"], ...report.runs.map(run => [run.name])], names.map(name => [name, ...report.runs.map(run => last(run.evals[name]))]), {label: "Scores of benchmarks"});
 }
 
 // Where the loss may turn: starts, rewinds, stages of data.

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtitan.tools.reports.folder import METRICS
 from torchtitan.tools.reports.lines import JsonLines, PlacedRecord, Record, number
+from torchtitan.tools.reports.scores import score_curves
 
 POINTS = 2000
 """Points of a curve, about."""
@@ -100,15 +101,16 @@ class Curves:
         return found
 
     def evals(self) -> dict[str, dict[str, list[Any]]]:
-        """The scores of each benchmark."""
-        found: dict[str, dict[str, list[Any]]] = {}
+        """The scores of each benchmark, with their standard errors."""
+        found: list[tuple[int, Record]] = []
         for place in self.others:
-            for key, value in place.record.items():
-                if value is not None and key.startswith(_EVAL):
-                    curve = found.setdefault(key.removeprefix(_EVAL), {"step": [], "value": []})
-                    curve["step"].append(place.step)
-                    curve["value"].append(value)
-        return found
+            scores = {
+                key.removeprefix(_EVAL): value
+                for key, value in place.record.items()
+                if key.startswith(_EVAL)
+            }
+            found.append((place.step, scores))
+        return score_curves(found)
 
     def sources(self) -> dict[str, dict[str, list[Any]]]:
         """The losses of each data source."""

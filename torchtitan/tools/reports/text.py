@@ -27,6 +27,10 @@ _LONGEST_LINE = 40
 _BEFORE_MESSAGE = 36
 _KIND = 40
 _VALUE = 60
+_SCORES = 4
+"""Scores of benchmarks in a summary, at most."""
+_SAMPLE = 160
+"""Characters of a text that the model wrote."""
 
 
 def as_text(
@@ -94,6 +98,16 @@ def _summary(run: Run) -> Iterator[str]:
         devices or None,
         layout_name(run["layout"]) if (run["ranks"] or 1) > 1 else None,
     )
+    if run["evals"]:
+        known = list(run["evals"].items())
+        more = f"{len(known) - _SCORES} more scores" if len(known) > _SCORES else None
+        yield _joined(*(_score(name, curve) for name, curve in known[:_SCORES]), more)
+    if run["samples"]:
+        sample = run["samples"][0]
+        text = cut(f"{sample['prompt']}{sample['text'][-1]}", _SAMPLE)
+        others = len(run["samples"]) - 1
+        more = f"({plural(others, 'more prompt')}: --html)" if others else None
+        yield _joined(f'wrote at step {sample["step"][-1]:,}: "{text}"', more)
     goodput = run["goodput"]["percent"]
     yield _joined(
         None if goodput is None else f"goodput {show_percent(goodput)}",
@@ -101,6 +115,12 @@ def _summary(run: Run) -> Iterator[str]:
         None if run["last_seen"] is None else f"last seen {show_date(run['last_seen'])}",
         None if run["eta_s"] is None else f"{show_duration(run['eta_s'])} left",
     )
+
+
+def _score(name: str, curve: dict[str, Any]) -> str:
+    error = curve["error"][-1]
+    noise = "" if error is None else f" ± {show_loss(error)}"
+    return f"{name} {show_loss(curve['value'][-1])}{noise} (step {curve['step'][-1]:,})"
 
 
 def _joined(*parts: str | None) -> str:

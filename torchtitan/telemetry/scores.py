@@ -1,0 +1,45 @@
+"""Scores of a run's checkpoints, which `torchtitan eval` adds to `<dump_folder>/evals.jsonl`.
+
+One object each: `step`, `time`, `scores` by task and metric, and the `settings` that they depend
+on. Several commands may write at the same time.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FILE = "evals.jsonl"
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The folder of the run that wrote a checkpoint below it; None if it lies elsewhere."""
+    above = list(checkpoint.resolve().parents)[:2]
+    return next((folder for folder in above if (folder / "run.json").is_file()), None)
+
+
+def record_scores(
+    run: Path,
+    step: int,
+    scores: Mapping[str, float],
+    settings: Mapping[str, Any],
+) -> Path:
+    """Append the scores of a checkpoint to a run's file.
+
+    Args:
+        settings: what was asked for, without defaults.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    file = run / FILE
+    about = {"step": step, "time": time.time(), "settings": settings, "scores": scores}
+    line = json.dumps(about).encode() + b"\n"
+    handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    try:
+        os.write(handle, line)  # at once: another command may append
+    finally:
+        os.close(handle)
+    return file
