@@ -163,7 +163,7 @@ def test_completion(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.toml").touch()
     (tmp_path / "mine.txt").touch()
-    assert complete("t") == ["train", "tokenize"]
+    assert complete("t") == ["train", "tokenizer", "tokenize"]
     assert complete("train", "--nproc") == ["--nproc-per-node"]
     assert complete("train", "--training.ste") == ["--training.steps"]
     assert complete("config", "min") == ["mine.toml"]

@@ -366,7 +366,10 @@ def test_auto_tokenizer_gives_the_ids_of_training(tmp_path, capsys, family, case
         expected = [ours.bos_id, *ours.encode(text)]
         assert theirs(text)["input_ids"] == expected
         assert theirs.decode(expected[1:]) == text
+        assert theirs(text, add_special_tokens=False)["input_ids"] == expected[1:]
     assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_id, ours.eos_id)
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert theirs.model_max_length == config["max_position_embeddings"]
     assert theirs.decode(theirs(TEXTS[0])["input_ids"], skip_special_tokens=True) == TEXTS[0]
     again = build_tokenizer(str(tmp_path / "hf"))
     assert [again.encode(text, bos=True) for text in TEXTS] == [

@@ -19,6 +19,7 @@ GROUPS = {
         "train": "Train on this machine, or on this node of several.",
         "submit": "Write a Slurm job for a configuration, or for a grid of runs.",
         "jobs": "List Slurm jobs and their logs.",
+        "tokenizer": "Train a tokenizer on your own text.",
         "tokenize": "Tokenize text once, ahead of training.",
     },
     "check before training": {

@@ -184,3 +184,23 @@ def count(
             f"{cut(text, 40)}: must be {fewest} or more, and at most {most:,}"
         )
     return int(text)
+
+
+def share(text: str) -> float:
+    """Argument type of a percentage, such as `0.5%`: a fraction between 0 and 1."""
+    number = text.removesuffix("%")
+    if number == text or not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,9})?", number):
+        raise argparse.ArgumentTypeError(f"{cut(text, 40)}: must be a percentage, such as 0.5%")
+    if not 0 < float(number) < 100:
+        raise argparse.ArgumentTypeError(f"{cut(text, 40)}: must be between 0% and 100%")
+    return float(number) / 100
+
+
+def size(text: str) -> int:
+    """Argument type of a number of bytes, as `show_size` writes it: `500 MB`, `2GB`."""
+    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?) ?(kB|KB|MB|GB|TB)", text)
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(
+            f"{cut(text, 40)}: must be a size in kB, MB, GB or TB, such as 500MB"
+        )
+    return round(float(found[1]) * 1000 ** (1 + "KMGT".index(found[2][0].upper())))

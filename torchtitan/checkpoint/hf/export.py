@@ -205,7 +205,7 @@ class HFExport:
         special: dict[str, int | None] = {}
         if tokenizer := self.tokenizer:
             special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-            write_tokenizer(tokenizer, self.target)
+            write_tokenizer(tokenizer, self.target, self.args.max_seq_len)
         sampling = {
             "do_sample": True,
             "temperature": 0.6,

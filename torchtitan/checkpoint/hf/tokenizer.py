@@ -1,11 +1,12 @@
 """The tokenizer of a Hugging Face folder, written so that others get the ids that training sees."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torchtitan.checkpoint.commit import write_json
+from torchtitan.data.text.hf_files import post_processor, tokenizer_config
 from torchtitan.data.text.pieces import LLAMA3_PATTERN
 from torchtitan.data.text.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
 from torchtitan.utils.errors import UserError
@@ -28,8 +29,15 @@ def is_own(tokenizer: Tokenizer) -> bool:
     return type(tokenizer) in _MADE
 
 
-def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+def write_tokenizer(
+    tokenizer: Tokenizer,
+    folder: Path,
+    max_length: int,
+) -> None:
     """Write the files of a tokenizer: a text gets its ids in training, begin-of-text first.
+
+    Args:
+        max_length: tokens that the model takes.
 
     Raises:
         OSError, ValueError, UserError: its own files can't be read any more.
@@ -53,12 +61,17 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     content |= {
         "truncation": None,
         "padding": None,
-        "post_processor": _beginning(bos, tokenizer.bos_id),
+        "post_processor": post_processor(bos, tokenizer.bos_id),
     }
     write_json(folder / "tokenizer.json", content)
     write_json(
         folder / "tokenizer_config.json",
-        _settings(settings, bos, _name(tokenizer, tokenizer.eos_id)),
+        tokenizer_config(
+            settings,
+            bos,
+            _name(tokenizer, tokenizer.eos_id),
+            max_length,
+        ),
     )
 
 
@@ -72,43 +85,6 @@ def _name(tokenizer: Tokenizer, id: int) -> str:
 def _copy(path: Path, folder: Path) -> None:
     with path.open("rb") as original, (folder / path.name).open("wb") as copy:
         shutil.copyfileobj(original, copy)
-
-
-def _beginning(bos: str | None, bos_id: int | None) -> dict[str, Any] | None:
-    """A post-processor that adds only begin-of-text, as training does if the tokenizer has it."""
-    if bos is None:
-        return None
-    parts: list[dict[str, Any]] = []
-    for type_id, sequence in enumerate("AB"):
-        parts.append({"SpecialToken": {"id": bos, "type_id": type_id}})
-        parts.append({"Sequence": {"id": sequence, "type_id": type_id}})
-    return {
-        "type": "TemplateProcessing",
-        "single": parts[:2],
-        "pair": parts,
-        "special_tokens": {
-            bos: {
-                "id": bos,
-                "ids": [bos_id],
-                "tokens": [bos],
-            }
-        },
-    }
-
-
-def _settings(
-    given: Mapping[str, Any],
-    bos: str | None,
-    eos: str,
-) -> dict[str, Any]:
-    """`tokenizer_config.json`, naming the class that uses `tokenizer.json` as it is."""
-    own = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": bos is not None,
-        "add_eos_token": False,
-    }
-    kept = {key: value for key, value in given.items() if key != "auto_map"}
-    return kept | own | {"bos_token": bos, "eos_token": eos}
 
 
 def _of_tiktoken(tokenizer: TiktokenTokenizer) -> dict[str, Any]:

@@ -17,7 +17,9 @@ LLAMA3_PATTERN = (
 )
 """How Llama 3 splits text before byte-pair merging."""
 
-_PATTERNS = (LLAMA3_PATTERN, LLAMA3_PATTERN.replace("{1,3}", ""))
+QWEN2_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
+"""As Llama 3, with every digit by itself."""
+_PATTERNS = (LLAMA3_PATTERN, QWEN2_PATTERN)
 """Expressions with words that end at every `_CUT`: those of Llama 3 and Qwen 2. GPT-2's is built
 into `ByteLevel`.
 """

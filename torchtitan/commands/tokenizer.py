@@ -1,0 +1,184 @@
+"""Train a byte-level byte-pair tokenizer on your own text:
+
+    torchtitan tokenizer 'corpus/*.jsonl.gz' --vocab-size 32000 --output my_tokenizer/
+
+then set `model.hf_assets_path = "my_tokenizer/"`. The folder is a Hugging Face tokenizer, with
+begin-of-text and end-of-text tokens. The same documents give the same tokenizer, whatever their
+order. The text is read once, without a cache.
+"""
+
+import argparse
+from pathlib import Path
+from typing import get_args
+
+from torchtitan.data.text.corpus import Corpus
+from torchtitan.data.text.documents import counted
+from torchtitan.data.text.tokenizer_training import (
+    BOS,
+    CHAT_TEMPLATES,
+    EOS,
+    Pattern,
+    Sample,
+    Trained,
+    train_tokenizer,
+)
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.meter import Meter
+from torchtitan.utils.text import count, plural, share, show_size, size
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchtitan tokenizer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "input",
+        nargs="+",
+        metavar="PATH",
+        help="files, folders or globs, as training.dataset_path; or demo",
+    )
+    parser.add_argument(
+        "--vocab-size",
+        required=True,
+        type=count,
+        metavar="N",
+        help="entries, special tokens included",
+    )
+    parser.add_argument(
+        "--output",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="folder for the tokenizer",
+    )
+    parser.add_argument(
+        "--text-column",
+        default="text",
+        metavar="NAME",
+        help="column or JSON key of the text (text)",
+    )
+    parser.add_argument(
+        "--on-bad-document",
+        choices=("stop", "skip"),
+        default="stop",
+        help="what to do with a document that can't be decoded or has no text (stop)",
+    )
+    parser.add_argument(
+        "--sample",
+        type=_sample,
+        metavar="SIZE",
+        help="train on some documents, chosen by hash: 5%% of them, or 2GB of text (all)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=lambda text: count(text, fewest=0),
+        default=0,
+        metavar="N",
+        help="chooses another sample (0)",
+    )
+    parser.add_argument(
+        "--pattern",
+        choices=get_args(Pattern),
+        default="llama3",
+        help="how to split text into words: up to three digits together (llama3), "
+        "each by itself (qwen2), or all (gpt2)",
+    )
+    parser.add_argument(
+        "--special-token",
+        action="append",
+        default=[],
+        metavar="TOKEN",
+        help=f"a special token beside {BOS} and {EOS}; may be repeated",
+    )
+    parser.add_argument(
+        "--chat-template",
+        choices=tuple(CHAT_TEMPLATES),
+        help="write a chat template, and add its special tokens",
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="replace a tokenizer in the folder",
+    )
+    return parser
+
+
+def _sample(text: str) -> Sample:
+    return Sample(share=share(text)) if text.endswith("%") else Sample(bytes=size(text))
+
+
+def main(argv: list[str]) -> int:
+    options = parser().parse_args(argv)
+    corpus = Corpus(
+        options.input,
+        "PATH",
+        options.text_column,
+        stop=options.on_bad_document == "stop",
+    )
+    _make_folder(options)
+    if sample := options.sample:
+        sample = Sample(sample.share, sample.bytes, options.seed)
+    meter = Meter(corpus.size)
+
+    def advance(size: int) -> None:
+        meter.advance(size)
+        meter.show(f"of {show_size(corpus.size)}")
+
+    try:
+        with meter.bar:
+            trained = train_tokenizer(
+                corpus,
+                options.output,
+                options.vocab_size,
+                pattern=options.pattern,
+                special_tokens=options.special_token,
+                chat_template=options.chat_template,
+                sample=sample,
+                advance=advance,
+            )
+    except OSError as error:
+        raise UserError(f"--output: can't write to {options.output}: {error}") from error
+    _report(options, corpus, trained)
+    return 0
+
+
+def _make_folder(options: argparse.Namespace) -> None:
+    """
+    Raises:
+        UserError: it can't be made, or has a tokenizer.
+    """
+    if (options.output / "tokenizer.json").exists() and not options.force:
+        raise UserError(
+            f"--output: {options.output} has a tokenizer, which token files and checkpoints may "
+            "depend on; choose another folder, or --force replaces it"
+        )
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"--output: can't create the folder {options.output}: {error.strerror}"
+        ) from error
+
+
+def _report(
+    options: argparse.Namespace,
+    corpus: Corpus,
+    trained: Trained,
+) -> None:
+    print(f"Read {plural(trained.documents, 'document')}, {trained.bytes:,} bytes")
+    if options.sample:
+        print(
+            f"Trained on {plural(trained.sampled_documents, 'document')} of them, "
+            f"{trained.sampled_bytes:,} bytes, chosen by hash with --seed {options.seed}"
+        )
+    if corpus.skipped:
+        print(f"Skipped {counted(corpus.skipped)}")
+    print(f"{trained.vocab_size:,} entries in {options.output}")
+    if trained.vocab_size < options.vocab_size:
+        print(
+            f"That is fewer than --vocab-size {options.vocab_size:,}: the text has no further "
+            "pairs to merge"
+        )
+    print(f"Train with it: --model.hf_assets_path {options.output}")
