@@ -2,9 +2,13 @@
 spellings.
 """
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.config_loading import load, problems
+from tests.doc_blocks import BLOCKS
 from torchtitan.config import load_config
 from torchtitan.config.load.compat import RENAMED, RENAMED_SECTIONS, UNSUPPORTED, NotYet, Tuning
 from torchtitan.config.load.keys import FIELDS
@@ -81,7 +85,7 @@ def test_unsupported_keys_are_refused_unless_off(key):
 
 def test_tuning_keys_have_an_unsupported_gate():
     for entry in UNSUPPORTED.values():
-        if isinstance(entry, Tuning):
+        if isinstance(entry, Tuning) and entry.gate is not None:
             gate = UNSUPPORTED[entry.gate]
             assert isinstance(gate, NotYet), (
                 "once the gate is supported its tuning keys must be too"
@@ -198,3 +202,58 @@ def test_old_sections_are_renamed(toml):
         warnings = load_config(["--config", toml(f"[{old}]\nfilter_fqns = []\n")]).warnings
         assert warnings
         assert f"{new}.filter_fqns" in warnings[0]
+
+
+def test_dataclasses_become_a_file_that_keeps_its_meaning(tmp_path):
+    """The script of the page for users of TorchTitan without TOML."""
+    (script,) = (block for block in BLOCKS if block.file == "to_toml.py")
+    (tmp_path / "to_toml.py").write_text(script.text)
+    (tmp_path / "mine.py").write_text(MINE)
+    done = subprocess.run(
+        [sys.executable, "to_toml.py", "mine:run"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "run.toml").write_text(done.stdout)
+    config = load("--config", str(tmp_path / "run.toml"))
+    assert config.training.steps == 7
+    assert config.training.dataset_path == 'a "quoted" name'
+    assert config.quantize.linear.float8.filter_fqns == ["output"]
+    assert config.compile.enable is True
+    assert "model_spec" not in done.stdout
+
+
+MINE = """
+from dataclasses import dataclass, field
+
+@dataclass
+class Training:
+    steps: int = 7
+    dataset_path: str = 'a "quoted" name'
+    global_batch_size: int | None = None
+
+@dataclass
+class Float8:
+    filter_fqns: list[str] = field(default_factory=lambda: ["output"])
+
+@dataclass
+class Linear:
+    float8: Float8 = field(default_factory=Float8)
+
+@dataclass
+class Quantize:
+    linear: Linear = field(default_factory=Linear)
+
+@dataclass
+class Compile:
+    enable: bool = True
+
+@dataclass
+class Run:
+    training: Training = field(default_factory=Training)
+    quantize: Quantize = field(default_factory=Quantize)
+    compile: Compile = field(default_factory=Compile)
+    model_spec: object = object()
+
+def run():
+    return Run()
+"""

@@ -52,11 +52,11 @@ class NotYet:
 
 @dataclass(frozen=True)
 class Tuning:
-    """A key that has no effect unless `gate`, an unsupported key, is on. Its value must still be of
-    type `kind`.
+    """A key without effect, as `gate`, an unsupported key, must be off, or as what it asks for
+    happens anyway (`gate` is None). Its value must still be of type `kind`.
     """
 
-    gate: str
+    gate: str | None
     kind: Any
 
 
@@ -74,7 +74,8 @@ UNSUPPORTED: dict[str, NotYet | Tuning] = {
         "DeepEP, whose kernels need NVSHMEM and can't be proven without GPUs", ("standard",)
     ),
     "checkpoint.enable_ft_dataloader_checkpoints": Tuning(_FT, bool),
-    "checkpoint.initial_load_in_hf_quantized": NotYet("quantized Hugging Face weights", (False,)),
+    # Quantized weights are recognized by their config.json.
+    "checkpoint.initial_load_in_hf_quantized": Tuning(None, bool),
     "checkpoint.create_seed_checkpoint": NotYet(
         "seed checkpoints (not needed: initial weights are the same under every layout)", (False,)
     ),
