@@ -18,7 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NAV = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in NAV)]
+EXAMPLES = sorted((ROOT / "examples").rglob("README.md"))
+PAGES = [ROOT / "README.md", *EXAMPLES, *(ROOT / "docs" / name for name in NAV)]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ def read_blocks(page: Path) -> Iterator[Block]:
     for match in re.finditer(fence, text, re.M | re.S):
         after = re.compile(r"\s*" + fence, re.M | re.S).match(text, match.end())
         prints = after[3] if after and after[1] == "text" and not after[2] else None
-        yield Block(page.name, match[1], match[2] or "", match[3], prints)
+        name = str(page.relative_to(ROOT)) if page in EXAMPLES else page.name
+        yield Block(name, match[1], match[2] or "", match[3], prints)
 
 
 BLOCKS = [block for page in PAGES for block in read_blocks(page)]
@@ -60,8 +62,9 @@ RUN, CHECKED = ([b for b in BLOCKS if b.language == language] for language in ("
 
 def workspace(folder: Path) -> Path:
     """A copy of the tree, with the files that the pages define."""
-    folders = ("scripts", "benchmarks", "requirements", "torchtitan", "train_configs", "tests")
-    for name in ("run_train.sh", *folders, "pyproject.toml", "constraints.txt"):
+    folders = ["scripts", "benchmarks", "requirements", "torchtitan", "train_configs", "tests"]
+    folders += ["docs", "examples"]
+    for name in ("run_train.sh", *folders, "pyproject.toml", "constraints.txt", "README.md"):
         (folder / name).symlink_to(ROOT / name)
     for block in BLOCKS:
         if block.file:

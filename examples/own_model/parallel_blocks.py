@@ -1,0 +1,29 @@
+"""Llama 3 with parallel blocks (PaLM, Chowdhery et al., arXiv:2204.02311, section 2): attention and
+feed-forward read the same norm, and both are added at once.
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from torchtitan.models import llama3, register
+from torchtitan.models.decoder import Block, Decoder
+from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.layers import Attend, Mask
+
+
+class ParallelBlock(Block):
+    def __init__(self, args: DecoderArgs, attend: Attend):
+        super().__init__(args, attend)
+        self.ffn_norm = None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Mask | None) -> Tensor:
+        read = self.attention_norm(x)
+        return x + self.attention(read, cos, sin, mask) + self.feed_forward(read)
+
+
+class ParallelLlama(Decoder):
+    block_class = ParallelBlock
+
+
+register(replace(llama3.spec, name="llama3_parallel", build=ParallelLlama))
