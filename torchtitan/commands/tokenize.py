@@ -23,11 +23,11 @@ from torchtitan.data.text.documents import counted
 from torchtitan.data.text.files import REPORT
 from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.data.tokens.duplicates import count_duplicates
-from torchtitan.data.tokens.tokenizing import Encoder, Output, tokenize
+from torchtitan.data.tokens.tokenizing import Encoder, HeldOut, Output, is_done, tokenize
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.meter import Meter
-from torchtitan.utils.text import count, plural, show_rate
+from torchtitan.utils.text import count, plural, share, show_rate
 
 
 class _Progress:
@@ -88,6 +88,13 @@ def parser() -> argparse.ArgumentParser:
         help="what to do with a document that can't be decoded or has no text (stop)",
     )
     parser.add_argument(
+        "--held-out",
+        type=share,
+        metavar="SHARE",
+        help="write this share of the documents, such as 0.5%%, to DIR-held-out, for validation; "
+        "chosen by a hash of the text",
+    )
+    parser.add_argument(
         "--workers",
         type=count,
         default=os.cpu_count() or 1,
@@ -110,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _report(output: Output, parts: int) -> dict[str, Any]:
-    """The summary of all token files."""
+    """Write and return the summary of all token files."""
     metas = [meta for i in range(parts) if (meta := output.meta(i))]
     documents = sum(meta["documents"] for meta in metas)
     tokens = sum(meta["tokens"] for meta in metas)
@@ -120,7 +127,7 @@ def _report(output: Output, parts: int) -> dict[str, Any]:
         bad.update(meta["bad"])
     hashes = [output.file(i).with_suffix(".hashes") for i in range(parts)]
     again, again_bytes = count_duplicates(hashes)
-    return {
+    report = {
         "documents": documents,
         "tokens": tokens,
         "bytes": size,
@@ -130,12 +137,18 @@ def _report(output: Output, parts: int) -> dict[str, Any]:
         "first_skipped": [place for meta in metas for place in meta["places"]][:100],
         "files": parts,
     }
+    write_whole(
+        output.folder / f"{output.name}{REPORT}",
+        json.dumps(report, indent=1).encode(),
+    )
+    return report
 
 
 def _write(
     options: argparse.Namespace,
     encoder: Encoder,
     output: Output,
+    held_out: HeldOut | None,
     corpus: Corpus,
 ) -> int:
     """Write the missing token files; returns the number of parts."""
@@ -148,6 +161,7 @@ def _write(
                 output,
                 options.workers,
                 progress.wrote,
+                held_out,
             )
     except BrokenProcessPool:
         raise UserError(
@@ -174,24 +188,69 @@ def main(argv: list[str]) -> int:
         "source": corpus.fingerprint,
         "tokenizer": build_tokenizer(options.tokenizer).fingerprint,
         "part": options.part,
+        "held_out": options.held_out,
     }
-    output = Output(
-        options.output,
+    output = _output(options, options.output, common)
+    held_out = None
+    if options.held_out:
+        named = options.output
+        folder = named.resolve() if named.name in ("", "..") else named  # has a name then
+        folder = folder.with_name(f"{folder.name}-held-out")
+        held_out = HeldOut(options.held_out, _output(options, folder, common))
+    if done := sum(is_done(i, output, held_out) for i in output.existing()):
+        print(f"{plural(done, 'part')} already done")
+    encoder = Encoder(options.tokenizer, options.text_column, stop)
+    parts = _write(options, encoder, output, held_out, corpus)
+    report = _report(output, parts)
+    _print_report(options, report)
+    train = f"--training.dataset_path {output.folder}"
+    if held_out:
+        held = _report(held_out.output, parts)
+        if not held["bytes"]:
+            raise UserError(
+                f"--held-out: none of {plural(report['documents'], 'document')} is held out; "
+                "choose a larger share"
+            )
+        print(f"Held out: {_sizes(held, held_out.output.folder)}")
+        train += f" --validation.enable --validation.dataset_path {held_out.output.folder}"
+    print(f'Train on them: {train} --model.hf_assets_path "{options.tokenizer}"')
+    return 0
+
+
+def _output(
+    options: argparse.Namespace,
+    folder: Path,
+    common: dict[str, Any],
+) -> Output:
+    """The token files in a folder, which is made.
+
+    Raises:
+        UserError: it can't be.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--output: can't create the folder {folder}: {error.strerror}") from error
+    return Output(
+        folder,
         options.name,
         options.part,
         common,
     )
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"--output: can't create the folder {options.output}: {error.strerror}"
-        ) from error
-    if done := sum(output.meta(i) is not None for i in output.existing()):
-        print(f"{plural(done, 'part')} already done")
-    encoder = Encoder(options.tokenizer, options.text_column, stop)
-    report = _report(output, _write(options, encoder, output, corpus))
-    write_whole(options.output / f"{options.name}{REPORT}", json.dumps(report, indent=1).encode())
+
+
+def _sizes(report: dict[str, Any], folder: Path) -> str:
+    return (
+        f"{report['tokens']:,} tokens of {plural(report['documents'], 'document')} in {folder}: "
+        f"{report['bytes']:,} bytes, {report['bytes_per_token']} per token"
+    )
+
+
+def _print_report(options: argparse.Namespace, report: dict[str, Any]) -> None:
+    """
+    Raises:
+        UserError: the documents hold no text.
+    """
     skipped = Counter(report["skipped"])
     if not report["bytes"]:
         what = (
@@ -202,11 +261,7 @@ def main(argv: list[str]) -> int:
         raise UserError(
             f"--input: {', '.join(options.input)} holds no text: {what}; {counted(skipped)} skipped"
         )
-    print(
-        f"{report['tokens']:,} tokens of {plural(report['documents'], 'document')} in "
-        f"{options.output}: "
-        f"{report['bytes']:,} bytes, {report['bytes_per_token']} per token"
-    )
+    print(_sizes(report, options.output))
     duplicates = report["duplicates"]
     print(
         f"{plural(duplicates['documents'], 'exact duplicate')} of other documents, "
@@ -214,8 +269,3 @@ def main(argv: list[str]) -> int:
     )
     if skipped:
         print(f"Skipped {counted(skipped)}; the first is {report['first_skipped'][0]}")
-    print(
-        f"Train on them: --training.dataset_path {options.output} --model.hf_assets_path "
-        f'"{options.tokenizer}"'
-    )
-    return 0

@@ -14,13 +14,14 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import SpooledTemporaryFile
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.data.text.corpus import Item, bad_document
-from torchtitan.data.text.hashing import hash_text
+from torchtitan.data.text.hashing import hash_text, uniform
 from torchtitan.data.text.pieces import PIECE
 from torchtitan.data.text.records import decode
 from torchtitan.data.text.retry import DataError
@@ -32,6 +33,8 @@ from torchtitan.utils.errors import UserError
 
 _BATCH = 2**18
 """Bytes of a batch. Encoding a text takes hundreds of times its size for a moment."""
+_SPOOLED = 2**25
+"""Bytes of the held-out tokens of a part that are kept in memory; more go to a temporary file."""
 _PLACES = 100
 """Number of a part's bad documents whose places are kept."""
 
@@ -41,10 +44,21 @@ class Encoded(NamedTuple):
 
     ids: NDArray[Any]
     """Token ids, document after document."""
+    lengths: NDArray[np.int64]
+    """Number of ids of each document."""
     hashes: NDArray[Any]
     """A `HASH` per document."""
     bad: list[tuple[str, str]]
     """Kind and problem of each bad document."""
+
+    def only(self, chosen: NDArray[np.bool_]) -> "Encoded":
+        """The documents at which `chosen` is true."""
+        return Encoded(
+            self.ids[np.repeat(chosen, self.lengths)],
+            self.lengths[chosen],
+            self.hashes[chosen],
+            [],
+        )
 
 
 @dataclass(frozen=True)
@@ -78,7 +92,7 @@ class Encoder:
                 short = []
                 long = [piece.astype(dtype) for _, piece in tokenizer.encode_in_pieces(text)]
                 hashes.append(hash_text(text))
-                ids += long
+                ids.append(np.concatenate(long))
             except BadDocument as error:
                 problem = f"{item.place}: {error}"
                 if self.stop:
@@ -88,7 +102,13 @@ class Encoder:
                 raise UserError(f"--input: {error}") from None
         ids += tokenizer.encode_batch(short, dtype)
         joined = np.concatenate(ids) if ids else np.empty(0, dtype)
-        return Encoded(joined, np.array(hashes, HASH), bad)
+        lengths = np.array([len(one) for one in ids], np.int64)
+        return Encoded(
+            joined,
+            lengths,
+            np.array(hashes, HASH),
+            bad,
+        )
 
 
 _OPENED: dict[str, Tokenizer] = {}
@@ -148,7 +168,7 @@ class Output:
         """The description of a part; None if it isn't complete.
 
         Raises:
-            UserError: it was made from another input or tokenizer, or with another part size.
+            UserError: it was made from another input or tokenizer, or with other options.
         """
         file = self.file(index)
         try:
@@ -157,10 +177,40 @@ class Output:
             return None
         if any(meta.get(key) != value for key, value in self.common.items()):
             raise UserError(
-                f"--output: {file} was made from another input, tokenizer, column or --part; "
-                "choose an empty folder or another --name"
+                f"--output: {file} was made from another input or tokenizer, or with other options "
+                "than now; choose an empty folder or another --name"
             )
         return meta if file.is_file() and file.with_suffix(".hashes").is_file() else None
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Documents to write to other token files, chosen by the hash of their text: the same whatever
+    their order and the number of files, and equal ones together.
+    """
+
+    share: float
+    """Fraction of the documents."""
+    output: Output
+
+    def choose(self, hashes: NDArray[Any]) -> NDArray[np.bool_]:
+        """Which documents are held out."""
+        drawn = [uniform(int(hash), "held-out") for hash in hashes["hash"]]
+        return np.array(drawn) < self.share
+
+
+def is_done(
+    index: int,
+    output: Output,
+    held_out: HeldOut | None,
+) -> bool:
+    """Whether all files of a part are complete.
+
+    Raises:
+        UserError: see `Output.meta`.
+    """
+    outputs = [output, held_out.output] if held_out else [output]
+    return all(one.meta(index) is not None for one in outputs)
 
 
 def tokenize(
@@ -169,10 +219,12 @@ def tokenize(
     output: Output,
     workers: int,
     advance: Callable[[int, int], None],
+    held_out: HeldOut | None = None,
 ) -> int:
     """Write the token files that are missing.
 
     Args:
+        held_out: what to write apart, if anything.
         advance: called with the numbers of documents and of tokens that were written.
 
     Returns:
@@ -190,7 +242,7 @@ def tokenize(
             index = parts
             parts += 1
             part = _take(chain([first], items), output.part)
-            if output.meta(index) is None:
+            if not is_done(index, output, held_out):
                 for batch in _batches(part):
                     yield index, batch
             for _ in part:  # the part was done
@@ -198,7 +250,8 @@ def tokenize(
 
     tokenizer = _tokenizer(encoder.tokenizer)
     for index, batches in groupby(_encode(todo(), encoder, workers), key=lambda part: part[0]):
-        _write_part(output, index, (encoded for _, encoded in batches), tokenizer, advance)
+        encoded = (one for _, one in batches)
+        _write_part(output, index, encoded, tokenizer, advance, held_out)
     return parts
 
 
@@ -233,38 +286,66 @@ def _encode(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+class _Part:
+    """What the description of a token file says of its documents."""
+
+    def __init__(self, output: Output, index: int):
+        self.file = output.file(index)
+        self.about: dict[str, Any] = output.common | {"places": []}
+        self._hashes: list[NDArray[Any]] = []
+        self._bad: Counter[str] = Counter()
+
+    def count(self, encoded: Encoded) -> None:
+        self._hashes.append(encoded.hashes)
+        for kind, problem in encoded.bad:
+            self._bad[kind] += 1
+            if len(self.about["places"]) < _PLACES:
+                self.about["places"].append(problem)
+
+    def finish(self) -> None:
+        """Before the description is written, which says that everything is complete."""
+        every = np.concatenate(self._hashes)
+        save_hashes(self.file.with_suffix(".hashes"), every)
+        self.about.update(
+            documents=len(every),
+            bytes=int(every["bytes"].sum()),
+            bad=dict(self._bad),
+        )
+
+
 def _write_part(
     output: Output,
     index: int,
     batches: Iterator[Encoded],
     tokenizer: Tokenizer,
     advance: Callable[[int, int], None],
+    held_out: HeldOut | None,
 ) -> None:
-    hashes: list[NDArray[Any]] = []
-    bad: Counter[str] = Counter()
-    about: dict[str, Any] = output.common | {"places": []}
+    part = _Part(output, index)
+    apart = _Part(held_out.output, index) if held_out else None
+    with SpooledTemporaryFile(_SPOOLED, dir=output.folder) as spool:
 
-    def ids() -> Iterator[NDArray[Any]]:
-        for encoded in batches:
-            hashes.append(encoded.hashes)
-            for kind, problem in encoded.bad:
-                bad[kind] += 1
-                if len(about["places"]) < _PLACES:
-                    about["places"].append(problem)
-            yield encoded.ids
-            advance(len(encoded.hashes), len(encoded.ids))
-        # Before the description, which says that everything is complete.
-        every = np.concatenate(hashes)
-        save_hashes(output.file(index).with_suffix(".hashes"), every)
-        about.update(
-            documents=len(every),
-            bytes=int(every["bytes"].sum()),
-            bad=dict(bad),
-        )
+        def ids() -> Iterator[NDArray[Any]]:
+            for encoded in batches:
+                if held_out and apart:
+                    chosen = held_out.choose(encoded.hashes)
+                    held = encoded.only(chosen)
+                    apart.count(held)
+                    spool.write(held.ids.tobytes())
+                    encoded = encoded.only(~chosen)._replace(bad=encoded.bad)
+                part.count(encoded)
+                yield encoded.ids
+                advance(len(encoded.hashes), len(encoded.ids))
+            part.finish()
 
-    write_token_file(
-        output.file(index),
-        ids(),
-        tokenizer,
-        about,
-    )
+        write_token_file(part.file, ids(), tokenizer, part.about)
+        if apart:
+            apart.finish()
+            write_token_file(apart.file, _read_back(spool, tokenizer), tokenizer, apart.about)
+
+
+def _read_back(spool: IO[bytes], tokenizer: Tokenizer) -> Iterator[NDArray[Any]]:
+    """The ids in a temporary file."""
+    spool.seek(0)
+    while content := spool.read(_SPOOLED):
+        yield np.frombuffer(content, token_dtype(tokenizer))

@@ -1,0 +1,123 @@
+"""`torchtitan tokenize`: documents held out, and duplicates dropped, whatever the order, the files,
+the workers and interruptions.
+"""
+
+import hashlib
+import json
+import random
+
+import numpy as np
+import pytest
+
+from torchtitan.commands import tokenize
+from torchtitan.data.text.files import find_token_files
+from torchtitan.data.text.tokenizer import build_tokenizer
+from torchtitan.utils.errors import UserError
+
+TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
+TEXTS = [f"text {i} " + "word " * (i * 37 % 11) for i in range(200)]
+"""Some of them occur again in `write`."""
+AGAIN = TEXTS[3:60:7]
+
+
+def write(folder, texts, files=1):
+    folder.mkdir(parents=True)
+    for i in range(files):
+        lines = [json.dumps({"text": text}) + "\n" for text in texts[i::files]]
+        (folder / f"{i}.jsonl").write_text("".join(lines))
+    return folder
+
+
+def shuffled(seed):
+    texts = TEXTS + AGAIN
+    random.Random(seed).shuffle(texts)
+    return texts
+
+
+def run(folder, output, *options, part=40, workers=1):
+    argv = ["--input", str(folder), "--output", str(output), "--part", str(part)]
+    return tokenize.main([*argv, "--workers", str(workers), *options])
+
+
+def documents(folder):
+    """The texts in a folder of token files, in order."""
+    found = []
+    for file in find_token_files(str(folder), "key"):
+        ids = np.fromfile(file, np.uint16)
+        ends = np.flatnonzero(ids == TOKENIZER.eos_id)
+        for document in np.split(ids, ends + 1)[:-1]:
+            assert document[0] == TOKENIZER.bos_id
+            found.append(TOKENIZER.decode(document[1:-1].tolist()))
+        assert json.loads(file.with_suffix(".json").read_text())["tokens"] == len(ids)
+    return found
+
+
+def contents(*folders):
+    return {str(path): path.read_bytes() for folder in folders for path in sorted(folder.iterdir())}
+
+
+def held_out(text, share):
+    """As documented: by a hash of the text."""
+    hash = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    drawn = hashlib.blake2b(hash, digest_size=6, person=b"held-out").digest()
+    return int.from_bytes(drawn, "little") < share * 2**48
+
+
+@pytest.mark.parametrize(
+    ("seed", "files", "part", "workers"), [(0, 1, 40, 1), (1, 5, 1000, 1), (2, 3, 7, 2)]
+)
+def test_the_same_documents_are_held_out(tmp_path, seed, files, part, workers, capsys, monkeypatch):
+    monkeypatch.setattr("torchtitan.data.tokens.tokenizing._SPOOLED", 64)
+    monkeypatch.setattr("torchtitan.data.tokens.tokenizing._BATCH", 300)
+    texts = shuffled(seed)
+    folder = write(tmp_path / "text", texts, files)
+    order = [text for i in range(files) for text in texts[i::files]]
+    out = tmp_path / "tokens"
+    run(folder, out, "--held-out", "12.5%", part=part, workers=workers)
+    apart = tmp_path / "tokens-held-out"
+    assert documents(out) == [text for text in order if not held_out(text, 0.125)]
+    assert documents(apart) == [text for text in order if held_out(text, 0.125)]
+    assert 10 < len(documents(apart)) < 45
+    report = json.loads((apart / "tokens-report.json").read_text())
+    assert report["documents"] == len(documents(apart))
+    assert report["bytes"] == sum(map(len, documents(apart)))
+    flags = f"--training.dataset_path {out} --validation.enable --validation.dataset_path {apart}"
+    assert flags in capsys.readouterr().out
+
+
+def test_a_larger_share_holds_out_the_same_and_more(tmp_path):
+    folder = write(tmp_path / "text", TEXTS)
+    run(folder, tmp_path / "few", "--held-out", "5%")
+    run(folder, tmp_path / "many", "--held-out", "40%")
+    few, many = (set(documents(tmp_path / f"{name}-held-out")) for name in ("few", "many"))
+    assert few < many
+
+
+def test_held_out_parts_are_completed(tmp_path, capsys):
+    folder = write(tmp_path / "text", TEXTS)
+    out, apart = tmp_path / "tokens", tmp_path / "tokens-held-out"
+    run(folder, out, "--held-out", "20%")
+    before = contents(out, apart)
+    (apart / "tokens-00001.json").unlink()
+    (out / "tokens-00003.hashes").unlink()
+    capsys.readouterr()
+    run(folder, out, "--held-out", "20%")
+    assert "3 parts already done" in capsys.readouterr().out
+    assert contents(out, apart) == before
+    for options in ([], ["--held-out", "10%"]):
+        with pytest.raises(UserError, match="or with other options than now"):
+            run(folder, out, *options)
+    assert contents(out, apart) == before
+
+
+def test_a_share_that_holds_out_nothing_is_an_error(tmp_path):
+    folder = write(tmp_path / "text", TEXTS)
+    with pytest.raises(UserError, match="--held-out: none of 200 documents is held out"):
+        run(folder, tmp_path / "tokens", "--held-out", "0.000001%")
+
+
+@pytest.mark.parametrize("share", ["0%", "100%", "0.5", "-1%", "x%"])
+def test_a_share_that_is_none(share, capsys):
+    with pytest.raises(SystemExit):
+        tokenize.parser().parse_args(["--input=x", "--output=y", f"--held-out={share}"])
+    assert "must be" in capsys.readouterr().err
