@@ -323,7 +323,7 @@ def _write_part(
 ) -> None:
     part = _Part(output, index)
     apart = _Part(held_out.output, index) if held_out else None
-    with SpooledTemporaryFile(_SPOOLED, dir=output.folder) as spool:
+    with SpooledTemporaryFile(_SPOOLED, dir=str(output.folder)) as spool:
 
         def ids() -> Iterator[NDArray[Any]]:
             for encoded in batches:
