@@ -105,7 +105,7 @@ class Metrics:
         """Record a finished step.
 
         Args:
-            tokens: of all ranks.
+            tokens: read by all ranks, predicted or not.
             stage: index of the stage of the data.
         """
         self.new_tokens += tokens
@@ -133,7 +133,7 @@ class Metrics:
         """Record `step`.
 
         Args:
-            tokens, skipped: totals of the run; the latter in steps.
+            tokens, skipped: totals of the run: tokens predicted, steps skipped.
             mtp_losses: of the modules of multi-token prediction.
             experts: from `ExpertBalance.take`.
             qk_clip: from `QKClip.take`.

@@ -217,7 +217,7 @@ class Report(Callback):
         progress = run.progress
         experts = self.parts.experts
         exchange = self.parts.exchange
-        self.metrics.count(progress.step, result.tokens, self.parts.stage)
+        self.metrics.count(progress.step, result.read, self.parts.stage)
         if not self.metrics.due(progress.step):
             return
         self.record = self.metrics.log(

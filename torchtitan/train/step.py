@@ -31,6 +31,9 @@ class BackwardResult:
     loss: float
     grad_norm: float
     tokens: int
+    """Predicted."""
+    read: int
+    """Tokens of the batch, predicted or not."""
     local_loss: float
     """Mean loss of this rank's own tokens; 0 where a pipeline's last stage is elsewhere."""
     mtp_losses: tuple[float, ...]
@@ -242,6 +245,7 @@ def forward_backward(
         values[0],
         values[1],
         int(values[2]),
+        batch.count * batch.tokens.shape[1],
         local_loss,
         mtp_losses=tuple(values[5 : 5 + len(mtp)]),
         stop=values[4] > 0,
