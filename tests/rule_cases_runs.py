@@ -288,11 +288,35 @@ RUN_CASES = {
             ["--validation.sets=[{name = 'a', dataset = 'c4'}]"],
         ),
     ],
+    "conversations_are_read_from_a_column": [
+        (
+            1,
+            [
+                "--training.dataset=org/chats",
+                "--training.messages_column=messages",
+                "--training.text_column=body",
+            ],
+            "documents are text or conversations",
+            ["--training.text_column=text"],
+        ),
+        (
+            1,
+            ["--training.sources=[{name = 'a', messages_column = 'messages'}]"],
+            "training.sources: 'a': messages_column: demo has no conversations",
+            ["--training.sources=[{name = 'a', dataset = 'org/x', messages_column = 'messages'}]"],
+        ),
+    ],
     "sources_are_named_once": [
         (1, ["--training.sources=[{name = 'a'}, {name = 'a'}]"], "2 sources are named", [SOURCES]),
         (1, ["--training.sources=[{name = 'a/b'}]"], "has a slash", [SOURCES]),
     ],
     "sources_replace_the_dataset": [
+        (
+            1,
+            [SOURCES, "--training.messages_column=messages"],
+            "training.messages_column: training.sources name the data",
+            ["--training.messages_column=none"],
+        ),
         (1, [SOURCES, "--training.dataset=c4"], "make it one of them", ["--training.dataset=demo"]),
         (
             1,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.sections.schema import Model
+from torchtitan.data.text.chat import Chat
 from torchtitan.data.text.corpus import Corpus
 from torchtitan.data.text.documents import counted
 from torchtitan.data.text.files import REPORT
@@ -82,6 +83,12 @@ def parser() -> argparse.ArgumentParser:
         help="column or JSON key of the text (text)",
     )
     parser.add_argument(
+        "--messages-column",
+        metavar="NAME",
+        help="column or JSON key of conversations, instead of text: rendered by the tokenizer's "
+        "chat template, with the assistant's turns alone predicted",
+    )
+    parser.add_argument(
         "--on-bad-document",
         choices=("stop", "skip"),
         default="stop",
@@ -121,6 +128,7 @@ def _report(output: Output, parts: int) -> dict[str, Any]:
     metas = [meta for i in range(parts) if (meta := output.meta(i))]
     documents = sum(meta["documents"] for meta in metas)
     tokens = sum(meta["tokens"] for meta in metas)
+    predicted = sum(meta.get("predicted", meta["tokens"]) for meta in metas)
     size = sum(meta["bytes"] for meta in metas)
     bad = Counter[str]()
     for meta in metas:
@@ -130,6 +138,7 @@ def _report(output: Output, parts: int) -> dict[str, Any]:
     report = {
         "documents": documents,
         "tokens": tokens,
+        **({"predicted": predicted} if predicted < tokens else {}),
         "bytes": size,
         "bytes_per_token": round(size / tokens, 4) if tokens else None,
         "duplicates": {"documents": again, "bytes": again_bytes},
@@ -178,17 +187,21 @@ def _write(
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     stop = options.on_bad_document == "stop"
+    column = options.messages_column or options.text_column
     corpus = Corpus(
         options.input,
         "--input",
-        options.text_column,
+        column,
         stop=stop,
     )
+    tokenizer = build_tokenizer(options.tokenizer)
+    messages = options.messages_column is not None
     common = {
         "source": corpus.fingerprint,
-        "tokenizer": build_tokenizer(options.tokenizer).fingerprint,
+        "tokenizer": tokenizer.fingerprint,
         "part": options.part,
         "held_out": options.held_out,
+        "chat_template": Chat(tokenizer, "--messages-column").fingerprint if messages else None,
     }
     output = _output(options, options.output, common)
     held_out = None
@@ -199,7 +212,12 @@ def main(argv: list[str]) -> int:
         held_out = HeldOut(options.held_out, _output(options, folder, common))
     if done := sum(is_done(i, output, held_out) for i in output.existing()):
         print(f"{plural(done, 'part')} already done")
-    encoder = Encoder(options.tokenizer, options.text_column, stop)
+    encoder = Encoder(
+        options.tokenizer,
+        column,
+        stop,
+        messages,
+    )
     parts = _write(options, encoder, output, held_out, corpus)
     report = _report(output, parts)
     _print_report(options, report)
@@ -262,6 +280,8 @@ def _print_report(options: argparse.Namespace, report: dict[str, Any]) -> None:
             f"--input: {', '.join(options.input)} holds no text: {what}; {counted(skipped)} skipped"
         )
     print(_sizes(report, options.output))
+    if "predicted" in report:
+        print(f"{report['predicted']:,} tokens are the assistant's, which alone are predicted")
     duplicates = report["duplicates"]
     print(
         f"{plural(duplicates['documents'], 'exact duplicate')} of other documents, "

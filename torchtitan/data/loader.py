@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from torchtitan.data.changed import ContentsRecord
+from torchtitan.data.flags import PLAIN, UNPREDICTED
 from torchtitan.data.order.mixture import Shares, run_dry, whole_steps
-from torchtitan.data.order.rows import Share, blank_row
+from torchtitan.data.order.rows import IGNORE_INDEX, Share, blank_row
 from torchtitan.data.positions import (
     DataFingerprint,
     DataPosition,
@@ -310,8 +311,8 @@ class StepLoader:
         plan = self.spec.at(step)
         ids = torch.from_numpy(np.stack(rows.rows + [blank_row(plan.seq_len)] * missing))
         # A missing input may be any id: its label is ignored too.
-        tokens = ids[:, :-1].clamp(min=0)
-        labels = ids[:, 1:].contiguous()
+        tokens = ids[:, :-1].clamp(min=0) & PLAIN
+        labels = ids[:, 1:].masked_fill(ids[:, 1:] & UNPREDICTED != 0, IGNORE_INDEX)
         sources = torch.tensor(rows.sources + [0] * missing)
         return StepBatch(
             tokens,

@@ -17,8 +17,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from torchtitan.data.text.chat import Chat
 from torchtitan.data.text.contents import Contents
 from torchtitan.data.text.streams import Stream
+from torchtitan.data.text.texts import BadDocument
 from torchtitan.utils.errors import UserError
 
 _CHECKED = 1000
@@ -34,16 +36,19 @@ class RegisteredDocuments:
         self,
         made: Any,
         key: str,
+        chat: Chat | None = None,
     ):
         """
         Args:
             key: the start of messages.
+            chat: the documents are conversations: lists of messages.
 
         Raises:
             UserError: it lacks a method, or has no text.
         """
         self.made = made
         self.key = key
+        self.chat = chat
         self.skipped: Counter[str] = Counter()
         needed = ("__len__", "__getitem__", "fingerprint")
         if lacks := [name for name in needed if not hasattr(made, name)]:
@@ -54,7 +59,8 @@ class RegisteredDocuments:
         if not isinstance(made.fingerprint, str):
             kind = type(made.fingerprint).__name__
             raise UserError(f"{key} has a fingerprint of type {kind}; it must be a string")
-        self.contents = Contents(made.fingerprint)
+        reading = f"; chat template {chat.fingerprint}" if chat else ""
+        self.contents = Contents(f"{made.fingerprint}{reading}")
         if not len(self):
             raise UserError(f"{key} is empty")
         count = min(len(self), _CHECKED)
@@ -66,6 +72,11 @@ class RegisteredDocuments:
 
     def __getitem__(self, index: int) -> str:
         text = self.made[index]
+        if self.chat is not None:
+            try:
+                return self.chat.document(text)
+            except BadDocument as error:
+                raise UserError(f"{self.key}: document {index}: {error}") from None
         if not isinstance(text, str):
             raise UserError(
                 f"{self.key} has a {type(text).__name__} as document {index}; it must be a string"
@@ -78,6 +89,7 @@ def open_custom(
     dataset: str,
     dataset_path: str | None,
     section: str,
+    chat: Chat | None = None,
 ) -> "RegisteredDocuments | Stream":
     """Open a registered source.
 
@@ -88,4 +100,4 @@ def open_custom(
     if hasattr(made, "num_shards"):  # a stream; importing its class would take seconds
         stream: Stream = made
         return stream
-    return RegisteredDocuments(made, f'{section}.dataset: "{dataset}"')
+    return RegisteredDocuments(made, f'{section}.dataset: "{dataset}"', chat)

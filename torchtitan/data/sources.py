@@ -22,6 +22,7 @@ from torchtitan.data.order.windows import WindowOrder
 from torchtitan.data.positions import SourcePosition
 from torchtitan.data.registered import RegisteredDocuments, open_custom
 from torchtitan.data.spec import DataSpec
+from torchtitan.data.text.chat import Chat
 from torchtitan.data.text.contents import Contents
 from torchtitan.data.text.documents import DocumentCursor, Documents, open_documents
 from torchtitan.data.text.files import find_token_files
@@ -80,6 +81,11 @@ def _open(
     if make is None and source.dataset_path is not None:
         key = f"{section}.dataset_path"
         if found := find_token_files(source.dataset_path, key):
+            if source.messages_column is not None:
+                raise UserError(
+                    f"{section}.messages_column: {source.dataset_path} holds token files, which "
+                    "know what is predicted; remove the key"
+                )
             files = TokenFiles(
                 found,
                 spec.longest_row,
@@ -98,20 +104,30 @@ def _open(
             "write token files with "
             f"`torchtitan tokenize` and name them as {section}.dataset_path, or remove max_epochs"
         )
+    chat = None
+    if source.messages_column is not None:
+        chat = Chat(spec.tokenizer, f"{section}.messages_column")
     if make is not None:
         made = open_custom(
             make,
             source.dataset,
             source.dataset_path,
             section,
+            chat,
         )
         if isinstance(made, RegisteredDocuments):
-            return DocumentSource(made, spec, retry)
+            return DocumentSource(
+                made,
+                spec,
+                retry,
+                chat,
+            )
         stream = StreamSource(
             made,
             spec,
             source,
             retry,
+            chat,
         )
         stream.check()
         return stream
@@ -119,18 +135,25 @@ def _open(
         source.dataset,
         source.dataset_path,
         section,
-        text_column=source.text_column,
+        text_column=source.column,
         on_bad_document=spec.on_bad_document,
         cache_folder=spec.options.cache_folder,
+        chat=chat,
     )
     if documents is not None:
-        return DocumentSource(documents, spec, retry)
-    found_stream = open_stream(source.dataset, section, source.text_column)
+        return DocumentSource(
+            documents,
+            spec,
+            retry,
+            chat,
+        )
+    found_stream = open_stream(source.dataset, section, source.column)
     return StreamSource(
         found_stream,
         spec,
         source,
         retry,
+        chat,
     )
 
 
@@ -196,11 +219,17 @@ class _LaneSource(Source):
         lanes: int,
         spec: DataSpec,
         retry: Retry,
+        chat: Chat | None = None,
     ):
+        """
+        Args:
+            chat: the documents are conversations.
+        """
         self.contents = contents
         self.lanes = lanes
         self.spec = spec
         self.retry = retry
+        self.chat = chat
 
     @abstractmethod
     def cursor(
@@ -220,7 +249,8 @@ class _LaneSource(Source):
         own: set[int] = set()
         for rows in spec.batch_sizes:
             own.update(lanes_within(own_rows(rows, share), rows, count))
-        read = {lane: Lane(self.cursor(lane, count), spec.tokenizer) for lane in sorted(own)}
+        encoder = self.chat or spec.tokenizer
+        read = {lane: Lane(self.cursor(lane, count), encoder) for lane in sorted(own)}
         return LaneReader(
             self.contents.fingerprint,
             share,
@@ -239,6 +269,7 @@ class DocumentSource(_LaneSource):
         documents: Documents,
         spec: DataSpec,
         retry: Retry,
+        chat: Chat | None = None,
     ):
         lanes = min(max(spec.batch_sizes), len(documents))
         super().__init__(
@@ -246,6 +277,7 @@ class DocumentSource(_LaneSource):
             lanes,
             spec,
             retry,
+            chat,
         )
         self.documents = documents
 
@@ -275,18 +307,21 @@ class StreamSource(_LaneSource):
         spec: DataSpec,
         source: config.Source,
         retry: Retry,
+        chat: Chat | None = None,
     ):
         # Every lane gets whole shards: if the number of lanes didn't divide theirs, each would read
         # the whole stream.
         lanes = math.gcd(max(spec.batch_sizes), stream.num_shards)
+        reading = f"; chat template {chat.fingerprint}" if chat else ""
         super().__init__(
-            Contents(f"stream of {source.dataset}"),
+            Contents(f"stream of {source.dataset}{reading}"),
             lanes,
             spec,
             retry,
+            chat,
         )
         self.stream = stream
-        self.column = source.text_column
+        self.column = source.column
 
     def check(self) -> None:
         """
@@ -311,4 +346,5 @@ class StreamSource(_LaneSource):
             self.retry,
             self.column,
             self.spec.on_bad_document,
+            self.chat,
         )

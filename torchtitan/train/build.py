@@ -231,6 +231,7 @@ def build_data(
         dataset=one.dataset,
         dataset_path=one.dataset_path,
         text_column=one.text_column,
+        messages_column=one.messages_column,
     )
     rows = section.global_batch_size
     size = section.local_batch_size

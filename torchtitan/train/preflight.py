@@ -19,6 +19,7 @@ from torchtitan.config.rules import Facts, problems
 from torchtitan.config.sections.data import Source, ValidationSet
 from torchtitan.config.sections.parallelism import Compile
 from torchtitan.config.sections.schema import Config, Training, Validation
+from torchtitan.data.text.chat import Chat
 from torchtitan.data.text.files import TooManyFilesError, matching_files, path_problem
 from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.models import (
@@ -97,6 +98,7 @@ def preflight(config: Config, *, output: bool = True) -> Setup:
         custom = tokenizers.chosen(config.model.tokenizer, config.custom)
         tokenizer = build_tokenizer(config.model.hf_assets_path, custom)
         facts = replace(facts, tokenizer=tokenizer)
+        found += _chat_problems(config, tokenizer)
     except UserError as error:
         found.append(str(error))
     found = [*problems(config, facts), *found]
@@ -233,8 +235,8 @@ def _registered_compilers(config: Config) -> list[str]:
     return [point.name for point in entry_points(group="torch_dynamo_backends")]
 
 
-def _data_problems(config: Config) -> Iterator[tuple[str, str]]:
-    """(key of a path, why nothing can be read from it)."""
+def _data_sections(config: Config) -> dict[str, Training | Source | Validation | ValidationSet]:
+    """All that names data, by its key."""
     sections: dict[str, Training | Source | Validation | ValidationSet] = {
         "training": config.training
     }
@@ -242,7 +244,32 @@ def _data_problems(config: Config) -> Iterator[tuple[str, str]]:
     if config.validation.enable:
         sections["validation"] = config.validation
         sections |= {f"validation.sets.{one.name}": one for one in config.validation.sets}
-    for name, section in sections.items():
+    return sections
+
+
+def _chat_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
+    """Why conversations can't be read with the tokenizer."""
+    for name, section in _data_sections(config).items():
+        if section.messages_column is None:
+            continue
+        key = f"{name}.messages_column"
+        try:
+            chat = Chat(tokenizer, key)
+        except UserError as error:
+            yield str(error)
+            return
+        if config.training.document_mask and chat.ends_inside():
+            yield (
+                f"{key}: {chat.template.place} ends turns with the tokenizer's end-of-text, so "
+                "training.document_mask would mask the turns before; set training.document_mask = "
+                f"false, or name as eos_token in tokenizer_config.json a token that only ends "
+                "documents"
+            )
+
+
+def _data_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """(key of a path, why nothing can be read from it)."""
+    for name, section in _data_sections(config).items():
         path = section.dataset_path
         # A registered source interprets its path itself, and only the loader can look up a remote
         # file (hf://, s3://).

@@ -6,11 +6,14 @@ from pathlib import Path
 
 from torchtitan.config.registry import unknown_dataset
 from torchtitan.config.rules.table import Facts, rule
-from torchtitan.config.sections.data import ValidationSet
+from torchtitan.config.sections.data import Source, ValidationSet
 from torchtitan.config.sections.schema import Config, Training, Validation
 from torchtitan.utils.errors import did_you_mean
 from torchtitan.utils.storage import is_url
 from torchtitan.utils.text import brief
+
+_NAME_DATA = ("dataset", "dataset_path", "text_column", "messages_column")
+"""Keys of a section that has one data set."""
 
 
 @rule("training.dataloader.persistent_workers", "validation.dataloader.persistent_workers")
@@ -65,7 +68,7 @@ def validation_sets_are_distinct(config: Config, facts: Facts) -> Iterator[str]:
             f"validation.sets: {brief(name)} names {names.count(name)} sets; give each a name of "
             "its own"
         )
-    single = {key: getattr(v, key) for key in ("dataset", "dataset_path", "text_column")}
+    single = {key: getattr(v, key) for key in _NAME_DATA}
     for key in single if v.sets else ():
         if single[key] != getattr(Validation(), key):
             yield (
@@ -77,20 +80,41 @@ def validation_sets_are_distinct(config: Config, facts: Facts) -> Iterator[str]:
 @rule("training.dataset", "training.sources", "validation.dataset", "validation.sets")
 def datasets_are_known(config: Config, facts: Facts) -> Iterator[str]:
     """With a path, `dataset` is only a label."""
-    t = config.training
-    v = config.validation
-    named = [("training.dataset", t.dataset, t.dataset_path)]
-    for source in t.sources:
-        key = f"training.sources: {brief(source.name)}: dataset"
-        named.append((key, source.dataset, source.dataset_path))
-    if v.enable and not v.sets:
-        named.append(("validation.dataset", v.dataset, v.dataset_path))
-    for one in v.sets if v.enable else []:
-        key = f"validation.sets: {brief(one.name)}: dataset"
-        named.append((key, one.dataset, one.dataset_path))
-    for key, dataset, path in named:
-        if path is None and (problem := unknown_dataset(dataset)):
-            yield f"{key}: {problem}"
+    for table, one in _tables(config):
+        if one.dataset_path is None and (problem := unknown_dataset(one.dataset)):
+            yield f"{table}dataset: {problem}"
+
+
+def _tables(config: Config) -> Iterator[tuple[str, Training | Source | Validation | ValidationSet]]:
+    """All that names data, each with the start of its keys."""
+    if not config.training.sources:
+        yield "training.", config.training
+    for source in config.training.sources:
+        yield f"training.sources: {brief(source.name)}: ", source
+    if config.validation.enable:
+        if not config.validation.sets:
+            yield "validation.", config.validation
+        for one in config.validation.sets:
+            yield f"validation.sets: {brief(one.name)}: ", one
+
+
+@rule(
+    "training.messages_column",
+    "validation.messages_column",
+    "training.sources",
+    "validation.sets",
+)
+def conversations_are_read_from_a_column(config: Config, facts: Facts) -> Iterator[str]:
+    for table, one in _tables(config):
+        if one.messages_column is None:
+            continue
+        if one.text_column != "text":
+            yield (
+                f"{table}messages_column: documents are text or conversations; remove it or "
+                f"text_column {brief(one.text_column)}"
+            )
+        if one.dataset_path is None and one.dataset in ("demo", "c4_test", "demo_validation"):
+            yield f"{table}messages_column: {one.dataset} has no conversations; name other data"
 
 
 @rule("training.sources")
@@ -112,7 +136,7 @@ def sources_are_named_once(config: Config, facts: Facts) -> Iterator[str]:
 @rule("training.sources", "training.dataset")
 def sources_replace_the_dataset(config: Config, facts: Facts) -> Iterator[str]:
     t = config.training
-    for key in ("dataset", "dataset_path"):
+    for key in ("dataset", "dataset_path", "messages_column"):
         if t.sources and getattr(t, key) != getattr(Training(), key):
             yield (
                 f"training.{key}: training.sources name the data; make it one of them, or remove "

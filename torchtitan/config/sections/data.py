@@ -58,10 +58,17 @@ class Source(Section):
     """Like `training.dataset_path`."""
     text_column: Name = "text"
     """Like `training.text_column`."""
+    messages_column: Name | None = None
+    """Like `training.messages_column`."""
     weight: Annotated[float, Field(ge=0, le=10**9)] = 1.0
     """The source's share of the tokens, relative to the weights of the others."""
     max_epochs: Annotated[int, Field(ge=1, le=10**9)] | None = None
     """Read the source at most this often; then the others share its weight. Default: no limit."""
+
+    @property
+    def column(self) -> str:
+        """The column that is read."""
+        return self.messages_column or self.text_column
 
 
 class DataStage(Section):
@@ -103,5 +110,7 @@ class ValidationSet(Section):
     """Like `training.dataset_path`."""
     text_column: Name = "text"
     """Like `training.text_column`."""
+    messages_column: Name | None = None
+    """Like `training.messages_column`."""
     steps: StepsOrDefault | None = None
     """Batches of this set. Default: `validation.steps`."""

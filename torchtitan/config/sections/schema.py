@@ -137,6 +137,11 @@ class Training(Section):
     """
     text_column: Name = "text"
     """The column or JSON key that holds the text. Others are not read."""
+    messages_column: Name | None = None
+    """Read conversations from this column or JSON key, instead of text: lists of messages with
+    `role` and `content`. The tokenizer's chat template renders them, and only the assistant's turns
+    are predicted.
+    """
     sources: Annotated[list[Source], Field(max_length=1000)] = []
     """Mix several sources, instead of `dataset` and `dataset_path`: `[[training.sources]]` tables.
     """
@@ -331,6 +336,8 @@ class Validation(Section):
     """Like `training.dataset_path`."""
     text_column: Name = "text"
     """Like `training.text_column`."""
+    messages_column: Name | None = None
+    """Like `training.messages_column`."""
     sets: Annotated[list[ValidationSet], Field(max_length=1000)] = []
     """Validate on several sets, instead of `dataset` and `dataset_path`: `[[validation.sets]]`
     tables.

@@ -29,14 +29,13 @@ from torchtitan.data.order.windows import Piece, WindowOrder
 from torchtitan.data.positions import DocumentPosition, LanePosition, SourcePosition, StreamPosition
 from torchtitan.data.text.retry import Retry
 from torchtitan.data.text.texts import Text
-from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.data.tokens.token_files import TokenFiles
 
 IGNORE_INDEX = -100
 """Label of positions that are not predicted."""
 
 Row = NDArray[np.int64]
-"""`[seq_len + 1]` token ids."""
+"""`[seq_len + 1]` token ids, some of which may be flagged (`flags`)."""
 Share = tuple[tuple[int, int], ...]
 """The rows of a step that a reader delivers: part `index` of `count` equal parts, of which the next
 pair takes a part, and so on.
@@ -182,6 +181,13 @@ class Cursor(Protocol):
         """Continue from what `position` of such a cursor returned."""
 
 
+class DocumentEncoder(Protocol):
+    """Makes documents ids: a tokenizer, or one with its chat template."""
+
+    def encode_in_pieces(self, text: Text, start: int = 0) -> Iterator[tuple[int, Row]]:
+        """See `Tokenizer.encode_in_pieces`."""
+
+
 class Lane:
     """Cuts rows from a cursor's documents.
 
@@ -193,10 +199,10 @@ class Lane:
     def __init__(
         self,
         cursor: Cursor,
-        tokenizer: Tokenizer,
+        encoder: DocumentEncoder,
     ):
         self.cursor = cursor
-        self.tokenizer = tokenizer
+        self.encoder = encoder
         self.before = cursor.position()
         """The cursor's position before the current document."""
         self.ids: Row | None = None
@@ -235,7 +241,7 @@ class Lane:
             if text is None:
                 return False
             self.before = before
-            self.pieces = self.tokenizer.encode_in_pieces(text, start)
+            self.pieces = self.encoder.encode_in_pieces(text, start)
             piece = next(self.pieces)
         self.start, self.ids = piece
         self.offset = 0

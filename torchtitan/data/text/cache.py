@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from torchtitan.data.text.chat import Chat
 from torchtitan.data.text.index import RANGE, FileIndex, KeptFile, find_documents, key_of, new_index
 from torchtitan.data.text.opening import FileStamp, is_compressed, open_data, sample, whole
 from torchtitan.data.text.retry import DataError
@@ -63,13 +64,17 @@ class Cache:
         self,
         folder: Path,
         key: str,
+        chat: Chat | None = None,
     ):
         """
         Args:
             key: the configuration key that sets the folder, for messages.
+            chat: the documents are conversations.
         """
         self.folder = folder
         self.key = key
+        self.chat = chat
+        self._template = chat.fingerprint if chat else ""
         self._reported = time.monotonic()
 
     def _path(
@@ -91,12 +96,12 @@ class Cache:
             UserError: the folder can't be written to, or has too little space.
             DataError: a file can't be read, or has a bad document and `stop` is set.
         """
-        corpus = self.folder / f"{key_of(stamps, column)}.corpus.json"
+        corpus = self.folder / f"{key_of(stamps, column, self._template)}.corpus.json"
         if (complete := self._read_corpus(corpus, stamps, column)) is not None:
             return complete
         with self._errors():
             self.folder.mkdir(parents=True, exist_ok=True)
-            new = [new_index(stamp, column) for stamp in stamps]
+            new = [new_index(stamp, column, self._template) for stamp in stamps]
             todo = {index.key: index for index in new}
             done = {key: known for key, index in todo.items() if (known := self._read(index))}
             if missing := [index for key, index in todo.items() if key not in done]:
@@ -124,7 +129,7 @@ class Cache:
         by_key = {index.key: index for index in found}
         known = []
         for stamp in stamps:
-            index = self._sound(by_key.get(key_of([stamp], column)), stamp)
+            index = self._sound(by_key.get(key_of([stamp], column, self._template)), stamp)
             if index is None:
                 return None
             known.append(index)
@@ -149,7 +154,7 @@ class Cache:
         if index is None or index.ranges is None or (index.copied and index.texts is None):
             return None
         size = index.documents * RANGE
-        if index.key != key_of([stamp], index.column) or index.ranges.size != size:
+        if index.key != key_of([stamp], index.column, index.chat) or index.ranges.size != size:
             return None
         if index.inode != stamp.inode:
             index = index.model_copy(update={"inode": stamp.inode})
@@ -248,6 +253,7 @@ class Cache:
                         file,
                         copy if index.copied else None,
                         advance,
+                        self.chat,
                     )
                     for written in (file, copy):
                         written.flush()

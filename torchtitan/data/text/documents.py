@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torchtitan.data.order.mixture import permute
 from torchtitan.data.positions import DocumentPosition
 from torchtitan.data.text.cache import Cache, default_folder
+from torchtitan.data.text.chat import Chat
 from torchtitan.data.text.contents import Contents, base_of, data_file, sampled
 from torchtitan.data.text.files import find_text_files
 from torchtitan.data.text.index import RANGE, FileIndex, find_documents, new_index
@@ -106,16 +107,19 @@ class LocalDocuments:
         on_bad_document: OnBad = "stop",
         cache_folder: str | None = None,
         cache_key: str = "training.dataloader.cache_folder",
+        chat: Chat | None = None,
     ):
         """
         Args:
             key: the configuration key of `path`, for errors.
             cache_folder: None is the default folder, "none" is no cache.
+            chat: the column holds conversations.
         """
         files = find_text_files(path, key)
         stop = on_bad_document == "stop"
         self._files = OpenFiles()
         self._column = text_column
+        self._chat = chat
         self._folder: Path | None = None
         if cache_folder != "none":
             self._folder = Path(cache_folder).expanduser() if cache_folder else default_folder()
@@ -126,7 +130,7 @@ class LocalDocuments:
             if self._folder is None:
                 self.indexes = self._hold(stamps, stop, cache_key)
             else:
-                cache = Cache(self._folder, cache_key)
+                cache = Cache(self._folder, cache_key, chat)
                 self.indexes = cache.open(stamps, text_column, stop)
             self._stop_at_bad(stop)
         except DataError as error:
@@ -139,6 +143,8 @@ class LocalDocuments:
         reading = ""
         if text_column != "text" or self.skipped:
             reading = f"{text_column}: {sorted(self.skipped.items())}"
+        if chat is not None:
+            reading += f" chat template {chat.fingerprint}"
         base = base_of(path)
         found = [
             data_file(
@@ -166,7 +172,8 @@ class LocalDocuments:
         logger.info(
             f"Finding the documents of {plural(len(stamps), 'file')}, without a cache folder"
         )
-        indexes = [new_index(stamp, self._column) for stamp in stamps]
+        template = self._chat.fingerprint if self._chat else ""
+        indexes = [new_index(stamp, self._column, template) for stamp in stamps]
         for index in indexes:
             if index.copied:
                 compressed = is_compressed(Path(index.path))
@@ -177,7 +184,7 @@ class LocalDocuments:
                     "only plain JSON lines and text can; name a folder, or tokenize "
                     "ahead, which needs no copy"
                 )
-        self._held = [find_documents(index, stop) for index in indexes]
+        self._held = [find_documents(index, stop, chat=self._chat) for index in indexes]
         return indexes
 
     def _stop_at_bad(self, stop: bool) -> None:
@@ -202,7 +209,7 @@ class LocalDocuments:
                 file.stamp,
             )
             try:
-                return decode(line, file.column)
+                return decode(line, file.column, self._chat)
             except BadDocument as error:
                 raise DataError(
                     f"{file.path}: byte {start + 1}: {error} (changed since it was indexed?)"
@@ -323,6 +330,7 @@ def open_documents(
     text_column: str = "text",
     on_bad_document: OnBad = "stop",
     cache_folder: str | None = None,
+    chat: Chat | None = None,
 ) -> Documents | None:
     """Open the local files or demo text that the configuration names; None if it names a stream.
 
@@ -338,6 +346,7 @@ def open_documents(
             on_bad_document=on_bad_document,
             cache_folder=cache_folder,
             cache_key=f"{section.split('.')[0]}.dataloader.cache_folder",
+            chat=chat,
         )
     elif dataset in ("demo", "c4_test", "demo_validation"):
         if dataset == "c4_test":

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
+from torchtitan.data.text.chat import Chat
 from torchtitan.data.text.opening import FileStamp, is_compressed, open_data, sample, whole
 from torchtitan.data.text.records import SKIP_ADVICE, decode, kind_of, place, read_records
 from torchtitan.data.text.texts import BadDocument, Text, parts_of
@@ -61,6 +62,8 @@ class FileIndex(BaseModel):
     sample: str = ""
     """`opening.sample` of the contents."""
     column: str
+    chat: str = ""
+    """`Chat.fingerprint` if the documents are conversations."""
     kind: str
     """See `records.kind_of`."""
     copied: bool
@@ -97,26 +100,35 @@ class FileIndex(BaseModel):
         return found
 
 
-def new_index(stamp: FileStamp, column: str) -> FileIndex:
+def new_index(
+    stamp: FileStamp,
+    column: str,
+    chat: str = "",
+) -> FileIndex:
     """The index of a file, before its documents are looked for."""
     kind = kind_of(Path(stamp.path), stamp)
     copied = kind not in ("json", "text") or is_compressed(Path(stamp.path))
     return FileIndex(
-        key=key_of([stamp], column),
+        key=key_of([stamp], column, chat),
         path=stamp.path,
         size=stamp.size,
         mtime_ns=stamp.mtime_ns,
         inode=stamp.inode,
         column=column,
+        chat=chat,
         kind=kind,
         copied=copied,
     )
 
 
-def key_of(stamps: Sequence[FileStamp], column: str) -> str:
+def key_of(
+    stamps: Sequence[FileStamp],
+    column: str,
+    chat: str = "",
+) -> str:
     """A name that changes when the files do. The inode is left out, see `FileStamp.hash`."""
     named = [(stamp.path, stamp.size, stamp.mtime_ns) for stamp in stamps]
-    name = json.dumps([named, column, _VERSION])
+    name = json.dumps([named, column, _VERSION, *([chat] if chat else [])])
     return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
@@ -126,6 +138,7 @@ def find_documents(
     ranges: IO[bytes] | None = None,
     texts: IO[bytes] | None = None,
     advance: Callable[[], None] = lambda: None,
+    chat: Chat | None = None,
 ) -> NDArray[np.int64]:
     """Read a file and complete its index.
 
@@ -134,6 +147,7 @@ def find_documents(
         ranges: the documents' ranges are written to it instead of returned.
         texts: takes the copy of the texts, if one is needed.
         advance: called after every document.
+        chat: the documents are conversations.
 
     Returns:
         `[documents, 2]`: the first byte and the one after the last; empty with `ranges`.
@@ -150,7 +164,7 @@ def find_documents(
     for record in read_records(file, index.column, stamp=index.stamp):
         advance()
         try:
-            text = decode(record.content, index.column)
+            text = decode(record.content, index.column, chat)
             length = _utf8_bytes(text) if texts is None else _copy(text, texts, written)
         except BadDocument as error:
             if stop:

@@ -2,7 +2,8 @@
 
     read_records(file, column)  ->  Record(number, content), ...    a JSON line, array entry, row
                                                                     or text each
-    decode(content, column)     ->  its text; or `BadDocument`, with the kind of its fault
+    decode(content, column)     ->  its text, or its conversation as one (`chat.py`); or
+                                    `BadDocument`, with the kind of its fault
 
 Only one column is read. One process may find the records and others decode them.
 """
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from torchtitan.data.text.chat import Chat
 from torchtitan.data.text.files import Format, format_of
 from torchtitan.data.text.json_records import is_array, records_of, without_long_strings
 from torchtitan.data.text.opening import FileStamp, is_compressed, is_damage, open_plain
@@ -136,14 +138,23 @@ def _records(
     return records_of(file, array=kind == "array")
 
 
-def decode(content: Any, column: str) -> Text:
+def decode(
+    content: Any,
+    column: str,
+    chat: Chat | None = None,
+) -> Text:
     """The text of a record's content.
+
+    Args:
+        chat: the column holds conversations, which it checks.
 
     Raises:
         BadDocument: it has none, or one that can't be decoded.
     """
     if isinstance(content, BadDocument):
         raise content
+    if chat is not None:
+        return _held(_conversation(content, column, chat))
     if isinstance(content, FileText):
         parts = []
         length = 0
@@ -158,7 +169,23 @@ def decode(content: Any, column: str) -> Text:
         name = _row_text(_json(line, column), column)
         return held.get(name, name) if isinstance(name, str) else name
     text = _row_text(_json(content, column) if isinstance(content, bytes) else content, column)
+    return _held(text)
+
+
+def _held(text: Text) -> Text:
     return HeldText(text) if isinstance(text, str) and len(text) > LONG else text
+
+
+def _conversation(
+    content: Any,
+    column: str,
+    chat: Chat,
+) -> Text:
+    if isinstance(content, FileText):
+        raise BadDocument("not an object", "is plain text, not conversations")
+    row = _json(content, column) if isinstance(content, bytes) else content
+    messages = row if isinstance(row, list) else _value(row, column)
+    return _encodable(chat.document(messages))
 
 
 def _json(line: bytes, column: str) -> Any:
@@ -188,20 +215,9 @@ def _json(line: bytes, column: str) -> Any:
 
 
 def _row_text(row: Any, column: str) -> Text:
-    if isinstance(row, str):  # an array of texts
-        text: Any = row
-    elif not isinstance(row, dict):
-        raise BadDocument(
-            "not an object", f'must be an object with a "{column}", got {type(row).__name__}'
-        )
-    elif column not in row:
-        raise missing_column(column, row)
-    else:
-        text = row[column]
+    text = row if isinstance(row, str) else _value(row, column)  # or an array of texts
     if isinstance(text, LongText):
         return text
-    if text is None:
-        raise BadDocument(f"null {column}", f"column {column!r} is null")
     if isinstance(text, bytes):
         try:
             return text.decode()
@@ -211,6 +227,26 @@ def _row_text(row: Any, column: str) -> Text:
         raise BadDocument(
             "not a string", f"column {column!r} holds {type(text).__name__}, not text"
         )
+    return _encodable(text)
+
+
+def _value(row: Any, column: str) -> Any:
+    """
+    Raises:
+        BadDocument: there is none.
+    """
+    if not isinstance(row, dict):
+        raise BadDocument(
+            "not an object", f'must be an object with a "{column}", got {type(row).__name__}'
+        )
+    if column not in row:
+        raise missing_column(column, row)
+    if row[column] is None:
+        raise BadDocument(f"null {column}", f"column {column!r} is null")
+    return row[column]
+
+
+def _encodable(text: str) -> str:
     if not text.isascii():
         try:
             text.encode()

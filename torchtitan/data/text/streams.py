@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torchtitan.config.registry import unknown_dataset
 from torchtitan.data.positions import StreamPosition, json_fault
+from torchtitan.data.text.chat import Chat
 from torchtitan.data.text.documents import OnBad
 from torchtitan.data.text.records import SKIP_ADVICE, decode
 from torchtitan.data.text.retry import DataError, Retry
@@ -98,7 +99,12 @@ class StreamCursor:
         retry: Retry,
         text_column: str = "text",
         on_bad_document: OnBad = "stop",
+        chat: Chat | None = None,
     ):
+        """
+        Args:
+            chat: the column holds conversations.
+        """
         from datasets.distributed import split_dataset_by_node
 
         self.stream: Stream = split_dataset_by_node(stream, lane, lanes)
@@ -106,6 +112,7 @@ class StreamCursor:
         self.retry = retry
         self.lane = lane
         self.text_column = text_column
+        self.chat = chat
         self.stop = on_bad_document == "stop"
         self.skipped: Counter[str] = Counter()
         """Bad documents passed over since the first step, by kind."""
@@ -157,7 +164,7 @@ class StreamCursor:
         if row is None:
             return None
         try:
-            return decode(content_of(row), self.text_column)
+            return decode(content_of(row), self.text_column, self.chat)
         except BadDocument as error:
             if self.stop:
                 raise DataError(f"{place_of(row)}{error}{SKIP_ADVICE}") from None

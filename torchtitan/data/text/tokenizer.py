@@ -86,7 +86,7 @@ class Tokenizer(ABC):
         ids: list[int] = []
         if bos and self.bos_id is not None:
             ids.append(self.bos_id)
-        with _rust_errors(self.name, "can't encode a text"):
+        with rust_errors(self.name, "can't encode a text"):
             for piece in pieces(text) if self.separable else [text]:
                 ids += self._ids(piece)
         if eos:
@@ -158,7 +158,7 @@ class Tokenizer(ABC):
         """The documents `texts` as training sees them, faster than one by one."""
         first = 0 if self.bos_id is None else 1
         documents = []
-        with _rust_errors(self.name, "can't encode a text"):
+        with rust_errors(self.name, "can't encode a text"):
             for ids in self._batch_ids(texts):
                 document = np.empty(first + len(ids) + 1, dtype)
                 document[:first] = self.bos_id or 0
@@ -176,7 +176,7 @@ class Tokenizer(ABC):
         """The files an export needs for others to use the tokenizer."""
         if self.path is None:
             return []
-        names = ("tokenizer_config.json", "special_tokens_map.json")
+        names = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
         beside = [self.path.with_name(name) for name in names]
         return [self.path, *filter(Path.is_file, beside)]
 
@@ -191,7 +191,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, path: Path):
         from tokenizers import Tokenizer as Backend
 
-        with _rust_errors(path, "is not a tokenizer"):
+        with rust_errors(path, "is not a tokenizer"):
             self.backend = Backend.from_file(str(path))
         super().__init__(path)
         # The spelling of a special token in a text stays text.
@@ -384,7 +384,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _rust_errors(path: Path | str, problem: str) -> Iterator[None]:
+def rust_errors(path: Path | str, problem: str) -> Iterator[None]:
     """Turn errors of a tokenizer's library into a `UserError`, including Rust panics, which don't
     derive from Exception.
     """

@@ -1,6 +1,7 @@
 """Pre-tokenized data: flat files of ids, each described by a JSON file.
 
-    X.bin    token ids, document after document; written as uint16 or uint32
+    X.bin    token ids, document after document; written as uint16 or uint32, and as
+             "uint32-flagged" if some are read but not predicted (`data.flags`)
     X.json   {"dtype", "tokens", "documents", "bytes", "vocab_size", "tokenizer", "hash", ...}
 
 Megatron's token files, which have an `.idx` file instead, are read as well (`megatron.py`).
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
 from torchtitan.config.load.messages import explain_errors
+from torchtitan.data.flags import PLAIN
 from torchtitan.data.text.contents import Contents, sampled
 from torchtitan.data.text.opening import EndOfFileError, FileStamp, OpenFiles
 from torchtitan.data.text.retry import DataError
@@ -36,7 +38,9 @@ class _Meta(BaseModel):
 
     model_config = {"strict": True}
 
-    dtype: Literal["uint16", "uint32", "uint8", "uint64", "int8", "int16", "int32", "int64"]
+    dtype: Literal[
+        "uint16", "uint32", "uint32-flagged", "uint8", "uint64", "int8", "int16", "int32", "int64"
+    ]
     tokens: int = Field(ge=0, lt=2**60)
     bytes: int | None = Field(None, ge=0, lt=2**62)
     tokenizer: str
@@ -44,9 +48,13 @@ class _Meta(BaseModel):
     """Hash of the token file, from its writer."""
 
 
-def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
-    """The type of ids in token files."""
-    return np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
+def token_dtype(tokenizer: Tokenizer, flags: bool = False) -> np.dtype[Any]:
+    """The type of ids in token files.
+
+    Args:
+        flags: ids may be flagged.
+    """
+    return np.dtype("uint16" if tokenizer.vocab_size <= 2**16 and not flags else "uint32")
 
 
 def write_token_file(
@@ -54,26 +62,31 @@ def write_token_file(
     documents: Iterable[Sequence[int] | NDArray[Any]],
     tokenizer: Tokenizer,
     about: dict[str, Any],
+    *,
+    flags: bool = False,
 ) -> dict[str, Any]:
     """Write `path` (`X.bin`), then `X.json`, each atomically: if the JSON file exists, both are
     complete.
 
     Args:
         about: further entries of the JSON file, read when `documents` is exhausted.
+        flags: ids may be flagged.
 
     Returns:
         The contents of the JSON file.
     """
-    dtype = token_dtype(tokenizer)
+    dtype = token_dtype(tokenizer, flags)
     digest = hashlib.blake2b(digest_size=8)
-    tokens = count = 0
+    tokens = count = unpredicted = 0
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
             for ids in documents:
-                content = np.ascontiguousarray(ids, dtype).data
-                file.write(content)
-                digest.update(content)
+                content = np.ascontiguousarray(ids, dtype)
+                file.write(content.data)
+                digest.update(content.data)
+                if flags:
+                    unpredicted += int((content > PLAIN).sum())
                 tokens += len(ids)
                 count += 1
             file.flush()
@@ -82,12 +95,13 @@ def write_token_file(
         temporary.unlink(missing_ok=True)
         raise
     meta = {
-        "dtype": dtype.name,
+        "dtype": f"{dtype.name}-flagged" if flags else dtype.name,
         "tokens": tokens,
         "documents": count,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.fingerprint,
         "hash": digest.hexdigest(),
+        **({"predicted": tokens - unpredicted} if flags else {}),
         **about,
     }
     temporary.replace(path)
@@ -105,8 +119,8 @@ class TokenFiles:
         tokenizer: Tokenizer,
         key: str,
     ):
-        self.files: list[tuple[FileStamp, np.dtype[Any], int]] = []
-        """(stamp when it was opened, dtype, number of tokens)"""
+        self.files: list[tuple[FileStamp, np.dtype[Any], bool, int]] = []
+        """(stamp when it was opened, dtype, whether ids may be flagged, number of tokens)"""
         self._open = OpenFiles()
         self.vocab_size = tokenizer.vocab_size
         stamps: list[FileStamp] = []
@@ -119,7 +133,8 @@ class TokenFiles:
                     f"{key}: {file} was made with another tokenizer than model.hf_assets_path; "
                     "tokenize the text again, or set model.hf_assets_path to that tokenizer"
                 )
-            dtype = np.dtype(meta.dtype)
+            name, _, flags = meta.dtype.partition("-")
+            dtype = np.dtype(name)
             size = dtype.itemsize * meta.tokens
             stamp = _stamp(file, key)
             if stamp.size != size:
@@ -129,9 +144,9 @@ class TokenFiles:
                 )
             stamps.append(stamp)
             wholes.append(meta.hash)
-            dtypes.add(dtype.name)
+            dtypes.add(meta.dtype)
             if meta.tokens > 1:
-                self.files.append((stamp, dtype, meta.tokens))
+                self.files.append((stamp, dtype, bool(flags), meta.tokens))
         if unnamed := sum(file.with_suffix(".idx").exists() for file in files):
             logger.info(
                 f"{key}: {plural(unnamed, 'Megatron token file')} of a tokenizer that can't be "
@@ -168,7 +183,7 @@ class TokenFiles:
         ids = [i for i in special if i is not None]
         try:
             for i in range(len(self)):  # seldom reads more than one
-                if not np.isin(self.window(i), ids).all():
+                if not np.isin(self.window(i) & PLAIN, ids).all():
                     return
         except DataError as error:
             raise UserError(f"{key}: {error}") from None
@@ -194,7 +209,7 @@ class TokenFiles:
         """
         which = int(np.searchsorted(self.ends, index, side="right"))
         start = (index - (int(self.ends[which - 1]) if which else 0)) * self.width
-        stamp, dtype, tokens = self.files[which]
+        stamp, dtype, flags, tokens = self.files[which]
         after = min(self.width if after is None else after, tokens - start - 1)
         if first >= after:
             return np.empty(0, np.int64)
@@ -211,7 +226,8 @@ class TokenFiles:
         except EndOfFileError:
             raise OSError(f"{stamp.path} ends before token {start + count} (truncated?)") from None
         ids = np.frombuffer(content, dtype).astype(np.int64)
-        if len(wrong := np.flatnonzero((ids < 0) | (ids >= self.vocab_size))):
+        plain = ids & PLAIN if flags else ids
+        if len(wrong := np.flatnonzero((plain < 0) | (plain >= self.vocab_size))):
             first = int(wrong[0])
             raise DataError(
                 f"{stamp.path} has id {ids[first]} at token {start + first}, but the "

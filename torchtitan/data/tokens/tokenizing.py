@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, groupby
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
@@ -20,6 +21,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from torchtitan.data.text.chat import Chat
 from torchtitan.data.text.corpus import Item, bad_document
 from torchtitan.data.text.hashing import hash_text, uniform
 from torchtitan.data.text.pieces import PIECE
@@ -69,6 +71,8 @@ class Encoder:
     column: str
     stop: bool
     """Whether a bad document is an error."""
+    messages: bool = False
+    """Whether the documents are conversations."""
 
     def __call__(self, batch: Sequence[Item]) -> Encoded:
         """
@@ -76,14 +80,19 @@ class Encoder:
             UserError: a document is bad and `stop` is set, or a file has changed.
         """
         tokenizer = _tokenizer(self.tokenizer)
-        dtype = token_dtype(tokenizer)
+        dtype = token_dtype(tokenizer, self.messages)
+        chat = _chat(self.tokenizer) if self.messages else None
         ids: list[NDArray[Any]] = []
         hashes: list[tuple[int, int]] = []
         bad: list[tuple[str, str]] = []
         short: list[str] = []
         for item in batch:
             try:
-                text = decode(item.content, self.column)
+                text = decode(item.content, self.column, chat)
+                if chat is not None:
+                    ids.append(chat.encode(text).astype(dtype))
+                    hashes.append(hash_text(chat.rendered(text).text))
+                    continue
                 if isinstance(text, str) and len(text) <= 2 * PIECE:
                     short.append(text)
                     hashes.append(hash_text(text))
@@ -122,6 +131,12 @@ def _tokenizer(path: str) -> Tokenizer:
     return _OPENED[path]
 
 
+@cache
+def _chat(path: str) -> Chat:
+    """The chat template of that tokenizer."""
+    return Chat(_tokenizer(path), "--messages-column")
+
+
 def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
     batch: list[Item] = []
     size = 0
@@ -139,8 +154,8 @@ def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
 def _size(content: Any) -> int:
     if isinstance(content, FileText):
         return os.path.getsize(content.path)
-    if isinstance(content, dict):
-        return sum(map(_size, content.values()))
+    if isinstance(content, dict | list):
+        return sum(map(_size, content.values() if isinstance(content, dict) else content))
     return len(content) if isinstance(content, bytes | str | HeldBytes) else 100
 
 
@@ -251,7 +266,7 @@ def tokenize(
     tokenizer = _tokenizer(encoder.tokenizer)
     for index, batches in groupby(_encode(todo(), encoder, workers), key=lambda part: part[0]):
         encoded = (one for _, one in batches)
-        _write_part(output, index, encoded, tokenizer, advance, held_out)
+        _write_part(output, index, encoded, tokenizer, advance, held_out, flags=encoder.messages)
     return parts
 
 
@@ -320,6 +335,8 @@ def _write_part(
     tokenizer: Tokenizer,
     advance: Callable[[int, int], None],
     held_out: HeldOut | None,
+    *,
+    flags: bool,
 ) -> None:
     part = _Part(output, index)
     apart = _Part(held_out.output, index) if held_out else None
@@ -338,14 +355,15 @@ def _write_part(
                 advance(len(encoded.hashes), len(encoded.ids))
             part.finish()
 
-        write_token_file(part.file, ids(), tokenizer, part.about)
+        write_token_file(part.file, ids(), tokenizer, part.about, flags=flags)
         if apart:
             apart.finish()
-            write_token_file(apart.file, _read_back(spool, tokenizer), tokenizer, apart.about)
+            back = _read_back(spool, token_dtype(tokenizer, flags))
+            write_token_file(apart.file, back, tokenizer, apart.about, flags=flags)
 
 
-def _read_back(spool: IO[bytes], tokenizer: Tokenizer) -> Iterator[NDArray[Any]]:
+def _read_back(spool: IO[bytes], dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
     """The ids in a temporary file."""
     spool.seek(0)
     while content := spool.read(_SPOOLED):
-        yield np.frombuffer(content, token_dtype(tokenizer))
+        yield np.frombuffer(content, dtype)
