@@ -12,6 +12,7 @@ import pytest
 from torchtitan.commands import tokenize
 from torchtitan.data.text.files import find_token_files
 from torchtitan.data.text.tokenizer import build_tokenizer
+from torchtitan.data.tokens.duplicates import Seen
 from torchtitan.utils.errors import UserError
 
 TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
@@ -121,3 +122,59 @@ def test_a_share_that_is_none(share, capsys):
     with pytest.raises(SystemExit):
         tokenize.parser().parse_args(["--input=x", "--output=y", f"--held-out={share}"])
     assert "must be" in capsys.readouterr().err
+
+
+def first_of_each(texts):
+    return list(dict.fromkeys(texts))
+
+
+@pytest.mark.parametrize(("files", "part", "workers"), [(1, 40, 1), (4, 1000, 1), (3, 7, 2)])
+def test_later_copies_are_dropped(tmp_path, files, part, workers, capsys, monkeypatch):
+    monkeypatch.setattr("torchtitan.data.tokens.tokenizing._BATCH", 300)
+    texts = shuffled(files)
+    folder = write(tmp_path / "text", texts, files)
+    order = [text for i in range(files) for text in texts[i::files]]
+    run(folder, tmp_path / "tokens", "--drop-duplicates", part=part, workers=workers)
+    assert documents(tmp_path / "tokens") == first_of_each(order)
+    report = json.loads((tmp_path / "tokens/tokens-report.json").read_text())
+    size = sum(map(len, AGAIN))
+    assert report["documents"] == len(TEXTS)
+    assert report["dropped"] == {"documents": len(AGAIN), "bytes": size}
+    assert report["duplicates"] == {"documents": 0, "bytes": 0}
+    assert f"Dropped {len(AGAIN)} exact duplicates of other documents, {size:,} bytes" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("missing", [[0], [1, 3], [2, 5], [0, 1, 2, 3, 4, 5]])
+def test_dropping_resumes_as_if_never_interrupted(tmp_path, missing, monkeypatch):
+    """A part that is written again sees only the parts before it, though later ones exist."""
+    monkeypatch.setattr("torchtitan.data.tokens.tokenizing._BATCH", 100)
+    texts = shuffled(4)
+    folder = write(tmp_path / "text", texts, 2)
+    out, apart = tmp_path / "tokens", tmp_path / "tokens-held-out"
+    options = ("--drop-duplicates", "--held-out", "20%")
+    run(folder, out, *options)
+    before = contents(out, apart)
+    kept = documents(out) + documents(apart)
+    assert sorted(kept) == sorted(TEXTS)
+    for i in missing:
+        (out if i % 2 else apart).joinpath(f"tokens-{i:05}.json").unlink(missing_ok=True)
+    run(folder, out, *options, workers=2)
+    assert contents(out, apart) == before
+    with pytest.raises(UserError, match="or with other options than now"):
+        run(folder, out, "--held-out", "20%")
+
+
+def test_seen_is_a_set():
+    seen, reference = Seen(), set()
+    generator = np.random.default_rng(0)
+    for size in (1, 5, 0, 300, 2, 2, 40, 1000, 7):
+        keys = generator.integers(0, 2000, (size, 1), np.uint64)
+        expected = []
+        for key in keys[:, 0].tolist():
+            expected.append(key not in reference)
+            reference.add(key)
+        assert seen.take(keys).tolist() == expected
+    every = np.arange(2000, dtype=np.uint64)
+    assert np.flatnonzero(seen.has(every)).tolist() == sorted(reference)

@@ -95,6 +95,11 @@ def parser() -> argparse.ArgumentParser:
         help="what to do with a document that can't be decoded or has no text (stop)",
     )
     parser.add_argument(
+        "--drop-duplicates",
+        action="store_true",
+        help="leave out documents whose text equals that of an earlier one",
+    )
+    parser.add_argument(
         "--held-out",
         type=share,
         metavar="SHARE",
@@ -135,6 +140,7 @@ def _report(output: Output, parts: int) -> dict[str, Any]:
         bad.update(meta["bad"])
     hashes = [output.file(i).with_suffix(".hashes") for i in range(parts)]
     again, again_bytes = count_duplicates(hashes)
+    dropped = [meta.get("dropped", [0, 0]) for meta in metas]
     report = {
         "documents": documents,
         "tokens": tokens,
@@ -142,6 +148,10 @@ def _report(output: Output, parts: int) -> dict[str, Any]:
         "bytes": size,
         "bytes_per_token": round(size / tokens, 4) if tokens else None,
         "duplicates": {"documents": again, "bytes": again_bytes},
+        "dropped": {
+            "documents": sum(number for number, _ in dropped),
+            "bytes": sum(size for _, size in dropped),
+        },
         "skipped": dict(bad.most_common()),
         "first_skipped": [place for meta in metas for place in meta["places"]][:100],
         "files": parts,
@@ -171,6 +181,7 @@ def _write(
                 options.workers,
                 progress.wrote,
                 held_out,
+                options.drop_duplicates,
             )
     except BrokenProcessPool:
         raise UserError(
@@ -202,6 +213,7 @@ def main(argv: list[str]) -> int:
         "part": options.part,
         "held_out": options.held_out,
         "chat_template": Chat(tokenizer, "--messages-column").fingerprint if messages else None,
+        "drop_duplicates": options.drop_duplicates or None,
     }
     output = _output(options, options.output, common)
     held_out = None
@@ -282,10 +294,11 @@ def _print_report(options: argparse.Namespace, report: dict[str, Any]) -> None:
     print(_sizes(report, options.output))
     if "predicted" in report:
         print(f"{report['predicted']:,} tokens are the assistant's, which alone are predicted")
-    duplicates = report["duplicates"]
+    what = "dropped" if options.drop_duplicates else "duplicates"
     print(
-        f"{plural(duplicates['documents'], 'exact duplicate')} of other documents, "
-        f"{duplicates['bytes']:,} bytes"
+        f"{'Dropped ' if options.drop_duplicates else ''}"
+        f"{plural(report[what]['documents'], 'exact duplicate')} of other documents, "
+        f"{report[what]['bytes']:,} bytes"
     )
     if skipped:
         print(f"Skipped {counted(skipped)}; the first is {report['first_skipped'][0]}")

@@ -1,7 +1,8 @@
 """Exact duplicates among documents, by 64-bit hashes of their texts.
 
 The hashes of each token file lie sorted beside it, so that any number of them are compared one
-range at a time. Among a billion documents, about 0.03 pairs share a hash by chance.
+range at a time. Among a billion documents, about 0.03 pairs share a hash by chance. To drop
+duplicates while they are read, `Seen` holds all hashes so far.
 """
 
 from collections.abc import Sequence
@@ -50,3 +51,55 @@ def count_duplicates(files: Sequence[Path], held: int = _HELD) -> tuple[int, int
         number += int(again.sum())
         size += int(found["bytes"][1:][again].sum())
     return number, size
+
+
+class Seen:
+    """The documents so far, by 64-bit keys: 8 bytes each, and as much again while runs are merged.
+
+    Keys are in sorted runs, each more than twice as long as the next, as in a log-structured merge
+    tree.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[NDArray[np.uint64]] = []
+
+    def add(self, keys: NDArray[np.uint64]) -> None:
+        """Add keys, in any order."""
+        run = np.sort(keys)
+        while self._runs and len(self._runs[-1]) <= 2 * len(run):
+            run = np.concatenate([self._runs.pop(), run])
+            run.sort(kind="stable")  # merges what is sorted
+        if len(run):
+            self._runs.append(run)
+
+    def has(self, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Which keys were added."""
+        found = np.zeros(len(keys), bool)
+        for run in self._runs:
+            places = np.searchsorted(run, keys)
+            found |= run[np.minimum(places, len(run) - 1)] == keys
+        return found
+
+    def take(self, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Add the keys of further documents; returns which documents are new.
+
+        A document is new if none of its keys occurs in an earlier new one.
+
+        Args:
+            keys: `[documents, keys]`.
+        """
+        known = self.has(keys.reshape(-1)).reshape(keys.shape)
+        new: NDArray[np.bool_] = np.all(~known, axis=1)
+        here: set[int] = set()
+        for i in np.flatnonzero(new):
+            own = keys[i].tolist()
+            new[i] = here.isdisjoint(own)
+            if new[i]:
+                here.update(own)
+        self.add(keys[new].reshape(-1))
+        return new
+
+
+def load_keys(file: Path) -> NDArray[np.uint64]:
+    """The hashes in a file of `save_hashes`."""
+    return np.fromfile(file, HASH)["hash"].copy()

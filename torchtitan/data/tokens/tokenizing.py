@@ -29,7 +29,7 @@ from torchtitan.data.text.records import decode
 from torchtitan.data.text.retry import DataError
 from torchtitan.data.text.texts import BadDocument, FileText, HeldBytes
 from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.data.tokens.duplicates import HASH, save_hashes
+from torchtitan.data.tokens.duplicates import HASH, Seen, load_keys, save_hashes
 from torchtitan.data.tokens.token_files import token_dtype, write_token_file
 from torchtitan.utils.errors import UserError
 
@@ -228,6 +228,17 @@ def is_done(
     return all(one.meta(index) is not None for one in outputs)
 
 
+def _see_again(
+    seen: Seen,
+    index: int,
+    output: Output,
+    held_out: HeldOut | None,
+) -> None:
+    """Add the documents of a part that an earlier call has written."""
+    for one in [output, held_out.output] if held_out else [output]:
+        seen.add(load_keys(one.file(index).with_suffix(".hashes")))
+
+
 def tokenize(
     items: Iterator[Item],
     encoder: Encoder,
@@ -235,11 +246,13 @@ def tokenize(
     workers: int,
     advance: Callable[[int, int], None],
     held_out: HeldOut | None = None,
+    drop_duplicates: bool = False,
 ) -> int:
     """Write the token files that are missing.
 
     Args:
         held_out: what to write apart, if anything.
+        drop_duplicates: leave out documents that equal an earlier one of any part.
         advance: called with the numbers of documents and of tokens that were written.
 
     Returns:
@@ -264,9 +277,24 @@ def tokenize(
                 pass
 
     tokenizer = _tokenizer(encoder.tokenizer)
+    seen = Seen() if drop_duplicates else None
+    following = 0
     for index, batches in groupby(_encode(todo(), encoder, workers), key=lambda part: part[0]):
+        if seen:
+            for done in range(following, index):
+                _see_again(seen, done, output, held_out)
+        following = index + 1
         encoded = (one for _, one in batches)
-        _write_part(output, index, encoded, tokenizer, advance, held_out, flags=encoder.messages)
+        _write_part(
+            output,
+            index,
+            encoded,
+            tokenizer,
+            advance,
+            held_out,
+            seen,
+            flags=encoder.messages,
+        )
     return parts
 
 
@@ -307,15 +335,22 @@ class _Part:
     def __init__(self, output: Output, index: int):
         self.file = output.file(index)
         self.about: dict[str, Any] = output.common | {"places": []}
+        self._dropped = [0, 0]
         self._hashes: list[NDArray[Any]] = []
         self._bad: Counter[str] = Counter()
 
     def count(self, encoded: Encoded) -> None:
         self._hashes.append(encoded.hashes)
-        for kind, problem in encoded.bad:
+
+    def count_bad(self, bad: Sequence[tuple[str, str]]) -> None:
+        for kind, problem in bad:
             self._bad[kind] += 1
             if len(self.about["places"]) < _PLACES:
                 self.about["places"].append(problem)
+
+    def count_dropped(self, hashes: NDArray[Any]) -> None:
+        self._dropped[0] += len(hashes)
+        self._dropped[1] += int(hashes["bytes"].sum())
 
     def finish(self) -> None:
         """Before the description is written, which says that everything is complete."""
@@ -325,6 +360,7 @@ class _Part:
             documents=len(every),
             bytes=int(every["bytes"].sum()),
             bad=dict(self._bad),
+            dropped=self._dropped,
         )
 
 
@@ -335,6 +371,7 @@ def _write_part(
     tokenizer: Tokenizer,
     advance: Callable[[int, int], None],
     held_out: HeldOut | None,
+    seen: Seen | None,
     *,
     flags: bool,
 ) -> None:
@@ -344,12 +381,17 @@ def _write_part(
 
         def ids() -> Iterator[NDArray[Any]]:
             for encoded in batches:
+                part.count_bad(encoded.bad)
+                if seen:
+                    new = seen.take(encoded.hashes["hash"][:, None])
+                    part.count_dropped(encoded.hashes[~new])
+                    encoded = encoded.only(new)
                 if held_out and apart:
                     chosen = held_out.choose(encoded.hashes)
                     held = encoded.only(chosen)
                     apart.count(held)
                     spool.write(held.ids.tobytes())
-                    encoded = encoded.only(~chosen)._replace(bad=encoded.bad)
+                    encoded = encoded.only(~chosen)
                 part.count(encoded)
                 yield encoded.ids
                 advance(len(encoded.hashes), len(encoded.ids))
