@@ -1,7 +1,9 @@
-"""The switch that reports waits for the device, against a recording of what it tells CUDA; and the
-units of a CPU.
+"""The switch that reports waits for the device, against a recording of what it tells CUDA; the
+units of a CPU; and a machine like a Mac.
 """
 
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -59,3 +61,53 @@ def test_the_log_says_what_bf16_computes_with(tmp_path, features, units):
     assert said == (
         f'Computing in bfloat16{units}; training.mixed_precision_param = "float32" turns it off'
     )
+
+
+LIKE_A_MAC = """
+import builtins, ctypes, io, os, platform, sys, types
+import torch
+
+platform.libc_ver = lambda *args: ("", "")
+for name in [name for name in dir(os) if name.startswith("sched_")] + ["fdatasync", "pipe2"]:
+    vars(os).pop(name, None)
+
+def guarded(function):
+    def call(path, *args, **kwargs):
+        if str(path).startswith(("/proc/sys", "/proc/cpuinfo", "/proc/self/ns", "/dev/shm")):
+            raise FileNotFoundError(2, "not on a Mac", str(path))
+        return function(path, *args, **kwargs)
+    return call
+
+io.open = builtins.open = guarded(open)
+os.readlink = guarded(os.readlink)
+ctypes.CDLL = lambda name, *args, load=ctypes.CDLL, **kwargs: (
+    types.SimpleNamespace() if name is None else load(name, *args, **kwargs)
+)
+torch.backends.mps.is_available = lambda: True
+from torchtitan.train.rank_main import main
+raise SystemExit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.e2e
+def test_a_mac_trains_on_its_cpu_and_says_so(tmp_path):
+    """What Linux has and macOS lacks is taken away; the real thing has not been tried."""
+    argv = ["--training.steps=2", "--training.local_batch_size=1", "--training.seq_len=32"]
+    fp32 = "--training.mixed_precision_param=float32"
+    done = subprocess.run(
+        [sys.executable, "-c", LIKE_A_MAC, *argv, fp32, f"--job.dump_folder={tmp_path}"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Computing on the CPU: Apple's GPU (mps) is not supported" in done.stdout
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) >= 1
+
+
+def test_only_an_unused_gpu_is_mentioned():
+    assert device.unused_gpu() is None
+    with mock.patch.object(torch.backends.mps, "is_available", return_value=True):
+        assert "mps" in device.unused_gpu()
+        with mock.patch.object(device, "device_type", return_value="cuda"):
+            assert device.unused_gpu() is None

@@ -110,12 +110,15 @@ def test_every_hardware_is_complete():
         "gb200",
         "gb300",
     }
+    small = {"rtx-3070", "rtx-3090", "rtx-4080", "rtx-4090", "rtx-5090", "t4", "a10", "a10g", "l4"}
+    nvidia |= small | {"a100-40gb", "l40s"}
     assert known.keys() == nvidia | {"mi300x", "mi325x", "mi355x"}
+    assert small == {name for name in known if known[name].usual_devices == 1}
     for hardware in known.values():
         hardware.check_ranks(10_000)
         assert hardware.capability is not None
         if not hardware.name.startswith(
-            ("h100-hbm2e", "h100-pcie")
+            ("h100-hbm2e", "h100-pcie", "t4")
         ):  # MFU is of the peak that plans use
             assert peak_flops(hardware.device_names[0], "bfloat16") == hardware.bf16
 
@@ -282,6 +285,43 @@ def test_refusals_are_the_trainers():
         with pytest.raises(ConfigError) as trainers:
             preflight(resolve(more, world).config, output=False)
         assert ours.value.problems == trainers.value.problems
+
+
+def test_a_gpu_without_bf16_is_refused_in_the_trainers_words(monkeypatch):
+    t4 = find_hardware("t4")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: t4.device_names[0])
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: t4.capability)
+    with pytest.raises(ConfigError, match='this is Tesla T4; set it to "float32"') as trainers:
+        check_hardware(resolve([], 1).config, torch.device("cuda"))
+    plan = ["--world=1", "--hardware=t4", "--fast", "--model.flavor=debugmodel"]
+    for searching in ([], ["--search"]):
+        with pytest.raises(ConfigError) as ours:
+            main([*plan, *searching])
+        assert ours.value.problems == trainers.value.problems
+    fp32 = "--training.mixed_precision_param=float32"
+    check_hardware(resolve([fp32], 1).config, torch.device("cuda"))
+    assert main([*plan, fp32]) == 0
+
+
+@pytest.mark.parametrize(
+    ("hardware", "fits"),
+    [
+        ("rtx-3070", False),
+        ("rtx-4080", False),
+        ("rtx-4090", False),
+        ("l4", False),
+        ("l40s", True),
+    ],
+)
+def test_small_models_on_one_small_gpu(hardware, fits, capsys):
+    """AdamW in fp32 takes 16 bytes a parameter: 1B, 18.4 GiB before any activation."""
+    run = ["--world=1", f"--hardware={hardware}", "--fast", "--training.local_batch_size=1"]
+    assert main([*run, "--model.flavor=125M"]) == 0
+    assert "fits in" in capsys.readouterr().out
+    assert main([*run, "--model.flavor=1B"]) == (0 if fits else 1)
+    out = capsys.readouterr().out
+    for change in ("training.enable_cpu_offload = true", 'optimizer.state_dtype = "bfloat16"'):
+        assert (change in out) is not fits
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,8 @@ def _ask(
         devices = options.nodes * (options.gpus_per_node or devices_per_host(hardware))
     elif options.nodes is None:
         on_this = hardware is not None and hardware.name == gpus
-        default = local if on_this else None if hardware is None else devices_per_host(hardware)
+        usual = None if hardware is None else hardware.usual_devices or devices_per_host(hardware)
+        default = local if on_this else usual
         on_one = on_cpu and options.devices is None
         devices = asker.answer(
             questions.devices_question(default), "1" if on_one else options.devices

@@ -1,6 +1,7 @@
 """What a run reports at its logged steps."""
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -338,5 +339,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     if dtype != "bfloat16":
         return None
     peaks: dict[str, float] = tomli.loads(_PEAKS.read_text(encoding="utf-8"))
-    matches = [name for name in peaks if name in device_name]
+    if "GeForce" in device_name:
+        return peaks.get(device_name)
+    matches = [name for name in peaks if re.search(rf"\b{re.escape(name)}\b", device_name)]
     return peaks[max(matches, key=len)] if matches else None

@@ -21,6 +21,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from torchtitan.utils.errors import from_another_rank
 
 MAX_THREADS = 150
@@ -78,7 +80,7 @@ def _rank_main(
             result = ("error", traceback.format_exc())
         faulthandler.cancel_dump_traceback_later()
         try:
-            connection.send((*result, len(os.listdir("/proc/self/task"))))
+            connection.send((*result, psutil.Process().num_threads()))
         except BrokenPipeError:
             return  # another rank failed, and the pool was closed
 

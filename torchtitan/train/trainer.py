@@ -37,6 +37,7 @@ from torchtitan.utils.device import (
     device_syncs,
     is_out_of_memory,
     tune_cpu,
+    unused_gpu,
 )
 from torchtitan.utils.errors import HangError, OutOfMemoryError
 from torchtitan.utils.logging import logger
@@ -90,6 +91,8 @@ class Trainer:
         precision = describe_cpu_precision(config.training.mixed_precision_param)
         if self.device.type == "cpu" and precision:
             logger.info(precision)
+        if unused := unused_gpu():
+            logger.info(unused)
         tasks = load_tasks(config.eval)
         note("building the model")
         self.parts = build(config, setup, self.device)

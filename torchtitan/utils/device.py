@@ -116,6 +116,18 @@ def describe_cpu_precision(dtype: str) -> str | None:
     return f'Computing in {dtype}{how}; training.mixed_precision_param = "float32" turns it off'
 
 
+def unused_gpu() -> str | None:
+    """A sentence for the log on a GPU of this machine that nothing here computes on; None if there
+    is none.
+    """
+    if device_type() == "cuda" or not torch.backends.mps.is_available():
+        return None
+    return (
+        "Computing on the CPU: Apple's GPU (mps) is not supported, because torch.distributed, "
+        "which every run uses, has no backend for it"
+    )
+
+
 def tune_cpu() -> None:
     """Give a CPU rank its share of the cores, and make glibc keep freed memory; a no-op on CUDA.
 

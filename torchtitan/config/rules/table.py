@@ -80,6 +80,13 @@ class Accelerator:
     None: unknown, and nothing is refused.
     """
 
+    @property
+    def has_bf16(self) -> bool:
+        """False of NVIDIA's GPUs before Ampere, which emulate it. CPUs may be slow at it, too:
+        `torchtitan init` measures that.
+        """
+        return self.capability is None or not (0, 0) < self.capability < (8, 0)
+
 
 @dataclass(frozen=True)
 class Facts:

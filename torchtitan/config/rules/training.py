@@ -1,4 +1,4 @@
-"""Rules on schedules, checks during training, averages, and what is reported."""
+"""Rules on precision, schedules, checks during training, averages, and what is reported."""
 
 import re
 from collections.abc import Iterator
@@ -32,6 +32,17 @@ refuse(
     ),
     because="[notifications] has no effect without webhook_env or command; set one of them",
 )
+
+
+@rule("training.mixed_precision_param", needs=["device"])
+def device_computes_in_bf16(config: Config, facts: Facts) -> str | None:
+    if config.training.mixed_precision_param != "bfloat16" or facts.device.has_bf16:
+        return None
+    return (
+        'training.mixed_precision_param: "bfloat16" needs an NVIDIA GPU of compute capability 8.0 '
+        f'(Ampere) or newer, this is {facts.device.name}; set it to "float32" (float16 would need '
+        "a scaled loss, which training here doesn't have)"
+    )
 
 
 @rule("activation_checkpoint.selective_ac_option")

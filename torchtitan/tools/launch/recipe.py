@@ -181,6 +181,10 @@ def draft(request: Request) -> Choices:
         settings["training.dataset_path"] = Choice(data.path, data.kind)
     if request.on_cpu:
         settings["training.mixed_precision_param"] = _cpu_precision(request.hardware)
+    elif not request.hardware.accelerator.has_bf16:
+        settings["training.mixed_precision_param"] = Choice(
+            "float32", f"{request.hardware.name} has no bfloat16"
+        )
     if model.has_weights:
         settings["checkpoint.initial_load_in_hf"] = Choice(
             True, "start from the weights beside the tokenizer"

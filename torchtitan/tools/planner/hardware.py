@@ -47,6 +47,8 @@ class Hardware(BaseModel):
     gpus_per_node: PositiveInt
     gpus_per_host: PositiveInt | None = None
     """GPUs that one launcher starts ranks on, if that isn't all of a node's."""
+    usual_devices: PositiveInt | None = None
+    """GPUs that `init` suggests, if that isn't all of a host's."""
     mesh: bool = False
     gemm_bf16: PositiveFloat
     gemm_fp8: PositiveFloat
