@@ -289,7 +289,7 @@ def test_tokenize_long_documents(tmp_path, monkeypatch):
     (tmp_path / "b.jsonl").write_text(json.dumps({"text": text}) + '\n{"text": "short"}')
     monkeypatch.setattr(records, "LONG", 1000)
     monkeypatch.setattr(pieces, "PIECE", 500)
-    monkeypatch.setattr("torchtitan.data.tokens.tokenizing.PIECE", 500)
+    monkeypatch.setattr("torchtitan.data.tokens.encoding.PIECE", 500)
     tokenize.main(["--input", str(tmp_path), "--output", str(tmp_path / "out"), "--workers", "1"])
     ids = [TOKENIZER.bos_id, *TOKENIZER.encode(text), TOKENIZER.eos_id]
     assert token_file_ids(tmp_path / "out") == [

@@ -24,7 +24,8 @@ from torchtitan.data.text.documents import counted
 from torchtitan.data.text.files import REPORT
 from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.data.tokens.duplicates import count_duplicates
-from torchtitan.data.tokens.tokenizing import Encoder, HeldOut, Output, is_done, tokenize
+from torchtitan.data.tokens.encoding import Encoder
+from torchtitan.data.tokens.tokenizing import HeldOut, Output, is_done, tokenize
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.meter import Meter

@@ -12,24 +12,20 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain, groupby
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.text.chat import Chat
-from torchtitan.data.text.corpus import Item, bad_document
-from torchtitan.data.text.hashing import hash_text, uniform
-from torchtitan.data.text.pieces import PIECE
-from torchtitan.data.text.records import decode
-from torchtitan.data.text.retry import DataError
-from torchtitan.data.text.texts import BadDocument, FileText, HeldBytes
-from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.data.tokens.duplicates import HASH, Seen, load_keys, save_hashes
+from torchtitan.data.text.corpus import Item
+from torchtitan.data.text.hashing import uniform
+from torchtitan.data.text.texts import FileText, HeldBytes
+from torchtitan.data.text.tokenizer import Tokenizer
+from torchtitan.data.tokens.duplicates import Seen, load_keys, save_hashes
+from torchtitan.data.tokens.encoding import Encoded, Encoder, tokenizer_of
 from torchtitan.data.tokens.token_files import token_dtype, write_token_file
 from torchtitan.utils.errors import UserError
 
@@ -39,102 +35,6 @@ _SPOOLED = 2**25
 """Bytes of the held-out tokens of a part that are kept in memory; more go to a temporary file."""
 _PLACES = 100
 """Number of a part's bad documents whose places are kept."""
-
-
-class Encoded(NamedTuple):
-    """The sound documents of a batch."""
-
-    ids: NDArray[Any]
-    """Token ids, document after document."""
-    lengths: NDArray[np.int64]
-    """Number of ids of each document."""
-    hashes: NDArray[Any]
-    """A `HASH` per document."""
-    bad: list[tuple[str, str]]
-    """Kind and problem of each bad document."""
-
-    def only(self, chosen: NDArray[np.bool_]) -> "Encoded":
-        """The documents at which `chosen` is true."""
-        return Encoded(
-            self.ids[np.repeat(chosen, self.lengths)],
-            self.lengths[chosen],
-            self.hashes[chosen],
-            [],
-        )
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """Encodes batches; sent to the processes that do it."""
-
-    tokenizer: str
-    column: str
-    stop: bool
-    """Whether a bad document is an error."""
-    messages: bool = False
-    """Whether the documents are conversations."""
-
-    def __call__(self, batch: Sequence[Item]) -> Encoded:
-        """
-        Raises:
-            UserError: a document is bad and `stop` is set, or a file has changed.
-        """
-        tokenizer = _tokenizer(self.tokenizer)
-        dtype = token_dtype(tokenizer, self.messages)
-        chat = _chat(self.tokenizer) if self.messages else None
-        ids: list[NDArray[Any]] = []
-        hashes: list[tuple[int, int]] = []
-        bad: list[tuple[str, str]] = []
-        short: list[str] = []
-        for item in batch:
-            try:
-                text = decode(item.content, self.column, chat)
-                if chat is not None:
-                    ids.append(chat.encode(text).astype(dtype))
-                    hashes.append(hash_text(chat.rendered(text).text))
-                    continue
-                if isinstance(text, str) and len(text) <= 2 * PIECE:
-                    short.append(text)
-                    hashes.append(hash_text(text))
-                    continue
-                ids += tokenizer.encode_batch(short, dtype)
-                short = []
-                long = [piece.astype(dtype) for _, piece in tokenizer.encode_in_pieces(text)]
-                hashes.append(hash_text(text))
-                ids.append(np.concatenate(long))
-            except BadDocument as error:
-                problem = f"{item.place}: {error}"
-                if self.stop:
-                    raise bad_document("--input", problem) from None
-                bad.append((error.kind, problem))
-            except DataError as error:
-                raise UserError(f"--input: {error}") from None
-        ids += tokenizer.encode_batch(short, dtype)
-        joined = np.concatenate(ids) if ids else np.empty(0, dtype)
-        lengths = np.array([len(one) for one in ids], np.int64)
-        return Encoded(
-            joined,
-            lengths,
-            np.array(hashes, HASH),
-            bad,
-        )
-
-
-_OPENED: dict[str, Tokenizer] = {}
-
-
-def _tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of this process, which uses one core."""
-    if path not in _OPENED:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        _OPENED[path] = build_tokenizer(path)
-    return _OPENED[path]
-
-
-@cache
-def _chat(path: str) -> Chat:
-    """The chat template of that tokenizer."""
-    return Chat(_tokenizer(path), "--messages-column")
 
 
 def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
@@ -276,7 +176,7 @@ def tokenize(
             for _ in part:  # the part was done
                 pass
 
-    tokenizer = _tokenizer(encoder.tokenizer)
+    tokenizer = tokenizer_of(encoder.tokenizer)
     seen = Seen() if drop_duplicates else None
     following = 0
     for index, batches in groupby(_encode(todo(), encoder, workers), key=lambda part: part[0]):

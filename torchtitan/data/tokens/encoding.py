@@ -1,0 +1,118 @@
+"""Encodes documents: what the worker processes of `torchtitan tokenize` do. Imports no torch."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan.data.text.chat import Chat
+from torchtitan.data.text.corpus import Item, bad_document
+from torchtitan.data.text.hashing import hash_text
+from torchtitan.data.text.pieces import PIECE
+from torchtitan.data.text.records import decode
+from torchtitan.data.text.retry import DataError
+from torchtitan.data.text.texts import BadDocument
+from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.data.tokens.duplicates import HASH
+from torchtitan.data.tokens.token_files import token_dtype
+from torchtitan.utils.errors import UserError
+
+
+class Encoded(NamedTuple):
+    """The sound documents of a batch."""
+
+    ids: NDArray[Any]
+    """Token ids, document after document."""
+    lengths: NDArray[np.int64]
+    """Number of ids of each document."""
+    hashes: NDArray[Any]
+    """A `HASH` per document."""
+    bad: list[tuple[str, str]]
+    """Kind and problem of each bad document."""
+
+    def only(self, chosen: NDArray[np.bool_]) -> "Encoded":
+        """The documents at which `chosen` is true."""
+        return Encoded(
+            self.ids[np.repeat(chosen, self.lengths)],
+            self.lengths[chosen],
+            self.hashes[chosen],
+            [],
+        )
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes batches; sent to the processes that do it."""
+
+    tokenizer: str
+    column: str
+    stop: bool
+    """Whether a bad document is an error."""
+    messages: bool = False
+    """Whether the documents are conversations."""
+
+    def __call__(self, batch: Sequence[Item]) -> Encoded:
+        """
+        Raises:
+            UserError: a document is bad and `stop` is set, or a file has changed.
+        """
+        tokenizer = tokenizer_of(self.tokenizer)
+        dtype = token_dtype(tokenizer, self.messages)
+        chat = _chat(self.tokenizer) if self.messages else None
+        ids: list[NDArray[Any]] = []
+        hashes: list[tuple[int, int]] = []
+        bad: list[tuple[str, str]] = []
+        short: list[str] = []
+        for item in batch:
+            try:
+                text = decode(item.content, self.column, chat)
+                if chat is not None:
+                    ids.append(chat.encode(text).astype(dtype))
+                    hashes.append(hash_text(chat.rendered(text).text))
+                    continue
+                if isinstance(text, str) and len(text) <= 2 * PIECE:
+                    short.append(text)
+                    hashes.append(hash_text(text))
+                    continue
+                ids += tokenizer.encode_batch(short, dtype)
+                short = []
+                long = [piece.astype(dtype) for _, piece in tokenizer.encode_in_pieces(text)]
+                hashes.append(hash_text(text))
+                ids.append(np.concatenate(long))
+            except BadDocument as error:
+                problem = f"{item.place}: {error}"
+                if self.stop:
+                    raise bad_document("--input", problem) from None
+                bad.append((error.kind, problem))
+            except DataError as error:
+                raise UserError(f"--input: {error}") from None
+        ids += tokenizer.encode_batch(short, dtype)
+        joined = np.concatenate(ids) if ids else np.empty(0, dtype)
+        lengths = np.array([len(one) for one in ids], np.int64)
+        return Encoded(
+            joined,
+            lengths,
+            np.array(hashes, HASH),
+            bad,
+        )
+
+
+_OPENED: dict[str, Tokenizer] = {}
+
+
+def tokenizer_of(path: str) -> Tokenizer:
+    """The tokenizer of this process, which uses one core."""
+    if path not in _OPENED:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        _OPENED[path] = build_tokenizer(path)
+    return _OPENED[path]
+
+
+@cache
+def _chat(path: str) -> Chat:
+    """The chat template of that tokenizer."""
+    return Chat(tokenizer_of(path), "--messages-column")
