@@ -139,7 +139,7 @@ def test_later_copies_are_dropped(tmp_path, files, part, workers, capsys, monkey
     report = json.loads((tmp_path / "tokens/tokens-report.json").read_text())
     size = sum(map(len, AGAIN))
     assert report["documents"] == len(TEXTS)
-    assert report["dropped"] == {"documents": len(AGAIN), "bytes": size}
+    assert report["dropped"] == {"exact": {"documents": len(AGAIN), "bytes": size}}
     assert report["duplicates"] == {"documents": 0, "bytes": 0}
     assert f"Dropped {len(AGAIN)} exact duplicates of other documents, {size:,} bytes" in (
         capsys.readouterr().out

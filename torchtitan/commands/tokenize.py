@@ -141,7 +141,12 @@ def _report(output: Output, parts: int) -> dict[str, Any]:
         bad.update(meta["bad"])
     hashes = [output.file(i).with_suffix(".hashes") for i in range(parts)]
     again, again_bytes = count_duplicates(hashes)
-    dropped = [meta.get("dropped", [0, 0]) for meta in metas]
+    dropped: dict[str, dict[str, int]] = {}
+    for meta in metas:
+        for kind, sizes in meta.get("dropped", {}).items():
+            of_kind = dropped.setdefault(kind, {"documents": 0, "bytes": 0})
+            of_kind["documents"] += sizes[0]
+            of_kind["bytes"] += sizes[1]
     report = {
         "documents": documents,
         "tokens": tokens,
@@ -149,10 +154,7 @@ def _report(output: Output, parts: int) -> dict[str, Any]:
         "bytes": size,
         "bytes_per_token": round(size / tokens, 4) if tokens else None,
         "duplicates": {"documents": again, "bytes": again_bytes},
-        "dropped": {
-            "documents": sum(number for number, _ in dropped),
-            "bytes": sum(size for _, size in dropped),
-        },
+        **({"dropped": dropped} if dropped else {}),
         "skipped": dict(bad.most_common()),
         "first_skipped": [place for meta in metas for place in meta["places"]][:100],
         "files": parts,
@@ -295,11 +297,14 @@ def _print_report(options: argparse.Namespace, report: dict[str, Any]) -> None:
     print(_sizes(report, options.output))
     if "predicted" in report:
         print(f"{report['predicted']:,} tokens are the assistant's, which alone are predicted")
-    what = "dropped" if options.drop_duplicates else "duplicates"
-    print(
-        f"{'Dropped ' if options.drop_duplicates else ''}"
-        f"{plural(report[what]['documents'], 'exact duplicate')} of other documents, "
-        f"{report[what]['bytes']:,} bytes"
-    )
+    duplicates = report["duplicates"]
+    if not options.drop_duplicates:
+        print(
+            f"{plural(duplicates['documents'], 'exact duplicate')} of other documents, "
+            f"{duplicates['bytes']:,} bytes"
+        )
+    for kind, sizes in report.get("dropped", {}).items():
+        what = plural(sizes["documents"], f"{kind} duplicate")
+        print(f"Dropped {what} of other documents, {sizes['bytes']:,} bytes")
     if skipped:
         print(f"Skipped {counted(skipped)}; the first is {report['first_skipped'][0]}")

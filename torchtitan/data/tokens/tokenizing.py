@@ -235,7 +235,7 @@ class _Part:
     def __init__(self, output: Output, index: int):
         self.file = output.file(index)
         self.about: dict[str, Any] = output.common | {"places": []}
-        self._dropped = [0, 0]
+        self._dropped: dict[str, NDArray[np.int64]] = {}
         self._hashes: list[NDArray[Any]] = []
         self._bad: Counter[str] = Counter()
 
@@ -248,9 +248,10 @@ class _Part:
             if len(self.about["places"]) < _PLACES:
                 self.about["places"].append(problem)
 
-    def count_dropped(self, hashes: NDArray[Any]) -> None:
-        self._dropped[0] += len(hashes)
-        self._dropped[1] += int(hashes["bytes"].sum())
+    def count_dropped(self, kind: str, hashes: NDArray[Any]) -> None:
+        """Count documents that were dropped, as `exact` or `near` duplicates."""
+        sizes = np.array([len(hashes), hashes["bytes"].sum()], np.int64)
+        self._dropped[kind] = self._dropped.get(kind, 0) + sizes
 
     def finish(self) -> None:
         """Before the description is written, which says that everything is complete."""
@@ -260,7 +261,7 @@ class _Part:
             documents=len(every),
             bytes=int(every["bytes"].sum()),
             bad=dict(self._bad),
-            dropped=self._dropped,
+            dropped={kind: sizes.tolist() for kind, sizes in self._dropped.items()},
         )
 
 
@@ -284,7 +285,7 @@ def _write_part(
                 part.count_bad(encoded.bad)
                 if seen:
                     new = seen.take(encoded.hashes["hash"][:, None])
-                    part.count_dropped(encoded.hashes[~new])
+                    part.count_dropped("exact", encoded.hashes[~new])
                     encoded = encoded.only(new)
                 if held_out and apart:
                     chosen = held_out.choose(encoded.hashes)
