@@ -176,7 +176,7 @@ def test_a_first_node_that_is_not_there_is_one_message():
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-        done = join(port, "--rdzv-conf=is_host=0,read_timeout=1")
+        done = join(port, "--rdzv-conf=is_host=0,read_timeout=1,join_timeout=1")
     assert done.returncode == 1
     assert (
         done.stderr

@@ -48,6 +48,7 @@ def launcher(monkeypatch):
         made = Takeover(endpoints, parameters, secret, Meeting)
         made._here = [index == i for i in range(3)]
         made._patience = patience
+        made._start_seconds = 0
         return made
 
     return make
@@ -82,6 +83,16 @@ def test_an_endpoint_without_a_launcher_is_passed_over(launcher):
     assert together(launcher(2, patience=0.3), launcher(None)) == {(1, 2)}
     with pytest.raises(RendezvousError, match="no launcher at these endpoints"):
         launcher(None, patience=0.3)._join()
+
+
+def test_a_launcher_waits_at_the_start_for_one_that_is_late(launcher):
+    """Pulling its image may take a node minutes longer than the others."""
+    early = launcher(None, patience=0.3)
+    early._start_seconds = 15
+    late = threading.Timer(1, launcher(0).next_rendezvous)
+    late.start()
+    assert together(early) == {(1, 0)}
+    late.join()
 
 
 def test_a_holder_that_was_suspended_gives_way(launcher):

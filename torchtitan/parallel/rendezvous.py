@@ -6,6 +6,8 @@ signature shows that the writer has the job's secret. On one node there is no po
 """
 
 import hmac
+import sys
+import time
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
@@ -30,7 +32,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from torchtitan.parallel.takeover import Endpoint, Takeover
+from torchtitan.parallel.takeover import Endpoint, Takeover, join_seconds
 
 BACKEND = "torchtitan"
 """What `torchrun --rdzv-backend` calls this rendezvous, once it is registered."""
@@ -107,9 +109,36 @@ def register(secret: str) -> None:
             texts = parameters.endpoint.split(",")
             endpoints = [Endpoint(*parse_rendezvous_endpoint(text, -1)) for text in texts]
             return Takeover(endpoints, parameters, secret.encode(), in_store)
-        return in_store(create_backend(parameters)[1])
+        return in_store(_first_nodes_store(parameters))
 
     rendezvous_handler_registry.register(BACKEND, create)
+
+
+def _first_nodes_store(parameters: RendezvousParameters) -> dist.Store:
+    """The store at the only endpoint. Its node may start as late as others may join.
+
+    Raises:
+        RendezvousConnectionError: it didn't start in time.
+    """
+    host, _ = parse_rendezvous_endpoint(parameters.endpoint, -1)
+    if host == parameters.local_addr and "is_host" not in parameters.config:
+        parameters.config["is_host"] = True  # torch asks DNS, which may not know the name yet
+        try:
+            return create_backend(parameters)[1]
+        except RendezvousConnectionError:  # another launcher at this address holds it
+            del parameters.config["is_host"]
+    deadline = time.monotonic() + join_seconds(parameters)
+    while True:
+        try:
+            return create_backend(parameters)[1]
+        except RendezvousConnectionError:
+            if time.monotonic() >= deadline:
+                raise
+            print(
+                f"Waiting for the first node at {parameters.endpoint}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 _CAUSES: dict[type[RendezvousError], str] = {

@@ -38,10 +38,17 @@ _CONNECT_SECONDS = 2.0
 """Time for a node to answer; one that is switched off never does."""
 _PATIENCE_SECONDS = 60
 """Time for an endpoint's launcher to hold a store; stopping its ranks may take it 30 seconds."""
+_JOIN_SECONDS = 600
+"""torch's default."""
 _SETTLE_SECONDS = 1.0
 """Time before a new store is compared with those that others began to hold at the same time."""
 _POLL_SECONDS = 0.5
 _LOST = (RendezvousConnectionError, dist.DistError)
+
+
+def join_seconds(parameters: RendezvousParameters) -> int:
+    """Time for launchers to come, as torch's rendezvous has it."""
+    return parameters.get_as_int("join_timeout", _JOIN_SECONDS) or _JOIN_SECONDS
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,7 @@ class Takeover(RendezvousHandler):
         self._here = [endpoint.is_here(parameters.local_addr) for endpoint in endpoints]
         self._timeout = timedelta(seconds=parameters.get_as_int("read_timeout") or 60)
         self._patience = parameters.get_as_int("takeover_timeout") or _PATIENCE_SECONDS
+        self._start_seconds = join_seconds(parameters)
         self._held: _Found | None = None
         self._joined: _Found | None = None
         """The last one, also when it is lost."""
@@ -167,10 +175,15 @@ class Takeover(RendezvousHandler):
                 "at another",
                 file=sys.stderr,
             )
-        for index in order:
-            found = self._hold(index) if self._here[index] else self._wait()
-            if found is not None:
-                return found
+        # At the start, the launchers of the list may be as late as others may join.
+        deadline = time.monotonic() + (self._start_seconds if self._joined is None else 0)
+        while True:
+            for index in order:
+                found = self._hold(index) if self._here[index] else self._wait()
+                if found is not None:
+                    return found
+            if time.monotonic() >= deadline:
+                break
         raise RendezvousError(
             "no launcher at these endpoints can be reached, and none of them is here"
         )
