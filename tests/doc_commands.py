@@ -14,6 +14,7 @@ import shlex
 import signal
 import tomllib
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 from torchtitan.commands import COMMANDS, command_module
@@ -214,6 +215,15 @@ def check_torchfrtrace(words: list[str]) -> None:
     assert not unknown, f"torchfrtrace has no {unknown[0]}"
 
 
+def check_docker(words: list[str]) -> None:
+    command, *rest = words
+    assert command in ("build", "push"), command
+    known = re.findall(r"^ARG (\w+)", (ROOT / "Dockerfile").read_text(), re.M)
+    for name, value in pairwise(rest):
+        if name == "--build-arg":
+            assert value.partition("=")[0] in known, f"the Dockerfile has no ARG {value}"
+
+
 def check_kill(words: list[str]) -> None:
     name, _ = words
     assert name.startswith("-")
@@ -229,6 +239,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "pip": check_pip,
     "torchfrtrace": check_torchfrtrace,
     "kill": check_kill,
+    "docker": check_docker,
 }
 OF_THE_SHELL = {"echo", "export", "source", "ssh", "git", "cd", "mkdir"}
 

@@ -17,7 +17,7 @@ GROUPS = {
     "train": {
         "init": "Start a project: plan, choose a layout, write a configuration and its job.",
         "train": "Train on this machine, or on this node of several.",
-        "submit": "Write a Slurm job for a configuration, or for a grid of runs.",
+        "submit": "Write a job for Slurm, Kubernetes or SkyPilot, or for a grid of runs.",
         "jobs": "List Slurm jobs and their logs.",
         "tokenizer": "Train a tokenizer on your own text.",
         "tokenize": "Tokenize text once, ahead of training.",

@@ -1,8 +1,10 @@
-"""Write a Slurm job for a configuration, or a job array for many runs of it, after checking
-everything:
+"""Write a job for Slurm, Kubernetes or SkyPilot, or jobs for many runs of a configuration, after
+checking everything:
 
-    torchtitan submit my.toml --gpus-per-node 8 --time 24:00:00 --training.steps 100000 torchtitan
-    submit my.toml --gpus-per-node 8 --nodes 1 --grid optimizer.lr=1e-4,3e-4 --grid debug.seed=1,2,3
+    torchtitan submit my.toml --gpus-per-node 8 --time 24:00:00 --training.steps 100000
+    torchtitan submit my.toml --gpus-per-node 8 --nodes 1 --grid optimizer.lr=1e-4,3e-4
+    torchtitan submit my.toml --gpus-per-node 8 --to jobset --container IMAGE --volume CLAIM:/data
+    torchtitan submit my.toml --gpus-per-node 8 --to skypilot --accelerator H100 --spot
 
 The number of nodes follows from the layout, or is given by `--nodes`. Prints the command that
 submits the job.
@@ -17,9 +19,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.commands.train import check, count_gpus, node_range
-from torchtitan.config import load_config
+from torchtitan.config import Config, load_config
 from torchtitan.config.load.command_line import parse_args
 from torchtitan.tools.launch import jobs
+from torchtitan.tools.launch.container import (
+    ClusterRun,
+    check_outputs,
+    config_text,
+    needed_files,
+)
+from torchtitan.tools.launch.container_options import (
+    JOBSET,
+    SLURM,
+    TARGETS,
+    add_container_options,
+    check_name,
+    check_target,
+    cluster_name,
+    restarts,
+    workdir,
+)
 from torchtitan.tools.launch.grid import GridRun, in_folder, make_runs, run_in_turn, together
 from torchtitan.tools.launch.job import (
     Job,
@@ -31,9 +50,11 @@ from torchtitan.tools.launch.job import (
     one_line,
     script,
 )
+from torchtitan.tools.launch.jobset import jobset_files, longest_name
+from torchtitan.tools.launch.skypilot import LONGEST_NAME, skypilot_files
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import write_all
-from torchtitan.utils.text import aligned, count, plural
+from torchtitan.utils.text import aligned, count, plural, printable
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,10 +65,16 @@ def parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add(
+        "--to",
+        choices=TARGETS,
+        default=SLURM,
+        help="the scheduler: Slurm, a JobSet of Kubernetes, or SkyPilot (slurm)",
+    )
+    add(
         "--gpus-per-node",
         type=count,
         metavar="N",
-        help="ranks on a node; required for a Slurm job",
+        help="ranks on a node; required unless --local",
     )
     add(
         "--nodes",
@@ -62,11 +89,12 @@ def parser() -> argparse.ArgumentParser:
         help="name of the job (the configuration's)",
     )
     add_job_options(parser)
+    add_container_options(parser)
     add(
         "--output",
         type=one_line,
         metavar="FILE",
-        help="file to write (<job name>.sbatch)",
+        help="file to write (<job name>.sbatch, .jobset.yaml or .sky.yaml)",
     )
     add(
         "--grid",
@@ -113,18 +141,37 @@ def parser() -> argparse.ArgumentParser:
 
 
 @dataclass(frozen=True)
+class _Size:
+    """The nodes of a run."""
+
+    nodes: tuple[int, int]
+    """Fewest and most."""
+    ranks: int
+    """On each."""
+
+    def __str__(self) -> str:
+        fewest, most = self.nodes
+        number = plural(most, "node") if fewest == most else f"{fewest} to {most} nodes"
+        return f"{number} of {plural(self.ranks, 'rank')}"
+
+
+@dataclass(frozen=True)
 class _Batch:
-    """What is to be submitted, checked: one job, or an array of runs."""
+    """What is to be submitted, checked: one job, or several runs."""
 
     config: str
+    base: Config
+    """The configuration of the job, or what all runs have in common."""
     runs: list[GridRun]
     """Empty for one job."""
     commands: list[list[str]]
     """The overrides of the job, or of each run."""
     folder: Path
     """The folder of all runs, or the job's dump folder."""
-    nodes: tuple[int, int]
-    ranks: int
+    sizes: list[_Size]
+    """Of the job, or of each run."""
+    configs: list[Config]
+    """Of the job, or of each run, complete."""
 
 
 def main(argv: list[str]) -> int:
@@ -135,9 +182,12 @@ def main(argv: list[str]) -> int:
         own.error("the following arguments are required: --gpus-per-node")
     if not several and (options.at_most or options.folder or options.local):
         own.error("--at-most, --folder and --local are for several runs; add --grid or --runs")
+    if options.local and options.to != SLURM:
+        own.error(f"--local runs here, not with --to {options.to}")
+    check_target(options)
     overrides = [word for word in config_argv if word != f"--job.config_file={options.config}"]
     check_words(options.config, overrides)
-    if options.job_name is None:
+    if options.job_name is None and options.to == SLURM:
         try:
             options.job_name = job_name(Path(options.config).stem)
         except argparse.ArgumentTypeError as error:
@@ -146,7 +196,9 @@ def main(argv: list[str]) -> int:
     if runs and any(word.partition("=")[0] == "--job.dump_folder" for word in overrides):
         raise ConfigError(["--job.dump_folder: each run has its own, below --folder; give that"])
     batch = _checked(options, overrides, runs)
-    return _run_here(options, batch) if options.local else _write(options, batch)
+    if options.local:
+        return _run_here(options, batch)
+    return _write(options, batch) if options.to == SLURM else _write_cluster(options, batch)
 
 
 def _checked(
@@ -159,29 +211,60 @@ def _checked(
     Raises:
         ConfigError: what any of them is refused for.
     """
-    base = [f"--job.config_file={options.config}", *overrides]
-    config = load_config(base).config
-    dump = config.job.dump_folder
-    folder = Path(os.path.abspath(options.folder or (f"{dump.rstrip('/')}-grid" if runs else dump)))
-    commands = [
-        [*overrides, *in_folder(run, folder, config.checkpoint.folder)] for run in runs
-    ] or [overrides]
+    base = load_config([f"--job.config_file={options.config}", *overrides]).config
+    dump = base.job.dump_folder
+    folder = Path(options.folder or (f"{dump.rstrip('/')}-grid" if runs else dump))
+    if options.to == SLURM:  # the other schedulers' nodes have other folders
+        folder = Path(os.path.abspath(folder))
+    commands = [[*overrides, *in_folder(run, folder, base.checkpoint.folder)] for run in runs] or [
+        overrides
+    ]
     problems: dict[str, list[str]] = {}
-    sizes: dict[tuple[tuple[int, int], int], str] = {}
+    sizes: dict[str, _Size] = {}
+    configs = []
     for name, words in zip([run.name for run in runs] or [""], commands, strict=True):
         argv = [f"--job.config_file={options.config}", *words]
         try:
             check_words(options.config, words)
-            size = _size(options, argv)
-            check(argv, *size, output=False)
-            sizes.setdefault(size, name)
+            sizes[name] = _size(options, argv)
+            config = _check_run(options, argv, sizes[name])
+            configs.append(config)
         except ConfigError as error:
             problems[name] = error.problems
     if problems:
         raise ConfigError(together(problems) if runs else problems[""])
-    if len(sizes) > 1:
+    if options.to == SLURM:
+        _check_sizes(sizes)
+    return _Batch(options.config, base, runs, commands, folder, list(sizes.values()), configs)
+
+
+def _check_run(
+    options: argparse.Namespace,
+    argv: list[str],
+    size: _Size,
+) -> Config:
+    """The complete configuration of a run.
+
+    Raises:
+        ConfigError: what it is refused for.
+    """
+    elsewhere = options.to != SLURM
+    config = check(argv, size.nodes, size.ranks, output=False, elsewhere=elsewhere)
+    if elsewhere:
+        check_outputs(config, options.volume, workdir(options))
+    return config
+
+
+def _check_sizes(sizes: dict[str, _Size]) -> None:
+    """
+    Raises:
+        ConfigError: the tasks of an array would have different sizes.
+    """
+    names = {size: name for name, size in reversed(sizes.items())}
+    if len(names) > 1:
         need = " and ".join(
-            f"{plural(nodes[1] * ranks, 'rank')} ({name})" for (nodes, ranks), name in sizes.items()
+            f"{plural(size.nodes[1] * size.ranks, 'rank')} ({name})"
+            for size, name in reversed(names.items())
         )
         raise ConfigError(
             [
@@ -189,34 +272,33 @@ def _checked(
                 "submit them apart"
             ]
         )
-    return _Batch(options.config, runs, commands, folder, *next(iter(sizes)))
 
 
-def _size(options: argparse.Namespace, argv: list[str]) -> tuple[tuple[int, int], int]:
-    """Fewest and most nodes, and the ranks on each."""
+def _size(options: argparse.Namespace, argv: list[str]) -> _Size:
     if options.local:
-        return (1, 1), options.gpus_per_node or count_gpus() or 1
-    return nodes_and_ranks(load_config(argv).config, options.gpus_per_node, options.nodes)
+        return _Size((1, 1), options.gpus_per_node or count_gpus() or 1)
+    config = load_config(argv).config
+    return _Size(*nodes_and_ranks(config, options.gpus_per_node, options.nodes))
+
+
+# ---- Slurm
 
 
 def _write(options: argparse.Namespace, batch: _Batch) -> int:
     """Write the job, print how to submit it, and perhaps do so."""
     # A % in a folder's name is none of Slurm's patterns.
     log = f"{str(batch.folder).replace('%', '%%')}/%x-%A_%a.log" if batch.runs else None
-    job = Job(options.job_name, batch.nodes, batch.ranks, options, log)
+    size = batch.sizes[0]
+    job = Job(options.job_name, size.nodes, size.ranks, options, log)
     if batch.runs:
         text = array_script(job, batch.config, batch.commands, options.at_most)
     else:
         text = script(job, batch.config, batch.commands[0])
     name = f"{options.job_name}.sbatch"
     path = Path(options.output or (batch.folder / name if batch.runs else name))
-    fewest, most = batch.nodes
-    number = plural(most, "node") if fewest == most else f"{fewest} to {most} nodes"
     each = f"{plural(len(batch.runs), 'run')}, each on " if batch.runs else ""
     if options.dry_run:
-        print(
-            f"{path}, not written: {each}{number} of {plural(batch.ranks, 'rank')}", file=sys.stderr
-        )
+        print(f"{path}, not written: {each}{size}", file=sys.stderr)
         settings = "\n".join(line for line in text.splitlines() if line.startswith("#SBATCH"))
         print(f"{_table(batch.runs)}\n{settings}" if batch.runs else text.rstrip())
         return 0
@@ -230,11 +312,69 @@ def _write(options: argparse.Namespace, batch: _Batch) -> int:
         batch.folder.mkdir(parents=True, exist_ok=True)
         files[batch.folder / jobs.RECORD] = record.encode()
     write_all(files)
-    print(f"{path}: {each}{number} of {plural(batch.ranks, 'rank')}", file=sys.stderr)
+    print(f"{path}: {each}{size}", file=sys.stderr)
     print(f"sbatch {shlex.quote(str(path))}")
     if options.submit:
         jobs.submit(path, record, batch.folder)
     return 0
+
+
+# ---- Kubernetes and SkyPilot
+
+
+def _write_cluster(options: argparse.Namespace, batch: _Batch) -> int:
+    """Write the jobs, and print how to submit them and what their containers must have."""
+    files_of = jobset_files if options.to == JOBSET else skypilot_files
+    most = max(size.nodes[1] for size in batch.sizes)
+    longest = longest_name(most, len(batch.runs)) if options.to == JOBSET else LONGEST_NAME
+    if options.job_name is None:
+        options.job_name = cluster_name(Path(batch.config).stem, longest)
+    check_name(options.job_name, longest)
+    inputs = [
+        line
+        for config in batch.configs
+        for line in needed_files(config, options.volume, workdir(options))
+    ]
+    notes = [f"The container must have {printable(line)}" for line in dict.fromkeys(inputs)]
+    text = config_text(batch.base, printable(batch.config))
+    files, commands = files_of(options, text, _runs_of(options, batch), notes)
+    if options.dry_run:
+        print("".join(files.values()), end="")
+    else:
+        write_all({path: text.encode() for path, text in files.items()})
+    state = ", not written" if options.dry_run else ""
+    each = f"{plural(len(batch.runs), 'run')}, each on " if batch.runs else ""
+    size = " or ".join(dict.fromkeys(map(str, batch.sizes)))
+    written = [f"{path}{state}: {each}{size}" for path in list(files)[:1]]
+    print("\n".join([*written, *notes]), file=sys.stderr)
+    if not options.dry_run:
+        print("\n".join(commands))
+    return 0
+
+
+def _runs_of(options: argparse.Namespace, batch: _Batch) -> list[ClusterRun]:
+    """The runs, with the names and sizes of their jobs."""
+    named: list[tuple[str, str | None, Sequence[str]]] = [
+        (
+            f"{options.job_name}-{index}",
+            run.name,
+            in_folder(run, batch.folder, batch.base.checkpoint.folder),
+        )
+        for index, run in enumerate(batch.runs)
+    ] or [(options.job_name, None, [])]
+    return [
+        ClusterRun(
+            *names,
+            size.nodes,
+            size.ranks,
+            restarts(options, size.nodes),
+            own_code=bool(config.experimental.custom_import),
+        )
+        for names, size, config in zip(named, batch.sizes, batch.configs, strict=True)
+    ]
+
+
+# ---- grids
 
 
 def _table(runs: Sequence[GridRun]) -> str:
@@ -251,7 +391,7 @@ def _run_here(options: argparse.Namespace, batch: _Batch) -> int:
         print(_table(batch.runs))
         return 0
     commands = [
-        ["train", batch.config, "--nproc-per-node", str(batch.ranks), "--", *words]
+        ["train", batch.config, "--nproc-per-node", str(batch.sizes[0].ranks), "--", *words]
         for words in batch.commands
     ]
     return run_in_turn([run.name for run in batch.runs], commands, batch.folder)

@@ -26,7 +26,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.health.diagnose import diagnose, killed
 from torchtitan.health.rank_dumps import read_dumps
 from torchtitan.telemetry.notify import report_failure
-from torchtitan.tools.launch.ranks import Stop, common_status
+from torchtitan.tools.launch.ranks import ELASTIC_RESTARTS, Stop, common_status
 from torchtitan.train.preflight import preflight
 from torchtitan.train.rank_main import LAUNCHER_ENV
 from torchtitan.train.rank_main import main as train
@@ -46,7 +46,6 @@ from torchtitan.utils.text import brief, count
 
 RENDEZVOUS = "last_call_timeout=3,join_timeout=600,keep_alive_interval=2,keep_alive_max_attempt=5"
 """Late nodes join within 3 seconds; a node that is silent for 10 is dropped."""
-ELASTIC_RESTARTS = 10
 SECRET_ENV = "RDZV_SECRET"
 """Not an option: every user of a machine sees the arguments of its processes."""
 MIN_SECRET = 16
@@ -252,11 +251,13 @@ def check(
     ranks: int,
     *,
     output: bool = True,
+    elsewhere: bool = False,
 ) -> Config:
     """Check the configuration for every number of nodes in the range, with `ranks` on each.
 
     Args:
         output: also create the dump folder, and check that it is writable.
+        elsewhere: it trains on machines with other files and packages than this one.
 
     Returns:
         The configuration for the largest number of nodes.
@@ -280,7 +281,7 @@ def check(
             raise ConfigError(
                 [f"with {number} of {most} nodes: {problem}" for problem in error.problems]
             ) from error
-    preflight(config, output=output)
+    preflight(config, output=output, elsewhere=elsewhere)
     # A node that joins a running job finds its folder in use.
     if output and most == 1 and (problem := used_by_a_neighbor(Path(config.job.dump_folder))):
         raise ConfigError([f"job.dump_folder: {problem}"])

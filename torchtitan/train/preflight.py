@@ -72,16 +72,23 @@ class Setup:
         return self.spec.width_ratio(fqn, self.args)
 
 
-def preflight(config: Config, *, output: bool = True) -> Setup:
+def preflight(
+    config: Config,
+    *,
+    output: bool = True,
+    elsewhere: bool = False,
+) -> Setup:
     """Find the model, tokenizer, data and folders that `config` names, and ask the rules.
 
     Args:
         output: also create the dump folder and check that it is writable.
+        elsewhere: it trains on other machines: data, folders and packages that are missing here may
+        be there. The tokenizer is read here.
 
     Raises:
         ConfigError: everything that is missing or doesn't fit together.
     """
-    facts = _machine_facts(config, receivers=output)
+    facts = _machine_facts(config, receivers=output, elsewhere=elsewhere)
     found: list[str] = []
     spec = args = tokenizer = None
     warnings: list[str] = []
@@ -205,10 +212,16 @@ def _check_own_code(
 # ---- this machine
 
 
-def _machine_facts(config: Config, *, receivers: bool) -> Facts:
+def _machine_facts(
+    config: Config,
+    *,
+    receivers: bool,
+    elsewhere: bool,
+) -> Facts:
     """
     Args:
         receivers: include what receives messages about the run.
+        elsewhere: include files and packages that this machine doesn't have.
     """
     packages = ("lm_eval", "matplotlib", *TRACKER_PACKAGES.values())
     named = (config.eval.include_path, config.checkpoint.initial_load_path)
@@ -216,9 +229,9 @@ def _machine_facts(config: Config, *, receivers: bool) -> Facts:
     facts = Facts(
         torch=installed_torch(),
         old_torch=torch_is_before_2_13(),
-        data_problems=dict(_data_problems(config)),
-        folders={path for path in folders if os.path.isdir(storage_path(path))},
-        packages={name for name in packages if importlib.util.find_spec(name)},
+        data_problems=dict(_data_problems(config, elsewhere=elsewhere)),
+        folders={path for path in folders if elsewhere or os.path.isdir(storage_path(path))},
+        packages={name for name in packages if elsewhere or importlib.util.find_spec(name)},
         compilers=_registered_compilers(config),
     )
     if not receivers:
@@ -267,21 +280,27 @@ def _chat_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
             )
 
 
-def _data_problems(config: Config) -> Iterator[tuple[str, str]]:
-    """(key of a path, why nothing can be read from it)."""
+def _data_problems(config: Config, *, elsewhere: bool) -> Iterator[tuple[str, str]]:
+    """(key of a path, why nothing can be read from it).
+
+    Args:
+        elsewhere: paths that this machine doesn't have are none.
+    """
     for name, section in _data_sections(config).items():
         path = section.dataset_path
         # A registered source interprets its path itself, and only the loader can look up a remote
         # file (hf://, s3://).
         if not path or "://" in path or data_sources.find(section.dataset):
             continue
-        if problem := _path_problem(path):
+        if problem := _path_problem(path, elsewhere=elsewhere):
             yield f"{name}.dataset_path", problem
 
 
-def _path_problem(path: str) -> str | None:
+def _path_problem(path: str, *, elsewhere: bool) -> str | None:
     if os.path.exists(path):
         return path_problem(path)
+    if elsewhere:
+        return None
     try:
         if next(matching_files(path, SEARCHED_AT_CHECK, skipped=[]), None) is None:
             return f"no file matches {path!r} (relative to {Path.cwd()})"

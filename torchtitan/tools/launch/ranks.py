@@ -12,6 +12,8 @@ import psutil
 
 from torchtitan.utils.signals import AGAIN_SECONDS, INTERRUPTED, STOP_SIGNALS, STOPPING, heeded
 
+ELASTIC_RESTARTS = 10
+"""Default of a run whose number of nodes varies."""
 _LAST_WORDS_SECONDS = 5.0
 """Time left to ranks to say what is lost, after a second Ctrl-C."""
 

@@ -1,0 +1,193 @@
+"""The commands of jobs for Kubernetes and SkyPilot, run in two processes with what their pods or
+machines would give them.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.runs import arguments, free_ports, losses, read_metrics, train
+from torchtitan.checkpoint.commit import committed_steps
+from torchtitan.commands.submit import main
+
+ROOT = Path(__file__).parents[2]
+STEPS = 150
+HOSTS = "\n127.0.0.2 it-node-0-0.it\n127.0.0.3 it-node-0-1.it\n"
+IN_NAMESPACE = ["unshare", "--mount", "sh", "-c"]
+pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+def private_hosts() -> bool:
+    """Whether a process can have an `/etc/hosts` of its own."""
+    try:
+        mount = "mount --bind /etc/hosts /etc/hosts"
+        return subprocess.run([*IN_NAMESPACE, mount], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+class Nodes:
+    """Two nodes of a job on this machine."""
+
+    def __init__(self, folder, to, *options):
+        self.folder = folder
+        self.log = (folder / "log").open("w+")
+        self.running = []
+        (self.port,) = free_ports(1)
+        (folder / "it.toml").touch()
+        launcher = folder / "bin/torchtitan"
+        launcher.parent.mkdir()
+        launcher.write_text(f'#!/bin/sh\nexec {sys.executable} -m torchtitan "$@"\n')
+        launcher.chmod(0o755)
+        (folder / "hosts").write_text(Path("/etc/hosts").read_text() + HOSTS)
+        flags = arguments(
+            folder, "--checkpoint.enable", "--checkpoint.interval=50", steps=STEPS, global_batch=4
+        )
+        own = ["--gpus-per-node=1", f"--to={to}", f"--output={folder / 'job.yaml'}", *options]
+        assert main([str(folder / "it.toml"), *own, "--", *flags]) == 0
+        self.documents = list(yaml.safe_load_all((folder / "job.yaml").read_text()))
+        self.flags = flags
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.running:
+            process.kill()
+            process.wait()
+
+    def start(self, node):
+        """Start a node's process."""
+        raise NotImplementedError
+
+    def _popen(self, command, **env):
+        path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | env
+        env["RDZV_SECRET"] = "0123456789abcdef"
+        process = subprocess.Popen(
+            command, env=env, cwd=self.folder, stdout=self.log, stderr=subprocess.STDOUT
+        )
+        self.running.append(process)
+        return process
+
+    def steps(self):
+        dump = self.folder / "out"
+        metrics = read_metrics(dump) if (dump / "metrics.jsonl").exists() else []
+        return [record["step"] for record in metrics if "loss" in record]
+
+    def wait_for_step(self, step, *processes):
+        deadline = time.monotonic() + 200
+        while max(self.steps(), default=0) < step:
+            text = (self.folder / "log").read_text()[-4000:]
+            assert time.monotonic() < deadline, text
+            assert all(process.poll() is None for process in processes), text
+            time.sleep(0.1)
+
+    def statuses(self, *processes):
+        return [process.wait(timeout=200) for process in processes]
+
+
+class Pods(Nodes):
+    """Pods of a JobSet, each with its index, in a network with their names."""
+
+    def __init__(self, folder, *options):
+        super().__init__(folder, "jobset", "--container=image", f"--volume=runs:{folder}", *options)
+
+    def start(self, node):
+        shared, jobset = self.documents
+        (role,) = jobset["spec"]["replicatedJobs"]
+        (container,) = role["template"]["spec"]["template"]["spec"]["containers"]
+        assert container["workingDir"] == str(self.folder)
+        config = self.folder / "config.toml"
+        config.write_text(shared["data"]["config.toml"])
+        words = [
+            word.replace("$(JOB_COMPLETION_INDEX)", str(node))
+            .replace("$$", "$")
+            .replace("/etc/torchtitan/config.toml", str(config))
+            .replace(":29500", f":{self.port}")
+            for word in container["command"]
+        ]
+        hosts = 'mount --bind hosts /etc/hosts && exec "$@"'
+        return self._popen([*IN_NAMESPACE, hosts, "sh", *words])
+
+
+class Machines(Nodes):
+    """Machines of a SkyPilot job."""
+
+    def __init__(self, folder, *options):
+        super().__init__(
+            folder,
+            "skypilot",
+            "--container=image",
+            "--accelerator=H100",
+            f"--volume=runs:{folder}",
+            *options,
+        )
+
+    def start(self, node):
+        (task,) = self.documents
+        home = self.folder / f"home{node}"
+        home.mkdir(exist_ok=True)
+        script = task["run"].replace(":29500", f":{self.port}")
+        env = {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "HOME": str(home)}
+        return self._popen(["bash", "-c", script], **env)
+
+    def preempt(self, node):
+        """Run the job's hook on a machine."""
+        (task,) = self.documents
+        (hook,) = task["config"]["hooks"]
+        env = os.environ | {"HOME": str(self.folder / f"home{node}")}
+        subprocess.run(["bash", "-c", hook["run"]], env=env, timeout=200, check=True)
+
+
+def check_losses(nodes, ranks):
+    """The whole curve is that of one process, with no step done twice."""
+    assert nodes.steps() == list(range(1, STEPS + 1))
+    found = losses({"metrics": read_metrics(nodes.folder / "out")})
+    whole = ranks(1, train, [*nodes.flags, f"--job.dump_folder={nodes.folder / 'whole'}"])[0]
+    assert found == pytest.approx(losses(whole), rel=1e-4)
+
+
+@pytest.mark.skipif(not private_hosts(), reason="needs root, for an /etc/hosts of its own")
+def test_pods_save_when_one_is_evicted_and_resume_when_all_start_again(ranks, tmp_path):
+    with Pods(tmp_path, "--nodes=2") as pods:
+        first, second = pods.start(0), pods.start(1)
+        pods.wait_for_step(5, first, second)
+        second.terminate()
+        assert pods.statuses(first, second) == [75, 75]
+        saved = max(pods.steps())
+        assert saved < STEPS
+        assert committed_steps(tmp_path / "out/checkpoint")[-1] == saved
+        late = pods.start(1)
+        time.sleep(5)
+        assert pods.statuses(pods.start(0), late) == [0, 0]
+        check_losses(pods, ranks)
+
+
+@pytest.mark.skipif(not private_hosts(), reason="needs root, for an /etc/hosts of its own")
+def test_pods_train_on_while_one_is_replaced(ranks, tmp_path):
+    elastic = ["--nodes=1:2", "--fault_tolerance.elastic"]
+    with Pods(tmp_path, *elastic) as pods:
+        first, second = pods.start(0), pods.start(1)
+        pods.wait_for_step(5, first, second)
+        second.terminate()
+        assert pods.statuses(second) == [75]
+        pods.wait_for_step(max(pods.steps()) + 5, first)
+        assert 0 in pods.statuses(pods.start(1), first)
+        check_losses(pods, ranks)
+
+
+def test_machines_save_when_one_is_preempted_and_resume(ranks, tmp_path):
+    with Machines(tmp_path, "--nodes=2") as machines:
+        first, second = machines.start(0), machines.start(1)
+        machines.wait_for_step(5, first, second)
+        machines.preempt(1)
+        assert machines.statuses(first, second) == [75, 75]
+        assert max(machines.steps()) < STEPS
+        assert machines.statuses(machines.start(0), machines.start(1)) == [0, 0]
+        check_losses(machines, ranks)

@@ -1,0 +1,206 @@
+"""What a container of a job is told and given: its files, its command, and the job as YAML."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel
+
+from torchtitan.config import Config
+from torchtitan.config.load.render import to_toml
+from torchtitan.config.sections.types import LocalPath
+from torchtitan.tools.launch.container_options import Volume
+from torchtitan.utils.assets import ASSETS
+from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.storage import is_url
+
+PORT = 29500
+"""Of the rendezvous. A pod or machine has its own address, so jobs don't compete for it."""
+SECRET = "RDZV_SECRET"
+"""Environment variable of the launcher."""
+_CONFIG_BYTES = 1_000_000
+"""A ConfigMap holds at most 1 MiB."""
+_LAUNCHER_SECONDS = 10
+"""The launcher gives up before its container is killed, and says so."""
+_NO_INPUTS = {
+    "job.config_file",
+    "job.dump_folder",
+    "checkpoint.folder",
+    "checkpoint.upload_folder",
+}
+_PATH = get_args(LocalPath)[-1]
+"""What marks a key as a path."""
+
+
+@dataclass(frozen=True)
+class ClusterRun:
+    """One run, as a scheduler of containers starts it."""
+
+    name: str
+    """Name of its job."""
+    title: str | None
+    """Name of a grid's run."""
+    flags: Sequence[str]
+    """Overrides of the configuration that all runs share."""
+    nodes: tuple[int, int]
+    """Fewest and most."""
+    ranks: int
+    """On each node."""
+    restarts: int
+    """After failures."""
+    own_code: bool = False
+    """Whether it imports a module of the user's, which may be in the folder it works in."""
+
+    @property
+    def elastic(self) -> bool:
+        return self.nodes[0] < self.nodes[1]
+
+
+# ---- files
+
+
+def config_text(config: Config, name: str) -> str:
+    """The TOML file of the container: what differs from the defaults, without `extends`.
+
+    Args:
+        name: of the file that it was made from.
+
+    Raises:
+        ConfigError: it is too large.
+    """
+    text = f"# Written by `torchtitan submit` from {name}\n\n{to_toml(config, only_changed=True)}"
+    if len(text.encode()) > _CONFIG_BYTES:
+        raise ConfigError([f"{name}: its settings take more than {_CONFIG_BYTES:,} bytes"])
+    return text.rstrip() + "\n"
+
+
+def needed_files(config: Config, volumes: list[Volume], workdir: str | None) -> list[str]:
+    """The inputs that the container must have, as `key = path (volume NAME)`.
+
+    Args:
+        workdir: folder that relative paths start from; None: the image's.
+    """
+    found = []
+    for key, path in _local_paths(config):
+        if key in _NO_INPUTS or is_url(path) or not path or _ships(path):
+            continue
+        mount = _mount_of(path, volumes, workdir)
+        found.append(f"{key} = {path} ({f'volume {mount}' if mount else 'not on a volume'})")
+    if config.experimental.custom_import:
+        found.append(f"experimental.custom_import = {config.experimental.custom_import} (a module)")
+    return found
+
+
+def check_outputs(config: Config, volumes: list[Volume], workdir: str | None) -> None:
+    """
+    Raises:
+        ConfigError: checkpoints would be lost with the container.
+    """
+    settings = config.checkpoint
+    if not settings.enable:
+        return
+    folder = str(PurePosixPath(config.job.dump_folder, settings.folder))
+    places = [settings.folder if is_url(settings.folder) else folder, settings.upload_folder or ""]
+    if not any(is_url(place) or _mount_of(place, volumes, workdir) for place in places):
+        raise ConfigError(
+            [
+                f"checkpoint.folder: {folder} is in the container and lost with it; mount a "
+                "--volume NAME:PATH with job.dump_folder below PATH, or set checkpoint.folder to "
+                "a URL (s3://, gs://)"
+            ]
+        )
+
+
+def _mount_of(path: str, volumes: list[Volume], workdir: str | None) -> str | None:
+    """The volume that holds a path."""
+    if not path or (workdir is None and not path.startswith("/")):
+        return None
+    whole = PurePosixPath(workdir or "/", path)
+    inner = [one for one in volumes if whole.is_relative_to(one.path)]
+    return max(inner, key=lambda one: len(one.path)).name if inner else None
+
+
+def _local_paths(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(key, value) of all paths below a section."""
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            yield from _local_paths(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            for entry in value:
+                if isinstance(entry, BaseModel):
+                    yield from _local_paths(entry, f"{prefix}{name}.")
+        elif isinstance(value, str) and _is_path(info):
+            yield prefix + name, value
+
+
+def _is_path(info: Any) -> bool:
+    """Whether a field is a path, or may be one."""
+    marks = [*info.metadata]
+    for kind in get_args(info.annotation):
+        marks += getattr(kind, "__metadata__", ())
+    return _PATH in marks
+
+
+def _ships(path: str) -> bool:
+    """Whether every installation of the package has this file."""
+    return not Path(path).is_absolute() and (ASSETS / path).exists()
+
+
+# ---- commands
+
+
+def train_words(
+    run: ClusterRun,
+    file: str,
+    endpoint: str,
+    flags: Sequence[str],
+) -> list[str]:
+    """Arguments of the launcher on each node, up to the flags of the configuration.
+
+    Args:
+        endpoint: of the rendezvous; unused on one node.
+        flags: more options of the launcher.
+    """
+    fewest, most = run.nodes
+    words = ["train", file, f"--nproc-per-node={run.ranks}"]
+    if most > 1:
+        number = f"{fewest}:{most}" if run.elastic else str(most)
+        words += [f"--nnodes={number}", f"--rdzv-endpoint={endpoint}"]
+    return [*words, *flags]
+
+
+def launcher_grace(seconds: int) -> str:
+    """The launcher's option for a container that is killed after `seconds`."""
+    return f"--grace={seconds - _LAUNCHER_SECONDS}"
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes text of several lines as such, and never refers to an earlier node."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    )
+
+
+_Dumper.add_representer(str, _text)
+
+
+def to_yaml(documents: list[dict[str, Any]], comments: Sequence[str]) -> str:
+    """Documents below comments of a line each."""
+    head = "".join(f"# {line}\n" for line in comments)
+    body = yaml.dump_all(
+        documents,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=1000,
+    )
+    return head + body

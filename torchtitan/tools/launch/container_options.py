@@ -1,0 +1,237 @@
+"""Options of jobs for Kubernetes and SkyPilot, and what the names in them may be."""
+
+import argparse
+import re
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePosixPath
+
+from torchtitan.tools.launch.job import one_line
+from torchtitan.tools.launch.ranks import ELASTIC_RESTARTS
+from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.text import brief, count
+
+SLURM, JOBSET, SKYPILOT = "slurm", "jobset", "skypilot"
+TARGETS = (SLURM, JOBSET, SKYPILOT)
+RESTARTS = 3
+"""A node that is lost may count as a failure, so there are some by default."""
+GRACE_SECONDS = 300
+"""From the signal to stop until the container is killed."""
+
+_EDIT = "edit the file that is written"
+_ELSEWHERE: dict[str, dict[str, str]] = {
+    "partition": {JOBSET: "use --queue or --node-selector", SKYPILOT: "use --infra"},
+    "account": {JOBSET: "use --queue or --namespace", SKYPILOT: "choose a workspace of SkyPilot"},
+    "time": dict.fromkeys(
+        (JOBSET, SKYPILOT), "these jobs have no time limit; training.steps ends the run"
+    ),
+    "sbatch": {JOBSET: _EDIT, SKYPILOT: _EDIT},
+    "submit": {
+        JOBSET: "run the kubectl command that is printed",
+        SKYPILOT: "run the sky command that is printed",
+    },
+    "at_most": {
+        JOBSET: "the quota of a Kueue queue limits what runs at once (--queue)",
+        SKYPILOT: "all are started; launch fewer of the files",
+    },
+    "volume": {SLURM: "nodes share a file system; for a container, set CONTAINER_MOUNTS"},
+    "max_restarts": {SLURM: "set MAX_RESTARTS in the job's environment"},
+    "grace": {SLURM: "use --sbatch=--signal=B:USR1@SECONDS"},
+    "queue": {SLURM: "use --partition", SKYPILOT: "only Kubernetes has queues of Kueue"},
+    "namespace": {SLURM: "use --account", SKYPILOT: "it belongs to SkyPilot's configuration"},
+    "node_selector": {SLURM: "use --sbatch=--constraint=...", SKYPILOT: "use --infra"},
+    "service_account": {SLURM: "use --account", SKYPILOT: "it belongs to SkyPilot's configuration"},
+    "accelerator": {SLURM: "use --partition", JOBSET: "use --node-selector"},
+    "infra": {SLURM: "use --partition", JOBSET: "kubectl's context chooses the cluster"},
+    "spot": {SLURM: "use --partition", JOBSET: "use --node-selector"},
+}
+"""Options that a target doesn't have, and what to do instead."""
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A volume of the cluster, and where a container sees it."""
+
+    name: str
+    path: str
+
+
+def add_container_options(parser: argparse.ArgumentParser) -> None:
+    """The options of jobs for `--to jobset` and `--to skypilot`."""
+    both = parser.add_argument_group("--to jobset, --to skypilot")
+    both.add_argument(
+        "--volume",
+        type=volume,
+        action="append",
+        default=[],
+        metavar="NAME:PATH",
+        help="volume (Kubernetes: claim) to mount at PATH; a pod works in the first one",
+    )
+    both.add_argument(
+        "--max-restarts",
+        type=partial(count, fewest=0),
+        metavar="N",
+        help=f"restarts after failures ({RESTARTS}; {ELASTIC_RESTARTS} with MIN:MAX nodes); "
+        "status 75 isn't one",
+    )
+    both.add_argument(
+        "--grace",
+        type=partial(count, fewest=30, most=7 * 24 * 3600),
+        metavar="SECONDS",
+        help=f"time to save when stopped ({GRACE_SECONDS})",
+    )
+    jobset = parser.add_argument_group("--to jobset")
+    jobset.add_argument("--namespace", type=dns_label, metavar="NAME")
+    jobset.add_argument(
+        "--queue",
+        type=dns_label,
+        metavar="NAME",
+        help="local queue of Kueue",
+    )
+    jobset.add_argument(
+        "--node-selector",
+        type=label,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="label of the nodes to run on",
+    )
+    jobset.add_argument(
+        "--service-account",
+        type=dns_label,
+        metavar="NAME",
+        help="gives the pods access to buckets",
+    )
+    skypilot = parser.add_argument_group("--to skypilot")
+    skypilot.add_argument(
+        "--accelerator",
+        type=word,
+        metavar="NAME",
+        help="kind of GPU, as H100; required",
+    )
+    skypilot.add_argument(
+        "--infra",
+        type=word,
+        metavar="CLOUD[/REGION[/ZONE]]",
+        help="where to run (the cheapest place)",
+    )
+    skypilot.add_argument("--spot", action="store_true", help="use machines that can be preempted")
+
+
+def check_target(options: argparse.Namespace) -> None:
+    """
+    Raises:
+        ConfigError: options that the target doesn't have, each with its counterpart, or lacks.
+    """
+    to = options.to
+    problems = [
+        f"--{name.replace('_', '-')}: not for --to {to}: {instead[to]}"
+        for name, instead in _ELSEWHERE.items()
+        if to in instead and getattr(options, name)
+    ]
+    if to == JOBSET and not options.container:
+        problems.append("--container: give the image that the pods run, as registry/name:tag")
+    if to == SKYPILOT and not options.accelerator:
+        problems.append("--accelerator: give the kind of GPU, as SkyPilot calls it: H100")
+    if options.container and to != SLURM and not re.fullmatch(r"[\w./:@-]+", options.container):
+        problems.append(
+            f"--container: {brief(options.container)} is not an image as registry/name:tag"
+        )
+    elif to != SLURM and "://" in (options.container or ""):
+        problems.append("--container: name the image without docker://")
+    paths = [one.path for one in options.volume]
+    if len(set(paths)) < len(paths):
+        problems.append("--volume: two are at one path")
+    if problems:
+        raise ConfigError(problems)
+
+
+def restarts(options: argparse.Namespace, nodes: tuple[int, int]) -> int:
+    """Restarts after failures."""
+    given: int | None = options.max_restarts
+    if given is not None:
+        return given
+    return RESTARTS if nodes[0] == nodes[1] else ELASTIC_RESTARTS
+
+
+def workdir(options: argparse.Namespace) -> str | None:
+    """The folder that a pod works in; None: the image's, or SkyPilot's."""
+    return options.volume[0].path if options.to == JOBSET and options.volume else None
+
+
+def dns_label(text: str) -> str:
+    """Argument type of a name in Kubernetes."""
+    if not re.fullmatch("[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", text):
+        raise argparse.ArgumentTypeError(
+            f"{brief(text)}: must be at most 63 lower-case letters, digits and '-', with '-' at "
+            "neither end"
+        )
+    return text
+
+
+def label(text: str) -> tuple[str, str]:
+    """Argument type of a label in Kubernetes."""
+    key, equals, value = text.partition("=")
+    name = "[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+    if (
+        not equals
+        or not re.fullmatch(f"([a-z0-9.-]{{1,253}}/)?{name}", key)
+        or not re.fullmatch(f"({name})?", value)
+    ):
+        raise argparse.ArgumentTypeError(f"{brief(text)} is not KEY=VALUE of a label")
+    return key, value
+
+
+def word(text: str) -> str:
+    """Argument type of a name without spaces."""
+    if not text or " " in text:
+        raise argparse.ArgumentTypeError(f"{brief(text)}: must be a name without spaces")
+    return one_line(text)
+
+
+def volume(text: str) -> Volume:
+    """Argument type of `NAME:PATH`."""
+    name, _, path = text.partition(":")
+    taken = ("/", "/dev/shm", "/etc/torchtitan")
+    plain = PurePosixPath(path)
+    if not path.startswith("/") or ":" in path or ".." in plain.parts or str(plain) in taken:
+        raise argparse.ArgumentTypeError(
+            f"{brief(text)} is not NAME:PATH, with a path that starts with / and isn't one of "
+            f"{', '.join(taken)}"
+        )
+    return Volume(dns_label(name), one_line(str(plain)))
+
+
+# ---- names
+
+
+def cluster_name(name: str, longest: int) -> str:
+    """A job's name from a file's: `my_run.v2` becomes `my-run-v2`.
+
+    Args:
+        longest: number of characters that the scheduler leaves for it.
+
+    Raises:
+        ConfigError: nothing valid is left.
+    """
+    plain = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
+    if not re.fullmatch("[a-z][a-z0-9-]*", plain):
+        raise ConfigError([f"--job-name: give one, as {brief(name)} has no letter in front"])
+    check_name(plain, longest)
+    return plain
+
+
+def check_name(name: str, longest: int) -> None:
+    """
+    Raises:
+        ConfigError: pods and services couldn't be named after it.
+    """
+    if not re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", name):
+        raise ConfigError(
+            [
+                f"--job-name: {brief(name)}: must be lower-case letters, digits and '-', with a "
+                "letter in front and no '-' at the end"
+            ]
+        )
+    if len(name) > longest:
+        raise ConfigError([f"--job-name: {brief(name)}: must have at most {longest} characters"])
