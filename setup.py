@@ -18,7 +18,8 @@ setup(
     package_data={
         "torchtitan": [
             *("py.typed", "commands/slurm.sbatch", "telemetry/*.toml", "tools/planner/*.toml"),
-            *("tools/planner/*.js", "tools/reports/*.js", "tools/reports/*.css", "tools/web/*"),
+            *("tools/corpus/*.js", "tools/planner/*.js"),
+            *("tools/reports/*.js", "tools/reports/*.css", "tools/web/*"),
         ],
         **{package: ASSETS[folder] for package, folder in PACKAGES.items()},
     },

@@ -24,6 +24,7 @@ GROUPS = {
     },
     "check before training": {
         "config": "Check and explain a configuration.",
+        "data": "Report what a tokenizer makes of data, and what a mixture reads of it.",
         "plan": "Predict memory and speed, and find the fastest layout, without a GPU.",
         "pipeline-schedule": "Write a pipeline schedule that torch doesn't have, as a CSV file.",
         "rehearse": "Check without a GPU that the ranks of a cluster can't hang.",

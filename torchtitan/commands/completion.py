@@ -11,7 +11,7 @@ from torchtitan.commands import COMMANDS, command_module
 from torchtitan.config.load.keys import FIELDS
 from torchtitan.utils.assets import shipped_configs
 
-CONFIGURED = ("init", "train", "plan", "rehearse", "config", "parity", "submit")
+CONFIGURED = ("init", "train", "data", "plan", "rehearse", "config", "parity", "submit")
 """Commands that take a configuration."""
 
 SCRIPT = """\

@@ -15,7 +15,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.inference.options import add_model_options, reported_once
 from torchtitan.telemetry.scores import record_scores, run_of
 from torchtitan.utils.errors import ConfigError
@@ -90,6 +89,8 @@ def _record(
     options: argparse.Namespace,
 ) -> None:
     """Add the scores to the folder of the checkpoint's run, for `torchtitan report`."""
+    from torchtitan.checkpoint.manifest import read_manifest  # imports torch
+
     run = None if is_remote(checkpoint) else run_of(checkpoint)
     if run is None:
         return

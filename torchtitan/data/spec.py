@@ -7,7 +7,10 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, Literal
 
-from torchtitan.config.sections import data as config
+from torchtitan.config.derive import validation_rows
+from torchtitan.config.registry import data_sources
+from torchtitan.config.sections.data import DataLoader, DataStage, Source, ValidationSet
+from torchtitan.config.sections.schema import Config, Training, Validation
 from torchtitan.data.order.mixture import StagePlan
 from torchtitan.data.text.documents import OnBad
 from torchtitan.data.text.retry import Retry
@@ -18,8 +21,8 @@ from torchtitan.data.text.tokenizer import Tokenizer
 class DataSpec:
     """What to read, as plain values: worker processes get a copy."""
 
-    sources: Sequence[config.Source]
-    stages: Sequence[config.DataStage] = ()
+    sources: Sequence[Source]
+    stages: Sequence[DataStage] = ()
     tokenizer: Tokenizer
     seq_len: int
     """Predicted tokens of a row, before the first stage that changes them."""
@@ -30,7 +33,7 @@ class DataSpec:
     seed: int
     infinite: bool
     """Read epoch after epoch, shuffled; else make one pass in order."""
-    options: config.DataLoader
+    options: DataLoader
     on_bad_document: OnBad = "stop"
     """What to do with documents that can't be decoded or have no text."""
     on_changed_data: Literal["stop", "continue"] = "stop"
@@ -87,9 +90,58 @@ class DataSpec:
         """All numbers of rows that a step may have."""
         return {plan.rows for plan in self.plans}
 
-    def key(self, source: config.Source) -> str:
+    def key(self, source: Source) -> str:
         """The section or table of the configuration that names a source."""
         return self.section if len(self.sources) == 1 else f"{self.section}.sources.{source.name}"
 
-    def retry(self, source: config.Source) -> Retry:
+    def retry(self, source: Source) -> Retry:
         return Retry(self.key(source), source.dataset_path or source.dataset, self.options)
+
+
+def data_spec(
+    config: Config,
+    key: Literal["training", "validation"],
+    tokenizer: Tokenizer,
+    held_out: ValidationSet | None = None,
+) -> DataSpec:
+    """What `[training]` or `[validation]` reads.
+
+    Args:
+        held_out: one of several validation sets.
+    """
+    section: Training | Validation = getattr(config, key)
+    one = held_out or section
+    sources = [
+        Source(
+            name="data",
+            dataset=one.dataset,
+            dataset_path=one.dataset_path,
+            text_column=one.text_column,
+            messages_column=one.messages_column,
+        )
+    ]
+    stages: Sequence[DataStage] = ()
+    size = validation_rows(config)
+    if isinstance(section, Training):
+        size = section.local_batch_size
+        sources = section.sources or sources
+        stages = section.stages
+    return DataSpec(
+        sources=sources,
+        stages=stages,
+        tokenizer=tokenizer,
+        seq_len=section.seq_len,
+        rows_per_step=section.global_batch_size,
+        local_batch_size=size,
+        seed=config.debug.seed,
+        infinite=key == "training",
+        options=section.dataloader,
+        on_bad_document=config.training.on_bad_document,
+        on_changed_data=config.training.on_changed_data,
+        section=key if held_out is None else f"{key}.sets.{held_out.name}",
+        custom={
+            source.dataset: make
+            for source in sources
+            if (make := data_sources.chosen(source.dataset, config.custom))
+        },
+    )

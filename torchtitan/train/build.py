@@ -11,11 +11,10 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.config.derive import replace, stages_of, validation_rows
-from torchtitan.config.registry import data_sources
-from torchtitan.config.sections.data import Source, ValidationSet
+from torchtitan.config.sections.data import ValidationSet
 from torchtitan.config.sections.schema import Config, Debug, Training, Validation
 from torchtitan.data.loader import StepLoader, build_loader
-from torchtitan.data.spec import DataSpec
+from torchtitan.data.spec import data_spec
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.expert_balance import ExpertBalance
@@ -224,48 +223,11 @@ def build_data(
         share: this rank's index among those that read different rows, and their number.
         held_out: one of several validation sets.
     """
-    section: Training | Validation = getattr(config, key)
-    one = held_out or section
-    only = Source(
-        name="data",
-        dataset=one.dataset,
-        dataset_path=one.dataset_path,
-        text_column=one.text_column,
-        messages_column=one.messages_column,
-    )
-    rows = section.global_batch_size
-    size = section.local_batch_size
-    if isinstance(section, Training):
-        first = config.comm.init_timeout_seconds
-        sources = section.sources or [only]
-        stages = section.stages
-    else:
-        size = validation_rows(config)
-        first = config.comm.train_timeout_seconds
-        sources = [only]
-        stages = []
-    spec = DataSpec(
-        sources=sources,
-        stages=stages,
-        tokenizer=tokenizer,
-        seq_len=section.seq_len,
-        rows_per_step=rows,
-        local_batch_size=size,
-        seed=config.debug.seed,
-        infinite=key == "training",
-        options=section.dataloader,
-        on_bad_document=config.training.on_bad_document,
-        on_changed_data=config.training.on_changed_data,
-        section=key if held_out is None else f"{key}.sets.{held_out.name}",
-        custom={
-            source.dataset: make
-            for source in sources
-            if (make := data_sources.chosen(source.dataset, config.custom))
-        },
-    )
-    limits = first / 2, config.comm.train_timeout_seconds / 2
+    comm = config.comm
+    first = comm.init_timeout_seconds if key == "training" else comm.train_timeout_seconds
+    limits = first / 2, comm.train_timeout_seconds / 2
     return build_loader(
-        spec,
+        data_spec(config, key, tokenizer, held_out),
         dp_rank=share[0],
         dp_degree=share[1],
         limits=limits,

@@ -37,7 +37,8 @@ _PLACES = 100
 """Number of a part's bad documents whose places are kept."""
 
 
-def _batches(items: Iterable[Item]) -> Iterator[list[Item]]:
+def batches_of(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """Documents that are encoded at once."""
     batch: list[Item] = []
     size = 0
     for item in items:
@@ -171,7 +172,7 @@ def tokenize(
             parts += 1
             part = _take(chain([first], items), output.part)
             if not is_done(index, output, held_out):
-                for batch in _batches(part):
+                for batch in batches_of(part):
                     yield index, batch
             for _ in part:  # the part was done
                 pass
@@ -179,7 +180,8 @@ def tokenize(
     tokenizer = tokenizer_of(encoder.tokenizer)
     seen = Seen() if drop_duplicates else None
     following = 0
-    for index, batches in groupby(_encode(todo(), encoder, workers), key=lambda part: part[0]):
+    every = encode_batches(todo(), encoder, workers)
+    for index, batches in groupby(every, key=lambda part: part[0]):
         if seen:
             for done in range(following, index):
                 _see_again(seen, done, output, held_out)
@@ -204,12 +206,12 @@ def _take(items: Iterator[Item], count: int) -> Iterator[Item]:
         yield item
 
 
-def _encode(
+def encode_batches(
     batches: Iterator[tuple[int, list[Item]]],
     encoder: Encoder,
     workers: int,
 ) -> Iterator[tuple[int, Encoded]]:
-    """Encode batches, in order; in this process with one worker."""
+    """Encode numbered batches, in order; in this process with one worker."""
     if workers == 1:
         for index, batch in batches:
             yield index, encoder(batch)

@@ -1,0 +1,193 @@
+"""Report what a tokenizer makes of data: bytes per token, lengths of documents, use of the
+vocabulary, and what a mixture reads of each source.
+
+    torchtitan data corpus/ code.jsonl.gz --tokenizer assets/hf/Llama-3.1-8B
+    torchtitan data my.toml --sample 10000 --html data.html
+
+Reads what `training.dataset_path` reads, or the sources of a configuration, and writes nothing
+else. With --sample, about N documents of each source are drawn at random, so that the time doesn't
+grow with the data; estimates then have 95 % confidence intervals.
+"""
+
+import argparse
+import json
+import os
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from torchtitan.config import resolve
+from torchtitan.config.load.command_line import split_args
+from torchtitan.config.registry import tokenizers
+from torchtitan.config.sections.data import DataLoader, Source
+from torchtitan.config.sections.schema import Model
+from torchtitan.data.spec import DataSpec, data_spec
+from torchtitan.data.text.tokenizer import build_tokenizer
+from torchtitan.tools.corpus.reading import How
+from torchtitan.tools.corpus.survey import survey, survey_page
+from torchtitan.tools.corpus.text import as_text
+from torchtitan.utils.assets import shipped_configs
+from torchtitan.utils.errors import ConfigError, UserError, show_warnings
+from torchtitan.utils.files import write_whole
+from torchtitan.utils.text import count
+
+_SEQ_LEN = 2048
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchtitan data",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Of a configuration, --section.key value overrides a key.",
+    )
+    add = parser.add_argument
+    add(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a file, folder or glob of documents or token files, a source each; or demo; or a "
+        "configuration",
+    )
+    add(
+        "--tokenizer",
+        metavar="DIR",
+        help=f"as model.hf_assets_path (default: {Model().hf_assets_path})",
+    )
+    add(
+        "--text-column",
+        metavar="NAME",
+        help="column or JSON key of the text (text)",
+    )
+    add(
+        "--messages-column",
+        metavar="NAME",
+        help="read conversations from this column or JSON key, as training.messages_column",
+    )
+    add(
+        "--seq-len",
+        type=count,
+        metavar="N",
+        help=f"report how many documents are longer than this ({_SEQ_LEN})",
+    )
+    add(
+        "--sample",
+        type=count,
+        metavar="N",
+        help="draw about N documents of each source at random (default: read everything)",
+    )
+    add(
+        "--seed",
+        type=lambda text: count(text, fewest=0),
+        default=0,
+        metavar="N",
+        help="of --sample (0)",
+    )
+    add(
+        "--workers",
+        type=count,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="processes (all cores)",
+    )
+    add(
+        "--world",
+        type=count,
+        default=os.environ.get("WORLD_SIZE", "1"),
+        metavar="N",
+        help="number of ranks of the configuration (WORLD_SIZE, else 1)",
+    )
+    add(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page, which opens without a network",
+    )
+    add(
+        "--json",
+        action="store_true",
+        help="print everything as JSON",
+    )
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    own, flags = split_args(argv)
+    options = parser().parse_args(own)
+    steps = None
+    if any(_is_config(path) for path in options.paths):
+        spec, steps = _of_config(options, flags)
+    elif flags:
+        raise ConfigError([f"{flags[0]}: a key of the configuration, and none is named"])
+    else:
+        spec = _of_paths(options)
+    how = How(options.sample, options.seed, options.workers)
+    with redirect_stdout(sys.stderr):  # progress
+        content = survey(spec, how, steps)
+    if options.html:
+        try:
+            write_whole(options.html, survey_page(content).encode())
+        except OSError as error:
+            problem = error.strerror or error
+            raise UserError(f"--html {options.html}: can't be written: {problem}") from None
+        print(f"Wrote {options.html}", file=sys.stderr)
+    if options.json:
+        print(json.dumps(content, allow_nan=False))
+    elif not options.html:
+        print(as_text(content))
+    return 0
+
+
+def _is_config(path: str) -> bool:
+    return path.endswith(".toml") or (path in shipped_configs() and not os.path.exists(path))
+
+
+def _of_config(options: argparse.Namespace, flags: list[str]) -> tuple[DataSpec, int]:
+    """The sources of a configuration, and its number of steps."""
+    if len(options.paths) > 1:
+        raise UserError(
+            f"{' '.join(options.paths)}: a configuration names its sources; give it alone"
+        )
+    keys = {
+        "tokenizer": "model.hf_assets_path",
+        "text_column": "training.text_column",
+        "messages_column": "training.messages_column",
+        "seq_len": "training.seq_len",
+    }
+    for name, key in keys.items():
+        if getattr(options, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"{flag}: {options.paths[0]} has a key for that; give --{key} instead")
+    resolved = resolve([f"--job.config_file={options.paths[0]}", *flags], options.world)
+    show_warnings(resolved.warnings)
+    config = resolved.config
+    if tokenizers.chosen(config.model.tokenizer, config.custom) is not None:
+        raise UserError(
+            f"model.tokenizer: {config.model.tokenizer} is registered by your own module; "
+            "torchtitan data reads tokenizer.json and tiktoken files"
+        )
+    tokenizer = build_tokenizer(config.model.hf_assets_path)
+    return data_spec(config, "training", tokenizer), config.training.steps
+
+
+def _of_paths(options: argparse.Namespace) -> DataSpec:
+    tokenizer = build_tokenizer(options.tokenizer or Model().hf_assets_path)
+    columns = {
+        "text_column": options.text_column or "text",
+        "messages_column": options.messages_column,
+    }
+    sources = []
+    for path in dict.fromkeys(options.paths):
+        where = "dataset" if path in ("demo", "demo_validation") else "dataset_path"
+        sources.append(Source.model_validate({"name": path, where: path, **columns}))
+    return DataSpec(
+        sources=sources,
+        tokenizer=tokenizer,
+        seq_len=options.seq_len or _SEQ_LEN,
+        rows_per_step=1,
+        seed=options.seed,
+        infinite=False,
+        options=DataLoader(),
+        on_bad_document="skip",
+        section="",
+    )

@@ -1,0 +1,167 @@
+"""Documents as columns, whole or drawn at random, and what they say about all documents.
+
+A drawn document stands for `weight` others. Totals are sums with these weights (Hansen and Hurwitz,
+"On the theory of sampling from finite populations", 1943); ratios are ratios of totals. Errors
+follow from how much the drawn units differ, a ratio's from its residuals (Cochran, "Sampling
+Techniques", 1977, section 6.3).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+NORMAL = 1.96
+"""Standard errors in half of a 95 % confidence interval."""
+PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
+
+
+class Estimate(NamedTuple):
+    """A number, with half the width of its 95 % confidence interval; 0 if it is exact."""
+
+    value: float
+    noise: float
+
+
+class Drawn(NamedTuple):
+    """What was read in one place."""
+
+    weight: float
+    """Documents that it stands for."""
+    raw: float
+    """Bytes of its file, or tokens of a token file, that it takes up."""
+    unit: int
+    """Documents of the same unit were drawn together."""
+    how: Literal["all", "places", "beginnings"]
+    """How it was drawn, see `sampling`."""
+    scale: float = 1.0
+    """Size of the document, relative to the part of it that is read."""
+
+
+WHOLE = Drawn(
+    weight=1.0,
+    raw=0.0,
+    unit=0,
+    how="all",
+)
+"""A document that stands for itself."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What was read, a row for each place: a document, or something that is none."""
+
+    documents: Array
+    """1, or 0 for a blank line or a bad document."""
+    tokens: Array
+    bytes: Array
+    weight: Array
+    raw: Array
+    unit: Array
+    how: Array
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Array,
+        sizes: Array,
+        drawn: Sequence[Drawn],
+    ) -> "Columns":
+        """
+        Args:
+            sizes: bytes of the texts. Neither tokens nor bytes: no document.
+        """
+        counts = np.asarray(tokens, np.int64)
+        return cls(
+            documents=(counts > 0).astype(np.int64),
+            tokens=counts,
+            bytes=np.asarray(sizes, np.int64),
+            weight=np.array([one.weight for one in drawn]),
+            raw=np.array([one.raw for one in drawn]),
+            unit=np.array([one.unit for one in drawn], np.int64),
+            how=np.array([one.how for one in drawn], "U10"),
+        )
+
+    def total(self, values: Array) -> Estimate:
+        """The sum of something over all documents."""
+        sampled = self.weight * values
+        variance = 0.0
+        for part in self._drawn_parts():
+            raw = (self.weight * self.raw)[part]
+            sum_of_raw = raw.sum()
+            rate = sampled[part].sum() / sum_of_raw if sum_of_raw else 0.0
+            variance += self._variance(part, sampled[part] - rate * raw)
+        return Estimate(float(sampled.sum()), NORMAL * variance**0.5)
+
+    def ratio(self, above: Array, below: Array) -> Estimate | None:
+        """A ratio of two sums over all documents; None if the one below is zero."""
+        bottom = float((self.weight * below).sum())
+        if not bottom:
+            return None
+        value = float((self.weight * above).sum()) / bottom
+        residuals = self.weight * (above - value * below)
+        variance = sum(self._variance(part, residuals[part]) for part in self._drawn_parts())
+        return Estimate(value, NORMAL * variance**0.5 / bottom)
+
+    def _drawn_parts(self) -> list[Array]:
+        """Which rows were drawn in each of the ways, apart from those that were read whole."""
+        return [self.how == how for how in ("places", "beginnings") if (self.how == how).any()]
+
+    def _variance(self, part: Array, residuals: Array) -> float:
+        """Of the sum of residuals of independent units."""
+        _, units = np.unique(self.unit[part], return_inverse=True)
+        sums = np.bincount(units, residuals)
+        if len(sums) == 1:  # a single file: its documents are all that there is to compare
+            sums = residuals
+        count = len(sums)
+        return float(count / (count - 1) * ((sums - sums.mean()) ** 2).sum()) if count > 1 else 0.0
+
+    # ---- the distribution over documents
+
+    def percentiles(self, values: Array) -> dict[str, float]:
+        """By percent, and `min`, `max` and `mean` of what was read; empty without documents."""
+        at = self.documents > 0
+        if not at.any():
+            return {}
+        order = np.argsort(values[at], kind="stable")
+        sorted_values = values[at][order]
+        weights = self.weight[at][order]
+        reached = np.cumsum(weights) / weights.sum()
+        found = {}
+        for percent in PERCENTILES:
+            index = min(int(np.searchsorted(reached, percent / 100)), len(reached) - 1)
+            found[str(percent)] = float(sorted_values[index])
+        ends = {"min": float(sorted_values[0]), "max": float(sorted_values[-1])}
+        return found | ends | {"mean": float((sorted_values * weights).sum() / weights.sum())}
+
+    def longer_than(self, length: int) -> dict[str, float]:
+        """Share of the documents, and of the tokens in them, with more than `length` tokens."""
+        long = self.tokens > length
+        weights = self.weight * self.documents
+        tokens = self.weight * self.tokens
+        return {
+            "documents": float(weights[long].sum() / max(weights.sum(), 1e-300)),
+            "tokens": float(tokens[long].sum() / max(tokens.sum(), 1e-300)),
+        }
+
+    def histogram(self) -> list[dict[str, float]]:
+        """Shares of documents and tokens by length in tokens: `from` 2^i, `to` below twice that."""
+        at = self.documents > 0
+        if not at.any():
+            return []
+        powers = np.frexp(self.tokens[at].astype(float))[1] - 1
+        weights = self.weight[at]
+        documents = np.bincount(powers, weights)
+        tokens = np.bincount(powers, weights * self.tokens[at])
+        return [
+            {
+                "from": 2**power,
+                "to": 2 ** (power + 1) - 1,
+                "documents": float(documents[power] / documents.sum()),
+                "tokens": float(tokens[power] / tokens.sum()),
+            }
+            for power in range(int(powers.min()), int(powers.max()) + 1)
+        ]

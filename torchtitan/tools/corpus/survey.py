@@ -1,0 +1,112 @@
+"""A tokenizer on data, as JSON can hold it: what text and page show."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.sections.data import Source
+from torchtitan.data.spec import DataSpec
+from torchtitan.data.text.tokenizer import Tokenizer
+from torchtitan.tools.corpus.columns import Columns, Estimate
+from torchtitan.tools.corpus.mixture import mixture
+from torchtitan.tools.corpus.reading import How, Reading, read
+from torchtitan.tools.corpus.vocabulary import Vocabulary
+from torchtitan.tools.web import web_page
+
+
+def survey(
+    spec: DataSpec,
+    how: How,
+    steps: int | None = None,
+) -> dict[str, Any]:
+    """Read all sources.
+
+    Args:
+        steps: of the run whose sources these are; None without a run.
+
+    Raises:
+        UserError: a source can't be read.
+    """
+    vocabulary = Vocabulary(spec.tokenizer)
+    sources = []
+    for source in spec.sources:
+        reading = read(spec, source, how)
+        sources.append(_describe(source, reading, spec, vocabulary))
+    return {
+        "tokenizer": _about(spec.tokenizer, vocabulary),
+        "seq_len": spec.longest_row,
+        "sample": how.sample,
+        "seed": how.seed,
+        "sources": sources,
+        "steps": steps,
+        "mixture": None if steps is None else mixture(spec, steps, dict(_known_tokens(sources))),
+    }
+
+
+def _about(tokenizer: Tokenizer, vocabulary: Vocabulary) -> dict[str, Any]:
+    return {
+        "name": tokenizer.name,
+        "vocab_size": tokenizer.vocab_size,
+        "entries": vocabulary.entries,
+    }
+
+
+def _known_tokens(sources: list[dict[str, Any]]) -> Iterator[tuple[str, float | None]]:
+    for source in sources:
+        yield source["name"], None if source["of_stream"] else source["tokens"]["value"]
+
+
+def _describe(
+    source: Source,
+    reading: Reading,
+    spec: DataSpec,
+    vocabulary: Vocabulary,
+) -> dict[str, Any]:
+    tally = reading.tally
+    columns = tally.columns()
+    documents, tokens, size = tally.sums(columns)
+    if reading.tokens is not None:
+        tokens = Estimate(float(reading.tokens), 0.0)
+    report = reading.report or {}
+    bad = {kind: round(number) for kind, number in tally.bad.items()} or report.get("skipped", {})
+    return {
+        "name": source.name,
+        "path": source.dataset_path or source.dataset,
+        "kind": reading.kind,
+        "of_stream": reading.of_stream,
+        "file_bytes": reading.size,
+        "drawn": tally.is_drawn,
+        "read": dict(zip(("documents", "tokens", "bytes"), map(int, tally.totals), strict=True)),
+        "documents": documents._asdict(),
+        "tokens": tokens._asdict(),
+        "bytes": size._asdict(),
+        "bytes_per_token": _per_token(columns, tokens, size, tally.is_drawn),
+        "of_documents": columns.percentiles(columns.bytes / columns.tokens.clip(min=1)),
+        "lengths": columns.percentiles(columns.tokens),
+        "histogram": columns.histogram(),
+        "longer": columns.longer_than(spec.longest_row),
+        "bad": bad,
+        "first_bad": tally.first_bad,
+        "duplicates": report.get("duplicates", tally.duplicates()),
+        "vocabulary": vocabulary.use(tally.read, tally.counts),
+    }
+
+
+def _per_token(
+    columns: Columns,
+    tokens: Estimate,
+    size: Estimate,
+    drawn: bool,
+) -> dict[str, float] | None:
+    if drawn:
+        found = columns.ratio(columns.bytes, columns.tokens)
+    else:
+        found = Estimate(size.value / tokens.value, 0.0) if tokens.value else None
+    return found and found._asdict()
+
+
+def survey_page(content: dict[str, Any]) -> str:
+    """A self-contained page that shows what `survey` returns."""
+    tools = Path(__file__).parents[1]
+    scripts = [tools / "reports" / "formats.js", tools / "corpus" / "page.js"]
+    return web_page("Data", content, scripts)

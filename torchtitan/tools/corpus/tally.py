@@ -1,0 +1,144 @@
+"""What was read of a source, added up: a row for each document, and how often each token occurs."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan.tools.corpus.columns import WHOLE, Columns, Drawn, Estimate
+
+_KEPT = 2**20
+"""Documents whose lengths are kept; of more, a random part."""
+_HASHES = 2**24
+"""Documents among which duplicates are counted, at most."""
+
+
+class Tally:
+    """Adds up documents."""
+
+    def __init__(self, vocab_size: int, seed: int):
+        self.read = np.zeros(vocab_size, np.int64)
+        """How often each token was read."""
+        self.counts = np.zeros(vocab_size)
+        """How often each token occurs in all documents, as far as what was read tells."""
+        self.bad = Counter[str]()
+        """Bad documents by kind, like `counts`."""
+        self.first_bad: str | None = None
+        self.totals = np.zeros(3, np.int64)
+        """Documents, tokens and bytes that were read."""
+        self.tokens_read = 0
+        self._rng = np.random.default_rng(seed)
+        self._rows: list[tuple[NDArray[Any], NDArray[Any]]] = []
+        self._drawn: list[Drawn] = []
+        self._kept = 0
+        self._share = 1
+        """One of so many whole documents is kept."""
+        self._hashes: list[NDArray[Any]] | None = []
+
+    def add(
+        self,
+        ids: NDArray[Any],
+        lengths: NDArray[Any],
+        sizes: NDArray[Any],
+        hashes: NDArray[Any] | None = None,
+    ) -> None:
+        """Add whole documents.
+
+        Args:
+            ids: of all of them, document after document.
+            lengths: tokens of each.
+            sizes: bytes of each text.
+            hashes: of the texts; None if they are unknown.
+        """
+        found = np.bincount(ids, minlength=len(self.read))
+        self.read += found
+        self.counts += found
+        self.totals += (len(lengths), len(ids), int(sizes.sum()))
+        if self._share > 1:
+            kept = self._rng.random(len(lengths)) * self._share < 1
+            lengths, sizes = lengths[kept], sizes[kept]
+        self._rows.append((lengths, sizes))
+        self._kept += len(lengths)
+        while self._kept > _KEPT:
+            self._halve()
+        if hashes is None or len(self.read) == 0 or self.totals[0] > _HASHES:
+            self._hashes = None
+        elif self._hashes is not None:
+            self._hashes.append(hashes)
+
+    def _halve(self) -> None:
+        rows = np.array([np.concatenate(column) for column in zip(*self._rows, strict=True)])
+        rows = rows[:, self._rng.random(rows.shape[1]) < 0.5]
+        self._rows = [(rows[0], rows[1])]
+        self._kept = rows.shape[1]
+        self._share *= 2
+
+    def add_drawn(
+        self,
+        ids: NDArray[Any],
+        size: int,
+        drawn: Sequence[Drawn],
+    ) -> None:
+        """Add a document that was drawn, or none (no ids) in its place.
+
+        Args:
+            size: bytes of its text, or of the part of it that was read.
+            drawn: each time that it was drawn.
+        """
+        found = np.bincount(ids, minlength=len(self.read))
+        self.read += found
+        self.totals += (1 if len(ids) else 0, len(ids), size)
+        self.counts += found * sum(one.weight * one.scale for one in drawn)
+        for one in drawn:
+            row = (np.array([round(len(ids) * one.scale)]), np.array([round(size * one.scale)]))
+            self._rows.append(row)
+            self._drawn.append(one)
+        self._hashes = None
+
+    def add_bad(
+        self,
+        kind: str,
+        problem: str,
+        drawn: Sequence[Drawn] = (WHOLE,),
+    ) -> None:
+        """Add a bad document."""
+        self.bad[kind] += sum(one.weight for one in drawn)  # type: ignore[assignment]
+        self.first_bad = self.first_bad or problem
+
+    def columns(self) -> Columns:
+        """The rows."""
+        columns = list(zip(*self._rows, strict=True)) or [(), ()]
+        tokens, sizes = (np.concatenate(column) if column else np.zeros(0) for column in columns)
+        drawn = self._drawn or [WHOLE._replace(weight=float(self._share))] * len(tokens)
+        return Columns.of(tokens, sizes, drawn)
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether documents were drawn at random."""
+        return any(one.how != "all" for one in self._drawn)
+
+    def sums(self, columns: Columns) -> tuple[Estimate, Estimate, Estimate]:
+        """Documents, tokens and bytes of the whole source.
+
+        Args:
+            columns: what `columns` returned.
+        """
+        if not self.is_drawn:
+            documents, tokens, size = (Estimate(float(value), 0.0) for value in self.totals)
+            return documents, tokens, size
+        return (
+            columns.total(columns.documents),
+            columns.total(columns.tokens),
+            columns.total(columns.bytes),
+        )
+
+    def duplicates(self) -> dict[str, int] | None:
+        """Number and bytes of the documents that equal an earlier one; None if not counted."""
+        if not self._hashes:
+            return None
+        every = np.concatenate(self._hashes)
+        every = every[np.argsort(every["hash"], kind="stable")]
+        again = every["hash"][1:] == every["hash"][:-1]
+        return {"documents": int(again.sum()), "bytes": int(every["bytes"][1:][again].sum())}

@@ -1,0 +1,150 @@
+"""What a survey of data says, for a terminal."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from torchtitan.utils.text import aligned, cut, plural, printable, show_tokens
+
+_BAR = 30
+"""Characters of the longest bar of a histogram."""
+_LISTED = 10
+"""Entries of the vocabulary that are named."""
+
+
+def as_text(content: dict[str, Any]) -> str:
+    """What `survey` returns, as text."""
+    tokenizer = content["tokenizer"]
+    head = f"Tokenizer {tokenizer['name']}: {tokenizer['entries']:,} entries"
+    parts = [printable(head), _table(content)]
+    parts += ["\n".join(_details(source, content["seq_len"])) for source in content["sources"]]
+    if content["mixture"] is not None:
+        parts.append(_mixture(content))
+    return "\n\n".join(parts)
+
+
+def _table(content: dict[str, Any]) -> str:
+    length = f"> {content['seq_len']:,}"
+    rows = [["source", "documents", "tokens", "bytes", "bytes/token", "median", "95%", length]]
+    for source in content["sources"]:
+        per_token = source["bytes_per_token"]
+        lengths = source["lengths"]
+        rows.append(
+            [
+                printable(source["name"]),
+                amount(source["documents"]),
+                amount(source["tokens"]),
+                amount(source["bytes"]),
+                "" if per_token is None else _with_noise(per_token, "{:.3f}"),
+                f"{lengths['50']:,.0f}" if lengths else "",
+                f"{lengths['95']:,.0f}" if lengths else "",
+                percent(source["longer"]["documents"]),
+            ]
+        )
+    return aligned(rows)
+
+
+def amount(estimate: dict[str, float]) -> str:
+    """A number of documents, tokens or bytes; exact, or with half its confidence interval."""
+    value = estimate["value"]
+    if not estimate["noise"]:
+        return f"{value:,.0f}" if value < 1e6 else show_tokens(value)
+    return f"{show_tokens(value)} ± {show_tokens(estimate['noise'])}"
+
+
+def percent(share: float) -> str:
+    """A share."""
+    if 0 < share < 1e-4:
+        return "< 0.01%"
+    return f"{100 * share:.2g}%" if share < 0.1 else f"{100 * share:.1f}%"
+
+
+def _with_noise(estimate: dict[str, float], form: str) -> str:
+    text = form.format(estimate["value"])
+    return f"{text} ± {form.format(estimate['noise'])}" if estimate["noise"] else text
+
+
+def _details(source: dict[str, Any], seq_len: int) -> Iterator[str]:
+    read = source["read"]
+    how = f"; drawn at random: {plural(read['documents'], 'document')}" if source["drawn"] else ""
+    yield printable(f"{source['name']}: {source['path']}, {source['kind']}{how}")
+    if not source["lengths"]:
+        yield "  no documents"
+        return
+    spread = source["of_documents"]
+    yield (
+        f"  bytes per token of documents: median {spread['50']:.2f}, {spread['5']:.2f} to "
+        f"{spread['95']:.2f} in 90% of them"
+    )
+    lengths = source["lengths"]
+    known = ", ".join(f"{key}% {lengths[key]:,.0f}" for key in ("5", "25", "50", "75", "95", "99"))
+    yield f"  length in tokens: mean {lengths['mean']:,.0f}; {known}; longest {lengths['max']:,.0f}"
+    longer = source["longer"]
+    yield (
+        f"  longer than {seq_len:,} tokens: {percent(longer['documents'])} of the documents, with "
+        f"{percent(longer['tokens'])} of the tokens"
+    )
+    yield from _histogram(source["histogram"])
+    yield from _vocabulary(source["vocabulary"])
+    if source["bad"]:
+        kinds = ", ".join(f"{number:,} {kind}" for kind, number in source["bad"].items())
+        first = f"; the first is {cut(source['first_bad'], 200)}" if source["first_bad"] else ""
+        yield printable(f"  bad documents: {kinds}{first}")
+    if source["duplicates"] is not None:
+        again = source["duplicates"]
+        number = f"{again['documents']:,}, {again['bytes']:,} bytes"
+        yield f"  exact duplicates of other documents: {number}"
+
+
+def _histogram(bins: list[dict[str, float]]) -> Iterator[str]:
+    most = max(one["documents"] for one in bins)
+    rows = [["tokens", "documents", "of the tokens", ""]]
+    for one in bins:
+        bar = "#" * round(_BAR * one["documents"] / most)
+        label = f"{one['from']:,} to {one['to']:,}"
+        rows.append([label, percent(one["documents"]), percent(one["tokens"]), bar])
+    for line in aligned(rows).splitlines():
+        yield f"    {line}"
+
+
+def _vocabulary(use: dict[str, Any]) -> Iterator[str]:
+    covering = ", ".join(f"{count:,} make {share}" for share, count in use["covering"].items())
+    seen = f"{use['seen']:,} of {use['entries']:,} entries occur"
+    yield f"  vocabulary: {seen}; {covering} of the tokens"
+    frequent = (f"{quoted(one)} {percent(one['share'])}" for one in use["frequent"][:_LISTED])
+    yield f"    most frequent: {', '.join(frequent)}"
+    if use["unseen"]:
+        unseen = ", ".join(quoted(one) for one in use["unseen"][:_LISTED])
+        left = use["entries"] - use["seen"]
+        yield f"    never seen: {left:,}, as {unseen}"
+    parts = use["parts"]
+    yield (
+        f"    bytes that are no whole character: {percent(parts['tokens'])} of the tokens, for "
+        f"{percent(parts['bytes'])} of the bytes"
+    )
+    if use["unknown"]:
+        lost = percent(use["unknown"])
+        yield f"    unknown text, which the vocabulary can't encode: {lost} of the tokens"
+
+
+def quoted(entry: dict[str, Any]) -> str:
+    """An entry of the vocabulary, with its blanks visible."""
+    if "\N{REPLACEMENT CHARACTER}" in entry["text"]:
+        return f"bytes of id {entry['id']}"
+    return printable(json.dumps(cut(entry["text"], 40), ensure_ascii=False))
+
+
+def _mixture(content: dict[str, Any]) -> str:
+    rows = [["source", "rows", "tokens", "share", "epochs"]]
+    for one in content["mixture"]:
+        epochs = "unknown" if one["epochs"] is None else f"{one['epochs']:.3g}"
+        rows.append(
+            [
+                printable(one["name"]),
+                f"{one['rows']:,}",
+                show_tokens(one["tokens"]),
+                percent(one["share"]),
+                epochs,
+            ]
+        )
+    return f"In {plural(content['steps'], 'step')} training reads\n{aligned(rows)}"
