@@ -1,5 +1,6 @@
 """Arguments that break the rules of storage, data, validation and services of a run."""
 
+PACKED = "--training.packing=best_fit"
 SOURCES = "--training.sources=[{name = 'a'}, {name = 'b'}]"
 
 # rule -> (ranks, arguments it refuses, words of the message, arguments that fix it)
@@ -305,6 +306,15 @@ RUN_CASES = {
             "training.sources: 'a': messages_column: demo has no conversations",
             ["--training.sources=[{name = 'a', dataset = 'org/x', messages_column = 'messages'}]"],
         ),
+    ],
+    "rows_are_packed_for_one_length": [
+        (
+            1,
+            [PACKED, "--training.stages=[{from_step = 3, seq_len = 4096}]"],
+            "packs rows of one length, but the stage from_step 3 has seq_len 4096",
+            ["--training.packing=stream"],
+        ),
+        (1, [PACKED, "--training.seq_len=1"], "2 tokens or more", ["--training.seq_len=2"]),
     ],
     "sources_are_named_once": [
         (1, ["--training.sources=[{name = 'a'}, {name = 'a'}]"], "2 sources are named", [SOURCES]),

@@ -14,10 +14,12 @@ import json
 import os
 from collections import Counter
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.sections.schema import Model
+from torchtitan.data.order.packing import Packed
 from torchtitan.data.text.chat import Chat
 from torchtitan.data.text.corpus import Corpus
 from torchtitan.data.text.documents import counted
@@ -108,6 +110,13 @@ def parser() -> argparse.ArgumentParser:
         "chosen by a hash of the text",
     )
     parser.add_argument(
+        "--best-fit",
+        type=partial(count, fewest=2, most=2**30),
+        metavar="SEQ_LEN",
+        help="pack documents into rows of SEQ_LEN tokens, which each begin with a document, as "
+        "training.packing does; training then needs that seq_len",
+    )
+    parser.add_argument(
         "--workers",
         type=count,
         default=os.cpu_count() or 1,
@@ -137,8 +146,10 @@ def _report(output: Output, parts: int) -> dict[str, Any]:
     predicted = sum(meta.get("predicted", meta["tokens"]) for meta in metas)
     size = sum(meta["bytes"] for meta in metas)
     bad = Counter[str]()
+    packed = Packed()
     for meta in metas:
         bad.update(meta["bad"])
+        packed += Packed(**meta.get("packing", {}))
     hashes = [output.file(i).with_suffix(".hashes") for i in range(parts)]
     again, again_bytes = count_duplicates(hashes)
     dropped: dict[str, dict[str, int]] = {}
@@ -159,6 +170,8 @@ def _report(output: Output, parts: int) -> dict[str, Any]:
         "first_skipped": [place for meta in metas for place in meta["places"]][:100],
         "files": parts,
     }
+    if output.best_fit:
+        report["packing"] = vars(packed)
     write_whole(
         output.folder / f"{output.name}{REPORT}",
         json.dumps(report, indent=1).encode(),
@@ -215,10 +228,11 @@ def main(argv: list[str]) -> int:
         "tokenizer": tokenizer.fingerprint,
         "part": options.part,
         "held_out": options.held_out,
+        "best_fit": options.best_fit,
         "chat_template": Chat(tokenizer, "--messages-column").fingerprint if messages else None,
         "drop_duplicates": options.drop_duplicates or None,
     }
-    output = _output(options, options.output, common)
+    output = _output(options, options.output, common, options.best_fit)
     held_out = None
     if options.held_out:
         named = options.output
@@ -246,6 +260,8 @@ def main(argv: list[str]) -> int:
             )
         print(f"Held out: {_sizes(held, held_out.output.folder)}")
         train += f" --validation.enable --validation.dataset_path {held_out.output.folder}"
+    if options.best_fit:
+        train += f" --training.seq_len {options.best_fit}"
     print(f'Train on them: {train} --model.hf_assets_path "{options.tokenizer}"')
     return 0
 
@@ -254,6 +270,7 @@ def _output(
     options: argparse.Namespace,
     folder: Path,
     common: dict[str, Any],
+    best_fit: int | None = None,
 ) -> Output:
     """The token files in a folder, which is made.
 
@@ -269,6 +286,7 @@ def _output(
         options.name,
         options.part,
         common,
+        best_fit,
     )
 
 
@@ -296,7 +314,9 @@ def _print_report(options: argparse.Namespace, report: dict[str, Any]) -> None:
         )
     print(_sizes(report, options.output))
     if "predicted" in report:
-        print(f"{report['predicted']:,} tokens are the assistant's, which alone are predicted")
+        print(f"{report['predicted']:,} of these tokens are predicted")
+    if "packing" in report:
+        print(f"Best-fit packing: {Packed(**report['packing'])}")
     duplicates = report["duplicates"]
     if not options.drop_duplicates:
         print(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from torchtitan.config.sections.data import Source
-from torchtitan.data.positions import DataState, SourceFingerprint
+from torchtitan.data.positions import DataState, SourceFingerprint, SourcePosition
 from torchtitan.data.spec import DataSpec
 from torchtitan.data.text.contents import Contents, DataFile, Lists, changes, in_words, render_lists
 from torchtitan.utils.errors import UserError
@@ -148,6 +148,39 @@ class ContentsRecord:
             "continue with it as it is, or "
             'restart the data with checkpoint.exclude_from_loading = ["dataloader"].'
         )
+
+
+def check_same(
+    what: str,
+    key: str,
+    old: object,
+    now: object,
+) -> None:
+    """
+    Raises:
+        UserError: a position that depends on `key` is for another value.
+    """
+    if old != now:
+        raise UserError(
+            f"{key}: the checkpoint's data position is for {what} {old}, but this "
+            f"run has {now}.\n"
+            f"Set {key} back, or restart the data with "
+            'checkpoint.exclude_from_loading = ["dataloader"].'
+        )
+
+
+def check_packing(spec: DataSpec, position: SourcePosition) -> None:
+    """
+    Raises:
+        UserError: the documents of a position were made rows of in another way.
+    """
+    if not position.lanes:
+        return
+    length = position.packed_length
+    packing = "stream" if length is None else "best_fit"
+    check_same("packing", f"{spec.section}.packing", packing, spec.packing)
+    if length is not None:
+        check_same("packed rows of", f"{spec.section}.seq_len", length, spec.seq_len)
 
 
 def _files(

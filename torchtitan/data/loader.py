@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan.data.changed import ContentsRecord
+from torchtitan.data.changed import ContentsRecord, check_packing, check_same
 from torchtitan.data.flags import PLAIN, UNPREDICTED
 from torchtitan.data.order.mixture import Shares, run_dry, whole_steps
 from torchtitan.data.order.rows import IGNORE_INDEX, Share, blank_row
@@ -167,7 +167,7 @@ class StepLoader:
         saved = state.fingerprint
         now = self.fingerprint
         for name, key in _KEYS.items():
-            self._check_same(
+            check_same(
                 name,
                 key,
                 getattr(saved, name),
@@ -176,6 +176,9 @@ class StepLoader:
         positions = {
             name: source.in_tokens(saved.seq_len) for name, source in state.sources.items()
         }
+        for name, position in positions.items():
+            if name in self.sources and self.sources[name].kind != "tokens":
+                check_packing(self.spec, position)
         for name in self.record.compare(state, lists):
             kind = positions[name].kind
             if kind == self.sources[name].kind and kind != "stream":  # a stream has its own state
@@ -220,21 +223,6 @@ class StepLoader:
             logger.warning(
                 f"{self.spec.section}.sources: {name} reaches max_epochs in step {step + 1:,} of "
                 f"{steps:,}; from then on the others share its weight"
-            )
-
-    @staticmethod
-    def _check_same(
-        what: str,
-        key: str,
-        old: object,
-        now: object,
-    ) -> None:
-        if old != now:
-            raise UserError(
-                f"{key}: the checkpoint's data position is for {what} {old}, but this "
-                f"run has {now}.\n"
-                f"Set {key} back, or restart the data with "
-                'checkpoint.exclude_from_loading = ["dataloader"].'
             )
 
     def _announce_changes(self, saved: set[str]) -> None:

@@ -6,7 +6,7 @@
         shares: SharesState                       how the rows were divided among the sources
         sources: name -> SourcePosition
             windows: WindowsPosition              only for token files
-            lanes: index -> LanePosition          only for text
+            lanes: index -> LanePosition          only for text; PackedPosition if it is packed
                 cursor: DocumentPosition | StreamPosition
 
 These models are the only definition of the format. Imports no torch.
@@ -50,6 +50,17 @@ class LanePosition(Strict):
     """Where the current piece of a long document starts."""
 
 
+class PackedPosition(Strict):
+    """The next row of a lane whose documents are packed."""
+
+    cursor: DocumentPosition | StreamPosition
+    """Position before the current pool of documents."""
+    rows: Count
+    """Rows taken from it."""
+    length: Annotated[int, Field(ge=2, lt=2**63)]
+    """Length of the rows that it is packed into."""
+
+
 class WindowsPosition(Strict):
     """The next row of token files; see `data/order/windows.py`."""
 
@@ -77,7 +88,7 @@ class SourcePosition(Strict):
     """Positions of those rows; None in checkpoints of versions in which all rows had one length."""
     windows: WindowsPosition | None = None
     lane_count: Count | None = None
-    lanes: dict[str, LanePosition] | None = None
+    lanes: dict[str, LanePosition | PackedPosition] | None = None
 
     @property
     def kind(self) -> Literal["tokens", "documents", "stream"]:
@@ -86,6 +97,13 @@ class SourcePosition(Strict):
             return "tokens"
         streams = [isinstance(lane.cursor, StreamPosition) for lane in self.lanes.values()]
         return "stream" if any(streams) else "documents"
+
+    @property
+    def packed_length(self) -> int | None:
+        """Length of the rows that documents are packed into; None: they aren't packed."""
+        lanes = (self.lanes or {}).values()
+        lengths = [lane.length for lane in lanes if isinstance(lane, PackedPosition)]
+        return lengths[0] if lengths else None
 
     @property
     def is_complete(self) -> bool:
@@ -125,14 +143,16 @@ class SourcePosition(Strict):
         return self.model_copy(update=found)
 
     def restarted(self) -> "SourcePosition":
-        """This position for changed contents: each lane restarts its current document, and token
-        files their current windows.
+        """This position for changed contents: each lane restarts its current document or pool, and
+        token files their current windows.
         """
         if self.windows is not None:
             nothing = {"length": 0, "rows": 0, "rest": None}
             return self.model_copy(update={"windows": self.windows.model_copy(update=nothing)})
         lanes = {
-            index: lane.model_copy(update={"offset": -1, "position": 0})
+            index: lane.model_copy(update={"rows": 0})
+            if isinstance(lane, PackedPosition)
+            else lane.model_copy(update={"offset": -1, "position": 0})
             for index, lane in (self.lanes or {}).items()
         }
         return self.model_copy(update={"lanes": lanes}) if lanes else self
@@ -195,7 +215,7 @@ def joined(parts: Sequence[DataPosition]) -> DataPosition:
     sources = dict(first.sources)
     for name, source in first.sources.items():
         if source.lanes is not None:
-            lanes: dict[str, LanePosition] = {}
+            lanes: dict[str, LanePosition | PackedPosition] = {}
             for part in parts:
                 lanes |= part.sources[name].lanes or {}
             sources[name] = source.model_copy(update={"lanes": lanes})

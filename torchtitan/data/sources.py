@@ -8,16 +8,15 @@ from abc import ABC, abstractmethod
 from typing import Literal
 
 from torchtitan.config.sections import data as config
-from torchtitan.data.order.rows import (
+from torchtitan.data.order.lanes import (
     Cursor,
     Lane,
     LaneReader,
-    Share,
-    SourceReader,
-    TokenReader,
+    PackedLane,
+    StreamLane,
     lanes_within,
-    own_rows,
 )
+from torchtitan.data.order.rows import Share, SourceReader, TokenReader, own_rows
 from torchtitan.data.order.windows import WindowOrder
 from torchtitan.data.positions import SourcePosition
 from torchtitan.data.registered import RegisteredDocuments, open_custom
@@ -92,6 +91,7 @@ def _open(
                 spec.tokenizer,
                 key,
             )
+            _check_packing(files, spec, section)
             return TokenSource(
                 files,
                 spec,
@@ -155,6 +155,32 @@ def _open(
         retry,
         chat,
     )
+
+
+def _check_packing(
+    files: TokenFiles,
+    spec: DataSpec,
+    section: str,
+) -> None:
+    """
+    Raises:
+        UserError: rows of the run are not those that the files hold.
+    """
+    path = f"{section}.dataset_path"
+    lengths = sorted({plan.seq_len for plan in spec.plans})
+    key = f"{spec.section.split('.')[0]}.seq_len"
+    if files.packed is None:
+        if spec.packing == "best_fit":
+            raise UserError(
+                f"{path}: these token files are not packed; write them with `torchtitan tokenize "
+                f'--best-fit {spec.seq_len}`, or set training.packing = "stream"'
+            )
+    elif lengths != [files.packed]:
+        raise UserError(
+            f"{path}: these token files are packed for rows of {files.packed} tokens; set {key} = "
+            f"{files.packed}, also in all stages, or write them again with `torchtitan tokenize "
+            f"--best-fit {lengths[-1]}`"
+        )
 
 
 class TokenSource(Source):
@@ -249,13 +275,25 @@ class _LaneSource(Source):
         own: set[int] = set()
         for rows in spec.batch_sizes:
             own.update(lanes_within(own_rows(rows, share), rows, count))
-        encoder = self.chat or spec.tokenizer
-        read = {lane: Lane(self.cursor(lane, count), encoder) for lane in sorted(own)}
+        read = {lane: self._lane(self.cursor(lane, count)) for lane in sorted(own)}
         return LaneReader(
             self.contents.fingerprint,
             share,
             read,
             count,
+            self.retry.section,
+        )
+
+    def _lane(self, cursor: Cursor) -> Lane:
+        spec = self.spec
+        encoder = self.chat or spec.tokenizer
+        if spec.packing == "stream":
+            return StreamLane(cursor, encoder)
+        return PackedLane(
+            cursor,
+            encoder,
+            spec.seq_len,
+            spec.tokenizer.eos_id,
         )
 
 

@@ -38,6 +38,8 @@ class DataSpec:
     """What to do with documents that can't be decoded or have no text."""
     on_changed_data: Literal["stop", "continue"] = "stop"
     """What a resume does if files have other contents than at the checkpoint."""
+    packing: Literal["stream", "best_fit"] = "stream"
+    """How rows are made of documents."""
     section: str = "training"
     """Section of the configuration: `training` or `validation`."""
     custom: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
@@ -138,6 +140,7 @@ def data_spec(
         options=section.dataloader,
         on_bad_document=config.training.on_bad_document,
         on_changed_data=config.training.on_changed_data,
+        packing=section.packing if isinstance(section, Training) else "stream",
         section=key if held_out is None else f"{key}.sets.{held_out.name}",
         custom={
             source.dataset: make

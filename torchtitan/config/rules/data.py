@@ -144,6 +144,22 @@ def sources_replace_the_dataset(config: Config, facts: Facts) -> Iterator[str]:
             )
 
 
+@rule("training.packing", "training.seq_len", "training.stages")
+def rows_are_packed_for_one_length(config: Config, facts: Facts) -> Iterator[str]:
+    t = config.training
+    if t.packing != "best_fit":
+        return
+    if t.seq_len < 2:
+        yield f"training.seq_len: packing needs rows of 2 tokens or more, got {t.seq_len}"
+    for stage in t.stages:
+        if stage.seq_len not in (None, t.seq_len):
+            yield (
+                f'training.packing: "best_fit" packs rows of one length, but the stage from_step '
+                f"{stage.from_step} has seq_len {stage.seq_len} instead of {t.seq_len}; remove it, "
+                'or set "stream"'
+            )
+
+
 @rule("training.stages", "training.sources")
 def stages_follow_each_other(config: Config, facts: Facts) -> Iterator[str]:
     t = config.training

@@ -165,6 +165,12 @@ class Training(Section):
     """
     seq_len: SeqLen = 2048
     """Tokens per row."""
+    packing: Literal["stream", "best_fit"] = "stream"
+    """How rows are made of documents. `stream`: cut from all documents, one after another.
+    `best_fit`: every row begins with a document, and only documents longer than a row are cut
+    (arXiv:2404.10830); about 1 % of the rows is padding. Token files are packed ahead, by
+    `torchtitan tokenize --best-fit`.
+    """
     document_mask: bool = False
     """Restrict attention to each token's own document; other documents in the row are masked."""
     loss: Annotated[Name, Field(examples=[*losses.built_in])] = "cross_entropy"

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +34,12 @@ class Encoded(NamedTuple):
     """A `HASH` per document."""
     bad: list[tuple[str, str]]
     """Kind and problem of each bad document."""
+
+    @property
+    def documents(self) -> list[NDArray[Any]]:
+        """The ids of each document."""
+        ends = self.lengths.cumsum().tolist()
+        return [self.ids[start:end] for start, end in pairwise([0, *ends])]
 
     def only(self, chosen: NDArray[np.bool_]) -> "Encoded":
         """The documents at which `chosen` is true."""

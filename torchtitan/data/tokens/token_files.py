@@ -44,6 +44,8 @@ class _Meta(BaseModel):
     tokens: int = Field(ge=0, lt=2**60)
     bytes: int | None = Field(None, ge=0, lt=2**62)
     tokenizer: str
+    packed: int | None = Field(None, ge=2, lt=2**31)
+    """Ids of each of the rows that documents were packed into; None: they follow one another."""
     hash: str = Field("", pattern=r"^[0-9a-f]{0,64}$")
     """Hash of the token file, from its writer."""
 
@@ -126,6 +128,8 @@ class TokenFiles:
         stamps: list[FileStamp] = []
         wholes: list[str] = []
         dtypes: set[str] = set()
+        packed: dict[int | None, Path] = {}
+        """A file of each length of rows."""
         for file in files:
             meta = _read_megatron(file, tokenizer, key) or _read_meta(file, key)
             if meta.tokenizer != tokenizer.fingerprint:
@@ -145,6 +149,7 @@ class TokenFiles:
             stamps.append(stamp)
             wholes.append(meta.hash)
             dtypes.add(meta.dtype)
+            packed.setdefault(meta.packed, file)
             if meta.tokens > 1:
                 self.files.append((stamp, dtype, bool(flags), meta.tokens))
         if unnamed := sum(file.with_suffix(".idx").exists() for file in files):
@@ -152,6 +157,14 @@ class TokenFiles:
                 f"{key}: {plural(unnamed, 'Megatron token file')} of a tokenizer that can't be "
                 f"checked: ids must be those of model.hf_assets_path, and below {self.vocab_size}"
             )
+        if len(packed) > 1:
+            few = ", ".join(f"{file} ({length or 'not packed'})" for length, file in packed.items())
+            raise UserError(
+                f"{key}: token files that are packed for rows of different lengths can't be mixed "
+                f"in one source: {few}"
+            )
+        self.packed = next(iter(packed), None)
+        """See `_Meta.packed`."""
         self._cut(width)
         if not len(self):
             more = f" and {len(files) - 1} more" if len(files) > 1 else ""

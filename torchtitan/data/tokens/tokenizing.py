@@ -20,6 +20,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchtitan.data.order.packing import Packer
 from torchtitan.data.text.corpus import Item
 from torchtitan.data.text.hashing import uniform
 from torchtitan.data.text.texts import FileText, HeldBytes
@@ -70,6 +71,8 @@ class Output:
     """Documents per file, including bad ones."""
     common: dict[str, Any]
     """Entries of every file's description."""
+    best_fit: int | None = None
+    """Length of the rows that documents are packed into; None: they follow one another."""
 
     def file(self, index: int) -> Path:
         return self.folder / f"{self.name}-{index:05d}.bin"
@@ -279,6 +282,7 @@ def _write_part(
     flags: bool,
 ) -> None:
     part = _Part(output, index)
+    packer = output.best_fit and Packer(output.best_fit, tokenizer.eos_id)
     apart = _Part(held_out.output, index) if held_out else None
     with SpooledTemporaryFile(_SPOOLED, dir=str(output.folder)) as spool:
 
@@ -296,11 +300,15 @@ def _write_part(
                     spool.write(held.ids.tobytes())
                     encoded = encoded.only(~chosen)
                 part.count(encoded)
-                yield encoded.ids
+                yield from packer.add(encoded.documents) if packer else [encoded.ids]
                 advance(len(encoded.hashes), len(encoded.ids))
+            if packer:
+                yield packer.finish()
+                part.about |= packer.about
             part.finish()
 
-        write_token_file(part.file, ids(), tokenizer, part.about, flags=flags)
+        marked = flags or packer is not None
+        write_token_file(part.file, ids(), tokenizer, part.about, flags=marked)
         if apart:
             apart.finish()
             back = _read_back(spool, token_dtype(tokenizer, flags))

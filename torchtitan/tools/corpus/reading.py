@@ -268,6 +268,11 @@ def _tokens(
 ) -> Reading:
     tally = Tally(spec.tokenizer.vocab_size, how.seed)
     files = TokenFiles(found, _WINDOW, spec.tokenizer, key)
+    if files.packed is not None:
+        raise UserError(
+            f"{key}: these token files are packed: they hold padding and pieces of documents. Name "
+            "the text, or token files written without --best-fit"
+        )
     counts = [tokens for *_, tokens in files.files]
     sizes = spec.tokenizer.byte_lengths()
     eos = spec.tokenizer.eos_id

@@ -1,0 +1,343 @@
+"""Lanes: endless sequences of documents that rows are made of.
+
+A `StreamLane` lays them end to end and cuts rows from that, a `PackedLane` packs them. Either's
+position is one small record.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan.data.flags import UNPREDICTED
+from torchtitan.data.order.mixture import Slots
+from torchtitan.data.order.packing import POOL_ROWS, Packed, pack
+from torchtitan.data.order.rows import Row, Share, SourceReader, own_rows, padded
+from torchtitan.data.positions import (
+    DocumentPosition,
+    LanePosition,
+    PackedPosition,
+    SourcePosition,
+    StreamPosition,
+)
+from torchtitan.data.text.texts import Text
+from torchtitan.utils.logging import logger
+
+
+class Cursor(Protocol):
+    """The sequence of documents of a lane."""
+
+    @property
+    def epochs(self) -> float:
+        """How often the lane's documents have been read."""
+
+    def next(self) -> Text | None:
+        """The next document; None at the end of a finite pass."""
+
+    def position(self) -> DocumentPosition | StreamPosition: ...
+
+    def seek(self, position: Any) -> None:
+        """Continue from what `position` of such a cursor returned."""
+
+
+class DocumentEncoder(Protocol):
+    """Makes documents ids: a tokenizer, or one with its chat template."""
+
+    def encode_in_pieces(self, text: Text, start: int = 0) -> Iterator[tuple[int, Row]]:
+        """See `Tokenizer.encode_in_pieces`."""
+
+
+class Lane(ABC):
+    """Makes rows of a cursor's documents."""
+
+    cursor: Cursor
+
+    @abstractmethod
+    def row(self, length: int) -> Row | None:
+        """The next row of `length + 1` ids; None after the end of a finite pass."""
+
+    @abstractmethod
+    def position(self) -> LanePosition | PackedPosition: ...
+
+    @abstractmethod
+    def seek(self, position: Any) -> None:
+        """Continue from what `position` of such a lane returned."""
+
+
+class StreamLane(Lane):
+    """Cuts rows from the documents laid end to end.
+
+    Its position is the cursor's before the current document and the offset in that document, which
+    is tokenized again. A long document is tokenized in pieces; the offset then counts from the
+    current piece, whose start is part of the position.
+    """
+
+    def __init__(
+        self,
+        cursor: Cursor,
+        encoder: DocumentEncoder,
+    ):
+        self.cursor = cursor
+        self.encoder = encoder
+        self.before = cursor.position()
+        """The cursor's position before the current document."""
+        self.ids: Row | None = None
+        """The current document, or the current piece of it; None between two documents."""
+        self.start = 0
+        """Where the current piece starts in its document."""
+        self.offset = 0
+        self.pieces: Iterator[tuple[int, Row]] = iter(())
+
+    def row(self, length: int) -> Row | None:
+        """The next row of `length + 1` ids, padded where the data ends; None after that."""
+        parts: list[Row] = []
+        missing = length + 1
+        while missing:
+            if self.ids is None and not self._read():
+                break
+            assert self.ids is not None
+            part = self.ids[self.offset : self.offset + missing]
+            parts.append(part)
+            missing -= len(part)
+            self.offset += len(part)
+            if missing:
+                self.ids = None
+        if missing >= length:  # only the last row's last id is left
+            return None
+        # The next row begins with this row's last id.
+        self.offset -= 1
+        return padded(np.concatenate(parts), length)
+
+    def _read(self, start: int = 0) -> bool:
+        """Get the next piece, or else the next document from position `start` on."""
+        piece = next(self.pieces, None)
+        if piece is None:
+            before = self.cursor.position()
+            text = self.cursor.next()
+            if text is None:
+                return False
+            self.before = before
+            self.pieces = self.encoder.encode_in_pieces(text, start)
+            piece = next(self.pieces)
+        self.start, self.ids = piece
+        self.offset = 0
+        return True
+
+    def position(self) -> LanePosition:
+        if self.ids is None:
+            return LanePosition(cursor=self.before, offset=-1)
+        return LanePosition(
+            cursor=self.before,
+            offset=self.offset,
+            position=self.start,
+        )
+
+    def seek(self, position: LanePosition) -> None:
+        self.cursor.seek(position.cursor)
+        self.before = position.cursor
+        self.ids = None
+        self.pieces = iter(())
+        if position.offset >= 0 and self._read(position.position):
+            self.offset = position.offset
+
+
+class PackedLane(Lane):
+    """Packs pools of documents into rows of one length (`packing`).
+
+    Its position is the cursor's before the pool, and the number of rows that were taken from it.
+    While these are taken, the next pool is read, so that no row waits for a whole one.
+    """
+
+    def __init__(
+        self,
+        cursor: Cursor,
+        encoder: DocumentEncoder,
+        length: int,
+        pad: int,
+    ):
+        """
+        Args:
+            length: ids of a row; the last one's label is padding.
+            pad: id of the padding.
+        """
+        self.cursor = cursor
+        self.encoder = encoder
+        self.length = length
+        self.pad = pad
+        self.rows = np.empty((0, length), np.uint32)
+        """Of the pool."""
+        self.taken = 0
+        self.before = cursor.position()
+        """The cursor's position before the pool."""
+        self.ahead: list[NDArray[np.uint32]] = []
+        """Documents of the next pool."""
+        self.ids = 0
+        """Number of their ids."""
+        self.after = self.before
+        """The cursor's position before those."""
+        self.packed = Packed()
+
+    def row(self, length: int) -> Row | None:
+        assert length == self.length, "the rules refuse other lengths"
+        if self.taken == len(self.rows) and not self._next_pool():
+            return None
+        row = self.rows[self.taken].astype(np.int64)
+        self.taken += 1
+        self._read(self._target * self.taken // len(self.rows))
+        return np.append(row, self.pad | UNPREDICTED)
+
+    @property
+    def _target(self) -> int:
+        """Ids of a pool, at least."""
+        return POOL_ROWS * self.length
+
+    def _next_pool(self) -> bool:
+        self._read(self._target)
+        if not self.ahead:
+            return False
+        self.rows, packed = pack(self.ahead, self.length, self.pad)
+        self.packed += packed
+        self.taken = 0
+        self.before = self.after
+        self.after = self.cursor.position()
+        self.ahead = []
+        self.ids = 0
+        return True
+
+    def _read(self, count: int) -> None:
+        """Read documents until the next pool has `count` ids."""
+        while self.ids < count and (text := self.cursor.next()) is not None:
+            pieces = [ids.astype(np.uint32) for _, ids in self.encoder.encode_in_pieces(text)]
+            self.ahead.append(np.concatenate(pieces))
+            self.ids += len(self.ahead[-1])
+
+    def position(self) -> PackedPosition:
+        done = self.taken == len(self.rows)
+        return PackedPosition(
+            cursor=self.after if done else self.before,
+            rows=0 if done else self.taken,
+            length=self.length,
+        )
+
+    def seek(self, position: PackedPosition) -> None:
+        self.cursor.seek(position.cursor)
+        self.before = self.after = position.cursor
+        self.ahead = []
+        self.ids = 0
+        self.rows = self.rows[:0]
+        self.taken = 0
+        if position.rows and self._next_pool():
+            self.taken = position.rows
+
+
+class LaneReader(SourceReader):
+    """Rows of text, cut from lanes."""
+
+    def __init__(
+        self,
+        contents: str,
+        share: Share,
+        lanes: dict[int, Lane],
+        count: int,
+        name: str,
+    ):
+        """
+        Args:
+            contents: fingerprint of the source.
+            lanes: those with any row of the share.
+            count: number of lanes of the source.
+            name: the source in messages.
+        """
+        self.contents = contents
+        self.share = share
+        self.lanes = lanes
+        self.count = count
+        self.name = name
+        self.rows = self.tokens = 0
+
+    def read(
+        self,
+        step: int,
+        count: int,
+        slots: Slots,
+        length: int,
+    ) -> dict[int, Row]:
+        own = own_rows(count, self.share)
+        lanes = lanes_of(
+            slots,
+            step,
+            count,
+            self.count,
+        )
+        rows = {}
+        for slot, lane in zip(slots.tolist(), lanes.tolist(), strict=True):
+            if lane in self.lanes:
+                row = self.lanes[lane].row(length)
+                if slot in own and row is not None:
+                    rows[slot] = row
+        if not self.rows:
+            self._log_packing()
+        self.rows += len(slots)
+        self.tokens += len(slots) * length
+        return rows
+
+    def _log_packing(self) -> None:
+        packed = sum(
+            (lane.packed for lane in self.lanes.values() if isinstance(lane, PackedLane)), Packed()
+        )
+        if packed.rows:
+            logger.info(f"{self.name}: best-fit packing of its first documents: {packed}")
+
+    @property
+    def epochs(self) -> float:
+        return sum(lane.cursor.epochs for lane in self.lanes.values()) / max(len(self.lanes), 1)
+
+    def position(self) -> SourcePosition:
+        return SourcePosition(
+            contents=self.contents,
+            rows=self.rows,
+            tokens=self.tokens,
+            lane_count=self.count,
+            lanes={str(index): lane.position() for index, lane in self.lanes.items()},
+        )
+
+    def seek(self, position: SourcePosition) -> None:
+        saved = position.lanes or {}
+        assert position.tokens is not None
+        self.rows = position.rows
+        self.tokens = position.tokens
+        for index, lane in self.lanes.items():
+            lane.seek(saved[str(index)])
+
+
+def lanes_of(
+    slots: Slots,
+    step: int,
+    count: int,
+    lanes: int,
+) -> Slots:
+    """The lane of each place of a step of `count` rows.
+
+    Neighbours in a batch are neighbours in lanes, so that a rank's rows come from few lanes. If
+    `count` isn't a multiple of the number of lanes, the lanes take turns; over some steps all give
+    the same number of rows.
+    """
+    unit = math.gcd(count, lanes)
+    turn = step % (lanes // unit) * unit
+    return (slots * lanes + turn) // count
+
+
+def lanes_within(
+    own: range,
+    count: int,
+    lanes: int,
+) -> range:
+    """Lanes that any of the places `own` of steps of `count` rows may have."""
+    if not own:
+        return range(0)
+    first = own.start * lanes // count
+    last = ((own.stop - 1) * lanes + lanes - math.gcd(count, lanes)) // count
+    return range(first, last + 1)
