@@ -5,14 +5,17 @@ the workers and interruptions.
 import hashlib
 import json
 import random
+import re
 
 import numpy as np
 import pytest
 
 from torchtitan.commands import tokenize
 from torchtitan.data.text.files import find_token_files
+from torchtitan.data.text.texts import HeldText
 from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.data.tokens.duplicates import Seen
+from torchtitan.data.tokens.near_duplicates import NearDuplicates
 from torchtitan.utils.errors import UserError
 
 TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
@@ -65,7 +68,7 @@ def held_out(text, share):
 
 
 @pytest.mark.parametrize(
-    ("seed", "files", "part", "workers"), [(0, 1, 40, 1), (1, 5, 1000, 1), (2, 3, 7, 2)]
+    ("seed", "files", "part", "workers"), [(0, 1, 40, 1), (1, 5, 1000, 1), (2, 3, 70, 2)]
 )
 def test_the_same_documents_are_held_out(tmp_path, seed, files, part, workers, capsys, monkeypatch):
     monkeypatch.setattr("torchtitan.data.tokens.tokenizing._SPOOLED", 64)
@@ -128,7 +131,7 @@ def first_of_each(texts):
     return list(dict.fromkeys(texts))
 
 
-@pytest.mark.parametrize(("files", "part", "workers"), [(1, 40, 1), (4, 1000, 1), (3, 7, 2)])
+@pytest.mark.parametrize(("files", "part", "workers"), [(1, 40, 1), (4, 1000, 1), (3, 70, 2)])
 def test_later_copies_are_dropped(tmp_path, files, part, workers, capsys, monkeypatch):
     monkeypatch.setattr("torchtitan.data.tokens.tokenizing._BATCH", 300)
     texts = shuffled(files)
@@ -178,3 +181,115 @@ def test_seen_is_a_set():
         assert seen.take(keys).tolist() == expected
     every = np.arange(2000, dtype=np.uint64)
     assert np.flatnonzero(seen.has(every)).tolist() == sorted(reference)
+
+
+NEAR = NearDuplicates.of(0.8)
+WORDS = [f"w{i}" for i in range(400)]
+
+
+def essay(seed, words=300):
+    generator = random.Random(seed)
+    return generator.choices(WORDS, k=words)
+
+
+def jaccard(one, other):
+    """Of the sets of sequences of five words."""
+    first, second = (
+        {tuple(words[i : i + 5]) for i in range(len(words) - 4)} for words in (one, other)
+    )
+    return len(first & second) / len(first | second)
+
+
+def edited(words, changes, seed):
+    words = list(words)
+    generator = random.Random(seed)
+    for place in generator.sample(range(len(words)), changes):
+        words[place] = "changed"
+    return words
+
+
+def related(one, other):
+    return not set(NEAR.keys(" ".join(one))).isdisjoint(NEAR.keys(" ".join(other)))
+
+
+def test_pairs_are_found_as_often_as_the_formula_says():
+    assert (NEAR.bands, NEAR.rows) == (16, 8)
+    expected, found = [], []
+    for seed in range(300):
+        words = essay(seed)
+        other = edited(words, seed % 24 + 3, seed)
+        expected.append(1 - (1 - jaccard(words, other) ** 8) ** 16)
+        found.append(related(words, other))
+    assert 90 < sum(expected) < 210
+    deviation = np.sqrt(sum(p * (1 - p) for p in expected))
+    assert abs(sum(found) - sum(expected)) < 4 * deviation
+    assert not any(related(essay(seed), essay(seed + 1000)) for seed in range(300))
+
+
+@pytest.mark.parametrize("similarity", [0.5, 0.7, 0.75, 0.8, 0.9, 0.95, 0.99])
+def test_the_most_rows_that_find_nine_of_ten(similarity):
+    near = NearDuplicates.of(similarity)
+    assert near.bands * near.rows <= 128
+    assert near.probability(similarity) >= 0.9
+    more = NearDuplicates(128 // (near.rows + 1), near.rows + 1)
+    assert more.probability(similarity) < 0.9
+
+
+def test_case_punctuation_and_pieces_change_no_keys(monkeypatch):
+    words = essay(0)
+    keys = NEAR.keys(" ".join(words))
+    assert NEAR.keys("\n".join(words).upper() + "!") == keys
+    assert NEAR.keys("日本語の文章です") == NEAR.keys("日 本、語 の文章です。")
+    assert NEAR.keys("") != NEAR.keys("!") != NEAR.keys("?")
+    assert NEAR.keys("one two") == NEAR.keys("One, two.") != NEAR.keys("one three")
+    monkeypatch.setattr("torchtitan.data.text.pieces.PIECE", 50)
+    assert NEAR.keys(" ".join(words)) == keys
+    assert NEAR.keys(HeldText(" ".join(words))) == keys
+
+
+@pytest.mark.parametrize("missing", [[], [1, 2]])
+def test_near_duplicates_are_dropped_and_resumed(tmp_path, missing, capsys, monkeypatch):
+    """The reference compares each document with all earlier ones that are kept."""
+    monkeypatch.setattr("torchtitan.data.tokens.tokenizing._BATCH", 5000)
+    texts = []
+    for i in range(40):
+        base = essay(i)
+        texts += [base, edited(base, i % 8, i), edited(base, 40, i)]
+    random.Random(0).shuffle(texts)
+    keys = {" ".join(words): set(NEAR.keys(" ".join(words))) for words in texts}
+    kept, near = [], 0
+    for text in map(" ".join, texts):
+        if text not in kept and not all(keys[text].isdisjoint(keys[earlier]) for earlier in kept):
+            near += 1
+        elif text not in kept:
+            kept.append(text)
+    folder = write(tmp_path / "text", [" ".join(words) for words in texts], 1)
+    out, apart = tmp_path / "tokens", tmp_path / "tokens-held-out"
+    options = ("--drop-near-duplicates", "80%", "--held-out", "20%")
+    run(folder, out, *options)
+    assert near > 15
+    assert sorted(documents(out) + documents(apart)) == sorted(kept)
+    report = json.loads((out / "tokens-report.json").read_text())["dropped"]
+    assert report["near"]["documents"] == near
+    assert report["exact"]["documents"] == len(texts) - len(kept) - near == 5
+    assert f"Dropped {near} near duplicates of other documents" in capsys.readouterr().out
+    before = contents(out, apart)
+    for i in missing:
+        (out / f"tokens-{i:05}.keys").unlink()
+    run(folder, out, *options)
+    assert contents(out, apart) == before
+    with pytest.raises(UserError, match="or with other options than now"):
+        run(folder, out, "--drop-near-duplicates", "90%", "--held-out", "20%")
+
+
+def test_the_package_for_near_duplicates_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=re.escape("pip install 'titan-pretrain[near-duplicates]'")):
+        run(write(tmp_path / "text", TEXTS), tmp_path / "tokens", "--drop-near-duplicates")
+    assert not (tmp_path / "tokens").exists()
+
+
+def test_a_similarity_that_drops_too_much_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        tokenize.parser().parse_args(["--input=x", "--output=y", "--drop-near-duplicates=20%"])
+    assert "must be 50% or more" in capsys.readouterr().err

@@ -27,6 +27,7 @@ from torchtitan.data.text.files import REPORT
 from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.data.tokens.duplicates import count_duplicates
 from torchtitan.data.tokens.encoding import Encoder
+from torchtitan.data.tokens.near_duplicates import NearDuplicates
 from torchtitan.data.tokens.tokenizing import HeldOut, Output, is_done, tokenize
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
@@ -103,6 +104,15 @@ def parser() -> argparse.ArgumentParser:
         help="leave out documents whose text equals that of an earlier one",
     )
     parser.add_argument(
+        "--drop-near-duplicates",
+        type=_similarity,
+        nargs="?",
+        const=0.8,
+        metavar="SIMILARITY",
+        help="also leave out documents that share this part of their sequences of five words with "
+        "an earlier one (80%%)",
+    )
+    parser.add_argument(
         "--held-out",
         type=share,
         metavar="SHARE",
@@ -136,6 +146,13 @@ def parser() -> argparse.ArgumentParser:
         help="prefix of the files' names (tokens)",
     )
     return parser
+
+
+def _similarity(text: str) -> float:
+    found = share(text)
+    if found < 0.5:
+        raise argparse.ArgumentTypeError(f"{text}: must be 50% or more")
+    return found
 
 
 def _report(output: Output, parts: int) -> dict[str, Any]:
@@ -223,6 +240,10 @@ def main(argv: list[str]) -> int:
     )
     tokenizer = build_tokenizer(options.tokenizer)
     messages = options.messages_column is not None
+    near = None
+    if options.drop_near_duplicates:
+        near = NearDuplicates.of(options.drop_near_duplicates)
+        options.drop_duplicates = True
     common = {
         "source": corpus.fingerprint,
         "tokenizer": tokenizer.fingerprint,
@@ -231,6 +252,7 @@ def main(argv: list[str]) -> int:
         "best_fit": options.best_fit,
         "chat_template": Chat(tokenizer, "--messages-column").fingerprint if messages else None,
         "drop_duplicates": options.drop_duplicates or None,
+        "near_duplicates": near.fingerprint if near else None,
     }
     output = _output(options, options.output, common, options.best_fit)
     held_out = None
@@ -246,6 +268,7 @@ def main(argv: list[str]) -> int:
         column,
         stop,
         messages,
+        near,
     )
     parts = _write(options, encoder, output, held_out, corpus)
     report = _report(output, parts)
@@ -287,6 +310,7 @@ def _output(
         options.part,
         common,
         best_fit,
+        near=options.drop_near_duplicates is not None,
     )
 
 

@@ -98,8 +98,3 @@ class Seen:
                 here.update(own)
         self.add(keys[new].reshape(-1))
         return new
-
-
-def load_keys(file: Path) -> NDArray[np.uint64]:
-    """The hashes in a file of `save_hashes`."""
-    return np.fromfile(file, HASH)["hash"].copy()

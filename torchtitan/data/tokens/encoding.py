@@ -16,9 +16,10 @@ from torchtitan.data.text.hashing import hash_text
 from torchtitan.data.text.pieces import PIECE
 from torchtitan.data.text.records import decode
 from torchtitan.data.text.retry import DataError
-from torchtitan.data.text.texts import BadDocument
+from torchtitan.data.text.texts import BadDocument, Text
 from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.data.tokens.duplicates import HASH
+from torchtitan.data.tokens.near_duplicates import NearDuplicates
 from torchtitan.data.tokens.token_files import token_dtype
 from torchtitan.utils.errors import UserError
 
@@ -32,6 +33,8 @@ class Encoded(NamedTuple):
     """Number of ids of each document."""
     hashes: NDArray[Any]
     """A `HASH` per document."""
+    keys: NDArray[np.uint64]
+    """`[documents, keys]`: the hash of each document, and those that near-duplicates share."""
     bad: list[tuple[str, str]]
     """Kind and problem of each bad document."""
 
@@ -47,6 +50,7 @@ class Encoded(NamedTuple):
             self.ids[np.repeat(chosen, self.lengths)],
             self.lengths[chosen],
             self.hashes[chosen],
+            self.keys[chosen],
             [],
         )
 
@@ -61,6 +65,8 @@ class Encoder:
     """Whether a bad document is an error."""
     messages: bool = False
     """Whether the documents are conversations."""
+    near: NearDuplicates | None = None
+    """Makes the keys of near-duplicates, if they are looked for."""
 
     def __call__(self, batch: Sequence[Item]) -> Encoded:
         """
@@ -72,23 +78,29 @@ class Encoder:
         chat = _chat(self.tokenizer) if self.messages else None
         ids: list[NDArray[Any]] = []
         hashes: list[tuple[int, int]] = []
+        near: list[list[int]] = []
         bad: list[tuple[str, str]] = []
+
+        def note(text: Text) -> None:
+            hashes.append(hash_text(text))
+            near.append(self.near.keys(text) if self.near else [])
+
         short: list[str] = []
         for item in batch:
             try:
                 text = decode(item.content, self.column, chat)
                 if chat is not None:
                     ids.append(chat.encode(text).astype(dtype))
-                    hashes.append(hash_text(chat.rendered(text).text))
+                    note(chat.rendered(text).text)
                     continue
                 if isinstance(text, str) and len(text) <= 2 * PIECE:
                     short.append(text)
-                    hashes.append(hash_text(text))
+                    note(text)
                     continue
                 ids += tokenizer.encode_batch(short, dtype)
                 short = []
                 long = [piece.astype(dtype) for _, piece in tokenizer.encode_in_pieces(text)]
-                hashes.append(hash_text(text))
+                note(text)
                 ids.append(np.concatenate(long))
             except BadDocument as error:
                 problem = f"{item.place}: {error}"
@@ -100,10 +112,13 @@ class Encoder:
         ids += tokenizer.encode_batch(short, dtype)
         joined = np.concatenate(ids) if ids else np.empty(0, dtype)
         lengths = np.array([len(one) for one in ids], np.int64)
+        table = np.array(hashes, HASH)
+        others = np.array(near, np.uint64).reshape(len(table), self.near.bands if self.near else 0)
         return Encoded(
             joined,
             lengths,
-            np.array(hashes, HASH),
+            table,
+            np.column_stack([table["hash"], others]),
             bad,
         )
 

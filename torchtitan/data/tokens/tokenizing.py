@@ -25,10 +25,11 @@ from torchtitan.data.text.corpus import Item
 from torchtitan.data.text.hashing import uniform
 from torchtitan.data.text.texts import FileText, HeldBytes
 from torchtitan.data.text.tokenizer import Tokenizer
-from torchtitan.data.tokens.duplicates import Seen, load_keys, save_hashes
+from torchtitan.data.tokens.duplicates import HASH, Seen, save_hashes
 from torchtitan.data.tokens.encoding import Encoded, Encoder, tokenizer_of
 from torchtitan.data.tokens.token_files import token_dtype, write_token_file
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import write_whole
 
 _BATCH = 2**18
 """Bytes of a batch. Encoding a text takes hundreds of times its size for a moment."""
@@ -73,6 +74,8 @@ class Output:
     """Entries of every file's description."""
     best_fit: int | None = None
     """Length of the rows that documents are packed into; None: they follow one another."""
+    near: bool = False
+    """Whether the keys of near-duplicates lie beside every file."""
 
     def file(self, index: int) -> Path:
         return self.folder / f"{self.name}-{index:05d}.bin"
@@ -99,7 +102,15 @@ class Output:
                 f"--output: {file} was made from another input or tokenizer, or with other options "
                 "than now; choose an empty folder or another --name"
             )
-        return meta if file.is_file() and file.with_suffix(".hashes").is_file() else None
+        beside = [".bin", ".hashes", ".keys"][: 3 if self.near else 2]
+        return meta if all(file.with_suffix(one).is_file() for one in beside) else None
+
+    def keys(self, index: int) -> NDArray[np.uint64]:
+        """The keys of a part's documents, in any order."""
+        file = self.file(index)
+        if self.near:
+            return np.fromfile(file.with_suffix(".keys"), "<u8")
+        return np.fromfile(file.with_suffix(".hashes"), HASH)["hash"].copy()
 
 
 @dataclass(frozen=True)
@@ -140,7 +151,7 @@ def _see_again(
 ) -> None:
     """Add the documents of a part that an earlier call has written."""
     for one in [output, held_out.output] if held_out else [output]:
-        seen.add(load_keys(one.file(index).with_suffix(".hashes")))
+        seen.add(one.keys(index))
 
 
 def tokenize(
@@ -156,7 +167,8 @@ def tokenize(
 
     Args:
         held_out: what to write apart, if anything.
-        drop_duplicates: leave out documents that equal an earlier one of any part.
+        drop_duplicates: leave out documents that equal an earlier one of any part, or are its
+            near-duplicates if the encoder makes keys of these.
         advance: called with the numbers of documents and of tokens that were written.
 
     Returns:
@@ -239,13 +251,17 @@ class _Part:
 
     def __init__(self, output: Output, index: int):
         self.file = output.file(index)
+        self._near = output.near
         self.about: dict[str, Any] = output.common | {"places": []}
         self._dropped: dict[str, NDArray[np.int64]] = {}
         self._hashes: list[NDArray[Any]] = []
+        self._keys: list[NDArray[np.uint64]] = []
         self._bad: Counter[str] = Counter()
 
     def count(self, encoded: Encoded) -> None:
         self._hashes.append(encoded.hashes)
+        if self._near:
+            self._keys.append(encoded.keys)
 
     def count_bad(self, bad: Sequence[tuple[str, str]]) -> None:
         for kind, problem in bad:
@@ -262,6 +278,9 @@ class _Part:
         """Before the description is written, which says that everything is complete."""
         every = np.concatenate(self._hashes)
         save_hashes(self.file.with_suffix(".hashes"), every)
+        if self._near:
+            keys = np.concatenate(self._keys).astype("<u8")
+            write_whole(self.file.with_suffix(".keys"), keys.tobytes())
         self.about.update(
             documents=len(every),
             bytes=int(every["bytes"].sum()),
@@ -290,8 +309,11 @@ def _write_part(
             for encoded in batches:
                 part.count_bad(encoded.bad)
                 if seen:
-                    new = seen.take(encoded.hashes["hash"][:, None])
-                    part.count_dropped("exact", encoded.hashes[~new])
+                    new = seen.take(encoded.keys)
+                    exact = ~new & seen.has(encoded.keys[:, 0])
+                    part.count_dropped("exact", encoded.hashes[exact])
+                    if output.near:
+                        part.count_dropped("near", encoded.hashes[~new & ~exact])
                     encoded = encoded.only(new)
                 if held_out and apart:
                     chosen = held_out.choose(encoded.hashes)

@@ -1,0 +1,99 @@
+"""Near-duplicates: documents that share most of their sequences of five words.
+
+The words of a text are lower-cased, without punctuation; each Chinese, Japanese or Korean character
+is a word. Of the set of all sequences of `WORDS` words, MinHash (Broder, 1997) keeps `bands x rows`
+minima, by the package rensa. Two documents are near-duplicates if they agree on all rows of a band.
+For sets of Jaccard similarity s, that has a probability of 1 - (1 - s^rows)^bands (Leskovec,
+Rajaraman, Ullman: Mining of Massive Datasets, 3.4).
+"""
+
+import hashlib
+import importlib.util
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchtitan.data.text.pieces import pieces
+from torchtitan.data.text.texts import Text, parts_of
+from torchtitan.utils.errors import UserError
+
+WORDS = 5
+HASHES = 128
+"""Largest number of minima."""
+FOUND = 0.9
+"""Probability to find a pair of the similarity that is asked for."""
+_SEED = 1
+_ALONE = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
+_WORD = re.compile(rf"[{_ALONE}]|[^\W{_ALONE}]+")
+
+
+@dataclass(frozen=True)
+class NearDuplicates:
+    """The keys of documents, of which near-duplicates have one in common."""
+
+    bands: int
+    rows: int
+
+    @classmethod
+    def of(cls, similarity: float) -> "NearDuplicates":
+        """The most rows, so the fewest false pairs, that find pairs of this Jaccard similarity.
+
+        Raises:
+            UserError: the package rensa isn't installed.
+        """
+        if importlib.util.find_spec("rensa") is None:
+            raise UserError(
+                "--drop-near-duplicates needs the package rensa: "
+                "pip install 'titan-pretrain[near-duplicates]'"
+            )
+        for rows in range(HASHES, 1, -1):
+            found = cls(HASHES // rows, rows)
+            if found.probability(similarity) >= FOUND:
+                return found
+        return cls(HASHES, 1)
+
+    def probability(self, similarity: float) -> float:
+        """Of two documents of this Jaccard similarity to be near-duplicates."""
+        return 1 - (1 - similarity**self.rows) ** self.bands
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal only for keys that can be compared."""
+        from rensa import RMinHash
+
+        return f"{self.bands} x {self.rows} rows, rensa {RMinHash.ALGORITHM_VERSION}"
+
+    def keys(self, text: Text) -> list[int]:
+        """64-bit keys of a document, one per band.
+
+        Raises:
+            BadDocument: a long text can't be decoded to its end.
+        """
+        from rensa import RMinHash
+
+        sketch = RMinHash(self.bands * self.rows, _SEED)
+        for sequences in _sequences(text):
+            sketch.update(sequences)
+        minima = np.array(sketch.digest(), "<u4").reshape(self.bands, self.rows)
+        keys = []
+        for band, row in enumerate(minima):
+            digest = hashlib.blake2b(row.tobytes(), digest_size=8, person=b"band %d" % band)
+            keys.append(int.from_bytes(digest.digest(), "little"))
+        return keys
+
+
+def _sequences(text: Text) -> Iterator[list[str]]:
+    """All sequences of `WORDS` words, piece by piece; of a shorter text, itself."""
+    words: list[str] = []
+    found = False
+    for piece in pieces(parts_of(text)):
+        words += _WORD.findall(piece.lower())
+        sequences = [" ".join(words[i : i + WORDS]) for i in range(len(words) - WORDS + 1)]
+        if sequences:
+            found = True
+            yield sequences
+        words = words[-WORDS + 1 :]
+    if not found:
+        yield [" ".join(words) or str(text)]
