@@ -75,6 +75,10 @@ weight = 0.2
 from_step = {stage}
 weights = {{code = 0.3, prose = 0.7}}
 lr_scale = 0.5
+[sampling]
+prompts = ["def main(", "Each rank"]
+freq = 50
+max_new_tokens = 24
 [activation_checkpoint]
 mode = "none"
 [optimizer]

@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
 
 from tests.browser import CHROMIUM, browser
 from tests.chats import CHATML, write_tokenizer
@@ -27,8 +28,10 @@ from torchtitan.data.tokens.token_files import TokenFiles, write_token_file
 from torchtitan.tools.corpus import sampling, tally
 from torchtitan.tools.corpus.columns import Columns, Drawn
 from torchtitan.tools.corpus.mixture import mixture
-from torchtitan.tools.corpus.reading import _Parts
 from torchtitan.tools.corpus.sampling import draw_items
+from torchtitan.tools.corpus.survey import survey
+from torchtitan.tools.corpus.tally import How
+from torchtitan.tools.corpus.token_reading import _Parts
 from torchtitan.utils.errors import UserError
 
 ASSETS = "./tests/assets/tokenizer"
@@ -160,7 +163,7 @@ def test_token_files_have_the_figures_of_their_text(tmp_path, capsys, monkeypatc
     argv = ["--input", str(lines), "--output", str(tmp_path / "tokens"), "--workers", "1"]
     assert tokenize_command.main([*argv, "--part", "150"]) == 0
     capsys.readouterr()
-    monkeypatch.setattr("torchtitan.tools.corpus.reading._WINDOW", 1000)
+    monkeypatch.setattr("torchtitan.tools.corpus.token_reading._WINDOW", 1000)
     (source,) = run(capsys, tmp_path / "tokens", "--seq-len", 64)["sources"]
     check(source, some, 64)
     assert source["kind"] == "3 token files"
@@ -181,6 +184,12 @@ def test_more_documents_than_are_kept(tmp_path, capsys, monkeypatch):
 
 
 # ---- drawn at random
+
+
+def draw_always(monkeypatch):
+    """Although so little could be read whole."""
+    for module in ("reading", "token_reading"):
+        monkeypatch.setattr(f"torchtitan.tools.corpus.{module}.WHOLE_BELOW", 1)
 
 
 def test_places_are_drawn_in_proportion_to_sizes(tmp_path):
@@ -250,7 +259,7 @@ def test_intervals_hold_the_truth_95_times_of_100():
 
 @pytest.mark.parametrize("kind", ["lines", "compressed", "tokens"])
 def test_a_sample_estimates_the_whole(tmp_path, capsys, monkeypatch, kind):
-    monkeypatch.setattr("torchtitan.tools.corpus.reading.WHOLE_BELOW", 1)
+    draw_always(monkeypatch)
     some = texts(3000)
     folder = tmp_path / "data"
     folder.mkdir()
@@ -290,7 +299,7 @@ def test_a_sample_estimates_the_whole(tmp_path, capsys, monkeypatch, kind):
 
 
 def test_beginnings_that_are_whole_files_are_exact(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("torchtitan.tools.corpus.reading.WHOLE_BELOW", 1)
+    draw_always(monkeypatch)
     some = texts(50)
     pyarrow.parquet.write_table(pyarrow.table({"text": some}), tmp_path / "a.parquet")
     (source,) = run(capsys, tmp_path, "--sample", 200)["sources"]
@@ -299,7 +308,7 @@ def test_beginnings_that_are_whole_files_are_exact(tmp_path, capsys, monkeypatch
 
 
 def test_of_a_long_text_parts_are_read(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("torchtitan.tools.corpus.reading.WHOLE_BELOW", 1)
+    draw_always(monkeypatch)
     monkeypatch.setattr(sampling, "_LONG_TEXT", 10_000)
     monkeypatch.setattr(sampling, "_PART", 2000)
     text = " ".join(texts(1500))
@@ -331,6 +340,115 @@ def test_documents_around_places_of_token_files(tmp_path):
                 found = parts.document_at(which, offset + inside)
                 assert found.tolist() == [int(id) for id in document]
             offset += len(document)
+
+
+# ---- sources that are no files
+
+
+class Numbered:
+    """Documents that a module of the user registers."""
+
+    fingerprint = "1"
+
+    def __init__(self, some):
+        self.some = some
+
+    def __len__(self):
+        return len(self.some)
+
+    def __getitem__(self, index):
+        return self.some[index]
+
+
+def of_registered(made, sample, name="mine"):
+    spec = DataSpec(
+        sources=[Source(name=name, dataset=name)],
+        tokenizer=TOKENIZER,
+        seq_len=64,
+        rows_per_step=1,
+        seed=0,
+        infinite=False,
+        options=DataLoader(),
+        custom={name: lambda path: made},
+    )
+    (source,) = survey(spec, How(sample, 0, 1))["sources"]
+    return source
+
+
+def test_registered_documents():
+    some = texts(300)
+    check(of_registered(Numbered(some), None), some, 64)
+    source = of_registered(Numbered(some), 100)
+    assert source["read"]["documents"] == 100
+    assert source["documents"]["value"] == pytest.approx(300)
+    truth = sum(map(len, counted(some)))
+    assert source["tokens"]["value"] == pytest.approx(truth, abs=1.5 * source["tokens"]["noise"])
+    source = of_registered(Numbered([*some, "half a pair: \ud800"]), None)
+    assert source["bad"] == {"lone surrogate": 1}
+    assert source["first_bad"].startswith("mine: document 301: half a surrogate pair")
+
+
+def test_a_stream_is_read_from_its_beginning():
+    from datasets import IterableDataset
+
+    some = texts(50)
+    stream = IterableDataset.from_generator(
+        lambda: ({"text": text} for text in [*some[:5], None, *some])
+    )
+    source = of_registered(stream, 30)
+    check(source, [*some[:5], *some[:25]], 64)
+    assert source["bad"] == {"null text": 1}
+    assert source["of_stream"]
+    with pytest.raises(UserError, match="mine is a stream, whose length is unknown; give --sample"):
+        of_registered(stream, None)
+
+
+# ---- other vocabularies
+
+
+def other_tokenizer(folder, model, **parts):
+    """A tokenizer of the library with end-of-text."""
+    backend = Backend(model)
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    backend.add_special_tokens(["</s>"])
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_what_a_byte_fallback_costs(tmp_path, capsys):
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b"]
+    model = models.BPE(
+        {piece: id for id, piece in enumerate(pieces)},
+        [],
+        byte_fallback=True,
+        unk_token="<unk>",
+    )
+    decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    folder = other_tokenizer(tmp_path / "tokenizer", model, decoder=decoder)
+    write_lines(tmp_path / "a.jsonl", ["ab", "ä\n", "a語"])
+    (source,) = run(capsys, tmp_path / "a.jsonl", "--tokenizer", folder)["sources"]
+    # 2 + 3 + 4 tokens, and 3 ends; "ä" is 2 bytes, "語" is 3, and a line break is a whole character
+    assert source["tokens"]["value"] == 12
+    assert source["bytes"]["value"] == 9
+    use = source["vocabulary"]
+    assert use["parts"] == {
+        "tokens": pytest.approx(5 / 12),
+        "bytes": pytest.approx(5 / 9),
+    }
+    assert use["unknown"] == 0
+
+
+def test_text_that_a_vocabulary_can_not_encode(tmp_path, capsys):
+    model = models.WordLevel({"<unk>": 0, "one": 1, "two": 2}, unk_token="<unk>")
+    split = pre_tokenizers.Whitespace()
+    folder = other_tokenizer(tmp_path / "tokenizer", model, pre_tokenizer=split)
+    write_lines(tmp_path / "a.jsonl", ["one two three", "four"])
+    (source,) = run(capsys, tmp_path / "a.jsonl", "--tokenizer", folder)["sources"]
+    assert source["vocabulary"]["unknown"] == pytest.approx(2 / 6)
+    assert command.main([str(tmp_path / "a.jsonl"), "--tokenizer", str(folder)]) == 0
+    assert "unknown text, which the vocabulary can't encode: 33.3%" in capsys.readouterr().out
 
 
 # ---- conversations
@@ -442,7 +560,7 @@ dataset_path = "{tmp_path}/a.jsonl"
         (["debug_model", "--training.dataset=c4"], "training.dataset: c4 is a stream"),
         (["demo", "--tokenizer", "tests"], "model.hf_assets_path: tests holds neither"),
         (["demo", "--messages-column", "messages"], "--messages-column: "),
-        (["demo", "--html", "/nowhere/a.html"], "--html /nowhere/a.html: can't be written"),
+        (["demo", "--html", "/nowhere/a.html"], "--html /nowhere/a.html: there is no folder"),
     ],
 )
 def test_mistakes_are_explained(argv, error, monkeypatch):

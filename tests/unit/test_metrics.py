@@ -13,6 +13,7 @@ from torchtitan.telemetry.console import ConsoleSink, StageCost
 from torchtitan.telemetry.experts import read_loads
 from torchtitan.telemetry.metrics import Metrics, peak_flops
 from torchtitan.telemetry.run_record import RunRecord
+from torchtitan.telemetry.scores import record_scores
 from torchtitan.telemetry.trackers.jsonl import JsonlSink
 from torchtitan.utils import activity as phases
 from torchtitan.utils.activity import phase
@@ -50,6 +51,24 @@ def make(folder, start=0, total=20, peak=None, experts=False, **kwargs):
     return Metrics(
         config, job, {}, ledger, start_step=start, total_steps=total, **rates, experts=experts
     )
+
+
+def test_scores_of_checkpoints_that_are_written_again_are_dropped(one_rank, tmp_path):
+    for step in (5, 10, 15):
+        record_scores(tmp_path, step, {"arc/acc": 0.5}, {})
+
+    def steps():
+        lines = (tmp_path / "evals.jsonl").read_text().splitlines()
+        return [json.loads(line)["step"] for line in lines]
+
+    metrics = make(tmp_path, start=10)
+    assert steps() == [5, 10]
+    metrics.rewind(5)
+    assert steps() == [5]
+    metrics.close()
+    make(tmp_path).close()  # another run in the folder
+    assert not (tmp_path / "evals.jsonl").exists()
+    assert len(list(tmp_path.glob("evals-*.jsonl"))) == 1
 
 
 VALUES = {"loss": 2.5, "max_loss": 2.75, "grad_norm": 0.5, "lr": 1e-3, "tokens": 700, "skipped": 0}

@@ -23,8 +23,8 @@ from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.config.sections.schema import Model
 from torchtitan.data.spec import DataSpec, data_spec
 from torchtitan.data.text.tokenizer import build_tokenizer
-from torchtitan.tools.corpus.reading import How
 from torchtitan.tools.corpus.survey import survey, survey_page
+from torchtitan.tools.corpus.tally import How
 from torchtitan.tools.corpus.text import as_text
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import ConfigError, UserError, show_warnings
@@ -121,6 +121,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError([f"{flags[0]}: a key of the configuration, and none is named"])
     else:
         spec = _of_paths(options)
+    if options.html and not options.html.parent.is_dir():
+        raise UserError(f"--html {options.html}: there is no folder {options.html.parent}")
     how = How(options.sample, options.seed, options.workers)
     with redirect_stdout(sys.stderr):  # progress
         content = survey(spec, how, steps)

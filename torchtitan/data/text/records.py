@@ -49,7 +49,7 @@ _NOUNS = {
 
 def place(file: Path, number: int) -> str:
     """Names a record, for messages."""
-    noun = _NOUNS.get(kind_of(file))
+    noun = _NOUNS.get(kind_of(file)) if format_of(file) else "document"
     return f"{file}: {noun} {number}" if noun else str(file)
 
 

@@ -61,7 +61,7 @@ function source(one) {
   if (one.duplicates) card("duplicates", number(one.duplicates.documents), "exact duplicates", bytes(one.duplicates.bytes));
   problems(box, one);
   lengths(box, one);
-  vocabulary(box, use);
+  vocabulary(box, one);
 }
 
 function problems(box, {bad, first_bad}) {
@@ -81,13 +81,13 @@ function lengths(box, one) {
     {label: "Percentiles over documents"});
 }
 
-function vocabulary(box, use) {
+function vocabulary(box, {vocabulary: use, drawn}) {
   element(box, "h3", {}, "Vocabulary");
   element(box, "p", {}, `${Object.entries(use.covering).map(([part, n]) => `${plural(n, "entr").replace(/entrs?$/, n === 1 ? "entry" : "entries")} make ${part}`).join(", ")} of the tokens.`);
   bars(box, use.frequent.slice(0, FREQUENT).map(entry => ({label: quoted(entry), parts: [["tokens", entry.share]], values: [share(entry.share)]})), share, {colors: {tokens: TOKENS}, label: "The most frequent entries"});
   if (!use.unseen.length) return;
   const details = element(box, "details");
-  element(details, "summary", {}, `${number(use.entries - use.seen)} entries never occur`);
+  element(details, "summary", {}, `${number(use.entries - use.seen)} entries ${drawn ? "are not in what was read" : "never occur"}`);
   const list = element(details, "pre", {class: "words"});
   use.unseen.forEach(entry => { element(list, "span", {}, quoted(entry)); list.append(" "); });
   if (use.entries - use.seen > use.unseen.length) list.append("…");

@@ -170,7 +170,7 @@ def _beginnings(
         for one in read:
             yield from ((item, [WHOLE]) for item in one.items)
         return
-    weight = total / sum(one.raw * len(one.items) for one in read)
+    weight = total / max(sum(one.raw * len(one.items) for one in read), 1)
     for unit, one in enumerate(read):
         for item in one.items:
             yield item, [Drawn(weight, one.raw, unit, "beginnings")]

@@ -9,9 +9,11 @@ from torchtitan.data.spec import DataSpec
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.tools.corpus.columns import Columns, Estimate
 from torchtitan.tools.corpus.mixture import mixture
-from torchtitan.tools.corpus.reading import How, Reading, read
+from torchtitan.tools.corpus.reading import read
+from torchtitan.tools.corpus.tally import How, Reading
 from torchtitan.tools.corpus.vocabulary import Vocabulary
 from torchtitan.tools.web import web_page
+from torchtitan.utils.text import listed
 
 
 def survey(
@@ -109,4 +111,5 @@ def survey_page(content: dict[str, Any]) -> str:
     """A self-contained page that shows what `survey` returns."""
     tools = Path(__file__).parents[1]
     scripts = [tools / "reports" / "formats.js", tools / "corpus" / "page.js"]
-    return web_page("Data", content, scripts)
+    title = listed([source["name"] for source in content["sources"]], 4)
+    return web_page(title, content, scripts)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -142,3 +143,30 @@ class Tally:
         every = every[np.argsort(every["hash"], kind="stable")]
         again = every["hash"][1:] == every["hash"][:-1]
         return {"documents": int(again.sum()), "bytes": int(every["bytes"][1:][again].sum())}
+
+
+@dataclass(frozen=True)
+class How:
+    """How much to read."""
+
+    sample: int | None
+    """About this many documents of each source; None: everything."""
+    seed: int
+    workers: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was read of a source."""
+
+    tally: Tally
+    kind: str
+    """What the source is, in words."""
+    size: int | None
+    """Bytes of its files."""
+    tokens: int | None = None
+    """If they are known without reading."""
+    report: dict[str, Any] | None = None
+    """What `torchtitan tokenize` counted."""
+    of_stream: bool = False
+    """Whether these are the first documents of a stream."""

@@ -85,7 +85,7 @@ def _details(source: dict[str, Any], seq_len: int) -> Iterator[str]:
         f"{percent(longer['tokens'])} of the tokens"
     )
     yield from _histogram(source["histogram"])
-    yield from _vocabulary(source["vocabulary"])
+    yield from _vocabulary(source["vocabulary"], source["drawn"])
     if source["bad"]:
         kinds = ", ".join(f"{number:,} {kind}" for kind, number in source["bad"].items())
         first = f"; the first is {cut(source['first_bad'], 200)}" if source["first_bad"] else ""
@@ -107,7 +107,7 @@ def _histogram(bins: list[dict[str, float]]) -> Iterator[str]:
         yield f"    {line}"
 
 
-def _vocabulary(use: dict[str, Any]) -> Iterator[str]:
+def _vocabulary(use: dict[str, Any], drawn: bool) -> Iterator[str]:
     covering = ", ".join(f"{count:,} make {share}" for share, count in use["covering"].items())
     seen = f"{use['seen']:,} of {use['entries']:,} entries occur"
     yield f"  vocabulary: {seen}; {covering} of the tokens"
@@ -116,7 +116,8 @@ def _vocabulary(use: dict[str, Any]) -> Iterator[str]:
     if use["unseen"]:
         unseen = ", ".join(quoted(one) for one in use["unseen"][:_LISTED])
         left = use["entries"] - use["seen"]
-        yield f"    never seen: {left:,}, as {unseen}"
+        what = "not in what was read" if drawn else "never seen"
+        yield f"    {what}: {left:,}, as {unseen}"
     parts = use["parts"]
     yield (
         f"    bytes that are no whole character: {percent(parts['tokens'])} of the tokens, for "
