@@ -39,7 +39,8 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ ibverbs-providers libibverbs1 \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 torchtitan \
-    && install --directory --owner torchtitan /workspace
+    && install --directory --owner torchtitan /workspace \
+    && ln -s /opt/torchtitan/bin/torchtitan /usr/local/bin/ # login shells set PATH anew
 COPY --from=build /opt/torchtitan /opt/torchtitan
 # The last two are for NVIDIA's container runtime, which looks for them in the image.
 ENV PATH=/opt/torchtitan/bin:$PATH \

@@ -405,6 +405,10 @@ REFUSED = {
         ["--to=jobset", "--container=docker://image"],
         ["--container: name the image without docker://"],
     ),
+    "one file for SkyPilot's runs": (
+        [*SKY[:-1], "--folder=/runs/grid", *GRID, "--output=all.yaml"],
+        ["--output: SkyPilot takes one file per run; leave their names to --job-name"],
+    ),
     "two volumes": (
         [*JOBSET, "--volume=other:/runs"],
         ["--volume: two are at one path"],
@@ -440,6 +444,12 @@ def test_values_that_the_scheduler_would_refuse_are_refused(option, capsys):
         main([str(BASE), "--gpus-per-node=8", *JOBSET, option])
     assert option.partition("=")[0] in capsys.readouterr().err
     assert not list(Path().iterdir())
+
+
+def test_runs_on_this_machine_have_no_scheduler(capsys):
+    with pytest.raises(SystemExit):
+        main([str(BASE), *JOBSET, "--local", "--grid=debug.seed=1,2"])
+    assert "--local runs here, not with --to jobset" in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_the_file_and_writes_nothing(capsys):
@@ -491,7 +501,17 @@ def run_sky(task, folder, rank=0, **env):
         "SKYPILOT_NODE_RANK": str(rank),
         **env,
     }
-    return subprocess.Popen(["bash", "-c", task["run"]], env=env, cwd=folder, text=True)
+    script = home / "script"
+    script.write_text(task["run"])
+    command = ["bash", "-i", str(script)]
+    return subprocess.Popen(
+        command,
+        env=env,
+        cwd=folder,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
 
 STAND_IN = """#!{python}

@@ -133,9 +133,10 @@ class Machines(Nodes):
         (task,) = self.documents
         home = self.folder / f"home{node}"
         home.mkdir(exist_ok=True)
-        script = task["run"].replace(":29500", f":{self.port}")
+        script = home / "script"
+        script.write_text(task["run"].replace(":29500", f":{self.port}"))
         env = {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "HOME": str(home)}
-        return self._popen(["bash", "-c", script], **env)
+        return self._popen(["bash", "-i", str(script)], **env)
 
     def preempt(self, node):
         """Run the job's hook on a machine."""

@@ -31,7 +31,7 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
         "--container",
         type=one_line,
         metavar="IMAGE",
-        help="image for pyxis (docker://..., .sqsh), or a .sif for Apptainer",
+        help="image: docker://..., .sqsh (pyxis), .sif (Apptainer); others: registry/name:tag",
     )
     add(
         "--sbatch",
