@@ -195,9 +195,11 @@ def _encode_whole(
 ) -> None:
     encoder = _encoder(spec, source)
     batches = ((0, batch) for batch in batches_of(items))
-    for _, (ids, lengths, hashes, bad) in encode_batches(batches, encoder, how.workers):
-        tally.add(ids.astype(np.int64) & PLAIN, lengths, hashes["bytes"].astype(np.int64), hashes)
-        for kind, problem in bad:
+    for _, encoded in encode_batches(batches, encoder, how.workers):
+        ids = encoded.ids.astype(np.int64) & PLAIN
+        hashes = encoded.hashes
+        tally.add(ids, encoded.lengths, hashes["bytes"].astype(np.int64), hashes)
+        for kind, problem in encoded.bad:
             tally.add_bad(kind, problem)
         if meter is not None:
             documents, tokens, _ = tally.totals
@@ -220,8 +222,9 @@ def _encode_drawn(
             yield len(waiting) - 1, [] if item is None else [item]
 
     encoder = _encoder(spec, source)
-    for place, (ids, _, hashes, bad) in encode_batches(batches(), encoder, how.workers):
+    for place, encoded in encode_batches(batches(), encoder, how.workers):
         drawn = waiting[place]
-        tally.add_drawn(ids.astype(np.int64) & PLAIN, int(hashes["bytes"].sum()), drawn)
-        for kind, _ in bad:
+        ids = encoded.ids.astype(np.int64) & PLAIN
+        tally.add_drawn(ids, int(encoded.hashes["bytes"].sum()), drawn)
+        for kind, _ in encoded.bad:
             tally.add_bad(kind, "", drawn)  # its line's number isn't known
