@@ -58,7 +58,7 @@ class Sample:
     seed: int = 0
 
     def rank(self, hash: int) -> float:
-        return uniform(hash, f"sample {self.seed}"[:16])
+        return uniform(hash, f"seed {self.seed}")
 
 
 @dataclass
