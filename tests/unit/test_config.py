@@ -81,6 +81,22 @@ def test_extends_composes_files(toml):
     assert loaded.sources["training.steps"].endswith("base.toml:2")
 
 
+def test_here_is_the_folder_of_each_file(toml, tmp_path, monkeypatch):
+    """In tables and lists, and of the file that says it, wherever the command starts."""
+    more = tmp_path / "more"
+    more.mkdir()
+    base = '[job]\ndump_folder = "{here}/run"\ndescription = "not {here}/x"\n'
+    (more / "base.toml").write_text(base)
+    sources = '[[training.sources]]\nname = "a"\ndataset_path = "{here}/../b/*.txt"\n'
+    file = toml('extends = "more/base.toml"\n[model]\nhf_assets_path = "{here}"\n' + sources)
+    monkeypatch.chdir("/")
+    config = load("--config", file)
+    assert config.job.dump_folder == str(more / "run")
+    assert config.job.description == "not {here}/x"
+    assert config.model.hf_assets_path == str(tmp_path)
+    assert config.training.sources[0].dataset_path == f"{tmp_path}/../b/*.txt"
+
+
 def test_a_file_that_extends_itself_is_refused(toml):
     toml('extends = "run.toml"\n', "base.toml")
     (problem,) = problems("--config", toml('extends = "base.toml"\n'))

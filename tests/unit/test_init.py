@@ -3,18 +3,25 @@
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from tests.init_runs import H100, SMALL, written
+from torchtitan.commands import tokenize, tokenizer
 from torchtitan.commands.init import main
+from torchtitan.config import complete, load_config
 from torchtitan.config.load.keys import FIELDS
 from torchtitan.models import get_spec
 from torchtitan.tools.launch.data_choice import find_data
 from torchtitan.tools.launch.models import find_model
+from torchtitan.tools.launch.preparation import prepared_by, prepared_settings
 from torchtitan.tools.launch.questions import parse_length
 from torchtitan.tools.launch.recipe import suggested_tokens
+from torchtitan.tools.launch.request import Choice, Request
+from torchtitan.tools.planner.hardware import find_hardware
+from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
 
 pytestmark = pytest.mark.usefixtures("init_folder")
@@ -77,7 +84,7 @@ def test_the_command_in_the_file_makes_the_same_file(capsys):
     assert main([*command.split(), "--force"]) == 0
     assert written("a")[0] == text
     assert "#SBATCH --time=1:00:00" in Path("a/train.sbatch").read_text()
-    assert "sbatch a/train.sbatch" in capsys.readouterr().out
+    assert "cd a && sbatch train.sbatch" in capsys.readouterr().out
 
 
 def test_the_table_has_bands_chances_and_reasons(capsys):
@@ -131,15 +138,19 @@ def test_a_given_layout_is_planned_as_it_is(capsys):
 
 def test_data_of_a_cluster(capsys):
     main(["a", SMALL[0], "--data=/of/the/cluster", SMALL[2], *H100])
+    said = capsys.readouterr().out
+    assert "torchtitan tokenize --input /of/the/cluster --output a/tokens --held-out 0.5%" in said
+    assert "not on this machine" not in said, "the command says it"
+    main(["c", SMALL[0], "--data=/of/the/cluster/tokens.bin", SMALL[2], *H100])
     assert (
-        "training.dataset_path '/of/the/cluster' is not on this machine; the run will need it"
+        "training.dataset_path '/of/the/cluster/tokens.bin' is not on this machine; the run will need it"
         in capsys.readouterr().out
     )
     with pytest.raises(ConfigError, match="--data: no file or folder /of/the/cluster"):
         main(["b", SMALL[0], "--data=/of/the/cluster", SMALL[2], "--hardware=cpu.toml"])
     with pytest.raises(ConfigError, match="newline"):
         main(["a\nb", *SMALL, *H100])
-    assert [path.name for path in Path().iterdir() if path.is_dir()] == ["a"]
+    assert {path.name for path in Path().iterdir() if path.is_dir()} == {"a", "c"}
 
 
 def test_several_nodes_get_a_job():
@@ -149,7 +160,7 @@ def test_several_nodes_get_a_job():
     assert (
         "#SBATCH --nodes=2\n#SBATCH --gpus-per-node=4\n" in script
     )  # a host of gb200 has 4 of its domain's 72
-    assert f"set -- {Path('a/train.toml').absolute()}\n" in script
+    assert "set -- train.toml\n" in script
     with pytest.raises(UserError, match="don't fill nodes of 8"):
         main(["b", *SMALL, "--hardware=h100-sxm", "--devices=12"])
     assert not Path("b").exists()
@@ -177,6 +188,96 @@ def test_a_hugging_face_folder(tmp_path, capsys):
     (source / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(UserError, match="model_type: got 'gpt2'"):
         main(["c", f"--model={source}", *SMALL[1:], *H100])
+
+
+def corpus(documents: int) -> str:
+    Path("texts").mkdir()
+    for i in range(documents):
+        Path(f"texts/{i}.txt").write_text(f"Document {i} of a few words, and {i * i} more. " * 9)
+    return "--data=texts"
+
+
+def commands(said: str) -> list[list[str]]:
+    """Those of the lines after "Next:"."""
+    return [shlex.split(line, comments=True) for line in said.partition("Next:\n")[2].splitlines()]
+
+
+def test_own_text_gets_a_tokenizer_and_a_held_out_part(capsys, monkeypatch, tmp_path):
+    """The commands make what the file names, wherever the folder is moved."""
+    argv = ["--model=llama3/30M", corpus(60), "--tokens=1M", "--seq-len=64", *H100]
+    main(["a", *argv, "--training.global_batch_size=2"])
+    tables = written("a")[1]
+    assert tables["job"]["dump_folder"] == "{here}/run"
+    assert tables["model"] == {"flavor": "30M", "hf_assets_path": "{here}/tokenizer"}
+    assert tables["validation"]["dataset_path"] == "{here}/tokens-held-out"
+    train, write, *last = commands(capsys.readouterr().out)
+    texts = str(Path("texts").absolute())
+    assert train[1:] == ["tokenizer", texts, "--vocab-size", "8192", "--output", "a/tokenizer"]
+    expected = ["tokenize", "--input", texts, "--output", "a/tokens", "--tokenizer", "a/tokenizer"]
+    assert write[1:] == [*expected, "--held-out", "17%"]
+    assert last == [["torchtitan", "train", "a/train.toml", "--nproc-per-node", "1"]]
+    tokenizer.main(train[2:])
+    tokenize.main([*write[2:], "--workers=1"])
+
+    Path("moved").mkdir()
+    Path("a").rename("moved/b")
+    monkeypatch.chdir("/")
+    file = tmp_path / "moved/b/train.toml"
+    config = complete(load_config([f"--config={file}"]), 1).config
+    assert config.training.dataset_path == str(tmp_path / "moved/b/tokens")
+    assert config.job.dump_folder == str(tmp_path / "moved/b/run")
+    preflight(config)
+    held_out, kept = (
+        json.loads((tmp_path / f"moved/b/{name}/tokens-report.json").read_text())["documents"]
+        for name in ("tokens-held-out", "tokens")
+    )
+    assert held_out + kept == 60
+    assert held_out > 0
+
+
+def test_few_documents_are_all_trained_on(capsys):
+    main(["a", "--model=llama3/debugmodel", corpus(5), SMALL[2], *H100])
+    assert "validation" not in written("a")[1]
+    said = capsys.readouterr().out
+    assert "too few documents to hold some out" in said
+    assert [words[1] for words in commands(said)] == ["tokenize", "train"]
+    assert "--held-out" not in said
+    assert "--tokenizer" not in said, "debug models take the shipped one"
+
+
+def test_conversations_are_read_as_they_are():
+    request = Request(
+        find_model("llama3/30M"),
+        find_data(corpus(30).removeprefix("--data=")),
+        find_hardware("h100-sxm"),
+        1,
+        1024,
+        Path("a"),
+        given={"training.messages_column": Choice("messages", "as given")},
+    )
+    settings = prepared_settings(request)
+    assert settings["training.dataset_path"].value == str(Path("texts").absolute())
+    assert [command.split()[0] for command in prepared_by(request)] == ["hf"], "no tokenizer"
+
+
+def test_a_size_without_a_tokenizer_takes_one_of_the_hub_for_streamed_data(capsys):
+    main(["a", "--model=llama3/125M", "--data=c4", SMALL[2], *H100])
+    model = written("a")[1]["model"]
+    assert model["overrides"] == {"vocab_size": 49152}
+    assert "hf download HuggingFaceTB/SmolLM2-135M" in capsys.readouterr().out
+    main(["b", "--model=llama3/125M", "--data=c4", *H100, SMALL[2], "--model.hf_assets_path=mine"])
+    assert written("b")[1]["model"] == {"flavor": "125M", "hf_assets_path": "mine"}
+
+
+def test_token_files_bring_their_held_out_part_but_no_tokenizer():
+    for folder in ("tokens", "tokens-held-out"):
+        Path(folder).mkdir()
+        Path(folder, "tokens-00000.bin").write_bytes(b"12")
+    data = find_data("./tokens")
+    assert data.held_out_path == str(Path("tokens-held-out").absolute())
+    assert data.corpus is None
+    with pytest.raises(ConfigError, match=r"add --model\.hf_assets_path with the one that made"):
+        main(["a", "--model=llama3/30M", "--data=./tokens", SMALL[2], *H100])
 
 
 def test_data(tmp_path):

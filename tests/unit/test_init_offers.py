@@ -109,8 +109,9 @@ def test_everything_written_is_legal(model, hardware):
 
 @pytest.mark.slow
 def test_answers_on_a_terminal(tmp_path):
-    """Wrong answers are asked again; the result trains."""
-    answers = ["llama3/9B", "qwen3/debugmodel", "", "cpu", "0", "10min", "64", "first", "9", "1"]
+    """Wrong answers are asked again, what is typed while something is measured answers nothing, and
+    the result trains.
+    """
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "torchtitan", "init"]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -118,8 +119,25 @@ def test_answers_on_a_terminal(tmp_path):
         command, stdin=follower, stdout=follower, stderr=subprocess.STDOUT, env=env
     )
     os.close(follower)
-    os.write(leader, "".join(f"{answer}\n" for answer in answers).encode())
     shown = ""
+
+    def until(text: str) -> None:
+        nonlocal shown
+        while text not in shown:
+            shown += os.read(leader, 4096).decode()
+
+    def answer(*answers: str) -> None:
+        os.write(leader, "".join(f"{each}\n" for each in answers).encode())
+
+    answer("llama3/9B", "qwen3/debugmodel", "", "cpu")
+    until("Measuring")
+    answer("7h", "7h")
+    until("For how long?")
+    answer("0", "10min", "64", "first")
+    until("Searching")
+    answer("3", "3")
+    until("Which layout?")
+    answer("9", "1")
     while process.poll() is None or not shown.endswith("\n"):
         try:
             shown += os.read(leader, 4096).decode()
@@ -128,6 +146,9 @@ def test_answers_on_a_terminal(tmp_path):
     assert process.wait(timeout=60) == 0, shown
     for text in ("no size '9B'", "Which model?", "neither a number of tokens", "Next:"):
         assert text in shown
+    command_line = Path("first/train.toml").read_text().splitlines()[1]
+    assert "--hours 0.166667" in command_line
+    assert "--choose" not in command_line
     assert Path("first/hardware.toml").is_file()
     steps = ["--training.steps=2", "--validation.steps=1", "--metrics.log_freq=1"]
     done = subprocess.run(

@@ -15,11 +15,11 @@ from pathlib import Path
 from torchtitan.config.load.command_line import config_flags, show_help, split_args
 from torchtitan.tools.launch import project as projects
 from torchtitan.tools.launch import questions
-from torchtitan.tools.launch.ask import Asker
+from torchtitan.tools.launch.ask import Asker, discard_typed
 from torchtitan.tools.launch.job import add_job_options, check_words
 from torchtitan.tools.launch.layouts import best_layouts, table
 from torchtitan.tools.launch.questions import CPU, devices_per_host, local_gpus
-from torchtitan.tools.launch.recipe import Choice, Choices, Request
+from torchtitan.tools.launch.request import Choice, Choices, Request
 from torchtitan.tools.planner.hardware import load_hardware
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.text import count
@@ -135,6 +135,7 @@ def main(argv: list[str]) -> int:
     _check_folder(request.folder, force=options.force)
     print("Searching for the best layouts ...", file=sys.stderr)
     proposals, seen = best_layouts(request)
+    discard_typed()
     print(table(proposals, seen, request))
     number = options.choose or asker.choose("\nWhich layout?", len(proposals))
     if number > len(proposals):

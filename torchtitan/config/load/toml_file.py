@@ -18,6 +18,11 @@ from torchtitan.utils.files import read_regular
 from torchtitan.utils.limits import KEY_LENGTH, NEAR_FILES, TOML_BYTES, TOML_DEPTH, TOML_VALUES
 from torchtitan.utils.text import brief
 
+HERE = "{here}"
+"""Stands for the folder of the file at the start of any string of it, as in `"{here}/tokens"`, so
+that a file can name its neighbors wherever a command starts. Other paths are relative to where it
+does.
+"""
 _TABLES = {
     table for key in (*FIELDS, *UNSUPPORTED) for table in prefixes(key)[1:]
 } | RENAMED_SECTIONS.keys()
@@ -133,8 +138,19 @@ class _Files:
             if problem := excess(tables):
                 self.problems.append(f"{path}: {problem}")
             else:
-                return text, tables
+                return text, _located(tables, os.path.abspath(path.parent))
         return "", {}
+
+
+def _located(value: Any, folder: str) -> Any:
+    """Tables in which `HERE` is replaced by the folder."""
+    if isinstance(value, dict):
+        return {key: _located(inner, folder) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_located(inner, folder) for inner in value]
+    if isinstance(value, str) and (value == HERE or value.startswith(f"{HERE}/")):
+        return folder + value.removeprefix(HERE)
+    return value
 
 
 def _suggestion(path: Path) -> str:

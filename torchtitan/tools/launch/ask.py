@@ -1,6 +1,7 @@
 """Questions of a command: answered by flags, or on a terminal by hand."""
 
 import sys
+import termios
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -117,6 +118,12 @@ def _read(prompt: str) -> str:
         return input(prompt).strip()
     except EOFError:
         raise UserError("the input ended before the last question; nothing was written") from None
+
+
+def discard_typed() -> None:
+    """Forget what was typed while nothing was asked: it would answer the next question."""
+    if sys.stdin.isatty():
+        termios.tcflush(sys.stdin, termios.TCIFLUSH)
 
 
 def in_lines(words: Sequence[str], width: int = 100) -> str:

@@ -128,6 +128,8 @@ class Job:
     """The options of `add_job_options`."""
     log: str | None = None
     """File of the output, with Slurm's `%` patterns."""
+    beside: bool = False
+    """The configuration is in the folder where the job is submitted, wherever that is."""
 
 
 def script(
@@ -162,6 +164,8 @@ def array_script(
 
 
 def _config_file(job: Job, config: str) -> str:
+    if job.beside:
+        return config
     file = find_config(config).resolve()
     # A container has its own installation, with the shipped files elsewhere.
     shipped = job.options.container and not CHECKOUT and file.is_relative_to(ASSETS)

@@ -4,7 +4,8 @@ import math
 from collections.abc import Sequence
 
 from torchtitan.config.derive import layout_name
-from torchtitan.tools.launch.recipe import Request, as_flags, draft, steps_of
+from torchtitan.tools.launch.recipe import as_flags, draft, steps_of
+from torchtitan.tools.launch.request import Request
 from torchtitan.tools.planner.planner import find_layouts, make_plan, nothing_fits
 from torchtitan.tools.planner.proposals import Proposal
 from torchtitan.tools.planner.render import band_ends, likelihood, run_of

@@ -1,7 +1,7 @@
 """Models for a new project: the sizes of each family, and local Hugging Face folders."""
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ REPOSITORIES = {
         "405B": "meta-llama/Llama-3.1-405B",
     },
     "mistral": {
+        "7B-v0.1": "mistralai/Mistral-7B-v0.1",
         "7B-v0.3": "mistralai/Mistral-7B-v0.3",
         "Nemo-12B": "mistralai/Mistral-Nemo-Base-2407",
         "Small-24B": "mistralai/Mistral-Small-24B-Base-2501",
@@ -40,9 +41,16 @@ REPOSITORIES = {
         "Kimi-K2": "moonshotai/Kimi-K2-Base",
     },
     "glm4_moe": {"106B-A12B": "zai-org/GLM-4.5-Air-Base", "355B-A32B": "zai-org/GLM-4.5-Base"},
+    "gpt_oss": {size: f"openai/gpt-oss-{size}" for size in ("20b", "120b")},
+    "olmo3": {"7B": "allenai/Olmo-3-1025-7B", "32B": "allenai/Olmo-3-1125-32B"},
+    "gemma3": {size: f"google/gemma-3-{size}-pt" for size in ("1b", "4b", "12b", "27b")},
+    "smollm3": {"3B": "HuggingFaceTB/SmolLM3-3B-Base"},
     "qwen3_moe": {"30B-A3B": "Qwen/Qwen3-30B-A3B-Base", "235B-A22B": "Qwen/Qwen3-235B-A22B"},
 }
 """Where the hub has the tokenizer of each size."""
+_PUBLISHED = "HuggingFaceTB/SmolLM2-135M"
+_PUBLISHED_ENTRIES = 49152
+"""A tokenizer for sizes that have none, where none can be trained, and its entries."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,8 @@ class Model:
     overrides: dict[str, Any] = field(default_factory=dict)
     folder: Path | None = None
     """Its Hugging Face folder; None for a size of a family."""
+    published: str | None = None
+    """Where the hub has the tokenizer that a size without one takes."""
 
     @property
     def name(self) -> str:
@@ -69,13 +79,29 @@ class Model:
 
     @property
     def repository(self) -> str | None:
-        """Where the hub has its tokenizer."""
-        return None if self.folder else REPOSITORIES.get(self.spec.name, {}).get(self.flavor)
+        """Where the hub has its tokenizer; None of debug models, which take the shipped one, and of
+        sizes that nobody has published with one.
+        """
+        known = None if self.folder else REPOSITORIES.get(self.spec.name, {}).get(self.flavor)
+        return known or self.published
+
+    @property
+    def overrides_from(self) -> str:
+        """The reason of `overrides`."""
+        return "from config.json" if self.folder else f"entries of the tokenizer of {_PUBLISHED}"
+
+    def with_published_tokenizer(self) -> "Model":
+        """The model with a tokenizer of the hub, if it has none, and as many entries."""
+        if self.folder or self.flavor == DEBUG or self.repository:
+            return self
+        entries = max(self.args.vocab_size, _PUBLISHED_ENTRIES)
+        overrides = self.overrides | {"vocab_size": entries}
+        return replace(self, overrides=overrides, published=_PUBLISHED)
 
     @property
     def is_gated(self) -> bool:
         """Whether the hub asks for the licence to be accepted."""
-        return (self.repository or "").startswith("meta-llama/")
+        return (self.repository or "").startswith(("meta-llama/", "google/gemma-"))
 
     def parameters(self) -> tuple[int, int]:
         """All parameters, and those that a token uses: of a mixture, its own experts'."""

@@ -8,16 +8,12 @@ from pathlib import Path
 
 from torchtitan.config import complete, load_config
 from torchtitan.config.load.render import to_toml
+from torchtitan.config.load.toml_file import HERE
 from torchtitan.config.rules import Facts, check
 from torchtitan.tools.launch.job import Job, check_words, job_name, script
-from torchtitan.tools.launch.recipe import (
-    Choices,
-    Request,
-    config_of,
-    draft,
-    fetch_tokenizer,
-    final,
-)
+from torchtitan.tools.launch.preparation import has_held_out, prepared_by
+from torchtitan.tools.launch.recipe import as_flags, config_of, draft, final
+from torchtitan.tools.launch.request import Choice, Choices, Request
 from torchtitan.tools.planner.planner import without_missing_files
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.render import band_ends, likelihood, run_of
@@ -65,8 +61,12 @@ def make_project(
         UserError: the trainer would refuse the configuration.
     """
     settings = final(draft(request), plan, request)
-    text = _toml(request, plan, settings, command)
-    notes = validate_text(text, request)
+    inside = {key: setting for key, setting in settings.items() if _name_inside(setting, request)}
+    named = {key: Choice(_name_inside(one, request), one.why) for key, one in inside.items()}
+    text = _toml(request, plan, settings | named, command)
+    notes = _validate_text(text, request, inside)
+    if request.corpus and not has_held_out(request):
+        notes = (*notes, "too few documents to hold some out; nothing is validated")
     key = "training.mixed_precision_param"
     if request.on_cpu:  # bfloat16 is the default, which the file leaves out
         notes = (*notes, f"{key} is {settings[key].value}: {settings[key].why}")
@@ -74,6 +74,13 @@ def make_project(
     if slurm is not None:
         files[SCRIPT] = _script(request, slurm, per_node)
     return Project(request.folder, files, _steps(request, slurm is not None, per_node), notes)
+
+
+def _name_inside(setting: Choice, request: Request) -> str | None:
+    """The value with `{here}`, if it is a path in the project's folder."""
+    folder = request.inside("")
+    value = str(setting.value)
+    return HERE + value.removeprefix(folder) if value.startswith(f"{folder}/") else None
 
 
 def _toml(
@@ -106,8 +113,15 @@ def _toml(
     return "".join(f"# {line}\n" for line in lines) + "\n" + body.rstrip() + "\n"
 
 
-def validate_text(text: str, request: Request) -> tuple[str, ...]:
+def _validate_text(
+    text: str,
+    request: Request,
+    inside: Choices,
+) -> tuple[str, ...]:
     """Check a configuration file as the trainer would on its devices.
+
+    Args:
+        inside: the settings that name what the project's folder has, or will have.
 
     Returns:
         Notes on files that this machine doesn't have.
@@ -118,13 +132,15 @@ def validate_text(text: str, request: Request) -> tuple[str, ...]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, CONFIG)
         file.write_text(text)
-        config = complete(load_config([f"--config={file}"]), request.devices).config
+        loaded = load_config([f"--config={file}", *as_flags(inside)])
+        config = complete(loaded, request.devices).config
     here, notes = without_missing_files(config)
     preflight(here, output=False)
     check(config, Facts(device=request.hardware.accelerator))
     return tuple(
         note.replace("the plan doesn't need it, the run will", "the run will need it")
         for note in notes
+        if note.split()[0] not in inside  # commands make it
     )
 
 
@@ -133,11 +149,10 @@ def _script(
     slurm: Namespace,
     per_node: int,
 ) -> str:
-    config = str((request.folder / CONFIG).absolute())
-    check_words(config, [])
+    check_words(str(request.folder), [])
     nodes, ranks = nodes_of(request.devices, per_node)
     name = job_name(request.folder.absolute().name)
-    return script(Job(name, (nodes, nodes), ranks, slurm), config, [])
+    return script(Job(name, (nodes, nodes), ranks, slurm, beside=True), CONFIG, [])
 
 
 def nodes_of(devices: int, per_node: int) -> tuple[int, int]:
@@ -160,19 +175,15 @@ def _steps(
     per_node: int,
 ) -> list[str]:
     """What is left to do."""
-    steps = []
+    steps = prepared_by(request)
     config = shlex.quote(str(request.folder / CONFIG))
-    if needs_tokenizer(request):
-        fetch = fetch_tokenizer(request.model, request.folder)
-        gated = "; gated: needs an HF_TOKEN with access" if request.model.is_gated else ""
-        steps.append(f"{fetch}  # the tokenizer{gated}")
     if request.devices > 1:
         rehearse = f"torchtitan rehearse {config} --world {request.devices}"
         steps.append(f"{rehearse}  # optional: check that no rank can hang")
     nodes, ranks = nodes_of(request.devices, per_node)
     train = f"torchtitan train {config}"
     if slurm:
-        steps.append(f"sbatch {shlex.quote(str(request.folder / SCRIPT))}")
+        steps.append(f"cd {shlex.quote(str(request.folder))} && sbatch {SCRIPT}")
     elif nodes > 1:
         steps.append(
             f"{train} --nnodes {nodes} --nproc-per-node {ranks} --rdzv-endpoint FIRST_NODE:29500"
@@ -183,16 +194,6 @@ def _steps(
     else:
         steps.append(f"{train} --nproc-per-node {ranks}")
     return steps
-
-
-def needs_tokenizer(request: Request) -> bool:
-    """Whether the tokenizer is to be fetched into the project's folder."""
-    given = draft(request).get("model.hf_assets_path")
-    return (
-        request.model.repository is not None
-        and given is not None
-        and given.why.startswith("to be fetched")
-    )
 
 
 def write(project: Project) -> None:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from torchtitan.tools.launch.ask import Question, in_lines
+from torchtitan.tools.launch.ask import Question, discard_typed, in_lines
 from torchtitan.tools.launch.data_choice import Data, find_data
 from torchtitan.tools.launch.models import DEBUG, Model, find_model, offered
 from torchtitan.tools.launch.recipe import TOKENS_PER_PARAMETER, default_seq_len, suggested_tokens
@@ -59,7 +59,9 @@ def hardware_question(gpus: str | None) -> Question[tuple[Hardware, str | None]]
         if text != CPU:
             return find_hardware(text), None
         print("Measuring this machine's CPU, for a few seconds ...", file=sys.stderr)
-        return measure_cpu()
+        measured = measure_cpu()
+        discard_typed()
+        return measured
 
     names = [
         f"{CPU} (this machine's)",

@@ -1,17 +1,15 @@
 """Turns a request into a configuration: values, each with the reason stated in the file."""
 
 import math
-import os
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torchtitan.config.derive import DEGREE_KEYS, divisors
 from torchtitan.config.load.decode import load_config
 from torchtitan.config.load.render import to_toml_value
 from torchtitan.config.sections.schema import Config
-from torchtitan.tools.launch.data_choice import Data
 from torchtitan.tools.launch.models import Model
+from torchtitan.tools.launch.preparation import has_held_out, prepared_settings
+from torchtitan.tools.launch.request import Choice, Choices, Request
 from torchtitan.tools.planner.axes import read
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.predict import Plan
@@ -57,46 +55,7 @@ _BF16_GAIN = 1.5
 _WARMUP = 2000
 """Llama 2, arXiv:2307.09288, section 2.2."""
 _SAVE_SECONDS = 1800
-_OF_LAYOUT = ("activation_checkpoint.mode", "training.local_batch_size")
 _VALIDATION_BATCHES = 8
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A value of the configuration, and why it has it."""
-
-    value: Any
-    why: str
-
-
-Choices = dict[str, Choice]
-"""Dotted key to its value."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What somebody wants to train, on what, and for how long."""
-
-    model: Model
-    data: Data
-    hardware: Hardware
-    devices: int
-    seq_len: int
-    folder: Path
-    tokens: float | None = None
-    hours: float | None = None
-    """If `tokens` is not given."""
-    given: Choices | None = None
-    """Choices that prevail."""
-
-    @property
-    def states_layout(self) -> bool:
-        """Whether a layout is given, at least in parts: then it is not searched for."""
-        return any(key.startswith("parallelism.") or key in _OF_LAYOUT for key in self.given or {})
-
-    @property
-    def on_cpu(self) -> bool:
-        return self.hardware.device == "cpu"
 
 
 def default_seq_len(model: Model) -> int:
@@ -146,9 +105,7 @@ def draft(request: Request) -> Choices:
     size += f", {show_tokens(active)} of them active" if active < parameters else ""
     settings = {
         "job.description": Choice(f"{model.name} on {data.dataset}", "for the log and trackers"),
-        "job.dump_folder": Choice(
-            os.path.abspath(request.folder / "run"), "metrics and checkpoints of this run"
-        ),
+        "job.dump_folder": Choice(request.inside("run"), "metrics and checkpoints of this run"),
         "model.name": Choice(model.spec.name, "the family"),
         "model.flavor": Choice(
             model.flavor, size if not model.overrides else "the nearest size; see the overrides"
@@ -174,11 +131,9 @@ def draft(request: Request) -> Choices:
         ),
     }
     settings |= {
-        f"model.overrides.{key}": Choice(value, "from config.json")
+        f"model.overrides.{key}": Choice(value, model.overrides_from)
         for key, value in model.overrides.items()
     }
-    if data.path:
-        settings["training.dataset_path"] = Choice(data.path, data.kind)
     if request.on_cpu:
         settings["training.mixed_precision_param"] = _cpu_precision(request.hardware)
     elif not request.hardware.accelerator.has_bf16:
@@ -189,7 +144,7 @@ def draft(request: Request) -> Choices:
         settings["checkpoint.initial_load_in_hf"] = Choice(
             True, "start from the weights beside the tokenizer"
         )
-    settings |= _tokenizer(request) | _validation(request)
+    settings |= prepared_settings(request) | _validation(request)
     return settings | (request.given or {})
 
 
@@ -204,36 +159,11 @@ def _cpu_precision(hardware: Hardware) -> Choice:
     return Choice("float32", f"products are {ratio:.1f} times as fast in bfloat16 here")
 
 
-def _tokenizer(request: Request) -> Choices:
-    key = "model.hf_assets_path"
-    model = request.model
-    if model.folder:
-        return {key: Choice(str(model.folder), "tokenizer, sizes and weights")}
-    if model.repository is None:
-        return {}  # the shipped one
-    name = model.repository.rpartition("/")[2]
-    for folder in (request.folder / "tokenizer", Path("assets/hf", name)):
-        if any(
-            (folder / file).is_file() for file in ("tokenizer.json", "original/tokenizer.model")
-        ):
-            return {key: Choice(os.path.abspath(folder), f"the tokenizer of {model.repository}")}
-    fetch = f"to be fetched: {fetch_tokenizer(model, request.folder)}"
-    return {key: Choice(os.path.abspath(request.folder / "tokenizer"), fetch)}
-
-
-def fetch_tokenizer(model: Model, folder: Path) -> str:
-    """The command that downloads the tokenizer into the project's folder."""
-    return (
-        f"hf download {model.repository} --include 'tokenizer*' --local-dir {folder / 'tokenizer'}"
-    )
-
-
 def _validation(request: Request) -> Choices:
-    if request.data.held_out is None:
+    if not has_held_out(request):
         return {}
     return {
         "validation.enable": Choice(True, "loss on text that training never sees"),
-        "validation.dataset": Choice(request.data.held_out, "the held-out part"),
         "validation.seq_len": Choice(request.seq_len, "as in training"),
         "validation.steps": Choice(_VALIDATION_BATCHES, "global batches per validation"),
     }
@@ -261,7 +191,7 @@ def final(
             per_save, "half an hour by the plan's speed, at most a tenth of the run"
         ),
     }
-    if request.data.held_out is not None:
+    if has_held_out(request):
         rows = plan.config.training.local_batch_size
         chosen["validation.freq"] = Choice(per_save, "when a checkpoint is saved")
         chosen["validation.local_batch_size"] = Choice(rows, "as in training, which fits")
