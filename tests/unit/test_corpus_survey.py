@@ -172,6 +172,14 @@ def test_token_files_have_the_figures_of_their_text(tmp_path, capsys, monkeypatc
     assert source["duplicates"]["documents"] >= 1
 
 
+def test_packed_token_files_are_refused(tmp_path, capsys):
+    lines = write_lines(tmp_path / "a.jsonl", texts(20))
+    argv = ["--input", str(lines), "--output", str(tmp_path / "tokens"), "--workers", "1"]
+    assert tokenize_command.main([*argv, "--best-fit", "64"]) == 0
+    with pytest.raises(UserError, match="are packed: they hold padding"):
+        command.main([str(tmp_path / "tokens")])
+
+
 def test_more_documents_than_are_kept(tmp_path, capsys, monkeypatch):
     some = texts(2000)
     monkeypatch.setattr(tally, "_KEPT", 300)
