@@ -42,7 +42,7 @@ LAYOUTS = {
 def chats(folder, *extra, **sizes):
     """Arguments of a run on conversations and text, with rows and steps that predict nothing."""
     folder.mkdir(exist_ok=True)
-    write_tokenizer(folder / "tokenizer")
+    write_tokenizer(folder / "tokenizer", eos="<|im_end|>")  # ends turns and documents
     silent = [say("x" * 3000, "y")]  # its rows are the user's alone
     write_chats(folder / "chats.jsonl", [*CHATS, *silent * 20])
     write_corpus(folder / "text.jsonl")
@@ -82,8 +82,7 @@ def first_loss(argv):
     trainer = Trainer(config, preflight(config))
     try:
         batch = next(iter(trainer.parts.loader))
-        documents = (batch.tokens == trainer.setup.tokenizer.eos_id).long()
-        documents = documents.cumsum(1) - documents
+        documents = (batch.tokens == trainer.setup.tokenizer.bos_id).cumsum(1)
         mask = (documents[:, :, None] == documents[:, None, :]).tril()
         with torch.no_grad():
             logits = trainer.parts.models[0](batch.tokens, mask=mask[:, None])

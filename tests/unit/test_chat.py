@@ -1,5 +1,6 @@
 """Conversations: ids and predicted tokens are those of transformers."""
 
+import numpy as np
 import pytest
 
 from tests.chats import (
@@ -12,7 +13,7 @@ from tests.chats import (
     say,
     write_tokenizer,
 )
-from torchtitan.data.flags import PLAIN, UNPREDICTED
+from torchtitan.data.flags import CONTINUES, PLAIN, UNPREDICTED
 from torchtitan.data.text.chat import Chat
 from torchtitan.data.text.texts import BadDocument
 from torchtitan.data.text.tokenizer import build_tokenizer
@@ -65,11 +66,11 @@ def test_turns_that_end_with_end_of_text(tmp_path):
     assert shown == (
         "<|begin_of_text|>[INST] Hi [/INST] Yes?<|end_of_text|>[INST] No [/INST] So.<|end_of_text|>"
     )
-    assert chat.tokenizer.decode(ids[ids < UNPREDICTED].tolist()) == (
+    assert chat.tokenizer.decode((ids[ids < UNPREDICTED] & PLAIN).tolist()) == (
         " Yes?<|end_of_text|> So.<|end_of_text|>"
     )
-    assert chat.ends_inside()
-    assert not open_chat(tmp_path / "b", CHATML).ends_inside()
+    (ends,) = np.nonzero(ids & PLAIN == chat.tokenizer.eos_id)
+    assert (ids[ends] & CONTINUES != 0).tolist() == [True, False]
 
 
 def test_a_document_is_between_begin_and_end_of_text(tmp_path):

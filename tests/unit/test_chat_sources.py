@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.chats import CHATML, CHATML_MARKED, CHATS, LLAMA3, say, write_chats, write_tokenizer
-from torchtitan.commands import tokenize
+from torchtitan.commands import data, tokenize
 from torchtitan.config import resolve
 from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.data.flags import PLAIN, UNPREDICTED
@@ -177,6 +177,41 @@ def test_token_files_take_no_column(folder):
         loader(folder, "", sources=[source])
 
 
+@pytest.mark.parametrize("name", ["chats.jsonl", "tokens"])
+def test_ends_of_turns_do_not_end_documents(folder, tmp_path, name):
+    """Where they are the same token: a document begins at each begin-of-text, and nowhere else."""
+    write_tokenizer(tmp_path / "tokenizer", eos="<|im_end|>")
+    flags = ["--tokenizer", str(tmp_path / "tokenizer"), "--output", str(tmp_path / "tokens")]
+    flags += ["--messages-column", "messages", "--workers", "1"]
+    tokenize.main(["--input", str(folder / "chats.jsonl"), *flags])
+    (tmp_path / "chats.jsonl").write_bytes((folder / "chats.jsonl").read_bytes())
+    steps = take(loader(tmp_path, name, rows=1, infinite=False))
+    tokens = torch.cat([step.tokens[0] for step in steps])
+    continues = torch.cat([step.continues[0] for step in steps])
+    tokenizer = build_tokenizer(str(tmp_path / "tokenizer"))
+    kept = len(ids_of(tmp_path)) - 1  # the rest is padding
+    ends = (tokens == tokenizer.eos_id) & ~continues
+    begins = tokens == tokenizer.bos_id
+    assert begins[:kept].sum() == 40
+    assert torch.equal(begins[1:kept], ends[: kept - 1])
+    assert continues.sum() == 2 * 40
+
+
+def test_torchtitan_data_counts_conversations(folder, tmp_path, capsys):
+    write_tokenizer(tmp_path / "tokenizer", eos="<|im_end|>")
+    flags = ["--tokenizer", str(tmp_path / "tokenizer"), "--workers", "1"]
+    more = ["--messages-column", "messages"]
+    tokens = str(tmp_path / "tokens")
+    tokenize.main(["--input", str(folder / "chats.jsonl"), "--output", tokens, *flags, *more])
+    capsys.readouterr()
+    found = []
+    for argv in ([str(folder / "chats.jsonl"), *more], [tokens]):
+        assert data.main([*argv, *flags, "--json"]) == 0
+        (one,) = json.loads(capsys.readouterr().out)["sources"]
+        found.append((one["documents"]["value"], one["tokens"]["value"]))
+    assert found[0] == found[1] == (40, len(ids_of(tmp_path)))
+
+
 def problems(folder, *more):
     flags = [f"--training.dataset_path={folder / 'chats.jsonl'}", *more]
     flags += ["--training.messages_column=messages", "--training.document_mask"]
@@ -189,9 +224,9 @@ def test_preflight_refuses_a_tokenizer_that_does_not_fit(folder, tmp_path):
     assert "training.messages_column: the tokenizer of model.hf_assets_path has no chat" in (
         problems(folder)
     )
-    write_tokenizer(tmp_path, CHATML, eos="<|im_end|>")
+    write_tokenizer(tmp_path, "{% if %}")
     found = problems(folder, f"--model.hf_assets_path={tmp_path}")
-    assert "chat_template.jinja ends turns with the tokenizer's end-of-text" in found
+    assert f"the chat template in {tmp_path}/chat_template.jinja can't be parsed" in found
 
 
 def test_tokenize_completes_only_parts_of_the_same_template(folder, tmp_path):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.data.changed import ContentsRecord, check_packing, check_same
-from torchtitan.data.flags import PLAIN, UNPREDICTED
+from torchtitan.data.flags import CONTINUES, PLAIN, UNPREDICTED
 from torchtitan.data.order.mixture import Shares, run_dry, whole_steps
 from torchtitan.data.order.rows import IGNORE_INDEX, Share, blank_row
 from torchtitan.data.positions import (
@@ -50,6 +50,10 @@ class StepBatch:
     """How often each source has been read; for text, on this rank."""
     stage: int = 0
     """The stage of the data: 0, or the number of `[[training.stages]]` that have begun."""
+    continues: Tensor | None = None
+    """`[rows, seq]`, whether a token is an end-of-text that doesn't end its document; None: there
+    are none.
+    """
 
 
 _KEYS = {"tokenizer": "model.hf_assets_path", "seed": "debug.seed"}
@@ -299,17 +303,19 @@ class StepLoader:
         plan = self.spec.at(step)
         ids = torch.from_numpy(np.stack(rows.rows + [blank_row(plan.seq_len)] * missing))
         # A missing input may be any id: its label is ignored too.
-        tokens = ids[:, :-1].clamp(min=0) & PLAIN
-        labels = ids[:, 1:].masked_fill(ids[:, 1:] & UNPREDICTED != 0, IGNORE_INDEX)
+        inputs = ids[:, :-1].clamp(min=0)
+        wanted = ids[:, 1:]
+        labels = (wanted & PLAIN).masked_fill(wanted & UNPREDICTED != 0, IGNORE_INDEX)
         sources = torch.tensor(rows.sources + [0] * missing)
         return StepBatch(
-            tokens,
+            inputs & PLAIN,
             labels,
             rows.position,
             plan.rows,
             sources,
             rows.epochs,
             self.spec.stage(step),
+            inputs & CONTINUES != 0,
         )
 
     def blank(self) -> StepBatch:

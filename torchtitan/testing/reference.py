@@ -21,6 +21,7 @@ from torchtitan.config import registry, resolve
 from torchtitan.config.registry import Custom
 from torchtitan.config.sections.optim import Optimizer
 from torchtitan.config.sections.schema import Config
+from torchtitan.data.loader import StepBatch
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.models.layers import attention_backend, document_mask, reads_documents
 from torchtitan.models.spec import is_matrix
@@ -72,7 +73,7 @@ def reference(
             model,
             batch.tokens,
             labels,
-            end,
+            _ends(batch, end),
             train=bool(experts.routers),
             registered=of_row,
             modules=setup.n_mtp,
@@ -257,7 +258,7 @@ def _mean_losses(
     model: Any,
     tokens: Tensor,
     labels: Tensor,
-    end: int | None,
+    ends: Tensor | None,
     *,
     train: bool = False,
     registered: RowLoss | None = None,
@@ -267,6 +268,7 @@ def _mean_losses(
     """The loss of the next token, and those of the modules that predict further ones.
 
     Args:
+        ends: `[batch, seq]`, the tokens that end documents; None: a row counts as one.
         train: tell a mixture of experts which tokens count.
         registered: instead of cross entropy.
         modules: how many modules run.
@@ -274,11 +276,8 @@ def _mean_losses(
     """
     mask = None
     documents = torch.zeros_like(tokens)
-    if end is not None:
-        before = F.pad(tokens, (1, 0), value=-1)[
-            :, :-1
-        ]  # a document starts after an end-of-text token
-        documents = (before == end).cumsum(1)
+    if ends is not None:
+        documents = F.pad(ends[:, :-1].long(), (1, 0)).cumsum(1)  # one starts after an end
         mask = document_mask(
             documents,
             torch.arange(tokens.shape[1]),
@@ -286,13 +285,21 @@ def _mean_losses(
             with_documents=reads_documents(model),
         )
     inputs, wanted = _shifted(tokens, labels, documents, modules)
-    weights = [(y != IGNORE_INDEX) / (y != IGNORE_INDEX).sum() for y in wanted]
+    weights = [(y != IGNORE_INDEX) / (y != IGNORE_INDEX).sum().clamp(min=1) for y in wanted]
     if not modules:
         own = {"token_weights": weights[0]} if train else {}
         return [_mean(model(tokens, None, mask, **own), labels, registered, z_loss)]
     own = {"token_weights": torch.stack(weights, -1)} if train else {}
     logits = model(torch.stack(inputs, -1), None, mask, **own)
     return [_mean(logits[:, :, k], y, registered, z_loss) for k, y in enumerate(wanted)]
+
+
+def _ends(batch: StepBatch, end: int | None) -> Tensor | None:
+    """For `_mean_losses`."""
+    if end is None:
+        return None
+    assert batch.continues is not None
+    return (batch.tokens == end) & ~batch.continues
 
 
 def _shifted(
@@ -354,7 +361,9 @@ def _validate(
             break
         labels = pad_labels(batch.labels) if padded else batch.labels
         predicted = int((labels != IGNORE_INDEX).sum())
-        (loss,) = _mean_losses(model, batch.tokens, labels, end, registered=registered)
+        (loss,) = _mean_losses(
+            model, batch.tokens, labels, _ends(batch, end), registered=registered
+        )
         total += loss.item() * predicted
         count += predicted
     loader.close()

@@ -172,15 +172,20 @@ class Compute:
         tokens: Tensor,
         labels: Tensor,
         sources: Tensor | None = None,
+        continues: Tensor | None = None,
     ) -> LocalBatch:
         """This rank's part of whole rows `[batch, seq_len]`.
 
         Args:
             sources: `[batch]`, the data source of each row.
+            continues: `StepBatch.continues`.
         """
         documents = None
         if self.document_end is not None:
-            ends = (tokens == self.document_end).long()
+            ends = tokens == self.document_end
+            if continues is not None:
+                ends &= ~continues
+            ends = ends.long()
             documents = ends.cumsum(1) - ends  # the token that ends a document belongs to it
         if self.loss.mtp is not None:
             tokens, labels = with_next(tokens, labels, documents, self.loss.mtp.modules)

@@ -267,17 +267,9 @@ def _chat_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
             continue
         key = f"{name}.messages_column"
         try:
-            chat = Chat(tokenizer, key)
+            Chat(tokenizer, key)
         except UserError as error:
             yield str(error)
-            return
-        if config.training.document_mask and chat.ends_inside():
-            yield (
-                f"{key}: {chat.template.place} ends turns with the tokenizer's end-of-text, so "
-                "training.document_mask would mask the turns before; set training.document_mask = "
-                f"false, or name as eos_token in tokenizer_config.json a token that only ends "
-                "documents"
-            )
 
 
 def _data_problems(config: Config, *, elsewhere: bool) -> Iterator[tuple[str, str]]:

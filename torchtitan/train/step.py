@@ -215,7 +215,12 @@ def forward_backward(
         update: clips and updates instead, given the loss and the gradient norm on the device.
     """
     asked = AnyRank(stop, parts.device)
-    rows = parts.compute.own_rows(batch.tokens, batch.labels, batch.sources)
+    rows = parts.compute.own_rows(
+        batch.tokens,
+        batch.labels,
+        batch.sources,
+        batch.continues,
+    )
     local_tokens = int((rows.next_labels != IGNORE_INDEX).sum())
     exchange = parts.exchange
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.flags import PLAIN, flagged
+from torchtitan.data.flags import CONTINUES, UNPREDICTED, flagged
 from torchtitan.data.text.chat_template import BREAK, END, MARKS, START, ChatTemplate
 from torchtitan.data.text.texts import BadDocument, Text
 from torchtitan.data.text.tokenizer import HuggingFaceTokenizer, Tokenizer, rust_errors
@@ -98,9 +98,10 @@ class Chat:
     def rendered(self, text: Text) -> Rendered:
         """A document's conversation as text."""
         text = str(text)
-        if self._last is None or self._last[0] != text:
-            self._last = text, self._render(json.loads(text))
-        return self._last[1]
+        last = self._last
+        if last is None or last[0] != text:
+            self._last = last = text, self._render(json.loads(text))
+        return last[1]
 
     def _render(self, messages: Messages) -> Rendered:
         marked = [self._marked(message) for message in messages]
@@ -161,7 +162,8 @@ class Chat:
 
     def encode(self, text: Text) -> NDArray[np.int64]:
         """The ids of a document as training sees it, those outside of the assistant's turns
-        flagged. Begin-of-text and end-of-text are added unless the template has them.
+        flagged, as well as each end-of-text but the last. Begin-of-text and end-of-text are added
+        unless the template has them.
 
         Raises:
             UserError: the tokenizer fails on this text.
@@ -183,7 +185,10 @@ class Chat:
         before = [bos] if bos is not None and ids[:1] != [bos] else []
         behind = [self.tokenizer.eos_id] if ids[-1:] != [self.tokenizer.eos_id] else []
         predicted = np.pad(predicted, (len(before), len(behind)))
-        return flagged(np.asarray([*before, *ids, *behind], np.int64), predicted)
+        whole = np.asarray([*before, *ids, *behind], np.int64)
+        continues = whole == self.tokenizer.eos_id
+        continues[-1] = False
+        return flagged(flagged(whole, UNPREDICTED, ~predicted), CONTINUES, continues)
 
     def _pieces(self, found: Rendered) -> Iterator[tuple[int, int, bool]]:
         """Parts of a text: first and last character, and whether to read special tokens there.
@@ -206,16 +211,6 @@ class Chat:
     ) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """As `Tokenizer.encode_in_pieces`; a conversation is one piece."""
         yield 0, self.encode(text)
-
-    def ends_inside(self) -> bool:
-        """Whether end-of-text also ends turns within a conversation."""
-        user = {"role": "user", "content": "a"}
-        assistant = {"role": "assistant", "content": "b"}
-        try:
-            ids = self.encode(json.dumps([user, assistant, user, assistant]))
-        except BadDocument:
-            return False
-        return int((ids & PLAIN == self.tokenizer.eos_id).sum()) > 1
 
 
 def _without_marks(text: str) -> Rendered:

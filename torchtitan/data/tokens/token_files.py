@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
 from torchtitan.config.load.messages import explain_errors
-from torchtitan.data.flags import PLAIN
+from torchtitan.data.flags import PLAIN, UNPREDICTED
 from torchtitan.data.text.contents import Contents, sampled
 from torchtitan.data.text.opening import EndOfFileError, FileStamp, OpenFiles
 from torchtitan.data.text.retry import DataError
@@ -88,7 +88,7 @@ def write_token_file(
                 file.write(content.data)
                 digest.update(content.data)
                 if flags:
-                    unpredicted += int((content > PLAIN).sum())
+                    unpredicted += int((content >= UNPREDICTED).sum())
                 tokens += len(ids)
                 count += 1
             file.flush()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.flags import PLAIN
+from torchtitan.data.flags import PLAIN, UNPREDICTED
 from torchtitan.data.spec import DataSpec
 from torchtitan.data.text.files import REPORT
 from torchtitan.data.tokens.token_files import TokenFiles
@@ -86,14 +86,14 @@ def _whole_tokens(
         held = np.empty(0, np.int64)
         windows = -(-(count - 1) // files.width)
         for i in range(windows):
-            ids = files.window(index + i) & PLAIN
+            ids = files.window(index + i) & ~UNPREDICTED
             held = np.concatenate([held, ids if i == 0 else ids[1:]])
             ends = np.flatnonzero(held == eos) + 1
             if i == windows - 1 and (not len(ends) or ends[-1] < len(held)):
                 ends = np.append(ends, len(held))
             if not len(ends):
                 continue
-            whole, held = held[: ends[-1]], held[ends[-1] :]
+            whole, held = held[: ends[-1]] & PLAIN, held[ends[-1] :]
             lengths = np.diff(ends, prepend=0)
             bytes_of_each = np.add.reduceat(sizes[whole].astype(np.int64), ends - lengths)
             tally.add(whole, lengths, bytes_of_each)
@@ -123,7 +123,7 @@ class _Parts:
 
         def window(i: int) -> NDArray[np.int64]:
             """Without the token that it shares with the next."""
-            ids = self.files.window(first_window + i) & PLAIN
+            ids = self.files.window(first_window + i) & ~UNPREDICTED
             return ids if i == last else ids[:width]
 
         own = window(number)
@@ -146,7 +146,7 @@ class _Parts:
         ends = np.flatnonzero(right == self.eos)
         begin = starts[-1] + 1 if len(starts) else 0
         end = ends[0] + 1 if len(ends) else len(right)
-        return np.concatenate([left[begin:], right[:end]])
+        return np.concatenate([left[begin:], right[:end]]) & PLAIN
 
 
 def _report_of(found: list[Path]) -> dict[str, Any] | None:
