@@ -411,6 +411,19 @@ def test_a_stream_is_read_from_its_beginning():
         of_registered(stream, None)
 
 
+def test_a_source_without_documents(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": 1}\n{"text": null}\n')
+    argv = [str(tmp_path / "a.jsonl"), "--html", str(tmp_path / "a.html")]
+    (source,) = run(capsys, *argv)["sources"]
+    assert source["documents"]["value"] == 0
+    assert source["bytes_per_token"] is None
+    assert source["bad"] == {"not a string": 1, "null text": 1}
+    assert command.main(argv[:1]) == 0
+    text = capsys.readouterr().out
+    assert "  bad documents: 1 not a string, 1 null text; the first is" in text
+    assert "  no documents" in text
+
+
 # ---- other vocabularies
 
 
@@ -578,6 +591,12 @@ def test_mistakes_are_explained(argv, error, monkeypatch):
     with pytest.raises(UserError) as raised:
         command.main([*argv, "--workers", "1"])
     assert error in str(raised.value)
+
+
+def test_a_registered_tokenizer_is_refused(monkeypatch):
+    monkeypatch.setattr(command.tokenizers, "chosen", lambda *_: build_tokenizer)
+    with pytest.raises(UserError, match="is registered by your own module"):
+        command.main(["debug_model"])
 
 
 @pytest.mark.e2e

@@ -72,7 +72,8 @@ class Columns:
     ) -> "Columns":
         """
         Args:
-            sizes: bytes of the texts. Neither tokens nor bytes: no document.
+            tokens: of each place; 0 if it is no document.
+            sizes: bytes of the texts.
         """
         counts = np.asarray(tokens, np.int64)
         return cls(

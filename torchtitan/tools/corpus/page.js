@@ -42,7 +42,7 @@ function mixture() {
 function source(one) {
   const box = section(one.name, [one.path === one.name ? "" : one.path, one.kind].filter(Boolean).join(", ")), use = one.vocabulary;
   box.dataset.source = one.name;
-  if (!Object.keys(one.lengths).length) { element(box, "p", {}, "No documents."); return; }
+  if (!Object.keys(one.lengths).length) { problems(box, one); element(box, "p", {}, "No documents."); return; }
   const cards = element(box, "div", {class: "cards"});
   const card = (key, value, name, more) => {
     const made = element(cards, "div");

@@ -1,6 +1,5 @@
 """What was read of a source, added up: a row for each document, and how often each token occurs."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ class Tally:
         """How often each token was read."""
         self.counts = np.zeros(vocab_size)
         """How often each token occurs in all documents, as far as what was read tells."""
-        self.bad = Counter[str]()
+        self.bad: dict[str, float] = {}
         """Bad documents by kind, like `counts`."""
         self.first_bad: str | None = None
         self.totals = np.zeros(3, np.int64)
@@ -64,7 +63,7 @@ class Tally:
         self._kept += len(lengths)
         while self._kept > _KEPT:
             self._halve()
-        if hashes is None or len(self.read) == 0 or self.totals[0] > _HASHES:
+        if hashes is None or self.totals[0] > _HASHES:
             self._hashes = None
         elif self._hashes is not None:
             self._hashes.append(hashes)
@@ -105,7 +104,7 @@ class Tally:
         drawn: Sequence[Drawn] = (WHOLE,),
     ) -> None:
         """Add a bad document."""
-        self.bad[kind] += sum(one.weight for one in drawn)  # type: ignore[assignment]
+        self.bad[kind] = self.bad.get(kind, 0) + sum(one.weight for one in drawn)
         self.first_bad = self.first_bad or problem
 
     def columns(self) -> Columns:

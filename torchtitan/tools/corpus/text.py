@@ -68,6 +68,7 @@ def _details(source: dict[str, Any], seq_len: int) -> Iterator[str]:
     read = source["read"]
     how = f"; drawn at random: {plural(read['documents'], 'document')}" if source["drawn"] else ""
     yield printable(f"{source['name']}: {source['path']}, {source['kind']}{how}")
+    yield from _faults(source)
     if not source["lengths"]:
         yield "  no documents"
         return
@@ -86,6 +87,10 @@ def _details(source: dict[str, Any], seq_len: int) -> Iterator[str]:
     )
     yield from _histogram(source["histogram"])
     yield from _vocabulary(source["vocabulary"], source["drawn"])
+
+
+def _faults(source: dict[str, Any]) -> Iterator[str]:
+    """Bad documents and duplicates."""
     if source["bad"]:
         kinds = ", ".join(f"{number:,} {kind}" for kind, number in source["bad"].items())
         first = f"; the first is {cut(source['first_bad'], 200)}" if source["first_bad"] else ""
