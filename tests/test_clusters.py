@@ -111,7 +111,7 @@ def check_beyond_the_schema(jobset):
     assert len(f"{name}-node-0-{job['completions'] - 1}-12345") <= 63
     assert job["completions"] == job["parallelism"]
     assert job["template"]["spec"]["restartPolicy"] == "Never", "as podFailurePolicy requires"
-    for rule in jobset["spec"]["failurePolicy"]["rules"]:
+    for rule in jobset["spec"].get("failurePolicy", {"rules": []})["rules"]:
         assert set(rule["onJobFailureReasons"]) <= JOB_FAILURE_REASONS
     pod = job["template"]["spec"]
     volumes = [one["name"] for one in pod["volumes"]]
@@ -197,7 +197,7 @@ def test_a_range_of_nodes_replaces_single_pods():
     assert [rule["action"] for rule in job["podFailurePolicy"]["rules"]] == ["Ignore", "Ignore"]
     assert (job["completions"], job["backoffLimit"]) == (2, 10)
     assert job["successPolicy"] == {"rules": [{"succeededCount": 1}]}
-    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 0
+    assert "failurePolicy" not in jobset["spec"], "the Job replaces pods itself"
     words = container_of(jobset)["command"]
     host = "debug-model-node-0-{}.debug-model"
     assert f"--rdzv-endpoint={host.format(0)}:29500,{host.format(1)}:29500" in words
@@ -319,6 +319,19 @@ def test_inputs_that_are_not_here_are_named_and_checkpoints_are_kept(capsys):
     assert Path("debug-model.jobset.yaml").read_text().startswith(f"# {needed}\n")
 
 
+def test_inputs_of_skypilot_are_sent_with_the_folder(tmp_path, capsys):
+    (tmp_path / "corpus.jsonl").write_text('{"text": "a"}')
+    inside = ["--training.dataset=text", "--training.dataset_path=corpus.jsonl"]
+    outside = ["--validation.dataset=text", "--validation.dataset_path=/data/held-out.jsonl"]
+    submit(*SKY, "--nodes=1", *inside, *outside)
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        "The container must have training.dataset_path = corpus.jsonl (this folder, which is sent)",
+        "The container must have validation.dataset_path = /data/held-out.jsonl (image)",
+    ]
+    (task,) = documents("debug-model.sky.yaml")
+    assert task["workdir"] == str(tmp_path)
+
+
 def test_data_that_is_here_is_checked():
     Path("corpus.odd").touch()
     data = ["--training.dataset=text", "--training.dataset_path=corpus.odd"]
@@ -368,10 +381,11 @@ REFUSED = {
         ],
     ),
     "Kubernetes' with Slurm": (
-        ["--volume=a:/b", "--spot"],
+        ["--volume=a:/b", "--spot", "--max-restarts=0"],
         [
             "--volume: not for --to slurm: nodes share a file system; for a container, set "
             "CONTAINER_MOUNTS",
+            "--max-restarts: not for --to slurm: set MAX_RESTARTS in the job's environment",
             "--spot: not for --to slurm: use --partition",
         ],
     ),
@@ -437,6 +451,8 @@ def test_refusals_say_what_to_do_instead(case):
         "--grace=5",
         "--max-restarts=-1",
         "--to=pbs",
+        "--accelerator=H100:8",
+        "--infra=aws us-east-1",
     ],
 )
 def test_values_that_the_scheduler_would_refuse_are_refused(option, capsys):

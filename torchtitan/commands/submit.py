@@ -325,6 +325,7 @@ def _write(options: argparse.Namespace, batch: _Batch) -> int:
 def _write_cluster(options: argparse.Namespace, batch: _Batch) -> int:
     """Write the jobs, and print how to submit them and what their containers must have."""
     files_of = jobset_files if options.to == JOBSET else skypilot_files
+    relative = "image" if options.to == JOBSET else "this folder, which is sent"
     most = max(size.nodes[1] for size in batch.sizes)
     longest = longest_name(most, len(batch.runs)) if options.to == JOBSET else LONGEST_NAME
     if options.job_name is None:
@@ -333,7 +334,7 @@ def _write_cluster(options: argparse.Namespace, batch: _Batch) -> int:
     inputs = [
         line
         for config in batch.configs
-        for line in needed_files(config, options.volume, workdir(options))
+        for line in needed_files(config, options.volume, workdir(options), relative)
     ]
     notes = [f"The container must have {printable(line)}" for line in dict.fromkeys(inputs)]
     text = config_text(batch.base, printable(batch.config))

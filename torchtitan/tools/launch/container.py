@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, get_args
 
 import yaml
@@ -12,7 +12,6 @@ from torchtitan.config import Config
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.sections.types import LocalPath
 from torchtitan.tools.launch.container_options import Volume
-from torchtitan.utils.assets import ASSETS
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.storage import is_url
 
@@ -76,18 +75,26 @@ def config_text(config: Config, name: str) -> str:
     return text.rstrip() + "\n"
 
 
-def needed_files(config: Config, volumes: list[Volume], workdir: str | None) -> list[str]:
+def needed_files(
+    config: Config,
+    volumes: list[Volume],
+    workdir: str | None,
+    relative: str,
+) -> list[str]:
     """The inputs that the container must have, as `key = path (volume NAME)`.
 
     Args:
-        workdir: folder that relative paths start from; None: the image's.
+        workdir: folder that relative paths start from; None: one that is on no volume.
+        relative: what that one is.
     """
     found = []
     for key, path in _local_paths(config):
-        if key in _NO_INPUTS or is_url(path) or not path or _ships(path):
+        if key in _NO_INPUTS or is_url(path) or not path:
             continue
-        mount = _mount_of(path, volumes, workdir)
-        found.append(f"{key} = {path} ({f'volume {mount}' if mount else 'not on a volume'})")
+        place = "image" if workdir or path.startswith("/") else relative
+        if mount := _mount_of(path, volumes, workdir):
+            place = f"volume {mount}"
+        found.append(f"{key} = {path} ({place})")
     if config.experimental.custom_import:
         found.append(f"experimental.custom_import = {config.experimental.custom_import} (a module)")
     return found
@@ -123,7 +130,7 @@ def _mount_of(path: str, volumes: list[Volume], workdir: str | None) -> str | No
 
 
 def _local_paths(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(key, value) of all paths below a section."""
+    """(key, value) of all paths below a section, but for defaults: every installation has them."""
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, BaseModel):
@@ -132,7 +139,7 @@ def _local_paths(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, st
             for entry in value:
                 if isinstance(entry, BaseModel):
                     yield from _local_paths(entry, f"{prefix}{name}.")
-        elif isinstance(value, str) and _is_path(info):
+        elif isinstance(value, str) and value != info.default and _is_path(info):
             yield prefix + name, value
 
 
@@ -142,11 +149,6 @@ def _is_path(info: Any) -> bool:
     for kind in get_args(info.annotation):
         marks += getattr(kind, "__metadata__", ())
     return _PATH in marks
-
-
-def _ships(path: str) -> bool:
-    """Whether every installation of the package has this file."""
-    return not Path(path).is_absolute() and (ASSETS / path).exists()
 
 
 # ---- commands

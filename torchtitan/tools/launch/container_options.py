@@ -105,13 +105,13 @@ def add_container_options(parser: argparse.ArgumentParser) -> None:
     skypilot = parser.add_argument_group("--to skypilot")
     skypilot.add_argument(
         "--accelerator",
-        type=word,
+        type=gpu,
         metavar="NAME",
         help="kind of GPU, as H100; required",
     )
     skypilot.add_argument(
         "--infra",
-        type=word,
+        type=place,
         metavar="CLOUD[/REGION[/ZONE]]",
         help="where to run (the cheapest place)",
     )
@@ -127,7 +127,7 @@ def check_target(options: argparse.Namespace) -> None:
     problems = [
         f"--{name.replace('_', '-')}: not for --to {to}: {instead[to]}"
         for name, instead in _ELSEWHERE.items()
-        if to in instead and getattr(options, name)
+        if to in instead and _given(getattr(options, name))
     ]
     if to == JOBSET and not options.container:
         problems.append("--container: give the image that the pods run, as registry/name:tag")
@@ -144,6 +144,11 @@ def check_target(options: argparse.Namespace) -> None:
         problems.append("--volume: two are at one path")
     if problems:
         raise ConfigError(problems)
+
+
+def _given(value: object) -> bool:
+    """Whether an option was given; `--max-restarts 0` is."""
+    return bool(value) or (value == 0 and value is not False)
 
 
 def restarts(options: argparse.Namespace, nodes: tuple[int, int]) -> int:
@@ -182,11 +187,20 @@ def label(text: str) -> tuple[str, str]:
     return key, value
 
 
-def word(text: str) -> str:
-    """Argument type of a name without spaces."""
-    if not text or " " in text:
-        raise argparse.ArgumentTypeError(f"{brief(text)}: must be a name without spaces")
-    return one_line(text)
+def gpu(text: str) -> str:
+    """Argument type of a kind of GPU, without the number that a node has."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", text):
+        raise argparse.ArgumentTypeError(
+            f"{brief(text)} is not a kind of GPU, as H100; --gpus-per-node says how many"
+        )
+    return text
+
+
+def place(text: str) -> str:
+    """Argument type of a cloud, region and zone."""
+    if not re.fullmatch(r"[\w.*:@-]+(/[\w.*:@-]+)*", text):
+        raise argparse.ArgumentTypeError(f"{brief(text)} is not CLOUD[/REGION[/ZONE]]")
+    return text
 
 
 def volume(text: str) -> Volume:

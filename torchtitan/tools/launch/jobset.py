@@ -35,6 +35,12 @@ _TAKEOVER = 3
 """Pods at which the launchers may meet, if the number of nodes varies."""
 _LABEL = 63
 """Longest name of a pod's host."""
+_SAVED = {
+    "name": "saved",
+    "action": "RestartJobSetAndIgnoreMaxRestarts",
+    "onJobFailureReasons": ["PodFailurePolicy"],
+}
+"""Rule of the JobSet for a Job that `_pod_failures` has failed."""
 _SUFFIX = len("-12345")
 """Kubernetes adds this to the name of a pod."""
 
@@ -87,11 +93,6 @@ def _jobset(options: argparse.Namespace, run: ClusterRun) -> dict[str, Any]:
         metadata["labels"]["kueue.x-k8s.io/queue-name"] = options.queue
     if run.title:
         metadata["annotations"] = {_RUN: run.title}
-    saved = {
-        "name": "saved",
-        "action": "RestartJobSetAndIgnoreMaxRestarts",
-        "onJobFailureReasons": ["PodFailurePolicy"],
-    }
     job: dict[str, Any] = {
         "completionMode": "Indexed",
         "completions": run.nodes[1],
@@ -102,16 +103,17 @@ def _jobset(options: argparse.Namespace, run: ClusterRun) -> dict[str, Any]:
     if run.elastic:  # a pod that joins when the others are done would wait for them
         job["successPolicy"] = {"rules": [{"succeededCount": 1}]}
     job["template"] = {"spec": _pod(options, run)}
-    restarts = 0 if run.elastic else run.restarts
+    spec: dict[str, Any] = {
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+    }
+    if not run.elastic:
+        spec["failurePolicy"] = {"maxRestarts": run.restarts, "rules": [_SAVED]}
+    spec["replicatedJobs"] = [{"name": _ROLE, "replicas": 1, "template": {"spec": job}}]
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": metadata,
-        "spec": {
-            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "failurePolicy": {"maxRestarts": restarts, "rules": [saved]},
-            "replicatedJobs": [{"name": _ROLE, "replicas": 1, "template": {"spec": job}}],
-        },
+        "spec": spec,
     }
 
 
