@@ -10,6 +10,7 @@ from collections import Counter
 
 import numpy as np
 import pyarrow
+import pyarrow.feather
 import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -265,7 +266,7 @@ def test_intervals_hold_the_truth_95_times_of_100():
         assert 0.9 <= hits[name] / 400 <= 0.985, name
 
 
-@pytest.mark.parametrize("kind", ["lines", "compressed", "tokens"])
+@pytest.mark.parametrize("kind", ["lines", "compressed", "parquet", "arrow", "tokens"])
 def test_a_sample_estimates_the_whole(tmp_path, capsys, monkeypatch, kind):
     draw_always(monkeypatch)
     some = texts(3000)
@@ -275,6 +276,14 @@ def test_a_sample_estimates_the_whole(tmp_path, capsys, monkeypatch, kind):
         for i in range(60):
             lines = "".join(json.dumps({"text": text}) + "\n" for text in some[i::60])
             (folder / f"{i:02}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    elif kind in ("parquet", "arrow"):
+        for i in range(40):
+            table = pyarrow.table({"text": some[i::40], "n": range(75)})
+            file = folder / f"{i:02}.{kind}"
+            if kind == "parquet":
+                pyarrow.parquet.write_table(table, file, row_group_size=25)
+            else:
+                pyarrow.feather.write_feather(table, file, "uncompressed", chunksize=25)
     else:
         write_lines(folder / "a.jsonl", some)
     path = folder

@@ -17,7 +17,7 @@ import numpy as np
 from torchtitan.data.text.corpus import Item
 from torchtitan.data.text.opening import FileStamp, OpenFiles, is_compressed
 from torchtitan.data.text.records import kind_of, read_records
-from torchtitan.data.text.texts import BOM, BadDocument, FileText
+from torchtitan.data.text.texts import BOM, BadDocument, FileText, Record
 from torchtitan.tools.corpus.columns import WHOLE, Drawn
 from torchtitan.utils.limits import RECORD_BYTES
 
@@ -185,29 +185,49 @@ class _Beginning:
         column: str,
         quota: int,
     ):
+        path = Path(stamp.path)
+        kind = kind_of(path, stamp)
         self.items: list[Item] = []
-        self.is_whole = True
+        self._reads: list[int] = []
+        self._quota = quota
+        self._afterwards = kind == "arrow"
+        records = read_records(path, column, self._advance, stamp)
+        seen, size = self._take(stamp, records, count=kind != "parquet")
+        if kind == "parquet":
+            seen, size = _rows_of(path), stamp.size
+        self.raw = size / max(seen, 1)
+        self.is_whole = seen <= len(self.items)
         """Whether the file has no other documents."""
-        reads: list[int] = []
 
-        def advance(size: int) -> None:
-            if size:
-                reads.append(size)
+    def _advance(self, size: int) -> None:
+        if size:
+            self._reads.append(size)
 
-        records = read_records(Path(stamp.path), column, advance, stamp)
+    def _take(
+        self,
+        stamp: FileStamp,
+        records: Iterator[Record],
+        *,
+        count: bool,
+    ) -> tuple[int, int]:
+        """Take the first documents; returns how many were read with them, and in how many bytes.
+
+        Of Arrow files, a read is told after its documents; of others, before.
+        """
         seen = known = 0
         for number, content, _ in records:
-            if seen >= quota and len(reads) > known:  # what was read before held these documents
-                break
-            known = len(reads)
-            if seen < quota:
+            if seen >= self._quota and (not count or len(self._reads) > known):
+                return seen, sum(self._reads if self._afterwards else self._reads[:known])
+            known = len(self._reads)
+            if seen < self._quota:
                 self.items.append(Item(stamp.path, number, content))
-            else:
-                self.is_whole = False
             seen += 1
-        else:
-            known = len(reads)
-        if kind_of(Path(stamp.path), stamp) in ("parquet", "arrow"):  # tells of reads afterwards
-            known += 1
-        size = sum(reads[:known]) if known < len(reads) else stamp.size
-        self.raw = size / max(seen, 1)
+        return seen, stamp.size
+
+
+def _rows_of(path: Path) -> int:
+    """The number of rows of a Parquet file, from its end."""
+    import pyarrow.parquet
+
+    rows: int = pyarrow.parquet.read_metadata(path).num_rows
+    return rows
