@@ -133,6 +133,27 @@ def test_a_store_without_the_secret_is_refused(launcher):
     assert strange._held is not None
 
 
+def test_launchers_of_one_address_take_turns(launcher):
+    """Each of them takes every endpoint for its own."""
+    first, second, third = (launcher(0) for _ in range(3))
+    port = first._endpoints[0].port
+    for one in (first, second, third):
+        one._endpoints = [Endpoint(host, port) for host in ("127.0.0.1", "localhost", "127.0.0.2")]
+        one._here = [endpoint.is_here(None) for endpoint in one._endpoints]
+        assert one._here == [True] * 3
+    assert together(first, second, third) == {(1, 0)}
+    (holder,) = [one for one in (first, second, third) if one._held]
+    left = [one for one in (first, second, third) if one is not holder]
+    switch_off(holder)
+    assert together(*left) == {(2, 1)}
+    (holder,) = [one for one in left if one._held]
+    assert together(*left, holder) == {(2, 1)}, "its own store, found at another endpoint"
+    assert holder._held is not None
+    (last,) = [one for one in left if one is not holder]
+    switch_off(holder)
+    assert together(last) == {(3, 2)}
+
+
 def test_endpoints_of_this_machine_are_known():
     assert Endpoint("localhost", 1).is_here(None)
     assert not Endpoint("192.0.2.7", 1).is_here(None)

@@ -9,6 +9,8 @@ Every new store has a higher generation than those its launcher has seen, signed
 secret. A launcher that finds several joins the highest, also if it holds a lower one itself: one
 that was suspended and comes back gives way. Launchers that can't reach each other may still hold
 two stores. Then the lock on the dump folder decides: ranks whose folder another run holds exit.
+
+Several launchers may have one address, as the nodes of `slurmd -N` do. One of them gets the port.
 """
 
 import hmac
@@ -179,8 +181,8 @@ class Takeover(RendezvousHandler):
         deadline = time.monotonic() + (self._start_seconds if self._joined is None else 0)
         while True:
             for index in order:
-                found = self._hold(index) if self._here[index] else self._wait()
-                if found is not None:
+                found = self._hold(index) if self._here[index] else None
+                if found := found or self._wait():
                     return found
             if time.monotonic() >= deadline:
                 break
@@ -211,16 +213,17 @@ class Takeover(RendezvousHandler):
             )
         except (RuntimeError, ValueError):
             return None
-        store.set(_GENERATION, self._signed(b"%d" % (seen + 1)))
+        store.set(_GENERATION, self._signed(b"%d.%d" % (seen + 1, index)))
         self._held = _Found(seen + 1, index, store)
         time.sleep(_SETTLE_SECONDS)
         return self._find()
 
     def _find(self) -> _Found | None:
         """The living store of the highest generation, then of the first endpoint."""
-        elsewhere = [index for index, here in enumerate(self._here) if not here]
-        with ThreadPoolExecutor(max(1, len(elsewhere))) as pool:
-            stores = [self._held, *pool.map(self._probe, elsewhere)]
+        own = self._held.index if self._held else None
+        others = [index for index in range(len(self._endpoints)) if index != own]
+        with ThreadPoolExecutor(max(1, len(others))) as pool:
+            stores = [self._held, *pool.map(self._probe, others)]
         alive = [store for store in stores if store is not None]
         return max(alive, key=lambda store: store.rank, default=None)
 
@@ -243,16 +246,18 @@ class Takeover(RendezvousHandler):
             store.set_timeout(self._timeout)
         except (OSError, RuntimeError, ValueError):
             return None
-        generation, _, _ = found.partition(b" ")
-        if not hmac.compare_digest(self._signed(generation), found):
+        state, _, _ = found.partition(b" ")
+        if not hmac.compare_digest(self._signed(state), found):
             raise RendezvousStateError(
                 f"{endpoint}: the state was not signed with this node's secret"
             )
-        return _Found(int(generation), index, store)
+        # Endpoints of one address all lead to one store: it knows for which it is held.
+        generation, holder = map(int, state.split(b"."))
+        return _Found(generation, holder, store)
 
-    def _signed(self, generation: bytes) -> bytes:
-        signature = hmac.digest(self._secret, b"generation " + generation, "sha256")
-        return generation + b" " + signature.hex().encode()
+    def _signed(self, state: bytes) -> bytes:
+        signature = hmac.digest(self._secret, b"generation " + state, "sha256")
+        return state + b" " + signature.hex().encode()
 
     def _leave(self) -> None:
         """Drop the store that was joined: it is gone, or another one counts."""
