@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 import psutil
 import pytest
 
+from torchtitan.train import folder_locks
 from torchtitan.utils import lock
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.lock import FolderLock, current_holder
@@ -197,3 +198,21 @@ def test_of_runs_that_start_together_one_wins(tmp_path):
     assert sorted(answers.get(timeout=60) for _ in runs) == ["holds it", "refused", "refused"]
     for run in runs:
         run.join()
+
+
+def test_all_folders_of_a_run_are_claimed_at_once(tmp_path, monkeypatch):
+    """So that it waits once for the holders that may be dead."""
+    together = threading.Barrier(3)
+
+    def claim(folder):
+        together.wait(10)
+        return FolderLock(folder)
+
+    monkeypatch.setattr(folder_locks, "FolderLock", claim)
+    (tmp_path / "file").touch()
+    folders = {name: tmp_path / name for name in ("out", "checkpoint", "file")}
+    locks, problem = folder_locks._take(folders)
+    assert list(locks) == ["out", "checkpoint"]
+    assert problem.startswith("file: can't write to")
+    for held in locks.values():
+        held.release()

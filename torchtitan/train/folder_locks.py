@@ -1,5 +1,6 @@
 """The folders that a run writes to, which no other run may hold."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,13 +62,15 @@ def hold_folders(config: Config) -> HeldFolders:
         folders["checkpoint.folder"] = storage_path(
             config.checkpoint.folder, config.job.dump_folder
         )
-    copies = {}
+    upload = "checkpoint.upload_folder"
     if config.checkpoint.upload_folder and "checkpoint.folder" in folders:
-        copies["checkpoint.upload_folder"] = storage_path(config.checkpoint.upload_folder)
+        folders[upload] = storage_path(config.checkpoint.upload_folder)
     held = HeldFolders([], [])
     problem = None
     if dist.get_rank() == 0:
-        problem = _take(folders, held.locks) or _take(copies, held.copies)
+        locks, problem = _take(folders)
+        held.copies.extend(lock for key, lock in locks.items() if key == upload)
+        held.locks.extend(lock for key, lock in locks.items() if key != upload)
     if problem := from_rank_0(problem):
         held.release()
         raise ConfigError([problem])
@@ -88,13 +91,17 @@ def open_log(config: Config) -> None:
     )
 
 
-def _take(folders: dict[str, Path], locks: list[FolderLock]) -> str | None:
-    """Claim each folder; the first problem."""
-    for key, folder in folders.items():
+def _take(folders: dict[str, Path]) -> tuple[dict[str, FolderLock], str | None]:
+    """Claim all folders at once, as each claim may wait long; those got, and the first problem."""
+    locks = {}
+    problems = []
+    with ThreadPoolExecutor(len(folders)) as pool:
+        claims = {key: pool.submit(FolderLock, folder) for key, folder in folders.items()}
+    for key, claim in claims.items():
         try:
-            locks.append(FolderLock(folder))
+            locks[key] = claim.result()
         except UserError as error:
-            return f"{key}: {error}"
+            problems.append(f"{key}: {error}")
         except OSError as error:
-            return f"{key}: can't write to {folder}: {error.strerror or error}"
-    return None
+            problems.append(f"{key}: can't write to {folders[key]}: {error.strerror or error}")
+    return locks, next(iter(problems), None)
