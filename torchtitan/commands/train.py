@@ -14,7 +14,8 @@ import re
 import subprocess
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -328,16 +329,20 @@ def _what_lowers_memory(config: Config, world: int) -> str:
 def main(argv: list[str]) -> int:
     options, torchrun_argv, config_argv = _parse(argv)
     stop = Stop(options.grace)
-    config = check(config_argv, options.nnodes, options.nproc_per_node)
+    several = options.nnodes[1] * options.nproc_per_node > 1
+    alone = not (several or options.max_restarts or torchrun_argv or "RANK" in os.environ)
+    with nullcontext() if alone else _no_cpp_stacks():
+        # A module of the user may import torch here.
+        config = check(config_argv, options.nnodes, options.nproc_per_node)
+        if not alone:
+            importlib.import_module("torch")
     # Growing one segment loses less memory to fragmentation than many segments; the planner assumes
     # it.
     if not os.environ.get("PYTORCH_ALLOC_CONF"):
         os.environ["PYTORCH_ALLOC_CONF"] = (
             os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True"
         )
-    several = options.nnodes[1] * options.nproc_per_node > 1
-    alone = not several and not options.max_restarts and not torchrun_argv
-    if alone and "RANK" not in os.environ:
+    if alone:
         try:
             return train(config_argv)
         except OutOfMemoryError as error:
@@ -345,7 +350,6 @@ def main(argv: list[str]) -> int:
                 f"{error}\n{_what_lowers_memory(config, world=1)}".rstrip()
             ) from error
     _set_environment(options)
-    _import_torch()
     return _run_torchrun(options, torchrun_argv, config_argv, config, stop)
 
 
@@ -362,16 +366,19 @@ def _set_environment(options: argparse.Namespace) -> None:
         os.environ[LAUNCHER_ENV] = str(os.getpid())
 
 
-def _import_torch() -> None:
-    """Import torch without the C++ stacks that it prints on every node when one leaves or can't be
-    reached.
+@contextmanager
+def _no_cpp_stacks() -> Iterator[None]:
+    """Torch, which reads its level when it is imported, then doesn't print the C++ stacks that
+    every node would show when another one leaves or can't be reached.
     """
     name = "TORCH_CPP_LOG_LEVEL"
-    level = os.environ.get(name)
-    if level is None and os.environ.get(DEBUG_ENV) != "1":
-        os.environ[name] = "FATAL"
-    importlib.import_module("torch")  # reads the level
-    if level is None:
+    if name in os.environ or os.environ.get(DEBUG_ENV) == "1":
+        yield
+        return
+    os.environ[name] = "FATAL"
+    try:
+        yield
+    finally:
         os.environ.pop(name, None)  # ranks have their own
 
 
