@@ -9,6 +9,7 @@ BASE = ROOT / "train_configs/debug_model.toml"
 
 SRUN = """#!/usr/bin/env bash
 # Slurm's own would start the task on every node, and pass signals on to it.
+[[ $1 == --overlap ]] && { echo "$*" >>"$CALLS/watch"; exit; }
 while [[ ${1:-} == --* ]]; do echo "$1" >>"$CALLS/srun"; shift; done
 trap 'kill -USR1 $!' USR1
 "$@" &
@@ -24,7 +25,7 @@ esac
 TASK = """#!/usr/bin/env python3
 # Stands for run_train.sh: says how it was started, and ends as the launcher does.
 import json, os, signal, sys, time
-signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(int(os.environ.get("WHEN_STOPPED", "75"))))
 names = ("CONFIG_FILE", "NNODES", "RDZV_ENDPOINT", "RDZV_SECRET", "NGPU")
 with open(os.environ["CALLS"] + "/task", "w") as file:
     json.dump({"argv": sys.argv[1:], **{n: os.environ.get(n) for n in names}}, file)

@@ -95,6 +95,17 @@ def test_without_accounting_only_what_runs_is_shown(scheduler, tmp_path, capsys)
     assert "accounting storage is disabled" in out
 
 
+def test_what_slurm_holds_since_a_node_failed_is_explained(scheduler, tmp_path, capsys):
+    (tmp_path / "squeue").write_text(
+        "90_1|PENDING|0:00|1:00:00||launch failed requeued held|grid\n"
+        "90_3|PENDING|0:00|1:00:00||JobHeldUser|grid\n"
+    )
+    jobs([str(scheduler)])
+    out = capsys.readouterr().out
+    assert "note: a node failed to start" in out
+    assert "scontrol release 90_1\n" in out
+
+
 @pytest.mark.parametrize("text", ["{}", "[]", "x", '{"name": 1, "log": "", "runs": []}'])
 def test_a_damaged_record(scheduler, text):
     (scheduler / RECORD).write_text(text)

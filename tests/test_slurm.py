@@ -4,6 +4,7 @@ launcher.
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -72,14 +73,36 @@ def test_without_a_checkout_the_installed_package_runs(slurm, tmp_path):
 @pytest.mark.parametrize("state", ["RUNNING", "CANCELLED"])
 def test_a_signal_reaches_the_launcher_and_the_job_is_put_back(slurm, tmp_path, number, state):
     job = slurm(TEMPLATE, "my.toml", seconds=60, STATE=state)
+    assert stopped(job, tmp_path, number) == 75
+    assert ("requeue 123456" in calls(tmp_path, "scontrol")) == (state == "RUNNING")
+
+
+@pytest.mark.parametrize("nodes", ["3", "2:3"])
+def test_a_killed_launcher_does_not_hide_that_the_others_have_saved(slurm, tmp_path, nodes):
+    """srun's status is the highest; with a range of nodes the run goes on without a launcher."""
+    job = slurm(TEMPLATE, "my.toml", seconds=60, NNODES=nodes, WHEN_STOPPED="137")
+    assert stopped(job, tmp_path, signal.SIGUSR1) == (75 if nodes == "2:3" else 137)
+    assert ("requeue 123456" in calls(tmp_path, "scontrol")) == (nodes == "2:3")
+
+
+def stopped(job, folder, number):
+    """The status of a job that is sent a signal while its launcher runs."""
     deadline = time.monotonic() + 30
-    while not calls(tmp_path, "task"):
+    while not calls(folder, "task"):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     time.sleep(0.5)
     job.send_signal(number)
-    assert job.wait(timeout=30) == 75, job.stderr.read()
-    assert ("requeue 123456" in calls(tmp_path, "scontrol")) == (state == "RUNNING")
+    job.wait(timeout=30)
+    return job.returncode
+
+
+def test_two_other_nodes_watch_a_job_that_may_lose_its_first(slurm, tmp_path):
+    job = slurm(TEMPLATE, "my.toml", NNODES="2:3")
+    assert job.wait(timeout=30) == 0, job.stderr.read()
+    watches = "\n".join(calls(tmp_path, "watch"))
+    assert re.findall("--nodelist=(.*?) ", watches) == ["node8", "node9"]
+    assert watches.count("done 123456 node7") == 2
 
 
 @pytest.mark.parametrize(("status", "comes_back"), [(75, True), (1, False)])

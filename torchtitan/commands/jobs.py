@@ -7,7 +7,7 @@ torchtitan jobs 123_4 --logs --follow
 
 import argparse
 
-from torchtitan.tools.launch.jobs import entries, find, log_files, show_logs, state_table
+from torchtitan.tools.launch.jobs import entries, find, held, log_files, show_logs, state_table
 from torchtitan.utils.text import count
 
 
@@ -55,8 +55,8 @@ def main(argv: list[str]) -> int:
         if found
         else f"The scheduler knows no job of {options.target or 'yours'}"
     )
-    if note:
-        print(f"note: {note}")
+    for text in filter(None, (note, held(found))):
+        print(f"note: {text}")
     if record and record.runs:
         print(f"Results: torchtitan runs {options.target}")
     return 0

@@ -244,6 +244,17 @@ def _entry(line: str) -> Entry | None:
     return Entry(*(part.strip() for part in parts)) if len(parts) == 7 else None
 
 
+def held(found: Sequence[Entry]) -> str | None:
+    """What to do about jobs that Slurm holds because a node could not start them."""
+    jobs = [entry.job for entry in found if "launch failed requeued held" in entry.why]
+    if not jobs:
+        return None
+    return (
+        "a node failed to start what is held, and is drained: `sinfo -R` names it. To start "
+        f"again: scontrol release {' '.join(jobs)}"
+    )
+
+
 def state_table(found: Sequence[Entry], record: JobRecord | None) -> str:
     """The jobs in a table, and how many are in which state."""
     runs = bool(record and record.runs)
