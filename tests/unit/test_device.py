@@ -111,3 +111,17 @@ def test_only_an_unused_gpu_is_mentioned():
         assert "mps" in device.unused_gpu()
         with mock.patch.object(device, "device_type", return_value="cuda"):
             assert device.unused_gpu() is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability", "dtype"),
+    [
+        ("cuda", (7, 5), "float32"),
+        ("cuda", (8, 0), "bfloat16"),
+        ("cuda", (12, 0), "bfloat16"),
+        ("cpu", None, "float32"),
+    ],
+)
+def test_bf16_is_usual_where_it_is_native(kind, capability, dtype):
+    with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
+        assert device.usual_dtype(torch.device(kind)) == dtype

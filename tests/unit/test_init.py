@@ -67,6 +67,23 @@ def test_hours_and_tokens_become_steps():
     assert tables["lr_scheduler"]["warmup_steps"] == tables["training"]["steps"] // 10
 
 
+@pytest.mark.parametrize(
+    ("tokens", "devices", "rows"),
+    [
+        ("600M", 1, 128),  # llama2.c's 131,072 tokens
+        ("20M", 1, 64),  # the largest power of two that makes 200 steps
+        ("1M", 1, 4),
+        ("1M", 8, 8),  # a row for each device
+    ],
+)
+def test_a_short_run_gets_a_smaller_batch(tokens, devices, rows):
+    argv = ["--model=llama3/30M", "--data=demo", f"--tokens={tokens}"]
+    main(["a", *argv, "--hardware=h100-sxm", f"--devices={devices}"])
+    training = written("a")[1]["training"]
+    assert training["global_batch_size"] == rows
+    assert training["seq_len"] == 1024
+
+
 def test_tokens_are_suggested_for_the_parameters_that_a_token_uses():
     """20 for each. Counted by hand for Qwen3 30B-A3B: 8 of 128 experts of each of its 48 layers."""
     assert suggested_tokens(find_model("llama3/8B")) == 20 * 8_030_261_248

@@ -31,7 +31,7 @@ from torchtitan.models import ModelSpec, hf_map, spec_of_hf
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.groups import init_distributed
 from torchtitan.parallel.tensor import apply_tensor_parallel
-from torchtitan.utils.device import current_device, tune_cpu
+from torchtitan.utils.device import current_device, tune_cpu, usual_dtype
 from torchtitan.utils.errors import CheckpointError, ConfigError, UserError
 from torchtitan.utils.storage import is_remote, path_argument, storage_path
 
@@ -189,7 +189,7 @@ def load(
     Args:
         max_seq_len: longest text, prompt included.
         rows: prompts per batch.
-        dtype: of the weights; None: bfloat16 on CUDA, float32 on the CPU.
+        dtype: of the weights; None: `usual_dtype`.
     """
     device = current_device()
     tune_cpu()
@@ -203,8 +203,7 @@ def load(
         model: Any = source.spec.build(args, attention_backend(device.type))
     if not source.hugging_face:
         check_own_model(model, Reader(source.folder))
-    usual = "bfloat16" if device.type == "cuda" else "float32"
-    model.to(getattr(torch, dtype or usual))
+    model.to(getattr(torch, dtype or usual_dtype(device)))
     if mesh is not None:
         apply_tensor_parallel(
             model,

@@ -38,7 +38,7 @@ def add_model_options(
     parser.add_argument(
         "--dtype",
         choices=dtypes,
-        help="dtype of the weights (default: bfloat16; float32 on the CPU)",
+        help="dtype of the weights (default: bfloat16; float32 on CPUs and GPUs without it)",
     )
     parser.add_argument(
         "--batch-size",

@@ -21,7 +21,7 @@ from torchtitan.parallel.pipeline_stages import pipeline_stages
 from torchtitan.train.build import build_probe, row_unit
 from torchtitan.train.logits import Probe
 from torchtitan.train.preflight import Setup, split_facts
-from torchtitan.utils.device import current_device, tune_cpu
+from torchtitan.utils.device import current_device, tune_cpu, usual_dtype
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def load_probe(
         layout: keys of the configuration, as on the command line.
         rows: texts of a batch on each rank.
         max_seq_len: longest text; None: what the model was trained with.
-        dtype: of the weights; None: bfloat16 on CUDA, float32 on the CPU.
+        dtype: of the weights; None: `usual_dtype`.
 
     Raises:
         ConfigError: the model can't be split in this way.
@@ -61,7 +61,7 @@ def load_probe(
     world = dist.get_world_size()
     longest = max_seq_len or source.args.max_seq_len
     tune_cpu()
-    dtype = dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    dtype = dtype or usual_dtype(device)
     sizes = {
         "dtype": dtype,
         "mixed_precision_param": dtype,

@@ -39,6 +39,12 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if device_type() == "cuda" else "cpu"
 
 
+def usual_dtype(device: torch.device) -> str:
+    """`bfloat16`, or `float32` on a CPU and on NVIDIA's GPUs before Ampere, which emulate it."""
+    native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return "bfloat16" if native else "float32"
+
+
 def peak_memory() -> tuple[float, float]:
     """Peak memory since the last call as (GiB, percent of the device's memory).
 

@@ -48,6 +48,10 @@ _BATCHES = {
     70e9: (2**22, "Llama 2 70B, arXiv:2307.09288, section 2.2"),
 }
 """Parameters to the tokens of a step, and the source."""
+_FEWEST_STEPS = 200
+"""Optimizer steps below which a run learns little whatever its batch; shorter ones get less."""
+_ROUGH_EFFICIENCY = 0.6
+"""Of the rate of large products, for a guess at the speed."""
 _MOST_LOGITS = 2**27
 """In a chunk of one row's loss: half a GiB in fp32."""
 _BF16_GAIN = 1.5
@@ -83,6 +87,34 @@ def _rows(
     return unit * round(wanted / unit)
 
 
+def _global_batch(request: Request) -> tuple[int, str]:
+    """Rows of a step, and why: the published batch, or less in a short run, but one per device."""
+    batch, source = _nearest(_BATCHES, request.model.parameters()[0])
+    most = max(1.0, _rough_tokens(request) / _FEWEST_STEPS)
+    short = most < batch
+    tokens = batch
+    if short:  # a power of two, since degrees are
+        least = min(batch, request.devices * request.seq_len)
+        tokens = max(least, 2 ** int(math.log2(most)))
+    rows = _rows(tokens, request.seq_len, request.devices)
+    why = f"{rows * request.seq_len:,} tokens per step"
+    if short:
+        return rows, f"{why}, for about {_FEWEST_STEPS} steps; {source}, had {batch:,}"
+    return rows, f"{why}, near {batch:,} of {source}"
+
+
+def _rough_tokens(request: Request) -> float:
+    """Tokens of the run, before a plan knows its speed."""
+    if request.given and "training.steps" in request.given:
+        return math.inf
+    if request.tokens is not None:
+        return request.tokens
+    hardware = request.hardware
+    rate = hardware.fp32 if request.on_cpu else hardware.bf16
+    rate *= hardware.gemm_bf16 * _ROUGH_EFFICIENCY * request.devices
+    return (request.hours or 0.0) * 3600 * rate / (6 * request.model.parameters()[1])
+
+
 def _chunks(seq_len: int, vocab_size: int) -> int:
     """Parts of a row's loss, each of at most `_MOST_LOGITS`. A power of two, since degrees are."""
     chunks = 1
@@ -97,8 +129,7 @@ def draft(request: Request) -> Choices:
     data = request.data
     parameters, active = model.parameters()
     rate, rate_source = _nearest(_RATES, parameters)
-    batch, batch_source = _nearest(_BATCHES, parameters)
-    rows = _rows(batch, request.seq_len, request.devices)
+    rows, batch_why = _global_batch(request)
     chunks = _chunks(request.seq_len, model.args.vocab_size)
     logits = request.seq_len * model.args.vocab_size / 1e9
     size = f"{show_tokens(parameters)} parameters"
@@ -119,9 +150,7 @@ def draft(request: Request) -> Choices:
         ),
         "training.dataset": Choice(data.dataset, data.kind),
         "training.seq_len": Choice(request.seq_len, "tokens per row"),
-        "training.global_batch_size": Choice(
-            rows, f"{rows * request.seq_len:,} tokens per step, near {batch:,} of {batch_source}"
-        ),
+        "training.global_batch_size": Choice(rows, batch_why),
         "training.loss_chunks": Choice(chunks, f"a row has {logits:.2f} billion logits"),
         "compile.enable": Choice(not request.on_cpu, "faster; the first steps take longer"),
         "checkpoint.enable": Choice(True, "the same command resumes"),
