@@ -2,6 +2,7 @@
 against closed forms.
 """
 
+import bz2
 import gzip
 import json
 import random
@@ -322,6 +323,19 @@ def test_beginnings_that_are_whole_files_are_exact(tmp_path, capsys, monkeypatch
     (source,) = run(capsys, tmp_path, "--sample", 200)["sources"]
     assert source["documents"] == {"value": 50, "noise": 0}
     assert source["tokens"] == {"value": sum(map(len, counted(some))), "noise": 0}
+
+
+def test_files_count_by_their_size(tmp_path, capsys, monkeypatch):
+    draw_always(monkeypatch)
+    for name, text, count in (("a", "one", 4000), ("b", "two " * 500, 10)):
+        lines = (json.dumps({"text": text}) + "\n") * count
+        (tmp_path / f"{name}.jsonl.bz2").write_bytes(bz2.compress(lines.encode()))
+        (tmp_path / f"{name}.csv").write_text("text\n" + f"{text}\n" * count)
+    for kind in ("jsonl.bz2", "csv"):
+        (source,) = run(capsys, f"{tmp_path}/*.{kind}", "--sample", 20)["sources"]
+        assert source["drawn"]
+        assert source["documents"]["value"] == pytest.approx(4010, rel=0.02), kind
+        assert source["bytes"]["value"] == pytest.approx(4000 * 3 + 10 * 2000, rel=0.02), kind
 
 
 def test_of_a_long_text_parts_are_read(tmp_path, capsys, monkeypatch):

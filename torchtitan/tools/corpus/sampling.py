@@ -170,10 +170,11 @@ def _beginnings(
         for one in read:
             yield from ((item, [WHOLE]) for item in one.items)
         return
-    weight = total / max(sum(one.raw * len(one.items) for one in read), 1)
-    for unit, one in enumerate(read):
+    of_chosen = sum(stamp.size for stamp in chosen)
+    for unit, (stamp, one) in enumerate(zip(chosen, read, strict=True)):
+        documents = stamp.size / one.raw * total / of_chosen
         for item in one.items:
-            yield item, [Drawn(weight, one.raw, unit, "beginnings")]
+            yield item, [Drawn(documents / len(one.items), one.raw, unit, "beginnings")]
 
 
 class _Beginning:
@@ -195,7 +196,7 @@ class _Beginning:
         seen, size = self._take(stamp, records, count=kind != "parquet")
         if kind == "parquet":
             seen, size = _rows_of(path), stamp.size
-        self.raw = size / max(seen, 1)
+        self.raw = max(size, 1) / max(seen, 1)
         self.is_whole = seen <= len(self.items)
         """Whether the file has no other documents."""
 
