@@ -329,6 +329,7 @@ def test_small_models_on_one_small_gpu(hardware, fits, capsys):
     [
         ("a100", "float8"),
         ("a100", "quantize.grouped_mm.float8"),
+        ("rtx-5090", "quantize.grouped_mm.float8"),
         ("h100-sxm", "mx"),
         ("mi355x", "mx"),
     ],

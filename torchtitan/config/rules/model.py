@@ -148,6 +148,10 @@ def low_precision_blocks_are_full(config: Config, facts: Facts) -> Iterator[str]
         )
 
 
+_NO_GROUPED = (11, 0)
+"""Capability from which on PyTorch and torchao have no grouped products in 8 bits."""
+
+
 @rule("model.converters", "quantize", needs=["device"])
 def device_has_the_types(config: Config, facts: Facts) -> Iterator[str]:
     """Refused alike by the trainer on the device, and by the planner for it."""
@@ -155,11 +159,13 @@ def device_has_the_types(config: Config, facts: Facts) -> Iterator[str]:
     if capability is None:
         return
     for key, needed, gpu, emulation in _needs(config):
-        if capability < needed:
+        grouped = ".grouped_mm." in key
+        if capability < needed or (grouped and capability >= _NO_GROUPED):
+            newest = ", but not of 12.0 (GeForce)" if grouped else ""
             yield (
                 f"{key}: needs an NVIDIA GPU of compute capability {needed[0]}.{needed[1]} "
-                f"({gpu}) or newer, this is {facts.device.name}; set {key}.{emulation} to try it "
-                "without one"
+                f"({gpu}) or newer{newest}, this is {facts.device.name}; set {key}.{emulation} to "
+                "try it without one"
             )
 
 
