@@ -413,6 +413,27 @@ def test_a_failed_write_leaves_nothing(monkeypatch):
     assert list(Path("a").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("model", "hardware", "changes"),
+    [
+        (
+            "1B",
+            "rtx-4090",
+            ["--optimizer.state_dtype=bfloat16", "--training.enable_cpu_offload=true"],
+        ),
+        ("1B", "rtx-4080", ["--training.enable_cpu_offload=true"]),
+    ],
+)
+def test_one_small_gpu_is_told_what_would_fit(model, hardware, changes):
+    argv = [f"--model=llama3/{model}", "--data=c4", f"--hardware={hardware}", "--devices=1"]
+    with pytest.raises(UserError, match="is likely to fit") as error:
+        main(["a", *argv, "--hours=1"])
+    offered = re.findall(r"--[a-z_]+\.[a-z_]+=\w+", str(error.value))
+    assert offered == changes
+    for change in changes:
+        assert main(["a", *argv, "--hours=1", "--force", change]) == 0
+
+
 def test_a_model_that_does_not_fit_says_what_would():
     message = r"llama3/8B: none of .* is likely to fit in the 77[.0-9]* GiB .* try --devices \d"
     with pytest.raises(UserError, match=message):

@@ -9,10 +9,14 @@ from torchtitan.tools.launch.request import Request
 from torchtitan.tools.planner.planner import find_layouts, make_plan, nothing_fits
 from torchtitan.tools.planner.proposals import Proposal
 from torchtitan.tools.planner.render import band_ends, likelihood, run_of
-from torchtitan.utils.errors import UserError
+from torchtitan.tools.planner.search import Found
+from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.text import aligned, plural, show_duration, show_gib, show_rate, show_tokens
 
 SHOWN = 3
+_FEW = 8
+_SAVING = ("--optimizer.state_dtype=bfloat16", "--training.enable_cpu_offload=true")
+"""What makes a model fit on few GPUs, the faster first."""
 _LEGEND = (
     "9 of 10 runs are within the ranges. Batch: rows at a time x times per step and rank "
     "(docs/guides/init.md)."
@@ -44,14 +48,30 @@ def best_layouts(request: Request) -> tuple[list[Proposal], int]:
         return [Proposal(plan, "as given")], 1
     found, _ = find_layouts(as_flags(draft(request)), request.devices, request.hardware, own=False)
     if not found.best:
-        short = found.smallest_gib / request.hardware.usable_gib
-        devices = request.devices * 2 ** math.ceil(math.log2(short * 1.1))
-        more = f"try --devices {devices} or more, or a smaller model or --seq-len"
-        if request.on_cpu:
-            more = "choose a smaller model or --seq-len"
         reason = nothing_fits(found, request.devices, request.hardware)
-        raise UserError(f"{request.model.name}: {reason}; {more}")
+        raise UserError(f"{request.model.name}: {reason}; {_what_would_fit(request, found)}")
     return found.best[:SHOWN], found.seen
+
+
+def _what_would_fit(request: Request, found: Found) -> str:
+    """The end of a message about a model that doesn't fit."""
+    if request.on_cpu:
+        return "choose a smaller model or --seq-len"
+    short = found.smallest_gib / request.hardware.usable_gib
+    devices = request.devices * 2 ** math.ceil(math.log2(short * 1.1))
+    changes = [f"--devices {devices} or more"]
+    if request.devices <= _FEW:  # else each search takes long
+        changes += [flag for flag in _SAVING if _fits_with(flag, request)]
+    return f"try {', '.join(changes)}, or a smaller model or --seq-len"
+
+
+def _fits_with(flag: str, request: Request) -> bool:
+    argv = [*as_flags(draft(request)), flag]
+    try:
+        found, _ = find_layouts(argv, request.devices, request.hardware, own=False)
+    except ConfigError:
+        return False
+    return bool(found.best)
 
 
 def table(
