@@ -246,6 +246,16 @@ def test_where_tokens_go_astray():
                 "--model.overrides.vocab_size=2048",
             ],
         ),
+        (
+            2,
+            [
+                *degrees(cp=2),
+                "--training.packing=best_fit",
+                "--training.document_mask",
+                "--training.sources=[{name = 'a', text_column = 'body'}, {name = 'b'}]",
+                "--training.stages=[{from_step = 2, weights = {a = 2}}]",
+            ],
+        ),
     ],
 )
 def test_a_right_run_passes(ranks, world, argv):

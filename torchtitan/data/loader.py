@@ -16,6 +16,7 @@ from torch import Tensor
 from torchtitan.data.changed import ContentsRecord, check_packing, check_same
 from torchtitan.data.flags import CONTINUES, PLAIN, UNPREDICTED
 from torchtitan.data.order.mixture import Shares, run_dry, whole_steps
+from torchtitan.data.order.packing import Packed
 from torchtitan.data.order.rows import IGNORE_INDEX, Share, blank_row
 from torchtitan.data.positions import (
     DataFingerprint,
@@ -117,6 +118,7 @@ class StepLoader:
         """Where the next iteration starts."""
         self._ahead: ReadAhead[StepBatch] | None = None
         self._workers: Workers | None = None
+        self._packing_logged: set[str] = set()
 
     def size(self, step: int) -> int:
         """Rows of this rank's batch at a step, counted from 0."""
@@ -292,7 +294,14 @@ class StepLoader:
                 self.start,
             ).steps()
         for step, rows in enumerate(steps, self.start.step):
+            self._log_packing(rows.packed)
             yield self._batch(step, rows)
+
+    def _log_packing(self, packed: Sequence[Packed]) -> None:
+        for source, one in zip(self.spec.sources, packed, strict=True):
+            if one.rows and source.name not in self._packing_logged:
+                self._packing_logged.add(source.name)
+                logger.info(f"{self.spec.key(source)}: at first, {one}")
 
     def _batch(
         self,

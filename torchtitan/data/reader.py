@@ -8,7 +8,7 @@ ReadAhead    runs either in a thread
 import itertools
 import queue
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -17,6 +17,7 @@ import torch.utils.data
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchtitan.data.order.mixture import Shares, divide, place
+from torchtitan.data.order.packing import Packed
 from torchtitan.data.order.rows import Row, Share, SourceReader, blank_row, own_rows
 from torchtitan.data.positions import DataPosition, joined
 from torchtitan.data.sources import Source, open_source
@@ -44,6 +45,8 @@ class StepRows:
     """How often each source has been read after the step."""
     position: DataPosition
     """This reader's part of the position after the step."""
+    packed: Sequence[Packed] = ()
+    """What packing has cost, of each source."""
 
 
 class StepReader:
@@ -130,6 +133,7 @@ class StepReader:
             [source_of.get(slot, 0) for slot in own],
             [reader.epochs for reader in self.readers.values()],
             self.position(),
+            [reader.packed for reader in self.readers.values()],
         )
 
     def position(self) -> DataPosition:
@@ -193,6 +197,7 @@ class Workers:
                 [],
                 epochs,
                 joined([part.position for part in found]),
+                [sum(of, Packed()) for of in zip(*(part.packed for part in found), strict=True)],
             )
             for part, share in zip(parts, self.shares, strict=True):
                 if isinstance(part, StepRows):

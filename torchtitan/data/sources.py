@@ -281,7 +281,6 @@ class _LaneSource(Source):
             share,
             read,
             count,
-            self.retry.section,
         )
 
     def _lane(self, cursor: Cursor) -> Lane:

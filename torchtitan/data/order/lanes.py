@@ -24,7 +24,6 @@ from torchtitan.data.positions import (
     StreamPosition,
 )
 from torchtitan.data.text.texts import Text
-from torchtitan.utils.logging import logger
 
 
 class Cursor(Protocol):
@@ -242,20 +241,17 @@ class LaneReader(SourceReader):
         share: Share,
         lanes: dict[int, Lane],
         count: int,
-        name: str,
     ):
         """
         Args:
             contents: fingerprint of the source.
             lanes: those with any row of the share.
             count: number of lanes of the source.
-            name: the source in messages.
         """
         self.contents = contents
         self.share = share
         self.lanes = lanes
         self.count = count
-        self.name = name
         self.rows = self.tokens = 0
 
     def read(
@@ -278,18 +274,14 @@ class LaneReader(SourceReader):
                 row = self.lanes[lane].row(length)
                 if slot in own and row is not None:
                     rows[slot] = row
-        if not self.rows:
-            self._log_packing()
         self.rows += len(slots)
         self.tokens += len(slots) * length
         return rows
 
-    def _log_packing(self) -> None:
-        packed = sum(
-            (lane.packed for lane in self.lanes.values() if isinstance(lane, PackedLane)), Packed()
-        )
-        if packed.rows:
-            logger.info(f"{self.name}: best-fit packing of its first documents: {packed}")
+    @property
+    def packed(self) -> Packed:
+        packed = (lane.packed for lane in self.lanes.values() if isinstance(lane, PackedLane))
+        return sum(packed, Packed())
 
     @property
     def epochs(self) -> float:

@@ -51,9 +51,9 @@ class Packed:
     def __str__(self) -> str:
         of = max(self.documents, 1)
         return (
-            f"{self.padding / max(self.ids, 1):.2%} of {plural(self.rows, 'row')} is padding; "
-            f"{self.cut / of:.1%} of {plural(self.documents, 'document')} are cut, of a stream's "
-            f"{self.cut_by_stream / of:.1%}"
+            f"{plural(self.documents, 'document')} in {plural(self.rows, 'packed row')}: "
+            f"{self.padding / max(self.ids, 1):.2%} is padding, {self.cut / of:.1%} of the "
+            f"documents are cut; a stream would cut {self.cut_by_stream / of:.1%}"
         )
 
 

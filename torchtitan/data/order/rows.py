@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.data.order.mixture import Slots, permute
+from torchtitan.data.order.packing import Packed
 from torchtitan.data.order.windows import Piece, WindowOrder
 from torchtitan.data.positions import SourcePosition
 from torchtitan.data.text.retry import Retry
@@ -62,6 +63,11 @@ class SourceReader(ABC):
     def left(self, length: int) -> int | None:
         """Rows of a length until the source ends; None if it doesn't."""
         return None
+
+    @property
+    def packed(self) -> Packed:
+        """What packing has cost since this reader began."""
+        return Packed()
 
     @property
     @abstractmethod
