@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from tests.chats import say, write_chats, write_tokenizer
 from tests.runs import (
+    EXPERTS,
     SAVE,
     SCHEDULE,
     arguments,
@@ -108,6 +109,22 @@ def test_the_loss_is_that_of_the_assistant(ranks, tmp_path):
             for key in reference:
                 if ("loss" in key and key != "max_loss") or "bits_per_byte" in key:
                     assert record[key] == pytest.approx(reference[key], rel=2e-5), (name, key)
+
+
+def compared(argv):
+    from torchtitan.testing.difference import Tolerances
+    from torchtitan.testing.parity import compare
+
+    return compare(argv, Tolerances())
+
+
+@pytest.mark.parametrize("axis", ["expert_parallel", "context_parallel"])
+def test_experts_and_further_tokens_count_what_is_predicted(ranks, tmp_path, axis):
+    """Losses, gradients and the balance of experts are those of one plain process."""
+    flags = [*EXPERTS, "--model.overrides.n_mtp=1", "--training.packing=best_fit"]
+    argv = chats(tmp_path, *flags, f"{P}{axis}_degree=2", "--training.max_norm=0", steps=3)
+    found = ranks(2, compared, argv, timeout=240)[0]
+    assert not found.problems, found
 
 
 def test_a_step_that_predicts_nothing(ranks, tmp_path):

@@ -160,6 +160,10 @@ def test_a_template_that_changes_earlier_turns_is_refused(tmp_path):
         open_chat(tmp_path, template).document(say("a", "b", "c", "d"))
 
 
+def nested(levels):
+    return [] if levels == 0 else [nested(levels - 1)]
+
+
 BAD = {
     "a string": ("hello", "no messages"),
     "nothing": ([], "no messages"),
@@ -169,6 +173,7 @@ BAD = {
     "no assistant": (say("a"), "no assistant turn"),
     "unknown role": ([{"role": "judge", "content": "x"}, *say("a", "b")], "refused by the chat"),
     "noncharacter": (say("a \ufdd0", "b"), "noncharacter"),
+    "nested": ([{"role": "user", "content": "x", "n": nested(900)}, *say("a", "b")], "nested too"),
 }
 
 
@@ -189,6 +194,9 @@ ATTACKS = [
     "{% set x = messages.append(1) %}",
     "{{ 'x' * 100000000000 }}",
     "{{ 9 ** 9 ** 9 }}",
+    "{{ '%99999999999d' % 1 }}",
+    "{{ 'x'.ljust(99999999999) }}",
+    "{{ '{:99999999999}'.format(1) }}",
     "{% for i in range(10000000000) %}x{% endfor %}",
     "{% include 'secrets' %}",
 ]
@@ -198,6 +206,12 @@ ATTACKS = [
 def test_a_template_runs_in_a_sandbox(tmp_path, attack):
     with pytest.raises(BadDocument, match="refused by the chat template"):
         open_chat(tmp_path, attack + CHATML).document(CHATS[0])
+
+
+def test_a_sandboxed_template_may_format(tmp_path):
+    text = "{{ '%02d' % 3 }}{{ '{:>3}'.format('x') }}{{ 'ab' * 2 }}{{ 2 ** 5 }}{{ 7 % 4 }}"
+    chat = open_chat(tmp_path, text + CHATML)
+    assert chat.rendered(chat.document(CHATS[0])).text.startswith("03  xabab323<|im_start|>")
 
 
 def test_tool_calls_without_content_reach_the_template(tmp_path):

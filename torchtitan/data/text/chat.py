@@ -89,10 +89,13 @@ class Chat:
             BadDocument: it is no conversation, has nothing to predict, or the template refuses it.
         """
         messages = _checked(value)
-        text = json.dumps(messages, ensure_ascii=False)
-        if any(mark in text for mark in MARKS):
-            raise BadDocument("noncharacter", "has one of the noncharacters U+FDD0 to U+FDD2")
-        self.rendered(text)
+        try:
+            text = json.dumps(messages, ensure_ascii=False)
+            if any(mark in text for mark in MARKS):
+                raise BadDocument("noncharacter", "has one of the noncharacters U+FDD0 to U+FDD2")
+            self.rendered(text)
+        except RecursionError:
+            raise BadDocument("nested too deeply", "a message is nested too deeply") from None
         return text
 
     def rendered(self, text: Text) -> Rendered:

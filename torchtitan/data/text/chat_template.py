@@ -29,6 +29,10 @@ START, END, BREAK = MARKS = "\ufdd0\ufdd1\ufdd2"
 """Noncharacters that mark the beginning and end of a turn, and a place in a message after the first
 character of a special token's spelling.
 """
+_PADDING = {"center", "expandtabs", "ljust", "rjust", "zfill"}
+"""Methods of strings that make them as long as they are told."""
+_WIDE = re.compile(r"[0-9]{5}|\*")
+"""Widths in a format that are too large, or may be."""
 _TODAY = datetime.date(2024, 7, 26)
 _FILE = "chat_template.jinja"
 _ABOUT = "tokenizer_config.json"
@@ -168,9 +172,20 @@ class _Generation(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Also refuses products and powers that would fill the memory; `range` has a limit already."""
+    """Also refuses what would fill the memory; `range` has a limit already."""
 
-    intercepted_binops = frozenset(["*", "**"])
+    intercepted_binops = frozenset(["*", "**", "%"])
+
+    def is_safe_attribute(
+        self,
+        obj: Any,
+        attr: str,
+        value: Any,
+    ) -> bool:
+        wide = attr in ("format", "format_map") and isinstance(obj, str) and _WIDE.search(obj)
+        if wide or attr in _PADDING:
+            return False
+        return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(
         self,
@@ -183,6 +198,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         times = [abs(x) for x in (left, right) if isinstance(x, int | float)]
         if parts and times and len(parts[0]) * times[0] > WHOLE_TEXT_CHARACTERS:
             raise SecurityError("a product is too long")
+        if operator == "%" and isinstance(left, str) and _WIDE.search(left):
+            raise SecurityError("a format is too wide")
         if operator == "**" and max(times, default=0) > 100:
             raise SecurityError("a power of too large numbers")
         return super().call_binop(context, operator, left, right)
@@ -195,6 +212,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
         extensions=[_Generation, "jinja2.ext.loopcontrols"],
     )
     environment.filters["tojson"] = _to_json
+    for name in ("center", "format"):
+        del environment.filters[name]
+    del environment.globals["lipsum"]
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _TODAY.strftime
     return environment
