@@ -1,17 +1,16 @@
 """Ranks go and come; the data and the loss curve are those of the run that nothing happened to."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.runs import arguments, free_ports, losses, read_metrics, train
+from tests.runs import arguments, free_ports, losses, train
+from tests.slow_run import SlowRun
 from torchtitan.checkpoint.commit import committed_steps
 
 ROOT = Path(__file__).parents[2]
@@ -53,17 +52,6 @@ def test_padding_under_a_pipeline_and_workers(ranks, tmp_path):
 
 # ---- real processes
 
-SLOW = """
-import time
-from torchtitan.config.registry import callbacks
-from torchtitan.train.callbacks import Callback
-
-@callbacks.register("slow")
-class Slow(Callback):
-    def after_step(self, run, result):
-        time.sleep({seconds})
-"""
-
 
 def start(log, module, argv, folder):
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1"} | SECRET
@@ -72,25 +60,14 @@ def start(log, module, argv, folder):
     )
 
 
-class Run:
-    """A slow run in `folder`, watched through its files."""
+class Run(SlowRun):
+    """A slow run of launchers on this machine."""
 
-    def __init__(self, folder, *extra, seconds=0.1):
-        self.folder = folder
-        self.dump = folder / "out"
-        (folder / "slow_steps.py").write_text(SLOW.format(seconds=seconds))
-        self.argv = arguments(
-            folder,
-            *ELASTIC,
-            "--checkpoint.interval=4",
-            "--optimizer.lr=1e-3",
-            "--experimental.custom_import=slow_steps",
-            "--training.callbacks=slow",
-            *extra,
-            steps=100000,
-            global_batch=3,
+    def __init__(self, folder):
+        super().__init__(
+            folder, "--fault_tolerance.elastic", "--checkpoint.interval=4", global_batch=3
         )
-        self.log = (folder / "log").open("w+")
+        self.output = (folder / "log").open("w+")
         self.processes = []
 
     def __enter__(self):
@@ -102,46 +79,9 @@ class Run:
                 process.kill()
                 process.wait()
 
-    def start(self, *module, argv=()):
-        self.processes.append(start(self.log, module, [*self.argv, *argv], self.folder))
+    def start(self, *module):
+        self.processes.append(start(self.output, module, self.argv, self.folder))
         return self.processes[-1]
-
-    def starts(self):
-        path = self.dump / "run.json"
-        return json.loads(path.read_text())["starts"] if path.exists() else []
-
-    def wait(self, what, condition, timeout=150):
-        deadline = time.monotonic() + timeout
-        while not condition():
-            assert time.monotonic() < deadline, (
-                f"{what}: {self.starts()}\n{(self.folder / 'log').read_text()[-4000:]}"
-            )
-            time.sleep(0.1)
-
-    def wait_for_ranks(self, world, starts, steps=3):
-        """Until the `starts`-th start, with `world` ranks, has made `steps` steps."""
-
-        def trains():
-            last = (self.starts() or [{"ranks": 0, "step": 0, "resumed_step": 0}])[-1]
-            return (
-                len(self.starts()) >= starts
-                and last["ranks"] == world
-                and last["step"] >= last["resumed_step"] + steps
-            )
-
-        self.wait(f"{world} ranks", trains)
-
-    def check(self, ranks):
-        """The whole curve, against a run of one rank to the same step."""
-        metrics = [r for r in read_metrics(self.dump) if "loss" in r]
-        steps = metrics[-1]["step"]
-        assert [r["step"] for r in metrics] == list(range(1, steps + 1))
-        slow = ("--experimental.custom_import", "--training.callbacks")
-        argv = [a for a in self.argv if not a.startswith(slow)]
-        argv += [f"--training.steps={steps}", f"--job.dump_folder={self.folder / 'whole'}"]
-        whole = ranks(1, train, argv, timeout=200)[0]
-        assert [r["loss"] for r in metrics] == pytest.approx(losses(whole), rel=1e-4)
-        assert metrics[-1]["tokens"] == whole["metrics"][-1]["tokens"]
 
 
 def rank_processes(launcher):
@@ -208,7 +148,7 @@ def test_a_node_is_killed_comes_back_and_leaves(ranks, tmp_path):
         run.wait_for_ranks(1, starts=5)
         first.send_signal(signal.SIGTERM)
         assert first.wait(timeout=100) == os.EX_TEMPFAIL
-        log = (tmp_path / "log").read_text()
+        log = run.log()
         assert not any(text in log for text in ("frame #", "C++", "Traceback")), log
         starts = run.starts()
         assert [s["ranks"] for s in starts] == [1, 2, 1, 2, 1]
@@ -241,7 +181,7 @@ def test_the_node_that_holds_the_rendezvous_is_killed_twice(ranks, tmp_path):
         run.wait_for_ranks(1, starts=5)
         first.send_signal(signal.SIGTERM)
         assert first.wait(timeout=100) == os.EX_TEMPFAIL
-        log = (tmp_path / "log").read_text()
+        log = run.log()
         assert (
             log.count("The rendezvous at 127.0.0.2:")
             == log.count("The rendezvous at 127.0.0.3:")
