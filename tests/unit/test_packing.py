@@ -157,7 +157,7 @@ def test_a_pass_predicts_every_token_once(corpora, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_and_resumes_change_nothing(corpora, kind, monkeypatch):
     """Within a pool and between two, on other ranks, again and again."""
-    monkeypatch.setattr("torchtitan.data.order.lanes.POOL_ROWS", 3)
+    monkeypatch.setattr("torchtitan.data.order.lanes.POOL_ROWS", 8)
     whole = take(loader(corpora, kind), 12)
     got = []
     state = None
@@ -188,8 +188,8 @@ def test_workers_change_nothing(corpora, caplog, monkeypatch):
     """Not even the log."""
     monkeypatch.setattr("torchtitan.utils.logging.logger.propagate", True)
     caplog.set_level("INFO", "torchtitan")
-    whole = take(loader(corpora, "jsonl"), 4)
-    steps = take(loader(corpora, "jsonl", num_workers=2), 4)
+    whole = take(loader(corpora, "jsonl"), 80)
+    steps = take(loader(corpora, "jsonl", num_workers=2), 80)
     for step, expected in zip(steps, whole, strict=True):
         assert torch.equal(step.labels, expected.labels)
     one, other = [text for text in caplog.messages if "padding" in text]
@@ -197,11 +197,13 @@ def test_workers_change_nothing(corpora, caplog, monkeypatch):
 
 
 def test_the_waste_is_logged(corpora, caplog, monkeypatch):
+    """That of pools of full size."""
+    monkeypatch.setattr("torchtitan.data.order.lanes.POOL_ROWS", 8)
     monkeypatch.setattr("torchtitan.utils.logging.logger.propagate", True)
     with caplog.at_level("INFO", "torchtitan"):
-        take(loader(corpora, "jsonl"), 2)
+        take(loader(corpora, "jsonl"), 8)
     (line,) = [text for text in caplog.messages if "padding" in text]
-    assert re.fullmatch(r"training: at first, \d+ documents in \d+ packed rows: .*", line)
+    assert re.fullmatch(r"training: so far, \d+ documents in \d+ packed rows: .*", line)
 
 
 def test_token_files_say_how_they_are_packed(corpora):

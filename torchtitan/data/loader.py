@@ -301,7 +301,7 @@ class StepLoader:
         for source, one in zip(self.spec.sources, packed, strict=True):
             if one.rows and source.name not in self._packing_logged:
                 self._packing_logged.add(source.name)
-                logger.info(f"{self.spec.key(source)}: at first, {one}")
+                logger.info(f"{self.spec.key(source)}: so far, {one}")
 
     def _batch(
         self,

@@ -55,6 +55,8 @@ class PackedPosition(Strict):
 
     cursor: DocumentPosition | StreamPosition
     """Position before the current pool of documents."""
+    pool_rows: Annotated[int, Field(ge=1, lt=2**63)]
+    """Rows that it fills, about."""
     rows: Count
     """Rows taken from it."""
     length: Annotated[int, Field(ge=2, lt=2**63)]

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from torchtitan.data.flags import UNPREDICTED
 from torchtitan.data.order.mixture import Slots
-from torchtitan.data.order.packing import POOL_ROWS, Packed, pack
+from torchtitan.data.order.packing import FIRST_POOL_ROWS, POOL_ROWS, Packed, pack
 from torchtitan.data.order.rows import Row, Share, SourceReader, own_rows, padded
 from torchtitan.data.positions import (
     DocumentPosition,
@@ -169,6 +169,9 @@ class PackedLane(Lane):
         self.rows = np.empty((0, length), np.uint32)
         """Of the pool."""
         self.taken = 0
+        self.size = min(FIRST_POOL_ROWS, POOL_ROWS)
+        """Rows that the pool fills, about."""
+        self.next_size = self.size
         self.before = cursor.position()
         """The cursor's position before the pool."""
         self.ahead: list[NDArray[np.uint32]] = []
@@ -178,6 +181,7 @@ class PackedLane(Lane):
         self.after = self.before
         """The cursor's position before those."""
         self.packed = Packed()
+        """Of pools of full size."""
 
     def row(self, length: int) -> Row | None:
         assert length == self.length, "the rules refuse other lengths"
@@ -185,20 +189,18 @@ class PackedLane(Lane):
             return None
         row = self.rows[self.taken].astype(np.int64)
         self.taken += 1
-        self._read(self._target * self.taken // len(self.rows))
+        self._read(self.next_size * self.length * self.taken // len(self.rows))
         return np.append(row, self.pad | UNPREDICTED)
 
-    @property
-    def _target(self) -> int:
-        """Ids of a pool, at least."""
-        return POOL_ROWS * self.length
-
     def _next_pool(self) -> bool:
-        self._read(self._target)
+        self._read(self.next_size * self.length)
         if not self.ahead:
             return False
         self.rows, packed = pack(self.ahead, self.length, self.pad)
-        self.packed += packed
+        self.size = self.next_size
+        self.next_size = min(2 * self.size, POOL_ROWS)
+        if self.size == POOL_ROWS:
+            self.packed += packed
         self.taken = 0
         self.before = self.after
         self.after = self.cursor.position()
@@ -217,6 +219,7 @@ class PackedLane(Lane):
         done = self.taken == len(self.rows)
         return PackedPosition(
             cursor=self.after if done else self.before,
+            pool_rows=self.next_size if done else self.size,
             rows=0 if done else self.taken,
             length=self.length,
         )
@@ -228,6 +231,7 @@ class PackedLane(Lane):
         self.ids = 0
         self.rows = self.rows[:0]
         self.taken = 0
+        self.next_size = position.pool_rows
         if position.rows and self._next_pool():
             self.taken = position.rows
 

@@ -24,8 +24,11 @@ from numpy.typing import NDArray
 from torchtitan.data.flags import UNPREDICTED
 from torchtitan.utils.text import plural
 
+FIRST_POOL_ROWS = 4
+"""Rows that a lane's first pool fills, about, so that the first step needn't wait for more. Each
+later one is twice as large, up to `POOL_ROWS`.
+"""
 POOL_ROWS = 64
-"""Rows that a lane's pool fills, about."""
 _FILE_POOL_ROWS = 1024
 """As in a token file."""
 
