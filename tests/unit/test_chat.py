@@ -1,5 +1,8 @@
 """Conversations: ids and predicted tokens are those of transformers."""
 
+import datetime
+from decimal import Decimal
+
 import numpy as np
 import pytest
 
@@ -133,6 +136,7 @@ def test_the_date_is_always_the_same(tmp_path):
     [
         (None, "has no chat template; write one to .*chat_template.jinja"),
         ("{% for x in %}", "can't be parsed: line 1"),
+        ("{{ " + "(" * 3000 + " }}", "can't be parsed: it is nested too deeply"),
         ([{"name": "rag", "template": "x"}], 'named "default"; there are rag'),
     ],
 )
@@ -173,6 +177,7 @@ BAD = {
     "no assistant": (say("a"), "no assistant turn"),
     "unknown role": ([{"role": "judge", "content": "x"}, *say("a", "b")], "refused by the chat"),
     "noncharacter": (say("a \ufdd0", "b"), "noncharacter"),
+    "too long": (say("a" * 10_000_001, "b"), "too long"),
     "nested": ([{"role": "user", "content": "x", "n": nested(900)}, *say("a", "b")], "nested too"),
 }
 
@@ -212,6 +217,29 @@ def test_a_sandboxed_template_may_format(tmp_path):
     text = "{{ '%02d' % 3 }}{{ '{:>3}'.format('x') }}{{ 'ab' * 2 }}{{ 2 ** 5 }}{{ 7 % 4 }}"
     chat = open_chat(tmp_path, text + CHATML)
     assert chat.rendered(chat.document(CHATS[0])).text.startswith("03  xabab323<|im_start|>")
+
+
+def test_what_a_template_writes_is_bounded(tmp_path):
+    """A thousandth of this takes a fifth of a second and 10 MB."""
+    template = "{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}" + CHATML
+    with pytest.raises(BadDocument, match="of more than 10,000,000 characters") as caught:
+        open_chat(tmp_path, template).document(CHATS[0])
+    assert caught.value.kind == "too long"
+
+
+@pytest.mark.parametrize("config", [{}, {"chat_template": "x" * 2_000_000}])
+def test_a_huge_template_is_not_parsed(tmp_path, config):
+    with pytest.raises(UserError, match=r"^key: .*(larger|longer) than 1,048,576"):
+        open_chat(tmp_path, None if config else "x" * 2_000_000, **config)
+
+
+def test_values_of_tables_are_text_in_a_message(tmp_path):
+    """JSON has no dates; nor may they end a run that skips bad documents."""
+    template = CHATML_MARKED.replace("message['content']", "message.at ~ ' ' ~ message.of.cost")
+    extra = {"at": datetime.date(2024, 7, 1), "of": {"cost": Decimal("1.50")}}
+    chat = open_chat(tmp_path, template)
+    text = chat.rendered(chat.document([{**message, **extra} for message in say("a", "b")])).text
+    assert text.startswith("<|im_start|>user\n2024-07-01 1.50<|im_end|>")
 
 
 def test_tool_calls_without_content_reach_the_template(tmp_path):

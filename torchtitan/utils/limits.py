@@ -37,6 +37,9 @@ CACHE_RECORD_BYTES = 2**32
 """A record in the cache folder; that of a million files is smaller."""
 WHOLE_TEXT_CHARACTERS = 10_000_000
 """A text for a tokenizer that can't encode pieces. Each character takes about 0.6 KB."""
+MESSAGE_LEVELS = 100
+"""Levels of lists and objects in a message; templates and encoders recurse."""
+CHAT_TEMPLATE_BYTES = 2**20
 STATE_LEVELS = 100
 """Levels of lists and objects in a stream's state; pydantic's parser accepts about 200."""
 

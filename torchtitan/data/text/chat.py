@@ -29,7 +29,7 @@ from torchtitan.data.text.chat_template import BREAK, END, MARKS, START, ChatTem
 from torchtitan.data.text.texts import BadDocument, Text
 from torchtitan.data.text.tokenizer import HuggingFaceTokenizer, Tokenizer, rust_errors
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.limits import WHOLE_TEXT_CHARACTERS
+from torchtitan.utils.limits import MESSAGE_LEVELS
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -89,13 +89,10 @@ class Chat:
             BadDocument: it is no conversation, has nothing to predict, or the template refuses it.
         """
         messages = _checked(value)
-        try:
-            text = json.dumps(messages, ensure_ascii=False)
-            if any(mark in text for mark in MARKS):
-                raise BadDocument("noncharacter", "has one of the noncharacters U+FDD0 to U+FDD2")
-            self.rendered(text)
-        except RecursionError:
-            raise BadDocument("nested too deeply", "a message is nested too deeply") from None
+        text = json.dumps(messages, ensure_ascii=False)
+        if any(mark in text for mark in MARKS):
+            raise BadDocument("noncharacter", "has one of the noncharacters U+FDD0 to U+FDD2")
+        self.rendered(text)
         return text
 
     def rendered(self, text: Text) -> Rendered:
@@ -106,6 +103,15 @@ class Chat:
             self._last = last = text, self._render(json.loads(text))
         return last[1]
 
+    def size(self, found: Rendered) -> int:
+        """Bytes of a conversation without the special tokens of its template."""
+        special = (
+            match[0]
+            for match in self._pattern.finditer(found.text)
+            if match.start() not in found.spelled
+        )
+        return len(found.text.encode()) - sum(len(token.encode()) for token in special)
+
     def _render(self, messages: Messages) -> Rendered:
         marked = [self._marked(message) for message in messages]
         if self.template.marks_turns:
@@ -113,8 +119,6 @@ class Chat:
         else:
             whole = self._with_turns(marked)
         found = _without_marks(whole)
-        if len(found.text) > WHOLE_TEXT_CHARACTERS:
-            raise BadDocument("too long", f"a conversation of {len(found.text):,} characters")
         if not any(begin < end for begin, end in found.turns):
             raise BadDocument(
                 "no assistant turn", "the chat template renders no turn of the assistant"
@@ -260,7 +264,22 @@ def _checked(value: Any) -> list[dict[str, Any]]:
                 f"message {number} has content of type {type(content).__name__}; only strings can "
                 "be trained on: join a list of text parts ahead, images are not supported",
             )
-        messages.append({key: part for key, part in message.items() if part is not None})
+        messages.append({key: _plain(part) for key, part in message.items() if part is not None})
     if not any(message["role"] == "assistant" for message in messages):
         raise BadDocument("no assistant turn", 'no message has the role "assistant"')
     return messages
+
+
+def _plain(value: Any, level: int = 1) -> Any:
+    """Part of a message as JSON holds it: dates and other values that tables have become strings.
+
+    Raises:
+        BadDocument: it is nested too deeply.
+    """
+    if level > MESSAGE_LEVELS:
+        raise BadDocument("nested too deeply", "a message is nested too deeply")
+    if isinstance(value, dict):
+        return {str(name): _plain(part, level + 1) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part, level + 1) for part in value]
+    return value if isinstance(value, str | int | float | None) else str(value)

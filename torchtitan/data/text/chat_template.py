@@ -22,8 +22,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchtitan.data.text.texts import BadDocument
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import read_regular
 from torchtitan.utils.formats import read_json_object
-from torchtitan.utils.limits import WHOLE_TEXT_CHARACTERS
+from torchtitan.utils.limits import CHAT_TEMPLATE_BYTES, WHOLE_TEXT_CHARACTERS
 
 START, END, BREAK = MARKS = "\ufdd0\ufdd1\ufdd2"
 """Noncharacters that mark the beginning and end of a turn, and a place in a message after the first
@@ -72,6 +73,10 @@ class ChatTemplate:
                 f"{key}: the chat template in {self.place} can't be parsed: line {error.lineno}: "
                 f"{error.message}"
             ) from None
+        except RecursionError:
+            raise UserError(
+                f"{key}: the chat template in {self.place} can't be parsed: it is nested too deeply"
+            ) from None
 
     def render(
         self,
@@ -81,21 +86,32 @@ class ChatTemplate:
         """The text of messages, and with `prompt` the beginning of the assistant's turn.
 
         Raises:
-            BadDocument: the template refuses them, or fails.
+            BadDocument: the template refuses them, fails, or writes too much.
         """
+        parts = []
+        length = 0
         try:
-            return self._template.render(
+            for part in self._template.generate(
                 messages=messages,
                 tools=None,
                 documents=None,
                 add_generation_prompt=prompt,
                 **self.special,
-            )
+            ):
+                parts.append(part)
+                length += len(part)
+                if length > WHOLE_TEXT_CHARACTERS:
+                    break
         except Exception as error:  # a template may fail in any way
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise BadDocument(
                 "refused by the chat template", f"refused by the chat template: {reason}"
             ) from None
+        if length > WHOLE_TEXT_CHARACTERS:
+            raise BadDocument(
+                "too long", f"a conversation of more than {WHOLE_TEXT_CHARACTERS:,} characters"
+            )
+        return "".join(parts)
 
     @property
     def not_by_prefixes(self) -> str:
@@ -135,7 +151,7 @@ def _find(
     file = tokenizer.with_name(_FILE)
     if file.is_file():
         try:
-            return file, file.read_text(encoding="utf-8")
+            return file, read_regular(file, CHAT_TEMPLATE_BYTES, links=True).decode()
         except (OSError, ValueError) as error:
             raise UserError(f"{key}: can't read {file}: {error}") from None
     found = about.get("chat_template")
@@ -152,6 +168,10 @@ def _find(
         raise UserError(
             f"{key}: the tokenizer of model.hf_assets_path has no chat template; write one to "
             f'{file}, or as "chat_template" to {_ABOUT}'
+        )
+    if len(found) > CHAT_TEMPLATE_BYTES:
+        raise UserError(
+            f"{key}: the chat template in {place} is longer than {CHAT_TEMPLATE_BYTES:,} characters"
         )
     return place, found
 
