@@ -125,6 +125,14 @@ def test_a_share_that_is_none(share, capsys):
     assert "must be" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["../b", "a/b", "", ".hidden", "[ab]", "a b"])
+def test_a_name_that_is_no_beginning_of_a_file(name, capsys):
+    """Held-out documents of `../b` would replace the others."""
+    with pytest.raises(SystemExit):
+        tokenize.parser().parse_args(["--input=x", "--output=y", f"--name={name}"])
+    assert "--name" in capsys.readouterr().err
+
+
 def first_of_each(texts):
     return list(dict.fromkeys(texts))
 

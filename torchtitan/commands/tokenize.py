@@ -12,6 +12,7 @@ files counts documents, tokens, bytes, exact duplicates and bad documents.
 import argparse
 import json
 import os
+import re
 from collections import Counter
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -32,7 +33,7 @@ from torchtitan.data.tokens.tokenizing import HeldOut, Output, is_done, tokenize
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.meter import Meter
-from torchtitan.utils.text import count, plural, share, show_rate
+from torchtitan.utils.text import count, cut, plural, share, show_rate
 
 
 class _Progress:
@@ -142,10 +143,19 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--name",
+        type=_file_name,
         default="tokens",
         help="prefix of the files' names (tokens)",
     )
     return parser
+
+
+def _file_name(text: str) -> str:
+    if not re.fullmatch(r"[\w-][\w.-]*", text):
+        raise argparse.ArgumentTypeError(
+            f"{cut(text, 40)}: must be letters, digits, '_', '-' and '.', without one at the start"
+        )
+    return text
 
 
 def _similarity(text: str) -> float:
