@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -18,9 +19,10 @@ from torchtitan.commands import data, tokenize
 from torchtitan.config.sections.data import DataLoader, DataStage, Source
 from torchtitan.data.flags import PLAIN, UNPREDICTED
 from torchtitan.data.loader import build_loader
+from torchtitan.data.order.lanes import PackedLane
 from torchtitan.data.order.packing import best_fit, pack
 from torchtitan.data.order.rows import IGNORE_INDEX
-from torchtitan.data.positions import completed
+from torchtitan.data.positions import StreamPosition, completed
 from torchtitan.data.spec import DataSpec
 from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.utils.errors import UserError
@@ -241,6 +243,14 @@ def test_what_is_not_packed_is_refused(corpora, tmp_path):
     refuses(r"different lengths can't be mixed", corpora | {"both": both}, "both")
 
 
+@pytest.mark.parametrize("lie", [{"packed": SEQ - 1}, {"packed": SEQ, "dtype": "uint32"}])
+def test_a_description_that_does_not_fit_is_refused(corpora, tmp_path, lie):
+    folder = shutil.copytree(corpora["packed"], tmp_path / "lie")
+    about = folder / "tokens-00000.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | lie))
+    refuses(r"tokens-00000\.json names packed rows of", {"lie": folder}, "lie")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -254,6 +264,30 @@ def test_a_resume_in_another_packing_is_refused(corpora, change, words):
     state = completed(first.own_state(step.position), [step.position])
     with pytest.raises(UserError, match=words):
         loader(corpora, "jsonl", **change).seek(state)
+
+
+def test_a_stream_that_lost_documents_unnoticed():
+    """The contents of a registered stream can't be compared; its position may be beyond them."""
+
+    class Texts:
+        def __init__(self, count):
+            self.texts = iter(["word " * 400] * count)
+
+        def next(self):
+            return next(self.texts, None)
+
+        def position(self):
+            return StreamPosition(epoch=0, stream=None, skipped={})
+
+        def seek(self, position):
+            pass
+
+    before = PackedLane(Texts(20), TOKENIZER, SEQ, EOS)
+    for _ in range(30):
+        before.row(SEQ)
+    after = PackedLane(Texts(1), TOKENIZER, SEQ, EOS)
+    after.seek(before.position())
+    assert after.row(SEQ) is None
 
 
 def test_conversations_are_packed(tmp_path):

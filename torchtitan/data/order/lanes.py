@@ -233,7 +233,8 @@ class PackedLane(Lane):
         self.taken = 0
         self.next_size = position.pool_rows
         if position.rows and self._next_pool():
-            self.taken = position.rows
+            # Of a registered stream that has changed unnoticed, there may be fewer.
+            self.taken = min(position.rows, len(self.rows))
 
 
 class LaneReader(SourceReader):

@@ -138,6 +138,12 @@ class TokenFiles:
                     "tokenize the text again, or set model.hf_assets_path to that tokenizer"
                 )
             name, _, flags = meta.dtype.partition("-")
+            if meta.packed is not None and (not flags or meta.tokens % meta.packed):
+                raise UserError(
+                    f"{key}: {file.with_suffix('.json')} names packed rows of {meta.packed} "
+                    f"tokens, which {meta.tokens} of type {meta.dtype} are not; tokenize the text "
+                    "again"
+                )
             dtype = np.dtype(name)
             size = dtype.itemsize * meta.tokens
             stamp = _stamp(file, key)
