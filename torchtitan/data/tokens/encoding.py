@@ -81,8 +81,9 @@ class Encoder:
         near: list[list[int]] = []
         bad: list[tuple[str, str]] = []
 
-        def note(text: Text) -> None:
-            hashes.append(hash_text(text))
+        def note(text: Text, own_size: int | None = None) -> None:
+            hash, size = hash_text(text)
+            hashes.append((hash, size if own_size is None else own_size))
             near.append(self.near.keys(text) if self.near else [])
 
         short: list[str] = []
@@ -91,7 +92,8 @@ class Encoder:
                 text = decode(item.content, self.column, chat)
                 if chat is not None:
                     ids.append(chat.encode(text).astype(dtype))
-                    note(chat.rendered(text).text)
+                    found = chat.rendered(text)
+                    note(found.text, chat.size(found))
                     continue
                 if isinstance(text, str) and len(text) <= 2 * PIECE:
                     short.append(text)
