@@ -1,5 +1,6 @@
 """Formats of local files and token files: the same rows in each."""
 
+import random
 import re
 import tracemalloc
 
@@ -104,6 +105,33 @@ def test_long_and_bad_values_of_tables(tmp_path, suffix, monkeypatch):
     ]
     with pytest.raises(BadDocument, match="0xff, invalid start byte at byte 151"):
         str(contents[4])
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_few_rows_of_lists_are_held(tmp_path, suffix, monkeypatch):
+    """Beside pages of Parquet, the rows of a batch; of Arrow, as many as are converted at once."""
+    monkeypatch.setattr("torchtitan.data.text.tables._BATCH", 10 * 20_000)
+    if suffix == "arrow":
+        monkeypatch.setattr("torchtitan.data.text.tables._ROWS", 10)
+    generator = random.Random(0)
+    content = [[{"role": "user", "content": generator.randbytes(10_000).hex()}] for _ in range(500)]
+    table = pa.table({"messages": content})
+    path = tmp_path / f"x.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(table, path)
+    else:
+        pyarrow.feather.write_feather(table, str(path))
+    del content, table
+    tracemalloc.start()
+    try:
+        records = read_records(path, "messages")
+        next(records)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(1 for _ in records) == 499
+    pages = path.stat().st_size if suffix == "parquet" else 0
+    assert held < pages + 2 * 2**20  # a block of the file is one of them
 
 
 @pytest.mark.parametrize(("suffix", "most"), [("parquet", 0.3), ("arrow", 1.2)])

@@ -26,7 +26,7 @@ from torchtitan.data.text.texts import (
 from torchtitan.utils.limits import RECORD_BYTES
 
 _ROWS = 256
-"""Number of rows of Parquet, or of a dictionary's indices, read at once."""
+"""Number of rows of Parquet that are read at once, or of Arrow that become Python's."""
 _BATCH = 16 * 2**20
 """Bytes of these rows, estimated by the mean of their row group; at least one row is read."""
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
@@ -72,7 +72,7 @@ def _rows_at_once(group: Any, column: str) -> int:
     size = 0
     for i in range(group.num_columns):
         chunk = group.column(i)
-        if chunk.path_in_schema == column:
+        if f"{chunk.path_in_schema}.".startswith(f"{column}."):  # a list's path is longer
             size += chunk.total_uncompressed_size
     mean = size / max(group.num_rows, 1)
     return max(1, min(_ROWS, int(_BATCH / max(mean, 1))))
@@ -160,7 +160,8 @@ def _values(values: Any) -> Iterator[Any]:
     values = _as_binary(values)
     is_text = types.is_binary(values.type) or types.is_large_binary(values.type)
     if not is_text or values.nbytes <= LONG:
-        yield from values.to_pylist()
+        for first in range(0, len(values), _ROWS):
+            yield from values.slice(first, _ROWS).to_pylist()
         return
     # A scalar would copy the value.
     width = np.int32 if types.is_binary(values.type) else np.int64
