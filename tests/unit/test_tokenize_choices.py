@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 
-from torchtitan.commands import tokenize
+from torchtitan.commands import data, tokenize
 from torchtitan.data.text.files import find_token_files
 from torchtitan.data.text.texts import HeldText
 from torchtitan.data.text.tokenizer import build_tokenizer
@@ -112,10 +112,29 @@ def test_held_out_parts_are_completed(tmp_path, capsys):
     assert contents(out, apart) == before
 
 
+def test_token_files_in_the_folder_of_the_text(tmp_path, capsys):
+    """Their descriptions are JSON, but no documents."""
+    folder = write(tmp_path / "text", TEXTS)
+    out = folder / "tokens"
+    run(folder, out, "--held-out", "20%")
+    (out / "tokens-00001.json").write_text("[1]")  # damaged, so it is written again
+    run(folder, out, "--held-out", "20%")
+    assert "4 parts already done" in capsys.readouterr().out
+    assert len(documents(out)) + len(documents(folder / "tokens-held-out")) == len(TEXTS)
+
+
 def test_a_share_that_holds_out_nothing_is_an_error(tmp_path):
     folder = write(tmp_path / "text", TEXTS)
     with pytest.raises(UserError, match="--held-out: none of 200 documents is held out"):
         run(folder, tmp_path / "tokens", "--held-out", "0.000001%")
+
+
+def test_documents_are_text_or_conversations(capsys):
+    columns = ["--text-column=a", "--messages-column=b"]
+    for parser, argv in ((tokenize.parser(), ["--input=x", "--output=y"]), (data.parser(), ["x"])):
+        with pytest.raises(SystemExit):
+            parser.parse_args([*argv, *columns])
+        assert "not allowed with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("share", ["0%", "100%", "0.5", "-1%", "x%"])

@@ -54,12 +54,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help=f"as model.hf_assets_path (default: {Model().hf_assets_path})",
     )
-    add(
+    column = parser.add_mutually_exclusive_group()
+    column.add_argument(
         "--text-column",
         metavar="NAME",
         help="column or JSON key of the text (text)",
     )
-    add(
+    column.add_argument(
         "--messages-column",
         metavar="NAME",
         help="read conversations from this column or JSON key, as training.messages_column",

@@ -81,13 +81,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="as model.hf_assets_path",
     )
-    parser.add_argument(
+    column = parser.add_mutually_exclusive_group()
+    column.add_argument(
         "--text-column",
         default="text",
         metavar="NAME",
         help="column or JSON key of the text (text)",
     )
-    parser.add_argument(
+    column.add_argument(
         "--messages-column",
         metavar="NAME",
         help="column or JSON key of conversations, instead of text: rendered by the tokenizer's "

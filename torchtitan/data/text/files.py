@@ -69,6 +69,8 @@ def find_files(path: str | Sequence[str], key: str) -> list[Path]:
     expanded = os.path.expanduser(path)
     if not os.path.isfile(expanded):
         found = _of_saved(found, os.path.isdir(expanded), key)
+        described = {file.with_suffix(".json") for file in found if file.suffix == ".bin"}
+        found = [file for file in found if file not in described]
     if os.path.isdir(expanded):
         found = [file for file in found if format_of(file)]
     if not found:

@@ -5,7 +5,6 @@
 Imports no torch.
 """
 
-import json
 import multiprocessing
 import os
 from collections import Counter, deque
@@ -30,6 +29,7 @@ from torchtitan.data.tokens.encoding import Encoded, Encoder, tokenizer_of
 from torchtitan.data.tokens.token_files import token_dtype, write_token_file
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
+from torchtitan.utils.formats import read_json_object
 
 _BATCH = 2**18
 """Bytes of a batch. Encoding a text takes hundreds of times its size for a moment."""
@@ -94,7 +94,7 @@ class Output:
         """
         file = self.file(index)
         try:
-            meta = json.loads(file.with_suffix(".json").read_text())
+            meta = read_json_object(file.with_suffix(".json"))
         except (OSError, ValueError):
             return None
         if any(meta.get(key) != value for key, value in self.common.items()):
