@@ -290,7 +290,7 @@ def main(argv: list[str]) -> int:
         if not held["bytes"]:
             raise UserError(
                 f"--held-out: none of {plural(report['documents'], 'document')} is held out; "
-                "choose a larger share"
+                "choose a larger share, and an empty folder"
             )
         print(f"Held out: {_sizes(held, held_out.output.folder)}")
         train += f" --validation.enable --validation.dataset_path {held_out.output.folder}"
