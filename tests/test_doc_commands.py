@@ -56,8 +56,11 @@ class Ran:
 
     def skips(self, line: str) -> bool:
         """Whether a command is left to the longest tier: parity, and starts under layouts that
-        the support matrix proves. A start of two ranks that resumes stays.
+        the support matrix proves. A start of two ranks that resumes stays. There, the speedrun is
+        left to its own test.
         """
+        if self.whole and "speedrun" in line:
+            return True
         several = "torchtitan train" in line and "--nproc-per-node" in line
         layout = several and "--parallelism." in line
         return not self.whole and (layout or "torchtitan parity" in line)
