@@ -63,7 +63,7 @@ def prepared_by(request: Request) -> list[str]:
     if _tokenizes(request):
         words = ["--input", request.corpus, "--output", str(request.folder / "tokens")]
         words += ["--tokenizer", _near(tokenizer.folder, request)] if tokenizer.folder else []
-        words += _text_column(request)
+        words += [*_text_column(request), "--drop-duplicates"]
         if has_held_out(request):
             words += ["--held-out", f"{100 * _held_out_share(request):.2g}%"]
         command = shlex.join(["torchtitan", "tokenize", *map(str, words)])
