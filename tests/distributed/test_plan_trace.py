@@ -383,3 +383,11 @@ def test_a_large_cluster(tmp_path):
     (trace,) = trace_ranks(config, 512, [1])
     assert trace.rank == 256
     assert set(trace.collectives) == {"batch", "cp", "dp_replicate", "fsdp", "loss", "pp", "tp"}
+
+
+def test_a_family_of_ones_own(tmp_path):
+    """Another process traces, which has to register it too. Capped logits add no products."""
+    own = ["--experimental.custom_import=tests.examples.soft_cap", "--model.name=llama3_capped"]
+    configs = [resolve(arguments(tmp_path, *flags), 1).config for flags in ([], own)]
+    plain, capped = (trace_ranks(config, 1, [0])[0] for config in configs)
+    assert capped.flops == plain.flops

@@ -1,5 +1,6 @@
 """Exit codes and messages of each kind of failure."""
 
+import pickle
 import subprocess
 import sys
 
@@ -113,3 +114,9 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="folder"):
         write_whole(tmp_path / "folder", b"whole")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_problems_survive_the_way_from_another_process():
+    error = ConfigError(["a: wrong", "b: wrong"], where="on the command line", advice="ask")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.problems, copy.where, str(copy)) == (error.problems, error.where, str(error))

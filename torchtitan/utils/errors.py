@@ -6,6 +6,8 @@ import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torchtitan.utils.limits import PROBLEM_CHARACTERS
 from torchtitan.utils.text import cut
@@ -47,6 +49,11 @@ class ConfigError(UserError):
         if advice:
             lines.append(advice)
         super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # From a process of the planner.
+        make = partial(type(self), where=self.where, advice=self.advice)
+        return make, (self.problems,)
 
     def shown(self) -> list[str]:
         """The first problems, and how many more there are."""

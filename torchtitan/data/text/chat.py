@@ -1,5 +1,5 @@
-"""Conversations as documents: rendered by the tokenizer's chat template, predicted where the
-assistant speaks.
+"""Conversations as documents: rendered by the tokenizer's chat template, predicted in the
+assistant's turns.
 
     [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.config.derive import gradient_accumulation_steps, replace
 from torchtitan.config.features import GROUPED_MX, MX, compiles_blocks, uses
+from torchtitan.config.registry import import_custom
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.decoder import MoEBlock
 from torchtitan.models.layers import attention_backend
@@ -122,6 +123,8 @@ def _trace_alone(
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)  # about a run, which this is not
     warnings.simplefilter("ignore")
+    if config.experimental.custom_import:
+        import_custom(config.experimental.custom_import)
     return trace_rank(
         config, preflight(config, output=False), world, pp_rank, device_type=device_type
     )
