@@ -3,6 +3,9 @@
 import inspect
 import re
 import shutil
+import sys
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torchtitan.utils.torch_compat import (
     gathers_without_views,
     micro_pipeline_without_nccl,
     replaced,
+    run_gloo_in_order,
 )
 
 GENERAL = {"replaced"}
@@ -85,3 +89,23 @@ def test_gathers_are_concatenated_only_within():
     assert parts.untyped_storage().data_ptr() != gathered.untyped_storage().data_ptr()
     before = collectives._maybe_view_chunk_cat(gathered, 4, 1)
     assert torch.equal(before, parts)
+
+
+def threads_for_collectives():
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return names.count("pt_gloo_runloop")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+@pytest.mark.parametrize("interfaces", ["", "lo"])
+def test_a_gloo_group_has_one_thread_for_its_collectives(monkeypatch, interfaces):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+    run_gloo_in_order()
+    timeout = timedelta(seconds=7)
+    before = threads_for_collectives()
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timeout=timeout)
+    assert threads_for_collectives() == before + 1
+    assert group.options._timeout == timeout
+    total = torch.ones(2)
+    group.allreduce([total]).wait()
+    assert total.tolist() == [1, 1]

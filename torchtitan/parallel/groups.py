@@ -12,7 +12,11 @@ from torchtitan.config.sections.schema import Comm
 from torchtitan.utils.activity import CHECKPOINT_GROUP
 from torchtitan.utils.logging import logger
 from torchtitan.utils.process import CONNECTED_RANKS, rank_and_world
-from torchtitan.utils.torch_compat import silence_false_alarms, store_of_this_attempt
+from torchtitan.utils.torch_compat import (
+    run_gloo_in_order,
+    silence_false_alarms,
+    store_of_this_attempt,
+)
 
 
 def init_distributed(comm: Comm, device: torch.device) -> None:
@@ -22,6 +26,7 @@ def init_distributed(comm: Comm, device: torch.device) -> None:
     process alone. If all ranks are on one node, they listen on its loopback interface only.
     """
     silence_false_alarms()
+    run_gloo_in_order()
     rank, world = rank_and_world()
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     on_cuda = device.type == "cuda"

@@ -47,6 +47,9 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    from torchtitan.utils.torch_compat import run_gloo_in_order
+
+    run_gloo_in_order()
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(rank),
@@ -142,7 +145,9 @@ class RankPool:
                     kind, value, count = self.connections[rank].recv()
                     results[rank], threads = (kind, value), max(threads, count)
                 except EOFError:
-                    results[rank] = ("error", "the process died")
+                    self.processes[rank].join(1)
+                    status = self.processes[rank].exitcode
+                    results[rank] = ("error", f"the process died (exit status {status})")
                 if results[rank][0] == "error":
                     deadline = min(deadline, time.monotonic() + 3)  # the others depend on it
         errors = {rank: text for rank, (kind, text) in sorted(results.items()) if kind == "error"}

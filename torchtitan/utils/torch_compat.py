@@ -231,6 +231,42 @@ def micro_pipeline_without_nccl() -> AbstractContextManager[None]:
 # ---- process groups and pipelines
 
 
+@cache
+def run_gloo_in_order() -> None:
+    """Give every gloo group that is created from now on one thread for its collectives.
+
+    torch gives it two. Without a lock, both write the name of their last collective into one
+    string: the heap is corrupted, and the process dies sooner or later. Names of up to 15
+    characters need no heap, but those of DTensor's gathers, ALLGATHER_COALESCED, do.
+
+    torch 2.11 to 2.15. Delete once `ProcessGroupGloo` locks what its threads write.
+    """
+    from torch.distributed import ProcessGroupGloo, Store
+
+    with_two_threads = ProcessGroupGloo.__init__
+
+    def with_one_thread(
+        group: ProcessGroupGloo,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        **since_2_15: Any,
+    ) -> None:
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        options = ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._threads = 1
+        options._devices = [
+            ProcessGroupGloo.create_device(interface=name) for name in interfaces.split(",") if name
+        ] or [ProcessGroupGloo.create_default_device()]
+        for name, value in since_2_15.items():
+            setattr(options, name, value)
+        with_two_threads(group, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = with_one_thread
+
+
 @contextmanager
 def store_of_this_attempt(
     rank: int,

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torchtitan.tools.planner.hardware import Hardware, load_hardware, load_shared
 from torchtitan.utils.device import current_device
 from torchtitan.utils.process import rank_and_world
-from torchtitan.utils.torch_compat import silence_false_alarms
+from torchtitan.utils.torch_compat import run_gloo_in_order, silence_false_alarms
 
 _SECONDS = 1.0
 """Duration of each measurement, after a first call."""
@@ -49,6 +49,7 @@ class Links:
 def calibrate() -> str | None:
     """The text of a hardware file for this machine; None on all ranks but the first."""
     silence_false_alarms()
+    run_gloo_in_order()
     rank, world = rank_and_world()
     device = current_device()
     links = Links(None, None, max(1, torch.cuda.device_count()))
