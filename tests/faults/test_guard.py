@@ -138,13 +138,18 @@ def test_rewind_is_a_run_that_never_saw_the_batches_before_the_spike(
 
 
 def test_a_run_that_rewound_resumes_with_the_data_that_come_next(ranks, tmp_path):
-    common = [*SAVE, "--lr_scheduler.total_steps=14"]
+    """And with their learning rate: after the rewind, step 10 reads what step 13 would have."""
+    stages = "--training.stages=[{from_step = 13, lr_scale = 0.25}]"
+    constant = ["--lr_scheduler.warmup_steps=0", "--lr_scheduler.decay_ratio=0.0"]
+    common = [*SAVE, "--lr_scheduler.total_steps=14", *constant, stages]
     guarded = [*common, *WATCH, "--guard.policy=rewind"]
     ranks(2, spoiled, arguments(tmp_path, *guarded, steps=12), bad=[10])
     run = ranks(1, spoiled, arguments(tmp_path, *guarded, steps=14))[0]
     clean = arguments(tmp_path, *common, f"--job.dump_folder={tmp_path / 'clean'}", steps=14)
     reference = ranks(2, spoiled, clean, drop=[8, 9, 10])[0]
     assert_same(run, tmp_path / "out", reference, tmp_path / "clean", rel=1e-5)
+    rates = [record["lr"] for record in metrics(tmp_path / "out")]
+    assert rates == pytest.approx([LR] * 9 + [LR / 4] * 5)
 
 
 @pytest.mark.parametrize("policy", ["skip", "rewind"])

@@ -282,8 +282,8 @@ def test_a_stage_scales_the_learning_rate():
         optimizer, 0.1, LRScheduler(warmup_steps=0, total_steps=6, decay_ratio=0.0), stages=stages
     )
     rates = []
-    for _ in range(6):
-        rates.append(schedule.apply())
+    for stage in (0, 0, 1, 2, 3, 3):
+        rates.append(schedule.apply(stage))
         schedule.advance()
     assert rates == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.2, 0.2])
 

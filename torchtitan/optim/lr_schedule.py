@@ -72,13 +72,10 @@ def lr_factor(
     return schedule.min_lr_factor + (1 - schedule.min_lr_factor) * factor
 
 
-def stage_scale(step: int, stages: Sequence[DataStage]) -> float:
-    """`lr_scale` of the stage of `step`, counted from 0."""
-    scale = 1.0
-    for stage in stages:
-        if stage.lr_scale is not None and stage.from_step <= step + 1:
-            scale = stage.lr_scale
-    return scale
+def stage_scale(stage: int, stages: Sequence[DataStage]) -> float:
+    """`lr_scale` of a stage of the data: 0, or the number of `stages` that have begun."""
+    set_so_far = [begun.lr_scale for begun in stages[:stage] if begun.lr_scale is not None]
+    return set_so_far[-1] if set_so_far else 1.0
 
 
 class LRSchedule:
@@ -99,10 +96,14 @@ class LRSchedule:
         self.shape = build_shape(schedule, custom or Custom())
         self.stages = stages
 
-    def apply(self) -> float:
-        """Set the optimizer's rates for the current step; returns the rate before group scales."""
+    def apply(self, stage: int = 0) -> float:
+        """Set the optimizer's rates for the current step; returns the rate before group scales.
+
+        Args:
+            stage: of the step's data, which are ahead of the step after a rewind.
+        """
         factor = lr_factor(self.steps, self.schedule, self.shape)
-        rate = self.peak * factor * stage_scale(self.steps, self.stages)
+        rate = self.peak * factor * stage_scale(stage, self.stages)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["lr_scale"]
         return rate

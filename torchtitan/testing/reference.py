@@ -93,7 +93,7 @@ def reference(
         if run is not None:
             for name, p in model.named_parameters():
                 p.grad.copy_(run.gradients[step][name][0])
-        _update(optimizers, config, step)
+        _update(optimizers, config, step, batch.stage)
         experts.step(run.loads[step] if run is not None and run.loads else None)
         out.weights.append(
             {name: value.detach().clone()[None] for name, value in trained_tensors(model).items()}
@@ -122,12 +122,13 @@ def _update(
     optimizers: Sequence[torch.optim.Optimizer],
     config: Config,
     step: int,
+    stage: int,
 ) -> None:
     schedule = config.lr_scheduler
     factor = lr_factor(step, schedule, build_shape(schedule, config.custom))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            rate = config.optimizer.lr * factor * stage_scale(step, config.training.stages)
+            rate = config.optimizer.lr * factor * stage_scale(stage, config.training.stages)
             group["lr"] = rate * group["lr_scale"]
         optimizer.step()
 

@@ -81,7 +81,7 @@ def train_step(
         before_again: called before a step is done again.
     """
     parts.enter(batch.stage)
-    learning_rate = parts.schedule.apply()
+    learning_rate = parts.schedule.apply(batch.stage)
     max_norm = config.training.max_norm
     optimizer = parts.optimizer
     exchange = parts.exchange
