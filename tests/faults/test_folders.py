@@ -1,10 +1,14 @@
 """A run's folder that is deleted, or that another run wants too."""
 
+import os
 import shutil
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -15,6 +19,7 @@ from torchtitan.config import resolve
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import write_whole
 from torchtitan.utils.lock import NAME, current_holder
 
 
@@ -53,8 +58,22 @@ def test_a_run_whose_folder_is_deleted_keeps_what_it_has_in_memory(ranks, tmp_pa
     assert ranks(2, train_with, argv, 4, partial(shutil.rmtree, out)) == [None, None]
     assert [record["step"] for record in read_metrics(out)] == [4, 5, 6]
     assert {"config.toml", "run.json", "tb"} <= {path.name for path in out.iterdir()}
+    old, new = left_behind(out, "run.json", 2), left_behind(out, "page.html", 0)
     run = ranks(2, train, arguments(tmp_path, *SAVE, SCHEDULE, steps=8))[0]
     assert losses(run) == pytest.approx(losses(uninterrupted)[3:], rel=1e-5)
+    assert not old.exists(), "a killed process has left it"
+    assert new.exists(), "another command may be writing it"
+
+
+def left_behind(folder, name, hours):
+    """The temporary file of a `write_whole` that was killed."""
+    with pytest.MonkeyPatch.context() as killed, suppress(KeyboardInterrupt):
+        killed.setattr(os, "fsync", Mock(side_effect=KeyboardInterrupt))
+        killed.setattr(Path, "unlink", Mock())
+        write_whole(folder / name, b"{")
+    (left,) = folder.glob(f".{name}.*")
+    os.utime(left, (0, time.time() - 3600 * hours))
+    return left
 
 
 @pytest.mark.parametrize("key", ["job.dump_folder", "checkpoint.folder"])
@@ -63,6 +82,7 @@ def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(ranks, tmp_path
     unfinished = folder / ".step-3.tmp" / "half"
     unfinished.parent.mkdir(parents=True)
     unfinished.touch()
+    left = left_behind(folder, "run.json", 2)
     (folder / NAME).write_text(other_run)
     argv = arguments(tmp_path, *SAVE, f"--checkpoint.folder={tmp_path / 'shared'}")
     with pytest.raises(
@@ -71,6 +91,7 @@ def test_a_second_run_in_a_folder_is_refused_and_touches_nothing(ranks, tmp_path
     ):
         ranks(2, train, argv)
     assert unfinished.exists()
+    assert left.exists()
     assert not (tmp_path / "out/metrics.jsonl").exists()
 
 

@@ -1,5 +1,6 @@
 """Exit codes and messages of each kind of failure."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -114,6 +115,22 @@ def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="folder"):
         write_whole(tmp_path / "folder", b"whole")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_writers_of_one_file_with_one_process_number_do_not_mix(tmp_path, monkeypatch):
+    """Containers on different nodes number their processes alike."""
+    file = tmp_path / "file"
+    sync = os.fsync
+
+    def other_first(handle):
+        monkeypatch.setattr(os, "fsync", sync)
+        write_whole(file, b"of the other node")
+        assert file.read_bytes() == b"of the other node"
+
+    monkeypatch.setattr(os, "fsync", other_first)
+    write_whole(file, b"ours")
+    assert file.read_bytes() == b"ours"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_problems_survive_the_way_from_another_process():

@@ -408,7 +408,7 @@ def test_a_failed_write_leaves_nothing(monkeypatch):
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(UserError, match="can't write to a: No space left"):
+    with pytest.raises(UserError, match=r"can't write a/.*: No space left"):
         main(["a", *SMALL, *H100, "--slurm"])
     assert list(Path("a").iterdir()) == []
 

@@ -28,7 +28,7 @@ from torchtitan.tools.corpus.tally import How
 from torchtitan.tools.corpus.text import as_text
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import ConfigError, UserError, show_warnings
-from torchtitan.utils.files import write_whole
+from torchtitan.utils.files import write_output
 from torchtitan.utils.text import count
 
 _SEQ_LEN = 2048
@@ -128,11 +128,7 @@ def main(argv: list[str]) -> int:
     with redirect_stdout(sys.stderr):  # progress
         content = survey(spec, how, steps)
     if options.html:
-        try:
-            write_whole(options.html, survey_page(content).encode())
-        except OSError as error:
-            problem = error.strerror or error
-            raise UserError(f"--html {options.html}: can't be written: {problem}") from None
+        write_output({options.html: survey_page(content).encode()})
         print(f"Wrote {options.html}", file=sys.stderr)
     if options.json:
         print(json.dumps(content, allow_nan=False))

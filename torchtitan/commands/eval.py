@@ -18,7 +18,7 @@ from typing import Any
 from torchtitan.inference.options import add_model_options, reported_once
 from torchtitan.telemetry.scores import record_scores, run_of
 from torchtitan.utils.errors import ConfigError
-from torchtitan.utils.files import write_whole
+from torchtitan.utils.files import write_output
 from torchtitan.utils.logging import logger
 from torchtitan.utils.process import rank_and_world
 from torchtitan.utils.storage import is_remote
@@ -120,7 +120,8 @@ def _report(
         kept = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better")
         about = {"checkpoint": checkpoint, "scores": scores}
         about |= {key: results[key] for key in kept if key in results}
-        write_whole(Path(output), (json.dumps(about, indent=1, default=str) + "\n").encode())
+        content = json.dumps(about, indent=1, default=str) + "\n"
+        write_output({Path(output): content.encode()})
 
 
 def parser() -> argparse.ArgumentParser:

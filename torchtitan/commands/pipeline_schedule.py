@@ -13,7 +13,7 @@ from pathlib import Path
 from torchtitan.tools.planner.pipeline_orders import NAMES, as_csv, most_kept, orders_of
 from torchtitan.tools.planner.pipeline_timeline import Program, simulate
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.files import write_whole
+from torchtitan.utils.files import write_output
 from torchtitan.utils.limits import PIPELINE_SCHEDULE_BYTES
 from torchtitan.utils.text import count
 
@@ -64,11 +64,7 @@ def main(argv: list[str]) -> int:
             f"--microbatches {microbatches}: a schedule file may have {PIPELINE_SCHEDULE_BYTES:,} "
             "bytes; use fewer"
         )
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, content)
-    except OSError as error:
-        raise UserError(f"can't write {file}: {error.strerror or error}") from None
+    write_output({file: content})
     stages = len({action.stage for order in orders for action in order})
     idle = simulate(Program(orders, ()), lambda stage, kind: 2.0 if kind == "B" else 1.0, 0.0).idle
     kept = most_kept(orders) * degree / stages

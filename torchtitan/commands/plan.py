@@ -24,7 +24,7 @@ from torchtitan.tools.planner.render import (
     search_table,
 )
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.files import write_whole
+from torchtitan.utils.files import write_output
 
 _TERMINAL = "-"
 
@@ -128,9 +128,4 @@ def _compare_run(options: argparse.Namespace, flags: list[str]) -> int:
 
 
 def _write(file: str, content: str) -> None:
-    path = Path(file)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, content.encode())
-    except OSError as error:
-        raise UserError(f"can't write {path}: {error.strerror or error}") from None
+    write_output({Path(file): content.encode()})

@@ -15,8 +15,8 @@ from torchtitan.tools.planner.planner import without_missing_files
 from torchtitan.tools.rehearsal.rehearsal import few_layers, few_ranks, rehearse
 from torchtitan.tools.rehearsal.render import as_data, as_text
 from torchtitan.train.preflight import preflight
-from torchtitan.utils.errors import UserError, show_warnings
-from torchtitan.utils.files import write_whole
+from torchtitan.utils.errors import show_warnings
+from torchtitan.utils.files import write_output
 from torchtitan.utils.text import count
 
 
@@ -82,11 +82,7 @@ def main(argv: list[str]) -> int:
     layers = None if options.every_layer else options.layers or few_layers(config)
     result = rehearse(config, options.world, ranks=ranks, layers=layers)
     if options.json:
-        path = Path(options.json)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, (json.dumps(as_data(result), indent=1) + "\n").encode())
-        except OSError as error:
-            raise UserError(f"can't write {path}: {error.strerror or error}") from None
+        content = json.dumps(as_data(result), indent=1) + "\n"
+        write_output({Path(options.json): content.encode()})
     print(as_text(result))
     return 1 if result.faults else 0

@@ -16,7 +16,7 @@ from torchtitan.tools.reports.collect import collect, report_page
 from torchtitan.tools.reports.folder import Runs
 from torchtitan.tools.reports.text import as_text
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.files import write_whole
+from torchtitan.utils.files import write_output
 from torchtitan.utils.text import plural
 
 _AXES = ("step", "tokens", "hours", "flops")
@@ -96,10 +96,7 @@ def main(argv: list[str]) -> int:
 
 
 def _write_page(data: dict[str, Any], file: Path) -> None:
-    try:
-        write_whole(file, report_page(data).encode())
-    except OSError as error:
-        raise UserError(f"--html {file}: can't be written: {error.strerror or error}") from None
+    write_output({file: report_page(data).encode()})
     print(f"Wrote {file}", file=sys.stderr)
 
 

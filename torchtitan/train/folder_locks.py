@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torchtitan.config.sections.schema import Config
 from torchtitan.parallel.agree import from_rank_0
 from torchtitan.utils.errors import ConfigError, UserError
+from torchtitan.utils.files import remove_leftovers
 from torchtitan.utils.lock import FolderLock
 from torchtitan.utils.logging import log_to_file
 from torchtitan.utils.storage import is_remote, storage_path
@@ -69,6 +70,8 @@ def hold_folders(config: Config) -> HeldFolders:
     problem = None
     if dist.get_rank() == 0:
         locks, problem = _take(folders)
+        if problem is None:
+            remove_leftovers(folders["job.dump_folder"])
         held.copies.extend(lock for key, lock in locks.items() if key == upload)
         held.locks.extend(lock for key, lock in locks.items() if key != upload)
     if problem := from_rank_0(problem):

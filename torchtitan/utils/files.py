@@ -2,12 +2,20 @@
 
 import errno
 import os
+import secrets
 import stat
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
+from torchtitan.utils.errors import UserError
 from torchtitan.utils.storage import is_remote
+from torchtitan.utils.text import listed
+
+_LEFT_SECONDS = 3600
+"""Age of a temporary file that nobody writes any more."""
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -17,7 +25,8 @@ def write_whole(path: Path, data: bytes) -> None:
 
 def write_all(files: Mapping[Path, bytes]) -> None:
     """Write several files; none changes until all are synced to disk under temporary names."""
-    temporary = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in files}
+    # random: containers on several nodes number their processes alike
+    temporary = {path: path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp") for path in files}
     try:
         for path, data in files.items():
             with temporary[path].open("wb") as file:
@@ -30,6 +39,28 @@ def write_all(files: Mapping[Path, bytes]) -> None:
         for written in temporary.values():
             written.unlink(missing_ok=True)
         raise
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of processes that were killed in `write_all` over an hour ago."""
+    for path in folder.glob(".*.????????.tmp"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _LEFT_SECONDS:
+                path.unlink()
+
+
+def write_output(files: Mapping[Path, bytes]) -> None:
+    """Write what a command was asked for, in folders that are made.
+
+    Raises:
+        UserError: a file can't be written.
+    """
+    try:
+        for path in files:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_all(files)
+    except OSError as error:
+        raise UserError(f"can't write {listed(files, 4)}: {error.strerror or error}") from None
 
 
 def open_regular(

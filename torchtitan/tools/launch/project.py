@@ -19,7 +19,7 @@ from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.render import band_ends, likelihood, run_of
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.files import write_all
+from torchtitan.utils.files import write_output
 from torchtitan.utils.text import show_duration, show_rate, show_tokens
 
 CONFIG = "train.toml"
@@ -202,13 +202,7 @@ def write(project: Project) -> None:
     Raises:
         UserError: the folder can't be written to.
     """
-    try:
-        project.folder.mkdir(parents=True, exist_ok=True)
-        write_all({project.folder / name: text.encode() for name, text in project.files.items()})
-    except OSError as error:
-        raise UserError(
-            f"can't write to {project.folder}: {error.strerror or error}; choose another folder"
-        ) from None
+    write_output({project.folder / name: text.encode() for name, text in project.files.items()})
 
 
 def summary(project: Project) -> str:
