@@ -213,6 +213,18 @@ def test_the_dockerfile_passes_hadolint():
     assert done.returncode == 0, done.stdout
 
 
+def test_text_that_kubectl_reads_as_a_number_or_truth_is_quoted():
+    """To PyYAML `1e3`, `0o17` and `y` are text."""
+    selector = {"a": "1e3", "b": "0o17", "c": "off", "d": "1.5", "e": "y", "f": "v1"}
+    labels = [f"--node-selector={key}={value}" for key, value in selector.items()]
+    submit(*JOBSET, "--nodes=1", "--namespace=1e3", *labels)
+    text = Path("debug-model.jobset.yaml").read_text()
+    assert text.count("namespace: '1e3'\n") == 2
+    for value in ("1e3", "0o17", "off", "1.5", "y"):
+        assert f": '{value}'\n" in text
+    assert job_of(documents()[1])["template"]["spec"]["nodeSelector"] == selector
+
+
 def test_what_is_asked_for_reaches_the_pods(capsys):
     submit(*JOBSET, *ALL_OPTIONS)
     shared, jobset = documents()

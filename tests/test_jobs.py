@@ -69,6 +69,17 @@ def test_one_task_and_all_jobs(scheduler, capsys):
     assert "odd | name" in out
 
 
+def test_odd_bytes_and_numbers(scheduler, tmp_path, capsys):
+    (tmp_path / "squeue").write_bytes(b"91|RUNNING|1:00|2:00|node1|None|caf\xe9 \x1b[31m\n")
+    jobs([])
+    assert "caf\ufffd ?[31m" in capsys.readouterr().out
+    (tmp_path / "squeue").write_text("")
+    jobs(["123_" + "9" * 10])
+    for target in ("9" * 5000, "\u0661"):
+        with pytest.raises(UserError, match="give the number of a job"):
+            jobs([target])
+
+
 def test_a_job_that_was_submitted_by_hand(scheduler, tmp_path, capsys):
     """It is known by its log or, while it waits, by its name."""
     record = read_record(scheduler)

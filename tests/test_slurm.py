@@ -19,7 +19,7 @@ from torchtitan.commands.submit import main
 from torchtitan.commands.train import node_range
 from torchtitan.tools.launch.job import MARK, TEMPLATE
 from torchtitan.tools.launch.jobs import read_record
-from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.errors import ConfigError, UserError
 
 ENDPOINTS = "node7:23456,node8:23456,node9:23456"
 """Those after the first take over when it is lost, where the number of nodes may change."""
@@ -101,7 +101,7 @@ def test_two_other_nodes_watch_a_job_that_may_lose_its_first(slurm, tmp_path):
     job = slurm(TEMPLATE, "my.toml", NNODES="2:3")
     assert job.wait(timeout=30) == 0, job.stderr.read()
     watches = "\n".join(calls(tmp_path, "watch"))
-    assert re.findall("--nodelist=(.*?) ", watches) == ["node8", "node9"]
+    assert sorted(re.findall("--nodelist=(.*?) ", watches)) == ["node8", "node9"]
     assert watches.count("done 123456 node7") == 2
 
 
@@ -196,6 +196,42 @@ def test_submit_calls_sbatch(slurm, tmp_path, monkeypatch):
     assert submit("--submit", *LAYOUT, "--training.global_batch_size=64") == 0
     assert calls(tmp_path, "sbatch") == ["--parsable debug_model.sbatch"]
     assert read_record(tmp_path / "outputs/debug_model").jobs == [77]
+
+
+def test_a_grid_that_is_written_again_knows_its_earlier_jobs(slurm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("PATH", "CALLS"):
+        monkeypatch.setenv(name, slurm.env[name])
+    grid = ["--nodes=1", "--grid=optimizer.lr=1e-4,3e-4", "--folder=grid"]
+    for more, jobs in ((["--submit"], [77]), ([], [77]), (["--submit"], [77, 77])):
+        assert submit(*grid, *more) == 0
+        assert read_record(tmp_path / "grid").jobs == jobs
+
+
+def test_a_job_that_could_not_be_remembered_is_not_submitted(slurm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("PATH", "CALLS"):
+        monkeypatch.setenv(name, slurm.env[name])
+    flags = [*LAYOUT, "--training.global_batch_size=64", "--job.dump_folder=/proc/none"]
+    with pytest.raises(UserError, match=r"can't write .*/proc/none/job\.json: No such file"):
+        submit("--submit", *flags)
+    assert not calls(tmp_path, "sbatch")
+    assert not list(tmp_path.glob("*.sbatch"))
+
+
+def test_a_job_that_can_not_be_written_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    flags = [*LAYOUT, "--training.global_batch_size=64"]
+    for place, why in {
+        "--output=folder": "folder: Is a directory",
+        "--output=/proc/none/job": "/proc/none/job: No such file or directory",
+        f"--job-name={'n' * 250}": "nnn.sbatch: File name too long",
+    }.items():
+        with pytest.raises(UserError, match=f"can't write .*{why}"):
+            submit(place, *flags)
+    assert submit("--output=new/job", *flags) == 0
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "job", "new"]
 
 
 BAD = {

@@ -53,7 +53,7 @@ from torchtitan.tools.launch.job import (
 from torchtitan.tools.launch.jobset import jobset_files, longest_name
 from torchtitan.tools.launch.skypilot import LONGEST_NAME, skypilot_files
 from torchtitan.utils.errors import ConfigError
-from torchtitan.utils.files import write_all
+from torchtitan.utils.files import write_output
 from torchtitan.utils.text import aligned, count, plural, printable
 
 
@@ -306,12 +306,12 @@ def _write(options: argparse.Namespace, batch: _Batch) -> int:
         options.job_name,
         log or f"{str(Path.cwd()).replace('%', '%%')}/%x-%j.log",
         [run.name for run in batch.runs],
+        jobs.submitted(batch.folder),
     )
     files = {path: os.fsencode(text)}
-    if batch.runs:
-        batch.folder.mkdir(parents=True, exist_ok=True)
+    if batch.runs or options.submit:
         files[batch.folder / jobs.RECORD] = record.encode()
-    write_all(files)
+    write_output(files)
     print(f"{path}: {each}{size}", file=sys.stderr)
     print(f"sbatch {shlex.quote(str(path))}")
     if options.submit:
@@ -342,7 +342,7 @@ def _write_cluster(options: argparse.Namespace, batch: _Batch) -> int:
     if options.dry_run:
         print("".join(files.values()), end="")
     else:
-        write_all({path: text.encode() for path, text in files.items()})
+        write_output({path: text.encode() for path, text in files.items()})
     state = ", not written" if options.dry_run else ""
     each = f"{plural(len(batch.runs), 'run')}, each on " if batch.runs else ""
     size = " or ".join(dict.fromkeys(map(str, batch.sizes)))

@@ -1,5 +1,6 @@
 """What a container of a job is told and given: its files, its command, and the job as YAML."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -31,6 +32,7 @@ _NO_INPUTS = {
 }
 _PATH = get_args(LocalPath)[-1]
 """What marks a key as a path."""
+_OTHER_THAN_TEXT = re.compile(r"[-+]?\.?[0-9]|[yYnN]$")
 
 
 @dataclass(frozen=True)
@@ -180,15 +182,18 @@ def launcher_grace(seconds: int) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as such, and never refers to an earlier node."""
+    """Writes text of several lines as such, quotes what kubectl doesn't read as text though PyYAML
+    does (`1e3`, `0o17`, `y`), and never refers to an earlier node.
+    """
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "'" if _OTHER_THAN_TEXT.match(text) else None
     return dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else style
     )
 
 

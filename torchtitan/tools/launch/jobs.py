@@ -6,19 +6,19 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.files import write_whole
+from torchtitan.utils.files import write_output
 from torchtitan.utils.formats import read_json_object
-from torchtitan.utils.text import aligned, plural
+from torchtitan.utils.text import aligned, plural, printable
 
 RECORD = "job.json"
 _TIMEOUT = 60
-_JOB = re.compile(r"(\d+)(?:_(\d+))?")
+_JOB = re.compile("([0-9]{1,18})(?:_([0-9]{1,18}))?")
 _QUEUED = "%i|%T|%M|%l|%N|%r|%j"
 """squeue's codes of `Entry`'s fields."""
 _PATTERNS = {
@@ -103,9 +103,9 @@ def read_record(folder: Path) -> JobRecord:
     try:
         return TypeAdapter(JobRecord).validate_python(read_json_object(folder / RECORD))
     except (OSError, ValueError) as error:
-        what = "is damaged" if isinstance(error, ValidationError) else str(error)
+        what = f"{RECORD} is damaged" if isinstance(error, ValidationError) else error
         raise UserError(
-            f"{folder} is not the folder of a submitted grid or job: {RECORD}: {what}; "
+            f"{folder} is not the folder of a submitted grid or job: {what}; "
             "give the number of a job"
         ) from None
 
@@ -115,7 +115,7 @@ def submit(
     record: JobRecord,
     folder: Path,
 ) -> None:
-    """Submit a job and remember its number in `folder`.
+    """Submit a job and add its number to `folder`'s record.
 
     Raises:
         UserError: there is no Slurm here, or it refuses the job.
@@ -127,13 +127,13 @@ def submit(
     match = re.match(r"\d+", answer)
     if match is None:
         raise UserError(f"--submit: sbatch answered {answer[:200]!r} instead of a job's number")
-    folder.mkdir(parents=True, exist_ok=True)
-    jobs = [*_earlier(folder), int(match[0])]
-    write_whole(folder / RECORD, JobRecord(record.name, record.log, record.runs, jobs).encode())
-    print(f"Submitted job {match[0]}; `torchtitan jobs {folder}` shows its state")
+    print(f"Submitted job {match[0]}; `torchtitan jobs {folder}` shows its state", flush=True)
+    jobs = [*record.jobs, int(match[0])]
+    write_output({folder / RECORD: replace(record, jobs=jobs).encode()})
 
 
-def _earlier(folder: Path) -> list[int]:
+def submitted(folder: Path) -> list[int]:
+    """Jobs that were submitted from a folder's record; none if it has no record."""
     try:
         return read_record(folder).jobs
     except UserError:
@@ -154,6 +154,7 @@ def _ask(command: Sequence[str], without: str) -> str:
             command,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=_TIMEOUT,
         )
     except FileNotFoundError:
@@ -241,7 +242,7 @@ def _ended(jobs: set[str]) -> tuple[list[Entry], str | None]:
 def _entry(line: str) -> Entry | None:
     """A job from a line of squeue or sacct. A name may hold the separator."""
     parts = line.split("|", 6)
-    return Entry(*(part.strip() for part in parts)) if len(parts) == 7 else None
+    return Entry(*(printable(part.strip()) for part in parts)) if len(parts) == 7 else None
 
 
 def held(found: Sequence[Entry]) -> str | None:
