@@ -82,6 +82,7 @@ def test_scores_of_checkpoints_are_apart_from_those_of_training(tmp_path):
     write_scores(run, 200, 0.8, num_fewshot=0, ema=True)  # scored again
     with (run / "evals.jsonl").open("a") as file:
         file.write('[]\n{"step": 1, "settings": 3, "scores": 4}\n{"step": 1}\n')
+        file.write('{"step": 1, "settings": {}, "scores": [[1, 2]]}\n')
     assert read_scores(run) == {
         "arc_easy/acc (torchtitan eval)": {
             "step": [100, 200],

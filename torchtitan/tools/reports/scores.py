@@ -50,7 +50,7 @@ def read_scores(run: Path) -> dict[str, Curve]:
                 content = json.loads(line)
                 step = step_of(content)
                 if step is not None:
-                    found[_label(content["settings"]), step] = dict(content["scores"])
+                    found[_label(content["settings"]), step] = {**content["scores"]}
     curves: dict[str, Curve] = {}
     for label in sorted({label for label, _ in found}):
         of_label = sorted((step, scores) for (one, step), scores in found.items() if one == label)
