@@ -284,14 +284,14 @@ def test_training_does_not_depend_on_uploads(ranks, tmp_path, s3):
 KILLED = """
 import os, signal, sys
 from torchtitan.train.rank_main import main
-from torchtitan.checkpoint import save
+from torchtitan.checkpoint import writer
 
-def die_before_the_second_commit(path, value, write=save.write_file):
+def die_before_the_second_commit(path, value, write=writer.write_file):
     if path.parent.name == "step-2" and path.name == "manifest.json":
         os.kill(os.getpid(), signal.SIGKILL)
     write(path, value)
 
-save.write_file = die_before_the_second_commit
+writer.write_file = die_before_the_second_commit
 main(sys.argv[1:])
 """
 

@@ -26,13 +26,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.checkpoints import ABOUT, manifest, outcome, rank_file, save_steps, small_checkpointer
 from tests.checkpoints import train_state as state_of
-from torchtitan.checkpoint import Checkpointer, Trained, manager, parts
+from torchtitan.checkpoint import Checkpointer, Trained, gather, manager
 from torchtitan.checkpoint import layout as layouts
 from torchtitan.checkpoint import save as saving
+from torchtitan.checkpoint import writer as writing
 from torchtitan.checkpoint.index import Index
 from torchtitan.checkpoint.layout import Cut, Layout
 from torchtitan.checkpoint.manifest import read_manifest
-from torchtitan.checkpoint.save import CommittingWriter
+from torchtitan.checkpoint.writer import CommittingWriter
 from torchtitan.commands import ckpt
 from torchtitan.config.sections import schema
 from torchtitan.utils.errors import CheckpointError
@@ -304,7 +305,7 @@ def after_a_failure(folder):
 
 def write_elsewhere(checkpointer):
     """Rank 1 writes into a folder of its own, and then into one that rank 0 sees late."""
-    write = saving.write_file
+    write = writing.write_file
 
     def late(path, content):
         hidden = path.with_name(".hidden")
@@ -313,8 +314,8 @@ def write_elsewhere(checkpointer):
 
     for write_late in (lambda *_: None, late):
         with (
-            mock.patch.object(saving, "write_file", write_late if dist.get_rank() else write),
-            mock.patch.object(parts, "VISIBLE_WITHIN", 30 if write_late is late else 0.1),
+            mock.patch.object(writing, "write_file", write_late if dist.get_rank() else write),
+            mock.patch.object(gather, "VISIBLE_WITHIN", 30 if write_late is late else 0.1),
         ):
             try:
                 checkpointer.save(5, state_of(5))
@@ -342,14 +343,14 @@ def leave_the_commit(checkpointer, step, left):
         left.touch()
         sums(saving.Exchange(checkpointer._group), [0])
         return
-    commit = saving.commit
+    commit = writing.commit
 
     def late(final):
         while not left.exists():
             time.sleep(0.01)
         commit(final)
 
-    with mock.patch.object(saving, "commit", late):
+    with mock.patch.object(writing, "commit", late):
         checkpointer.save(step, state_of(step))
 
 

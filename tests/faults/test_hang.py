@@ -243,7 +243,7 @@ def test_a_pipeline_stage_that_never_sends(ranks, tmp_path):
 
 def stuck_save(trainer, folder):
     if dist.get_rank() == 1:
-        from torchtitan.checkpoint.save import CommittingWriter
+        from torchtitan.checkpoint.writer import CommittingWriter
 
         write = CommittingWriter.write_data
 

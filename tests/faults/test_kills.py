@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, train
-from torchtitan.checkpoint import save
+from torchtitan.checkpoint import writer
 from torchtitan.checkpoint.commit import committed_steps, damage
 from torchtitan.checkpoint.manifest import MANIFEST, read_manifest
-from torchtitan.checkpoint.save import CommittingWriter
+from torchtitan.checkpoint.writer import CommittingWriter
 from torchtitan.config import resolve
 from torchtitan.train import step
 from torchtitan.train.preflight import preflight
@@ -60,7 +60,7 @@ def between_shard_and_metadata(trainer):
 
 
 def in_the_manifest(trainer):
-    real = save.write_file
+    real = writer.write_file
 
     def broken(path, value):
         if path.name == MANIFEST and trainer.progress.step == 6:
@@ -68,7 +68,7 @@ def in_the_manifest(trainer):
             die()
         real(path, value)
 
-    save.write_file = broken
+    writer.write_file = broken
 
 
 def between_the_renames(trainer):

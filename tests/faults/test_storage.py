@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.checkpoints import small_checkpointer, train_state
 from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, first, train
-from torchtitan.checkpoint import save
+from torchtitan.checkpoint import writer
 from torchtitan.checkpoint.commit import begin, temporary_folder
 from torchtitan.config import resolve
 from torchtitan.train.preflight import preflight
@@ -74,7 +74,7 @@ def train_with_a_slow_start_of_saves(argv):
         seen.append(temporary_folder(final).exists())
         begin(final)
 
-    with mock.patch.object(save, "begin", slow):
+    with mock.patch.object(writer, "begin", slow):
         train(argv)
     return seen
 

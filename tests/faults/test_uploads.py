@@ -22,7 +22,7 @@ from tests.checkpoints import (
     small_checkpointer,
     train_state,
 )
-from torchtitan.checkpoint import parts, save, upload
+from torchtitan.checkpoint import gather, parts, upload
 from torchtitan.checkpoint.commit import committed_steps, leftovers
 from torchtitan.checkpoint.index import render_index
 from torchtitan.checkpoint.upload import GoneError, Uploader, send
@@ -105,15 +105,15 @@ def test_rank_0_reads_what_others_wrote_at_once(folders):
     """A save at a URL: one file after another would take longer than ranks wait."""
     folder, url = folders
     send(folder / "step-1", url / "step-1")
-    read = save._read
+    read = gather._read
     both = threading.Barrier(2)
 
     def read_late(*args):
         both.wait(10)
         return read(*args)
 
-    with mock.patch.object(save, "_read", read_late):
-        tensors, *_ = save.gathered(url / "step-1", manifest(folder / "step-1")["save"], 2)
+    with mock.patch.object(gather, "_read", read_late):
+        tensors, *_ = gather.gathered(url / "step-1", manifest(folder / "step-1")["save"], 2)
     assert render_index(tensors) == (folder / "step-1/tensors.json").read_bytes()
 
 

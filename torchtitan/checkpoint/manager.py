@@ -29,10 +29,11 @@ from torchtitan.checkpoint.resume import (
     load_newest,
     wait_until_visible,
 )
-from torchtitan.checkpoint.save import CommittingWriter, save
+from torchtitan.checkpoint.save import save
 from torchtitan.checkpoint.staging import Stager, build_stager
 from torchtitan.checkpoint.state import Trained
 from torchtitan.checkpoint.upload import Uploader
+from torchtitan.checkpoint.writer import CommittingWriter
 from torchtitan.config.sections import schema
 from torchtitan.data.text.contents import CONTENTS
 from torchtitan.data.text.tokenizer import Tokenizer

@@ -6,14 +6,11 @@ SHA-256 of all before it, and it repeats the number of the save that the manifes
 is damaged, or of another save, is told from its content.
 """
 
-import os
-import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple
 
 import torch
 from pydantic import Field, ValidationError
@@ -34,14 +31,8 @@ from torchtitan.utils.errors import DamageError
 from torchtitan.utils.files import read_regular
 from torchtitan.utils.formats import Count, Strict
 from torchtitan.utils.limits import JSON_BYTES
-from torchtitan.utils.storage import is_remote, patiently
+from torchtitan.utils.storage import patiently
 
-VISIBLE_WITHIN = 60.0
-"""Seconds in which a rank must see what another one has written; by default NFS caches a folder's
-names this long.
-"""
-
-T = TypeVar("T")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -126,27 +117,6 @@ def read_rank(
     except ValueError as error:
         raise DamageError(f"{path} is damaged: {name}: {error}") from None
     return found, FileEntry(bytes=len(content), crc32=zlib.crc32(content))
-
-
-def once_visible(read: Callable[[], T], path: Path) -> T:
-    """`read()` of a file that another rank has just written into the folder `path`. A network file
-    system may show it late.
-    """
-    start = time.monotonic()
-    pause = 0.05
-    while True:
-        try:
-            return read()
-        except DamageError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):
-                raise
-            if time.monotonic() - start > VISIBLE_WITHIN:
-                raise
-        if not is_remote(path):
-            with suppress(OSError):
-                os.listdir(path)  # makes NFS ask the server for the folder's names
-        time.sleep(pause)
-        pause = min(2 * pause, 5.0)
 
 
 def files_of(

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from torchtitan.checkpoint.commit import committed_steps, step_folder
 from torchtitan.checkpoint.exchange import bytes_from_rank_0
+from torchtitan.checkpoint.gather import VISIBLE_WITHIN
 from torchtitan.checkpoint.index import Index, data_files, index_bytes
 from torchtitan.checkpoint.load import Reader, load
 from torchtitan.checkpoint.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest
-from torchtitan.checkpoint.parts import VISIBLE_WITHIN
 from torchtitan.checkpoint.state import Trained, allocate_optimizer_state, check_tensors
 from torchtitan.data.text.contents import Lists
 from torchtitan.parallel.agree import together

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from torchtitan.checkpoint.commit import discard
-from torchtitan.checkpoint.save import CommittingWriter, save
+from torchtitan.checkpoint.save import save
+from torchtitan.checkpoint.writer import CommittingWriter
 
 
 class LazyPlanner(DefaultSavePlanner):

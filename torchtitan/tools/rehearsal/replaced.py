@@ -30,7 +30,7 @@ from torchtitan.checkpoint import save as saving
 from torchtitan.checkpoint.index import TensorPlaces, dtype_name, render_index
 from torchtitan.checkpoint.layout import shares
 from torchtitan.checkpoint.load import Reader
-from torchtitan.checkpoint.save import CommittingWriter
+from torchtitan.checkpoint.writer import CommittingWriter
 from torchtitan.config.derive import validation_rows
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepBatch
