@@ -12,8 +12,9 @@ from torchtitan.config.derive import layout_degrees
 from torchtitan.models import get_spec
 from torchtitan.models.layers import attention_backend
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
+from torchtitan.tools.planner.block_time import EXPERT_TILE
 from torchtitan.tools.planner.comm_time import HOST_WAIT
-from torchtitan.tools.planner.costs import EXPERT_TILE, step_time
+from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.memory import memory_of
 from torchtitan.tools.planner.predict import derived_workload, predict
 from torchtitan.tools.planner.savings import savings

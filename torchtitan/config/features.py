@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from torchtitan.config.sections.metrics import Metrics
+from torchtitan.config.sections.parallelism import ActivationCheckpoint
 from torchtitan.config.sections.schema import Config
 
 FLOAT8 = ("float8", "quantize.linear.float8")
@@ -29,6 +30,11 @@ def names_any(parts: Iterable[str], fqn: str) -> bool:
 def compiles_blocks(config: Config) -> bool:
     """Whether each transformer block is a compiled graph."""
     return config.compile.enable and "model" in config.compile.components
+
+
+def selects_operations(ac: ActivationCheckpoint) -> bool:
+    """Whether activation checkpointing chooses what to keep by operation, not by block."""
+    return ac.mode == "selective" and ac.selective_ac_option == "op"
 
 
 def splits_backward(config: Config) -> bool:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from torchtitan.config.features import selects_operations
 from torchtitan.config.sections.parallelism import ActivationCheckpoint
 from torchtitan.models.protocols import Model
 from torchtitan.parallel.collectives import local
@@ -62,7 +63,7 @@ def apply_activation_checkpoint(
     """
     if ac.mode not in ("full", "selective"):
         return
-    by_operation = ac.mode == "selective" and ac.selective_ac_option == "op"
+    by_operation = selects_operations(ac)
     every = int(ac.selective_ac_option) if ac.mode == "selective" and not by_operation else 1
     options: dict[str, Any] = {
         "preserve_rng_state": ac.preserve_rng_state,

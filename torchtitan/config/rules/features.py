@@ -7,6 +7,7 @@ from torchtitan.config.features import (
     GROUPED_MX,
     MX,
     compiles_blocks,
+    selects_operations,
     splits_backward,
     uses,
 )
@@ -98,8 +99,7 @@ refuse(
     "compile.enable",
     "parallelism.pipeline_parallel_schedule",
     when=lambda c: (
-        c.activation_checkpoint.mode == "selective"
-        and c.activation_checkpoint.selective_ac_option == "op"
+        selects_operations(c.activation_checkpoint)
         and splits_backward(c)
         and not compiles_blocks(c)
     ),

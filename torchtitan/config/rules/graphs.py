@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 
 from torchtitan.config.derive import gradient_accumulation_steps, sums_whole_gradients
-from torchtitan.config.features import compiles_blocks
+from torchtitan.config.features import compiles_blocks, selects_operations
 from torchtitan.config.rules.table import Facts, refuse, rule
 from torchtitan.config.sections.schema import Config
 
@@ -57,8 +57,7 @@ def graphs_find_what_they_recorded(config: Config, facts: Facts) -> Iterator[str
             f"{_KEY}: experts on other ranks get another number of rows each time; set "
             f'parallelism.expert_parallel_exchange = "fixed", {_OFF}'
         )
-    by_operation = ac.mode == "selective" and ac.selective_ac_option == "op"
-    if ac.mode != "none" and not by_operation:
+    if ac.mode != "none" and not selects_operations(ac):
         yield (
             f"{_KEY}: attention would be recomputed with a saved state of the random generator, "
             'which a graph doesn\'t record; set activation_checkpoint.mode = "none", or '

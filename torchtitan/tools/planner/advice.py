@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan.config.features import selects_operations
 from torchtitan.config.rules import Facts, check
 from torchtitan.tools.planner.axes import applied
 from torchtitan.tools.planner.costs import BUBBLE, REPEATED
@@ -90,7 +91,7 @@ def _candidates(
     if part in ("matrix products", "pointwise", "attention") and checkpointing != "none":
         mode = "activation_checkpoint.mode"
         option = "activation_checkpoint.selective_ac_option"
-        if not w.checkpoints_operations():
+        if not selects_operations(w.config.activation_checkpoint):
             yield "keep attention and every second product", {mode: "selective", option: "op"}
         yield "recompute nothing", {mode: "none"}
     if part == "matrix products" and hw.fp8 and not (w.float8 or w.mx):

@@ -1,84 +1,35 @@
 """The performance model: seconds of one training step, by what they are spent on.
 
-Compute is a roofline for each class of operation: the larger of FLOPs over a sustained rate and
-bytes over a sustained bandwidth. Communication is bytes over the bandwidth of its ring, less what
-compute hides. A pipeline's bubble comes from simulating its schedule (`pipeline_timeline.py`).
-`docs/guides/plan.md` lists the formulas with their sources; what depends on the hardware is in
-`hardware.py`. The constants below say where they come from: "counted" is by hand from the code of
-a block, checked only as part of the whole against `benchmarks/published/published.csv`.
+Blocks and the model's ends (`block_time.py`) add up along the step. Communication is bytes over the
+bandwidth of its ring, less what compute hides (`comm_time.py`). A pipeline's bubble comes from
+simulating its schedule (`pipeline_timeline.py`). What depends on the hardware is in `hardware.py`;
+`docs/internals/plan-formulas.md` lists the formulas with their sources.
 """
 
-import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from torchtitan.tools.planner.block import block_layers
-from torchtitan.tools.planner.comm_time import (
-    activation_offload,
-    context_parallel,
-    data_parallel,
-    expert_counts,
-    expert_rows,
-    tensor_parallel,
-    transfer,
-)
+from torchtitan.tools.planner.block_time import EXPERT_EXCHANGES, Pass, block_time, ends_time
+from torchtitan.tools.planner.comm_time import activation_offload, data_parallel, transfer
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.pipeline_timeline import Timeline, program, simulate
-from torchtitan.tools.planner.workload import FP8, FP32, Linear, Workload
+from torchtitan.tools.planner.workload import FP32, Workload
 
-BACKWARD_POINTWISE = 2
-"""Bytes that the backward of pointwise operations moves per byte of their forward. Counted."""
-LOSS_BYTES = 36
-LOSS_BYTES_COMPILED = 12
-"""Bytes moved per logit by softmax and cross-entropy in fp32, forward and backward: 9 passes, or 3
-when compiled into one kernel. Counted.
-"""
-LOSS_FORWARD = 1 / 3
-"""Share of the loss's bytes that its forward moves. Counted."""
-CHUNK_BYTES = 10
-"""Bytes moved per parameter of the output projection for each chunk of the loss: its bf16 gradient
-is read (2) and added to a sum in fp32 (4 + 4). Counted.
-"""
-EMBEDDING_PASSES = 3
-"""Passes over the embedding's activations: written and read, and their gradient read. Estimate."""
-CAST_INPUT_BYTES = 4
-RECAST_INPUT_BYTES = 3
-CAST_GRADIENT_BYTES = 5
-"""Bytes moved per element rounded to 8 bits: read for its scale (2), read (2) and written (1). That
-fusion saves 1 byte of an input in the forward, and 2 when the backward rounds it again, is an
-estimate.
-"""
-SCALINGS_ROWWISE = 2
-"""A rowwise recipe rounds each operand by rows and by columns; a tensorwise one rounds it once."""
 ADAMW_BYTES_FUSED = 40
 ADAMW_BYTES = 70
 """Bytes moved per parameter of a shard. Fused: AdamW reads parameter, gradient and two moments and
 writes all but the gradient (28), the norm reads the gradient (4), clipping reads and writes it (8).
 Not fused: with temporary tensors, an estimate.
 """
-
-EXPERT_TILE = 128
-"""Rows that a grouped product computes at a time. Of each expert's last tile half is empty on
-average. The tile of CUTLASS's kernels for Hopper.
-"""
-ROUTER_BYTES = 60
-"""Bytes moved per expert and token by the router's forward: scores, softmax and choice in fp32 and
-int64, each read and written. Counted.
-"""
-
-EXPERT_EXCHANGES = "communication: ep"
 BUBBLE = "pipeline bubble"
 REPEATED = "repeated by a split backward"
 """Parts of a step's time with a pipeline: ranks wait for each other, and compute twice what a
 schedule splits.
 """
-
-Seconds = dict[str, float]
-"""Seconds by part: `matrix products`, `attention`, `pointwise`, `8-bit casts`, `head and loss`, and
-`communication: AXIS`."""
 
 
 @dataclass(frozen=True)
@@ -101,26 +52,10 @@ class StepTime:
         return self.parts.get(BUBBLE, 0.0) / self.seconds
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """Seconds of one block, or of the model's two ends, for one microbatch."""
-
-    forward: Seconds
-    backward: Seconds
-    weights: float
-    """Part of the backward that a schedule can postpone: the weights' gradients."""
-    travelling: tuple[float, float] = (0.0, 0.0)
-    """Part of both in which nothing of this microbatch runs, because rows of experts travel."""
-
-    @property
-    def both(self) -> Iterator[tuple[str, float]]:
-        return itertools.chain(self.forward.items(), self.backward.items())
-
-
 def step_time(w: Workload, hw: Hardware) -> StepTime:
     """Time of one step of `w` on `hw`."""
-    blocks = [_block(block, hw) for block in w.blocks]
-    ends = _ends(w, hw)
+    blocks = [block_time(block, hw) for block in w.blocks]
+    ends = ends_time(w, hw)
     parts: defaultdict[str, float] = defaultdict(float)
     timeline = None
     slowest = 0
@@ -158,180 +93,13 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
     return StepTime(seconds, ordered, timeline, w.tokens_per_step / seconds / w.world)
 
 
-# ---- compute
-
-
-def _peak(w: Workload, hw: Hardware) -> float:
-    """Data-sheet FLOP/s in the type that computes."""
-    return hw.fp32 if w.element == FP32 else hw.bf16
-
-
-@dataclass(frozen=True)
-class _Products:
-    """Seconds of a linear layer's three matrix products."""
-
-    forward: float
-    inputs: float
-    """Gradient of the input."""
-    weight: float
-    """Gradient of the weight."""
-
-    @property
-    def backward(self) -> float:
-        return self.inputs + self.weight
-
-
-def _products(
-    w: Workload,
-    hw: Hardware,
-    linear: Linear,
-) -> _Products:
-    """The three products of a linear layer, which sum over different sizes."""
-    rate = _peak(w, hw) * hw.gemm_bf16
-    operand = w.element
-    tokens = w.tokens * linear.rows
-    if linear.fp32:
-        rate = hw.fp32 * hw.gemm_bf16
-        operand = FP32
-    if linear.eight_bit:
-        rowwise = linear.experts or not (w.tensorwise or w.mx)
-        rate = hw.fp8 * (hw.gemm_fp8_rowwise if rowwise else hw.gemm_fp8) or hw.bf16 * hw.gemm_bf16
-        operand = FP8
-    products = max(1, linear.experts)
-    if linear.experts:
-        rate /= 1 + EXPERT_TILE / 2 / (tokens / products)
-    # The sizes of one product of a group: rows, columns, and the size that is summed over.
-    m = tokens / products
-    n = linear.outputs
-    k = linear.inputs
-
-    def seconds(
-        rows: float,
-        columns: float,
-        inner: float,
-        moved: float,
-    ) -> float:
-        result = rows * columns + hw.gemm_ramp / products
-        depth = inner + hw.gemm_depth * w.element / operand
-        return max(2 * products * result * depth / rate, products * moved / hw.bytes_per_s)
-
-    left = operand * m * k
-    right = operand * k * n
-    out = w.element * m * n
-    return _Products(
-        seconds(m, n, k, left + right + out),
-        seconds(m, k, n, operand * m * n + right + w.element * m * k),
-        seconds(k, n, m, operand * m * n + left + w.element * k * n),
-    )
-
-
-def _block(w: Workload, hw: Hardware) -> _Pass:
-    """One block."""
-    products = {x: _products(w, hw, x) for x in w.linears}
-    forward = sum(of.forward for of in products.values())
-    weights = sum(of.weight for of in products.values())
-    backward = sum(of.backward + of.forward * x.recomputed for x, of in products.items())
-
-    rate = (hw.fp32 if hw.device == "cpu" else _peak(w, hw)) * hw.attention
-    if w.mixing.module == "delta":  # products in fp32
-        rate = hw.fp32 * hw.gemm_bf16
-    attention = w.attention_flops * w.tokens / rate
-    if not w.by_heads:  # a ring's other ranks hold all but 1 / cp of the keys
-        attention *= 1 / w.cp + (1 - 1 / w.cp) / hw.ring_attention
-
-    pointwise = _pointwise_bytes(w) * (1.0 if w.compiled else hw.eager) / hw.bytes_per_s
-    casts = _casts(w, hw)
-    tensor = tensor_parallel(w, hw, (forward, backward))
-    context = context_parallel(w, hw, attention)
-    shared = [of for x, of in products.items() if x.name.startswith("moe.shared")]
-    hiding = sum(of.forward for of in shared), sum(of.backward for of in shared)
-    rows = expert_rows(w, hw, hiding)
-    counts = expert_counts(w, hw)
-    attention_repeats = w.mixing.backward / hw.attention_backward + w.recompute.attention
-    both = {
-        "matrix products": (forward, backward),
-        "attention": (attention, attention * attention_repeats),
-        "pointwise": (pointwise, pointwise * (BACKWARD_POINTWISE + w.recompute.pointwise)),
-        "8-bit casts": casts,
-        "communication: tp": tensor,
-        "communication: cp": context,
-        EXPERT_EXCHANGES: (rows[0] + counts[0], rows[1] + counts[1]),
-    }
-    return _Pass(
-        {part: seconds for part, (seconds, _) in both.items()},
-        {part: seconds for part, (_, seconds) in both.items()},
-        weights=weights,
-        travelling=rows,
-    )
-
-
-def _pointwise_bytes(w: Workload) -> float:
-    """Bytes that a compiled block's pointwise kernels read and write in its forward. Counted, in
-    elements per token: norms 4 d, and 4 d more where they are on both sides, residual additions
-    5 d, rotary embedding 4 q + 4 kv, gated activation 3 f, and two passes over what latent
-    attention, gates or Gated DeltaNet have besides. Of experts, for each row, also its copies: 2 d
-    to sort it, d to sum it, and 4 d around the exchange; 8 d if that is of a fixed size, with what
-    fills it.
-    """
-    tokens = w.tokens / w.tp
-    mixing = w.mixing
-    keys_values = mixing.keys + mixing.values - mixing.copied  # rotated before they are copied
-    heads = 4 * mixing.queries + 2 * keys_values + 2 * mixing.saved
-    norms = 4 if getattr(w.args, "norm_placement", "before") == "both" else 0
-    own = w.element * tokens * ((9 + norms) * w.dim + heads)
-    if not w.experts:
-        return own + w.element * tokens * 3 * w.ffn
-    around = 4 * w.tp * w.expert_room * (w.ep > 1)
-    around *= 1 if w.room is None else 2
-    rows = w.element * ((3 * w.top_k + around) * w.dim + 3 * w.tp * w.expert_room * w.ffn)
-    shared = w.element * 3 * getattr(w.args, "shared_expert_dim", 0)
-    return own + tokens * (rows + shared + ROUTER_BYTES * w.experts)
-
-
-def _ends(w: Workload, hw: Hardware) -> _Pass:
-    """Embedding, output projection and loss, all counted with the stage of the output."""
-    product = _products(w, hw, w.output)
-    per_logit = LOSS_BYTES_COMPILED if w.loss_compiled else LOSS_BYTES
-    loss = per_logit * w.vocab * w.tokens / w.tp / hw.bytes_per_s
-    chunks = w.config.training.loss_chunks
-    if chunks > 1:
-        loss += chunks * CHUNK_BYTES * w.vocab_params / hw.bytes_per_s
-    embedding = EMBEDDING_PASSES * w.element * w.tokens * w.dim / w.tp / hw.bytes_per_s
-    part = "head and loss"
-    return _Pass(
-        {part: w.predictions * (product.forward + loss * LOSS_FORWARD)},
-        {part: w.predictions * (product.backward + loss * (1 - LOSS_FORWARD) + embedding)},
-        weights=w.predictions * product.weight,
-    )
-
-
-def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
-    """Seconds to round a block's 8-bit operands: inputs, then gradients and inputs again."""
-    eight_bit = [x for x in w.linears if x.eight_bit]
-    # wq, wk and wv share an input, and so do w1 and w3.
-    inputs: dict[str, float] = {}
-    outputs = 0.0
-    for x in eight_bit:
-        alone = x.name[-2:] in ("wo", "w2") or x.name.endswith(("wq_b", "wkv_b", "out_proj"))
-        shared = x.name if alone else x.name.rpartition(".")[0]
-        elements = x.rows * (1 if w.tensorwise and not x.experts else SCALINGS_ROWWISE)
-        inputs[shared] = x.inputs * elements
-        outputs += x.outputs * elements
-    per_byte = w.tokens / hw.bytes_per_s
-    rounded = sum(inputs.values())
-    forward = CAST_INPUT_BYTES * rounded * per_byte
-    backward = (CAST_GRADIENT_BYTES * outputs + RECAST_INPUT_BYTES * rounded) * per_byte
-    recomputed = forward * sum(x.recomputed for x in eight_bit) / max(1, len(eight_bit))
-    return forward, backward + recomputed
-
-
 # ---- the pipeline
 
 
 def _durations(
     w: Workload,
-    blocks: Sequence[_Pass],
-    ends: _Pass,
+    blocks: Sequence[Pass],
+    ends: Pass,
 ) -> Callable[[int, str], float]:
     """Seconds of a stage's computation, by stage and kind (`F`, `B`, `I`, `W`).
 
@@ -358,7 +126,7 @@ def _durations(
 
 def _hidden(
     w: Workload,
-    blocks: Sequence[_Pass],
+    blocks: Sequence[Pass],
     duration: Callable[[int, str], float],
     forward: int,
     backward: int,
@@ -379,7 +147,7 @@ def _hidden(
     return sum(map(min, travelling, reversed(computing)))
 
 
-def _of_passes(w: Workload, block: _Pass) -> dict[str, float]:
+def _of_passes(w: Workload, block: Pass) -> dict[str, float]:
     """Seconds of one block by kind of computation."""
     forward = sum(block.forward.values())
     backward = sum(block.backward.values())

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtitan.config.derive import offloaded_blocks
+from torchtitan.config.features import selects_operations
+from torchtitan.tools.planner.linears import experts_in_eight_bits
 from torchtitan.tools.planner.pipeline_timeline import Held, program
 from torchtitan.tools.planner.workload import BYTES, FP32, Stage, Workload
 
@@ -299,7 +301,7 @@ def _block_bytes(w: Workload) -> float:
     # The router reads an fp32 copy. Experts keep their rows, two of their products, and the rows
     # they return. Those that compute in 8 bits also keep what the third reads, and what that is
     # made of.
-    kept = 4 if w.eight_bit_experts else 2
+    kept = 4 if experts_in_eight_bits(w.config) else 2
     network = FP32 * d / tp + _routing_bytes(w)
     network += w.element * (w.expert_rows * d + w.expert_room * (d + kept * w.ffn))
     shared = getattr(w.args, "shared_expert_dim", 0)
@@ -323,7 +325,7 @@ def _kept_bytes(w: Workload) -> float:
     everything = _block_bytes(w)
     if ac.mode == "full":
         return boundary
-    if w.checkpoints_operations():
+    if selects_operations(ac):
         # Every second product, attention, and results summed over ranks. Between the three regions
         # of experts that are apart also what goes from one to the next.
         products = sum(
@@ -347,7 +349,7 @@ def _kept_bytes(w: Workload) -> float:
 def offloaded_per_block(w: Workload) -> float:
     """Bytes of one microbatch that an offloaded block keeps in host memory."""
     # torch keeps results of operations out of the hooks' sight.
-    seen = w.compiled or not w.checkpoints_operations()
+    seen = w.compiled or not selects_operations(w.config.activation_checkpoint)
     return w.tokens * (_kept_bytes(w) if seen else w.element * w.dim / w.tp)
 
 

@@ -37,6 +37,7 @@ from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.quantize import quantize
 from torchtitan.tools.planner.allocator import peak_by_part, replay
 from torchtitan.tools.planner.fake import LOSSES, fake_cluster, recording, take_fake_memory
+from torchtitan.tools.planner.linears import experts_in_eight_bits
 from torchtitan.tools.planner.memory import PARTS, TRACED_BATCHES
 from torchtitan.tools.planner.tracer import Tracer
 from torchtitan.tools.planner.workload import Workload
@@ -354,7 +355,7 @@ def _eight_bit(
         n for n, m in model.named_modules() if isinstance(m, nn.Linear) and type(m) is not nn.Linear
     ]
     found = {shapes[f"{name}.weight"]: kind for name in changed if f"{name}.weight" in shapes}
-    if Workload(config, setup.args, setup.stages).eight_bit_experts:
+    if experts_in_eight_bits(config):
         kind = "mxfp8" if uses(config, GROUPED_MX) else "float8"
         found |= {shape: kind for name, shape in shapes.items() if ".moe.experts." in name}
     return found

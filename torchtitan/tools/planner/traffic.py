@@ -5,12 +5,15 @@ from dataclasses import dataclass, field
 
 from torchtitan.tools.planner.memory import Counted, hidden_bytes
 from torchtitan.tools.planner.workload import (
-    BACKWARD_PRODUCTS,
     FP8,
     FP32,
     Workload,
 )
 
+BACKWARD_PRODUCTS = 2
+"""Matrix products in the backward per product in the forward: the gradients of its input and of its
+weight.
+"""
 INT32 = 4
 """Bytes of a number of rows."""
 

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from torchtitan.config.derive import (
@@ -19,28 +19,13 @@ from torchtitan.config.derive import (
     sums_on_replicas,
     sums_whole_gradients,
 )
-from torchtitan.config.features import (
-    FLOAT8,
-    GROUPED_FLOAT8,
-    GROUPED_MX,
-    MX,
-    SMALL_LAYERS,
-    compiles_blocks,
-    gains_by_float8,
-    names_any,
-    uses,
-)
+from torchtitan.config.features import FLOAT8, MX, compiles_blocks, uses
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.protocols import TransformerArgs
 from torchtitan.parallel.pipeline_stages import StagePlan
 from torchtitan.parallel.room import Room, equal_room
-from torchtitan.tools.planner.block import (
-    Mixing,
-    block_layers,
-    kind_of,
-    mixing_of,
-    vector_params,
-)
+from torchtitan.tools.planner.block import Mixing, kind_of, mixing_of, vector_params
+from torchtitan.tools.planner.linears import Linear, block_linears, in_eight_bits, recompute_of
 from torchtitan.utils.errors import UserError
 
 BYTES = {"bfloat16": 2, "float32": 4}
@@ -48,48 +33,7 @@ FP32 = 4
 FP8 = 1
 """Bytes of an element. Gradients add up in fp32."""
 
-BACKWARD_PRODUCTS = 2
-"""Matrix products in the backward per product in the forward: the gradients of its input and of its
-weight.
-"""
-FLOAT8_MULTIPLE = 16
-MX_MULTIPLE = 32
-"""An 8-bit linear layer's sizes on each rank must be multiples of this: torch._scaled_mm's
-alignment in elements, and the block that shares a scale in the OCP Microscaling Formats
-specification 1.0.
-"""
-
 _SIZES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim")
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A linear layer of a block, as one rank sees it."""
-
-    name: str
-    inputs: int
-    outputs: int
-    eight_bit: bool
-    """Its operands are rounded to 8 bits."""
-    recomputed: float
-    """Share of the blocks whose backward recomputes it."""
-    rows: float = 1.0
-    """Rows that it multiplies per token."""
-    experts: int = 0
-    """Weights of a grouped product; 0: it is none."""
-    fp32: bool = False
-    """Computes in fp32, whatever the type of the activations."""
-    kept: bool = False
-    """Checkpointing by operation keeps its result."""
-
-    @property
-    def flops(self) -> float:
-        """FLOPs of the forward per token."""
-        return 2.0 * self.inputs * self.outputs * self.rows
-
-    @property
-    def params(self) -> int:
-        return self.inputs * self.outputs * max(1, self.experts)
 
 
 @dataclass(frozen=True)
@@ -107,15 +51,6 @@ class Stage:
     @property
     def layers(self) -> int:
         return sum(self.kinds)
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """Shares of a block's work that its backward repeats."""
-
-    products: float
-    attention: float
-    pointwise: float
 
 
 def _check_covered(config: Config, args: TransformerArgs) -> None:
@@ -182,7 +117,7 @@ class Workload:
         self.loss_compiled = config.compile.enable and "loss" in config.compile.components
         self.float8 = uses(config, FLOAT8)
         self.mx = uses(config, MX)
-        self.recompute = self._recompute()
+        self.recompute = recompute_of(config.activation_checkpoint)
         self.predictions = 1 + getattr(args, "n_mtp", 0)
         """Tokens that each token's hidden states predict."""
         self.kv_repeated = kv_repeated
@@ -194,7 +129,7 @@ class Workload:
         """A workload for each kind of block."""
         for block, kind in zip(self.blocks, self._kinds, strict=True):
             block.kind = kind
-        rounded = self._eight_bit("output", self.dim, self.vocab)
+        rounded = in_eight_bits(config, "output", self.dim, self.vocab)
         self.output = Linear("output", self.dim, self.vocab // self.tp, rounded, 0.0)
         self.vocab_params = self.vocab * self.dim // self.tp
         """Parameters of the embedding, or the output projection, on one tensor-parallel rank."""
@@ -222,7 +157,7 @@ class Workload:
 
     @cached_property
     def linears(self) -> list[Linear]:
-        return list(self._linears())
+        return list(block_linears(self.config, self.args, self.kind, self.mixing))
 
     def counted(self, stages: Iterable[Stage]) -> list[tuple["Workload", int]]:
         """The kinds of blocks on these stages, with how many there are of each."""
@@ -241,15 +176,6 @@ class Workload:
     def experts_apart(self) -> bool:
         """Whether FSDP gathers a block's experts separately."""
         return self.experts > 0 and (self.tp > 1 or self.ep > 1)
-
-    @cached_property
-    def eight_bit_experts(self) -> bool:
-        """Whether grouped products round their operands to 8 bits."""
-        grouped = self.config.quantize.grouped_mm
-        experts = "layers.0.moe.experts"
-        float8 = uses(self.config, GROUPED_FLOAT8) and names_any(grouped.float8.fqns, experts)
-        mx = uses(self.config, GROUPED_MX) and names_any(grouped.mx.fqns, experts)
-        return self.experts > 0 and (float8 or mx)
 
     @property
     def async_tp(self) -> bool:
@@ -278,7 +204,8 @@ class Workload:
     @cached_property
     def block_params(self) -> int:
         """Parameters of one block on one tensor- and expert-parallel rank."""
-        return sum(x.params for x in self.linears) + self._vector_params()
+        vectors = vector_params(self.args, self.kind, self.mixing, self.tp, self.ep)
+        return sum(x.params for x in self.linears) + vectors
 
     @cached_property
     def element(self) -> int:
@@ -372,66 +299,6 @@ class Workload:
     def stages_of(self, pp_rank: int) -> list[Stage]:
         return [stage for stage in self.stages if stage.rank == pp_rank]
 
-    def checkpoints_operations(self) -> bool:
-        """Whether selective activation checkpointing chooses by operation, not by block."""
-        ac = self.config.activation_checkpoint
-        return ac.mode == "selective" and ac.selective_ac_option == "op"
-
-    def _recompute(self) -> Recompute:
-        ac = self.config.activation_checkpoint
-        if ac.mode == "full":
-            return Recompute(1.0, 1.0, 1.0)
-        if self.checkpoints_operations():
-            return Recompute(1.0, 0.0, 1.0)  # products: those that aren't kept, see `_linears`
-        if ac.mode == "selective":
-            share = 1 / int(ac.selective_ac_option)
-            return Recompute(share, share, share)
-        if ac.mode == "memory_budget":
-            share = 1 - ac.memory_budget
-            return Recompute(share, share, 1.0)
-        return Recompute(0.0, 0.0, 0.0)
-
-    def _linears(self) -> Iterator[Linear]:
-        """A block's linear layers in order; checkpointing by operation keeps every second."""
-        tp = self.tp
-        forced = self.config.activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns
-        counted = 0
-        for layer in block_layers(self.args, self.kind, self.mixing):
-            name = layer.name
-            if name in ("moe.shared.w1", "moe.experts.w1") and self.experts_apart:
-                counted = 0  # a region of its own
-            may_be_kept = layer.split in ("experts", "tokens")
-            may_be_kept = may_be_kept or not any(part in name for part in forced)
-            counted += may_be_kept
-            kept = self.checkpoints_operations() and may_be_kept and counted % 2 == 1
-            unused = name == "feed_forward.w2" and self.compiled  # by gradients: it is dropped
-            linear = Linear(
-                name,
-                layer.inputs,
-                layer.outputs,
-                eight_bit=False,
-                recomputed=0.0 if kept or unused else self.recompute.products,
-                kept=kept and not unused,
-            )
-            if layer.split == "experts":
-                yield replace(
-                    linear,
-                    eight_bit=self.eight_bit_experts,
-                    rows=self.expert_rows,
-                    experts=self.experts // self.ep,
-                )
-            elif layer.split == "tokens":
-                yield replace(linear, rows=1 / tp, fp32=name.endswith("gate"))
-            else:
-                rounded = self._eight_bit(f"layers.0.{name}", layer.inputs, layer.outputs)
-                rows = layer.split == "rows"
-                yield replace(
-                    linear,
-                    eight_bit=rounded,
-                    inputs=layer.inputs // tp if rows else layer.inputs,
-                    outputs=layer.outputs if rows else layer.outputs // tp,
-                )
-
     @cached_property
     def expert_padding(self) -> float:
         """What FSDP gathers and reduces of experts, relative to their parameters.
@@ -445,29 +312,6 @@ class Workload:
             return 1.0
         own = max(1, self.experts // self.ep)
         return math.ceil(own / self.efsdp) * self.efsdp / own
-
-    def _vector_params(self) -> int:
-        """Norms and biases of a block, and what its heads have of their own."""
-        return vector_params(self.args, self.kind, self.mixing, self.tp, self.ep)
-
-    def _eight_bit(
-        self,
-        name: str,
-        inputs: int,
-        outputs: int,
-    ) -> bool:
-        """Whether `model.converters` changes the linear layer of this name and size."""
-        if not (self.float8 or self.mx):
-            return False
-        linear = self.config.quantize.linear
-        filters = linear.float8.filter_fqns if self.float8 else linear.mx.filter_fqns
-        multiple = (FLOAT8_MULTIPLE if self.float8 else MX_MULTIPLE) * self.tp
-        excluded = any(part in name for part in filters if part != SMALL_LAYERS)
-        if excluded or inputs % multiple or outputs % multiple:
-            return False
-        if not self.float8 or SMALL_LAYERS not in filters:
-            return True
-        return gains_by_float8(linear.float8.recipe_name, inputs, outputs)
 
     def _stages(self) -> Iterator[Stage]:
         if self.pipeline is None:
