@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from torchtitan.config.sections.schema import Comm
 from torchtitan.parallel import agree, groups
+from torchtitan.utils.distributed_compat import store_of_this_attempt
 from torchtitan.utils.errors import CheckpointError, DamageError
-from torchtitan.utils.torch_compat import store_of_this_attempt
 
 
 def agreed():

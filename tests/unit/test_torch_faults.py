@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan.utils import torch_compat, torchao_compat
+from torchtitan.utils import distributed_compat, torch_compat, torchao_compat
+from torchtitan.utils.distributed_compat import run_gloo_in_order
 from torchtitan.utils.torch_compat import (
     gathers_without_views,
     micro_pipeline_without_nccl,
     replaced,
-    run_gloo_in_order,
 )
 
 GENERAL = {"replaced"}
@@ -25,11 +25,13 @@ GENERAL = {"replaced"}
 def workarounds():
     own = [
         function
-        for module in (torch_compat, torchao_compat)
-        for name, function in inspect.getmembers(module, inspect.isfunction)
+        for module in (torch_compat, distributed_compat, torchao_compat)
+        for name, function in inspect.getmembers(
+            module, inspect.isroutine
+        )  # cached ones are no functions
         if not name.startswith("_") and function.__module__ == module.__name__
     ]
-    return [f for f in own if f.__name__ not in GENERAL] + [torch_compat.torch_is_before_2_13]
+    return [f for f in own if f.__name__ not in GENERAL]
 
 
 @pytest.mark.parametrize("function", workarounds(), ids=lambda f: f.__name__)

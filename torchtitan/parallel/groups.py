@@ -10,13 +10,10 @@ import torch.distributed as dist
 
 from torchtitan.config.sections.schema import Comm
 from torchtitan.utils.activity import CHECKPOINT_GROUP
+from torchtitan.utils.distributed_compat import run_gloo_in_order, store_of_this_attempt
 from torchtitan.utils.logging import logger
 from torchtitan.utils.process import CONNECTED_RANKS, rank_and_world
-from torchtitan.utils.torch_compat import (
-    run_gloo_in_order,
-    silence_false_alarms,
-    store_of_this_attempt,
-)
+from torchtitan.utils.torch_compat import silence_false_alarms
 
 
 def init_distributed(comm: Comm, device: torch.device) -> None:

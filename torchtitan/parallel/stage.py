@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import (
 
 from torchtitan.models.layers import Mask
 from torchtitan.utils.activity import note
-from torchtitan.utils.torch_compat import (
+from torchtitan.utils.distributed_compat import (
     allocate_receive_buffers,
     drop_receive_buffers,
     forget_output,

@@ -47,7 +47,7 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
-    from torchtitan.utils.torch_compat import run_gloo_in_order
+    from torchtitan.utils.distributed_compat import run_gloo_in_order
 
     run_gloo_in_order()
     torch.set_num_threads(1)

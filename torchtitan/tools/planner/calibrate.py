@@ -18,8 +18,9 @@ import torch.nn.functional as F
 
 from torchtitan.tools.planner.hardware import Hardware, load_hardware, load_shared
 from torchtitan.utils.device import current_device
+from torchtitan.utils.distributed_compat import run_gloo_in_order
 from torchtitan.utils.process import rank_and_world
-from torchtitan.utils.torch_compat import run_gloo_in_order, silence_false_alarms
+from torchtitan.utils.torch_compat import silence_false_alarms
 
 _SECONDS = 1.0
 """Duration of each measurement, after a first call."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from torchtitan.health.rank_dumps import is_library
-from torchtitan.utils.torch_compat import store_of_this_attempt
+from torchtitan.utils.distributed_compat import store_of_this_attempt
 
 _ELSEWHERE = ("/dev/", "/proc/", "/sys/")
 _CODE = (".py", ".pyc", ".so")
