@@ -8,47 +8,34 @@ sentence. Options that are not listed here are passed to torchrun.
 
 import argparse
 import importlib
-import logging
 import os
 import re
 import subprocess
-import sys
-import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from torchtitan.config import complete, load_config
 from torchtitan.config.load.command_line import parse_args, show_help, split_args
 from torchtitan.config.sections.schema import Config
-from torchtitan.health.diagnose import diagnose, killed
-from torchtitan.health.rank_dumps import read_dumps
-from torchtitan.telemetry.notify import report_failure
-from torchtitan.tools.launch.ranks import ELASTIC_RESTARTS, Stop, common_status
+from torchtitan.tools.launch.ranks import ELASTIC_RESTARTS, Stop
+from torchtitan.tools.launch.torchrun import (
+    SECRET_ENV,
+    no_cpp_stacks,
+    run_ranks,
+    what_lowers_memory,
+)
 from torchtitan.train.preflight import preflight
-from torchtitan.train.rank_main import LAUNCHER_ENV
 from torchtitan.train.rank_main import main as train
 from torchtitan.utils.assets import shipped_configs
-from torchtitan.utils.errors import (
-    DEBUG_ENV,
-    ConfigError,
-    OutOfMemoryError,
-    UserError,
-    did_you_mean,
-)
+from torchtitan.utils.errors import ConfigError, OutOfMemoryError, did_you_mean
 from torchtitan.utils.limits import NODE_RANGE, NODES, RANKS_PER_NODE
 from torchtitan.utils.lock import used_by_a_neighbor
-from torchtitan.utils.process import REPORTER_ENV
-from torchtitan.utils.signals import STOP_SIGNALS
 from torchtitan.utils.text import brief, count
 
 RENDEZVOUS = "last_call_timeout=3,join_timeout=600,keep_alive_interval=2,keep_alive_max_attempt=5"
 """Late nodes join within 3 seconds; a node that is silent for 10 is dropped."""
-SECRET_ENV = "RDZV_SECRET"
-"""Not an option: every user of a machine sees the arguments of its processes."""
 MIN_SECRET = 16
 
 
@@ -289,40 +276,6 @@ def check(
     return config
 
 
-# ---- failing
-
-
-def _cause(
-    config: Config,
-    first: int,
-    failures: Mapping[int, Any],
-) -> str:
-    """Why the run failed: from the reports of the ranks that failed, else from the first one's exit
-    code.
-    """
-    exits = {rank: failure.exitcode for rank, failure in failures.items()}
-    dumps = read_dumps(
-        Path(config.job.dump_folder, config.comm.save_traces_folder),
-        config.comm.save_traces_file_prefix,
-    )
-    if dumps and any(
-        dump.pid == failures[rank].pid for rank, dump in dumps.by_rank.items() if rank in failures
-    ):
-        return diagnose(dumps, exits)
-    return (
-        f"rank {first} "
-        f"{killed(exits[first]) if exits[first] < 0 else f'ended with exit code {exits[first]}'}"
-    )
-
-
-def _what_lowers_memory(config: Config, world: int) -> str:
-    """The planner's advice for a run that was out of memory; empty if it has none."""
-    from torchtitan.models import get_spec
-    from torchtitan.tools.planner.savings import advice
-
-    return advice(config, get_spec(config.model.name), world)
-
-
 # ---- starting
 
 
@@ -331,7 +284,7 @@ def main(argv: list[str]) -> int:
     stop = Stop(options.grace)
     several = options.nnodes[1] * options.nproc_per_node > 1
     alone = not (several or options.max_restarts or torchrun_argv or "RANK" in os.environ)
-    with nullcontext() if alone else _no_cpp_stacks():
+    with nullcontext() if alone else no_cpp_stacks():
         # A module of the user may import torch here.
         config = check(config_argv, options.nnodes, options.nproc_per_node)
         if not alone:
@@ -347,109 +300,6 @@ def main(argv: list[str]) -> int:
             return train(config_argv)
         except OutOfMemoryError as error:
             raise OutOfMemoryError(
-                f"{error}\n{_what_lowers_memory(config, world=1)}".rstrip()
+                f"{error}\n{what_lowers_memory(config, world=1)}".rstrip()
             ) from error
-    _set_environment(options)
-    return _run_torchrun(options, torchrun_argv, config_argv, config, stop)
-
-
-def _set_environment(options: argparse.Namespace) -> None:
-    """Set what several ranks inherit."""
-    # Otherwise a restarted worker reads its predecessor's addresses from the agent's store.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.nproc_per_node))
-    )
-    os.environ[REPORTER_ENV] = str(os.getpid())
-    fewest, most = options.nnodes
-    if fewest == most:  # in a range, ranks may also stop to make room for another number of nodes
-        os.environ[LAUNCHER_ENV] = str(os.getpid())
-
-
-@contextmanager
-def _no_cpp_stacks() -> Iterator[None]:
-    """Torch, which reads its level when it is imported, then doesn't print the C++ stacks that
-    every node would show when another one leaves or can't be reached.
-    """
-    name = "TORCH_CPP_LOG_LEVEL"
-    if name in os.environ or os.environ.get(DEBUG_ENV) == "1":
-        yield
-        return
-    os.environ[name] = "FATAL"
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)  # ranks have their own
-
-
-def _torchrun_options(options: argparse.Namespace) -> list[str]:
-    from torchtitan.parallel.rendezvous import BACKEND
-
-    fewest, most = options.nnodes
-    return [
-        f"--rdzv-backend={BACKEND}",
-        f"--rdzv-endpoint={options.rdzv_endpoint or 'localhost'}",
-        f"--rdzv-conf={options.rdzv_conf}",
-        # Several nodes keep torch's id: one with another secret is refused at once instead of
-        # waiting for the others.
-        *([f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1"] if most == 1 else []),
-        f"--nnodes={fewest}:{most}",
-        f"--nproc-per-node={options.nproc_per_node}",
-        f"--max-restarts={options.max_restarts}",
-        "--signals-to-handle=SIGHUP,SIGQUIT",  # Stop handles the others
-    ]
-
-
-def _run_torchrun(
-    options: argparse.Namespace,
-    torchrun_argv: list[str],
-    config_argv: list[str],
-    config: Config,
-    stop: Stop,
-) -> int:
-    """Run all ranks of this node to their end; the exit status."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.run import main as torchrun
-
-    from torchtitan.parallel.rendezvous import explain, register
-
-    arguments = [
-        *_torchrun_options(options),
-        *torchrun_argv,
-        "-m",
-        "torchtitan.train",
-        *config_argv,
-    ]
-    register(os.environ.pop(SECRET_ENV, ""))  # the ranks don't need it
-    if os.environ.get(DEBUG_ENV) != "1":
-        for name in list(logging.root.manager.loggerDict):  # torch sets the level of each
-            if name.startswith("torch.distributed.elastic"):
-                logging.getLogger(name).setLevel(logging.CRITICAL)
-    stop.running = True
-    try:
-        torchrun(arguments)
-    except ChildFailedError as error:
-        if (
-            common_status([failure.exitcode for failure in error.failures.values()])
-            == os.EX_TEMPFAIL
-        ):
-            return os.EX_TEMPFAIL
-        rank, failure = error.get_first_failure()
-        cause = _cause(config, rank, error.failures)
-        print(f"error: {cause}", file=sys.stderr)
-        if OutOfMemoryError.exit_code in [failure.exitcode for failure in error.failures.values()]:
-            print(
-                _what_lowers_memory(config, options.nnodes[1] * options.nproc_per_node),
-                file=sys.stderr,
-            )
-        report_failure(config, cause)
-        return max(failure.exitcode, 1)
-    except RendezvousError as error:
-        cause = f"--rdzv-endpoint={options.rdzv_endpoint}: {explain(error)}"
-        report_failure(config, cause)
-        raise UserError(cause) from error
-    except SignalException as error:
-        return stop.status() if error.sigval in STOP_SIGNALS else 128 + error.sigval
-    return 0
+    return run_ranks(options, torchrun_argv, config_argv, config, stop)

@@ -1,0 +1,164 @@
+"""Runs the ranks of this node through torchrun to their end, and reports why they failed."""
+
+import argparse
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config import Config
+from torchtitan.health.diagnose import diagnose, killed
+from torchtitan.health.rank_dumps import read_dumps
+from torchtitan.telemetry.notify import report_failure
+from torchtitan.tools.launch.ranks import Stop, common_status
+from torchtitan.train.rank_main import LAUNCHER_ENV
+from torchtitan.utils.errors import DEBUG_ENV, OutOfMemoryError, UserError
+from torchtitan.utils.process import REPORTER_ENV
+from torchtitan.utils.signals import STOP_SIGNALS
+
+SECRET_ENV = "RDZV_SECRET"
+"""Not an option: every user of a machine sees the arguments of its processes."""
+
+
+# ---- starting
+
+
+@contextmanager
+def no_cpp_stacks() -> Iterator[None]:
+    """Torch, which reads its level when it is imported, then doesn't print the C++ stacks that
+    every node would show when another one leaves or can't be reached.
+    """
+    name = "TORCH_CPP_LOG_LEVEL"
+    if name in os.environ or os.environ.get(DEBUG_ENV) == "1":
+        yield
+        return
+    os.environ[name] = "FATAL"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)  # ranks have their own
+
+
+def run_ranks(
+    options: argparse.Namespace,
+    torchrun_argv: list[str],
+    config_argv: list[str],
+    config: Config,
+    stop: Stop,
+) -> int:
+    """Run all ranks of this node to their end; the exit status."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.run import main as torchrun
+
+    from torchtitan.parallel.rendezvous import explain, register
+
+    _set_environment(options)
+    arguments = [
+        *_torchrun_options(options),
+        *torchrun_argv,
+        "-m",
+        "torchtitan.train",
+        *config_argv,
+    ]
+    register(os.environ.pop(SECRET_ENV, ""))  # the ranks don't need it
+    if os.environ.get(DEBUG_ENV) != "1":
+        for name in list(logging.root.manager.loggerDict):  # torch sets the level of each
+            if name.startswith("torch.distributed.elastic"):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
+    stop.running = True
+    try:
+        torchrun(arguments)
+    except ChildFailedError as error:
+        if (
+            common_status([failure.exitcode for failure in error.failures.values()])
+            == os.EX_TEMPFAIL
+        ):
+            return os.EX_TEMPFAIL
+        rank, failure = error.get_first_failure()
+        cause = _cause(config, rank, error.failures)
+        print(f"error: {cause}", file=sys.stderr)
+        if OutOfMemoryError.exit_code in [failure.exitcode for failure in error.failures.values()]:
+            print(
+                what_lowers_memory(config, options.nnodes[1] * options.nproc_per_node),
+                file=sys.stderr,
+            )
+        report_failure(config, cause)
+        return max(failure.exitcode, 1)
+    except RendezvousError as error:
+        cause = f"--rdzv-endpoint={options.rdzv_endpoint}: {explain(error)}"
+        report_failure(config, cause)
+        raise UserError(cause) from error
+    except SignalException as error:
+        return stop.status() if error.sigval in STOP_SIGNALS else 128 + error.sigval
+    return 0
+
+
+def _set_environment(options: argparse.Namespace) -> None:
+    """Set what several ranks inherit."""
+    # Otherwise a restarted worker reads its predecessor's addresses from the agent's store.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.nproc_per_node))
+    )
+    os.environ[REPORTER_ENV] = str(os.getpid())
+    fewest, most = options.nnodes
+    if fewest == most:  # in a range, ranks may also stop to make room for another number of nodes
+        os.environ[LAUNCHER_ENV] = str(os.getpid())
+
+
+def _torchrun_options(options: argparse.Namespace) -> list[str]:
+    from torchtitan.parallel.rendezvous import BACKEND
+
+    fewest, most = options.nnodes
+    return [
+        f"--rdzv-backend={BACKEND}",
+        f"--rdzv-endpoint={options.rdzv_endpoint or 'localhost'}",
+        f"--rdzv-conf={options.rdzv_conf}",
+        # Several nodes keep torch's id: one with another secret is refused at once instead of
+        # waiting for the others.
+        *([f"--rdzv-id={uuid.uuid4()}", "--local-addr=127.0.0.1"] if most == 1 else []),
+        f"--nnodes={fewest}:{most}",
+        f"--nproc-per-node={options.nproc_per_node}",
+        f"--max-restarts={options.max_restarts}",
+        "--signals-to-handle=SIGHUP,SIGQUIT",  # Stop handles the others
+    ]
+
+
+# ---- failing
+
+
+def _cause(
+    config: Config,
+    first: int,
+    failures: Mapping[int, Any],
+) -> str:
+    """Why the run failed: from the reports of the ranks that failed, else from the first one's exit
+    code.
+    """
+    exits = {rank: failure.exitcode for rank, failure in failures.items()}
+    dumps = read_dumps(
+        Path(config.job.dump_folder, config.comm.save_traces_folder),
+        config.comm.save_traces_file_prefix,
+    )
+    if dumps and any(
+        dump.pid == failures[rank].pid for rank, dump in dumps.by_rank.items() if rank in failures
+    ):
+        return diagnose(dumps, exits)
+    return (
+        f"rank {first} "
+        f"{killed(exits[first]) if exits[first] < 0 else f'ended with exit code {exits[first]}'}"
+    )
+
+
+def what_lowers_memory(config: Config, world: int) -> str:
+    """The planner's advice for a run that was out of memory; empty if it has none."""
+    from torchtitan.models import get_spec
+    from torchtitan.tools.planner.savings import advice
+
+    return advice(config, get_spec(config.model.name), world)
