@@ -10,7 +10,8 @@ from typing import Any, Literal
 from torchtitan.config.derive import validation_rows
 from torchtitan.config.registry import data_sources
 from torchtitan.config.sections.data import DataLoader, DataStage, Source, ValidationSet
-from torchtitan.config.sections.schema import Config, Training, Validation
+from torchtitan.config.sections.schema import Config
+from torchtitan.config.sections.training import Training, Validation
 from torchtitan.data.order.mixture import StagePlan
 from torchtitan.data.text.documents import OnBad
 from torchtitan.data.text.retry import Retry

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from torchtitan.checkpoint import Checkpointer, Resumed
 from torchtitan.config.sections import schema
+from torchtitan.config.sections.training import Training
 from torchtitan.utils.activity import phase
 from torchtitan.utils.errors import GuardError, NonFiniteError
 from torchtitan.utils.logging import event, logger
@@ -156,7 +157,7 @@ class Guard:
     def __init__(
         self,
         config: schema.Guard,
-        training: schema.Training,
+        training: Training,
         checkpointer: Checkpointer,
         dump_folder: str,
         *,

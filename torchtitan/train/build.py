@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.config.derive import replace, stages_of, validation_rows
 from torchtitan.config.sections.data import ValidationSet
-from torchtitan.config.sections.schema import Config, Debug, Training, Validation
+from torchtitan.config.sections.schema import Config, Debug
+from torchtitan.config.sections.training import Training, Validation
 from torchtitan.data.loader import StepLoader, build_loader
 from torchtitan.data.spec import data_spec
 from torchtitan.data.text.tokenizer import Tokenizer

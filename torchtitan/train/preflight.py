@@ -18,7 +18,8 @@ from torchtitan.config.registry import data_sources, tokenizers
 from torchtitan.config.rules import Facts, problems
 from torchtitan.config.sections.data import Source, ValidationSet
 from torchtitan.config.sections.parallelism import Compile
-from torchtitan.config.sections.schema import Config, Training, Validation
+from torchtitan.config.sections.schema import Config
+from torchtitan.config.sections.training import Training, Validation
 from torchtitan.data.text.chat import Chat
 from torchtitan.data.text.files import TooManyFilesError, matching_files, path_problem
 from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer

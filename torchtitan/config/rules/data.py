@@ -7,7 +7,8 @@ from pathlib import Path
 from torchtitan.config.registry import unknown_dataset
 from torchtitan.config.rules.table import Facts, rule
 from torchtitan.config.sections.data import Source, ValidationSet
-from torchtitan.config.sections.schema import Config, Training, Validation
+from torchtitan.config.sections.schema import Config
+from torchtitan.config.sections.training import Training, Validation
 from torchtitan.utils.errors import did_you_mean
 from torchtitan.utils.storage import is_url
 from torchtitan.utils.text import brief

@@ -14,7 +14,8 @@ from torchtitan.config.derive import (
 )
 from torchtitan.config.features import splits_backward
 from torchtitan.config.rules.table import Facts, rule
-from torchtitan.config.sections.schema import Config, MoE
+from torchtitan.config.sections.schema import Config
+from torchtitan.config.sections.training import MoE
 from torchtitan.utils.text import listed
 
 
