@@ -23,12 +23,11 @@ GENERAL = {"replaced"}
 
 
 def workarounds():
+    """All of them; `inspect.isfunction` is false for a cached one."""
     own = [
         function
         for module in (torch_compat, distributed_compat, torchao_compat)
-        for name, function in inspect.getmembers(
-            module, inspect.isroutine
-        )  # cached ones are no functions
+        for name, function in inspect.getmembers(module, inspect.isroutine)
         if not name.startswith("_") and function.__module__ == module.__name__
     ]
     return [f for f in own if f.__name__ not in GENERAL]
