@@ -42,7 +42,7 @@ def built_in(
     tasks: Tasks | None,
     notify: Notify,
 ) -> tuple[Callback, ...]:
-    """Our callbacks, in order.
+    """The built-in callbacks, in order.
 
     Args:
         watch: None if the caller owns the process group.

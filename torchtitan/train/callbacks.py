@@ -1,6 +1,6 @@
 """What precedes, follows or watches a step: the base class of callbacks, and their view of a run.
 
-Ours are in `train/built_in.py`, in the order in which they are called. A user's follow them:
+The built-in ones are in `train/built_in.py`, in the order of their calls. A user's follow them:
 
     from torchtitan.config.registry import callbacks
     from torchtitan.train.callbacks import Callback, Run
@@ -195,7 +195,7 @@ class Notify(Protocol):
 
 
 Arrange = Callable[[tuple[Callback, ...]], Sequence[Callback]]
-"""From ours and the user's callbacks, in order, to those that a run calls."""
+"""Takes the built-in and the user's callbacks, in order, and returns those that a run calls."""
 
 
 def build_callbacks(config: Config) -> tuple[Callback, ...]:

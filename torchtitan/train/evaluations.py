@@ -1,8 +1,11 @@
 """The callbacks that measure the model: validation, samples, benchmarks."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torchtitan.config.sections.evals import Eval, Sampling
+from torchtitan.config.sections.schema import Config
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.inference import generator
 from torchtitan.inference.generator import Continuation, continue_prompts
@@ -11,7 +14,7 @@ from torchtitan.telemetry.metrics import Metrics
 from torchtitan.train.callbacks import Callback, Notify, Run
 from torchtitan.train.logits import Probe
 from torchtitan.train.state import Parts
-from torchtitan.train.step import StepResult, averaged_weights
+from torchtitan.train.step import StepResult, prepare_weights
 from torchtitan.utils.activity import note, phase
 
 
@@ -24,6 +27,16 @@ def is_due(run: Run, freq: int) -> bool:
 def stops_early(run: Run, result: StepResult) -> bool:
     """Whether the run was asked to stop and this is not its last step anyway."""
     return result.stop and run.progress.step < run.config.training.steps
+
+
+@contextmanager
+def _averaged_weights(parts: Parts, config: Config) -> Iterator[None]:
+    """The model with the average of its weights."""
+    assert parts.average is not None
+    with parts.average.swapped():
+        prepare_weights(parts, config)
+        yield
+    prepare_weights(parts, config)
 
 
 class Validate(Callback):
@@ -51,7 +64,7 @@ class Validate(Callback):
         with phase("validation", "validating"):
             results = [one.record() for one in validator.run()]
             if run.config.ema.validation:
-                with averaged_weights(self.parts, run.config):
+                with _averaged_weights(self.parts, run.config):
                     averaged = [one.record() for one in validator.run()]
                 for one, other in zip(results, averaged, strict=True):
                     one["loss_ema"] = other["loss"]

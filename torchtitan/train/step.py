@@ -1,8 +1,7 @@
 """The training step: forward, backward, clip, update."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +64,7 @@ def train_step(
     approve: Callable[[float, float], bool] = _is_finite,
     before_update: Callable[[], None] = lambda: None,
     inspects: bool = False,
-    before_again: Callable[[], None] = lambda: None,
+    before_retry: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Train on one global batch.
 
@@ -78,14 +77,26 @@ def train_step(
             clipped; before the backward if that updates the weights.
         inspects: `before_update` looks at the gradients, so it isn't called with those of a step
             that is done again; the host waits to know.
-        before_again: called before a step is done again.
+        before_retry: called before a step is done again.
     """
     parts.enter(batch.stage)
     learning_rate = parts.schedule.apply(batch.stage)
     max_norm = config.training.max_norm
     optimizer = parts.optimizer
     exchange = parts.exchange
-    lost = False
+    in_backward = isinstance(optimizer, OptimizerInBackward)
+    # The device updates the weights ahead of the host, which then learns loss and norm with one
+    # wait; but where a policy judges them first, the host must know before the weights change.
+    can_skip = isinstance(optimizer, ShardedAdam) and optimizer.clips
+    ahead = can_skip and not agree and not config.training.enable_cpu_offload
+    lost = False  # rows had no room, and `inspects` made the host wait to know
+
+    def announce_update() -> None:
+        nonlocal lost
+        overflow = exchange.overflow if exchange is not None and inspects else None
+        lost = overflow is not None and bool(overflow)
+        if not lost:
+            before_update()
 
     def update(loss: Tensor, norm: Tensor) -> None:
         """Clip and update on the device, before the host knows whether loss and norm are finite."""
@@ -100,20 +111,6 @@ def train_step(
         optimizer.step(divisor=divisor, skip=skip)
         _end_step(parts, skip)
 
-    # Where a policy judges the numbers first, the host must know them before the weights change.
-    can_skip = isinstance(optimizer, ShardedAdam) and optimizer.clips
-    ahead = can_skip and not agree and not config.training.enable_cpu_offload
-    in_backward = isinstance(optimizer, OptimizerInBackward)
-    if in_backward:
-        before_update()
-
-    def complete() -> None:
-        nonlocal lost
-        overflow = exchange.overflow if exchange is not None and inspects else None
-        lost = overflow is not None and bool(overflow)
-        if not lost:
-            before_update()
-
     def attempt() -> BackwardResult:
         return forward_backward(
             parts,
@@ -121,11 +118,13 @@ def train_step(
             max_norm,
             stop,
             agree=agree,
-            before_clip=None if in_backward else complete,
+            before_clip=None if in_backward else announce_update,
             update=update if ahead else None,
         )
 
-    result = attempt() if exchange is None else _with_room(parts, exchange, attempt, before_again)
+    if in_backward:
+        before_update()
+    result = attempt() if exchange is None else _with_room(parts, exchange, attempt, before_retry)
     updated = approve(result.loss, result.grad_norm)
     if not ahead:
         note("updating the weights")
@@ -150,7 +149,7 @@ def _with_room(
     parts: Parts,
     exchange: FixedExchange,
     attempt: Callable[[], BackwardResult],
-    before_again: Callable[[], None],
+    before_retry: Callable[[], None],
 ) -> BackwardResult:
     """A step in whose exchanges all rows had room: the first attempt, or one that counts them.
 
@@ -165,7 +164,7 @@ def _with_room(
     if exchange.overflowed:
         torch._foreach_copy_(sums, before)
         parts.optimizer.zero_grad(set_to_none=True)
-        before_again()
+        before_retry()
         with exchange.counted():
             result = attempt()
     exchange.learn()
@@ -179,16 +178,6 @@ def prepare_weights(parts: Parts, config: Config) -> None:
         and config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp
     ):
         refresh_scales(parts.models)
-
-
-@contextmanager
-def averaged_weights(parts: Parts, config: Config) -> Iterator[None]:
-    """The model with the average of its weights."""
-    assert parts.average is not None
-    with parts.average.swapped():
-        prepare_weights(parts, config)
-        yield
-    prepare_weights(parts, config)
 
 
 def forward_backward(
@@ -224,14 +213,14 @@ def forward_backward(
     local_tokens = int((rows.next_labels != IGNORE_INDEX).sum())
     exchange = parts.exchange
 
-    def complete() -> None:
+    def gradients_complete() -> None:
         if exchange is not None:
             exchange.measure()
         if before_clip is not None:
             before_clip()
 
     loss, norm, total, own, mtp = gradients(
-        parts, rows, local_tokens, 0.0 if update else max_norm, complete
+        parts, rows, local_tokens, 0.0 if update else max_norm, gradients_complete
     )
     if update is not None:
         update(loss, norm)
@@ -243,17 +232,17 @@ def forward_backward(
         rest = torch.stack([x.double() for x in (total, own, asked.answer())])
         needed = [] if exchange is None else [exchange.measured]
         values = torch.cat([outcome, rest, mtp.double(), *needed]).tolist()
+    mean_loss, grad_norm, tokens, own_share, asking, *others = values
     if exchange is not None:
-        exchange.read(values[5 + len(mtp) :])
-    local_loss = values[3] * values[2] / max(local_tokens, 1)
+        exchange.read(others[len(mtp) :])
     return BackwardResult(
-        values[0],
-        values[1],
-        int(values[2]),
+        mean_loss,
+        grad_norm,
+        int(tokens),
         batch.count * batch.tokens.shape[1],
-        local_loss,
-        mtp_losses=tuple(values[5 : 5 + len(mtp)]),
-        stop=values[4] > 0,
+        local_loss=own_share * tokens / max(local_tokens, 1),
+        mtp_losses=tuple(others[: len(mtp)]),
+        stop=asking > 0,
     )
 
 

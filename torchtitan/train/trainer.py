@@ -67,8 +67,8 @@ class Trainer:
             config: derived and validated.
             setup: from `preflight`.
             stop: whether this rank was asked to stop.
-            callbacks: called after ours and those that `training.callbacks` names.
-            arrange: from all callbacks, in order, to those that are called.
+            callbacks: called after the built-in ones and those that `training.callbacks` names.
+            arrange: takes all callbacks in order, and returns those to call.
             connect: starts the default process group, unless there is one.
             build: builds model, optimizer and data.
             device: where this rank computes; None: CUDA if available, else the CPU.
@@ -112,13 +112,13 @@ class Trainer:
         write_config(config)
         note("starting the metrics")
         if self.owns_process_group:
-            began = torchtitan.IMPORTED
+            began = torchtitan.IMPORTED  # this process exists for the run: its imports count, too
         self.telemetry = self._start_telemetry(about, began)
         self._record_skipped()
         added = (*build_callbacks(config), *callbacks)
         self.callbacks = tuple(arrange((*self._built_in(tasks), *added)))
         self.inspects = any(map(looks_at_gradients, self.callbacks))
-        self.run = self._view(LoggedValues(gather=bool(added)))
+        self.run = self._make_run(LoggedValues(gather=bool(added)))
 
     def _make_checkpointer(self, about: dict[str, Any]) -> Checkpointer:
         return Checkpointer(
@@ -159,7 +159,7 @@ class Trainer:
             began=began,
         )
 
-    def _view(self, logged: LoggedValues) -> Run:
+    def _make_run(self, logged: LoggedValues) -> Run:
         parts = self.parts
         return Run(
             self.config,
@@ -251,7 +251,7 @@ class Trainer:
                 approve=lambda loss, grad_norm: self.guard.approve(step, loss, grad_norm),
                 before_update=lambda: self._notify("before_update"),
                 inspects=self.inspects,
-                before_again=lambda: self._seed(progress.step),
+                before_retry=lambda: self._seed(progress.step),
             )
         progress.data = batch.position
         progress.epochs = batch.epochs
@@ -290,9 +290,8 @@ class Trainer:
         step = self.progress.step
         ended = self.telemetry.run_record.end(step, self.config.training.steps, error)
         reason = ended or ("failed" if error is not None else "completed")
-        if isinstance(error, HangError):
-            pass  # the watch has explained it
-        elif self.watch is not None and isinstance(error, Exception):
+        explained = isinstance(error, HangError)  # by the watch itself
+        if self.watch is not None and isinstance(error, Exception) and not explained:
             self.watch.failed(error)
         if error is not None:
             self.checkpointer.settle(COMMIT_SECONDS)
