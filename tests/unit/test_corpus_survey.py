@@ -182,6 +182,21 @@ def test_packed_token_files_are_refused(tmp_path, capsys):
         command.main([str(tmp_path / "tokens")])
 
 
+def test_an_error_names_the_source(tmp_path, monkeypatch):
+    """A file changes between the time it is found and read."""
+    file = tmp_path / "a.txt"
+    file.write_text("text")
+
+    def change(items):
+        batch = list(items)
+        file.write_text("another text")
+        yield batch
+
+    monkeypatch.setattr("torchtitan.tools.corpus.reading.batches_of", change)
+    with pytest.raises(UserError, match=f"^{re.escape(str(file))}: .* changed"):
+        command.main([str(file), "--workers", "1"])
+
+
 def test_more_documents_than_are_kept(tmp_path, capsys, monkeypatch):
     some = texts(2000)
     monkeypatch.setattr(tally, "_KEPT", 300)

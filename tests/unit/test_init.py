@@ -272,7 +272,7 @@ def test_conversations_are_read_as_they_are():
     )
     settings = prepared_settings(request)
     assert settings["training.dataset_path"].value == str(Path("texts").absolute())
-    assert [command.split()[0] for command in prepared_by(request)] == ["hf"], "no tokenizer"
+    assert [step.words[0] for step in prepared_by(request)] == ["hf"], "no tokenizer"
 
 
 def test_a_size_without_a_tokenizer_takes_one_of_the_hub_for_streamed_data(capsys):

@@ -6,6 +6,8 @@ import hashlib
 import json
 import random
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -305,6 +307,23 @@ def test_near_duplicates_are_dropped_and_resumed(tmp_path, missing, capsys, monk
     assert contents(out, apart) == before
     with pytest.raises(UserError, match="or with other options than now"):
         run(folder, out, "--drop-near-duplicates", "90%", "--held-out", "20%")
+
+
+@pytest.mark.e2e
+def test_workers_do_not_receive_ctrl_c():
+    """Else each prints a traceback. This process ends them, so it receives it."""
+    script = """
+import signal
+from functools import partial
+from torchtitan.data.tokens.tokenizing import encode_batches
+
+blocked = partial(signal.pthread_sigmask, signal.SIG_BLOCK)
+print([signal.SIGINT in found for _, found in encode_batches(iter([(0, [])]), blocked, 2)])
+print(signal.SIGINT in blocked([]))
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "[True]\nFalse\n", done.stderr
 
 
 def test_the_package_for_near_duplicates_is_named(tmp_path, monkeypatch):

@@ -9,9 +9,12 @@ and writes a file that trains as it is. Configuration flags prevail over what it
 
 import argparse
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
+from torchtitan.commands import command_module
 from torchtitan.config.load.command_line import config_flags, show_help, split_args
 from torchtitan.tools.launch import project as projects
 from torchtitan.tools.launch import questions
@@ -21,7 +24,7 @@ from torchtitan.tools.launch.layouts import best_layouts, table
 from torchtitan.tools.launch.questions import CPU, devices_per_host, local_gpus
 from torchtitan.tools.launch.request import Choice, Choices, Request
 from torchtitan.tools.planner.hardware import load_hardware
-from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.text import count
 
 
@@ -100,6 +103,12 @@ def parser() -> argparse.ArgumentParser:
         help="write a Slurm job (if there are several nodes)",
     )
     add(
+        "--prepare",
+        action=argparse.BooleanOptionalAction,
+        help="run the commands that make the tokenizer, the tokens and the held-out part (a "
+        "terminal asks; else, and with --yes, they are only printed)",
+    )
+    add(
         "--yes",
         action="store_true",
         help="take all defaults instead of asking",
@@ -129,6 +138,13 @@ def main(argv: list[str]) -> int:
     per_node = options.gpus_per_node or devices_per_host(request.hardware)
     if request.on_cpu and not request.data.is_here:
         raise ConfigError([f"--data: no file or folder {request.data.path}"])
+    if options.prepare and not request.data.is_here:
+        raise ConfigError(
+            [
+                f"--prepare: this machine has no {request.data.path}; without --prepare, `init` "
+                "prints the commands to run where the data is"
+            ]
+        )
     if request.on_cpu and options.slurm:
         raise ConfigError(["--slurm: a job asks for GPUs; choose other hardware, or drop it"])
     nodes, _ = projects.nodes_of(request.devices, per_node)
@@ -147,7 +163,57 @@ def main(argv: list[str]) -> int:
         project.files[projects.HARDWARE] = measured
     projects.write(project)
     print(f"\n{projects.summary(project)}")
+    _finish(project, request, options.prepare, asker)
     return 0
+
+
+def _finish(
+    project: projects.Project,
+    request: Request,
+    prepare: bool | None,
+    asker: Asker,
+) -> None:
+    """Prepare the data, if that is wanted, and print what is left to do then.
+
+    Args:
+        prepare: None asks, if somebody is at the terminal.
+
+    Raises:
+        UserError: a command failed. What is left begins with it, as after Ctrl-C.
+    """
+    left = project.preparation.copy()
+    try:
+        if prepare is None and left and request.data.is_here:
+            default = "yes" if asker.interactive else "no"
+            question = questions.prepare_question(left, request.data, default)
+            prepare = asker.answer(question, None)
+        while prepare and left:
+            print(f"\n{left[0]}", flush=True)
+            _run(*left[0].words)
+            del left[0]
+    finally:
+        print("\nNext:", *left, *project.steps, sep="\n  ", flush=True)
+
+
+def _run(
+    program: str,
+    command: str,
+    *words: str,
+) -> None:
+    """Run a command of this package in this process, or another program.
+
+    Raises:
+        UserError: it failed.
+    """
+    try:
+        if program == "torchtitan":
+            command_module(command).run(list(words))
+        elif shutil.which(program) is None:
+            raise UserError("not found; `pip install huggingface_hub` has it")
+        elif status := subprocess.run([program, command, *words], check=False).returncode:
+            raise UserError(f"failed with status {status}")
+    except UserError as error:
+        raise UserError(f"{program} {command}: {error}") from error
 
 
 def _given(flags: list[str]) -> Choices:

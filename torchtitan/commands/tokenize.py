@@ -32,6 +32,7 @@ from torchtitan.data.tokens.near_duplicates import NearDuplicates
 from torchtitan.data.tokens.tokenizing import HeldOut, Output, is_done, tokenize
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
+from torchtitan.utils.formats import read_json_object
 from torchtitan.utils.meter import Meter
 from torchtitan.utils.text import count, cut, plural, share, show_rate
 
@@ -240,6 +241,12 @@ def _write(
 
 
 def main(argv: list[str]) -> int:
+    print(f"Train on them: {run(argv)}")
+    return 0
+
+
+def run(argv: list[str]) -> str:
+    """Write the token files that are missing; returns the flags to train on all of them."""
     options = parser().parse_args(argv)
     stop = options.on_bad_document == "stop"
     column = options.messages_column or options.text_column
@@ -266,12 +273,7 @@ def main(argv: list[str]) -> int:
         "near_duplicates": near.fingerprint if near else None,
     }
     output = _output(options, options.output, common, options.best_fit)
-    held_out = None
-    if options.held_out:
-        named = options.output
-        folder = named.resolve() if named.name in ("", "..") else named  # has a name then
-        folder = folder.with_name(f"{folder.name}-held-out")
-        held_out = HeldOut(options.held_out, _output(options, folder, common))
+    held_out = _held_out(options, common) if options.held_out else None
     if done := sum(is_done(i, output, held_out) for i in output.existing()):
         print(f"{plural(done, 'part')} already done")
     encoder = Encoder(
@@ -281,7 +283,9 @@ def main(argv: list[str]) -> int:
         messages,
         near,
     )
-    parts = _write(options, encoder, output, held_out, corpus)
+    parts = done
+    if not _is_whole(held_out.output if held_out else output, done):
+        parts = _write(options, encoder, output, held_out, corpus)
     report = _report(output, parts)
     _print_report(options, report)
     train = f"--training.dataset_path {output.folder}"
@@ -296,8 +300,24 @@ def main(argv: list[str]) -> int:
         train += f" --validation.enable --validation.dataset_path {held_out.output.folder}"
     if options.best_fit:
         train += f" --training.seq_len {options.best_fit}"
-    print(f'Train on them: {train} --model.hf_assets_path "{options.tokenizer}"')
-    return 0
+    return f'{train} --model.hf_assets_path "{options.tokenizer}"'
+
+
+def _held_out(options: argparse.Namespace, common: dict[str, Any]) -> HeldOut:
+    """What to hold out, for the folder `DIR-held-out`, which is made."""
+    named = options.output
+    folder = named.resolve() if named.name in ("", "..") else named  # has a name then
+    folder = folder.with_name(f"{folder.name}-held-out")
+    return HeldOut(options.held_out, _output(options, folder, common))
+
+
+def _is_whole(output: Output, parts: int) -> bool:
+    """Whether an earlier run came to its end with as many parts; its report is written last."""
+    try:
+        report = read_json_object(output.folder / f"{output.name}{REPORT}")
+    except (OSError, ValueError):
+        return False
+    return bool(report.get("files") == parts)
 
 
 def _output(

@@ -110,6 +110,12 @@ def _sample(text: str) -> Sample:
 
 
 def main(argv: list[str]) -> int:
+    print(f"Train with it: {run(argv)}")
+    return 0
+
+
+def run(argv: list[str]) -> str:
+    """Train the tokenizer; returns the flags to use it with."""
     options = parser().parse_args(argv)
     corpus = Corpus(
         options.input,
@@ -141,7 +147,7 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         raise UserError(f"--output: can't write to {options.output}: {error}") from error
     _report(options, corpus, trained)
-    return 0
+    return f"--model.hf_assets_path {options.output}"
 
 
 def _make_folder(options: argparse.Namespace) -> None:
@@ -181,4 +187,3 @@ def _report(
             f"That is fewer than --vocab-size {options.vocab_size:,}: the text has no further "
             "pairs to merge"
         )
-    print(f"Train with it: --model.hf_assets_path {options.output}")

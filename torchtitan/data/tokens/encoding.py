@@ -67,6 +67,8 @@ class Encoder:
     """Whether the documents are conversations."""
     near: NearDuplicates | None = None
     """Makes the keys of near-duplicates, if they are looked for."""
+    key: str = "--input"
+    """The option of the documents, for errors."""
 
     def __call__(self, batch: Sequence[Item]) -> Encoded:
         """
@@ -107,10 +109,10 @@ class Encoder:
             except BadDocument as error:
                 problem = f"{item.place}: {error}"
                 if self.stop:
-                    raise bad_document("--input", problem) from None
+                    raise bad_document(self.key, problem) from None
                 bad.append((error.kind, problem))
             except DataError as error:
-                raise UserError(f"--input: {error}") from None
+                raise UserError(f"{self.key}: {error}") from None
         ids += tokenizer.encode_batch(short, dtype)
         joined = np.concatenate(ids) if ids else np.empty(0, dtype)
         lengths = np.array([len(one) for one in ids], np.int64)

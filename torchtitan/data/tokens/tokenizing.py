@@ -7,11 +7,13 @@ Imports no torch.
 
 import multiprocessing
 import os
+import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, groupby
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import IO, Any
@@ -231,6 +233,7 @@ def encode_batches(
         for index, batch in batches:
             yield index, encoder(batch)
         return
+    _start_fork_server()
     waiting: deque[tuple[int, Future[Encoded]]] = deque()
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("forkserver")) as pool:
         try:
@@ -244,6 +247,14 @@ def encode_batches(
                 yield first, future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _start_fork_server() -> None:
+    """Start what starts the workers, so that they don't receive Ctrl-C: this process ends them."""
+    resource_tracker.ensure_running()  # unblocks the signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    forkserver.ensure_running()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 class _Part:

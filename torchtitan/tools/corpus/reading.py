@@ -44,7 +44,7 @@ def read(
     Raises:
         UserError: it can't be read, or is a stream without an end.
     """
-    key = f"{spec.key(source)}.dataset_path" if spec.section else source.name
+    key = _key(spec, source)
     of_messages = f"{spec.key(source)}.messages_column" if spec.section else "--messages-column"
     make = spec.custom.get(source.dataset)
     chat = None
@@ -77,6 +77,11 @@ def read(
         raise UserError(
             "a worker process was killed, probably for lack of memory; give fewer --workers"
         ) from None
+
+
+def _key(spec: DataSpec, source: Source) -> str:
+    """What names the source in errors."""
+    return f"{spec.key(source)}.dataset_path" if spec.section else source.name
 
 
 # ---- documents
@@ -182,6 +187,7 @@ def _encoder(spec: DataSpec, source: Source) -> Encoder:
         source.column,
         stop=False,
         messages=source.messages_column is not None,
+        key=_key(spec, source),
     )
 
 

@@ -117,7 +117,7 @@ def _read(prompt: str) -> str:
     try:
         return input(prompt).strip()
     except EOFError:
-        raise UserError("the input ended before the last question; nothing was written") from None
+        raise UserError("the input ended before the last question") from None
 
 
 def discard_typed() -> None:

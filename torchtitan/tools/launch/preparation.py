@@ -1,7 +1,7 @@
 """What a project needs before it trains, a tokenizer and tokens with a held-out part: the settings
 that name it, and the commands that make it.
 
-`init` itself makes none of it: a corpus may be large, or on another machine.
+`init` prints these commands, or runs them: `--prepare`.
 """
 
 import os
@@ -27,13 +27,24 @@ about so many documents.
 
 
 @dataclass(frozen=True)
+class Step:
+    """A command that makes a part of a project; as text, a line for a shell."""
+
+    words: tuple[str, ...]
+    makes: str
+
+    def __str__(self) -> str:
+        return f"{shlex.join(self.words)}  # {self.makes}"
+
+
+@dataclass(frozen=True)
 class _Tokenizer:
     """The tokenizer of a project."""
 
     folder: str | None
     """None: the shipped one."""
     why: str
-    command: str | None = None
+    step: Step | None = None
     """What makes the folder, unless it is there."""
 
 
@@ -56,20 +67,23 @@ def prepared_settings(request: Request) -> Choices:
     return settings
 
 
-def prepared_by(request: Request) -> list[str]:
+def prepared_by(request: Request) -> list[Step]:
     """The commands that make what the settings name, in order."""
     tokenizer = _tokenizer(request)
-    commands = [tokenizer.command] if tokenizer.command else []
+    steps = [tokenizer.step] if tokenizer.step else []
     if _tokenizes(request):
-        words = ["--input", request.corpus, "--output", str(request.folder / "tokens")]
+        words = ["tokenize", "--input", request.corpus, "--output", request.folder / "tokens"]
         words += ["--tokenizer", _near(tokenizer.folder, request)] if tokenizer.folder else []
         words += [*_text_column(request), "--drop-duplicates"]
         if has_held_out(request):
             words += ["--held-out", f"{100 * _held_out_share(request):.2g}%"]
-        command = shlex.join(["torchtitan", "tokenize", *map(str, words)])
         parts = "the tokens, and a held-out part" if has_held_out(request) else "the tokens"
-        commands.append(f"{command}  # {parts}")
-    return commands
+        steps.append(_step("torchtitan", *words, makes=parts))
+    return steps
+
+
+def _step(*words: object, makes: str) -> Step:
+    return Step(tuple(map(str, words)), makes)
 
 
 def has_held_out(request: Request) -> bool:
@@ -107,15 +121,14 @@ def _tokenizer(request: Request) -> _Tokenizer:
         return _Tokenizer(request.inside("tokenizer"), "in the project's folder")
     if model.repository is None:
         entries = model.args.vocab_size
-        words = [request.corpus, "--vocab-size", entries, "--output", own]
+        words = ["tokenizer", request.corpus, "--vocab-size", entries, "--output", own]
         words += _text_column(request)
         large = request.data.size is None or request.data.size > _SAMPLE
         words += ["--sample", f"{_SAMPLE // 10**9}GB"] if large else []
-        command = shlex.join(["torchtitan", "tokenizer", *map(str, words)])
         return _Tokenizer(
             request.inside("tokenizer"),
             f"{entries:,} entries, trained on the data",
-            f"{command}  # the tokenizer",
+            _step("torchtitan", *words, makes="the tokenizer"),
         )
     if model.published and request.data.path and not request.data.corpus:
         raise ConfigError(
@@ -127,13 +140,12 @@ def _tokenizer(request: Request) -> _Tokenizer:
     fetched = Path("assets/hf", model.repository.rpartition("/")[2])
     if _is_tokenizer(fetched):
         return _Tokenizer(os.path.abspath(fetched), f"the tokenizer of {model.repository}")
-    words = [model.repository, "--include", "tokenizer*", "--local-dir", own]
-    command = shlex.join(["hf", "download", *map(str, words)])
+    words = ["download", model.repository, "--include", "tokenizer*", "--local-dir", own]
     gated = "; gated: needs an HF_TOKEN with access" if model.is_gated else ""
     return _Tokenizer(
         request.inside("tokenizer"),
         f"the tokenizer of {model.repository}",
-        f"{command}  # the tokenizer{gated}",
+        _step("hf", *words, makes=f"the tokenizer{gated}"),
     )
 
 

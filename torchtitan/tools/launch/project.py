@@ -11,7 +11,7 @@ from torchtitan.config.load.render import to_toml
 from torchtitan.config.load.toml_file import HERE
 from torchtitan.config.rules import Facts, check
 from torchtitan.tools.launch.job import Job, check_words, job_name, script
-from torchtitan.tools.launch.preparation import has_held_out, prepared_by
+from torchtitan.tools.launch.preparation import Step, has_held_out, prepared_by
 from torchtitan.tools.launch.recipe import as_flags, config_of, draft, final
 from torchtitan.tools.launch.request import Choice, Choices, Request
 from torchtitan.tools.planner.planner import without_missing_files
@@ -33,8 +33,10 @@ class Project:
 
     folder: Path
     files: dict[str, str]
+    preparation: list[Step]
+    """Commands that make what the files name, in order."""
     steps: list[str]
-    """Commands to run, in order, with comments."""
+    """Commands to run then, with comments."""
     notes: tuple[str, ...] = ()
 
 
@@ -73,7 +75,8 @@ def make_project(
     files = {CONFIG: text}
     if slurm is not None:
         files[SCRIPT] = _script(request, slurm, per_node)
-    return Project(request.folder, files, _steps(request, slurm is not None, per_node), notes)
+    steps = _steps(request, slurm is not None, per_node)
+    return Project(request.folder, files, prepared_by(request), steps, notes)
 
 
 def _name_inside(setting: Choice, request: Request) -> str | None:
@@ -174,8 +177,8 @@ def _steps(
     slurm: bool,
     per_node: int,
 ) -> list[str]:
-    """What is left to do."""
-    steps = prepared_by(request)
+    """What to do with a prepared project."""
+    steps = []
     config = shlex.quote(str(request.folder / CONFIG))
     if request.devices > 1:
         rehearse = f"torchtitan rehearse {config} --world {request.devices}"
@@ -206,7 +209,7 @@ def write(project: Project) -> None:
 
 
 def summary(project: Project) -> str:
-    """What was written, and what comes next."""
+    """What was written."""
     wrote = f"Wrote {', '.join(str(project.folder / name) for name in project.files)}"
     notes = [f"note: {note}" for note in project.notes]
-    return "\n".join([wrote, *notes, "", "Next:", *(f"  {step}" for step in project.steps)])
+    return "\n".join([wrote, *notes])

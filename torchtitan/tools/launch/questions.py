@@ -5,16 +5,17 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchtitan.tools.launch.ask import Question, discard_typed, in_lines
 from torchtitan.tools.launch.data_choice import Data, find_data
 from torchtitan.tools.launch.models import DEBUG, Model, find_model, offered
+from torchtitan.tools.launch.preparation import Step
 from torchtitan.tools.launch.recipe import TOKENS_PER_PARAMETER, default_seq_len, suggested_tokens
 from torchtitan.tools.planner.hardware import Hardware, find_hardware, load_hardware
 from torchtitan.utils.errors import ConfigError
-from torchtitan.utils.text import brief, count, show_tokens
+from torchtitan.utils.text import brief, count, show_size, show_tokens
 
 _UNITS = {
     "": 1.0,
@@ -143,6 +144,29 @@ def folder_question(model: Model | None) -> Question[Path]:
         default,
         required=False,
     )
+
+
+def prepare_question(
+    steps: Sequence[Step],
+    data: Data,
+    default: str,
+) -> Question[bool]:
+    """
+    Args:
+        steps: the commands to run.
+    """
+
+    def parse(text: str) -> bool:
+        answers = {"yes": True, "y": True, "no": False, "n": False}
+        if text.lower() not in answers:
+            raise ConfigError([f"--prepare: {brief(text)} is neither yes nor no"])
+        return answers[text.lower()]
+
+    reads = f", which read {show_size(data.size)} of data" if data.size else ""
+    lines = [f"yes runs these commands{reads}; you can interrupt them and continue later:"]
+    lines += [f"  {step}" for step in steps]
+    text = "Prepare the data now?"
+    return Question("--prepare", text, "\n  ".join(lines), parse, default, required=False)
 
 
 def _count(flag: str, most: int = 10**6) -> Callable[[str], int]:
