@@ -356,6 +356,9 @@ def test_data_that_is_here_is_checked():
     [
         ([], False),
         (["--volume=runs:/runs"], True),
+        (["--volume=runs:/runs", "--job.dump_folder=../x"], False),
+        (["--volume=runs:/runs", "--job.dump_folder=/runs/../x"], False),
+        (["--volume=runs:/runs/a", "--job.dump_folder=../a/x"], True),
         (["--volume=data:/data", "--job.dump_folder=/runs/x"], False),
         (["--volume=data:/data", "--job.dump_folder=/data/x"], True),
         (["--checkpoint.folder=s3://bucket/run"], True),
@@ -455,6 +458,7 @@ def test_refusals_say_what_to_do_instead(case):
         "--volume=Runs:/x",
         "--volume=runs:relative",
         "--volume=runs:/dev/shm",
+        "--volume=runs://etc/torchtitan",
         "--volume=runs:/a:/b",
         "--queue=a b",
         "--node-selector=zone",

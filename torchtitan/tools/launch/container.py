@@ -1,5 +1,6 @@
 """What a container of a job is told and given: its files, its command, and the job as YAML."""
 
+import posixpath
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -126,7 +127,7 @@ def _mount_of(path: str, volumes: list[Volume], workdir: str | None) -> str | No
     """The volume that holds a path."""
     if not path or (workdir is None and not path.startswith("/")):
         return None
-    whole = PurePosixPath(workdir or "/", path)
+    whole = PurePosixPath(posixpath.normpath(PurePosixPath(workdir or "/", path)))
     inner = [one for one in volumes if whole.is_relative_to(one.path)]
     return max(inner, key=lambda one: len(one.path)).name if inner else None
 

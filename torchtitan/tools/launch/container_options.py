@@ -207,7 +207,7 @@ def volume(text: str) -> Volume:
     """Argument type of `NAME:PATH`."""
     name, _, path = text.partition(":")
     taken = ("/", "/dev/shm", "/etc/torchtitan")
-    plain = PurePosixPath(path)
+    plain = PurePosixPath("/", path.lstrip("/"))
     if not path.startswith("/") or ":" in path or ".." in plain.parts or str(plain) in taken:
         raise argparse.ArgumentTypeError(
             f"{brief(text)} is not NAME:PATH, with a path that starts with / and isn't one of "
