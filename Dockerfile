@@ -26,11 +26,9 @@ RUN pip install --no-deps --no-build-isolation . \
     && if [ -n "$EXTRAS" ]; then pip install --constraint constraints.txt "titan-pretrain[$EXTRAS]"; fi
 
 FROM python:${PYTHON}-slim-bookworm
-ARG VERSION=0.1.0
 ARG RUN_AS=torchtitan
 LABEL org.opencontainers.image.title="torchtitan" \
       org.opencontainers.image.description="Pretrain language models from one TOML file" \
-      org.opencontainers.image.version="$VERSION" \
       org.opencontainers.image.licenses="BSD-3-Clause"
 # torch.compile and Triton call a compiler; NCCL opens libibverbs, where there is InfiniBand. Debian
 # keeps only the newest versions, so they can't be pinned.

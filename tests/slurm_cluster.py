@@ -134,7 +134,7 @@ def what_is_missing() -> str | None:
 
 
 class Cluster:
-    """Two nodes of one pretended GPU, accounting, and two partitions: `urgent` preempts `usual`."""
+    """Two nodes of one fake GPU, accounting, and two partitions: `urgent` preempts `usual`."""
 
     def __init__(self, folder: Path):
         self.folder = folder

@@ -1,4 +1,4 @@
-"""What a container of a job is told and given: its files, its command, and the job as YAML."""
+"""Containers of jobs: the files that they need, the launcher's command, and the job as YAML."""
 
 import posixpath
 import re
