@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 
 from torchtitan.config.derive import offloaded_blocks
 from torchtitan.config.sections.parallelism import ActivationCheckpoint
 from torchtitan.models.protocols import Model
-from torchtitan.parallel.collectives import local
+from torchtitan.parallel.collectives import layout_of, local
 from torchtitan.parallel.regions import replace_method
 
 SMALL = 2**12
@@ -206,22 +205,13 @@ class _Saved:
         self._copy = copy
         self._size = shard.size()
         self._stride = shard.stride()
-        self._layout: dict[str, Any] | None = None
-        if isinstance(tensor, DTensor):
-            self._layout = {
-                "device_mesh": tensor.device_mesh,
-                "placements": tensor.placements,
-                "run_check": False,
-                "shape": tensor.size(),
-                "stride": tensor.stride(),
-            }
+        self._sharded = layout_of(tensor)
 
     @staticmethod
     def unpack(saved: Any) -> Tensor:
         if not isinstance(saved, _Saved):
             return saved
-        shard = saved._copy.take().as_strided(saved._size, saved._stride)
-        return shard if saved._layout is None else DTensor.from_local(shard, **saved._layout)
+        return saved._sharded(saved._copy.take().as_strided(saved._size, saved._stride))
 
 
 def _plain(x: Any) -> Tensor | None:

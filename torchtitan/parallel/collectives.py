@@ -1,6 +1,7 @@
 """Sums and decisions over ranks, the global gradient norm, and the local parts of DTensors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,12 +109,17 @@ def storage_of(tensor: Tensor) -> Tensor:
 
 def sharded_like(shard: Tensor, tensor: Tensor) -> Tensor:
     """This rank's `shard` of a tensor laid out like `tensor`, as a DTensor if that is one."""
+    return layout_of(tensor)(shard)
+
+
+def layout_of(tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    """`sharded_like` for later, without keeping the memory of `tensor`."""
     if not isinstance(tensor, DTensor):
-        return shard
-    return DTensor.from_local(
-        shard,
-        tensor.device_mesh,
-        tensor.placements,
+        return lambda shard: shard
+    return partial(
+        DTensor.from_local,
+        device_mesh=tensor.device_mesh,
+        placements=tensor.placements,
         run_check=False,
         shape=tensor.shape,
         stride=tensor.stride(),

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils.checkpoint import checkpoint
 
-from torchtitan.parallel.collectives import local, storage_of
+from torchtitan.parallel.collectives import layout_of, local, storage_of
 from torchtitan.parallel.regions import replace_method
 
 _MARK = "_torchtitan_gathered"
@@ -110,21 +110,13 @@ class _View:
         self._gathered = gathered
         view = local(tensor)
         self._place = view.size(), view.stride(), view.storage_offset()
-        self._layout: dict[str, Any] | None = None
-        if isinstance(tensor, DTensor):
-            self._layout = {
-                "device_mesh": tensor.device_mesh,
-                "placements": tensor.placements,
-                "run_check": False,
-                "shape": tensor.size(),
-                "stride": tensor.stride(),
-            }
+        self._sharded = layout_of(tensor)
 
     def unpack(self) -> Tensor:
         part = local(self._gathered.take())
         if (part.size(), part.stride(), part.storage_offset()) != self._place:
             part = part.as_strided(*self._place)
-        return part if self._layout is None else DTensor.from_local(part, **self._layout)
+        return self._sharded(part)
 
 
 @cache

@@ -28,7 +28,6 @@ class Tally:
         self.first_bad: str | None = None
         self.totals = np.zeros(3, np.int64)
         """Documents, tokens and bytes that were read."""
-        self.tokens_read = 0
         self._rng = np.random.default_rng(seed)
         self._rows: list[tuple[NDArray[Any], NDArray[Any]]] = []
         self._drawn: list[Drawn] = []

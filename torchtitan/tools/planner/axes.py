@@ -19,7 +19,6 @@ AXES = {
 
 _BATCHES = (0.5, 1, 2, 4)
 _LOSS_CHUNKS = (1, 2, 4, 8, 16)
-_AC = "activation_checkpoint."
 _MODES: tuple[Settings, ...] = (
     {"mode": "none"},
     {"mode": "selective", "selective_ac_option": "op"},

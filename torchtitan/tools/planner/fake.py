@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torchtitan.models import layers, norms
 from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel import mesh as meshes
+from torchtitan.parallel.collectives import local, sharded_like
 from torchtitan.tools.planner.tracer import Tracer
 
 
@@ -102,21 +103,8 @@ def take_fake_memory(
     with mode:
         for name, param in list(model.named_parameters()):
             owner, _, leaf = name.rpartition(".")
-            memory: Tensor = torch.empty_like(
-                param.to_local() if isinstance(param, DTensor) else param, device=device
-            )
-            if isinstance(param, DTensor):
-                shape = param.shape
-                stride = param.stride()
-                memory = DTensor.from_local(
-                    memory,
-                    param.device_mesh,
-                    param.placements,
-                    run_check=False,
-                    shape=shape,
-                    stride=stride,
-                )
-            setattr(model.get_submodule(owner), leaf, nn.Parameter(memory))
+            memory = torch.empty_like(local(param), device=device)
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(sharded_like(memory, param)))
         for name, buffer in list(model.named_buffers()):
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, torch.empty_like(buffer, device=device))
@@ -230,14 +218,7 @@ def _rms_norm(
         return _RMSNorm.apply(x, weight)
     assert isinstance(weight, DTensor)
     out = _RMSNorm.apply(x.to_local(), weight.to_local())
-    return DTensor.from_local(
-        out,
-        x.device_mesh,
-        x.placements,
-        run_check=False,
-        shape=x.shape,
-        stride=x.stride(),
-    )
+    return sharded_like(out, x)
 
 
 class _FusedLoss(torch.autograd.Function):
