@@ -244,6 +244,13 @@ def test_options_of_grids_need_one(option, capsys):
     assert "add --grid or --runs" in capsys.readouterr().err
 
 
+def test_a_folder_of_runs_is_local(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        submit(*GRID, "--folder=s3://bucket/grid")
+    assert "--folder: s3://bucket/grid is no local folder" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_is_in_names_and_values_does_not_run(slurm, tmp_path):
     hostile = "'\"`touch injected`$(touch injected);touch injected|&<>(){}*?[]!#~\\ %x"
     folder = tmp_path / f"my {hostile.replace('/', '')}"

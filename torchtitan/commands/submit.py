@@ -46,6 +46,7 @@ from torchtitan.tools.launch.job import (
     array_script,
     check_words,
     job_name,
+    local_folder,
     nodes_and_ranks,
     one_line,
     script,
@@ -118,7 +119,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--folder",
-        type=Path,
+        type=local_folder,
         metavar="FOLDER",
         help="of the runs (<job.dump_folder>-grid)",
     )

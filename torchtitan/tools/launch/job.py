@@ -6,11 +6,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torchtitan.config import Config
 from torchtitan.config.derive import axis_degrees
 from torchtitan.utils.assets import ASSETS, CHECKOUT, PACKAGE, find_config
 from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.storage import is_url
 
 TEMPLATE = PACKAGE / "commands" / "slurm.sbatch"
 MARK = "# -- `torchtitan submit` writes here\n"
@@ -58,6 +60,15 @@ def job_name(text: str) -> str:
             "--output takes a path"
         )
     return one_line(text)
+
+
+def local_folder(text: str) -> Path:
+    """Argument type of a folder that is no URL."""
+    if is_url(text):
+        raise argparse.ArgumentTypeError(
+            f"{text} is no local folder; checkpoint.folder may be a URL"
+        )
+    return Path(text)
 
 
 def check_words(config: str, overrides: Sequence[str]) -> None:
