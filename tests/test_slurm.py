@@ -193,9 +193,19 @@ def test_submit_calls_sbatch(slurm, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("PATH", "CALLS"):
         monkeypatch.setenv(name, slurm.env[name])
-    assert submit("--submit", *LAYOUT, "--training.global_batch_size=64") == 0
+    flags = [*LAYOUT, "--training.global_batch_size=64"]
+    assert submit("--submit", *flags) == 0
     assert calls(tmp_path, "sbatch") == ["--parsable debug_model.sbatch"]
-    assert read_record(tmp_path / "outputs/debug_model").jobs == [77]
+    folder = tmp_path / "outputs/debug_model"
+    assert read_record(folder).jobs == [77]
+    assert read_record(folder).logs(77) == [tmp_path / "debug_model-77.log"]
+    for line, file in {
+        "--output='my logs/%j.out'": tmp_path / "my logs/77.out",
+        "-o /logs/%x.out": Path("/logs/debug_model.out"),
+        "--comment='": tmp_path / "debug_model-77.log",
+    }.items():
+        assert submit("--submit", f"--sbatch={line}", *flags) == 0
+        assert read_record(folder).logs(77) == [file]
 
 
 def test_a_grid_that_is_written_again_knows_its_earlier_jobs(slurm, tmp_path, monkeypatch):

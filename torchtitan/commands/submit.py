@@ -45,6 +45,7 @@ from torchtitan.tools.launch.job import (
     add_job_options,
     array_script,
     check_words,
+    given_log,
     job_name,
     local_folder,
     nodes_and_ranks,
@@ -278,8 +279,7 @@ def _check_sizes(sizes: dict[str, _Size]) -> None:
 def _size(options: argparse.Namespace, argv: list[str]) -> _Size:
     if options.local:
         return _Size((1, 1), options.gpus_per_node or count_gpus() or 1)
-    config = load_config(argv).config
-    return _Size(*nodes_and_ranks(config, options.gpus_per_node, options.nodes))
+    return _Size(*nodes_and_ranks(load_config(argv).config, options.gpus_per_node, options.nodes))
 
 
 # ---- Slurm
@@ -295,17 +295,18 @@ def _write(options: argparse.Namespace, batch: _Batch) -> int:
         text = array_script(job, batch.config, batch.commands, options.at_most)
     else:
         text = script(job, batch.config, batch.commands[0])
-    name = f"{options.job_name}.sbatch"
-    path = Path(options.output or (batch.folder / name if batch.runs else name))
+    beside = batch.folder if batch.runs else Path()
+    path = Path(options.output or beside / f"{options.job_name}.sbatch")
     each = f"{plural(len(batch.runs), 'run')}, each on " if batch.runs else ""
     if options.dry_run:
         print(f"{path}, not written: {each}{size}", file=sys.stderr)
         settings = "\n".join(line for line in text.splitlines() if line.startswith("#SBATCH"))
         print(f"{_table(batch.runs)}\n{settings}" if batch.runs else text.rstrip())
         return 0
+    here = str(Path.cwd()).replace("%", "%%")
     record = jobs.JobRecord(
         options.job_name,
-        log or f"{str(Path.cwd()).replace('%', '%%')}/%x-%j.log",
+        os.path.join(here, given_log(options.sbatch) or log or "%x-%j.log"),
         [run.name for run in batch.runs],
         jobs.submitted(batch.folder),
     )

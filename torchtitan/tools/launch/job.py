@@ -2,9 +2,11 @@
 
 import argparse
 import math
+import re
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +90,16 @@ def check_words(config: str, overrides: Sequence[str]) -> None:
             problems.append(f"{flag}: {error}")
     if problems:
         raise ConfigError(problems)
+
+
+def given_log(lines: Sequence[str]) -> str | None:
+    """The log that the last of some `#SBATCH` lines names; None if none does."""
+    log = None
+    for line in lines:
+        with suppress(ValueError):  # an open quote, which sbatch refuses
+            if match := re.fullmatch("(?:--output[= ]|-o *)(.+)", line):
+                log = " ".join(shlex.split(match[1])[:1])
+    return log
 
 
 def nodes_and_ranks(
