@@ -78,7 +78,8 @@ class Attention(nn.Module):
             k = apply_rope(k, cos, sin, interleaved=self.interleaved)
         options = self.options
         if self.sinks is not None:
-            options = options | {"sinks": self.sinks()}
+            # Not `options | ...`: in torch 2.11, a layer with another window would get this graph.
+            options = {**options, "sinks": self.sinks()}
         out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, **options)
         out = out.transpose(1, 2).flatten(2)
         if self.wg is not None:
