@@ -77,9 +77,9 @@ def _eval(argv: list[str], rank: int) -> int:
         )
     if rank == 0:
         found = scores(results)
-        _report(str(source.folder), results, found, options.output)
         if not source.hugging_face:
             _record(source.folder, found, options)
+        _report(str(source.folder), results, found, options.output)
     return 0
 
 
