@@ -192,6 +192,26 @@ def test_the_chat_template_marks_what_the_assistant_says(tmp_path):
     assert found["input_ids"][:2] == [0, 2]
 
 
+def test_conversations_train_it_by_what_their_messages_say(tmp_path, capsys):
+    says = [("where is the cat?", "on the mat"), ("and the hat?", "on the cat")]
+    with (tmp_path / "chat.jsonl").open("w") as file:
+        for question, answer in says:
+            messages = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+            file.write(json.dumps({"turns": messages}) + "\n")
+    options = ["--vocab-size=290", f"--output={tmp_path / 'made'}", "--messages-column=turns"]
+    command.main([str(tmp_path / "chat.jsonl"), *options])
+    assert "made --training.messages_column turns" in capsys.readouterr().out
+    text = [f"{question}\n{answer}" for question, answer in says]
+    options = ["--vocab-size=290", f"--output={tmp_path / 'other'}", "--chat-template=chatml"]
+    command.main([write(tmp_path / "text", text), *options])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        made = [(tmp_path / folder / name).read_bytes() for folder in ("made", "other")]
+        assert made[0] == made[1]
+
+
 def test_a_bad_document_is_named_or_left_out(tmp_path, capsys):
     file = tmp_path / "text.jsonl"
     good = json.dumps({"text": TEXTS[0]}).encode()

@@ -11,6 +11,7 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
+from torchtitan.data.text.chat import MessageTexts
 from torchtitan.data.text.corpus import Corpus
 from torchtitan.data.text.documents import counted
 from torchtitan.data.text.tokenizer_training import (
@@ -58,6 +59,12 @@ def parser() -> argparse.ArgumentParser:
         default="text",
         metavar="NAME",
         help="column or JSON key of the text (text)",
+    )
+    parser.add_argument(
+        "--messages-column",
+        metavar="NAME",
+        help="train on what the messages of conversations in this column or JSON key say; the "
+        "chat template is chatml unless given",
     )
     parser.add_argument(
         "--on-bad-document",
@@ -117,10 +124,12 @@ def main(argv: list[str]) -> int:
 def run(argv: list[str]) -> str:
     """Train the tokenizer; returns the flags to use it with."""
     options = parser().parse_args(argv)
+    chat = MessageTexts() if options.messages_column else None
     corpus = Corpus(
         options.input,
         "PATH",
-        options.text_column,
+        options.messages_column or options.text_column,
+        chat=chat,
         stop=options.on_bad_document == "stop",
     )
     _make_folder(options)
@@ -140,14 +149,15 @@ def run(argv: list[str]) -> str:
                 options.vocab_size,
                 pattern=options.pattern,
                 special_tokens=options.special_token,
-                chat_template=options.chat_template,
+                chat_template=options.chat_template or ("chatml" if chat else None),
                 sample=sample,
                 advance=advance,
             )
     except OSError as error:
         raise UserError(f"--output: can't write to {options.output}: {error}") from error
     _report(options, corpus, trained)
-    return f"--model.hf_assets_path {options.output}"
+    messages = f" --training.messages_column {options.messages_column}" if chat else ""
+    return f"--model.hf_assets_path {options.output}{messages}"
 
 
 def _make_folder(options: argparse.Namespace) -> None:

@@ -220,6 +220,17 @@ class Chat:
         yield 0, self.encode(text)
 
 
+class MessageTexts:
+    """Reads conversations without a template: what their messages say, a line each."""
+
+    def document(self, value: Any) -> str:
+        """
+        Raises:
+            BadDocument: it is no conversation.
+        """
+        return "\n".join(message.get("content") or "" for message in _checked(value))
+
+
 def _without_marks(text: str) -> Rendered:
     parts = []
     length = begin = 0

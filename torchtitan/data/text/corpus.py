@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchtitan.data.text.chat import MessageTexts
 from torchtitan.data.text.contents import Contents, base_of, sampled
 from torchtitan.data.text.documents import DemoDocuments
 from torchtitan.data.text.files import find_text_files
@@ -45,6 +46,7 @@ class Corpus:
         key: str,
         column: str = "text",
         *,
+        chat: MessageTexts | None = None,
         stop: bool = True,
     ):
         """
@@ -52,6 +54,7 @@ class Corpus:
             paths: files, folders or globs; or `demo`, `demo_validation`.
             key: the option of `paths`, for errors.
             column: column or JSON key of the text.
+            chat: it holds conversations, which `texts` reads by this.
             stop: whether a bad document is an error, or left out.
 
         Raises:
@@ -60,6 +63,7 @@ class Corpus:
         self.paths = [paths] if isinstance(paths, str) else list(paths)
         self.key = key
         self.column = column
+        self.chat = chat
         self.stop = stop
         self.skipped = Counter[str]()
         """Numbers of documents that `texts` left out, by kind."""
@@ -121,7 +125,7 @@ class Corpus:
         """
         for item in self.items(advance):
             try:
-                text = decode(item.content, self.column)
+                text = decode(item.content, self.column, self.chat)
                 hash, size = hash_text(text)
             except BadDocument as error:
                 if self.stop:

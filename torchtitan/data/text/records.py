@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from torchtitan.data.text.chat import Chat
+from torchtitan.data.text.chat import Chat, MessageTexts
 from torchtitan.data.text.files import Format, format_of
 from torchtitan.data.text.json_records import is_array, records_of, without_long_strings
 from torchtitan.data.text.opening import FileStamp, is_compressed, is_damage, open_plain
@@ -141,7 +141,7 @@ def _records(
 def decode(
     content: Any,
     column: str,
-    chat: Chat | None = None,
+    chat: Chat | MessageTexts | None = None,
 ) -> Text:
     """The text of a record's content.
 
@@ -179,7 +179,7 @@ def _held(text: Text) -> Text:
 def _conversation(
     content: Any,
     column: str,
-    chat: Chat,
+    chat: Chat | MessageTexts,
 ) -> Text:
     if isinstance(content, FileText):
         raise BadDocument("not an object", "is plain text, not conversations")

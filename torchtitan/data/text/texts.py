@@ -210,8 +210,7 @@ def missing_column(column: str, names: Iterable[object]) -> BadDocument:
     """The error about a document without the column of the text."""
     has = ", ".join(map(str, names)) or "none"
     advice = (
-        "Name the column that holds the text as text_column, or conversations as messages_column "
-        "(a tokenizer is trained on text alone)"
+        "Name the column that holds the text as text_column, or conversations as messages_column"
     )
     return BadDocument(f"no column {column}", f"no column {column!r}; it has {has}. {advice}")
 
