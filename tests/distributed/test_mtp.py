@@ -14,6 +14,7 @@ from torchtitan.models.layers import attention_backend
 from torchtitan.testing.difference import Tolerances
 from torchtitan.testing.parity import compare
 from torchtitan.train import mtp, step
+from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 MTP = ["--model.overrides.n_mtp=2", "--training.document_mask", "--training.seq_len=96"]
 PP = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=4"]
@@ -40,6 +41,8 @@ def finding(argv, fault=None):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_losses_and_gradients_equal_one_process(ranks, tmp_path, layout):
+    if layout.startswith("ZBV") and torch_is_before_2_13():
+        pytest.skip("refused with torch before 2.13")
     world, extra = LAYOUTS[layout]
     found = ranks(world, finding, arguments(tmp_path, *MTP, *extra, steps=2))[0]
     assert found.problems == []
