@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from torchtitan.commands import data, tokenize
+from torchtitan.data.text.corpus import Corpus
 from torchtitan.data.text.files import find_token_files
 from torchtitan.data.text.texts import HeldText
 from torchtitan.data.text.tokenizer import build_tokenizer
+from torchtitan.data.text.tokenizer_training import train_tokenizer
 from torchtitan.data.tokens.duplicates import Seen
 from torchtitan.data.tokens.near_duplicates import NearDuplicates
 from torchtitan.utils.errors import UserError
@@ -337,3 +339,16 @@ def test_a_similarity_that_drops_too_much_is_refused(capsys):
     with pytest.raises(SystemExit):
         tokenize.parser().parse_args(["--input=x", "--output=y", "--drop-near-duplicates=20%"])
     assert "must be 50% or more" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_was_trained_again_is_read_again(tmp_path):
+    folder = write(tmp_path / "texts", TEXTS)
+    made = tmp_path / "tokenizer"
+    for words in ("text word", "drow txet"):
+        other = write(tmp_path / words, [words])
+        train_tokenizer(Corpus(str(other), "PATH"), made, 300)
+        output = tmp_path / f"tokens of {words}"
+        run(folder, output, "--tokenizer", str(made), part=1000)
+        ids = np.fromfile(output / "tokens-00000.bin", np.uint16)
+        text = build_tokenizer(str(made)).decode(ids.tolist())
+        assert text.replace("<|begin_of_text|>", "").split("<|end_of_text|>")[:-1] == TEXTS

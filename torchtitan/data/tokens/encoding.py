@@ -127,15 +127,18 @@ class Encoder:
         )
 
 
-_OPENED: dict[str, Tokenizer] = {}
+def open_again(path: str) -> Tokenizer:
+    """`tokenizer_of` as it is now: since an earlier call, another may have been trained there."""
+    tokenizer_of.cache_clear()
+    _chat.cache_clear()
+    return tokenizer_of(path)
 
 
+@cache
 def tokenizer_of(path: str) -> Tokenizer:
     """The tokenizer of this process, which uses one core."""
-    if path not in _OPENED:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        _OPENED[path] = build_tokenizer(path)
-    return _OPENED[path]
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    return build_tokenizer(path)
 
 
 @cache

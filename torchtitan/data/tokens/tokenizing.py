@@ -27,7 +27,7 @@ from torchtitan.data.text.hashing import uniform
 from torchtitan.data.text.texts import FileText, HeldBytes
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.data.tokens.duplicates import HASH, Seen, save_hashes
-from torchtitan.data.tokens.encoding import Encoded, Encoder, tokenizer_of
+from torchtitan.data.tokens.encoding import Encoded, Encoder, open_again
 from torchtitan.data.tokens.token_files import token_dtype, write_token_file
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
@@ -194,7 +194,7 @@ def tokenize(
             for _ in part:  # the part was done
                 pass
 
-    tokenizer = tokenizer_of(encoder.tokenizer)
+    tokenizer = open_again(encoder.tokenizer)
     seen = Seen() if drop_duplicates else None
     following = 0
     every = encode_batches(todo(), encoder, workers)
