@@ -218,7 +218,10 @@ def test_optimizer_state_that_a_checkpoint_cannot_hold_is_named(state, text):
     optimizer = build_optimizer([nn.Linear(2, 3, bias=False)], config, Custom())
     assert optimizer.param_groups[0].keys() >= {"lr", "weight_decay", "lr_scale"}
     if text is None:
+        steps = []
+        optimizer.register_step_post_hook(lambda *_: steps.append(1))
         optimizer.step()
+        assert steps == [1], "hooks of others are called, too"
         return
     with pytest.raises(UserError, match=text):
         optimizer.step()

@@ -59,15 +59,20 @@ def make_registered(
             "keep the groups"
         )
 
+    checked = False
+
     def check_once(stepped: torch.optim.Optimizer, *_: Any) -> None:
-        hook.remove()
+        nonlocal checked
+        if checked:  # torch goes through its hooks now: none may be removed
+            return
+        checked = True
         for param, state in stepped.state.items():
             for slot, value in state.items():
                 problem = _unsavable(value, param)
                 if problem:
                     raise UserError(f"{key}: state {slot!r} of {names[param]} {problem}")
 
-    hook = built.register_step_post_hook(check_once)
+    built.register_step_post_hook(check_once)
     return built
 
 
