@@ -23,7 +23,8 @@ from torchtitan.checkpoint.streamed import LazyPlanner
 from torchtitan.models import parameter_names, spec_of_hf
 
 PIECE = 2**25
-MEMORY = 200e6
+MEMORY = 5 * 2 * PIECE
+"""Bytes of a piece in fp32, of what it is unpacked from in steps, and of what is freed but kept."""
 MODELS = {
     "gpt-oss-120b": (GPT_OSS_120B, gpt_oss, 116_829_156_672, 65e9),
     "DeepSeek-V3": (DEEPSEEK_V3, deepseek_v3, 671_026_404_352, 680e9),
