@@ -6,10 +6,7 @@ where torchtitan/utils/assets.py finds them.
 
 from setuptools import find_packages, setup
 
-ASSETS = {
-    "train_configs": ["*.toml"],
-    "tests/assets/tokenizer": ["*.json"],
-}
+ASSETS = {"train_configs": ["*.toml"], "tests/assets/tokenizer": ["*.json"]}
 PACKAGES = {f"torchtitan.assets.{folder.replace('/', '.')}": folder for folder in ASSETS}
 
 setup(

@@ -52,10 +52,7 @@ RECIPES = {
     "MXFP8": MX,
     "control: bf16 weights": [*BF16, "training.dtype=bfloat16"],
     "control: fp32": ["training.mixed_precision_param=float32"],
-    "Float8 rowwise_with_gw_hp": [
-        *FLOAT8,
-        "quantize.linear.float8.recipe_name=rowwise_with_gw_hp",
-    ],
+    "Float8 rowwise_with_gw_hp": [*FLOAT8, "quantize.linear.float8.recipe_name=rowwise_with_gw_hp"],
 }
 
 Curve = dict[int, float]

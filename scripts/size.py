@@ -42,9 +42,7 @@ class Size:
 
     def __add__(self, other: "Size") -> "Size":
         return Size(
-            self.files + other.files,
-            self.code_lines + other.code_lines,
-            self.tokens + other.tokens,
+            self.files + other.files, self.code_lines + other.code_lines, self.tokens + other.tokens
         )
 
     @property

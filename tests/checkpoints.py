@@ -132,11 +132,7 @@ def rank_file(step: Path, rank: int = 0) -> dict[str, Any]:
     return content
 
 
-def seal_rank(
-    step: Path,
-    content: Any,
-    rank: int = 0,
-) -> None:
+def seal_rank(step: Path, content: Any, rank: int = 0) -> None:
     """Write any file of a rank with the right checksum, and the manifest's totals."""
     (step / f"__{rank}.json").write_bytes(sealed(content))
     written = manifest(step)["written"]

@@ -25,15 +25,15 @@ LONG_TIER: dict[str, dict[str, tuple[str, ...]]] = {
             "one rank, no pipeline, plain",
             "dp_replicate 2, no pipeline, plain",
             "pp 2, 1F1B, plain",
-        ),
+        )
     },
     # Plain heads over cp by all-to-all and latent ones over cp and tp stay, and a pipeline.
     "distributed/test_qk_clip.py": {
-        "test_every_layout_clips_as_one_process": ("dp 2", "tp 2-False", "cp 2-False"),
+        "test_every_layout_clips_as_one_process": ("dp 2", "tp 2-False", "cp 2-False")
     },
     # Schedules with and without split backwards stay.
     "distributed/test_mtp.py": {
-        "test_losses_and_gradients_equal_one_process": ("Interleaved1F1B",),
+        "test_losses_and_gradients_equal_one_process": ("Interleaved1F1B",)
     },
     # 1F1B, a schedule with split backwards, and a cut of each kind stay.
     "distributed/test_pipeline.py": {
@@ -62,7 +62,7 @@ LONG_TIER: dict[str, dict[str, tuple[str, ...]]] = {
         "test_async_modes_write_the_same_checkpoint": ("disabled", "async_with_pinned_mem"),
     },
     "distributed/test_hf_in_training.py": {
-        "test_hugging_face_weights_go_in_and_out_of_layouts": ("two",),
+        "test_hugging_face_weights_go_in_and_out_of_layouts": ("two",)
     },
     # One mode of saving in a bucket stays; a kill and retention are tested on a local disk.
     "distributed/test_remote_checkpoint.py": {
@@ -83,7 +83,7 @@ LONG_TIER: dict[str, dict[str, tuple[str, ...]]] = {
         "test_what_reducing_once_costs": (),
     },
     "distributed/test_plan_closed_forms.py": {
-        "test_closed_forms_agree_with_a_trace": ("argv1", "argv3"),
+        "test_closed_forms_agree_with_a_trace": ("argv1", "argv3")
     },
     "distributed/test_low_precision.py": {
         "test_training_in_8_bits_stays_within_a_percent_of_bf16": (
@@ -102,32 +102,26 @@ LONG_TIER: dict[str, dict[str, tuple[str, ...]]] = {
             "mode=memory_budget",
             "pipeline_parallel_first_stage_less_layers=0 pipeline_parallel_last_stage_less_layers=0"
             " pipeline_parallel_degree=2 pipeline_parallel_schedule=DualPipeV",
-        ),
+        )
     },
     "distributed/test_accumulation.py": {
-        "test_what_is_kept_between_batches": ("one rank", "fsdp, offloaded", "ddp", "hsdp"),
+        "test_what_is_kept_between_batches": ("one rank", "fsdp, offloaded", "ddp", "hsdp")
     },
     "distributed/test_checkpoint_tools.py": {
-        "test_to_hf_and_back_is_bitwise_equal": ("qwen3]", "qwen2_5", "mistral"),
+        "test_to_hf_and_back_is_bitwise_equal": ("qwen3]", "qwen2_5", "mistral")
     },
     # Layouts of all kinds of model stay, two of them.
     "distributed/test_random_layouts.py": {
-        "test_a_random_layout_equals_one_process_or_is_refused": ("runs-3", "runs-4", "mixtures-4"),
+        "test_a_random_layout_equals_one_process_or_is_refused": ("runs-3", "runs-4", "mixtures-4")
     },
-    "distributed/test_step.py": {
-        "test_update_before_the_host_knows_the_norm": ("tp",),
-    },
-    "distributed/test_examples.py": {
-        "test_gated_attention_trains_as_on_one_process": ("4",),
-    },
-    "distributed/test_ema.py": {
-        "test_average_wherever_weights_are": ("bf16, offload",),
-    },
+    "distributed/test_step.py": {"test_update_before_the_host_knows_the_norm": ("tp",)},
+    "distributed/test_examples.py": {"test_gated_attention_trains_as_on_one_process": ("4",)},
+    "distributed/test_ema.py": {"test_average_wherever_weights_are": ("bf16, offload",)},
     "distributed/test_sampling.py": {
-        "test_greedy_texts_are_those_of_plain_forwards": ("2-layout1", "2-layout3", "2-layout4"),
+        "test_greedy_texts_are_those_of_plain_forwards": ("2-layout1", "2-layout3", "2-layout4")
     },
     "distributed/test_evals.py": {
-        "test_scores_are_those_of_the_hf_backend": ("2-layout2", "2-layout3"),
+        "test_scores_are_those_of_the_hf_backend": ("2-layout2", "2-layout3")
     },
     "faults/test_guard.py": {
         "test_rewind_is_a_run_that_never_saw_the_batches_before_the_spike": ("pp",),
@@ -136,11 +130,9 @@ LONG_TIER: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_spike_with_no_checkpoint_to_go_back_to_is_skipped": ("skip",),
     },
     # A hang in the data, in a collective, in a pipeline and in a save stays.
-    "faults/test_hang.py": {
-        "test_a_rank_that_does_not_exchange_rows_with_experts": (),
-    },
+    "faults/test_hang.py": {"test_a_rank_that_does_not_exchange_rows_with_experts": ()},
     "faults/test_sources.py": {
-        "test_a_stall_is_an_error_of_its_rank_before_any_collective_times_out": (),
+        "test_a_stall_is_an_error_of_its_rank_before_any_collective_times_out": ()
     },
     # A kill in a collective, before the metadata and between the renames stays.
     "faults/test_kills.py": {
@@ -148,30 +140,26 @@ LONG_TIER: dict[str, dict[str, tuple[str, ...]]] = {
             "in_a_forward",
             "in_the_manifest",
             "in_a_deletion",
-        ),
+        )
     },
     # Ctrl-C with one rank stays, and so do signals to the launcher.
-    "faults/test_preemption.py": {
-        "test_ctrl_c_saves_and_the_same_command_resumes": ("2",),
-    },
+    "faults/test_preemption.py": {"test_ctrl_c_saves_and_the_same_command_resumes": ("2",)},
     # A save in flight stays; all ranks agree by the same reduction in a pipeline.
     "faults/test_stop_agreement.py": {
-        "test_the_last_rank_is_asked_and_all_save_the_same_step": ("pipeline",),
+        "test_the_last_rank_is_asked_and_all_save_the_same_step": ("pipeline",)
     },
     # Empty data stay, found by the rank as these are; others are found before torch is imported.
     "tests/test_launch.py": {
-        "test_bad_input_is_one_message_without_a_traceback": ("cut data", "hf weights"),
+        "test_bad_input_is_one_message_without_a_traceback": ("cut data", "hf weights")
     },
     "faults/test_storage.py": {
         "test_full_disk_leaves_earlier_checkpoints_intact": ("disabled",),
         "test_a_damaged_checkpoint_is_reported_and_the_previous_one_loaded": ("flip_a_bit",),
     },
     "faults/test_resources.py": {
-        "test_nan_on_one_rank_or_stage_stops_all_before_the_update": ("pp",),
+        "test_nan_on_one_rank_or_stage_stops_all_before_the_update": ("pp",)
     },
-    "unit/test_skipped_documents.py": {
-        "test_a_run_records_what_it_skipped": ("stream",),
-    },
+    "unit/test_skipped_documents.py": {"test_a_run_records_what_it_skipped": ("stream",)},
 }
 """File, test, and the beginnings of ids."""
 

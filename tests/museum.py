@@ -314,12 +314,7 @@ EXHIBITS = [
         "parity: first wrong: layers.1.moe.experts.w3; 2.00x",
         EP,
     ),
-    Exhibit(
-        own_experts_in_the_norm,
-        "torchtitan #4154",
-        "parity: gradient norm",
-        EP,
-    ),
+    Exhibit(own_experts_in_the_norm, "torchtitan #4154", "parity: gradient norm", EP),
     Exhibit(
         mtp_of_each_rank,
         "Megatron-LM #1532",

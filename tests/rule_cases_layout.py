@@ -58,7 +58,7 @@ LAYOUT_CASES = {
             ],
             "tensor_parallel_degree 3 = 6, whose ranks it shares; set it to one of 1, 2, 3, 6",
             ["--parallelism.expert_parallel_degree=6"],
-        ),
+        )
     ],
     "batch_divides": [
         (
@@ -229,7 +229,7 @@ LAYOUT_CASES = {
             ],
             "runs a schedule from a file",
             ["--parallelism.pipeline_parallel_schedule_csv=some.csv"],
-        ),
+        )
     ],
     "graphs_find_what_they_recorded": [
         (world, [*GRAPHS, *bad], f"compile.cuda_graphs{text}", fix)

@@ -11,7 +11,7 @@ RUN_CASES = {
             ["--training.dtype=bfloat16", "--training.mixed_precision_param=float32"],
             "set both to bfloat16",
             ["--training.mixed_precision_param=bfloat16"],
-        ),
+        )
     ],
     "keys_agree": [
         (
@@ -60,7 +60,7 @@ RUN_CASES = {
             ["--checkpoint.enable", "--checkpoint.folder=memory://run"],
             "has its own memory://",
             ["--checkpoint.folder=checkpoint"],
-        ),
+        )
     ],
     "uploads_go_elsewhere": [
         (
@@ -116,7 +116,7 @@ RUN_CASES = {
             ],
             "needs optimizer state",
             ["--checkpoint.initial_load_model_only=true"],
-        ),
+        )
     ],
     "profile_fits_its_period": [
         (
@@ -124,7 +124,7 @@ RUN_CASES = {
             ["--profiling.enable_profiling", "--profiling.profile_freq=3"],
             "set it to 4 or more",
             ["--profiling.profile_freq=4"],
-        ),
+        )
     ],
     "worker_options_need_workers": [
         (
@@ -132,7 +132,7 @@ RUN_CASES = {
             ["--validation.dataloader.persistent_workers"],
             "needs num_workers",
             ["--validation.dataloader.num_workers=1"],
-        ),
+        )
     ],
     "data_fails_before_collectives": [
         (
@@ -164,7 +164,7 @@ RUN_CASES = {
             ["--debug.deterministic_warn_only"],
             "without debug.deterministic",
             ["--debug.deterministic"],
-        ),
+        )
     ],
     "validation_sees_data": [
         (
@@ -238,7 +238,7 @@ RUN_CASES = {
             ["--notifications.interval_seconds=9"],
             "no effect without webhook_env or command",
             ["--notifications.command=mail"],
-        ),
+        )
     ],
     "validation_sets_are_distinct": [
         (
@@ -254,9 +254,7 @@ RUN_CASES = {
             ["--validation.dataset=c4_validation"],
         ),
     ],
-    "evals_have_tasks": [
-        (1, ["--eval.enable"], "at least one task", ["--eval.tasks=hellaswag"]),
-    ],
+    "evals_have_tasks": [(1, ["--eval.enable"], "at least one task", ["--eval.tasks=hellaswag"])],
     "datasets_are_known": [
         (
             1,

@@ -11,12 +11,7 @@ Tensors = Mapping[str, tuple[str, tuple[int, ...]]]
 """Dtype and shape by name."""
 
 
-def write_sparse(
-    folder: Path,
-    config: Mapping[str, Any],
-    tensors: Tensors,
-    files: int,
-) -> int:
+def write_sparse(folder: Path, config: Mapping[str, Any], tensors: Tensors, files: int) -> int:
     """Write `config.json`, the index, and so many safetensors, all of whose values are zero.
 
     Returns:

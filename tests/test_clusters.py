@@ -26,10 +26,7 @@ ELASTIC = ["--nodes=1:2", "--", "--training.global_batch_size=128", "--fault_tol
 GRID = ["--nodes=2", "--grid=optimizer.lr=1e-4,3e-4"]
 HOSTILE = "'\"`touch injected`$(touch injected);touch injected|&<>(){}*?[]!#~\\ %x $$(A) $HOME"
 SKY_SCHEMA = ROOT / "tests/assets/skypilot_task.schema.json"
-SCHEMAS = {
-    "JobSet": models.JobsetV1alpha2JobSet,
-    "ConfigMap": models.IoK8sApiCoreV1ConfigMap,
-}
+SCHEMAS = {"JobSet": models.JobsetV1alpha2JobSet, "ConfigMap": models.IoK8sApiCoreV1ConfigMap}
 """Models of the `kubeflow_trainer_api` package, made from the schemas of JobSet and Kubernetes."""
 JOB_FAILURE_REASONS = {
     "BackoffLimitExceeded",
@@ -438,10 +435,7 @@ REFUSED = {
         [*SKY[:-1], "--folder=/runs/grid", *GRID, "--output=all.yaml"],
         ["--output: SkyPilot takes one file per run; leave their names to --job-name"],
     ),
-    "two volumes": (
-        [*JOBSET, "--volume=other:/runs"],
-        ["--volume: two are at one path"],
-    ),
+    "two volumes": ([*JOBSET, "--volume=other:/runs"], ["--volume: two are at one path"]),
 }
 
 
@@ -537,12 +531,7 @@ def run_sky(task, folder, rank=0, **env):
     script.write_text(task["run"])
     command = ["bash", "-i", str(script)]
     return subprocess.Popen(
-        command,
-        env=env,
-        cwd=folder,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
+        command, env=env, cwd=folder, text=True, stdin=subprocess.DEVNULL, start_new_session=True
     )
 
 

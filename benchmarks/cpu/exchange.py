@@ -21,14 +21,7 @@ import torch.distributed as dist
 from torchtitan.parallel.exchange import FixedExchange
 from torchtitan.parallel.room import Room
 
-SIZES = {
-    "n_layers": 4,
-    "dim": 64,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "head_size": 16,
-    "expert_dim": 32,
-}
+SIZES = {"n_layers": 4, "dim": 64, "n_heads": 4, "n_kv_heads": 2, "head_size": 16, "expert_dim": 32}
 SEQ_LEN = 128
 ROWS = 2
 TOP_K = 4
@@ -80,11 +73,7 @@ def train(folder: str, steps: int, extra: list[str]) -> None:
         Path(folder, "needed.json").write_text(json.dumps(result))
 
 
-def replay(
-    needed: list[list[Room]],
-    headroom: float,
-    ranks: int,
-) -> tuple[int, float]:
+def replay(needed: list[list[Room]], headroom: float, ranks: int) -> tuple[int, float]:
     """Steps done again, and the mean share of empty slots, with this headroom."""
     layers = {i: SimpleNamespace(room=None, empty=0.0) for i in range(len(needed[0]))}
     exchange = FixedExchange(layers, len(layers), headroom, torch.device("cpu"))  # type: ignore[arg-type]

@@ -53,9 +53,7 @@ def by_hand(run: Run) -> None:
         from torch.distributed.fsdp import fully_shard as shard
 
         low = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
         fully_shard = partial(shard, mp_policy=low if run.bf16 else MixedPrecisionPolicy())
         dist.init_process_group("gloo")

@@ -53,10 +53,7 @@ _FREE = (
 """Beginnings of names of operators that start no kernel, besides views."""
 CHUNK = 65_536
 """Elements of a block of a multi-tensor kernel (`ATen/native/cuda/MultiTensorApply.cuh`)."""
-LIMITS = {
-    12: (320, (110, 64, 48, 36, 30)),
-    13: (2240, (770, 448, 336, 252, 210)),
-}
+LIMITS = {12: (320, (110, 64, 48, 36, 30)), 13: (2240, (770, 448, 336, 252, 210))}
 """By version of CUDA, from there: blocks of a launch, and its tensors by the number of lists."""
 
 
@@ -316,12 +313,7 @@ class StepTrace:
 
 
 def trace_step(
-    arguments: Sequence[str],
-    world: int,
-    rank: int = 0,
-    *,
-    acts: bool = False,
-    cuda: int = 13,
+    arguments: Sequence[str], world: int, rank: int = 0, *, acts: bool = False, cuda: int = 13
 ) -> StepTrace:
     """Trace the second step of one rank; the first makes the optimizer's state.
 

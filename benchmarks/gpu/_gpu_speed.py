@@ -194,11 +194,7 @@ def _measuring(found: list[Figures], *, last: bool) -> Iterator[None]:
         where = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
         kernels = sum(event.device_type == where for event in profile.events())
     found.append(
-        {
-            "host_ms": 1e3 * (host - began),
-            "device_ms": 1e3 * (done - began),
-            "kernels": kernels,
-        }
+        {"host_ms": 1e3 * (host - began), "device_ms": 1e3 * (done - began), "kernels": kernels}
     )
 
 

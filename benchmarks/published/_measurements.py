@@ -192,12 +192,7 @@ def _arguments(row: dict[str, str]) -> list[str]:
     ]
 
 
-def _stages(
-    flavor: str,
-    overrides: Mapping[str, Any],
-    pp: int,
-    per_stage: str,
-) -> dict[str, Any]:
+def _stages(flavor: str, overrides: Mapping[str, Any], pp: int, per_stage: str) -> dict[str, Any]:
     """Layers per stage; the embedding and the output count as a layer where only then the stages
     come out even. What predicts further tokens is a layer.
     """

@@ -25,10 +25,7 @@ P = "--parallelism."
 CHATS = [say(f"Say {i}. " * (1 + i % 3), "word " * (1 + i % 9), "More", f"{i}") for i in range(60)]
 LAYOUTS = {
     "dp 2, accumulation": (2, ["--training.local_batch_size=2"]),
-    "cp 2 x tp 2": (
-        4,
-        [f"{P}context_parallel_degree=2", f"{P}tensor_parallel_degree=2"],
-    ),
+    "cp 2 x tp 2": (4, [f"{P}context_parallel_degree=2", f"{P}tensor_parallel_degree=2"]),
     "pp 2, chunks": (
         2,
         [

@@ -16,11 +16,7 @@ from torchtitan.models import attention_kernel
 from torchtitan.models.attention_kernel import block_backward, block_forward
 from torchtitan.models.layers import document_mask
 from torchtitan.parallel import context
-from torchtitan.parallel.context import (
-    merge_blocks,
-    ring_attention,
-    ring_attention_backend,
-)
+from torchtitan.parallel.context import merge_blocks, ring_attention, ring_attention_backend
 from torchtitan.parallel.context_layout import local_positions
 from torchtitan.testing.difference import rounding
 

@@ -35,11 +35,7 @@ def two_ranks():
     dist.destroy_process_group()
 
 
-def run_layers(
-    family,
-    group=None,
-    room=None,
-):
+def run_layers(family, group=None, room=None):
     """The forward and backward of each layer, with the experts on the ranks of `group`."""
     spec = get_spec(family)
     args = spec.flavors["debugmodel"]

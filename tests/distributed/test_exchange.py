@@ -67,11 +67,7 @@ CASES = {
     "zero bubble": (4, [*PIPELINE, f"{P}pipeline_parallel_schedule=ZBVZeroBubble"]),
     "DualPipeV": (
         4,
-        [
-            *PIPELINE,
-            f"{P}pipeline_parallel_schedule=DualPipeV",
-            "--training.local_batch_size=4",
-        ],
+        [*PIPELINE, f"{P}pipeline_parallel_schedule=DualPipeV", "--training.local_batch_size=4"],
     ),
     "offloaded": (2, ["--training.enable_cpu_offload"]),
     "Muon, activations offloaded": (
@@ -94,10 +90,7 @@ CASES = {
             "--quantize.grouped_mm.mx.recipe_name=mxfp8_emulated",
         ],
     ),
-    "gpt_oss, with biases": (
-        2,
-        ["--model.name=gpt_oss", "--model.overrides.expert_dim=32"],
-    ),
+    "gpt_oss, with biases": (2, ["--model.name=gpt_oss", "--model.overrides.expert_dim=32"]),
     "deepseek_v3, with further tokens": (
         2,
         [
@@ -140,8 +133,7 @@ def outcome(folder, run):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in SUITE else pytest.mark.slow) for name in CASES],
+    "name", [pytest.param(name, marks=[] if name in SUITE else pytest.mark.slow) for name in CASES]
 )
 def test_fixed_is_counted(ranks, tmp_path, name):
     """Also if hardly a step's rows have room."""

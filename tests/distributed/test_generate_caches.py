@@ -58,13 +58,7 @@ def build(kind):
 
 def generator(model, mesh=None):
     return TextGenerator(
-        model,
-        torch.device("cpu"),
-        rows=4,
-        max_seq_len=SEQ,
-        vocab_size=160,
-        stop=(),
-        mesh=mesh,
+        model, torch.device("cpu"), rows=4, max_seq_len=SEQ, vocab_size=160, stop=(), mesh=mesh
     )
 
 

@@ -37,10 +37,7 @@ def test_a_resumed_run_has_one_account(ranks, tmp_path):
     first, second = run["starts"]
     assert [
         (s["ranks"], s["layout"], s["resumed_step"], s["step"], s["end"]) for s in run["starts"]
-    ] == [
-        (1, {}, 0, 4, "completed"),
-        (2, {"tp": 2}, 4, 6, "completed"),
-    ]
+    ] == [(1, {}, 0, 4, "completed"), (2, {"tp": 2}, 4, 6, "completed")]
     assert second["devices"] == {"cpu": 2}
     assert sum(second["hosts"].values()) == 2
     assert first["data"]["sources"] == second["data"]["sources"]

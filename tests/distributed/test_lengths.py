@@ -15,10 +15,7 @@ STAGE = (
     f"rope_theta = 1e5, rope_scaling = {YARN}}}]"
 )
 P = "--parallelism."
-LAYOUTS = {
-    "cp 2": [f"{P}context_parallel_degree=2"],
-    "pp 2": [f"{P}pipeline_parallel_degree=2"],
-}
+LAYOUTS = {"cp 2": [f"{P}context_parallel_degree=2"], "pp 2": [f"{P}pipeline_parallel_degree=2"]}
 
 
 def staged(folder, *extra, steps=6):

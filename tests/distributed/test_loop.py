@@ -16,10 +16,7 @@ def looped(argv):
 
 @pytest.mark.parametrize(
     ("world", "layout"),
-    [
-        (1, []),
-        (4, [f"{P}tensor_parallel_degree=2", f"{P}pipeline_parallel_degree=2"]),
-    ],
+    [(1, []), (4, [f"{P}tensor_parallel_degree=2", f"{P}pipeline_parallel_degree=2"])],
     ids=["one rank", "pp 2 x tp 2"],
 )
 def test_the_losses_are_the_trainers(ranks, tmp_path, world, layout):

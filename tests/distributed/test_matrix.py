@@ -8,13 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support_matrix.__main__ import main
-from tests.support_matrix.cells import (
-    FEATURES,
-    NAMED_SCHEDULES,
-    SCHEDULE_LAYOUTS,
-    Cell,
-    cells,
-)
+from tests.support_matrix.cells import FEATURES, NAMED_SCHEDULES, SCHEDULE_LAYOUTS, Cell, cells
 from tests.support_matrix.document import read_document
 from tests.support_matrix.measure import Lab
 from torchtitan.utils.torch_compat import torch_is_before_2_13

@@ -16,10 +16,7 @@ PACKED = ["--training.packing=best_fit", "--training.document_mask", "--training
 LAYOUTS = {
     "dp 2, accumulation": (2, ["--training.local_batch_size=2"]),
     "cp 2 x tp 2": (4, [f"{P}context_parallel_degree=2", f"{P}tensor_parallel_degree=2"]),
-    "pp 2": (
-        2,
-        [f"{P}pipeline_parallel_degree=2", f"{P}pipeline_parallel_microbatch_size=2"],
-    ),
+    "pp 2": (2, [f"{P}pipeline_parallel_degree=2", f"{P}pipeline_parallel_microbatch_size=2"]),
 }
 
 

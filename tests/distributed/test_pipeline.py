@@ -108,10 +108,7 @@ def test_a_schedule_from_a_file(ranks, one_process, tmp_path):
     """Rank 1 holds the first stage and the last, rank 0 the two in between: no shape a named
     schedule has.
     """
-    orders = [
-        "1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1",
-        "0F0,0F1,3F0,3B0,3F1,3I1,3W1,0B0,0B1",
-    ]
+    orders = ["1F0,2F0,1F1,2F1,2B0,1B0,2B1,1B1", "0F0,0F1,3F0,3B0,3F1,3I1,3W1,0B0,0B1"]
     file = tmp_path / "mine.csv"
     file.write_text("\n".join(orders))
     extra = [

@@ -13,10 +13,7 @@ from pathlib import Path
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.support_matrix", description=__doc__)
     parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write the matrix to this Markdown file",
+        "--output", type=Path, metavar="FILE", help="write the matrix to this Markdown file"
     )
     parser.add_argument(
         "--only",

@@ -18,18 +18,8 @@ from torchtitan.utils.errors import ConfigError
 ROWS = 8
 """Rows per step under every layout."""
 LEARNING_RATE = 1e-3
-MODEL = {
-    "dim": 64,
-    "n_heads": 8,
-    "n_kv_heads": 4,
-    "ffn_dim": 96,
-}
-EXPERTS = {
-    "n_experts": 8,
-    "experts_per_token": 2,
-    "expert_dim": 48,
-    "head_size": 16,
-}
+MODEL = {"dim": 64, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 96}
+EXPERTS = {"n_experts": 8, "experts_per_token": 2, "expert_dim": 48, "head_size": 16}
 """Of the mixture of experts, beside the sizes above."""
 BALANCE = {
     "balance_bias_rate": 1e-2,

@@ -6,16 +6,7 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from tests.chats import (
-    CHATML,
-    CHATML_MARKED,
-    CHATS,
-    LLAMA3,
-    MISTRAL,
-    PAIRS,
-    say,
-    write_tokenizer,
-)
+from tests.chats import CHATML, CHATML_MARKED, CHATS, LLAMA3, MISTRAL, PAIRS, say, write_tokenizer
 from torchtitan.data.flags import CONTINUES, PLAIN, UNPREDICTED
 from torchtitan.data.text.chat import Chat
 from torchtitan.data.text.texts import BadDocument

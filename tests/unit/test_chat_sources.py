@@ -132,11 +132,7 @@ def test_workers_change_nothing(folder):
 def test_a_mixture_with_text_predicts_all_of_the_text(folder):
     sources = [
         Source(name="text", dataset="demo"),
-        Source(
-            name="chat",
-            dataset_path=str(folder / "chats.jsonl"),
-            messages_column="messages",
-        ),
+        Source(name="chat", dataset_path=str(folder / "chats.jsonl"), messages_column="messages"),
     ]
     for step in take(loader(folder, "", sources=sources), 5):
         assert sorted(step.sources.tolist()) == [0, 0, 1, 1]

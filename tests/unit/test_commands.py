@@ -122,8 +122,7 @@ def test_wrong_launcher_options(capsys, monkeypatch, argv, message):
 
 
 @pytest.mark.parametrize(
-    ("visible", "count"),
-    [("0,1,2", 3), ("", 0), ("-1", 0), ("0,-1,1", 1), ("GPU-1a-1b,GPU-12", 2)],
+    ("visible", "count"), [("0,1,2", 3), ("", 0), ("-1", 0), ("0,-1,1", 1), ("GPU-1a-1b,GPU-12", 2)]
 )
 def test_visible_gpus_are_counted_as_cuda_does(monkeypatch, visible, count):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -55,10 +55,7 @@ def test_flags_of_other_types():
     assert config.model.overrides == {"n_layers": 4, "rope_scaling": {"factor": 2.0}}
     assert load(
         "--checkpoint.exclude_from_loading", "model", "optimizer"
-    ).checkpoint.exclude_from_loading == [
-        "model",
-        "optimizer",
-    ]
+    ).checkpoint.exclude_from_loading == ["model", "optimizer"]
 
 
 def test_command_line_overrides_the_file(toml):
@@ -167,11 +164,7 @@ def test_modules_without_further_tokens_or_a_weight_without_modules(modules, fla
 
 @pytest.mark.parametrize(
     ("flag", "warned"),
-    [
-        ("seq_len=3", False),
-        ("mtp_loss_weight=0.1", False),
-        ("mtp_loss_weight=0", True),
-    ],
+    [("seq_len=3", False), ("mtp_loss_weight=0.1", False), ("mtp_loss_weight=0", True)],
 )
 def test_modules_that_learn_nothing_are_a_warning(capsys, flag, warned):
     argv = ["debug_model", "--model.overrides.n_mtp=2", f"--training.{flag}"]

@@ -167,7 +167,7 @@ def test_flavors_that_name_an_attention_kernel_mean_a_document_mask(toml, flavor
     assert loaded.config.training.document_mask
     assert loaded.sources["training.document_mask"] == f"{file}:2"
     assert loaded.warnings == [
-        f"{file}:2: model.flavor {flavor!r} is '8B' now, with training.document_mask = true",
+        f"{file}:2: model.flavor {flavor!r} is '8B' now, with training.document_mask = true"
     ]
 
     off = load_config(["--config", file, "--training.document_mask=false"])
@@ -185,16 +185,10 @@ def test_stages_can_be_listed_on_the_command_line():
     key = "module_fqns_per_model_part"
     assert load(
         f'--parallelism.{key}=[["a", "b"], ["c"]]'
-    ).parallelism.module_fqns_per_model_part == [
-        ["a", "b"],
-        ["c"],
-    ]
+    ).parallelism.module_fqns_per_model_part == [["a", "b"], ["c"]]
     assert load(
         f"--parallelism.{key}=layers.2,layers.4"
-    ).parallelism.module_fqns_per_model_part == [
-        "layers.2",
-        "layers.4",
-    ]
+    ).parallelism.module_fqns_per_model_part == ["layers.2", "layers.4"]
 
 
 def test_old_sections_are_renamed(toml):

@@ -222,10 +222,7 @@ def test_overrides_of_any_name_and_value_round_trip(toml):
     assert again.model == config.model
     assert load_config(
         ["--model.overrides", "{ dim = 64, n_layers = 2 }"]
-    ).config.model.overrides == {
-        "dim": 64,
-        "n_layers": 2,
-    }
+    ).config.model.overrides == {"dim": 64, "n_layers": 2}
 
 
 def test_help_of_one_section(capsys):

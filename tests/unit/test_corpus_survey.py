@@ -479,10 +479,7 @@ def other_tokenizer(folder, model, **parts):
 def test_what_a_byte_fallback_costs(tmp_path, capsys):
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a", "b"]
     model = models.BPE(
-        {piece: id for id, piece in enumerate(pieces)},
-        [],
-        byte_fallback=True,
-        unk_token="<unk>",
+        {piece: id for id, piece in enumerate(pieces)}, [], byte_fallback=True, unk_token="<unk>"
     )
     decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     folder = other_tokenizer(tmp_path / "tokenizer", model, decoder=decoder)
@@ -492,10 +489,7 @@ def test_what_a_byte_fallback_costs(tmp_path, capsys):
     assert source["tokens"]["value"] == 12
     assert source["bytes"]["value"] == 9
     use = source["vocabulary"]
-    assert use["parts"] == {
-        "tokens": pytest.approx(5 / 12),
-        "bytes": pytest.approx(5 / 9),
-    }
+    assert use["parts"] == {"tokens": pytest.approx(5 / 12), "bytes": pytest.approx(5 / 9)}
     assert use["unknown"] == 0
 
 
@@ -537,10 +531,7 @@ def test_conversations_are_counted_as_the_template_renders_them(tmp_path, capsys
 def mixed(tokens, steps=1000):
     """What two sources give in two stages, the second of `tokens` that are read at most twice."""
     spec = DataSpec(
-        sources=[
-            Source(name="a", weight=3),
-            Source(name="b", dataset_path="b/", max_epochs=2),
-        ],
+        sources=[Source(name="a", weight=3), Source(name="b", dataset_path="b/", max_epochs=2)],
         stages=[DataStage(from_step=501, weights={"b": 9.0}, seq_len=128)],
         tokenizer=TOKENIZER,
         seq_len=64,

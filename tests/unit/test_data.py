@@ -213,11 +213,7 @@ def test_tokenize_resumes_and_refuses_another_input(corpora, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        ({"seed": 9}, "debug.seed"),
-        ({"path": "other"}, "training.dataset"),
-    ],
+    ("change", "key"), [({"seed": 9}, "debug.seed"), ({"path": "other"}, "training.dataset")]
 )
 def test_position_in_other_data_is_refused(tmp_path, corpora, change, key):
     whole = loader(corpora["jsonl"])

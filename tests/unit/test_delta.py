@@ -210,8 +210,7 @@ def test_flops_are_those_counted():
         return 2 * math.prod(batch) * size * size * columns
 
     counter = FlopCounterMode(
-        display=False,
-        custom_mapping={torch.ops.aten.linalg_solve_triangular: system},
+        display=False, custom_mapping={torch.ops.aten.linalg_solve_triangular: system}
     )
     with counter:
         trained(filled(), 128)

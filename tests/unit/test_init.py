@@ -191,11 +191,7 @@ def test_a_hugging_face_folder(tmp_path, capsys):
         (source / file.name).write_bytes(file.read_bytes())
     main(["a", f"--model={source}", *SMALL[1:], *H100])
     model = written("a")[1]["model"]
-    assert model == {
-        "name": "qwen3",
-        "hf_assets_path": str(source),
-        "overrides": {"n_layers": 3},
-    }
+    assert model == {"name": "qwen3", "hf_assets_path": str(source), "overrides": {"n_layers": 3}}
     assert "initial_load_in_hf" not in written("a")[0]
     (source / "model.safetensors").write_bytes(b"")
     main(["b", f"--model={source}", *SMALL[1:], *H100])

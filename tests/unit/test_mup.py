@@ -151,8 +151,7 @@ def test_deviations_are_those_of_the_paper():
 
 
 @pytest.mark.parametrize(
-    ("name", "wide", "decay"),
-    [("AdamW", 0.25, 0.4), ("Adam", 0.25, 0.1), ("Muon", 0.5, 0.2)],
+    ("name", "wide", "decay"), [("AdamW", 0.25, 0.4), ("Adam", 0.25, 0.1), ("Muon", 0.5, 0.2)]
 )
 def test_rates_are_those_of_the_paper(name, wide, decay):
     """Adam's of hidden weights are in proportion to 1 / fan-in; the rate times decoupled decay

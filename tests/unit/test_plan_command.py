@@ -305,13 +305,7 @@ def test_a_gpu_without_bf16_is_refused_in_the_trainers_words(monkeypatch):
 
 @pytest.mark.parametrize(
     ("hardware", "fits"),
-    [
-        ("rtx-3070", False),
-        ("rtx-4080", False),
-        ("rtx-4090", False),
-        ("l4", False),
-        ("l40s", True),
-    ],
+    [("rtx-3070", False), ("rtx-4080", False), ("rtx-4090", False), ("l4", False), ("l40s", True)],
 )
 def test_small_models_on_one_small_gpu(hardware, fits, capsys):
     """AdamW in fp32 takes 16 bytes a parameter: 1B, 18.4 GiB before any activation."""

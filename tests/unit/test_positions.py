@@ -369,7 +369,7 @@ def test_positions_of_earlier_versions_are_read():
         "1": {"cursor": {"epoch": 1, "stream": None}, "offset": -1},
     }
     read = SourcePosition.model_validate_json(
-        json.dumps({"contents": "x", "rows": 9, "lane_count": 2, "lanes": lanes}),
+        json.dumps({"contents": "x", "rows": 9, "lane_count": 2, "lanes": lanes})
     )
     assert [lane.position for lane in read.lanes.values()] == [0, 0]
     assert read.lanes["1"].cursor == StreamPosition(epoch=1, stream=None)

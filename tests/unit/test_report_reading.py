@@ -165,10 +165,7 @@ def test_hours_and_tokens_continue_across_restarts(tmp_path):
     assert (run["state"], run["message"]) == ("failed", "no memory")
     assert [
         (s["hours"], s["last_seen_hours"], s["resumed_step"], s["layout"]) for s in run["starts"]
-    ] == [
-        (0, 70 / 3600, 0, {"tp": 2}),
-        (24, 24 + 9 / 3600, 5, {}),
-    ]
+    ] == [(0, 70 / 3600, 0, {"tp": 2}), (24, 24 + 9 / 3600, 5, {})]
 
 
 # ---- files that are being written, damaged or hostile

@@ -177,9 +177,7 @@ def test_the_chat_template_marks_what_the_assistant_says(tmp_path):
         {"role": "assistant", "content": "on the mat"},
     ]
     found = theirs.apply_chat_template(
-        messages,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
+        messages, return_dict=True, return_assistant_tokens_mask=True
     )
     marked = [
         id for id, mask in zip(found["input_ids"], found["assistant_masks"], strict=True) if mask

@@ -29,11 +29,7 @@ class BoxReader:
         for index in [index for index in self._parts if index.fqn not in besides]:
             del self._parts[index], self._left[index]
 
-    def read(
-        self,
-        key: str,
-        box: tuple[slice, ...],
-    ) -> Tensor:
+    def read(self, key: str, box: tuple[slice, ...]) -> Tensor:
         """A box of a tensor, in its stored dtype; a view of a part where it is in a single one.
 
         Raises:
@@ -63,10 +59,6 @@ class BoxReader:
         return torch.empty(sizes, dtype=about.properties.dtype) if out is None else out
 
 
-def _narrowed(
-    tensor: Tensor,
-    offsets: torch.Size,
-    sizes: torch.Size,
-) -> Tensor:
+def _narrowed(tensor: Tensor, offsets: torch.Size, sizes: torch.Size) -> Tensor:
     ends = zip(offsets, sizes, strict=True)
     return tensor[tuple(slice(start, start + size) for start, size in ends)]

@@ -198,11 +198,7 @@ def prepare(folder: Path) -> str | None:
 
 
 def disposable(
-    folder: Path,
-    keep_latest: int,
-    keep_every: int = 0,
-    *,
-    newest: int | None = None,
+    folder: Path, keep_latest: int, keep_every: int = 0, *, newest: int | None = None
 ) -> list[int]:
     """Steps to delete: not the newest `keep_latest`, nor multiples of `keep_every`.
 
@@ -219,12 +215,7 @@ def disposable(
     return [step for step in steps if step not in kept]
 
 
-def purge(
-    folder: Path,
-    keep_latest: int,
-    keep_every: int,
-    newest: int,
-) -> None:
+def purge(folder: Path, keep_latest: int, keep_every: int, newest: int) -> None:
     """Delete what `disposable` names, and log it. `keep_latest` 0 keeps all."""
     gone = disposable(folder, keep_latest, keep_every, newest=newest) if keep_latest else []
     if not gone:
@@ -259,12 +250,7 @@ def versions() -> dict[str, str]:
 
 
 def damage(
-    path: Path,
-    manifest: Manifest,
-    part: int = 0,
-    parts: int = 1,
-    *,
-    contents: bool = True,
+    path: Path, manifest: Manifest, part: int = 0, parts: int = 1, *, contents: bool = True
 ) -> Iterator[str]:
     """Problems with a checkpoint's files.
 
@@ -286,13 +272,7 @@ def damage(
         yield f"the ranks list {files} files of {size} bytes, and {MANIFEST} others"
 
 
-def _file_damage(
-    path: Path,
-    name: str,
-    expected: FileEntry,
-    *,
-    contents: bool,
-) -> Iterator[str]:
+def _file_damage(path: Path, name: str, expected: FileEntry, *, contents: bool) -> Iterator[str]:
     file = path / name
     try:
         about = patiently(path, file.stat if is_remote(path) else file.lstat)

@@ -16,12 +16,7 @@ _TEXT_BYTES = 1000
 class Exchange:
     """Sums over all ranks, on the host. Every method is called by all ranks together."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        *,
-        alone: bool = False,
-    ):
+    def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False):
         """
         Args:
             group: of all ranks, with gloo; None: the default one.

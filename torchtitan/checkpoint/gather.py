@@ -27,9 +27,7 @@ _REQUESTS = 32
 
 
 def gathered(
-    path: Path,
-    save: str,
-    ranks: int,
+    path: Path, save: str, ranks: int
 ) -> tuple[dict[str, TensorPlaces], Metadata, list[WriteResult], list[DataPosition]]:
     """What all ranks have written: for the index, for DCP's metadata, and for the manifest.
 
@@ -61,11 +59,7 @@ def gathered(
     return tensors, metadata, results, lanes
 
 
-def _read_all(
-    path: Path,
-    save: str,
-    ranks: int,
-) -> Iterator[RankFile]:
+def _read_all(path: Path, save: str, ranks: int) -> Iterator[RankFile]:
     """What each rank has written. Object storage takes long to answer, so it is asked for many."""
     read = partial(_read, path, save)
     if not is_remote(path):
@@ -76,11 +70,7 @@ def _read_all(
             yield from pool.map(read, range(start, min(start + _REQUESTS, ranks)))
 
 
-def _read(
-    path: Path,
-    save: str,
-    rank: int,
-) -> RankFile:
+def _read(path: Path, save: str, rank: int) -> RankFile:
     """What `rank` has just written. A network file system may show it late."""
     start = time.monotonic()
     pause = 0.05

@@ -101,11 +101,7 @@ def data_files(path: Path, manifest: Manifest) -> Lists:
         raise DamageError(f"{path} is damaged: {CONTENTS}: {first_problem(error)}") from None
 
 
-def _listed_bytes(
-    path: Path,
-    manifest: Manifest,
-    name: str,
-) -> bytes:
+def _listed_bytes(path: Path, manifest: Manifest, name: str) -> bytes:
     """A file of the checkpoint `path`, held in memory.
 
     Raises:
@@ -126,12 +122,7 @@ def _listed_bytes(
 class Index:
     """The tensors of a checkpoint. Where their parts are is read when it is needed."""
 
-    def __init__(
-        self,
-        path: Path,
-        manifest: Manifest | None = None,
-        content: bytes | None = None,
-    ):
+    def __init__(self, path: Path, manifest: Manifest | None = None, content: bytes | None = None):
         """
         Args:
             manifest: of the checkpoint, if it was read already.
@@ -177,11 +168,7 @@ class Index:
         except ValueError as error:
             raise DamageError(f"{self.path} is damaged: {file}: {error}") from None
 
-    def locate(
-        self,
-        key: str,
-        box: ChunkStorageMetadata | None = None,
-    ) -> None:
+    def locate(self, key: str, box: ChunkStorageMetadata | None = None) -> None:
         """Let `metadata` know the parts that hold a box of a tensor, or the whole.
 
         Raises:
@@ -216,12 +203,7 @@ class Index:
         for key in self.metadata.state_dict_metadata:
             self.locate(key)
 
-    def _add(
-        self,
-        key: str,
-        rank: int,
-        every: range,
-    ) -> None:
+    def _add(self, key: str, rank: int, every: range) -> None:
         """Add the parts of a tensor that a rank wrote."""
         if rank not in self._files:
             if rank not in every:
@@ -249,11 +231,7 @@ def _described(dtype: torch.dtype, about: TensorShape) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype), torch.Size(about.size), [])
 
 
-def _add_part(
-    about: TensorStorageMetadata,
-    key: str,
-    part: Part,
-) -> MetadataIndex:
+def _add_part(about: TensorStorageMetadata, key: str, part: Part) -> MetadataIndex:
     """Add a part to what DCP knows of a tensor; by what it finds the place."""
     offsets = torch.Size(part.offsets)
     about.chunks.append(ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
@@ -264,11 +242,7 @@ def _place(part: Part) -> Place:
     return Place(part.file, part.start, part.length, crc32=part.crc32)
 
 
-def add_written(
-    metadata: Metadata,
-    key: str,
-    found: WrittenTensor,
-) -> list[WriteResult]:
+def add_written(metadata: Metadata, key: str, found: WrittenTensor) -> list[WriteResult]:
     """Add what a rank has written of a tensor to what DCP knows of a checkpoint; its places."""
     dtype = check_parts(key, found, [], {})
     about = metadata.state_dict_metadata.setdefault(key, _described(dtype, found))

@@ -128,11 +128,7 @@ def _kind(manifest: Manifest) -> str:
     return "merged weights" if manifest.merged else "weights only"
 
 
-def compare(
-    a: Path,
-    b: Path,
-    tolerance: float,
-) -> Iterator[tuple[str, str]]:
+def compare(a: Path, b: Path, tolerance: float) -> Iterator[tuple[str, str]]:
     """The differences of two checkpoints, as (`config`, `train_state` or `tensors`; description).
 
     Args:
@@ -158,11 +154,7 @@ def compare(
             yield "tensors", f"{key}: {text}"
 
 
-def _distance(
-    readers: Sequence[Reader],
-    key: str,
-    tolerance: float,
-) -> str | None:
+def _distance(readers: Sequence[Reader], key: str, tolerance: float) -> str | None:
     """The distance of two tensors of the same shape, in words; None if within `tolerance`.
 
     They are read in the parts in which the first was written.

@@ -59,11 +59,7 @@ class Layout(NamedTuple):
             sizes.append(length)
         return tuple(offsets), tuple(sizes)
 
-    def ranks(
-        self,
-        size: tuple[int, ...],
-        box: ChunkStorageMetadata,
-    ) -> Iterator[int]:
+    def ranks(self, size: tuple[int, ...], box: ChunkStorageMetadata) -> Iterator[int]:
         """The ranks that wrote a box of a tensor of this size, or a part of it."""
         places = zip(self.cuts, box.offsets, box.sizes, size, strict=True)
         along = [
@@ -74,12 +70,7 @@ class Layout(NamedTuple):
             yield self.first + sum(distances)
 
 
-def _distances(
-    cuts: list[Cut],
-    start: int,
-    stop: int,
-    length: int,
-) -> Iterator[int]:
+def _distances(cuts: list[Cut], start: int, stop: int, length: int) -> Iterator[int]:
     """Distances from the first rank of those that hold some of `start` to `stop`."""
     if start >= stop:
         return
@@ -104,9 +95,7 @@ class Share(NamedTuple):
 
 
 def shares(
-    tensors: Mapping[str, Tensor],
-    rank: int,
-    holders: range,
+    tensors: Mapping[str, Tensor], rank: int, holders: range
 ) -> tuple[dict[str, Share], int]:
     """What a rank writes of its tensors. Of copies, the one with the least to do so far writes.
 
@@ -136,10 +125,7 @@ def shares(
 
 
 def _layout(
-    tensor: Tensor,
-    rank: int,
-    holders: range,
-    grids: dict[DeviceMesh, tuple[int, list[Cut]]],
+    tensor: Tensor, rank: int, holders: range, grids: dict[DeviceMesh, tuple[int, list[Cut]]]
 ) -> tuple[list[list[Cut]], list[int], int]:
     """The cuts of a tensor, the first ranks of all its copies, and that of this rank's copy."""
     cuts: list[list[Cut]] = [[] for _ in tensor.shape]

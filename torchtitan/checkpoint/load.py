@@ -45,11 +45,7 @@ class Reader(FileSystemReader):
     The index is read only once, however often the reader loads, and `.metadata` never.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        index: Index | None = None,
-    ):
+    def __init__(self, path: Path, index: Index | None = None):
         """
         Args:
             index: of the checkpoint, if it was read already.
@@ -68,11 +64,7 @@ class Reader(FileSystemReader):
             self._index = Index(self.path)
         return self._index
 
-    def read_metadata(
-        self,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The tensors, and those of their parts that were located.
 
         Raises:
@@ -90,12 +82,7 @@ class Reader(FileSystemReader):
             for box in _create_chunk_list(value):
                 self.index.locate(key, box)
 
-    def check_files(
-        self,
-        manifest: Manifest,
-        part: int = 0,
-        parts: int = 1,
-    ) -> None:
+    def check_files(self, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
         """Check what reading won't: sizes of all files, and checksums that the index lacks.
 
         Args:
@@ -109,11 +96,7 @@ class Reader(FileSystemReader):
         for problem in damage(self.path, manifest, part, parts, contents=not summed):
             raise DamageError(f"{self.path} is damaged: {problem}")
 
-    def read_data(
-        self,
-        plan: LoadPlan,
-        planner: LoadPlanner,
-    ) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         def fill(item: ReadItem, value: Tensor) -> None:
             target = planner.resolve_tensor(item).detach()
             target.copy_(value)
@@ -133,11 +116,7 @@ class Reader(FileSystemReader):
         self.index.locate(key)
         return list(self.read_metadata().state_dict_metadata[key].chunks)
 
-    def read_box(
-        self,
-        key: str,
-        box: ChunkStorageMetadata,
-    ) -> Tensor:
+    def read_box(self, key: str, box: ChunkStorageMetadata) -> Tensor:
         """A box of a tensor. Beside it, one part of the tensor is in memory at a time.
 
         Raises:
@@ -176,11 +155,7 @@ class Reader(FileSystemReader):
         except Exception as error:
             raise DamageError(f"{self.path} can't be read: {describe(error)}") from error
 
-    def _read(
-        self,
-        wanted: Sequence[ReadItem],
-        fill: Callable[[ReadItem, Tensor], None],
-    ) -> None:
+    def _read(self, wanted: Sequence[ReadItem], fill: Callable[[ReadItem, Tensor], None]) -> None:
         """Read the parts that items are in, each once, and pass the items' slices to `fill`."""
         files: dict[str, dict[int, Place]] = defaultdict(dict)
         items: dict[tuple[str, int], list[ReadItem]] = defaultdict(list)
@@ -196,11 +171,7 @@ class Reader(FileSystemReader):
                     fill(item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
                 del tensor  # before the next one needs memory
 
-    def _parts(
-        self,
-        name: str,
-        places: list[Place],
-    ) -> Iterator[tuple[Place, SummedPart]]:
+    def _parts(self, name: str, places: list[Place]) -> Iterator[tuple[Place, SummedPart]]:
         """The parts in a file, in its order. Small neighbours share one remote request."""
         path: Any = self.path / name
         if not is_remote(path):
@@ -223,11 +194,7 @@ class Reader(FileSystemReader):
                 yield place, SummedPart(span, place.offset - start, place.length)
             places = places[len(together) :]
 
-    def _tensor(
-        self,
-        place: Place,
-        part: SummedPart,
-    ) -> Tensor:
+    def _tensor(self, place: Place, part: SummedPart) -> Tensor:
         """The tensor in a part.
 
         Raises:
@@ -251,11 +218,7 @@ class Reader(FileSystemReader):
         return tensor
 
 
-def read_tensor(
-    reader: StorageReader,
-    key: str,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def read_tensor(reader: StorageReader, key: str, dtype: torch.dtype | None = None) -> Tensor:
     """One whole tensor of a checkpoint, in its stored dtype or in `dtype`."""
     about = reader.read_metadata().state_dict_metadata[key]
     out = torch.empty(about.size, dtype=dtype or about.properties.dtype)
@@ -264,12 +227,7 @@ def read_tensor(
     return out
 
 
-def load(
-    state: dict[str, Any],
-    reader: StorageReader,
-    *,
-    no_dist: bool = False,
-) -> None:
+def load(state: dict[str, Any], reader: StorageReader, *, no_dist: bool = False) -> None:
     """Fill the tensors of `state` in place, on all ranks together unless `no_dist`.
 
     Each rank reads what it needs. DCP would send every rank's plan to rank 0, to no use.

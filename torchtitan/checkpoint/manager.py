@@ -11,13 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan.checkpoint.commit import (
-    committed_steps,
-    discard,
-    prepare,
-    purge,
-    step_folder,
-)
+from torchtitan.checkpoint.commit import committed_steps, discard, prepare, purge, step_folder
 from torchtitan.checkpoint.hf.check import MOST_IN_A_RUN
 from torchtitan.checkpoint.hf.export import HFExport
 from torchtitan.checkpoint.load import RankError, describe
@@ -110,22 +104,12 @@ class Checkpointer:
 
     # ---- saving
 
-    def due(
-        self,
-        step: int,
-        last_step: int,
-    ) -> bool:
+    def due(self, step: int, last_step: int) -> bool:
         """Whether to save after `step`."""
         first = step == 1 and self.config.enable_first_step_checkpoint
         return self.saving and (step % self.config.interval == 0 or step == last_step or first)
 
-    def save(
-        self,
-        step: int,
-        train_state: dict[str, Any],
-        *,
-        model_only: bool = False,
-    ) -> None:
+    def save(self, step: int, train_state: dict[str, Any], *, model_only: bool = False) -> None:
         """Save after `step`. In the async modes, return as soon as training may continue.
 
         Raises:
@@ -168,13 +152,7 @@ class Checkpointer:
         if (uploader := self._uploader) is not None:
             self._upload.add_done_callback(lambda _: uploader.wake())
 
-    def export_hf(
-        self,
-        step: int,
-        spec: ModelSpec,
-        args: Any,
-        tokenizer: Tokenizer,
-    ) -> Path:
+    def export_hf(self, step: int, spec: ModelSpec, args: Any, tokenizer: Tokenizer) -> Path:
         """Export the checkpoint of `step` as Hugging Face safetensors; returns the folder.
 
         Raises:

@@ -35,11 +35,7 @@ _SEAL = b',\n "sha256": '
 Sum = Annotated[int, Field(ge=0, lt=2**32)]
 """CRC-32."""
 FileName = Annotated[
-    str,
-    Field(
-        pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$",
-        max_length=255,
-    ),
+    str, Field(pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)
 ]
 """Plain and relative: no slash, and more than dots."""
 
@@ -176,10 +172,9 @@ class Manifest(Strict):
         """`train_state` as the run gathered it, with a model of the data position."""
         if self.train_state is None:
             return {}
-        return self.train_state.model_dump(
-            exclude_unset=True,
-            exclude={"data"},
-        ) | {"data": self.train_state.data}
+        return self.train_state.model_dump(exclude_unset=True, exclude={"data"}) | {
+            "data": self.train_state.data
+        }
 
     def file_bytes(self) -> int:
         """Size of all files but the manifest."""
@@ -204,11 +199,7 @@ def render(content: dict[str, Any]) -> bytes:
     problem = ""
     try:
         body = (
-            json.dumps(
-                {"format": FORMAT, **content},
-                indent=1,
-                default=_plain,
-            )
+            json.dumps({"format": FORMAT, **content}, indent=1, default=_plain)
             .encode()
             .removesuffix(b"\n}")
         )

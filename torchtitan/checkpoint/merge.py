@@ -53,12 +53,7 @@ class _Source:
 
 
 def merge(
-    paths: Sequence[Path],
-    output: Path,
-    weights: Sequence[float],
-    dtype: str,
-    *,
-    averaged: bool,
+    paths: Sequence[Path], output: Path, weights: Sequence[float], dtype: str, *, averaged: bool
 ) -> None:
     """Write the mean of the weights of checkpoints as the model-only checkpoint `output`, then
     verify it.
@@ -107,11 +102,7 @@ def merge(
     print(f"{parts} -> {output}: {written.parameters:,} parameters, {dtype}")
 
 
-def _sources(
-    paths: Sequence[Path],
-    weights: Sequence[float],
-    averaged: bool,
-) -> list[_Source]:
+def _sources(paths: Sequence[Path], weights: Sequence[float], averaged: bool) -> list[_Source]:
     """The checkpoints by step and path, so that the order of their names doesn't change the mean.
 
     Raises:
@@ -177,11 +168,7 @@ def _record(source: _Source) -> dict[str, object]:
     }
 
 
-def _mean(
-    sources: Sequence[_Source],
-    name: str,
-    dtype: torch.dtype,
-) -> Tensor:
+def _mean(sources: Sequence[_Source], name: str, dtype: torch.dtype) -> Tensor:
     """The mean of one tensor in `dtype`; of integers, which are counters, the newest values."""
     if not dtype.is_floating_point:
         return read_tensor(sources[-1].reader, name)
@@ -199,11 +186,7 @@ def _mean(
     return mean.view(size)
 
 
-def _add(
-    total: Tensor,
-    value: Tensor,
-    weight: float,
-) -> None:
+def _add(total: Tensor, value: Tensor, weight: float) -> None:
     """Add `weight` times `value` to a sum in fp64. `value` is freed before the next one is read."""
     for part, piece in zip(total.split(_PIECE), value.split(_PIECE), strict=True):
         part.add_(piece.double(), alpha=weight)

@@ -88,11 +88,7 @@ def render_rank(content: RankFile) -> bytes:
     return sealed(content.model_dump_json().encode())
 
 
-def read_rank(
-    path: Path,
-    save: str,
-    rank: int,
-) -> tuple[RankFile, FileEntry]:
+def read_rank(path: Path, save: str, rank: int) -> tuple[RankFile, FileEntry]:
     """What `rank` wrote into the checkpoint `path`, and the size and checksum of the file about it.
 
     Args:
@@ -120,10 +116,7 @@ def read_rank(
 
 
 def files_of(
-    path: Path,
-    manifest: Manifest,
-    part: int = 0,
-    parts: int = 1,
+    path: Path, manifest: Manifest, part: int = 0, parts: int = 1
 ) -> Iterator[tuple[str, FileEntry]]:
     """The files of a checkpoint, but the manifest.
 
@@ -144,10 +137,7 @@ def files_of(
 
 
 def check_parts(
-    key: str,
-    shape: TensorShape,
-    parts: list[Part],
-    files: Mapping[str, int],
+    key: str, shape: TensorShape, parts: list[Part], files: Mapping[str, int]
 ) -> torch.dtype:
     """The dtype of a tensor whose parts are inside it, and in `files`.
 
@@ -163,11 +153,7 @@ def check_parts(
         raise ValueError(f"{key[:200]!a}: {error}") from None
 
 
-def _check(
-    shape: TensorShape,
-    parts: list[Part],
-    files: Mapping[str, int],
-) -> torch.dtype:
+def _check(shape: TensorShape, parts: list[Part], files: Mapping[str, int]) -> torch.dtype:
     if shape.dtype not in _DTYPES:
         raise ValueError(f"no dtype is called {shape.dtype[:80]!a}")
     dtype = _DTYPES[shape.dtype]

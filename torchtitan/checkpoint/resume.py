@@ -47,10 +47,7 @@ class Resumed:
 
 
 def load_newest(
-    folder: Path,
-    steps: Sequence[int],
-    trained: Trained,
-    exclude: Collection[str] = (),
+    folder: Path, steps: Sequence[int], trained: Trained, exclude: Collection[str] = ()
 ) -> Resumed | None:
     """Load the newest of `steps` that is undamaged and resumable; None if there are no steps.
 
@@ -85,12 +82,7 @@ def load_newest(
     return None
 
 
-def load_initial(
-    path: Path,
-    trained: Trained,
-    *,
-    model_only: bool,
-) -> Resumed | None:
+def load_initial(path: Path, trained: Trained, *, model_only: bool) -> Resumed | None:
     """Start from a checkpoint of another run.
 
     Returns:
@@ -194,12 +186,7 @@ def _opened(path: Path) -> tuple[Manifest, Reader]:
     return manifest, together(check)
 
 
-def _load(
-    reader: Reader,
-    manifest: Manifest,
-    trained: Trained,
-    exclude: Collection[str],
-) -> None:
+def _load(reader: Reader, manifest: Manifest, trained: Trained, exclude: Collection[str]) -> None:
     """Load the tensors in place.
 
     Raises:

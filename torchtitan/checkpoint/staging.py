@@ -40,20 +40,12 @@ class Stager(DefaultStager):
         self._drop_buffers = self._state_dict_stager.close
         self._state_dict_stager.close = lambda: None
 
-    def stage(
-        self,
-        state_dict: dict[str, Any],
-        **kwargs: Any,
-    ) -> Any:
+    def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Any:
         if self._staging_stream is not None:
             self._staging_stream.wait_stream(torch.accelerator.current_stream())
         return super().stage(state_dict, **kwargs)
 
-    def _stage(
-        self,
-        state_dict: dict[str, Any],
-        **kwargs: Any,
-    ) -> Any:
+    def _stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Any:
         if self._device is not None:
             torch.cuda.set_device(self._device)
         return super()._stage(state_dict, **kwargs)

@@ -82,12 +82,7 @@ class Trained:
             state["ema"] = self.average.current()
         return state
 
-    def weights(
-        self,
-        dtype: torch.dtype,
-        *,
-        averaged: bool,
-    ) -> State:
+    def weights(self, dtype: torch.dtype, *, averaged: bool) -> State:
         """The parameters in `dtype`, or their average, and the buffers."""
         state = model_state(self.models)
         if averaged and self.average is not None:
@@ -113,12 +108,7 @@ def allocate_optimizer_state(optimizer: AnyOptimizer) -> None:
         group["lr"] = rate
 
 
-def read_weights(
-    models: Sequence[nn.Module],
-    path: Path,
-    *,
-    averaged: bool = False,
-) -> None:
+def read_weights(models: Sequence[nn.Module], path: Path, *, averaged: bool = False) -> None:
     """Fill a model, or a rank's stages of it, in place from a checkpoint. Reads only the shards
     that it has.
 
@@ -187,9 +177,7 @@ def differences(state: State, reader: Reader) -> list[str]:
 
 
 def model_of(
-    step: Path,
-    manifest: Manifest,
-    custom_import: str | None = None,
+    step: Path, manifest: Manifest, custom_import: str | None = None
 ) -> tuple[ModelSpec, Any, str]:
     """Family, hyper-parameters and tokenizer folder of the model of a checkpoint.
 

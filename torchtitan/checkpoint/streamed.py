@@ -20,11 +20,7 @@ from torchtitan.checkpoint.writer import CommittingWriter
 class LazyPlanner(DefaultSavePlanner):
     """Plans a save of meta tensors, and makes each piece of them only when it is written."""
 
-    def __init__(
-        self,
-        make: Callable[[str, tuple[slice, ...]], Tensor],
-        most: float,
-    ):
+    def __init__(self, make: Callable[[str, tuple[slice, ...]], Tensor], most: float):
         super().__init__()
         self.make = make
         self.most = most

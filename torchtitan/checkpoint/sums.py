@@ -30,11 +30,7 @@ def crc32(path: Path) -> int:
     return value
 
 
-def crc32_of_end(
-    before: int,
-    whole: int,
-    length: int,
-) -> int:
+def crc32_of_end(before: int, whole: int, length: int) -> int:
     """CRC-32 of the last `length` bytes of what has the sum `whole`, and `before` without them."""
     return whole ^ _multiply(_power(8 * length), before)
 
@@ -85,11 +81,7 @@ class SummedFile:
         self._until[self.bytes] = self.crc32
         return self.bytes
 
-    def crc32_of(
-        self,
-        start: int,
-        length: int,
-    ) -> int:
+    def crc32_of(self, start: int, length: int) -> int:
         """CRC-32 of the bytes between two positions that `tell` gave."""
         return crc32_of_end(self._until[start], self._until[start + length], length)
 
@@ -104,12 +96,7 @@ class SummedPart(io.RawIOBase):
     in one piece into its memory. So the ends are kept here, and the rest passes through.
     """
 
-    def __init__(
-        self,
-        file: Any,
-        start: int,
-        length: int,
-    ):
+    def __init__(self, file: Any, start: int, length: int):
         """
         Args:
             file: unbuffered, with `seek` and `readinto`.
@@ -141,16 +128,8 @@ class SummedPart(io.RawIOBase):
     def tell(self) -> int:
         return self._position
 
-    def seek(
-        self,
-        offset: int,
-        whence: int = io.SEEK_SET,
-    ) -> int:
-        base = {
-            io.SEEK_SET: 0,
-            io.SEEK_CUR: self._position,
-            io.SEEK_END: self._length,
-        }[whence]
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
         self._position = max(base + offset, 0)
         return self._position
 
@@ -177,20 +156,12 @@ class SummedPart(io.RawIOBase):
             self._summed += len(view)
         return len(view)
 
-    def _read_at(
-        self,
-        position: int,
-        count: int,
-    ) -> bytes:
+    def _read_at(self, position: int, count: int) -> bytes:
         content = bytearray(count)
         self._fill(position, memoryview(content))
         return bytes(content)
 
-    def _fill(
-        self,
-        position: int,
-        view: memoryview,
-    ) -> None:
+    def _fill(self, position: int, view: memoryview) -> None:
         self._file.seek(self._start + position)
         done = 0
         while done < len(view):

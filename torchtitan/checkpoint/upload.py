@@ -128,11 +128,7 @@ def _complete(there: Mapping[str, int], manifest: Manifest) -> bool:
     )
 
 
-def _begun(
-    target: Path,
-    seal: bytes,
-    rank: int,
-) -> bool:
+def _begun(target: Path, seal: bytes, rank: int) -> bool:
     """Whether the files at the URL belong to the manifest of this SHA-256; rank 0 makes sure."""
     found = _read(target / MARK)
     if found == seal or rank != 0:
@@ -168,11 +164,7 @@ def _sizes(folder: Any) -> dict[str, int]:
 
 
 def _send_file(
-    source: Path,
-    target: Path,
-    name: str,
-    about: FileEntry,
-    proceed: Callable[[], object],
+    source: Path, target: Path, name: str, about: FileEntry, proceed: Callable[[], object]
 ) -> None:
     """Copy a file, a block in memory at a time, and compare its checksum on the way."""
     path = target / name
@@ -234,11 +226,7 @@ class Uploader:
         self._failed = False
         self._newest = -1
         self._wake.set()
-        self._thread = threading.Thread(
-            target=self._run,
-            name="uploads",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
         self._thread.start()
 
     def wake(self) -> None:

@@ -37,11 +37,7 @@ class _Files(FileSystemBase):
         self.written: dict[str, SummedFile] = {}
 
     @contextmanager
-    def create_stream(
-        self,
-        path: Any,
-        mode: str,
-    ) -> Iterator[Any]:
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         with path.open(mode) as file:
             stream = SummedFile(file)
             yield stream
@@ -52,19 +48,11 @@ class _Files(FileSystemBase):
         file = self.written[name]
         return FileEntry(bytes=file.bytes, crc32=file.crc32)
 
-    def rename(
-        self,
-        path: Any,
-        new_path: Any,
-    ) -> None:
+    def rename(self, path: Any, new_path: Any) -> None:
         path.rename(new_path)
         self.written[new_path.name] = self.written.pop(path.name)
 
-    def concat_path(
-        self,
-        path: Any,
-        suffix: str,
-    ) -> Any:
+    def concat_path(self, path: Any, suffix: str) -> Any:
         return path / suffix
 
     def init_path(self, path: Any) -> Any:
@@ -113,10 +101,7 @@ class CommittingWriter(FileSystemWriter):
         self.committed = committed
         self.beside = beside or {}
         self.file_per_tensor = file_per_tensor
-        super().__init__(
-            str(final),
-            sync_files=not is_remote(final),
-        )
+        super().__init__(str(final), sync_files=not is_remote(final))
         self.fs = _Files()
         self.path = temporary_folder(final)
 
@@ -126,11 +111,7 @@ class CommittingWriter(FileSystemWriter):
         begin(self.final)
         return secrets.randbits(62)
 
-    def write_data(
-        self,
-        plan: SavePlan,
-        planner: SavePlanner,
-    ) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         write = super().write_data
         results: list[WriteResult] = []
         make_folder(self.path)

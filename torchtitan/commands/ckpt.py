@@ -196,132 +196,65 @@ def parser() -> argparse.ArgumentParser:
     averages = "take the average of the weights, which the run kept with ema.enable"
 
     command = commands.add_parser("inspect", help="list checkpoints, or the contents of one")
-    command.add_argument(
-        "path",
-        type=path_argument,
-        help="checkpoint, or folder of them",
-    )
-    command.add_argument(
-        "--json",
-        action="store_true",
-        help="print JSON",
-    )
+    command.add_argument("path", type=path_argument, help="checkpoint, or folder of them")
+    command.add_argument("--json", action="store_true", help="print JSON")
     command.set_defaults(run=inspect)
 
     command = commands.add_parser(
         "verify", help="compare every file with its checksum; exit code 1 if one differs"
     )
-    command.add_argument(
-        "path",
-        type=path_argument,
-        help="checkpoint, or folder of them",
-    )
+    command.add_argument("path", type=path_argument, help="checkpoint, or folder of them")
     command.set_defaults(run=verify)
 
     command = commands.add_parser(
         "diff", help="compare two checkpoints; exit code 1 if they differ"
     )
+    command.add_argument("a", type=path_argument, help="checkpoint, or folder of them")
+    command.add_argument("b", type=path_argument, help="checkpoint, or folder of them")
     command.add_argument(
-        "a",
-        type=path_argument,
-        help="checkpoint, or folder of them",
-    )
-    command.add_argument(
-        "b",
-        type=path_argument,
-        help="checkpoint, or folder of them",
-    )
-    command.add_argument(
-        "--tolerance",
-        type=float,
-        default=0.0,
-        help="largest |a - b| of equal tensors (default: 0)",
+        "--tolerance", type=float, default=0.0, help="largest |a - b| of equal tensors (default: 0)"
     )
     parts = ["config", "train_state", "tensors"]
     command.add_argument(
-        "--only",
-        nargs="+",
-        choices=parts,
-        default=parts,
-        help="parts to compare (default: all)",
+        "--only", nargs="+", choices=parts, default=parts, help="parts to compare (default: all)"
     )
     command.set_defaults(run=diff)
 
     command = commands.add_parser(
         "prune", help="delete old checkpoints, never the newest that can be resumed"
     )
+    command.add_argument("path", type=path_argument, help="folder of checkpoints")
     command.add_argument(
-        "path",
-        type=path_argument,
-        help="folder of checkpoints",
+        "--keep-latest", type=count, required=True, metavar="K", help="keep the K newest"
     )
     command.add_argument(
-        "--keep-latest",
-        type=count,
-        required=True,
-        metavar="K",
-        help="keep the K newest",
+        "--keep-every", type=count, default=0, metavar="N", help="also keep multiples of N"
     )
-    command.add_argument(
-        "--keep-every",
-        type=count,
-        default=0,
-        metavar="N",
-        help="also keep multiples of N",
-    )
-    command.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="only print what would be deleted",
-    )
+    command.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     command.set_defaults(run=prune)
 
     command = commands.add_parser(
         "upload", help="copy checkpoints to object storage, as far as they aren't there"
     )
+    command.add_argument("path", type=path_argument, help="checkpoint, or folder of them")
     command.add_argument(
-        "path",
-        type=path_argument,
-        help="checkpoint, or folder of them",
-    )
-    command.add_argument(
-        "target",
-        type=path_argument,
-        metavar="URL",
-        help="as checkpoint.upload_folder",
+        "target", type=path_argument, metavar="URL", help="as checkpoint.upload_folder"
     )
     command.set_defaults(run=upload)
 
     command = commands.add_parser("to-hf", help="export Hugging Face safetensors")
-    command.add_argument(
-        "source",
-        type=path_argument,
-        help="checkpoint, or folder of them",
-    )
-    command.add_argument(
-        "target",
-        type=path_argument,
-        help="folder to create",
-    )
-    command.add_argument(
-        "--ema",
-        action="store_true",
-        help=averages,
-    )
+    command.add_argument("source", type=path_argument, help="checkpoint, or folder of them")
+    command.add_argument("target", type=path_argument, help="folder to create")
+    command.add_argument("--ema", action="store_true", help=averages)
     dtypes = ["float32", "bfloat16", "float16"]
     command.add_argument(
-        "--dtype",
-        choices=dtypes,
-        help="dtype of the weights (default: as stored)",
+        "--dtype", choices=dtypes, help="dtype of the weights (default: as stored)"
     )
     command.add_argument(
         "--assets", help="folder of the tokenizer (default: model.hf_assets_path of the run)"
     )
     command.add_argument(
-        "--max-file-gb",
-        type=float,
-        default=5.0,
-        help="largest file size (default: %(default)s)",
+        "--max-file-gb", type=float, default=5.0, help="largest file size (default: %(default)s)"
     )
     command.add_argument(
         "--check",
@@ -343,15 +276,9 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "from-hf", help="convert a Hugging Face model, to start a run from"
     )
+    command.add_argument("source", type=Path, help="folder with config.json and safetensors")
     command.add_argument(
-        "source",
-        type=Path,
-        help="folder with config.json and safetensors",
-    )
-    command.add_argument(
-        "target",
-        type=path_argument,
-        help="folder to create, for step-0 and train.toml",
+        "target", type=path_argument, help="folder to create, for step-0 and train.toml"
     )
     command.add_argument(
         "--model", help="model family, as in model.name (default: that of config.json)"
@@ -363,16 +290,10 @@ def parser() -> argparse.ArgumentParser:
         "merge", help="average the weights of checkpoints of the same model"
     )
     command.add_argument(
-        "checkpoints",
-        type=path_argument,
-        nargs="+",
-        help="checkpoints, or folders of them",
+        "checkpoints", type=path_argument, nargs="+", help="checkpoints, or folders of them"
     )
     command.add_argument(
-        "--output",
-        type=path_argument,
-        required=True,
-        help="folder to create, itself a checkpoint",
+        "--output", type=path_argument, required=True, help="folder to create, itself a checkpoint"
     )
     command.add_argument(
         "--weights",
@@ -381,16 +302,9 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         help="shares in the mean, in their order (default: equal)",
     )
+    command.add_argument("--ema", action="store_true", help=averages)
     command.add_argument(
-        "--ema",
-        action="store_true",
-        help=averages,
-    )
-    command.add_argument(
-        "--dtype",
-        choices=dtypes,
-        default="float32",
-        help="dtype to write (default: %(default)s)",
+        "--dtype", choices=dtypes, default="float32", help="dtype to write (default: %(default)s)"
     )
     command.set_defaults(run=merge)
     return parser

@@ -35,10 +35,7 @@ def explain(resolved: Resolved) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan config",
-        description=__doc__,
-    )
+    parser = argparse.ArgumentParser(prog="torchtitan config", description=__doc__)
     parser.add_argument(
         "--world",
         type=count,
@@ -53,13 +50,7 @@ def parser() -> argparse.ArgumentParser:
         "--json-schema": "print a JSON Schema of the TOML files, for editors",
         "--markdown": "print the reference, docs/reference/config.md",
     }.items():
-        shown.add_argument(
-            flag,
-            dest="shown",
-            action="store_const",
-            const=flag,
-            help=text,
-        )
+        shown.add_argument(flag, dest="shown", action="store_const", const=flag, help=text)
     return parser
 
 

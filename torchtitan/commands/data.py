@@ -56,9 +56,7 @@ def parser() -> argparse.ArgumentParser:
     )
     column = parser.add_mutually_exclusive_group()
     column.add_argument(
-        "--text-column",
-        metavar="NAME",
-        help="column or JSON key of the text (text)",
+        "--text-column", metavar="NAME", help="column or JSON key of the text (text)"
     )
     column.add_argument(
         "--messages-column",
@@ -98,17 +96,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of ranks of the configuration (WORLD_SIZE, else 1)",
     )
-    add(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="write a page, which opens without a network",
-    )
-    add(
-        "--json",
-        action="store_true",
-        help="print everything as JSON",
-    )
+    add("--html", type=Path, metavar="FILE", help="write a page, which opens without a network")
+    add("--json", action="store_true", help="print everything as JSON")
     return parser
 
 

@@ -14,15 +14,9 @@ from torchtitan.utils.errors import UserError
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan doctor",
-        description=__doc__,
-    )
+    parser = argparse.ArgumentParser(prog="torchtitan doctor", description=__doc__)
     parser.add_argument(
-        "folder",
-        type=Path,
-        metavar="DIR",
-        help="the run's dump folder, or its folder of reports",
+        "folder", type=Path, metavar="DIR", help="the run's dump folder, or its folder of reports"
     )
     parser.add_argument(
         "--prefix",

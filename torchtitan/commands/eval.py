@@ -69,12 +69,7 @@ def _eval(argv: list[str], rank: int) -> int:
         }
         probe = load_probe(source, tokenizer, layout, **sizes)
         bootstrap = _BOOTSTRAP if rank == 0 else 0
-        results = tasks.run(
-            probe,
-            tokenizer,
-            bootstrap=bootstrap,
-            by_file=source.hugging_face,
-        )
+        results = tasks.run(probe, tokenizer, bootstrap=bootstrap, by_file=source.hugging_face)
     if rank == 0:
         found = scores(results)
         if not source.hugging_face:
@@ -83,11 +78,7 @@ def _eval(argv: list[str], rank: int) -> int:
     return 0
 
 
-def _record(
-    checkpoint: Path,
-    scores: dict[str, float],
-    options: argparse.Namespace,
-) -> None:
+def _record(checkpoint: Path, scores: dict[str, float], options: argparse.Namespace) -> None:
     """Add the scores to the folder of the checkpoint's run, for `torchtitan report`."""
     from torchtitan.checkpoint.manifest import read_manifest  # imports torch
 
@@ -106,10 +97,7 @@ def _record(
 
 
 def _report(
-    checkpoint: str,
-    results: dict[str, Any],
-    scores: dict[str, float],
-    output: str | None,
+    checkpoint: str, results: dict[str, Any], scores: dict[str, float], output: str | None
 ) -> None:
     from lm_eval.utils import make_table
 
@@ -138,22 +126,14 @@ def parser() -> argparse.ArgumentParser:
         custom_import="the model's family",
     )
     add = parser.add_argument
-    add(
-        "--tasks",
-        required=True,
-        help="names of tasks, groups or tags, with commas between them",
-    )
+    add("--tasks", required=True, help="names of tasks, groups or tags, with commas between them")
     add("--include-path", help="folder with task files of your own, whose Python functions are run")
     add(
         "--num-fewshot",
         type=int,
         help="solved examples before each question (default: what each task says)",
     )
-    add(
-        "--limit",
-        type=count,
-        help="only this many documents of each task (default: all)",
-    )
+    add("--limit", type=count, help="only this many documents of each task (default: all)")
     add(
         "--max-length",
         type=count,

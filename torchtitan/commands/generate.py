@@ -31,11 +31,7 @@ def main(argv: list[str]) -> int:
     return reported_once(lambda: _generate(parser().parse_args(argv), rank, world), rank)
 
 
-def _generate(
-    options: argparse.Namespace,
-    rank: int,
-    world: int,
-) -> int:
+def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
     if problems := list(_option_problems(options)):
         raise ConfigError(problems)
     texts = _prompts(options)
@@ -72,12 +68,7 @@ def _generate(
         )
     elif rank == 0:
         made = [
-            {
-                "prompt": text,
-                "text": row.text(tokenizer),
-                "tokens": row.tokens,
-                "end": row.end,
-            }
+            {"prompt": text, "text": row.text(tokenizer), "tokens": row.tokens, "end": row.end}
             for text, row in zip(texts, rows, strict=True)
         ]
         about = {
@@ -92,11 +83,7 @@ def _generate(
 class _Printer:
     """Prints a single text as it grows, or each of several when its batch is finished."""
 
-    def __init__(
-        self,
-        tokenizer: "Tokenizer",
-        texts: Sequence[str],
-    ):
+    def __init__(self, tokenizer: "Tokenizer", texts: Sequence[str]):
         self.tokenizer = tokenizer
         self.texts = texts
         self.finished = 0
@@ -153,9 +140,7 @@ def _option_problems(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _model_problems(
-    source: "ModelSource",
-    prompts: Sequence[list[int]],
-    world: int,
+    source: "ModelSource", prompts: Sequence[list[int]], world: int
 ) -> Iterator[str]:
     sizes = source.spec.tensor_parallel_sizes(source.args)
     if wrong := ", ".join(f"{name} {size}" for name, size in sizes.items() if size % world):
@@ -218,14 +203,7 @@ def parser() -> argparse.ArgumentParser:
         help="sample from the likeliest tokens with this total probability (default: %(default)s)",
     )
     add(
-        "--seed",
-        type=int,
-        default=0,
-        help="same seed and prompt, same text (default: %(default)s)",
+        "--seed", type=int, default=0, help="same seed and prompt, same text (default: %(default)s)"
     )
-    add(
-        "--json",
-        action="store_true",
-        help="print one JSON object instead of text",
-    )
+    add("--json", action="store_true", help="print one JSON object instead of text")
     return parser

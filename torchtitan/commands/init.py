@@ -36,12 +36,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "folder",
-        nargs="?",
-        metavar="FOLDER",
-        help="of the project (named after the model)",
-    )
+    add("folder", nargs="?", metavar="FOLDER", help="of the project (named after the model)")
     add(
         "--model",
         metavar="FAMILY/SIZE|FOLDER",
@@ -58,17 +53,8 @@ def parser() -> argparse.ArgumentParser:
         help=f"{CPU} (this machine's), {', '.join(load_hardware())}, or a TOML file",
     )
     number = parser.add_mutually_exclusive_group()
-    number.add_argument(
-        "--devices",
-        metavar="N",
-        help="number of GPUs, on all nodes together",
-    )
-    number.add_argument(
-        "--nodes",
-        type=count,
-        metavar="N",
-        help="or of nodes",
-    )
+    number.add_argument("--devices", metavar="N", help="number of GPUs, on all nodes together")
+    number.add_argument("--nodes", type=count, metavar="N", help="or of nodes")
     add(
         "--gpus-per-node",
         type=count,
@@ -76,27 +62,14 @@ def parser() -> argparse.ArgumentParser:
         help="GPUs that a launcher starts ranks on (the hardware's)",
     )
     length = parser.add_mutually_exclusive_group()
-    length.add_argument(
-        "--tokens",
-        metavar="N",
-        help="tokens to train on, as 160B or 1.6e11",
-    )
-    length.add_argument(
-        "--hours",
-        metavar="N",
-        help="or hours to train",
-    )
+    length.add_argument("--tokens", metavar="N", help="tokens to train on, as 160B or 1.6e11")
+    length.add_argument("--hours", metavar="N", help="or hours to train")
     add(
         "--seq-len",
         metavar="N",
         help="tokens of a row (256 for debug models, 1024 to 4096 for larger ones)",
     )
-    add(
-        "--choose",
-        type=count,
-        metavar="N",
-        help="which of the layouts shown (1)",
-    )
+    add("--choose", type=count, metavar="N", help="which of the layouts shown (1)")
     add(
         "--slurm",
         action=argparse.BooleanOptionalAction,
@@ -108,16 +81,8 @@ def parser() -> argparse.ArgumentParser:
         help="run the commands that make the tokenizer, the tokens and the held-out part (a "
         "terminal asks; else, and with --yes, they are only printed)",
     )
-    add(
-        "--yes",
-        action="store_true",
-        help="take all defaults instead of asking",
-    )
-    add(
-        "--force",
-        action="store_true",
-        help="overwrite the files of an earlier project",
-    )
+    add("--yes", action="store_true", help="take all defaults instead of asking")
+    add("--force", action="store_true", help="overwrite the files of an earlier project")
     add_job_options(parser)
     return parser
 
@@ -130,10 +95,7 @@ def main(argv: list[str]) -> int:
     given = _given(flags)
     if options.folder:
         _check_folder(Path(options.folder), force=options.force)
-    asker = Asker(
-        interactive=sys.stdin.isatty() and sys.stdout.isatty(),
-        accept=options.yes,
-    )
+    asker = Asker(interactive=sys.stdin.isatty() and sys.stdout.isatty(), accept=options.yes)
     request, measured = _ask(options, asker, given)
     per_node = options.gpus_per_node or devices_per_host(request.hardware)
     if request.on_cpu and not request.data.is_here:
@@ -168,10 +130,7 @@ def main(argv: list[str]) -> int:
 
 
 def _finish(
-    project: projects.Project,
-    request: Request,
-    prepare: bool | None,
-    asker: Asker,
+    project: projects.Project, request: Request, prepare: bool | None, asker: Asker
 ) -> None:
     """Prepare the data, if that is wanted, and print what is left to do then.
 
@@ -195,11 +154,7 @@ def _finish(
         print("\nNext:", *left, *project.steps, sep="\n  ", flush=True)
 
 
-def _run(
-    program: str,
-    command: str,
-    *words: str,
-) -> None:
+def _run(program: str, command: str, *words: str) -> None:
     """Run a command of this package in this process, or another program.
 
     Raises:
@@ -242,11 +197,7 @@ def _check_folder(folder: Path, *, force: bool) -> None:
         )
 
 
-def _ask(
-    options: argparse.Namespace,
-    asker: Asker,
-    given: Choices,
-) -> tuple[Request, str | None]:
+def _ask(options: argparse.Namespace, asker: Asker, given: Choices) -> tuple[Request, str | None]:
     """What the flags and the answers say; and the file of this machine's CPU, if it was
     measured.
     """
@@ -290,12 +241,7 @@ def _ask(
     return Request(model, data, hardware, devices, seq_len, folder, tokens, hours, given), measured
 
 
-def _command(
-    request: Request,
-    options: argparse.Namespace,
-    number: int,
-    flags: list[str],
-) -> str:
+def _command(request: Request, options: argparse.Namespace, number: int, flags: list[str]) -> str:
     """The command that makes the same project without questions."""
     named = (
         CPU

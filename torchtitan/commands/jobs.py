@@ -24,23 +24,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="JOB|FOLDER",
         help="123, 123_4, or the folder of runs (all jobs of the user)",
     )
-    add(
-        "--logs",
-        action="store_true",
-        help="print the ends of the logs instead",
-    )
-    add(
-        "--lines",
-        type=count,
-        default=20,
-        metavar="N",
-        help="of each log (20)",
-    )
-    add(
-        "--follow",
-        action="store_true",
-        help="keep printing what is added",
-    )
+    add("--logs", action="store_true", help="print the ends of the logs instead")
+    add("--lines", type=count, default=20, metavar="N", help="of each log (20)")
+    add("--follow", action="store_true", help="keep printing what is added")
     return parser
 
 

@@ -25,10 +25,7 @@ TIMEOUT = 3600
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan parity",
-        description=__doc__,
-    )
+    parser = argparse.ArgumentParser(prog="torchtitan parity", description=__doc__)
     parser.add_argument(
         "--nproc-per-node",
         type=count,
@@ -75,11 +72,7 @@ def main(argv: list[str]) -> int:
     return 0 if passed else 1
 
 
-def _check_widths(
-    config_argv: list[str],
-    ranks: int,
-    widths: list[int],
-) -> int:
+def _check_widths(config_argv: list[str], ranks: int, widths: list[int]) -> int:
     """The number of ranks has no part in it, but a configuration may need it."""
     config = resolve(config_argv, ranks).config
     setup = preflight(config, output=False)

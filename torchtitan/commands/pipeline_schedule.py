@@ -40,11 +40,7 @@ def parser() -> argparse.ArgumentParser:
         help="training.local_batch_size / pipeline_parallel_microbatch_size",
     )
     parser.add_argument(
-        "--output",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="CSV file to write",
+        "--output", required=True, type=Path, metavar="FILE", help="CSV file to write"
     )
     return parser
 

@@ -27,20 +27,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
+    add("--world", type=count, default=1, metavar="N", help="number of ranks (default: 1)")
     add(
-        "--world",
-        type=count,
-        default=1,
-        metavar="N",
-        help="number of ranks (default: 1)",
-    )
-    add(
-        "--ranks",
-        type=int,
-        nargs="+",
-        default=[],
-        metavar="RANK",
-        help="rehearse these ranks, too",
+        "--ranks", type=int, nargs="+", default=[], metavar="RANK", help="rehearse these ranks, too"
     )
     add(
         "--every-rank",
@@ -53,16 +42,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="layers of each stage that run (default: 1; 2 without a pipeline)",
     )
-    add(
-        "--every-layer",
-        action="store_true",
-        help="run all layers",
-    )
-    add(
-        "--json",
-        metavar="FILE",
-        help="write the result as JSON",
-    )
+    add("--every-layer", action="store_true", help="run all layers")
+    add("--json", metavar="FILE", help="write the result as JSON")
     return parser
 
 

@@ -32,37 +32,17 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="folder of a run, or of several",
-    )
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of several")
     plotted = f"plot this metric, and others given likewise (default: {', '.join(_METRICS)})"
-    add(
-        "--plot",
-        action="append",
-        metavar="METRIC",
-        help=plotted,
-    )
-    add(
-        "--axis",
-        choices=_AXES,
-        default=_AXES[0],
-        help="plot against this (default: %(default)s)",
-    )
+    add("--plot", action="append", metavar="METRIC", help=plotted)
+    add("--axis", choices=_AXES, default=_AXES[0], help="plot against this (default: %(default)s)")
     add(
         "--html",
         type=Path,
         metavar="FILE",
         help="write a page with charts, which opens without a network",
     )
-    add(
-        "--json",
-        action="store_true",
-        help="print everything as JSON",
-    )
+    add("--json", action="store_true", help="print everything as JSON")
     return parser
 
 
@@ -85,11 +65,7 @@ def main(argv: list[str]) -> int:
     width = min(shutil.get_terminal_size().columns, _WIDTH)
     print(
         as_text(
-            data,
-            metrics=options.plot or _METRICS,
-            axis=options.axis,
-            width=width,
-            color=terminal,
+            data, metrics=options.plot or _METRICS, axis=options.axis, width=width, color=terminal
         )
     )
     return 0

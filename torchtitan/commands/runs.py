@@ -34,14 +34,7 @@ def parser() -> argparse.ArgumentParser:
         help=f"where runs are ({_DEFAULT})",
     )
     states = f"only runs in this state, and others given likewise: {listed(STATES)}"
-    add(
-        "--state",
-        action="append",
-        choices=STATES,
-        default=[],
-        metavar="STATE",
-        help=states,
-    )
+    add("--state", action="append", choices=STATES, default=[], metavar="STATE", help=states)
     add(
         "--sort",
         choices=ORDERS,
@@ -49,11 +42,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help="%(choices)s (default: %(default)s)",
     )
-    add(
-        "--reverse",
-        action="store_true",
-        help="reverse the order",
-    )
+    add("--reverse", action="store_true", help="reverse the order")
     add(
         "--differences",
         action="store_true",

@@ -22,12 +22,7 @@ from torchtitan.commands.train import check, count_gpus, node_range
 from torchtitan.config import Config, load_config
 from torchtitan.config.load.command_line import parse_args
 from torchtitan.tools.launch import jobs
-from torchtitan.tools.launch.container import (
-    ClusterRun,
-    check_outputs,
-    config_text,
-    needed_files,
-)
+from torchtitan.tools.launch.container import ClusterRun, check_outputs, config_text, needed_files
 from torchtitan.tools.launch.container_options import (
     JOBSET,
     SLURM,
@@ -72,24 +67,14 @@ def parser() -> argparse.ArgumentParser:
         default=SLURM,
         help="the scheduler: Slurm, a JobSet of Kubernetes, or SkyPilot (slurm)",
     )
-    add(
-        "--gpus-per-node",
-        type=count,
-        metavar="N",
-        help="ranks on a node; required unless --local",
-    )
+    add("--gpus-per-node", type=count, metavar="N", help="ranks on a node; required unless --local")
     add(
         "--nodes",
         type=node_range,
         metavar="N|MIN:MAX",
         help="number of nodes, or a range (from the layout's degrees)",
     )
-    add(
-        "--job-name",
-        type=job_name,
-        metavar="NAME",
-        help="name of the job (the configuration's)",
-    )
+    add("--job-name", type=job_name, metavar="NAME", help="name of the job (the configuration's)")
     add_job_options(parser)
     add_container_options(parser)
     add(
@@ -112,33 +97,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="a run for each line of flags, or [[runs]] table of a .toml",
     )
+    add("--at-most", type=count, metavar="N", help="run only so many at once")
     add(
-        "--at-most",
-        type=count,
-        metavar="N",
-        help="run only so many at once",
+        "--folder", type=local_folder, metavar="FOLDER", help="of the runs (<job.dump_folder>-grid)"
     )
-    add(
-        "--folder",
-        type=local_folder,
-        metavar="FOLDER",
-        help="of the runs (<job.dump_folder>-grid)",
-    )
-    add(
-        "--local",
-        action="store_true",
-        help="run them here, one after the other, instead",
-    )
-    add(
-        "--dry-run",
-        action="store_true",
-        help="print what would be written, and write nothing",
-    )
-    add(
-        "--submit",
-        action="store_true",
-        help="submit the job too",
-    )
+    add("--local", action="store_true", help="run them here, one after the other, instead")
+    add("--dry-run", action="store_true", help="print what would be written, and write nothing")
+    add("--submit", action="store_true", help="submit the job too")
     return parser
 
 
@@ -203,11 +168,7 @@ def main(argv: list[str]) -> int:
     return _write(options, batch) if options.to == SLURM else _write_cluster(options, batch)
 
 
-def _checked(
-    options: argparse.Namespace,
-    overrides: list[str],
-    runs: list[GridRun],
-) -> _Batch:
+def _checked(options: argparse.Namespace, overrides: list[str], runs: list[GridRun]) -> _Batch:
     """Check every run as its nodes will.
 
     Raises:
@@ -240,11 +201,7 @@ def _checked(
     return _Batch(options.config, base, runs, commands, folder, list(sizes.values()), configs)
 
 
-def _check_run(
-    options: argparse.Namespace,
-    argv: list[str],
-    size: _Size,
-) -> Config:
+def _check_run(options: argparse.Namespace, argv: list[str], size: _Size) -> Config:
     """The complete configuration of a run.
 
     Raises:

@@ -45,11 +45,7 @@ class _Progress:
         self.documents = 0
         self.tokens = 0
 
-    def wrote(
-        self,
-        documents: int,
-        tokens: int,
-    ) -> None:
+    def wrote(self, documents: int, tokens: int) -> None:
         self.documents += documents
         self.tokens += tokens
         rate = show_rate(self.tokens / self.meter.seconds)
@@ -63,24 +59,13 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--input",
-        required=True,
-        nargs="+",
-        metavar="PATH",
-        help="files, folders or globs; or demo",
+        "--input", required=True, nargs="+", metavar="PATH", help="files, folders or globs; or demo"
     )
     parser.add_argument(
-        "--output",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="folder for the token files",
+        "--output", required=True, type=Path, metavar="DIR", help="folder for the token files"
     )
     parser.add_argument(
-        "--tokenizer",
-        default=Model().hf_assets_path,
-        metavar="DIR",
-        help="as model.hf_assets_path",
+        "--tokenizer", default=Model().hf_assets_path, metavar="DIR", help="as model.hf_assets_path"
     )
     column = parser.add_mutually_exclusive_group()
     column.add_argument(
@@ -137,17 +122,10 @@ def parser() -> argparse.ArgumentParser:
         help="processes (all cores)",
     )
     parser.add_argument(
-        "--part",
-        type=count,
-        default=100_000,
-        metavar="N",
-        help="documents per file (100000)",
+        "--part", type=count, default=100_000, metavar="N", help="documents per file (100000)"
     )
     parser.add_argument(
-        "--name",
-        type=_file_name,
-        default="tokens",
-        help="prefix of the files' names (tokens)",
+        "--name", type=_file_name, default="tokens", help="prefix of the files' names (tokens)"
     )
     return parser
 
@@ -201,10 +179,7 @@ def _report(output: Output, parts: int) -> dict[str, Any]:
     }
     if output.best_fit:
         report["packing"] = vars(packed)
-    write_whole(
-        output.folder / f"{output.name}{REPORT}",
-        json.dumps(report, indent=1).encode(),
-    )
+    write_whole(output.folder / f"{output.name}{REPORT}", json.dumps(report, indent=1).encode())
     return report
 
 
@@ -250,12 +225,7 @@ def run(argv: list[str]) -> str:
     options = parser().parse_args(argv)
     stop = options.on_bad_document == "stop"
     column = options.messages_column or options.text_column
-    corpus = Corpus(
-        options.input,
-        "--input",
-        column,
-        stop=stop,
-    )
+    corpus = Corpus(options.input, "--input", column, stop=stop)
     tokenizer = build_tokenizer(options.tokenizer)
     messages = options.messages_column is not None
     near = None
@@ -276,13 +246,7 @@ def run(argv: list[str]) -> str:
     held_out = _held_out(options, common) if options.held_out else None
     if done := sum(is_done(i, output, held_out) for i in output.existing()):
         print(f"{plural(done, 'part')} already done")
-    encoder = Encoder(
-        options.tokenizer,
-        column,
-        stop,
-        messages,
-        near,
-    )
+    encoder = Encoder(options.tokenizer, column, stop, messages, near)
     parts = done
     if not _is_whole(held_out.output if held_out else output, done):
         parts = _write(options, encoder, output, held_out, corpus)
@@ -321,10 +285,7 @@ def _is_whole(output: Output, parts: int) -> bool:
 
 
 def _output(
-    options: argparse.Namespace,
-    folder: Path,
-    common: dict[str, Any],
-    best_fit: int | None = None,
+    options: argparse.Namespace, folder: Path, common: dict[str, Any], best_fit: int | None = None
 ) -> Output:
     """The token files in a folder, which is made.
 

@@ -48,11 +48,7 @@ def parser() -> argparse.ArgumentParser:
         help="entries, special tokens included",
     )
     parser.add_argument(
-        "--output",
-        required=True,
-        type=Path,
-        metavar="DIR",
-        help="folder for the tokenizer",
+        "--output", required=True, type=Path, metavar="DIR", help="folder for the tokenizer"
     )
     parser.add_argument(
         "--text-column",
@@ -104,11 +100,7 @@ def parser() -> argparse.ArgumentParser:
         choices=tuple(CHAT_TEMPLATES),
         help="write a chat template, and add its special tokens",
     )
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="replace a tokenizer in the folder",
-    )
+    parser.add_argument("--force", action="store_true", help="replace a tokenizer in the folder")
     return parser
 
 
@@ -178,11 +170,7 @@ def _make_folder(options: argparse.Namespace) -> None:
         ) from error
 
 
-def _report(
-    options: argparse.Namespace,
-    corpus: Corpus,
-    trained: Trained,
-) -> None:
+def _report(options: argparse.Namespace, corpus: Corpus, trained: Trained) -> None:
     print(f"Read {plural(trained.documents, 'document')}, {trained.bytes:,} bytes")
     if options.sample:
         print(

@@ -44,16 +44,11 @@ MIN_SECRET = 16
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="torchtitan train",
-        description=__doc__,
-        allow_abbrev=False,
+        prog="torchtitan train", description=__doc__, allow_abbrev=False
     )
     ranks = partial(count, most=RANKS_PER_NODE)
     parser.add_argument(
-        "--nproc-per-node",
-        type=ranks,
-        metavar="N",
-        help="ranks on this node (its GPUs, else 1)",
+        "--nproc-per-node", type=ranks, metavar="N", help="ranks on this node (its GPUs, else 1)"
     )
     parser.add_argument(
         "--nnodes",
@@ -221,9 +216,7 @@ def count_gpus() -> int:
         )
     try:
         listed = subprocess.run(
-            ["nvidia-smi", "--list-gpus"],
-            capture_output=True,
-            text=True,
+            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True
         ).stdout
     except OSError:
         return 0

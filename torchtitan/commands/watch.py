@@ -28,10 +28,7 @@ POLL_SECONDS = 1.0
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan watch",
-        description=__doc__,
-    )
+    parser = argparse.ArgumentParser(prog="torchtitan watch", description=__doc__)
     parser.add_argument(
         "folders",
         type=Path,
@@ -116,12 +113,7 @@ def _serve(options: argparse.Namespace) -> tuple[Server, str]:
     )
 
 
-def _listen(
-    live: Live,
-    address: Any,
-    token: str | None,
-    name: str,
-) -> Server:
+def _listen(live: Live, address: Any, token: str | None, name: str) -> Server:
     try:
         return Server(live, address, token)
     except OSError as error:
@@ -130,11 +122,7 @@ def _listen(
         ) from None
 
 
-def _hint(
-    options: argparse.Namespace,
-    server: Server,
-    where: str,
-) -> str:
+def _hint(options: argparse.Namespace, server: Server, where: str) -> str:
     """How to open the page from another machine."""
     here = socket.gethostname()
     if options.socket is not None:

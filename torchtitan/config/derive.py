@@ -222,11 +222,7 @@ def derive(config: Config, world: int) -> tuple[Config, dict[str, str]]:
     return config, formulas
 
 
-def cuts(
-    given: Config,
-    formulas: dict[str, str],
-    sources: dict[str, str],
-) -> Iterator[str]:
+def cuts(given: Config, formulas: dict[str, str], sources: dict[str, str]) -> Iterator[str]:
     """A warning for each given value that the length of the schedule cut.
 
     Args:
@@ -246,20 +242,12 @@ def degrees_fill(config: Config, world: int) -> bool:
     return math.prod(axis_degrees(config.parallelism).values()) == world
 
 
-def replace(
-    config: Config,
-    key: str,
-    value: Any,
-) -> Config:
+def replace(config: Config, key: str, value: Any) -> Config:
     """A copy of `config` with the dotted `key` set to `value`."""
     return _replaced(config, key, value)
 
 
-def _replaced(
-    section: Nested,
-    key: str,
-    value: Any,
-) -> Nested:
+def _replaced(section: Nested, key: str, value: Any) -> Nested:
     name, _, rest = key.partition(".")
     if rest:
         value = _replaced(getattr(section, name), rest, value)

@@ -45,11 +45,7 @@ def splits_backward(config: Config) -> bool:
     return bool(p.pipeline_parallel_schedule_csv) or p.pipeline_parallel_schedule in _SPLITTING
 
 
-def gains_by_float8(
-    recipe: str | None,
-    inputs: int,
-    outputs: int,
-) -> bool:
+def gains_by_float8(recipe: str | None, inputs: int, outputs: int) -> bool:
     """Whether Float8 is faster for a layer of this size on an H100, by the measurements in
     torchao's float8 README.
     """

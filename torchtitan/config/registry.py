@@ -74,12 +74,7 @@ class Registry(Generic[T]):
     others.
     """
 
-    def __init__(
-        self,
-        key: str,
-        what: str,
-        built_in: Collection[str] = (),
-    ):
+    def __init__(self, key: str, what: str, built_in: Collection[str] = ()):
         """
         Args:
             key: the key of the configuration that chooses.
@@ -95,12 +90,7 @@ class Registry(Generic[T]):
         """Registered name to the class of its keys."""
         return {name: entry.keys for name, entry in self._entries.items()}
 
-    def add(
-        self,
-        name: str,
-        value: T,
-        keys: type[Section] | None = None,
-    ) -> T:
+    def add(self, name: str, value: T, keys: type[Section] | None = None) -> T:
         """Register `value` as `name`, with keys of its own in `[custom.NAME]`."""
         self._entries[name] = _Entry(value, keys)
         return value
@@ -127,11 +117,7 @@ class Functions(Registry[Callable[..., Any]]):
     `keys`.
     """
 
-    def register(
-        self,
-        name: str,
-        keys: type[Section] | None = None,
-    ) -> Callable[[Make], Make]:
+    def register(self, name: str, keys: type[Section] | None = None) -> Callable[[Make], Make]:
         """Decorate the function or class that makes what `name` chooses.
 
         Args:
@@ -151,11 +137,7 @@ class Functions(Registry[Callable[..., Any]]):
 
         return decorate
 
-    def _refusal(
-        self,
-        name: str,
-        make: Callable[..., Any],
-    ) -> str | None:
+    def _refusal(self, name: str, make: Callable[..., Any]) -> str | None:
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             return "must be named by letters, digits and _, as a table of a TOML file is"
         if "<" in make.__qualname__:
@@ -169,11 +151,7 @@ class Functions(Registry[Callable[..., Any]]):
             (problem for registry in REGISTRIES if (problem := _clash(registry, name, make))), None
         )
 
-    def chosen(
-        self,
-        name: str | None,
-        custom: Custom,
-    ) -> Callable[..., Any] | None:
+    def chosen(self, name: str | None, custom: Custom) -> Callable[..., Any] | None:
         """What is registered as `name`, with its keys; None if `name` is built in or None."""
         make = self.find(name)
         if make is None or self.registered[name or ""] is None:
@@ -181,11 +159,7 @@ class Functions(Registry[Callable[..., Any]]):
         return partial(make, keys=custom.tables[name or ""])
 
 
-def _clash(
-    registry: Registry[Any],
-    name: str,
-    make: Callable[..., Any],
-) -> str | None:
+def _clash(registry: Registry[Any], name: str, make: Callable[..., Any]) -> str | None:
     """Why `name` isn't free. A reloaded module may register it again. Two kinds can't share it:
     keys share a table.
     """

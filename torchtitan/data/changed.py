@@ -14,11 +14,7 @@ from torchtitan.utils.logging import logger
 class ContentsRecord:
     """The contents of a run's sources and validation sets, as checkpoints record them."""
 
-    def __init__(
-        self,
-        spec: DataSpec,
-        contents: Mapping[str, Contents],
-    ):
+    def __init__(self, spec: DataSpec, contents: Mapping[str, Contents]):
         """
         Args:
             contents: the contents of each source by its name.
@@ -54,11 +50,7 @@ class ContentsRecord:
             self._rendered = render_lists(self._lists)
         return self._rendered
 
-    def compare(
-        self,
-        state: DataState,
-        lists: Callable[[], Lists],
-    ) -> list[str]:
+    def compare(self, state: DataState, lists: Callable[[], Lists]) -> list[str]:
         """The sources whose contents have changed since a position was taken.
 
         Args:
@@ -75,35 +67,15 @@ class ContentsRecord:
         found = []
         for source in self.spec.sources:
             if source.name in saved:
-                recorded = partial(
-                    _files,
-                    lists,
-                    "sources",
-                    source.name,
-                )
-                if self._has_changed(
-                    self,
-                    source,
-                    saved[source.name].contents,
-                    recorded,
-                ):
+                recorded = partial(_files, lists, "sources", source.name)
+                if self._has_changed(self, source, saved[source.name].contents, recorded):
                     found.append(source.name)
         for section, other in self._held_out.items():
             before = state.fingerprint.held_out.get(section)
             # With another name, the set was changed on purpose; no position depends on it.
             if before is not None and before.dataset == self.held_out[section].dataset:
-                recorded = partial(
-                    _files,
-                    lists,
-                    "held_out",
-                    section,
-                )
-                self._has_changed(
-                    other,
-                    other.spec.sources[0],
-                    before.contents,
-                    recorded,
-                )
+                recorded = partial(_files, lists, "held_out", section)
+                self._has_changed(other, other.spec.sources[0], before.contents, recorded)
         return found
 
     def _has_changed(
@@ -150,12 +122,7 @@ class ContentsRecord:
         )
 
 
-def check_same(
-    what: str,
-    key: str,
-    old: object,
-    now: object,
-) -> None:
+def check_same(what: str, key: str, old: object, now: object) -> None:
     """
     Raises:
         UserError: a position that depends on `key` is for another value.
@@ -183,9 +150,5 @@ def check_packing(spec: DataSpec, position: SourcePosition) -> None:
         check_same("packed rows of", f"{spec.section}.seq_len", length, spec.seq_len)
 
 
-def _files(
-    lists: Callable[[], Lists],
-    section: str,
-    name: str,
-) -> Sequence[DataFile]:
+def _files(lists: Callable[[], Lists], section: str, name: str) -> Sequence[DataFile]:
     return lists().get(section, {}).get(name, ())

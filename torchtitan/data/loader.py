@@ -18,12 +18,7 @@ from torchtitan.data.flags import CONTINUES, PLAIN, UNPREDICTED
 from torchtitan.data.order.mixture import Shares, run_dry, whole_steps
 from torchtitan.data.order.packing import Packed
 from torchtitan.data.order.rows import IGNORE_INDEX, Share, blank_row
-from torchtitan.data.positions import (
-    DataFingerprint,
-    DataPosition,
-    DataState,
-    SourcePosition,
-)
+from torchtitan.data.positions import DataFingerprint, DataPosition, DataState, SourcePosition
 from torchtitan.data.reader import ReadAhead, StepReader, StepRows, Workers
 from torchtitan.data.sources import DocumentSource, TokenSource, open_source
 from torchtitan.data.spec import DataSpec
@@ -79,22 +74,13 @@ def build_loader(
     """
     later = spec.options.timeout_seconds or limits[1]
     share = ((dp_rank, dp_degree),)
-    return StepLoader(
-        spec,
-        share,
-        (max(limits[0], later), later),
-    )
+    return StepLoader(spec, share, (max(limits[0], later), later))
 
 
 class StepLoader:
     """Iterates over steps. Training data never ends; every iteration restarts a finite pass."""
 
-    def __init__(
-        self,
-        spec: DataSpec,
-        share: Share,
-        limits: tuple[float, float],
-    ):
+    def __init__(self, spec: DataSpec, share: Share, limits: tuple[float, float]):
         """
         Args:
             share: the rows of each step that this rank reads.
@@ -156,11 +142,7 @@ class StepLoader:
             fingerprint=self.fingerprint,
         )
 
-    def seek(
-        self,
-        state: DataState,
-        lists: Callable[[], Lists] = dict,
-    ) -> None:
+    def seek(self, state: DataState, lists: Callable[[], Lists] = dict) -> None:
         """Continue from a recorded position. Ranks, workers, weights, batch sizes and the length of
         rows may differ.
 
@@ -173,12 +155,7 @@ class StepLoader:
         saved = state.fingerprint
         now = self.fingerprint
         for name, key in _KEYS.items():
-            check_same(
-                name,
-                key,
-                getattr(saved, name),
-                getattr(now, name),
-            )
+            check_same(name, key, getattr(saved, name), getattr(now, name))
         positions = {
             name: source.in_tokens(saved.seq_len) for name, source in state.sources.items()
         }
@@ -287,12 +264,7 @@ class StepLoader:
             self._workers = self._workers or Workers(self.spec, self.share, self.start)
             steps = self._workers.steps()
         else:
-            steps = StepReader(
-                self.spec,
-                self.sources,
-                self.share,
-                self.start,
-            ).steps()
+            steps = StepReader(self.spec, self.sources, self.share, self.start).steps()
         for step, rows in enumerate(steps, self.start.step):
             self._log_packing(rows.packed)
             yield self._batch(step, rows)
@@ -303,11 +275,7 @@ class StepLoader:
                 self._packing_logged.add(source.name)
                 logger.info(f"{self.spec.key(source)}: so far, {one}")
 
-    def _batch(
-        self,
-        step: int,
-        rows: StepRows,
-    ) -> StepBatch:
+    def _batch(self, step: int, rows: StepRows) -> StepBatch:
         missing = self.size(step) - len(rows.rows)
         plan = self.spec.at(step)
         ids = torch.from_numpy(np.stack(rows.rows + [blank_row(plan.seq_len)] * missing))
@@ -329,15 +297,7 @@ class StepLoader:
 
     def blank(self) -> StepBatch:
         """A first batch without labels."""
-        return self._batch(
-            0,
-            StepRows(
-                [],
-                [],
-                [],
-                self.start,
-            ),
-        )
+        return self._batch(0, StepRows([], [], [], self.start))
 
     def _stalled(self) -> str:
         section = self.spec.section
@@ -386,8 +346,4 @@ class StepLoader:
 
 def _beginning(step: int) -> DataPosition:
     """The position before a step at which no source has been read."""
-    return DataPosition(
-        step=step,
-        shares=Shares().position(),
-        sources={},
-    )
+    return DataPosition(step=step, shares=Shares().position(), sources={})

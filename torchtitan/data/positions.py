@@ -135,12 +135,7 @@ class SourcePosition(Strict):
         found: dict[str, object] = {"tokens": self.rows * seq_len}
         if self.lanes is None:
             found["windows"] = WindowsPosition(
-                width=seq_len,
-                side=1,
-                first=self.rows,
-                length=0,
-                rows=0,
-                rest=None,
+                width=seq_len, side=1, first=self.rows, length=0, rows=0, rest=None
             )
         return self.model_copy(update=found)
 
@@ -221,11 +216,7 @@ def joined(parts: Sequence[DataPosition]) -> DataPosition:
             for part in parts:
                 lanes |= part.sources[name].lanes or {}
             sources[name] = source.model_copy(update={"lanes": lanes})
-    return DataPosition(
-        step=first.step,
-        shares=first.shares,
-        sources=sources,
-    )
+    return DataPosition(step=first.step, shares=first.shares, sources=sources)
 
 
 def completed(share: DataState, parts: Sequence[DataPosition]) -> DataState:
@@ -237,10 +228,7 @@ def completed(share: DataState, parts: Sequence[DataPosition]) -> DataState:
     """
     whole = joined(parts)
     return DataState(
-        step=whole.step,
-        shares=whole.shares,
-        sources=whole.sources,
-        fingerprint=share.fingerprint,
+        step=whole.step, shares=whole.shares, sources=whole.sources, fingerprint=share.fingerprint
     )
 
 

@@ -53,11 +53,7 @@ class StepReader:
     """Reads a share of the rows of every step, in order."""
 
     def __init__(
-        self,
-        spec: DataSpec,
-        sources: Mapping[str, Source],
-        share: Share,
-        start: DataPosition,
+        self, spec: DataSpec, sources: Mapping[str, Source], share: Share, start: DataPosition
     ):
         """
         Args:
@@ -99,12 +95,7 @@ class StepReader:
                 rest = reader.left(length)
                 if rest is not None:
                     left[name] = rest
-        counts = divide(
-            self.shares,
-            plan.weights,
-            count,
-            left,
-        )
+        counts = divide(self.shares, plan.weights, count, left)
         if sum(counts.values()) < count:
             raise UserError(
                 f"{self.spec.section}.sources: all have been read max_epochs times after "
@@ -115,12 +106,7 @@ class StepReader:
         source_of: dict[int, int] = {}
         for index, (name, reader) in enumerate(self.readers.items()):
             if name in slots:
-                rows = reader.read(
-                    self.step,
-                    count,
-                    slots[name],
-                    length,
-                )
+                rows = reader.read(self.step, count, slots[name], length)
                 found.update(rows)
                 source_of.update(dict.fromkeys(rows, index))
         if not self.spec.infinite and not found:
@@ -140,21 +126,14 @@ class StepReader:
         """The position after the last step, with this reader's lanes."""
         sources = {name: reader.position() for name, reader in self.readers.items()}
         return DataPosition(
-            step=self.step,
-            shares=self.shares.position(),
-            sources=self.parked | sources,
+            step=self.step, shares=self.shares.position(), sources=self.parked | sources
         )
 
 
 class Workers:
     """`num_workers` processes, each of which reads a consecutive share of the rank's rows."""
 
-    def __init__(
-        self,
-        spec: DataSpec,
-        share: Share,
-        start: DataPosition,
-    ):
+    def __init__(self, spec: DataSpec, share: Share, start: DataPosition):
         """
         Args:
             share: the rank's.
@@ -214,12 +193,7 @@ class Workers:
 class _WorkerRows(IterableDataset):
     """A worker's part of each step; None at the end of a finite pass, or the text of an error."""
 
-    def __init__(
-        self,
-        spec: DataSpec,
-        shares: list[Share],
-        start: DataPosition,
-    ):
+    def __init__(self, spec: DataSpec, shares: list[Share], start: DataPosition):
         self.spec = spec
         self.shares = shares
         self.start = start
@@ -234,12 +208,7 @@ class _WorkerRows(IterableDataset):
                     one.name: open_source(self.spec, one, self.spec.retry(one))
                     for one in self.spec.sources
                 }
-                steps = StepReader(
-                    self.spec,
-                    sources,
-                    self.shares[info.id],
-                    self.start,
-                ).steps()
+                steps = StepReader(self.spec, sources, self.shares[info.id], self.start).steps()
             while True:
                 with _undivided():
                     rows = next(steps, None)
@@ -264,18 +233,11 @@ def _unchanged(item: T) -> T:
 class ReadAhead(Generic[T]):
     """Runs `items` in a thread until `depth` of them wait to be taken."""
 
-    def __init__(
-        self,
-        items: Iterator[T],
-        depth: int,
-    ):
+    def __init__(self, items: Iterator[T], depth: int):
         self._queue: queue.Queue[T | BaseException | None] = queue.Queue(depth)
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=self._produce,
-            args=(items,),
-            name="data",
-            daemon=True,
+            target=self._produce, args=(items,), name="data", daemon=True
         )
         self._thread.start()
 

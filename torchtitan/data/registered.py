@@ -32,12 +32,7 @@ class RegisteredDocuments:
 
     text_bytes: None = None
 
-    def __init__(
-        self,
-        made: Any,
-        key: str,
-        chat: Chat | None = None,
-    ):
+    def __init__(self, made: Any, key: str, chat: Chat | None = None):
         """
         Args:
             key: the start of messages.

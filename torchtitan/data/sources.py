@@ -39,11 +39,7 @@ class Source(ABC):
     contents: Contents
 
     @abstractmethod
-    def reader(
-        self,
-        share: Share,
-        saved: SourcePosition | None = None,
-    ) -> SourceReader:
+    def reader(self, share: Share, saved: SourcePosition | None = None) -> SourceReader:
         """A reader of a share of the rows.
 
         Args:
@@ -57,11 +53,7 @@ class Source(ABC):
         return None
 
 
-def open_source(
-    spec: DataSpec,
-    source: config.Source,
-    retry: Retry,
-) -> Source:
+def open_source(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
     """Open token files (`.bin`), local documents, or else a stream from the Hugging Face hub.
 
     Raises:
@@ -70,11 +62,7 @@ def open_source(
     return retry("the beginning", lambda: _open(spec, source, retry))
 
 
-def _open(
-    spec: DataSpec,
-    source: config.Source,
-    retry: Retry,
-) -> Source:
+def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
     section = spec.key(source)
     make = spec.custom.get(source.dataset)
     if make is None and source.dataset_path is not None:
@@ -85,19 +73,9 @@ def _open(
                     f"{section}.messages_column: {source.dataset_path} holds token files, which "
                     "know what is predicted; remove the key"
                 )
-            files = TokenFiles(
-                found,
-                spec.longest_row,
-                spec.tokenizer,
-                key,
-            )
+            files = TokenFiles(found, spec.longest_row, spec.tokenizer, key)
             _check_packing(files, spec, section)
-            return TokenSource(
-                files,
-                spec,
-                source.max_epochs,
-                retry,
-            )
+            return TokenSource(files, spec, source.max_epochs, retry)
     if source.max_epochs is not None:
         raise UserError(
             f"{section}.max_epochs: the end of a text is known only from its tokens; "
@@ -108,27 +86,10 @@ def _open(
     if source.messages_column is not None:
         chat = Chat(spec.tokenizer, f"{section}.messages_column")
     if make is not None:
-        made = open_custom(
-            make,
-            source.dataset,
-            source.dataset_path,
-            section,
-            chat,
-        )
+        made = open_custom(make, source.dataset, source.dataset_path, section, chat)
         if isinstance(made, RegisteredDocuments):
-            return DocumentSource(
-                made,
-                spec,
-                retry,
-                chat,
-            )
-        stream = StreamSource(
-            made,
-            spec,
-            source,
-            retry,
-            chat,
-        )
+            return DocumentSource(made, spec, retry, chat)
+        stream = StreamSource(made, spec, source, retry, chat)
         stream.check()
         return stream
     documents = open_documents(
@@ -141,27 +102,12 @@ def _open(
         chat=chat,
     )
     if documents is not None:
-        return DocumentSource(
-            documents,
-            spec,
-            retry,
-            chat,
-        )
+        return DocumentSource(documents, spec, retry, chat)
     found_stream = open_stream(source.dataset, section, source.column)
-    return StreamSource(
-        found_stream,
-        spec,
-        source,
-        retry,
-        chat,
-    )
+    return StreamSource(found_stream, spec, source, retry, chat)
 
 
-def _check_packing(
-    files: TokenFiles,
-    spec: DataSpec,
-    section: str,
-) -> None:
+def _check_packing(files: TokenFiles, spec: DataSpec, section: str) -> None:
     """
     Raises:
         UserError: rows of the run are not those that the files hold.
@@ -188,13 +134,7 @@ class TokenSource(Source):
 
     kind = "tokens"
 
-    def __init__(
-        self,
-        files: TokenFiles,
-        spec: DataSpec,
-        max_epochs: int | None,
-        retry: Retry,
-    ):
+    def __init__(self, files: TokenFiles, spec: DataSpec, max_epochs: int | None, retry: Retry):
         self.files = files
         self.retry = retry
         self.contents = files.contents
@@ -202,19 +142,9 @@ class TokenSource(Source):
         self.epochs = max_epochs if spec.infinite else 1
         self.side = max(spec.batch_sizes)
 
-    def reader(
-        self,
-        share: Share,
-        saved: SourcePosition | None = None,
-    ) -> SourceReader:
+    def reader(self, share: Share, saved: SourcePosition | None = None) -> SourceReader:
         files = self._files(saved)
-        return TokenReader(
-            files,
-            share,
-            self.seed,
-            self._order(files),
-            self.retry,
-        )
+        return TokenReader(files, share, self.seed, self._order(files), self.retry)
 
     def left(self, saved: SourcePosition | None) -> int | None:
         order = self._order(self._files(saved))
@@ -240,12 +170,7 @@ class _LaneSource(Source):
     """Rows are cut from lanes of documents."""
 
     def __init__(
-        self,
-        contents: Contents,
-        lanes: int,
-        spec: DataSpec,
-        retry: Retry,
-        chat: Chat | None = None,
+        self, contents: Contents, lanes: int, spec: DataSpec, retry: Retry, chat: Chat | None = None
     ):
         """
         Args:
@@ -258,42 +183,24 @@ class _LaneSource(Source):
         self.chat = chat
 
     @abstractmethod
-    def cursor(
-        self,
-        lane: int,
-        lanes: int,
-    ) -> Cursor:
+    def cursor(self, lane: int, lanes: int) -> Cursor:
         """The documents of a lane."""
 
-    def reader(
-        self,
-        share: Share,
-        saved: SourcePosition | None = None,
-    ) -> SourceReader:
+    def reader(self, share: Share, saved: SourcePosition | None = None) -> SourceReader:
         spec = self.spec
         count = (saved and saved.lane_count) or self.lanes
         own: set[int] = set()
         for rows in spec.batch_sizes:
             own.update(lanes_within(own_rows(rows, share), rows, count))
         read = {lane: self._lane(self.cursor(lane, count)) for lane in sorted(own)}
-        return LaneReader(
-            self.contents.fingerprint,
-            share,
-            read,
-            count,
-        )
+        return LaneReader(self.contents.fingerprint, share, read, count)
 
     def _lane(self, cursor: Cursor) -> Lane:
         spec = self.spec
         encoder = self.chat or spec.tokenizer
         if spec.packing == "stream":
             return StreamLane(cursor, encoder)
-        return PackedLane(
-            cursor,
-            encoder,
-            spec.seq_len,
-            spec.tokenizer.eos_id,
-        )
+        return PackedLane(cursor, encoder, spec.seq_len, spec.tokenizer.eos_id)
 
 
 class DocumentSource(_LaneSource):
@@ -302,35 +209,15 @@ class DocumentSource(_LaneSource):
     kind = "documents"
 
     def __init__(
-        self,
-        documents: Documents,
-        spec: DataSpec,
-        retry: Retry,
-        chat: Chat | None = None,
+        self, documents: Documents, spec: DataSpec, retry: Retry, chat: Chat | None = None
     ):
         lanes = min(max(spec.batch_sizes), len(documents))
-        super().__init__(
-            documents.contents,
-            lanes,
-            spec,
-            retry,
-            chat,
-        )
+        super().__init__(documents.contents, lanes, spec, retry, chat)
         self.documents = documents
 
-    def cursor(
-        self,
-        lane: int,
-        lanes: int,
-    ) -> Cursor:
+    def cursor(self, lane: int, lanes: int) -> Cursor:
         seed = self.spec.seed if self.spec.infinite else None
-        return DocumentCursor(
-            self.documents,
-            lane,
-            lanes,
-            seed,
-            self.retry,
-        )
+        return DocumentCursor(self.documents, lane, lanes, seed, self.retry)
 
 
 class StreamSource(_LaneSource):
@@ -350,13 +237,7 @@ class StreamSource(_LaneSource):
         # the whole stream.
         lanes = math.gcd(max(spec.batch_sizes), stream.num_shards)
         reading = f"; chat template {chat.fingerprint}" if chat else ""
-        super().__init__(
-            Contents(f"stream of {source.dataset}{reading}"),
-            lanes,
-            spec,
-            retry,
-            chat,
-        )
+        super().__init__(Contents(f"stream of {source.dataset}{reading}"), lanes, spec, retry, chat)
         self.stream = stream
         self.column = source.column
 
@@ -370,11 +251,7 @@ class StreamSource(_LaneSource):
         first.next()
         first.position()
 
-    def cursor(
-        self,
-        lane: int,
-        lanes: int,
-    ) -> Cursor:
+    def cursor(self, lane: int, lanes: int) -> Cursor:
         return StreamCursor(
             self.stream,
             lane,

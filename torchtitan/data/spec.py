@@ -54,13 +54,7 @@ class DataSpec:
     def plans(self) -> list[StagePlan]:
         """The batch size and weights of each stage, in order."""
         weights = {source.name: Fraction(str(source.weight)) for source in self.sources}
-        first = StagePlan(
-            0,
-            self.rows_per_step,
-            weights,
-            self.seq_len,
-            self.local_batch_size,
-        )
+        first = StagePlan(0, self.rows_per_step, weights, self.seq_len, self.local_batch_size)
         plans = [first]
         for stage in self.stages:
             changed = {name: Fraction(str(weight)) for name, weight in stage.weights.items()}

@@ -59,11 +59,7 @@ class Collective:
         return f"{during}, at {self.at}"
 
 
-def describe_group(
-    description: str,
-    ranks: tuple[int, ...],
-    degrees: Mapping[str, int],
-) -> str:
+def describe_group(description: str, ranks: tuple[int, ...], degrees: Mapping[str, int]) -> str:
     """torch's description of a group in words.
 
     Args:
@@ -91,12 +87,7 @@ def minority(
     return few, most
 
 
-def different_calls(
-    few: list[int],
-    one: Collective,
-    most: list[int],
-    other: Collective,
-) -> str:
+def different_calls(few: list[int], one: Collective, most: list[int], other: Collective) -> str:
     """The sentence about ranks that entered `one` where most entered `other`."""
     root = other_root = ""
     if one.root != other.root:

@@ -159,11 +159,7 @@ def _waits(dumps: Dumps) -> Waits:
     return waits
 
 
-def _unfinished(
-    dumps: Dumps,
-    rank: int,
-    dump: RankDump,
-) -> list[Edge]:
+def _unfinished(dumps: Dumps, rank: int, dump: RankDump) -> list[Edge]:
     """The recorded collectives in which a rank waits for others."""
     edges: list[Edge] = []
     saves = dump.phase.startswith(SAVING)
@@ -176,12 +172,7 @@ def _unfinished(
     return edges
 
 
-def _entered(
-    dumps: Dumps,
-    rank: int,
-    collective: Recorded,
-    by: int,
-) -> bool:
+def _entered(dumps: Dumps, rank: int, collective: Recorded, by: int) -> bool:
     """Whether `rank` is in, or past, the collective in which `by` waits."""
     dump = dumps.by_rank.get(rank)
     if dump is None:
@@ -218,21 +209,12 @@ def _cause(dumps: Dumps, waits: Waits) -> tuple[int, list[int]] | None:
     return cause, [r for r in causes if (r in dumps.silent) == (cause in dumps.silent)]
 
 
-def _blame(
-    dumps: Dumps,
-    waits: Waits,
-    cause: int,
-    same: list[int],
-) -> str:
+def _blame(dumps: Dumps, waits: Waits, cause: int, same: list[int]) -> str:
     """The sentence: the first collective that `cause` did not enter, who waits there, and what
     `cause` does instead.
     """
     missing = [(c, r) for r, edges in waits.items() for c, peers in edges if cause in peers]
-    first = min(
-        (c for c, _ in missing if c),
-        key=lambda c: c.created,
-        default=None,
-    )
+    first = min((c for c, _ in missing if c), key=lambda c: c.created, default=None)
     waiting = [r for c, r in missing if first is None or (c and _is_same(c, first))]
     absent = f"did not enter {_describe(first)}, where {name_ranks(waiting)} "
     absent += "waits" if len(waiting) == 1 else "wait"

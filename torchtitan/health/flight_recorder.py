@@ -39,12 +39,7 @@ def configure_flight_recorder(comm: Comm, dump_folder: str) -> None:
     os.environ.update(settings)
 
 
-def dump_flight_recorder(
-    comm: Comm,
-    dump_folder: str,
-    *,
-    stacks: bool = True,
-) -> None:
+def dump_flight_recorder(comm: Comm, dump_folder: str, *, stacks: bool = True) -> None:
     """Write this rank's last collectives in the format of `torchfrtrace`.
 
     NCCL's watchdog dumps by itself on a timeout; gloo never does. gloo's record also has a wrong
@@ -87,12 +82,7 @@ def dump_flight_recorder(
 
 def collective_counts() -> dict[str, dict[str, int]]:
     """Number of collectives that each process group has started and completed."""
-    trace = safe_loads(
-        _recorder()(
-            includeCollectives=False,
-            includeStackTraces=False,
-        )
-    )
+    trace = safe_loads(_recorder()(includeCollectives=False, includeStackTraces=False))
     return trace.get("pg_status", {})
 
 

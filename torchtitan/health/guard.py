@@ -51,11 +51,7 @@ def deviation(value: float, window: Sequence[float]) -> float:
 class SpikeDetector:
     """Finds spikes, and records the rows that the weights have not seen because of them."""
 
-    def __init__(
-        self,
-        config: schema.Guard,
-        rows_per_step: int,
-    ):
+    def __init__(self, config: schema.Guard, rows_per_step: int):
         self.config = config
         self.rows_per_step = rows_per_step
         self.thresholds = {"loss": config.loss_threshold, "grad_norm": config.grad_norm_threshold}
@@ -71,12 +67,7 @@ class SpikeDetector:
         """Whether a spike changes the update. If so, all ranks must judge bit-identical numbers."""
         return self.config.policy in ("skip", "rewind")
 
-    def judge(
-        self,
-        step: int,
-        loss: float,
-        grad_norm: float,
-    ) -> Spike | None:
+    def judge(self, step: int, loss: float, grad_norm: float) -> Spike | None:
         """Record the outcome of a step; the spike, if it is one."""
         config = self.config
         values = {"loss": loss, "grad_norm": grad_norm}
@@ -102,11 +93,7 @@ class SpikeDetector:
         action = "stop" if self.streak > config.limit else config.policy
         return Spike(step, " and ".join(reasons), action)
 
-    def _reason(
-        self,
-        name: str,
-        value: float,
-    ) -> str | None:
+    def _reason(self, name: str, value: float) -> str | None:
         text = name.replace("_", " ")
         if not math.isfinite(value):
             # otherwise training.on_nonfinite decides
@@ -176,12 +163,7 @@ class Guard:
         self.journal = Path(dump_folder, "guard.jsonl")
         self._spike: Spike | None = None
 
-    def approve(
-        self,
-        step: int,
-        loss: float,
-        grad_norm: float,
-    ) -> bool:
+    def approve(self, step: int, loss: float, grad_norm: float) -> bool:
         """Whether to update the weights with this step's gradients.
 
         Raises:
@@ -258,11 +240,7 @@ class Guard:
         )
         if dist.get_rank() == 0:
             with self.journal.open("a") as file:
-                line = {
-                    "step": spike.step,
-                    **about,
-                    "time": time.time(),
-                }
+                line = {"step": spike.step, **about, "time": time.time()}
                 file.write(json.dumps(line) + "\n")
         return resumed
 

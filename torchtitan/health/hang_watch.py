@@ -58,12 +58,7 @@ _watches = itertools.count()
 class Watch:
     """Watches this process until `close`. All ranks create it, after the default process group."""
 
-    def __init__(
-        self,
-        comm: Comm,
-        dump_folder: str,
-        degrees: dict[str, int],
-    ):
+    def __init__(self, comm: Comm, dump_folder: str, degrees: dict[str, int]):
         """
         Args:
             degrees: degree of each mesh axis and of ep, by name.
@@ -96,11 +91,7 @@ class Watch:
         self._signaled = False
         self._closing = False
         on_signal(SIGUSR2, self._on_signal)
-        self._thread = threading.Thread(
-            target=self._run,
-            name="watch",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
         # A thread that runs C++ code while the interpreter shuts down aborts the process.
         atexit.register(self.close)
@@ -168,11 +159,7 @@ class Watch:
 
     # ---- asking and answering
 
-    def _on_store(
-        self,
-        operation: Callable[..., Any],
-        *args: Any,
-    ) -> Any:
+    def _on_store(self, operation: Callable[..., Any], *args: Any) -> Any:
         """The result of a store operation; None once the rank that hosts the store is gone."""
         try:
             return None if self._lost else operation(*args)
@@ -180,27 +167,13 @@ class Watch:
             self._lost = True
             return None
 
-    def _ask(
-        self,
-        kind: str,
-        why: str,
-        error: BaseException | None = None,
-    ) -> None:
+    def _ask(self, kind: str, why: str, error: BaseException | None = None) -> None:
         """Write, make the others write, and print the diagnosis; or answer an earlier ask."""
-        ask = {
-            "rank": self.rank,
-            "kind": kind,
-            "why": why,
-            "time": time.time(),
-        }
+        ask = {"rank": self.rank, "kind": kind, "why": why, "time": time.time()}
         key = f"ask/{self._asks + 1}"
         claim = self._on_store(self._store.compare_set, key, "", json.dumps(ask))
         if claim is None:  # every rank names this same ask, so their files belong together
-            gone = {
-                "rank": 0,
-                "kind": "error",
-                "why": "rank 0 is gone",
-            }
+            gone = {"rank": 0, "kind": "error", "why": "rank 0 is gone"}
             self._write(gone | {"time": self._rank_0_began}, error)
             return
         self._asks += 1
@@ -222,11 +195,7 @@ class Watch:
         with self._reporting_disk_errors():
             write_whole(self.folder / DIAGNOSIS, f"{sentence}\n".encode())
         if error is None:  # an exception is reported with its traceback
-            print(
-                f"rank {self.rank}: {why}: {sentence}",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"rank {self.rank}: {why}: {sentence}", file=sys.stderr, flush=True)
 
     def _answer(self) -> None:
         while self._has(f"ask/{self._asks + 1}"):
@@ -269,11 +238,7 @@ class Watch:
             return f"is stopped by a signal ({name}; SIGCONT resumes it)"
         return f"gave no answer ({name}: {status})"
 
-    def _write(
-        self,
-        ask: dict[str, Any],
-        error: BaseException | None,
-    ) -> None:
+    def _write(self, ask: dict[str, Any], error: BaseException | None) -> None:
         if ask["kind"] == "hang":
             self._hang = current(), collective_counts()
         self._error_known |= ask["kind"] == "error"
@@ -295,10 +260,7 @@ class Watch:
             print(text, file=sys.stderr, flush=True)
 
     def _write_state(
-        self,
-        ask: dict[str, Any],
-        error: BaseException | None,
-        silent: dict[int, str] | None = None,
+        self, ask: dict[str, Any], error: BaseException | None, silent: dict[int, str] | None = None
     ) -> None:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         threads = {}

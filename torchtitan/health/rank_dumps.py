@@ -169,11 +169,7 @@ class Dumps:
         """Whether the rank is not known to be inside a call of torch.distributed."""
         return rank not in self.by_rank or not self.by_rank[rank].blocked
 
-    def describe_splits(
-        self,
-        rank: int,
-        collective: Recorded | None,
-    ) -> str:
+    def describe_splits(self, rank: int, collective: Recorded | None) -> str:
         """The rows that a rank sends and expects; empty if it is no exchange of experts' rows."""
         if collective is None:
             return ""
@@ -191,11 +187,7 @@ class Dumps:
         return f"{name_ranks(r for r in ranks if self.silent[r] == text)} {text}"
 
 
-def read_dumps(
-    folder: Path,
-    prefix: str = "rank_",
-    since: float = 0,
-) -> Dumps | None:
+def read_dumps(folder: Path, prefix: str = "rank_", since: float = 0) -> Dumps | None:
     """The newest incident in a folder of dumps, unless it is older than `since`.
 
     Args:
@@ -245,11 +237,7 @@ def _newest_states(folder: Path) -> tuple[dict[str, Any] | None, dict[int, dict[
     return ask, {state["rank"]: state for state in states if state["ask"] == ask}
 
 
-def _add_collectives(
-    dump: RankDump,
-    record: dict[str, Any],
-    degrees: Mapping[str, int],
-) -> None:
+def _add_collectives(dump: RankDump, record: dict[str, Any], degrees: Mapping[str, int]) -> None:
     for name, about in record["pg_config"].items():
         members = about["ranks"]
         numbers = re.findall("[0-9]+", members) if isinstance(members, str) else members

@@ -20,23 +20,13 @@ from torchtitan.parallel import agree
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.utils.errors import GuardError
 
-_INTEGERS = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 20
 _ODD = 0x9E3779B97F4A7C15 - 2**64
 """2^64 / golden ratio, as a signed number."""
 
 
-def check_replicas(
-    mesh: Mesh,
-    device: torch.device,
-    step: int,
-    checkpointer: Checkpointer,
-) -> None:
+def check_replicas(mesh: Mesh, device: torch.device, step: int, checkpointer: Checkpointer) -> None:
     """Compare all replicated tensors that `checkpointer` saves, and buffers. Called by all ranks.
 
     Raises:
@@ -76,11 +66,7 @@ def fingerprint(value: Tensor) -> Tensor:
     return total
 
 
-def disagreements(
-    tensors: Mapping[str, Tensor],
-    mesh: Mesh,
-    device: torch.device,
-) -> list[str]:
+def disagreements(tensors: Mapping[str, Tensor], mesh: Mesh, device: torch.device) -> list[str]:
     """Copies that differ, each as tensor, mesh axis and ranks; the same list on every rank.
 
     Args:

@@ -21,11 +21,7 @@ class Stragglers:
         self.slow: dict[int, int] = {}
         """Rank to the number of records in a row for which it has been slow."""
 
-    def check(
-        self,
-        record: dict[str, Any],
-        device: torch.device,
-    ) -> None:
+    def check(self, record: dict[str, Any], device: torch.device) -> None:
         """Measure each rank's own speed and warn about slow ones. Called by all ranks.
 
         Args:
@@ -42,10 +38,7 @@ class Stragglers:
             logger.warning(text, extra=event("straggler", step, rank=rank))
 
     def observe(
-        self,
-        compute: Sequence[float],
-        data: Sequence[float],
-        step_time: float,
+        self, compute: Sequence[float], data: Sequence[float], step_time: float
     ) -> dict[int, str]:
         """The ranks to name, each with what it is slow at.
 

@@ -27,12 +27,7 @@ from torchtitan.models.layers import Attend
 class Cache:
     """The positions of one forward's tokens, for all layers, each of which keeps what it needs."""
 
-    def __init__(
-        self,
-        model: Any,
-        rows: int,
-        places: int,
-    ):
+    def __init__(self, model: Any, rows: int, places: int):
         """
         Args:
             rows: largest number of rows.
@@ -61,12 +56,7 @@ class Cache:
         """Memory that the layers hold on this rank, once they have computed a token."""
         return sum(x.numel() * x.element_size() for layer in self.layers for x in layer.held)
 
-    def place(
-        self,
-        positions: Tensor,
-        counts: Sequence[int],
-        device: torch.device,
-    ) -> None:
+    def place(self, positions: Tensor, counts: Sequence[int], device: torch.device) -> None:
         """Say where the tokens of the next forward are.
 
         Args:
@@ -95,11 +85,7 @@ class Cache:
 class _Slots:
     """Places for the last `size` tokens of each row: position p is in slot `p % size`."""
 
-    def __init__(
-        self,
-        cache: Cache,
-        size: int,
-    ):
+    def __init__(self, cache: Cache, size: int):
         self.cache = cache
         self.size = size
         self.all = size == cache.places
@@ -116,11 +102,7 @@ class _Slots:
         held = self.held[:, None]
         self.visible = ((held >= 0) & (held <= queries) & (held > queries - size))[:, None]
 
-    def keep(
-        self,
-        held: Tensor,
-        new: Tensor,
-    ) -> Tensor:
+    def keep(self, held: Tensor, new: Tensor) -> Tensor:
         """Write `new` `[b, k, s, d]` to `held` `[rows, k, size, d]`.
 
         Returns:
@@ -142,11 +124,7 @@ class _Slots:
 class Kept:
     """Attention to the new tokens and earlier ones, whose keys and values are kept."""
 
-    def __init__(
-        self,
-        cache: Cache,
-        plain: Attend,
-    ):
+    def __init__(self, cache: Cache, plain: Attend):
         self.cache = cache
         self.plain = plain
         self.held: list[Tensor] = []
@@ -183,22 +161,12 @@ class KeptLatents:
     share the latent vectors as keys and values.
     """
 
-    def __init__(
-        self,
-        cache: Cache,
-        layer: LatentAttention,
-    ):
+    def __init__(self, cache: Cache, layer: LatentAttention):
         self.cache = cache
         self.layer = layer
         self.held: list[Tensor] = []
 
-    def __call__(
-        self,
-        q: Tensor,
-        compressed: Tensor,
-        key: Tensor,
-        mask: Any = None,
-    ) -> Tensor:
+    def __call__(self, q: Tensor, compressed: Tensor, key: Tensor, mask: Any = None) -> Tensor:
         """
         Args:
             q: `[b, s, h, d]`, rotated.
@@ -243,11 +211,7 @@ class KeptState:
         self.held: list[Tensor] = []
 
     def __call__(
-        self,
-        qkv: Tensor,
-        ba: Tensor,
-        weights: DeltaWeights,
-        documents: Tensor | None,
+        self, qkv: Tensor, ba: Tensor, weights: DeltaWeights, documents: Tensor | None
     ) -> Tensor:
         """`Mix` of the new tokens."""
         assert documents is None, "generation has no document masks"
@@ -270,12 +234,7 @@ class KeptState:
         inputs.copy_(qkv.gather(1, last.expand_as(inputs)))
         return F.pad(out.to(v.dtype), (0, 0, 0, 0, 0, length - cache.new))
 
-    def _held(
-        self,
-        qkv: Tensor,
-        weights: DeltaWeights,
-        before: int,
-    ) -> list[Tensor]:
+    def _held(self, qkv: Tensor, weights: DeltaWeights, before: int) -> list[Tensor]:
         """The states `[rows, h, d, e]` in fp32, and earlier inputs `[rows, before, k, w]`."""
         if not self.held:
             heads, group = weights.A_log.shape
@@ -290,11 +249,7 @@ class KeptState:
         return self.held
 
 
-def _empty(
-    cache: Cache,
-    like: Tensor,
-    size: int,
-) -> Tensor:
+def _empty(cache: Cache, like: Tensor, size: int) -> Tensor:
     """`[rows, k, size, d]` for `like` `[b, k, s, d]`."""
     return like.new_zeros(cache.rows, like.shape[1], size, like.shape[3])
 
@@ -311,22 +266,10 @@ def _attend(
     if sinks is not None:
         after_all = keys.shape[2]  # the mask says what a query sees
         return attend_variant(
-            q,
-            keys,
-            values,
-            visible,
-            window=None,
-            scale=scale,
-            sinks=sinks,
-            offset=after_all,
+            q, keys, values, visible, window=None, scale=scale, sinks=sinks, offset=after_all
         )
     return F.scaled_dot_product_attention(
-        q,
-        keys,
-        values,
-        attn_mask=visible,
-        scale=scale,
-        enable_gqa=q.shape[1] != keys.shape[1],
+        q, keys, values, attn_mask=visible, scale=scale, enable_gqa=q.shape[1] != keys.shape[1]
     )
 
 

@@ -45,11 +45,7 @@ class Continuation:
     """Why it ended: end of text, `max_new_tokens`, `max_seq_len` or a stop text. Empty: not yet."""
 
     def take(
-        self,
-        token: int,
-        stop: Collection[int],
-        max_new_tokens: int,
-        max_seq_len: int,
+        self, token: int, stop: Collection[int], max_new_tokens: int, max_seq_len: int
     ) -> None:
         """Append a token, or end."""
         if token in stop:
@@ -67,21 +63,13 @@ class Continuation:
         return whole[len(tokenizer.decode(self.prompt)) :]
 
 
-def noise_generator(
-    seed: int,
-    prompt: Sequence[int],
-    device: torch.device,
-) -> torch.Generator:
+def noise_generator(seed: int, prompt: Sequence[int], device: torch.device) -> torch.Generator:
     """A random generator that depends on the prompt, and not on the rest of its batch."""
     digest = hashlib.sha256(f"{seed}:{list(prompt)}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def sample(
-    logits: Tensor,
-    sampling: Sampling,
-    generators: Sequence[torch.Generator],
-) -> Tensor:
+def sample(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
     """Sample one token per row.
 
     The argmax of logits plus Gumbel noise is a sample of their softmax (Gumbel, 1954). Noise is
@@ -224,12 +212,7 @@ class TextGenerator:
             lengths = [first + 1 for first in begin]
             tokens = drawn.cpu()[:, None]
 
-    def _logits(
-        self,
-        tokens: Tensor,
-        begin: Sequence[int],
-        last: Sequence[int],
-    ) -> Tensor:
+    def _logits(self, tokens: Tensor, begin: Sequence[int], last: Sequence[int]) -> Tensor:
         """The logits of the next token, `[b, vocab]` fp32.
 
         Args:

@@ -49,11 +49,7 @@ class Logits(Protocol):
         width: int,
     ) -> Tensor: ...
 
-    def next_logits(
-        self,
-        texts: Sequence[list[int]],
-        vocab_size: int,
-    ) -> Tensor: ...
+    def next_logits(self, texts: Sequence[list[int]], vocab_size: int) -> Tensor: ...
 
 
 class EvalTokenizer:
@@ -64,12 +60,7 @@ class EvalTokenizer:
     tokenizer's files say which tokens are added.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        by_file: bool = False,
-    ):
+    def __init__(self, tokenizer: Tokenizer, *, by_file: bool = False):
         """
         Args:
             by_file: add special tokens as the tokenizer's files say, not as in training.
@@ -92,11 +83,7 @@ class EvalTokenizer:
         elif isinstance(tokenizer, HuggingFaceTokenizer):
             self._read(tokenizer, by_file)
 
-    def _read(
-        self,
-        tokenizer: HuggingFaceTokenizer,
-        by_file: bool,
-    ) -> None:
+    def _read(self, tokenizer: HuggingFaceTokenizer, by_file: bool) -> None:
         """Read the files as transformers' fast tokenizers do."""
         assert tokenizer.path is not None
         # recognizes special tokens
@@ -120,11 +107,7 @@ class EvalTokenizer:
             backend.encode(text, add_special_tokens=special and own).ids
         )
 
-    def encode(
-        self,
-        text: str,
-        add_special_tokens: bool = True,
-    ) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """
         Args:
             add_special_tokens: begin the text as in training, or as the tokenizer's files say.
@@ -132,11 +115,7 @@ class EvalTokenizer:
         ids = self._ids(text, add_special_tokens)
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
-    def decode(
-        self,
-        ids: Sequence[int],
-        skip_special_tokens: bool = True,
-    ) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if skip_special_tokens:
             ids = [i for i in ids if i not in self._special]
         return self._decode(list(ids))
@@ -158,13 +137,7 @@ class _Row:
 class HarnessModel(TemplateLM):
     """Scores and continues texts for lm-eval."""
 
-    def __init__(
-        self,
-        logits: Logits,
-        tokenizer: Tokenizer,
-        *,
-        by_file: bool = False,
-    ):
+    def __init__(self, logits: Logits, tokenizer: Tokenizer, *, by_file: bool = False):
         """
         Args:
             by_file: as for `EvalTokenizer`.
@@ -224,11 +197,7 @@ class HarnessModel(TemplateLM):
             sums[owner] += value
         return sums
 
-    def _loglikelihood_tokens(
-        self,
-        requests: Sequence[Pair],
-        **_: Any,
-    ) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: Sequence[Pair], **_: Any) -> list[tuple[float, bool]]:
         """The log-likelihood of each continuation, and whether each of its tokens is the likeliest.
 
         Requests with the same input share a row: they differ in their last token, as the choices of
@@ -287,11 +256,7 @@ class HarnessModel(TemplateLM):
 
     # ---- texts
 
-    def generate_until(
-        self,
-        requests: list[Instance],
-        disable_tqdm: bool = True,
-    ) -> list[str]:
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         found = [""] * len(requests)
         by_settings: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
@@ -307,11 +272,7 @@ class HarnessModel(TemplateLM):
                     found[i] = text
         return found
 
-    def _continue(
-        self,
-        prompts: list[list[int]],
-        asked: dict[str, Any],
-    ) -> list[str]:
+    def _continue(self, prompts: list[list[int]], asked: dict[str, Any]) -> list[str]:
         """Continue prompts by the generation settings that a task has `asked` for."""
         settings: dict[str, Any] = dict(normalize_gen_kwargs(asked, _MAX_NEW_TOKENS))
         end = self.texts.decode([self.eot_token_id], False)

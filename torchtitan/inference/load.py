@@ -15,12 +15,7 @@ from torchtitan.checkpoint.hf.folder import SafetensorsReader, read_hf_config
 from torchtitan.checkpoint.hf.weights import check_hf, load_hf
 from torchtitan.checkpoint.load import Reader, alone
 from torchtitan.checkpoint.manifest import read_manifest
-from torchtitan.checkpoint.state import (
-    check_averaged,
-    check_own_model,
-    model_of,
-    read_weights,
-)
+from torchtitan.checkpoint.state import check_averaged, check_own_model, model_of, read_weights
 from torchtitan.config.load.decode import load_config
 from torchtitan.config.load.extend import recorded_tokenizer
 from torchtitan.config.registry import import_custom
@@ -57,12 +52,7 @@ class ModelSource:
     """Builds a registered tokenizer; None for the built-in kinds."""
 
 
-def find(
-    path: str,
-    custom_import: str | None = None,
-    *,
-    averaged: bool = False,
-) -> ModelSource:
+def find(path: str, custom_import: str | None = None, *, averaged: bool = False) -> ModelSource:
     """Find the model in a checkpoint, a folder of checkpoints, a run's folder, or a Hugging Face
     model's folder.
 
@@ -206,11 +196,7 @@ def load(
     model.to(getattr(torch, dtype or usual_dtype(device)))
     if mesh is not None:
         apply_tensor_parallel(
-            model,
-            mesh,
-            source.spec.tensor_parallel_styles,
-            sharded_loss=False,
-            float8=False,
+            model, mesh, source.spec.tensor_parallel_styles, sharded_loss=False, float8=False
         )
     model.to_empty(device=device)
     model.init_buffers()  # on the CPU, as in training

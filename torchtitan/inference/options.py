@@ -41,15 +41,10 @@ def add_model_options(
         help="dtype of the weights (default: bfloat16; float32 on CPUs and GPUs without it)",
     )
     parser.add_argument(
-        "--batch-size",
-        type=count,
-        default=8,
-        help=f"{batch} (default: %(default)s)",
+        "--batch-size", type=count, default=8, help=f"{batch} (default: %(default)s)"
     )
     parser.add_argument(
-        "--custom-import",
-        metavar="MODULE",
-        help=f"module that registers {custom_import}",
+        "--custom-import", metavar="MODULE", help=f"module that registers {custom_import}"
     )
 
 

@@ -70,10 +70,7 @@ class Tasks:
         # lm-eval's own tasks are 15,000 files, which take seconds to index.
         manager = None
         if self.include_path:
-            manager = TaskManager(
-                include_path=self.include_path,
-                include_defaults=False,
-            )
+            manager = TaskManager(include_path=self.include_path, include_defaults=False)
         if manager is None or not all(manager.match_tasks([name]) for name in self.names):
             manager = TaskManager(include_path=self.include_path)
         for name in self.names:
@@ -90,12 +87,7 @@ class Tasks:
         return loaded
 
     def run(
-        self,
-        logits: "Logits",
-        tokenizer: Tokenizer,
-        *,
-        bootstrap: int = 0,
-        by_file: bool = False,
+        self, logits: "Logits", tokenizer: Tokenizer, *, bootstrap: int = 0, by_file: bool = False
     ) -> dict[str, Any]:
         """Results as lm-eval returns them, the same on every rank.
 

@@ -4,14 +4,7 @@ names it.
 
 from torchtitan.models.hf import export_problems, exported_buffers, hf_map, parameter_names
 from torchtitan.models.hf_names import HFNames
-from torchtitan.models.spec import (
-    HFMap,
-    ModelSpec,
-    families,
-    get_spec,
-    register,
-    spec_of_hf,
-)
+from torchtitan.models.spec import HFMap, ModelSpec, families, get_spec, register, spec_of_hf
 
 __all__ = [
     "HFMap",

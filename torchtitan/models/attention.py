@@ -17,11 +17,7 @@ from torchtitan.models.rope import apply_rope
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with RoPE, on `[b, s, dim]`."""
 
-    def __init__(
-        self,
-        args: DecoderArgs,
-        attend: Attend,
-    ):
+    def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__()
         queries = args.n_heads * args.head_dim
         keys = args.n_kv_heads * args.head_dim
@@ -62,11 +58,7 @@ class Attention(nn.Module):
         return q, k, v
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        mask: Mask | None,
+        self, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Mask | None
     ) -> Tensor:
         """
         Args:
@@ -108,11 +100,7 @@ class LatentAttention(nn.Module):
     features of their own, whose keys all heads share.
     """
 
-    def __init__(
-        self,
-        args: DecoderArgs,
-        attend: Attend,
-    ):
+    def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__()
         heads = args.n_heads
         rank = args.kv_lora_rank
@@ -160,11 +148,7 @@ class LatentAttention(nn.Module):
         compressed, key = self.wkv_a(x).split((self.rank, self.widths[1]), dim=-1)
         return self.latent(torch.cat([self.kv_norm(compressed), key], dim=-1))
 
-    def expand(
-        self,
-        compressed: Tensor,
-        key: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def expand(self, compressed: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Keys `[b, s, h, d]` and values `[b, s, h, value_dim]`.
 
         Args:
@@ -176,11 +160,7 @@ class LatentAttention(nn.Module):
         return torch.cat([k, key.expand(-1, -1, k.shape[2], -1)], dim=-1), v
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        mask: Mask | None,
+        self, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Mask | None
     ) -> Tensor:
         """
         Args:
@@ -198,11 +178,7 @@ class LatentAttention(nn.Module):
         return self.wo(out.flatten(2))
 
     def attend_latents(
-        self,
-        q: Tensor,
-        compressed: Tensor,
-        key: Tensor,
-        mask: Mask | None,
+        self, q: Tensor, compressed: Tensor, key: Tensor, mask: Mask | None
     ) -> Tensor:
         """Attention's outputs `[b, s, h, value_dim]`. Replaced in generation.
 

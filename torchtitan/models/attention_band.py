@@ -39,12 +39,7 @@ class Part(NamedTuple):
     """Position of the first of these queries among these keys."""
 
 
-def seen(
-    queries: int,
-    keys: int,
-    offset: int,
-    window: int | None,
-) -> Part | None:
+def seen(queries: int, keys: int, offset: int, window: int | None) -> Part | None:
     """The part of a block that a causal window leaves; None: nothing."""
     reach = keys + queries + abs(offset) if window is None else window
     first = max(0, -offset)
@@ -56,12 +51,7 @@ def seen(
     return Part(slice(first, last), slice(begin, end), first + offset - begin)
 
 
-def _shape(
-    queries: int,
-    keys: int,
-    offset: int | None,
-    window: int | None,
-) -> str:
+def _shape(queries: int, keys: int, offset: int | None, window: int | None) -> str:
     """`causal` or `full` if the block needs no mask, otherwise `band`."""
     if offset is None:
         return "band"
@@ -100,11 +90,7 @@ def band_forward(
     for part in _parts(q, k, offset, window):
         rows, columns, _ = part
         out[:, :, rows], lse[:, :, rows] = biased_forward(
-            q[:, :, rows],
-            k[:, :, columns],
-            v[:, :, columns],
-            _bias(q, part, mask, window),
-            scale,
+            q[:, :, rows], k[:, :, columns], v[:, :, columns], _bias(q, part, mask, window), scale
         )
     return out, lse
 
@@ -154,12 +140,7 @@ def _has_windows(q: Tensor, v: Tensor) -> bool:
     return q.device.type != "cpu" and q.element_size() == 2 and widest <= _FLASH_WIDTH
 
 
-def _flash_window(
-    q: Tensor,
-    k: Tensor,
-    offset: int,
-    window: int | None,
-) -> dict[str, int]:
+def _flash_window(q: Tensor, k: Tensor, offset: int, window: int | None) -> dict[str, int]:
     """FlashAttention's window: keys before and after a query's, where the last ones coincide."""
     after = offset - (k.shape[2] - q.shape[2])
     before = -1 if window is None else window - 1 - after
@@ -175,12 +156,7 @@ def _flash_width(q: Tensor, v: Tensor) -> int:
 
 
 def _flash_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offset: int,
-    window: int | None,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, offset: int, window: int | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     width = _flash_width(q, v)
     tokens = [widen(x, width).transpose(1, 2) for x in (q, k, v)]
@@ -232,12 +208,7 @@ def _flash_backward(
     return dq[..., :size], dk[..., :size], dv[..., : v.shape[-1]]
 
 
-def _parts(
-    q: Tensor,
-    k: Tensor,
-    offset: int | None,
-    window: int | None,
-) -> Iterator[Part]:
+def _parts(q: Tensor, k: Tensor, offset: int | None, window: int | None) -> Iterator[Part]:
     """Cut a block along its queries, so that its cost is queries x window."""
     for first in range(0, q.shape[2], _QUERIES):
         rows = min(_QUERIES, q.shape[2] - first)
@@ -250,12 +221,7 @@ def _parts(
         yield part._replace(rows=slice(first, first + rows))
 
 
-def _bias(
-    q: Tensor,
-    part: Part,
-    mask: Tensor | None,
-    window: int | None,
-) -> Tensor:
+def _bias(q: Tensor, part: Part, mask: Tensor | None, window: int | None) -> Tensor:
     """What to add to the scores of a part, `[s, S]` or `[b, 1, s, S]`: 0, or -inf if invisible."""
     rows = part.rows.stop - part.rows.start
     columns = part.columns.stop - part.columns.start

@@ -20,36 +20,19 @@ blocks of 512 keys whole, also where no query sees them.
 """
 
 
-def chosen_kernel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-) -> int:
+def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> int:
     """The kernel that torch's own order and checks choose: a value of `SDPBackend`."""
     grouped = q.shape[1] != k.shape[1]
     with torch.enable_grad():
         # An operator's inputs need no gradient, but some kernels have no backward.
         probe = q.detach().requires_grad_()
         return torch._fused_sdp_choice(
-            probe,
-            k,
-            v,
-            None,
-            0.0,
-            causal,
-            scale=scale,
-            enable_gqa=grouped,
+            probe, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped
         )
 
 
 def _kernel_and_width(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[int, int]:
     """The kernel, and the width that it needs values to have.
 
@@ -62,11 +45,7 @@ def _kernel_and_width(
 
 
 def block_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention's output `[b, h, s, e]`, and the log-sum-exp of its scores."""
     if q.device.type == "cpu":
@@ -142,11 +121,7 @@ def block_backward(
 
 
 def biased_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """As `block_forward`, with `bias` `[s, S]` or `[b, 1, s, S]` added to the scores."""
     if q.device.type != "cpu":
@@ -194,12 +169,7 @@ def _joined(x: Tensor) -> Tensor:
     return x.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2, 3)
 
 
-def _causal_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _causal_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Each half's attention to itself, merged with that of the second half to the first."""
     if not is_halved(q.shape[2]):
         return _cpu_forward(q, k, v, True, None, scale)
@@ -215,13 +185,7 @@ def _causal_forward(
 
 
 def _causal_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     if not is_halved(q.shape[2]):
         return _cpu_backward(grad, q, k, v, out, lse, True, None, scale)
@@ -259,12 +223,7 @@ def _in_fp32(*tensors: Tensor) -> list[Tensor]:
 
 
 def _cpu_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    bias: Tensor | None,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The kernel knows one width only."""
     width = max(q.shape[-1], v.shape[-1])
@@ -294,12 +253,7 @@ def _cpu_backward(
 
 
 def _efficient_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    bias: Tensor | None,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The memory-efficient kernel, for fp32, knows no grouped queries and pads its log-sum-exp."""
     k = _repeat_heads(k, q)

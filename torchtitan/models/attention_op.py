@@ -74,12 +74,7 @@ def attention(
 
 
 @attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *_: object,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     b, h, s, _d = q.shape
     out = q.new_empty(b, s, h, v.shape[-1]).transpose(1, 2)
     return out, q.new_empty(b, h, s, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -104,13 +99,7 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *_: object,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (
         x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
         for x in (q, k, v)
@@ -126,11 +115,7 @@ def _by_token(x: Tensor) -> Tensor:
 # ---- sinks
 
 
-def join_sinks(
-    out: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention and its log-sum-exp, if each head's sink takes part in the softmax.
 
     Args:
@@ -141,11 +126,7 @@ def join_sinks(
     return (out, lse) if sinks is None else _joining(out.device.type)(out, lse, sinks)
 
 
-def _join(
-    out: Tensor,
-    lse: Tensor,
-    sinks: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _join(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     logits = sinks.to(lse.dtype)[:, None]
     share = torch.sigmoid(lse - logits)
     share = share.mT if lse.dim() == 2 else share
@@ -158,12 +139,7 @@ def _joining(device_type: str) -> Callable[[Tensor, Tensor, Tensor], tuple[Tenso
     return torch.compile(_join, dynamic=False) if device_type == "cuda" else _join
 
 
-def sink_gradients(
-    grad: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sinks: Tensor,
-) -> Tensor:
+def sink_gradients(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """Gradients `[h]` of `join_sinks` with the result `out` and `lse`."""
     products = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     products = products.mT if lse.dim() == 2 else products
@@ -182,21 +158,13 @@ def register_backward(forward: CustomOpDef, backward: CustomOpDef) -> None:
         backward: `(grad, q, k, v, out, lse, *rest) -> (dq, dk, dv)`.
     """
 
-    def save(
-        ctx: Any,
-        inputs: tuple[Any, ...],
-        output: tuple[Tensor, Tensor],
-    ) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         q, k, v, sinks, *rest = inputs
         ctx.save_for_backward(q, k, v, *output, sinks, *map(_tensor, rest))
         ctx.rest = [None if isinstance(value, Tensor) else value for value in rest]
         ctx.mark_non_differentiable(output[1])
 
-    def differentiate(
-        ctx: Any,
-        grad: Tensor,
-        _: Tensor,
-    ) -> tuple[Tensor | None, ...]:
+    def differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
         rest = [
             value if tensor is None else tensor

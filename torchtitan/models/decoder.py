@@ -36,11 +36,7 @@ class _Block(nn.Module):
     attention_class: type[Attention] = Attention
     """Built from `(args, attend)`. Subclasses replace it."""
 
-    def __init__(
-        self,
-        args: DecoderArgs,
-        attend: Attend,
-    ):
+    def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__()
         before = args.norm_placement != "after"
         after = args.norm_placement != "before"
@@ -55,13 +51,7 @@ class _Block(nn.Module):
         self.ffn_norm = build_norm(args.dim, args) if before else None
         self.ffn_post_norm = build_norm(args.dim, args) if after else None
 
-    def mix(
-        self,
-        x: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        mask: Mask | None,
-    ) -> Tensor:
+    def mix(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Mask | None) -> Tensor:
         """Add what tokens learn from each other to the residual stream `[b, s, dim]`."""
         read = x if self.attention_norm is None else self.attention_norm(x)
         documents = None
@@ -79,11 +69,7 @@ class _Block(nn.Module):
         """What the feed-forward network or the experts read of the residual stream."""
         return x if self.ffn_norm is None else self.ffn_norm(x)
 
-    def add(
-        self,
-        x: Tensor,
-        out: Tensor,
-    ) -> Tensor:
+    def add(self, x: Tensor, out: Tensor) -> Tensor:
         """Add their output to the residual stream."""
         return x + (out if self.ffn_post_norm is None else self.ffn_post_norm(out))
 
@@ -96,21 +82,13 @@ class Block(_Block):
     Subclasses replace it.
     """
 
-    def __init__(
-        self,
-        args: DecoderArgs,
-        attend: Attend,
-    ):
+    def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__(args, attend)
         options = args.feed_forward_options
         self.feed_forward = self.feed_forward_class(args.dim, args.ffn_dim, **options)
 
     def forward(
-        self,
-        x: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        mask: Mask | None,
+        self, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Mask | None
     ) -> Tensor:
         x = self.mix(x, cos, sin, mask)
         return self.add(x, self.feed_forward(self.read(x)))
@@ -126,11 +104,7 @@ class MoEBlock(_Block):
     moe_class: type[MoE] = MoE
     """Built from `(args)`. Subclasses replace it."""
 
-    def __init__(
-        self,
-        args: DecoderArgs,
-        attend: Attend,
-    ):
+    def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__(args, attend)
         self.moe = self.moe_class(args)
 
@@ -165,12 +139,7 @@ class MoEBlock(_Block):
         routed = self.moe.dispatch(read, token_weights)
         return x, None if self.moe.shared is None else read, routed
 
-    def after_experts(
-        self,
-        x: Tensor,
-        shared: Tensor | None,
-        routed: Routed,
-    ) -> Tensor:
+    def after_experts(self, x: Tensor, shared: Tensor | None, routed: Routed) -> Tensor:
         out = self.moe.combine(routed.rows, routed, like=x)
         return self.add(x, out if shared is None else out + shared)
 
@@ -178,11 +147,7 @@ class MoEBlock(_Block):
 class TiedOutput(nn.Module):
     """Projection by the token embedding: `[b, s, dim], [vocab, dim] -> [b, s, vocab]`."""
 
-    def forward(
-        self,
-        x: Tensor,
-        embedding: Tensor,
-    ) -> Tensor:
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
         return F.linear(x, embedding)
 
 
@@ -204,11 +169,7 @@ class Decoder(nn.Module):
     window_cos: Tensor
     window_sin: Tensor
 
-    def __init__(
-        self,
-        args: DecoderArgs,
-        attend: Attend,
-    ):
+    def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__()
         self.args = args
         self.reads_documents = "delta" in args.kinds
@@ -287,11 +248,7 @@ class Decoder(nn.Module):
         assert owner is not None
         return owner.weight
 
-    def project(
-        self,
-        x: Tensor,
-        weight: Tensor,
-    ) -> Tensor:
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
         """Logits `[b, s, vocab]` of final hidden states `[b, s, dim]`, projected by `weight`.
 
         All logits come from here: in `forward`, a chunked loss and generation.

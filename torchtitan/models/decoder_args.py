@@ -49,8 +49,7 @@ class DecoderArgs(ModelArgs):
     n_layers: Layers
     """Number of transformer blocks."""
     layer_pattern: Annotated[
-        tuple[LayerKind, ...],
-        Field(min_length=1, max_length=512, strict=False),
+        tuple[LayerKind, ...], Field(min_length=1, max_length=512, strict=False)
     ] = ("full",)
     """How each block mixes tokens, repeated over the blocks: `full`, `window`, `nope` (full
     attention without positions) or `delta` (Gated DeltaNet).

@@ -90,13 +90,7 @@ class HFConfig(BaseModel):
     @classmethod
     def map(cls) -> HFMap:
         return HFMap(
-            cls.model_type,
-            cls.names,
-            cls.write,
-            cls.read,
-            cls.fixed,
-            cls.ignored,
-            cls.also_read,
+            cls.model_type, cls.names, cls.write, cls.read, cls.fixed, cls.ignored, cls.also_read
         )
 
     @classmethod
@@ -105,11 +99,7 @@ class HFConfig(BaseModel):
         return decoder_names(args, lambda layer: cls.block_names(args, layer))
 
     @classmethod
-    def block_names(
-        cls,
-        args: DecoderArgs,
-        layer: int,
-    ) -> HFNames:
+    def block_names(cls, args: DecoderArgs, layer: int) -> HFNames:
         """Names of the weights of one layer, relative to it."""
         return block_names(args, layer)
 
@@ -140,11 +130,7 @@ class HFConfig(BaseModel):
         return found
 
     @classmethod
-    def write(
-        cls,
-        args: DecoderArgs,
-        dtype: str,
-    ) -> dict[str, Any]:
+    def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
         """`config.json` of the exported model, readable by transformers 4 and 5."""
         # What is required and no hyper-parameter can only be null.
         values: dict[str, Any] = {

@@ -21,9 +21,7 @@ from torchtitan.models.spec import ModelSpec, register
 
 
 def register_decoder(
-    name: str,
-    flavors: Mapping[str, DecoderArgs],
-    hf: type[HFConfig],
+    name: str, flavors: Mapping[str, DecoderArgs], hf: type[HFConfig]
 ) -> ModelSpec:
     """Make a family of decoders available as `model.name`."""
     return register(

@@ -110,11 +110,7 @@ def tied_modules(args: DecoderArgs) -> tuple[str, ...]:
     return ("tok_embeddings", "output") if args.tie_embeddings else ()
 
 
-def tiny(
-    args: DecoderArgs,
-    layers: int,
-    heads: int,
-) -> dict[str, Any]:
+def tiny(args: DecoderArgs, layers: int, heads: int) -> dict[str, Any]:
     """Overrides that shrink the model to `layers` blocks and `heads` key-value heads, for fast
     tests on a CPU.
     """

@@ -57,11 +57,7 @@ class SharedExpertsConfig(HFConfig):
     num_nextn_predict_layers: int | None = 0
 
     @classmethod
-    def block_names(
-        cls,
-        args: DecoderArgs,
-        layer: int,
-    ) -> HFNames:
+    def block_names(cls, args: DecoderArgs, layer: int) -> HFNames:
         found = super().block_names(args, layer)
         if not args.has_experts(layer):
             return found
@@ -73,11 +69,7 @@ class SharedExpertsConfig(HFConfig):
         return found
 
     @classmethod
-    def write(
-        cls,
-        args: DecoderArgs,
-        dtype: str,
-    ) -> dict[str, Any]:
+    def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
         config = super().write(args, dtype)
         config["n_shared_experts"] = args.shared_expert_dim // args.expert_dim
         if not args.n_experts:
@@ -115,11 +107,7 @@ class LatentConfig(SharedExpertsConfig):
     v_head_dim: int = 128
 
     @classmethod
-    def block_names(
-        cls,
-        args: DecoderArgs,
-        layer: int,
-    ) -> HFNames:
+    def block_names(cls, args: DecoderArgs, layer: int) -> HFNames:
         usual = super().block_names(args, layer)
         found = {name: their for name, their in usual.items() if not name.startswith("attention.")}
         absent = _WITHOUT[args.q_lora_rank > 0]
@@ -129,11 +117,7 @@ class LatentConfig(SharedExpertsConfig):
         return found
 
     @classmethod
-    def write(
-        cls,
-        args: DecoderArgs,
-        dtype: str,
-    ) -> dict[str, Any]:
+    def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
         config = super().write(args, dtype)
         del config["head_dim"]  # transformers derives it: the features with positions
         if not args.kv_lora_rank:  # no such model: of any latent attention

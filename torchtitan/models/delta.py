@@ -42,18 +42,12 @@ class Mix(Protocol):
     """
 
     def __call__(
-        self,
-        qkv: Tensor,
-        ba: Tensor,
-        weights: DeltaWeights,
-        documents: Tensor | None,
+        self, qkv: Tensor, ba: Tensor, weights: DeltaWeights, documents: Tensor | None
     ) -> Tensor: ...
 
 
 def convolve(
-    qkv: Tensor,
-    weights: DeltaWeights,
-    documents: Tensor | None,
+    qkv: Tensor, weights: DeltaWeights, documents: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys `[b, s, k, d]`, and values `[b, s, h, e]`, each of the last few tokens."""
     size = weights.q_conv.shape[1]
@@ -72,24 +66,12 @@ def gates(ba: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
     return (-weights.A_log.float().exp() * step).flatten(2), b.sigmoid().flatten(2)
 
 
-def mix_rows(
-    qkv: Tensor,
-    ba: Tensor,
-    weights: DeltaWeights,
-    documents: Tensor | None,
-) -> Tensor:
+def mix_rows(qkv: Tensor, ba: Tensor, weights: DeltaWeights, documents: Tensor | None) -> Tensor:
     """`Mix` for whole rows, in chunks."""
     q, k, v = convolve(qkv, weights, documents)
     g, beta = gates(ba, weights)
     q = normalize(q) * q.shape[-1] ** -0.5
-    out, _ = chunked_delta_rule(
-        q,
-        normalize(k),
-        v,
-        g,
-        beta,
-        documents=documents,
-    )
+    out, _ = chunked_delta_rule(q, normalize(k), v, g, beta, documents=documents)
     return out
 
 
@@ -132,11 +114,7 @@ class GatedDeltaNet(nn.Module):
             self.dt_bias().unflatten(0, (-1, self.group)),
         )
 
-    def forward(
-        self,
-        x: Tensor,
-        documents: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         """
         Args:
             documents: `[b, s]`, the document of each token, which sees no others. Default: a row

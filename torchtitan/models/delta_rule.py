@@ -27,11 +27,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 from torchtitan.models.delta_args import CHUNK
 
 
-def causal_convolution(
-    x: Tensor,
-    weight: Tensor,
-    documents: Tensor | None = None,
-) -> Tensor:
+def causal_convolution(x: Tensor, weight: Tensor, documents: Tensor | None = None) -> Tensor:
     """Each channel's weighted sum of the last `taps` tokens of its document, like `x`.
 
     Args:
@@ -56,12 +52,7 @@ def normalize(x: Tensor) -> Tensor:
 
 
 def recurrent_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule token by token.
 
@@ -132,10 +123,7 @@ def chunked_delta_rule(
     system = (k @ k.mT) * between * beta
     right = torch.cat([v * beta, (k * (since_start * beta)).expand(*v.shape[:-1], -1)], -1)
     values, reads = torch.linalg.solve_triangular(
-        system,
-        right,
-        upper=False,
-        unitriangular=True,
+        system, right, upper=False, unitriangular=True
     ).split([v.shape[-1], d], -1)
     if state is None:
         state = values.new_zeros(b, heads * group, d, values.shape[-1])
@@ -154,11 +142,7 @@ def _precision(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _in_chunks(
-    x: Tensor,
-    size: int,
-    heads: int,
-) -> Tensor:
+def _in_chunks(x: Tensor, size: int, heads: int) -> Tensor:
     """`[b, s, h, d]` as `[n, b, k, group, c, d]`, the last chunk padded with zeros.
 
     A padding token changes no state: its g, beta, k and v are 0.
@@ -169,9 +153,7 @@ def _in_chunks(
 
 
 def _document_masks(
-    documents: Tensor | None,
-    size: int,
-    device: torch.device,
+    documents: Tensor | None, size: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What tokens see within chunks of `size`, and beyond them if there are documents.
 
@@ -196,11 +178,7 @@ def _document_masks(
 
 @torch.library.custom_op("torchtitan::chunk_states", mutates_args=())
 def chunk_states(
-    reads: Tensor,
-    values: Tensor,
-    keys: Tensor,
-    decay: Tensor,
-    state: Tensor,
+    reads: Tensor, values: Tensor, keys: Tensor, decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The part of the chunked rule that goes from chunk to chunk:
 
@@ -230,20 +208,12 @@ def chunk_states(
 
 @chunk_states.register_fake
 def _(
-    reads: Tensor,
-    values: Tensor,
-    keys: Tensor,
-    decay: Tensor,
-    state: Tensor,
+    reads: Tensor, values: Tensor, keys: Tensor, decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _allocate(values, decay, state)
 
 
-def _allocate(
-    values: Tensor,
-    decay: Tensor,
-    state: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _allocate(values: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Contiguous, whatever the inputs are: the compiler relies on the strides."""
     states = state.new_empty(len(decay), *state.shape)
     return states, values.new_empty(values.shape), state.new_empty(state.shape)
@@ -291,21 +261,14 @@ def _(
     return of_reads, of_values, of_keys, of_decay, of_state
 
 
-def _save_states(
-    ctx: Any,
-    inputs: tuple[Any, ...],
-    output: tuple[Tensor, Tensor, Tensor],
-) -> None:
+def _save_states(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     reads, _, keys, decay, _ = inputs
     states, stored, _ = output
     ctx.save_for_backward(reads, keys, decay, states, stored)
 
 
 def _differentiate_states(
-    ctx: Any,
-    of_states: Tensor,
-    of_stored: Tensor,
-    of_last: Tensor,
+    ctx: Any, of_states: Tensor, of_stored: Tensor, of_last: Tensor
 ) -> tuple[Tensor, ...]:
     return chunk_states_backward(of_states, of_stored, of_last, *ctx.saved_tensors)
 
@@ -314,36 +277,20 @@ chunk_states.register_autograd(_differentiate_states, setup_context=_save_states
 
 
 @register_flop_formula(torch.ops.torchtitan.chunk_states)
-def _flops(
-    reads: Any,
-    values: Any,
-    *_: Any,
-    out_shape: Any = None,
-    **__: Any,
-) -> int:
+def _flops(reads: Any, values: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     chunks, heads, size, d = reads
     return 2 * 2 * chunks * heads * size * d * values[-1]
 
 
 @register_flop_formula(torch.ops.torchtitan.chunk_states_backward)
 def _backward_flops(
-    of_states: Any,
-    of_stored: Any,
-    *_: Any,
-    out_shape: Any = None,
-    **__: Any,
+    of_states: Any, of_stored: Any, *_: Any, out_shape: Any = None, **__: Any
 ) -> int:
     chunks, heads, d, e = of_states
     return 2 * 4 * chunks * heads * of_stored[2] * d * e
 
 
-def _system_flops(
-    system: Any,
-    right: Any,
-    *_: Any,
-    out_shape: Any = None,
-    **__: Any,
-) -> int:
+def _system_flops(system: Any, right: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     """Of a triangular system. Its masked half counts, as that of attention does."""
     *batch, size, columns = right
     return 2 * math.prod(batch) * size * size * columns

@@ -10,11 +10,7 @@ GATE_SLOPE = 1.702
 """Of `clamped_swiglu`."""
 
 
-def activate(
-    kind: Activation,
-    gate: Tensor,
-    up: Tensor | None,
-) -> Tensor:
+def activate(kind: Activation, gate: Tensor, up: Tensor | None) -> Tensor:
     """The hidden features of a feed-forward network, like `gate`; `up` is None for `relu2`."""
     if up is None:
         return F.relu(gate).square()
@@ -31,11 +27,7 @@ class FeedForward(nn.Module):
     """`w2(activation(w1(x), w3(x)))`, on `[b, s, dim]`."""
 
     def __init__(
-        self,
-        dim: int,
-        hidden_dim: int,
-        activation: Activation = "swiglu",
-        bias: bool = False,
+        self, dim: int, hidden_dim: int, activation: Activation = "swiglu", bias: bool = False
     ):
         super().__init__()
         self.activation: Activation = activation

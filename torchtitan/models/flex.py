@@ -47,13 +47,7 @@ def attend_blocks(
 
 
 def _within(window: int, positions: Tensor | None) -> Callable[..., Tensor]:
-    def score_mod(
-        score: Tensor,
-        b: Tensor,
-        h: Tensor,
-        q: Tensor,
-        k: Tensor,
-    ) -> Tensor:
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         position = q if positions is None else positions[q]
         return torch.where(position - k < window, score, float("-inf"))
 

@@ -14,11 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 
-def grouped_mm(
-    rows: Tensor,
-    weight: Tensor,
-    ends: Tensor,
-) -> Tensor:
+def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Multiply rows `[n, inputs]` by the weights `[groups, outputs, inputs]` of their groups: `[n,
     outputs]`.
 
@@ -30,12 +26,7 @@ def grouped_mm(
 
 
 @torch.library.custom_op("torchtitan::grouped_mm", mutates_args=())
-def _grouped_mm(
-    rows: Tensor,
-    weight: Tensor,
-    ends: Tensor,
-    transposed: bool = False,
-) -> Tensor:
+def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
     """With `transposed`, weights are `[groups, inputs, outputs]`."""
     if rows.device.type == "cuda":
         return F.grouped_mm(rows, weight if transposed else weight.transpose(-2, -1), offs=ends)
@@ -50,11 +41,7 @@ def _grouped_mm(
 
 
 @torch.library.custom_op("torchtitan::grouped_outer", mutates_args=())
-def _grouped_outer(
-    left: Tensor,
-    right: Tensor,
-    ends: Tensor,
-) -> Tensor:
+def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """The product, for each group, of its columns `[m, n]^T` and rows `[n, k]`: `[groups, m,
     k]`.
     """
@@ -71,29 +58,16 @@ def _grouped_outer(
 
 
 @_grouped_mm.register_fake
-def _(
-    rows: Tensor,
-    weight: Tensor,
-    ends: Tensor,
-    transposed: bool = False,
-) -> Tensor:
+def _(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
     return rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
 
 
 @_grouped_outer.register_fake
-def _(
-    left: Tensor,
-    right: Tensor,
-    ends: Tensor,
-) -> Tensor:
+def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
 
 
-def _keep(
-    ctx: Any,
-    inputs: tuple[Any, ...],
-    output: Tensor,
-) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows, weight, ends, ctx.transposed = inputs
     ctx.save_for_backward(rows, weight, ends)
 
@@ -119,14 +93,7 @@ class _SwiGLU(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        w3: Tensor,
-        ends: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, ends: Tensor) -> Tensor:
         gate = grouped_mm(rows, w1, ends)
         up = grouped_mm(rows, w3, ends)
         ctx.save_for_backward(rows, gate, up, w1, w2, w3, ends)
@@ -149,13 +116,7 @@ class _SwiGLU(torch.autograd.Function):
         return of_rows, outer(of_gate, rows, ends), of_w2, outer(of_up, rows, ends), None
 
 
-def grouped_swiglu(
-    rows: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
-    ends: Tensor,
-) -> Tensor:
+def grouped_swiglu(rows: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, ends: Tensor) -> Tensor:
     """`w2(silu(w1(rows)) * w3(rows))` by grouped products, which keeps half as much for the
     backward.
     """
@@ -166,12 +127,7 @@ class _Bias(torch.autograd.Function):
     """The backward is a grouped product, which needs no atomics."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        bias: Tensor,
-        ends: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(ends)
         places = torch.arange(len(rows), device=rows.device)
         groups = torch.searchsorted(ends, places, right=True).clamp_(max=len(ends) - 1)
@@ -186,32 +142,16 @@ class _Bias(torch.autograd.Function):
         return gradient, of_bias, None
 
 
-def grouped_bias(
-    rows: Tensor,
-    bias: Tensor,
-    ends: Tensor,
-) -> Tensor:
+def grouped_bias(rows: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
     """Add to rows `[n, width]` the biases `[groups, width]` of their groups."""
     return _Bias.apply(rows, bias, ends)
 
 
 @register_flop_formula(torch.ops.torchtitan.grouped_mm)
-def _flops(
-    rows: Any,
-    weight: Any,
-    *_: Any,
-    out_shape: Any = None,
-    **__: Any,
-) -> int:
+def _flops(rows: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     return 2 * rows[0] * weight[1] * weight[2]
 
 
 @register_flop_formula(torch.ops.torchtitan.grouped_outer)
-def _outer_flops(
-    left: Any,
-    right: Any,
-    *_: Any,
-    out_shape: Any = None,
-    **__: Any,
-) -> int:
+def _outer_flops(left: Any, right: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
     return 2 * left[0] * left[1] * right[1]

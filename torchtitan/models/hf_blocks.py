@@ -43,11 +43,7 @@ _MTP = {
     "output_norm.weight": "shared_head.norm.weight",
 }
 """Of modules that predict further tokens, as in DeepSeek-V3's files."""
-_MATRICES = {
-    "w1": "gate_proj",
-    "w2": "down_proj",
-    "w3": "up_proj",
-}
+_MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def decoder_names(args: DecoderArgs, block: Callable[[int], HFNames]) -> HFNames:
@@ -103,11 +99,7 @@ def block_names(args: DecoderArgs, layer: int) -> HFNames:
     return found
 
 
-def feed_forward_names(
-    args: DecoderArgs,
-    ours: str,
-    theirs: str,
-) -> HFNames:
+def feed_forward_names(args: DecoderArgs, ours: str, theirs: str) -> HFNames:
     """Names of a feed-forward network's weights, which is called `ours` and `theirs`."""
     ends = ("weight", "bias") if args.ffn_bias else ("weight",)
     return {

@@ -87,11 +87,7 @@ class Part:
             order[-2:] = reversed(order[-2:])
         return tuple(order)
 
-    def to_theirs(
-        self,
-        ours: Sequence[T],
-        dropped: T,
-    ) -> tuple[T, ...]:
+    def to_theirs(self, ours: Sequence[T], dropped: T) -> tuple[T, ...]:
         """Something about each dimension of ours, in the order of theirs.
 
         Args:

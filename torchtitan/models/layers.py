@@ -57,11 +57,7 @@ class Attend(Protocol):
 
 
 def _is_plain(
-    q: Tensor,
-    v: Tensor,
-    mask: Mask | None,
-    window: int | None,
-    sinks: Tensor | None,
+    q: Tensor, v: Tensor, mask: Mask | None, window: int | None, sinks: Tensor | None
 ) -> bool:
     """Whether torch's scaled dot-product attention does this, and no slower than
     `attend_variant`.
@@ -89,25 +85,10 @@ def _attend_dense(
         window = None
     if not _is_plain(q, v, mask, window, sinks):
         offset = 0 if q.shape[2] == k.shape[2] else None
-        return attend_variant(
-            q,
-            k,
-            v,
-            mask,
-            window=window,
-            scale=scale,
-            sinks=sinks,
-            offset=offset,
-        )
+        return attend_variant(q, k, v, mask, window=window, scale=scale, sinks=sinks, offset=offset)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=grouped,
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
 
 
@@ -189,11 +170,7 @@ def reads_documents(model: nn.Module) -> bool:
     return bool(getattr(model, "reads_documents", False))
 
 
-def _mask_of(
-    documents: Tensor,
-    positions: Tensor,
-    dtype: torch.dtype,
-) -> Mask:
+def _mask_of(documents: Tensor, positions: Tensor, dtype: torch.dtype) -> Mask:
     device = positions.device
     whole_rows = len(positions) == documents.shape[1]
     if device.type == "cuda" and whole_rows and dtype in (torch.float16, torch.bfloat16):
@@ -209,23 +186,14 @@ def _mask_of(
     return (same & causal)[:, None]
 
 
-def block_mask(
-    documents: Tensor,
-    positions: Tensor,
-    create: Callable[..., Mask],
-) -> Mask:
+def block_mask(documents: Tensor, positions: Tensor, create: Callable[..., Mask]) -> Mask:
     """`document_mask` for FlexAttention, on any device.
 
     Args:
         create: FlexAttention's `create_block_mask`.
     """
 
-    def visible(
-        b: Tensor,
-        h: Tensor,
-        q: Tensor,
-        k: Tensor,
-    ) -> Tensor:
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         position = positions[q]
         return (position >= k) & (documents[b, position] == documents[b, k])
 
@@ -254,12 +222,7 @@ class TokenLinear(nn.Module):
     Tensor parallelism has each rank apply all of it to its own tokens (style `gate`).
     """
 
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        bias: bool = False,
-    ):
+    def __init__(self, inputs: int, outputs: int, bias: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
@@ -267,11 +230,6 @@ class TokenLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.compute(x, *self.parameters())
 
-    def compute(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-    ) -> Tensor:
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """The layer's output, with these in place of its parameters."""
         return F.linear(x, weight, bias)

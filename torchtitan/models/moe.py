@@ -44,13 +44,7 @@ class _Spread(torch.autograd.Function):
     """Rows of tokens, sorted by expert: `[t, dim] -> [n, dim]`. The backward needs no atomics."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        order: Tensor,
-        place: Tensor,
-        k: int,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
         ctx.save_for_backward(place)
         ctx.k = k
         return x.index_select(0, order // k)
@@ -65,20 +59,9 @@ class _Gather(torch.autograd.Function):
     """The weighted sum of each token's rows, without copying them: `[n, dim] -> [t, dim]`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        weights: Tensor,
-        order: Tensor,
-        place: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weights, order, place)
-        return F.embedding_bag(
-            place.view_as(weights),
-            rows,
-            mode="sum",
-            per_sample_weights=weights,
-        )
+        return F.embedding_bag(place.view_as(weights), rows, mode="sum", per_sample_weights=weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -91,12 +74,7 @@ class _Gather(torch.autograd.Function):
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        index: Tensor,
-        inverse: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
         return rows.index_select(0, index)
 
@@ -106,11 +84,7 @@ class _Permute(torch.autograd.Function):
         return gradient.index_select(0, inverse), None, None
 
 
-def permute(
-    rows: Tensor,
-    index: Tensor,
-    inverse: Tensor,
-) -> Tensor:
+def permute(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """`rows[index]`, deterministic in both directions.
 
     Args:
@@ -151,10 +125,7 @@ class Experts(nn.Module):
         """Low precision replaces it."""
 
     def forward(
-        self,
-        rows: Tensor,
-        ends: Tensor,
-        meanwhile: Callable[[], None] = lambda: None,
+        self, rows: Tensor, ends: Tensor, meanwhile: Callable[[], None] = lambda: None
     ) -> Tensor:
         """
         Args:
@@ -165,12 +136,7 @@ class Experts(nn.Module):
         meanwhile()
         return self.compute(rows, ends, *self.parameters())
 
-    def compute(
-        self,
-        rows: Tensor,
-        ends: Tensor,
-        *weights: Tensor,
-    ) -> Tensor:
+    def compute(self, rows: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         """The experts' networks. Subclasses override this, not `forward`, which expert parallelism
         replaces.
 
@@ -217,11 +183,7 @@ class MoE(nn.Module):
         if args.shared_expert_gate:
             self.shared_gate = Gate(args.dim, 1)
 
-    def compute(
-        self,
-        routed: Routed,
-        read: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    def compute(self, routed: Routed, read: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The experts' output for each row `[n, dim]`, and the shared expert's `[b, s, dim]`.
 
         Args:
@@ -243,32 +205,18 @@ class MoE(nn.Module):
             return out
         return out * self.shared_gate(x).sigmoid().to(out.dtype)
 
-    def dispatch(
-        self,
-        x: Tensor,
-        token_weights: Tensor | None,
-    ) -> Routed:
+    def dispatch(self, x: Tensor, token_weights: Tensor | None) -> Routed:
         """Choose experts for the tokens of `x` `[b, s, dim]`, and sort a row for each by expert."""
         chosen, weights, load = self.router(x, token_weights)
         by_token = chosen.flatten()
         by_expert, order = by_token.sort(stable=True)
         experts = torch.arange(self.router.n_experts, device=x.device)
-        ends = torch.searchsorted(
-            by_expert,
-            experts,
-            right=True,
-            out_int32=True,
-        )
+        ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
         place = inverse_of(order)
         rows = _Spread.apply(x.flatten(0, 1), order, place, self.router.top_k)
         return Routed(rows, ends, weights.flatten(0, 1), place, order, load)
 
-    def combine(
-        self,
-        rows: Tensor,
-        routed: Routed,
-        like: Tensor,
-    ) -> Tensor:
+    def combine(self, rows: Tensor, routed: Routed, like: Tensor) -> Tensor:
         """Sum each token's rows by their weights, into a tensor like `like` `[b, s, dim]`."""
         weights = routed.weights.to(rows.dtype)
         out = _Gather.apply(rows, weights, routed.order, routed.place)

@@ -39,11 +39,7 @@ class MTPModule(nn.Module):
     eh_proj: TokenLinear
     output_norm: RMSNorm
 
-    def __init__(
-        self,
-        args: Any,
-        attend: Any,
-    ):
+    def __init__(self, args: Any, attend: Any):
         super().__init__(args, attend)
         self.enorm = build_norm(args.dim, args)
         self.hnorm = build_norm(args.dim, args)
@@ -57,22 +53,14 @@ class MTPModule(nn.Module):
 
 
 class _WholeBlock(MTPModule):
-    def forward(
-        self,
-        x: Tensor,
-        *shared: Any,
-    ) -> Tensor:
+    def forward(self, x: Tensor, *shared: Any) -> Tensor:
         return self.output_norm(super().forward(self.join(x), *shared))
 
 
 class _BlockInParts(MTPModule):
     """Of a mixture of experts, whose forward calls both."""
 
-    def before_experts(
-        self,
-        x: Tensor,
-        *shared: Any,
-    ) -> Any:
+    def before_experts(self, x: Tensor, *shared: Any) -> Any:
         return super().before_experts(self.join(x), *shared)
 
     def after_experts(self, *inputs: Any) -> Tensor:

@@ -11,11 +11,7 @@ from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 
-def build_norm(
-    width: int,
-    args: DecoderArgs,
-    eps: float | None = None,
-) -> "RMSNorm":
+def build_norm(width: int, args: DecoderArgs, eps: float | None = None) -> "RMSNorm":
     """The norm of a decoder, over the last dimension of this width.
 
     Args:
@@ -46,12 +42,7 @@ class _RMSNorm(torch.autograd.Function):
     """Computes in fp32, whatever the type of its arguments."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         scale = squares.div_(x.shape[-1]).add_(eps).rsqrt_()

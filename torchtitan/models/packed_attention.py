@@ -110,12 +110,7 @@ def document_attention(
 
 
 def _plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor,
-    sizes: Tensor,
-    window: int | None,
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, sizes: Tensor, window: int | None
 ) -> tuple[Tensor, int, list[int], dict[str, Any]]:
     """First tokens, length of the longest document, keys that a query sees before and after itself
     (-1: all), and from torch 2.15 on the preferred kernel.
@@ -163,13 +158,7 @@ def document_attention_backward(
 
 
 @document_attention_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *_: object,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

@@ -77,11 +77,7 @@ class Model(Protocol):
     def output_weight(self) -> Tensor:
         """Weight of the output projection: `[vocab, dim]`."""
 
-    def project(
-        self,
-        x: Tensor,
-        weight: Tensor,
-    ) -> Tensor:
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
         """Logits `[b, s, vocab]` of final hidden states `[b, s, dim]`."""
 
     def __call__(

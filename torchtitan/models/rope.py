@@ -18,10 +18,7 @@ def rope_frequencies(head_dim: int, theta: float) -> Tensor:
 
 
 def rope_cache(
-    dim: int,
-    theta: float,
-    scaling: AnyScaling | None,
-    seq_len: int,
+    dim: int, theta: float, scaling: AnyScaling | None, seq_len: int
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angles at every position, `[s, r]` in fp32, in half-split layout.
 
@@ -52,11 +49,7 @@ def _scale_by_wavelength(freqs: Tensor, scaling: RopeScaling) -> Tensor:
     return freqs * (keep + (1 - keep) / scaling.factor)
 
 
-def _scale_by_yarn(
-    freqs: Tensor,
-    theta: float,
-    scaling: YarnScaling,
-) -> Tensor:
+def _scale_by_yarn(freqs: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
     """YaRN's scaling (arXiv:2309.00071, section 3.2), which is linear between two features."""
     dim = 2 * len(freqs)
 
@@ -78,13 +71,7 @@ def _scale_by_yarn(
     return freqs * (1 - divided) + freqs / scaling.factor * divided
 
 
-def apply_rope(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    interleaved: bool = False,
-) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotate the first r features of `x` `[b, s, heads, d]`, in fp32.
 
     Feature i is paired with feature i + r/2.

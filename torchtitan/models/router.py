@@ -45,12 +45,7 @@ class Load(NamedTuple):
 class Gate(TokenLinear):
     """Scores of all experts, in fp32: `[b, s, dim] -> [b, s, e]`."""
 
-    def compute(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-    ) -> Tensor:
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
 
@@ -143,12 +138,7 @@ class Router(nn.Module):
         # not by zeros: biased scores can be negative
         return groups.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(-2)
 
-    def _losses(
-        self,
-        scores: Tensor,
-        probabilities: Tensor,
-        counts: Tensor,
-    ) -> Tensor:
+    def _losses(self, scores: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
         """Auxiliary losses of each token, `[b, s]`: linear in its probabilities, given the shares.
 
         A row's loss uses the shares of its experts. The loss of the global batch uses those of the
@@ -185,19 +175,10 @@ def top_k(scores: Tensor, k: int) -> Tensor:
     return last - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
 
 
-def _count(
-    chosen: Tensor,
-    counted: Tensor,
-    n_experts: int,
-) -> Tensor:
+def _count(chosen: Tensor, counted: Tensor, n_experts: int) -> Tensor:
     """How many counted tokens of each row were sent to each expert: `[b, e]` int64."""
     ones = counted.unsqueeze(-1).expand_as(chosen).flatten(1).long()
-    counts = torch.zeros(
-        len(chosen),
-        n_experts,
-        dtype=torch.int64,
-        device=chosen.device,
-    )
+    counts = torch.zeros(len(chosen), n_experts, dtype=torch.int64, device=chosen.device)
     return counts.scatter_add(1, chosen.flatten(1), ones)
 
 
@@ -205,11 +186,7 @@ class _AddLoss(torch.autograd.Function):
     """Returns its first input. The backward behaves as if the second were added to the loss."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        loss: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         return x.view_as(x)
 

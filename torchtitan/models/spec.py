@@ -101,20 +101,12 @@ class HFMap(Generic[Args]):
     """
     also_read: tuple[str, ...] = ()
     """Other values of `model_type` in the `config.json` of the same models."""
-    build: Build[Args] | None = field(
-        default=None,
-        init=False,
-        compare=False,
-    )
+    build: Build[Args] | None = field(default=None, init=False, compare=False)
     """The `ModelSpec.build` whose models this describes, set by the first spec that gets the map.
     A copy by `dataclasses.replace` belongs to none yet.
     """
 
-    def ignores(
-        self,
-        name: str,
-        args: Args,
-    ) -> bool:
+    def ignores(self, name: str, args: Args) -> bool:
         """Whether a tensor of Hugging Face is one of `ignored`."""
         values = vars(args)
         return any(fnmatchcase(name, pattern.format(**values)) for pattern in self.ignored)
@@ -233,20 +225,11 @@ class ModelSpec(Generic[Args]):
         if self.hf is not None:
             object.__setattr__(self, "hf", self.hf.of(self.build))
 
-    def flops_per_token(
-        self,
-        args: Args,
-        seq_len: int,
-    ) -> float:
+    def flops_per_token(self, args: Args, seq_len: int) -> float:
         """FLOPs per token of the model's forward and backward, without recomputation."""
         return sum(self.module_flops(args, seq_len).values())
 
-    def args(
-        self,
-        flavor: str,
-        overrides: Mapping[str, Any],
-        **derived: Any,
-    ) -> Args:
+    def args(self, flavor: str, overrides: Mapping[str, Any], **derived: Any) -> Args:
         """Hyper-parameters of `flavor`, with `[model.overrides]` and then `derived` values applied.
 
         Raises:

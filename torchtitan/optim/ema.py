@@ -17,11 +17,7 @@ from torchtitan.parallel.collectives import local, sharded_like, storage_of
 class WeightAverage:
     """The average of a model's parameters (not buffers), in fp32 and sharded like them."""
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        config: EMA,
-    ):
+    def __init__(self, models: Sequence[nn.Module], config: EMA):
         """
         Args:
             models: this rank's pipeline stages, with their shards allocated.

@@ -37,12 +37,7 @@ class ExpertBalance:
             for name, module in model.named_modules():
                 if isinstance(module, Router):
                     self.routers[int(name.split(".")[1])] = module
-        self._table = torch.zeros(
-            n_layers,
-            n_experts + 1,
-            dtype=torch.float64,
-            device=device,
-        )
+        self._table = torch.zeros(n_layers, n_experts + 1, dtype=torch.float64, device=device)
         self._since = torch.zeros_like(self.loads)
 
     @property

@@ -55,11 +55,7 @@ class _ShardedLogSumExp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        group: dist.ProcessGroup,
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, group: dist.ProcessGroup) -> Tensor:
         largest = logits.amax(dim=-1)
         largest = funcol.wait_tensor(funcol.all_reduce(largest, "max", group))
         sums = (logits - largest.unsqueeze(-1)).exp_().sum(dim=-1)
@@ -101,11 +97,7 @@ def with_z_loss(loss: RowLoss, coefficient: float) -> RowLoss:
     return both
 
 
-def build_loss(
-    name: str,
-    custom: Custom,
-    z_loss: float = 0.0,
-) -> RowLoss:
+def build_loss(name: str, custom: Custom, z_loss: float = 0.0) -> RowLoss:
     """The loss that `training.loss` chooses. A registered one is made by `make([keys])`.
 
     It must be a sum over tokens, so that any rank may compute it for any of them: it is called with
@@ -253,12 +245,7 @@ class _ChunkedLoss(torch.autograd.Function):
 class SourceTally:
     """Sums the loss, tokens and bytes of each data source, without waiting for the device."""
 
-    def __init__(
-        self,
-        sources: int,
-        byte_lengths: NDArray,
-        device: torch.device,
-    ):
+    def __init__(self, sources: int, byte_lengths: NDArray, device: torch.device):
         """
         Args:
             sources: number of data sources.
@@ -268,12 +255,7 @@ class SourceTally:
         self._sums = torch.zeros(3, sources, dtype=torch.float64, device=device)
         self._index = torch.arange(sources, device=device)
 
-    def add(
-        self,
-        sources: Tensor,
-        losses: Tensor,
-        labels: Tensor,
-    ) -> None:
+    def add(self, sources: Tensor, losses: Tensor, labels: Tensor) -> None:
         """Add rows.
 
         Args:
@@ -289,25 +271,14 @@ class SourceTally:
         membership = sources[:, None] == self._index
         self._sums += values @ membership.double()
 
-    def take(
-        self,
-        mesh: Mesh,
-        epochs: Sequence[float],
-    ) -> list[list[float]]:
+    def take(self, mesh: Mesh, epochs: Sequence[float]) -> list[list[float]]:
         """Loss, tokens, bytes and epochs of each source, over all ranks; restarts from zero.
 
         Args:
             epochs: how often this rank has read each source. The mean over ranks is returned.
         """
         ranks = mesh.loss_group
-        read = (
-            torch.tensor(
-                epochs,
-                dtype=torch.float64,
-                device=self._sums.device,
-            )
-            / ranks.size()
-        )
+        read = torch.tensor(epochs, dtype=torch.float64, device=self._sums.device) / ranks.size()
         sums = all_reduce(torch.cat([self._sums, read[None]]), ranks)
         self.clear()
         return sums.T.tolist()

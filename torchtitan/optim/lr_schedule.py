@@ -56,11 +56,7 @@ def _decay(step: int, schedule: LRScheduler) -> float:
     return 1 - t
 
 
-def lr_factor(
-    step: int,
-    schedule: LRScheduler,
-    shape: Shape | None = None,
-) -> float:
+def lr_factor(step: int, schedule: LRScheduler, shape: Shape | None = None) -> float:
     """Fraction of the peak rate at `step`, counted from 0. Warm-up steps have 1/n, 2/n, ..., 1.
 
     Args:

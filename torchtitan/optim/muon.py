@@ -159,11 +159,7 @@ def _splits(param: Tensor) -> tuple[_Split, ...]:
     return tuple(reversed(splits))
 
 
-def _on_whole(
-    part: Tensor,
-    splits: Sequence[_Split],
-    steps: int,
-) -> Tensor:
+def _on_whole(part: Tensor, splits: Sequence[_Split], steps: int) -> Tensor:
     """This rank's part of `orthogonalize(stack, steps)`, where `part` is its part of the stack.
 
     Each rank of a group gets the whole of some matrices, about as many as any other.
@@ -185,11 +181,7 @@ def _on_whole(
     return found.narrow(dim, 0, length)
 
 
-def _padded(
-    stack: Tensor,
-    dim: int,
-    size: int,
-) -> Tensor:
+def _padded(stack: Tensor, dim: int, size: int) -> Tensor:
     """`stack` with zeros at the end of a dimension, up to `size`; contiguous."""
     missing = size - stack.shape[dim]
     return F.pad(stack, (0, 0) * (2 - dim) + (0, missing)) if missing else stack.contiguous()

@@ -97,12 +97,7 @@ def _adam_settings(group: Group) -> dict[str, Any]:
     """Arguments of torch's `adam` for a parameter group."""
     beta1, beta2 = group["betas"]
     same = {name: group[name] for name in ("foreach", "fused", "lr", "weight_decay", "eps")}
-    return same | {
-        "beta1": beta1,
-        "beta2": beta2,
-        "amsgrad": False,
-        "maximize": False,
-    }
+    return same | {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
 
 
 class ShardedAdam(torch.optim.Adam):
@@ -118,11 +113,7 @@ class ShardedAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(
-        self,
-        closure: None = None,
-        *,
-        divisor: Tensor | None = None,
-        skip: Tensor | None = None,
+        self, closure: None = None, *, divisor: Tensor | None = None, skip: Tensor | None = None
     ) -> None:
         """
         Args:
@@ -144,13 +135,7 @@ class ShardedAdam(torch.optim.Adam):
 class NarrowAdam(torch.optim.Optimizer):
     """Adam or AdamW with both moments stored in bf16. Computes in the parameter's dtype."""
 
-    def __init__(
-        self,
-        groups: list[Group],
-        *,
-        decoupled: bool,
-        **settings: Any,
-    ):
+    def __init__(self, groups: list[Group], *, decoupled: bool, **settings: Any):
         super().__init__(groups, settings)
         self._decoupled = decoupled
 
@@ -161,11 +146,7 @@ class NarrowAdam(torch.optim.Optimizer):
                 if param.grad is not None:
                     self._update(param, group)
 
-    def _update(
-        self,
-        param: Tensor,
-        group: Group,
-    ) -> None:
+    def _update(self, param: Tensor, group: Group) -> None:
         state = self.state[param]
         if not state:
             device = param.device if group["fused"] else "cpu"
@@ -228,10 +209,7 @@ def build_optimizer(
 
 
 def _settings(
-    name: str,
-    param: Tensor,
-    optimizer: Optimizer,
-    width_ratio: float,
+    name: str, param: Tensor, optimizer: Optimizer, width_ratio: float
 ) -> dict[str, float]:
     """The settings that decide a parameter's group.
 
@@ -256,11 +234,7 @@ def _settings(
         by_width = width_ratio**-0.5 if by_muon else 1 / width_ratio
         scale *= by_width
         decay = decay if optimizer.name == "Adam" else decay / by_width
-    return {
-        "muon": by_muon,
-        "weight_decay": decay,
-        "lr_scale": scale,
-    }
+    return {"muon": by_muon, "weight_decay": decay, "lr_scale": scale}
 
 
 def _make(optimizer: Optimizer, groups: list[Group]) -> torch.optim.Optimizer:

@@ -148,9 +148,7 @@ def _rows_of(attention: Attention | LatentAttention, heads: int) -> Iterator[_Ro
 
 
 def _of_linear(
-    linear: nn.Module,
-    heads: int,
-    parts: Sequence[tuple[int, float]],
+    linear: nn.Module, heads: int, parts: Sequence[tuple[int, float]]
 ) -> Iterator[_Rows]:
     """
     Args:

@@ -45,11 +45,7 @@ _COMMUNICATION = (
 
 
 def apply_activation_checkpoint(
-    model: Model,
-    ac: ActivationCheckpoint,
-    *,
-    save_attention: bool,
-    experts_apart: bool = False,
+    model: Model, ac: ActivationCheckpoint, *, save_attention: bool, experts_apart: bool = False
 ) -> None:
     """Checkpoint the blocks of `model` in place.
 
@@ -124,11 +120,7 @@ def _contexts(
     products = {False: 0, True: 0}
     """Matrix products so far, by `context.is_recompute`."""
 
-    def saves(
-        name: str,
-        is_recompute: bool,
-        inputs: tuple[Any, ...],
-    ) -> bool:
+    def saves(name: str, is_recompute: bool, inputs: tuple[Any, ...]) -> bool:
         if recomputed is None or name not in _MATMULS:
             return name in saved
         weight = inputs[-1] if name == "aten::addmm" else inputs[1]
@@ -137,12 +129,7 @@ def _contexts(
         products[is_recompute] += 1
         return products[is_recompute] % 2 == 1
 
-    def policy(
-        context: Any,
-        operation: Any,
-        *inputs: Any,
-        **_: Any,
-    ) -> CheckpointPolicy:
+    def policy(context: Any, operation: Any, *inputs: Any, **_: Any) -> CheckpointPolicy:
         name = operation.name() if callable(getattr(operation, "name", None)) else str(operation)
         if saves(name.partition(".")[0], context.is_recompute, inputs):
             return CheckpointPolicy.MUST_SAVE

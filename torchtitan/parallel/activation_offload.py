@@ -39,11 +39,7 @@ def apply_activation_offload(model: Model, ac: ActivationCheckpoint) -> "Offload
         return offload
     # The backward of the block behind them starts to copy back what the last of them kept.
     for index, block in enumerate([*model.layers.values()][: count + 1]):
-        wrap = partial(
-            offload.wrap,
-            first=index == 0,
-            offloads=index < count,
-        )
+        wrap = partial(offload.wrap, first=index == 0, offloads=index < count)
         replace_method(block, "forward", wrap)
     return offload
 
@@ -59,11 +55,7 @@ class Offload:
         self._streams: Streams | None = None
 
     def wrap(
-        self,
-        forward: Callable[..., Any],
-        *,
-        first: bool,
-        offloads: bool,
+        self, forward: Callable[..., Any], *, first: bool, offloads: bool
     ) -> Callable[..., Any]:
         """A block's `forward`.
 
@@ -72,11 +64,7 @@ class Offload:
             offloads: it keeps in host memory what its backward needs.
         """
 
-        def offloading_forward(
-            block: nn.Module,
-            x: Tensor,
-            *shared: Any,
-        ) -> Any:
+        def offloading_forward(block: nn.Module, x: Tensor, *shared: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(block, x, *shared)
             previous = None if first else self._previous
@@ -103,11 +91,7 @@ class Offload:
 class _Visit:
     """One forward of one block."""
 
-    def __init__(
-        self,
-        offload: Offload,
-        stay: Iterable[Any],
-    ):
+    def __init__(self, offload: Offload, stay: Iterable[Any]):
         """
         Args:
             stay: weights, and what all blocks share, which stay on the device.
@@ -147,22 +131,14 @@ class _Visit:
 class _Copy:
     """A one-dimensional tensor in host memory."""
 
-    def __init__(
-        self,
-        source: Tensor,
-        streams: Streams | None,
-    ):
+    def __init__(self, source: Tensor, streams: Streams | None):
         self._device = source.device
         self._streams = streams
         self._back: Tensor | None = None
         if streams is None:
             self._host = source.to("cpu", copy=True)
             return
-        self._host = torch.empty(
-            source.shape,
-            dtype=source.dtype,
-            pin_memory=True,
-        )
+        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         stream, _ = streams
         stream.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(stream):
@@ -196,12 +172,7 @@ class _Copy:
 class _Saved:
     """A view of a copy, as autograd holds it."""
 
-    def __init__(
-        self,
-        copy: _Copy,
-        tensor: Tensor,
-        shard: Tensor,
-    ):
+    def __init__(self, copy: _Copy, tensor: Tensor, shard: Tensor):
         self._copy = copy
         self._size = shard.size()
         self._stride = shard.stride()

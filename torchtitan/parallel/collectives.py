@@ -18,9 +18,7 @@ Groups = tuple[dist.ProcessGroup, ...]
 
 
 def all_reduce(
-    value: Tensor,
-    group: dist.ProcessGroup | None,
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    value: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
     """Reduce `value` over the group in place and return it. Free in a group of one (also None)."""
     if group is not None and group.size() > 1:
@@ -32,11 +30,7 @@ class SumOverRanks(torch.autograd.Function):
     """`apply(x, group)`: the sum of all ranks' `x`, of which each rank uses its own copy."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        group: dist.ProcessGroup,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return funcol.wait_tensor(funcol.all_reduce(x, "sum", group))
 
@@ -48,11 +42,7 @@ class SumOverRanks(torch.autograd.Function):
 class AnyRank:
     """Whether any rank of the world says yes. Work before `answer` overlaps with the exchange."""
 
-    def __init__(
-        self,
-        yes: bool,
-        device: torch.device,
-    ):
+    def __init__(self, yes: bool, device: torch.device):
         self._value = torch.full((), float(yes), device=device)
         self._work = None
         if dist.get_world_size() > 1:
@@ -77,12 +67,7 @@ def gather(values: Sequence[float], device: torch.device) -> list[list[float]]:
 # ---- DTensors and their local parts
 
 
-def distribute(
-    module: nn.Module,
-    name: str,
-    mesh: DeviceMesh,
-    placement: Placement,
-) -> None:
+def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
     """Make a parameter of `module`, on the meta device or the same on all ranks, a DTensor."""
     weight = distribute_tensor(getattr(module, name), mesh, [placement], src_data_rank=None)
     setattr(module, name, nn.Parameter(weight))
@@ -152,11 +137,7 @@ class SquaredNorm:
             norms = self._norms.setdefault(_sharded_over(*layout), [])
             norms += torch._foreach_norm(shards, 2.0, dtype=torch.float64)
 
-    def take(
-        self,
-        pp_group: dist.ProcessGroup | None,
-        device: torch.device,
-    ) -> Tensor:
+    def take(self, pp_group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
         """The norm over all ranks and pipeline stages, a scalar on `device`; restarts from zero.
 
         Replicated gradients count once. There is one reduction per mesh axis that shards any.

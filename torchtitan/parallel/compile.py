@@ -49,12 +49,7 @@ def configure_compiler(config: Config, mesh: Mesh) -> None:
         _settings.enter_context(fused_collectives(mesh.tp))
 
 
-def apply_compile(
-    model: Model,
-    config: Config,
-    *,
-    experts_apart: bool = False,
-) -> None:
+def apply_compile(model: Model, config: Config, *, experts_apart: bool = False) -> None:
     """Compile the regions of each block of `model` in place, if `config` asks for it.
 
     Compiles `forward`, not `__call__`: FSDP's hooks on the block, which gather the weights, run
@@ -85,10 +80,7 @@ def compiled_loss(loss: Callable[..., Any], config: Compile) -> Callable[..., An
 
 
 def _compiled(
-    function: Callable[..., Any],
-    config: Compile,
-    *,
-    graphs: bool = False,
+    function: Callable[..., Any], config: Compile, *, graphs: bool = False
 ) -> Callable[..., Any]:
     """
     Args:

@@ -43,11 +43,7 @@ _all_gather = getattr(  # its name until torch 2.12 is deprecated
 )
 
 
-def build_attention(
-    mesh: Mesh,
-    p: Parallelism,
-    device: torch.device,
-) -> Attend:
+def build_attention(mesh: Mesh, p: Parallelism, device: torch.device) -> Attend:
     """Attention over the part of a row that each rank of `mesh` holds."""
     group = mesh.group("cp")
     if group is None:
@@ -63,11 +59,7 @@ def layout_of(group: dist.ProcessGroup, balanced: bool) -> RowLayout:
     return RowLayout(group.group_name, group.size(), group.rank(), balanced)
 
 
-def ring_attention_backend(
-    group: dist.ProcessGroup,
-    rotate: str,
-    balanced: bool,
-) -> Attend:
+def ring_attention_backend(group: dist.ProcessGroup, rotate: str, balanced: bool) -> Attend:
     """Attention over a sequence sharded by `local_positions`.
 
     Without a mask it is a causal ring; with one, keys and values are gathered first. With a window
@@ -110,11 +102,7 @@ def ring_attention_backend(
     return attend
 
 
-def _whole_sequence(
-    k: Tensor,
-    v: Tensor,
-    layout: RowLayout,
-) -> tuple[Tensor, Tensor]:
+def _whole_sequence(k: Tensor, v: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
     """All-gather k `[b, k, s, d]` and v `[b, k, s, e]` in the order of the row: n s keys."""
     sizes = [k.shape[-1], v.shape[-1]]
     parts = _all_gather(torch.cat([k, v], dim=-1), 0, layout.group_name).chunk(layout.ranks)
@@ -138,12 +126,7 @@ class _Block(NamedTuple):
 class _Ring:
     """The ranks that share a row."""
 
-    def __init__(
-        self,
-        group_name: str,
-        rotate: str,
-        balanced: bool,
-    ):
+    def __init__(self, group_name: str, rotate: str, balanced: bool):
         group = _resolve_process_group(group_name)
         self.name = group_name
         self.n = group.size()
@@ -178,11 +161,7 @@ class _Ring:
         receive[(self.rank - 1) % self.n] = buffer.numel()
         return c10d.all_to_all_single(buffer, receive, send, self.name)
 
-    def visible(
-        self,
-        source: int,
-        s: int,
-    ) -> _Block | None:
+    def visible(self, source: int, s: int) -> _Block | None:
         """What the `s` local queries see of the keys of `source`; None: nothing."""
         every = slice(0, s)
         if source == self.rank:
@@ -195,12 +174,7 @@ class _Ring:
         return _Block(slice(s // 2, s), every, False)
 
 
-def merge_blocks(
-    out: Tensor,
-    lse: Tensor,
-    part: Tensor,
-    part_lse: Tensor,
-) -> None:
+def merge_blocks(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge attention to other keys into `out` `[b, h, s, d]` and `lse` `[b, h, s]` in place.
 
     `exp(lse)` is the sum that an output was divided by, so the merged output is the mean weighted
@@ -222,11 +196,7 @@ def _pack(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
-def _unpack(
-    buffer: Tensor,
-    k: Tensor,
-    v: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _unpack(buffer: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return buffer[: k.numel()].view(k.shape), buffer[k.numel() :].view(v.shape)
 
 
@@ -278,12 +248,7 @@ def ring_attention(
 
 
 @ring_attention.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *_: object,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     return out, q.new_empty(q.shape[:3], dtype=_accumulator(q))
 
@@ -310,12 +275,7 @@ def ring_attention_backward(
     dtype = _accumulator(q)
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
     size = k.numel() + v.numel()
-    dkv = torch.zeros(
-        ring.n if ring.at_once else 1,
-        size,
-        dtype=dtype,
-        device=q.device,
-    )
+    dkv = torch.zeros(ring.n if ring.at_once else 1, size, dtype=dtype, device=q.device)
     travelling: Tensor | None = None
     for source, buffer in ring.visit(_pack(k, v)):
         block = ring.visible(source, q.shape[2])
@@ -350,13 +310,7 @@ def ring_attention_backward(
 
 
 @ring_attention_backward.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *_: object,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     return dq, dk, dv
 

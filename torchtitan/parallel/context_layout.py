@@ -27,20 +27,12 @@ class RowLayout(NamedTuple):
         """The chunks that `rank` holds, in order."""
         return (rank, 2 * self.ranks - 1 - rank) if self.balanced else (rank,)
 
-    def positions(
-        self,
-        seq_len: int,
-        device: torch.device | None = None,
-    ) -> Tensor:
+    def positions(self, seq_len: int, device: torch.device | None = None) -> Tensor:
         """Positions in their row of the tokens that this rank holds: `[seq_len / ranks]`."""
         chunks = torch.arange(seq_len, device=device).chunk(len(self.chunks(0)) * self.ranks)
         return torch.cat([chunks[chunk] for chunk in self.chunks(self.rank)])
 
-    def in_row_order(
-        self,
-        parts: Sequence[Tensor],
-        dim: int,
-    ) -> Tensor:
+    def in_row_order(self, parts: Sequence[Tensor], dim: int) -> Tensor:
         """The whole rows whose ranks hold `parts`, split along `dim`."""
         if self.balanced:
             # Not by index, whose backward adds up by `index_put`.
@@ -50,11 +42,7 @@ class RowLayout(NamedTuple):
             parts = heads + tails
         return torch.cat(list(parts), dim)
 
-    def of_ranks(
-        self,
-        rows: Tensor,
-        dim: int,
-    ) -> list[Tensor]:
+    def of_ranks(self, rows: Tensor, dim: int) -> list[Tensor]:
         """The reverse of `in_row_order`: for each rank the pieces that it holds."""
         chunks = rows.chunk(len(self.chunks(0)) * self.ranks, dim)
         return [
@@ -64,11 +52,7 @@ class RowLayout(NamedTuple):
 
 
 def local_positions(
-    seq_len: int,
-    degree: int,
-    rank: int,
-    balanced: bool,
-    device: torch.device | None = None,
+    seq_len: int, degree: int, rank: int, balanced: bool, device: torch.device | None = None
 ) -> Tensor:
     """Positions in their row of the tokens that rank `rank` of `degree` holds, in order."""
     return RowLayout("", degree, rank, balanced and degree > 1).positions(seq_len, device)

@@ -60,13 +60,7 @@ def attend_window(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def needed(
-    layout: RowLayout,
-    source: int,
-    to: int,
-    length: int,
-    window: int,
-) -> dict[int, int]:
+def needed(layout: RowLayout, source: int, to: int, length: int, window: int) -> dict[int, int]:
     """What `to` needs of the keys of rank `source`: chunk to the number of its last keys."""
     counts = {}
     for chunk in layout.chunks(source):
@@ -79,21 +73,12 @@ def needed(
     return counts
 
 
-def _chunks(
-    x: Tensor,
-    length: int,
-    layout: RowLayout,
-) -> dict[int, Tensor]:
+def _chunks(x: Tensor, length: int, layout: RowLayout) -> dict[int, Tensor]:
     """This rank's chunks, by number."""
     return dict(zip(layout.chunks(layout.rank), x.split(length, dim=2), strict=True))
 
 
-def _between(
-    chunks: dict[int, Tensor],
-    begin: int,
-    end: int,
-    length: int,
-) -> Tensor:
+def _between(chunks: dict[int, Tensor], begin: int, end: int, length: int) -> Tensor:
     """Positions `begin` to `end` of the row. Of a chunk of another rank, only the end is here."""
     parts = []
     for chunk in range(begin // length, math.ceil(end / length)):

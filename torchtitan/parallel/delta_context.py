@@ -21,11 +21,7 @@ from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.ulysses import to_heads, to_sequence
 
 
-def apply_delta_context(
-    model: Model,
-    mesh: Mesh,
-    p: Parallelism,
-) -> None:
+def apply_delta_context(model: Model, mesh: Mesh, p: Parallelism) -> None:
     """Let the Gated DeltaNet layers of `model` mix rows that the ranks of `cp` share."""
     group = mesh.group("cp")
     if group is None:
@@ -43,10 +39,7 @@ def mix_across(mix: Mix, layout: RowLayout) -> Mix:
     """
 
     def mix_some_heads(
-        qkv: Tensor,
-        ba: Tensor,
-        weights: DeltaWeights,
-        documents: Tensor | None,
+        qkv: Tensor, ba: Tensor, weights: DeltaWeights, documents: Tensor | None
     ) -> Tensor:
         own = DeltaWeights(*(weight.chunk(layout.ranks)[layout.rank] for weight in weights))
         if documents is not None:

@@ -35,12 +35,7 @@ _STEPS = 32
 """Recent steps whose largest exchange decides the sizes."""
 
 
-def to_slots(
-    ends: Tensor,
-    ranks: int,
-    slots: int,
-    rows: int,
-) -> tuple[Tensor, Tensor]:
+def to_slots(ends: Tensor, ranks: int, slots: int, rows: int) -> tuple[Tensor, Tensor]:
     """Where rows, sorted by expert, are put before the exchange.
 
     Args:
@@ -108,11 +103,7 @@ class FixedExchange:
     """
 
     def __init__(
-        self,
-        layers: Mapping[int, Exchanging],
-        n_layers: int,
-        headroom: float,
-        device: torch.device,
+        self, layers: Mapping[int, Exchanging], n_layers: int, headroom: float, device: torch.device
     ):
         """
         Args:
@@ -128,12 +119,7 @@ class FixedExchange:
         """Of each step since the last `take` that didn't count, the mean share of this rank's slots
         without a row.
         """
-        self._needed = torch.zeros(
-            n_layers,
-            2,
-            dtype=torch.int64,
-            device=device,
-        )
+        self._needed = torch.zeros(n_layers, 2, dtype=torch.int64, device=device)
         for layer, experts in layers.items():
             experts.needed = self._needed[layer]
         self._rooms: list[Room] | None = None

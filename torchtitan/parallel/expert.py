@@ -41,10 +41,7 @@ class ShardedExperts(Experts):
     """Share of the slots of the last fixed exchange that had no row."""
 
     def forward(
-        self,
-        rows: Tensor,
-        ends: Tensor,
-        meanwhile: Callable[[], None] = lambda: None,
+        self, rows: Tensor, ends: Tensor, meanwhile: Callable[[], None] = lambda: None
     ) -> Tensor:
         """
         Args:
@@ -88,11 +85,7 @@ class ShardedExperts(Experts):
         return back if room is None else permute(back, slot_of, row_of)
 
 
-def _splits(
-    sent: Tensor,
-    received: Tensor,
-    rows: int,
-) -> tuple[list[int], list[int]]:
+def _splits(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
     """How many rows go to each rank, and how many come from each.
 
     Args:
@@ -128,11 +121,7 @@ def balance_of(config: Config) -> Balance:
     )
 
 
-def apply_expert_parallel(
-    model: Model,
-    mesh: Mesh,
-    balance: Balance,
-) -> None:
+def apply_expert_parallel(model: Model, mesh: Mesh, balance: Balance) -> None:
     """Shard the experts of `model`, on the meta device, over `mesh.ep`, and set up its routers."""
     along_rows = [group for axis in ("cp", "tp") if (group := mesh.group(axis)) is not None]
     for module in model.modules():

@@ -49,9 +49,7 @@ def apply_fsdp(
         projects_later: the loss uses the output weight after the forward.
     """
     shard = partial(
-        fully_shard,
-        mp_policy=_mixed_precision(training),
-        offload_policy=_offload(training),
+        fully_shard, mp_policy=_mixed_precision(training), offload_policy=_offload(training)
     )
     blocks = list(model.layers.values())
     for i, block in enumerate(blocks):
@@ -62,10 +60,7 @@ def apply_fsdp(
         if mesh.expert_fsdp is not None and experts is not None:
             place = partial(_expert_placement, shards=mesh.expert_fsdp.size(-1))
             shard(
-                experts,
-                mesh=mesh.expert_fsdp,
-                reshard_after_forward=free,
-                shard_placement_fn=place,
+                experts, mesh=mesh.expert_fsdp, reshard_after_forward=free, shard_placement_fn=place
             )
         shard(block, mesh=mesh.fsdp, reshard_after_forward=free)
         if mesh.expert_fsdp is not None and experts is not None:
@@ -131,12 +126,7 @@ class Accumulation:
     replicas_apart: bool
     """Each replica adds up its own shards, which are all-reduced after the last batch."""
 
-    def expect(
-        self,
-        model: FSDPModule,
-        *,
-        last: bool,
-    ) -> None:
+    def expect(self, model: FSDPModule, *, last: bool) -> None:
         """Prepare `model` for a backward, which may be the last of its step."""
         if self.whole:
             model.set_requires_gradient_sync(last)

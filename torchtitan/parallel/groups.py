@@ -36,15 +36,7 @@ def init_distributed(comm: Comm, device: torch.device) -> None:
             os.environ.setdefault(f"{backend}_SOCKET_IFNAME", _loopback())
 
     def start(store: dist.Store | None) -> None:
-        place = (
-            {}
-            if store is None
-            else {
-                "store": store,
-                "rank": rank,
-                "world_size": world,
-            }
-        )
+        place = {} if store is None else {"store": store, "rank": rank, "world_size": world}
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
             timeout=timeout,
@@ -73,11 +65,7 @@ def _loopback() -> str:
     return "lo"
 
 
-def _local_store(
-    rank: int,
-    world: int,
-    timeout: timedelta,
-) -> dist.Store:
+def _local_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
     """The store of ranks that are all on this node. torch's own would listen on all interfaces."""
     host = "127.0.0.1"
     port = int(os.environ["MASTER_PORT"])

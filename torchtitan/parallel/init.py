@@ -43,12 +43,7 @@ def materialize(
             _fill(param, fqn, seed, rule(fqn))
 
 
-def _fill(
-    param: Tensor,
-    fqn: str,
-    seed: int,
-    init: Init,
-) -> None:
+def _fill(param: Tensor, fqn: str, seed: int, init: Init) -> None:
     shard = local(param)
     if init.kind in ("zeros", "ones"):
         shard.fill_(1.0 if init.kind == "ones" else 0.0)
@@ -81,13 +76,7 @@ def _fill(
         shard[mine.to(shard.device)] = values.to(shard.device, shard.dtype)
 
 
-def _block(
-    fqn: str,
-    seed: int,
-    block: int,
-    shape: tuple[int, ...],
-    init: Init,
-) -> Tensor:
+def _block(fqn: str, seed: int, block: int, shape: tuple[int, ...], init: Init) -> Tensor:
     """Values of one block of rows, in fp32.
 
     Unlike `trunc_normal_`, `normal_` produces the same stream in every supported torch release.

@@ -69,11 +69,7 @@ def _(largest: Tensor, *_: object) -> None:
     return None
 
 
-def _documents(
-    starts: Tensor,
-    rows: int,
-    seq_len: int,
-) -> Tensor:
+def _documents(starts: Tensor, rows: int, seq_len: int) -> Tensor:
     """The document of each token, `[rows, seq_len]`."""
     tokens = torch.arange(rows * seq_len, device=starts.device, dtype=starts.dtype)
     return torch.searchsorted(starts, tokens, right=True).view(rows, seq_len)
@@ -84,13 +80,7 @@ class RecordMaxLogits(nn.Module):
 
     largest: Tensor
 
-    def __init__(
-        self,
-        attend: Attend,
-        heads: int,
-        layout: RowLayout | None,
-        device: torch.device,
-    ):
+    def __init__(self, attend: Attend, heads: int, layout: RowLayout | None, device: torch.device):
         """
         Args:
             heads: query heads of this rank.
@@ -118,12 +108,7 @@ class RecordMaxLogits(nn.Module):
         return self.attend(q, k, v, mask, window=window, scale=scale, sinks=sinks)
 
     def _record(
-        self,
-        q: Tensor,
-        k: Tensor,
-        mask: Mask | None,
-        window: int | None,
-        scale: float | None,
+        self, q: Tensor, k: Tensor, mask: Mask | None, window: int | None, scale: float | None
     ) -> None:
         positions = None
         layout = self.layout

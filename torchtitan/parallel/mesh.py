@@ -63,12 +63,7 @@ class Mesh:
 _meshes: dict[tuple[object, ...], Mesh] = {}
 
 
-def build_mesh(
-    config: Config,
-    device_type: str,
-    *,
-    experts: bool = False,
-) -> Mesh:
+def build_mesh(config: Config, device_type: str, *, experts: bool = False) -> Mesh:
     """Arrange all ranks of the default process group by the degrees of a validated configuration.
 
     The same degrees get the same mesh: process groups are expensive, and DTensor caches the first
@@ -88,12 +83,7 @@ def build_mesh(
     return _meshes[key]
 
 
-def _build(
-    degrees: dict[str, int],
-    device_type: str,
-    replicas: bool,
-    ep: int,
-) -> Mesh:
+def _build(degrees: dict[str, int], device_type: str, replicas: bool, ep: int) -> Mesh:
     """Each distinct set of ranks gets one process group: a communicator, and on NCCL its buffers.
 
     Args:

@@ -53,12 +53,7 @@ class _Turns:
         if self._failed:
             raise InterruptedError("the other microbatch of this rank has failed")
 
-    def end(
-        self,
-        number: int,
-        *,
-        failed: bool,
-    ) -> None:
+    def end(self, number: int, *, failed: bool) -> None:
         self._ended[number] = True
         self._failed |= failed
         self._go_on(1 - number)

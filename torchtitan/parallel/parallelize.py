@@ -74,8 +74,7 @@ def parallelize(
             model,
             ac,
             save_attention=must_save_attention(
-                compiled=compiles_blocks(config),
-                tp_degree=tp_degree,
+                compiled=compiles_blocks(config), tp_degree=tp_degree
             ),
             experts_apart=experts_apart,
         )

@@ -90,13 +90,7 @@ class StageShapes:
     seq, 1 + further]`.
     """
 
-    def ends(
-        self,
-        microbatch_size: int,
-        *,
-        first: bool,
-        last: bool,
-    ) -> dict[str, Tensor]:
+    def ends(self, microbatch_size: int, *, first: bool, last: bool) -> dict[str, Tensor]:
         """What a stage receives and returns, on the meta device."""
         width = (1 + self.further) * self.dim
         hidden_shape = (microbatch_size, self.seq_len // self.tp_degree, width)
@@ -108,16 +102,8 @@ class StageShapes:
         logits_shape = (microbatch_size, self.seq_len, self.vocab_size)
         with torch.device("meta"):
             tokens = torch.empty(tokens_shape, dtype=torch.int64)
-            hidden = torch.empty(
-                hidden_shape,
-                dtype=self.dtype,
-                requires_grad=True,
-            )
-            logits = torch.empty(
-                logits_shape,
-                dtype=self.dtype,
-                requires_grad=True,
-            )
+            hidden = torch.empty(hidden_shape, dtype=self.dtype, requires_grad=True)
+            logits = torch.empty(logits_shape, dtype=self.dtype, requires_grad=True)
         return {
             "input_args": tokens if first else hidden,
             "output_args": logits if last and self.project else hidden,
@@ -182,11 +168,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        documents: Tensor | None,
-        loss: Loss,
+        self, tokens: Tensor, labels: Tensor, documents: Tensor | None, loss: Loss
     ) -> Tensor:
         """The summed loss of one batch, as `forward_backward` returns it, without gradients."""
         return self._run(self._forward_only, tokens, labels, documents, loss)
@@ -247,9 +229,7 @@ class Pipeline:
         count = len(self.stages.modules)
         for index, model in zip(self.own_stages, self.models, strict=True):
             ends = self.shapes.ends(
-                self.stages.microbatch_size,
-                first=index == 0,
-                last=index == count - 1,
+                self.stages.microbatch_size, first=index == 0, last=index == count - 1
             )
             stage = Stage(model, index, count, self.positions.device, **ends, group=self.group)
             stage.positions = self.positions
@@ -304,11 +284,7 @@ _runtime = partial(_PipelineScheduleRuntime, scale_grads=False)
 
 
 def build_schedule(
-    name: str | None,
-    csv_file: str | None,
-    own: Sequence[Any],
-    microbatches: int,
-    **options: Any,
+    name: str | None, csv_file: str | None, own: Sequence[Any], microbatches: int, **options: Any
 ) -> _PipelineScheduleRuntime:
     """The schedule of this name, or of this file, with its communication.
 
@@ -344,19 +320,11 @@ def _loss_of(output: Tensor, target: tuple[Loss, Tensor, int]) -> Tensor:
     return loss(output, labels, first)
 
 
-def _passes(
-    stage: int,
-    kind: _ComputationType,
-    microbatches: int,
-) -> list[_Action]:
+def _passes(stage: int, kind: _ComputationType, microbatches: int) -> list[_Action]:
     return [_Action(stage, kind, microbatch) for microbatch in range(microbatches)]
 
 
-def one_forward_one_backward(
-    rank: int,
-    degree: int,
-    microbatches: int,
-) -> list[_Action | None]:
+def one_forward_one_backward(rank: int, degree: int, microbatches: int) -> list[_Action | None]:
     """1F1B on a rank with one stage: forwards until the first gradient can arrive, then in turn."""
     ahead = min(microbatches, degree - rank)
     forwards = _passes(rank, _ComputationType.FORWARD, microbatches)

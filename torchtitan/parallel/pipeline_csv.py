@@ -96,11 +96,7 @@ def read_orders(path: str, degree: int) -> tuple[list[list[Action]], list[str]]:
     return orders, problems
 
 
-def order_problems(
-    path: str,
-    orders: list[list[Action]],
-    stages: int,
-) -> Iterator[str]:
+def order_problems(path: str, orders: list[list[Action]], stages: int) -> Iterator[str]:
     """Why a schedule would compute something wrong or never finish; the first reason only."""
     key = f"{_KEY}: {path}"
     owner: dict[int, int] = {}

@@ -45,9 +45,7 @@ class StagePlan:
 
 
 def pipeline_stages(
-    config: Config,
-    flops: Mapping[str, float],
-    tied: Sequence[str],
+    config: Config, flops: Mapping[str, float], tied: Sequence[str]
 ) -> StagePlan | None:
     """The pipeline of `config`; None without pipeline parallelism.
 
@@ -61,11 +59,7 @@ def pipeline_stages(
     if config.parallelism.pipeline_parallel_degree == 1:
         return None
     file = schedule_file(config)
-    facts = Facts(
-        module_flops=flops,
-        tied_modules=tied,
-        schedule_file=file,
-    )
+    facts = Facts(module_flops=flops, tied_modules=tied, schedule_file=file)
     check(config, facts)
     return assign_stages(config, facts)
 
@@ -89,11 +83,7 @@ def assign_stages(config: Config, facts: Facts) -> StagePlan | None:
     return StagePlan(modules, ranks, schedule.name, None, size)
 
 
-def _rank_of(
-    stage: int,
-    degree: int,
-    v_shaped: bool,
-) -> int:
+def _rank_of(stage: int, degree: int, v_shaped: bool) -> int:
     return 2 * degree - 1 - stage if v_shaped and stage >= degree else stage % degree
 
 

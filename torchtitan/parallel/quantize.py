@@ -47,11 +47,7 @@ def check_hardware(config: Config, device: torch.device) -> None:
     check(config, Facts(device=found))
 
 
-def quantize(
-    model: nn.Module,
-    config: Config,
-    tp_degree: int,
-) -> None:
+def quantize(model: nn.Module, config: Config, tp_degree: int) -> None:
     """Convert layers of `model`, on the meta device and unsharded, as `model.converters` asks."""
     silence_false_alarms()
     if uses(config, FLOAT8):
@@ -63,23 +59,14 @@ def quantize(
         logger.info(f"Model after conversion:\n{model}")
 
 
-def _fits(
-    module: nn.Module,
-    fqn: str,
-    excluded: Sequence[str],
-    unit: int,
-) -> bool:
+def _fits(module: nn.Module, fqn: str, excluded: Sequence[str], unit: int) -> bool:
     """Whether to convert a layer: it is not excluded by name, and `unit` divides its sizes."""
     if not isinstance(module, nn.Linear) or any(name in fqn for name in excluded):
         return False
     return module.in_features % unit == 0 and module.out_features % unit == 0
 
 
-def _report(
-    model: nn.Module,
-    kind: type,
-    what: str,
-) -> None:
+def _report(model: nn.Module, kind: type, what: str) -> None:
     """Log which linear layers are of the class `kind`."""
     kept = []
     count = 0
@@ -100,11 +87,7 @@ def _report(
 # ---- Float8
 
 
-def _to_float8(
-    model: nn.Module,
-    float8: Float8,
-    tp_degree: int,
-) -> None:
+def _to_float8(model: nn.Module, float8: Float8, tp_degree: int) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
 
@@ -122,11 +105,7 @@ def _to_float8(
         emulate=float8.emulate,
         enable_fsdp_float8_all_gather=float8.enable_fsdp_float8_all_gather,
     )
-    convert_to_float8_training(
-        model,
-        config=config,
-        module_filter_fn=converts,
-    )
+    convert_to_float8_training(model, config=config, module_filter_fn=converts)
     if float8.emulate:
         gather_float8_as_bytes()
     if float8.enable_fsdp_float8_all_gather:
@@ -154,11 +133,7 @@ def as_sequence_shard(x: Tensor, mesh: DeviceMesh) -> DTensor:
 class GatherSequenceInFloat8(ParallelStyle):
     """Rounds the first input to Float8 before all-gathering it: half the bytes of bf16."""
 
-    def _apply(
-        self,
-        module: nn.Module,
-        device_mesh: DeviceMesh,
-    ) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         from torchao.float8.config import e4m3_dtype
         from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
         from torchao.float8.float8_training_tensor import GemmInputRole
@@ -229,11 +204,7 @@ class MXLinear(nn.Linear):
         return mx_mm.apply(x, self.weight, kind, kind, kind, 32, *self.kernels, False)
 
 
-def _to_mx(
-    model: nn.Module,
-    mx: MXFP8,
-    tp_degree: int,
-) -> None:
+def _to_mx(model: nn.Module, mx: MXFP8, tp_degree: int) -> None:
     from torchao.prototype.mx_formats import config
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 

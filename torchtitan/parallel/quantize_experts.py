@@ -34,12 +34,7 @@ def quantize_experts(model: nn.Module, config: Config) -> None:
         _convert(model, mx.fqns, padded(product, 32), f"MXFP8 ({mx.recipe_name})")
 
 
-def _convert(
-    model: nn.Module,
-    fqns: list[str],
-    product: Product,
-    what: str,
-) -> None:
+def _convert(model: nn.Module, fqns: list[str], product: Product, what: str) -> None:
     blocks = 0
     converted = 0
     for name, module in model.named_modules():
@@ -62,11 +57,7 @@ def padded(product: Product, multiple: int) -> Product:
     def rounded_up(size: Any) -> Any:
         return (size + multiple - 1) // multiple * multiple
 
-    def padded_product(
-        rows: Tensor,
-        weight: Tensor,
-        ends: Tensor,
-    ) -> Tensor:
+    def padded_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         total = rounded_up(len(rows) + len(ends) * (multiple - 1))
         sizes = ends.diff(prepend=ends.new_zeros(1))
         longer = rounded_up(sizes)
@@ -89,11 +80,7 @@ def padded(product: Product, multiple: int) -> Product:
 # ---- Float8
 
 
-def _float8(
-    rows: Tensor,
-    weight: Tensor,
-    ends: Tensor,
-) -> Tensor:
+def _float8(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     from torchao.prototype.moe_training.fp8_grouped_mm import (
         _to_fp8_rowwise_then_scaled_grouped_mm as product,
     )
@@ -102,11 +89,7 @@ def _float8(
     return out.to(rows.dtype)
 
 
-def emulated_float8(
-    rows: Tensor,
-    weight: Tensor,
-    ends: Tensor,
-) -> Tensor:
+def emulated_float8(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """`grouped_mm` of operands rounded to e4m3 (arXiv:2209.05433), in their original type.
 
     As in torchao, scales are powers of two, so rounding changes the mantissa alone.
@@ -116,12 +99,7 @@ def emulated_float8(
 
 class _EmulatedFloat8(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor,
-        ends: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(rows, weight, ends)
         return grouped_mm(_rounded(rows, -1), _rounded(weight, -1), ends)
 
@@ -163,11 +141,7 @@ def _to_e4m3(x: Tensor, largest: Tensor) -> Tensor:
 def mxfp8(*, emulate: bool) -> Product:
     """The product in MXFP8, whose emulation by torchao multiplies in bf16."""
 
-    def product(
-        rows: Tensor,
-        weight: Tensor,
-        ends: Tensor,
-    ) -> Tensor:
+    def product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         from torchao.prototype.moe_training.mxfp8_grouped_mm import (
             _to_mxfp8_then_scaled_grouped_mm as grouped,
         )

@@ -42,11 +42,7 @@ def gather_sequence(x: DTensor) -> DTensor:
 class ColumnsOfGathered(ParallelStyle):
     """Splits the outputs of a linear layer, and has it keep the shard of a gathered input."""
 
-    def __init__(
-        self,
-        split: ParallelStyle,
-        gather: ParallelStyle | None = None,
-    ):
+    def __init__(self, split: ParallelStyle, gather: ParallelStyle | None = None):
         """
         Args:
             gather: gathers the layer's own input; None: its module has done so.
@@ -54,11 +50,7 @@ class ColumnsOfGathered(ParallelStyle):
         self._split = split
         self._gather = gather
 
-    def _apply(
-        self,
-        module: nn.Module,
-        device_mesh: DeviceMesh,
-    ) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         replace_method(module, "forward", _keeping_shards)
         if self._gather is not None:
             self._gather._apply(module, device_mesh)
@@ -101,11 +93,7 @@ class _Gathered:
 class _View:
     """The gathered tensor or a view of it, as autograd holds it."""
 
-    def __init__(
-        self,
-        gathered: _Gathered,
-        tensor: Tensor,
-    ):
+    def __init__(self, gathered: _Gathered, tensor: Tensor):
         gathered.keep()
         self._gathered = gathered
         view = local(tensor)

@@ -30,9 +30,7 @@ def regions(block: nn.Module, *, experts_apart: bool) -> list[tuple[nn.Module, s
 
 
 def replace_method(
-    owner: nn.Module,
-    name: str,
-    wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
+    owner: nn.Module, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
     """Replace a method of one module by `wrap` of its function.
 

@@ -42,11 +42,7 @@ _SIGNATURE_BYTES = 32  # SHA-256
 class SignedBackend(RendezvousBackend):
     """Signs the state it writes to another backend, and reads only what the same secret signed."""
 
-    def __init__(
-        self,
-        backend: RendezvousBackend,
-        secret: bytes,
-    ):
+    def __init__(self, backend: RendezvousBackend, secret: bytes):
         self._backend = backend
         self._secret = secret
 
@@ -135,9 +131,7 @@ def _first_nodes_store(parameters: RendezvousParameters) -> dist.Store:
             if time.monotonic() >= deadline:
                 raise
             print(
-                f"Waiting for the first node at {parameters.endpoint}",
-                file=sys.stderr,
-                flush=True,
+                f"Waiting for the first node at {parameters.endpoint}", file=sys.stderr, flush=True
             )
 
 

@@ -15,11 +15,7 @@ class Room(NamedTuple):
     rank: int
     """For the experts of one rank, from all."""
 
-    def within(
-        self,
-        rows: int,
-        ranks: int,
-    ) -> "Room":
+    def within(self, rows: int, ranks: int) -> "Room":
         """No more than could ever be needed if each rank has this many rows."""
         pair = max(1, min(self.pair, rows))
         return Room(pair, max(1, min(self.rank, ranks * pair)))
@@ -32,10 +28,6 @@ def room_for(rows: float, headroom: float) -> int:
     return -(-wanted // part) * part
 
 
-def equal_room(
-    rows: int,
-    ranks: int,
-    headroom: float,
-) -> Room:
+def equal_room(rows: int, ranks: int, headroom: float) -> Room:
     """Room for equal loads, of `rows` from each rank."""
     return Room(room_for(rows / ranks, headroom), room_for(rows, headroom))

@@ -61,11 +61,7 @@ class Sends:
         self._pending[operations[0].peer].append(send)
         self._number += 1
 
-    def expect(
-        self,
-        what: Arrival,
-        operations: list[dist.P2POp],
-    ) -> None:
+    def expect(self, what: Arrival, operations: list[dist.P2POp]) -> None:
         """A receive is about to be posted."""
         if operations:
             self._expected[what] = (operations[0].peer, self._number)
@@ -81,11 +77,7 @@ class Sends:
         for sends in self._pending.values():
             self._end(sends, self._number)
 
-    def _end(
-        self,
-        sends: deque[_Send],
-        number: int,
-    ) -> None:
+    def _end(self, sends: deque[_Send], number: int) -> None:
         while sends and sends[0].number < number:
             for work in sends[0].works:
                 work.wait()
@@ -98,11 +90,7 @@ class Masks:
     It is computed for the first of them that runs, and kept until the last.
     """
 
-    def __init__(
-        self,
-        make: Callable[[int], Mask],
-        users: int,
-    ):
+    def __init__(self, make: Callable[[int], Mask], users: int):
         self._make = make
         self._users = users
         self._made: dict[int, tuple[Mask, int]] = {}
@@ -137,12 +125,7 @@ class Stage(PipelineStage):
 
     # ---- computing
 
-    def forward_one_chunk(
-        self,
-        fwd_chunk_id: int,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.microbatch = fwd_chunk_id
         note(f"running stage {self.stage_index}, from the forward of microbatch {fwd_chunk_id}")
         if not self.has_backward:
@@ -152,11 +135,7 @@ class Stage(PipelineStage):
             forget_output(self, fwd_chunk_id)
         return output
 
-    def forward_maybe_with_nosync(
-        self,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         own = {
             "positions": self.positions,
             "mask": None if self.masks is None else self.masks.of(self.microbatch),
@@ -182,19 +161,11 @@ class Stage(PipelineStage):
 
     # ---- communicating
 
-    def _prepare_forward_infra(
-        self,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with without_receive_buffers():
             return super()._prepare_forward_infra(*args, **kwargs)
 
-    def _prepare_backward_infra(
-        self,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with without_receive_buffers():
             return super()._prepare_backward_infra(*args, **kwargs)
 

@@ -206,10 +206,7 @@ class Takeover(RendezvousHandler):
         seen = self._joined.generation if self._joined else 0
         try:
             store = dist.TCPStore(
-                endpoint.host,
-                endpoint.port,
-                is_master=True,
-                timeout=self._timeout,
+                endpoint.host, endpoint.port, is_master=True, timeout=self._timeout
             )
         except (RuntimeError, ValueError):
             return None
@@ -234,12 +231,7 @@ class Takeover(RendezvousHandler):
             # The store's own client would try for as long as it may wait for an answer.
             socket.create_connection((endpoint.host, endpoint.port), _CONNECT_SECONDS).close()
             seconds = timedelta(seconds=2 * _CONNECT_SECONDS)
-            store = dist.TCPStore(
-                endpoint.host,
-                endpoint.port,
-                is_master=False,
-                timeout=seconds,
-            )
+            store = dist.TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=seconds)
             if not store.check([_GENERATION]):
                 return None
             found = store.get(_GENERATION)

@@ -59,11 +59,7 @@ class _OwnRows(nn.Embedding):
 
 
 class _Embedding(ParallelStyle):
-    def _apply(
-        self,
-        module: nn.Module,
-        device_mesh: DeviceMesh,
-    ) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert type(module) is nn.Embedding, type(module)
         distribute(module, "weight", device_mesh, Shard(0))
         _, offsets = compute_local_shape_and_global_offset(
@@ -77,11 +73,7 @@ class _Embedding(ParallelStyle):
 class _GatherSequence(ParallelStyle):
     """All-gathers the first input along the sequence, once for all linear layers in the module."""
 
-    def _apply(
-        self,
-        module: nn.Module,
-        device_mesh: DeviceMesh,
-    ) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             return gather_sequence(as_sequence_shard(inputs[0], device_mesh)), *inputs[1:]
 
@@ -95,11 +87,7 @@ class _TiedOutput(_GatherSequence):
     def __init__(self, keep_sharded: bool):
         self.keep_sharded = keep_sharded
 
-    def _apply(
-        self,
-        module: nn.Module,
-        device_mesh: DeviceMesh,
-    ) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
         if not self.keep_sharded:
             module.register_forward_hook(lambda _, inputs, logits: logits.full_tensor())
@@ -109,11 +97,7 @@ class _TiedOutput(_GatherSequence):
 class _Router(ParallelStyle):
     """Cuts the tokens' weights, the second input, to the rank's part of the sequence."""
 
-    def _apply(
-        self,
-        module: nn.Module,
-        device_mesh: DeviceMesh,
-    ) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         size = device_mesh.size()
         rank = device_mesh.get_local_rank()
 
@@ -146,11 +130,7 @@ def _on_own_tokens(kind: type) -> type:
 
 
 class _Gate(ParallelStyle):
-    def _apply(
-        self,
-        module: nn.Module,
-        device_mesh: DeviceMesh,
-    ) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, TokenLinear), type(module)
         for name, _ in list(module.named_parameters()):
             distribute(module, name, device_mesh, Replicate())
@@ -162,11 +142,7 @@ class _Gate(ParallelStyle):
 class _SharedKey(ParallelStyle):
     """Turns a gathered input into a tensor of which each rank's heads use a copy."""
 
-    def _apply(
-        self,
-        module: nn.Module,
-        device_mesh: DeviceMesh,
-    ) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def copy(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             assert isinstance(inputs[0], DTensor)
             return inputs[0].to_local(grad_placements=[Partial()]), *inputs[1:]
@@ -191,11 +167,7 @@ class _WholeNorm(RMSNorm):
 class _WholeNormStyle(ParallelStyle):
     """Shards the weight of a norm over the features that it normalizes."""
 
-    def _apply(
-        self,
-        module: nn.Module,
-        device_mesh: DeviceMesh,
-    ) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert type(module) is RMSNorm, type(module)
         if module.weight is not None:
             distribute(module, "weight", device_mesh, Shard(0))
@@ -213,11 +185,7 @@ class _OwnHeads(PerHead):
 
 
 class _PerHead(ParallelStyle):
-    def _apply(
-        self,
-        module: nn.Module,
-        device_mesh: DeviceMesh,
-    ) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert type(module) is PerHead, type(module)
         distribute(module, "weight", device_mesh, Shard(0))
         module.__class__ = _OwnHeads
@@ -227,19 +195,12 @@ class _PerHead(ParallelStyle):
 class _Whole(ParallelStyle):
     """Leaves a module as it is."""
 
-    def _apply(
-        self,
-        module: nn.Module,
-        device_mesh: DeviceMesh,
-    ) -> nn.Module:
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return module
 
 
 def _style(
-    name: ShardingStyle,
-    module: nn.Module,
-    sharded_loss: bool,
-    float8: bool,
+    name: ShardingStyle, module: nn.Module, sharded_loss: bool, float8: bool
 ) -> ParallelStyle:
     in_float8 = float8_style(name, module) if float8 else None
     if in_float8 is not None:

@@ -37,12 +37,7 @@ class _Exchange:
     the shape of its tensor: here one has the shape of what was sent, the other of what arrived.
     """
 
-    def start(
-        self,
-        rows: Tensor,
-        sent: Sequence[int],
-        received: Sequence[int],
-    ) -> None:
+    def start(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
         # The note lets the hang doctor see who waits for whom.
         note_exchange(dist.get_process_group_ranks(self.group), sent, received)
         self.rows = torch.ops._c10d_functional.all_to_all_single(
@@ -61,10 +56,7 @@ Travelling = tuple[Tensor, _Exchange]
 
 
 def start(
-    rows: Tensor,
-    sent: Sequence[int],
-    received: Sequence[int],
-    group: dist.ProcessGroup,
+    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> Travelling:
     """Begin to send consecutive `rows` to the ranks of `group`: `[n, dim]`.
 
@@ -82,11 +74,7 @@ def finish(travelling: Travelling) -> Tensor:
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        exchange: _Exchange,
-    ) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
         exchange.start(rows, exchange.sent, exchange.received)
         return rows.new_empty(0)
@@ -98,11 +86,7 @@ class _Start(torch.autograd.Function):
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        link: Tensor,
-        exchange: _Exchange,
-    ) -> Tensor:
+    def forward(ctx: Any, link: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
         return exchange.finish()
 

@@ -46,11 +46,7 @@ def ulysses_attention_backend(attend: Attend, layout: RowLayout) -> Attend:
     return attend_some_heads
 
 
-def copies_of_keys(
-    heads: int,
-    kv_heads: int,
-    ranks: int,
-) -> int:
+def copies_of_keys(heads: int, kv_heads: int, ranks: int) -> int:
     """How often each key head is sent, so that every rank has those of its query heads.
 
     Raises:

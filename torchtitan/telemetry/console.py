@@ -177,11 +177,7 @@ class Pace:
 class _Bar:
     """A live line at the bottom of the terminal: progress, the last loss and rate, and the ETA."""
 
-    def __init__(
-        self,
-        total_steps: int,
-        start_step: int,
-    ):
+    def __init__(self, total_steps: int, start_step: int):
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -196,19 +192,11 @@ class _Bar:
             refresh_per_second=4,
         )
         self._task = self._progress.add_task(
-            "training",
-            total=total_steps,
-            completed=start_step,
-            figures="",
-            eta=_eta(None),
+            "training", total=total_steps, completed=start_step, figures="", eta=_eta(None)
         )
         self._progress.start()
 
-    def show(
-        self,
-        step: int,
-        **fields: Any,
-    ) -> None:
+    def show(self, step: int, **fields: Any) -> None:
         """
         Args:
             fields: `figures` and `eta`, those that have changed.

@@ -28,11 +28,7 @@ class _TransientError(DeliveryError):
     """Another attempt may succeed."""
 
 
-def post(
-    url: str,
-    body: Event,
-    timeout: float,
-) -> None:
+def post(url: str, body: Event, timeout: float) -> None:
     """POST `body` as JSON. Waits `timeout` seconds for an answer, up to three times.
 
     Raises:
@@ -49,11 +45,7 @@ def post(
     )
 
 
-def _post_once(
-    url: str,
-    body: Event,
-    timeout: float,
-) -> None:
+def _post_once(url: str, body: Event, timeout: float) -> None:
     headers = {"Content-Type": "application/json", "User-Agent": "torchtitan"}
     data = json.dumps(body, default=str).encode()
     request = urllib.request.Request(url, data, headers, method="POST")
@@ -75,11 +67,7 @@ def _post_once(
 class Command:
     """A program that is run for each message, one at a time."""
 
-    def __init__(
-        self,
-        words: Sequence[str],
-        timeout: float,
-    ):
+    def __init__(self, words: Sequence[str], timeout: float):
         self.words = list(words)
         self.timeout = timeout
         self._child: subprocess.Popen[bytes] | None = None

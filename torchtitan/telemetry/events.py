@@ -20,23 +20,14 @@ Event = Mapping[str, Any]
 """A line of the file: time, kind, step, message, and details of the kind."""
 Listener = Callable[[Event], None]
 """Called with each event, in the thread that logged it: it must neither block nor raise."""
-_KIND = {
-    "completed": "finished",
-    "preempted": "preempted",
-    "interrupted": "preempted",
-}
+_KIND = {"completed": "finished", "preempted": "preempted", "interrupted": "preempted"}
 
 
 class Events(logging.Handler):
     """Writes the marked lines of this rank's log, and passes them to listeners."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        writes: bool,
-        continues: bool,
-        listeners: Sequence[Listener] = (),
+        self, folder: Path, *, writes: bool, continues: bool, listeners: Sequence[Listener] = ()
     ):
         """
         Args:
@@ -56,11 +47,7 @@ class Events(logging.Handler):
         about = getattr(record, EVENT, None)
         if about is None:
             return
-        found = {
-            "time": record.created,
-            **about,
-            "message": record.getMessage(),
-        }
+        found = {"time": record.created, **about, "message": record.getMessage()}
         with suppress(OSError):  # the log has it too; not worth stopping the run for
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:  # opened each time: the file may have been deleted
@@ -68,12 +55,7 @@ class Events(logging.Handler):
         for listener in self.listeners:
             listener(found)
 
-    def end(
-        self,
-        step: int,
-        reason: str | None,
-        loss: float | None = None,
-    ) -> None:
+    def end(self, step: int, reason: str | None, loss: float | None = None) -> None:
         """Record how this start ended.
 
         Args:

@@ -95,11 +95,7 @@ class Overload:
         """Number of steps since the last record without an overloaded expert."""
         self._warned = False
 
-    def observe(
-        self,
-        loads: ExpertLoads,
-        steps: int,
-    ) -> str | None:
+    def observe(self, loads: ExpertLoads, steps: int) -> str | None:
         """A warning after the loads of some steps, if one is due."""
         about = loads.summary()
         self._steps = self._steps + steps if about["expert_load_max"] > OVERLOAD else 0

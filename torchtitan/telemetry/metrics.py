@@ -77,12 +77,7 @@ class Metrics:
         self._scores = folder / SCORES if rank == 0 else None
         self._forget_scores(start_step)
         self.trackers = Trackers(
-            config,
-            job,
-            settings,
-            run_record,
-            start_step=start_step,
-            custom=custom or Custom(),
+            config, job, settings, run_record, start_step=start_step, custom=custom or Custom()
         )
         self._begin()
         self._dead = DeadExperts()
@@ -97,12 +92,7 @@ class Metrics:
         self.new_tokens = self.steps = 0
         self.new_flops = 0.0
 
-    def count(
-        self,
-        step: int,
-        tokens: int,
-        stage: int = 0,
-    ) -> None:
+    def count(self, step: int, tokens: int, stage: int = 0) -> None:
         """Record a finished step.
 
         Args:
@@ -183,11 +173,7 @@ class Metrics:
         self._begin()
         return record
 
-    def _log_experts(
-        self,
-        step: int,
-        loads: ExpertLoads,
-    ) -> Record:
+    def _log_experts(self, step: int, loads: ExpertLoads) -> Record:
         """Record the load of each expert since the last record, and warn of dead and overloaded
         ones.
 
@@ -198,14 +184,7 @@ class Metrics:
         for text in (warning, self._overload.observe(loads, self.steps)):
             if text is not None:
                 logger.warning(f"step {step}: {text}")
-        self._write(
-            "expert_load",
-            {
-                "step": step,
-                "steps": self.steps,
-                "rows": loads.rows,
-            },
-        )
+        self._write("expert_load", {"step": step, "steps": self.steps, "rows": loads.rows})
         histograms = {}
         for layer, rows in loads.rows.items():
             total = sum(rows)
@@ -229,11 +208,7 @@ class Metrics:
         if self._scores is not None:
             drop_after(self._scores, step)
 
-    def log_validation(
-        self,
-        step: int,
-        sets: Sequence[Mapping[str, Any]],
-    ) -> None:
+    def log_validation(self, step: int, sets: Sequence[Mapping[str, Any]]) -> None:
         """Record a validation.
 
         Args:
@@ -249,11 +224,7 @@ class Metrics:
                     record[f"validation_{key}{suffix}"] = value
         self._send(record | {"time": time.time()})
 
-    def log_evals(
-        self,
-        step: int,
-        scores: Mapping[str, float],
-    ) -> None:
+    def log_evals(self, step: int, scores: Mapping[str, float]) -> None:
         """Record benchmarks.
 
         Args:
@@ -264,11 +235,7 @@ class Metrics:
             record[f"eval/{name}"] = value
         self._send(record | {"time": time.time()})
 
-    def log_samples(
-        self,
-        step: int,
-        samples: Sequence[Mapping[str, str]],
-    ) -> None:
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
         """Record texts of the model.
 
         Args:
@@ -289,11 +256,7 @@ class Metrics:
         self._write("metrics", record)
         self.trackers.call("log", record)
 
-    def _write(
-        self,
-        name: str,
-        record: Record,
-    ) -> None:
+    def _write(self, name: str, record: Record) -> None:
         """Append to a file, if this rank writes it."""
         if name in self.files:
             self.files[name].log(record)
@@ -311,9 +274,7 @@ class Metrics:
 
 
 def describe_sources(
-    names: Sequence[str],
-    sums: Sequence[Sequence[float]],
-    tokens: Sequence[int],
+    names: Sequence[str], sums: Sequence[Sequence[float]], tokens: Sequence[int]
 ) -> dict[str, float | None]:
     """Entries `loss/<name>`, `tokens/<name>`, `epochs/<name>` and `bytes_per_token/<name>`.
 

@@ -47,22 +47,14 @@ _COMPLETE = ("finished", "preempted")
 class Notifier:
     """Sends the chosen events from a thread."""
 
-    def __init__(
-        self,
-        config: Notifications,
-        folder: Path,
-    ):
+    def __init__(self, config: Notifications, folder: Path):
         self.config = config
         self.folder = folder
         self.limit = RateLimit(folder / FILE, config)
         self.command = Command(config.command, config.timeout_seconds)
         self._events: queue.Queue[Event | None] = queue.Queue(_QUEUED)
         self._warned: set[str] = set()
-        self._thread = threading.Thread(
-            target=self._run,
-            name="notifications",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._run, name="notifications", daemon=True)
         self._thread.start()
 
     def listen(self, event: Event) -> None:
@@ -99,34 +91,21 @@ class Notifier:
         }
         text = message(about, left_out)
         # At once, so that one that hangs doesn't take the other's time at the end of a run.
-        posting = threading.Thread(
-            target=self._post,
-            args=(text, about),
-            daemon=True,
-        )
+        posting = threading.Thread(target=self._post, args=(text, about), daemon=True)
         posting.start()
         if self.config.command:
             receiver = f"command {self.config.command[0]}"
             self._try(receiver, self.command.run, about | {"text": text})
         posting.join()
 
-    def _post(
-        self,
-        text: str,
-        about: Event,
-    ) -> None:
+    def _post(self, text: str, about: Event) -> None:
         name = self.config.webhook_env
         url = os.environ.get(name) if name else None
         if url:
             body = {"text": _for_slack(text), "event": about}
             self._try(f"webhook in {name}", post, url, body, self.config.timeout_seconds)
 
-    def _try(
-        self,
-        receiver: str,
-        action: Callable[..., None],
-        *arguments: Any,
-    ) -> None:
+    def _try(self, receiver: str, action: Callable[..., None], *arguments: Any) -> None:
         """Whatever fails here, training goes on; the first failure of a receiver is a warning."""
         try:
             action(*arguments)
@@ -170,11 +149,7 @@ class RateLimit:
     or nodes may report the same failure.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        config: Notifications,
-    ):
+    def __init__(self, path: Path, config: Notifications):
         self.path = path
         self.config = config
 
@@ -191,11 +166,7 @@ class RateLimit:
         except OSError:  # a full disk is worth a message
             return 0
 
-    def _admit(
-        self,
-        event: Event,
-        file: IO[bytes],
-    ) -> int | None:
+    def _admit(self, event: Event, file: IO[bytes]) -> int | None:
         now = time.time()
         kind = _kind(event)
         last = -math.inf
@@ -253,14 +224,7 @@ def report_failure(config: Config, cause: str) -> None:
     if notifier is None:
         return
     step = _last_step(Path(config.job.dump_folder))
-    notifier.send(
-        {
-            "time": time.time(),
-            "kind": "failed",
-            "step": step,
-            "message": cause,
-        }
-    )
+    notifier.send({"time": time.time(), "kind": "failed", "step": step, "message": cause})
     notifier.close(FAILURE_SECONDS)
 
 

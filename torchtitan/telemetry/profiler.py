@@ -19,11 +19,7 @@ class Profiler:
     `capture_oom`.
     """
 
-    def __init__(
-        self,
-        config: Profiling,
-        dump_folder: str,
-    ):
+    def __init__(self, config: Profiling, dump_folder: str):
         self.config = config
         self.folder = Path(dump_folder)
         self.last_step = 0
@@ -57,11 +53,7 @@ class Profiler:
         profile.start()
         return profile
 
-    def _target(
-        self,
-        folder: str,
-        name: str,
-    ) -> Path:
+    def _target(self, folder: str, name: str) -> Path:
         path = self.folder / folder / f"step_{self.last_step}" / f"rank{dist.get_rank()}_{name}"
         path.parent.mkdir(parents=True, exist_ok=True)
         return path

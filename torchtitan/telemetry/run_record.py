@@ -49,10 +49,7 @@ def git_revision() -> str | None:
     command = ["git", "-C", str(CHECKOUT), *describe]
     try:
         return subprocess.check_output(
-            command,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            timeout=10,
+            command, stderr=subprocess.DEVNULL, text=True, timeout=10
         ).strip()
     except (OSError, subprocess.SubprocessError):
         return None
@@ -139,11 +136,7 @@ class RunRecord:
         if writes:
             self._write(self.starts)
 
-    def _earlier(
-        self,
-        step: int,
-        resumable: bool,
-    ) -> list[_Start]:
+    def _earlier(self, step: int, resumable: bool) -> list[_Start]:
         """The run's earlier starts. The file of another run is set aside, like its metrics."""
         if not self.path.exists():
             return []
@@ -181,20 +174,11 @@ class RunRecord:
         if self.writes and self.clock() >= self._own["last_seen"] + HEARTBEAT_SECONDS:
             self._write(self.starts)
 
-    def record(
-        self,
-        key: str,
-        value: object,
-    ) -> None:
+    def record(self, key: str, value: object) -> None:
         """Add an entry about this start, written with the next heartbeat or at the end."""
         self._own[key] = value
 
-    def end(
-        self,
-        step: int,
-        last_step: int,
-        error: BaseException | None = None,
-    ) -> str | None:
+    def end(self, step: int, last_step: int, error: BaseException | None = None) -> str | None:
         """Record how this start ended; after a failure, in the words of the rank that caused it.
 
         Returns:

@@ -21,10 +21,7 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def record_scores(
-    run: Path,
-    step: int,
-    scores: Mapping[str, float],
-    settings: Mapping[str, Any],
+    run: Path, step: int, scores: Mapping[str, float], settings: Mapping[str, Any]
 ) -> Path:
     """Append the scores of a checkpoint to a run's file.
 

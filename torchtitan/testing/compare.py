@@ -56,12 +56,7 @@ class Observation:
     """
 
 
-def observe(
-    config: Config,
-    setup: Setup,
-    *,
-    padded: bool = False,
-) -> Observation:
+def observe(config: Config, setup: Setup, *, padded: bool = False) -> Observation:
     """Train on all ranks of the default process group. Tensors of all ranks are in the observation
     of rank 0.
 
@@ -126,11 +121,7 @@ def _padded_data(*args: Any, **kwargs: Any) -> Any:
 class _Observer(Callback):
     """Adds gradients, weights and the experts' loads of each step to an observation."""
 
-    def __init__(
-        self,
-        order: list[str],
-        out: Observation,
-    ):
+    def __init__(self, order: list[str], out: Observation):
         """
         Args:
             order: the model's modules, from the input to the output.
@@ -145,11 +136,7 @@ class _Observer(Callback):
         for optimizer in getattr(run.optimizer, "optimizers", [run.optimizer]):
             optimizer.register_step_post_hook(self._keep)
 
-    def _keep(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *_: Any,
-    ) -> None:
+    def _keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """After the optimizer's step, because that may clip the gradients first."""
         for group in optimizer.param_groups:
             for p in group["params"]:
@@ -159,11 +146,7 @@ class _Observer(Callback):
                 elif name not in self.gradients:  # else updated, and freed, in the backward
                     self.gradients[name] = _full(torch.zeros_like(p))
 
-    def after_step(
-        self,
-        run: Run,
-        result: StepResult,
-    ) -> None:
+    def after_step(self, run: Run, result: StepResult) -> None:
         self.out.gradients.append(_of_all_ranks(self.gradients, self.order))
         self.gradients.clear()
         if run.experts is not None:
@@ -215,11 +198,7 @@ def _of_all_ranks(own: dict[str, Tensor], order: list[str]) -> dict[str, Tensor]
 _WORDS = "a model reads rows of tokens every rank sees its own part one batch"
 
 
-def write_corpus(
-    path: Path,
-    documents: int = 60,
-    seed: int = 0,
-) -> Path:
+def write_corpus(path: Path, documents: int = 60, seed: int = 0) -> Path:
     """Write a JSONL file of documents of 3 to 120 words, the same on every machine."""
     rng = random.Random(seed)
     with path.open("w") as file:

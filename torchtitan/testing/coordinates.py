@@ -59,11 +59,7 @@ class Trend:
         return self.slope <= LIMIT and (self.slope >= -LIMIT or shrinks)
 
 
-def check_widths(
-    config: Config,
-    setup: Setup,
-    widths: Sequence[int],
-) -> tuple[bool, str]:
+def check_widths(config: Config, setup: Setup, widths: Sequence[int]) -> tuple[bool, str]:
     """Train small models of the configured kind that differ in width, on this process.
 
     Returns:
@@ -101,40 +97,22 @@ def slope(widths: Sequence[int], sizes: Sequence[float]) -> float:
     return ((x * y).sum() / (x * x).sum()).item()
 
 
-def _sizes(
-    config: Config,
-    setup: Setup,
-    heads: int,
-) -> Sizes:
+def _sizes(config: Config, setup: Setup, heads: int) -> Sizes:
     """Of a model with this many key-value heads: the mean over seeds."""
     found = [_of_seed(config, setup, heads, seed) for seed in range(SEEDS)]
     return {key: sum(sizes[key] for sizes in found) / SEEDS for key in found[0]}
 
 
-def _of_seed(
-    config: Config,
-    setup: Setup,
-    heads: int,
-    seed: int,
-) -> Sizes:
+def _of_seed(config: Config, setup: Setup, heads: int, seed: int) -> Sizes:
     spec = setup.spec
     small = spec.tiny(setup.args, LAYERS, heads) | {"vocab_size": VOCAB}
     overrides = {**config.model.overrides, **small}
     args = spec.args(config.model.flavor, overrides, max_seq_len=SEQ_LEN)
     device = torch.device("cpu")
     model: Any = spec.build(args, attention_backend("cpu"))
-    materialize(
-        model,
-        device,
-        device,
-        seed,
-        lambda fqn: spec.init(fqn, args),
-    )
+    materialize(model, device, device, seed, lambda fqn: spec.init(fqn, args))
     optimizer = build_optimizer(
-        [model],
-        config.optimizer,
-        config.custom,
-        lambda fqn: spec.width_ratio(fqn, args),
+        [model], config.optimizer, config.custom, lambda fqn: spec.width_ratio(fqn, args)
     )
     for group in optimizer.param_groups:
         group["lr"] = config.optimizer.lr * group["lr_scale"]
@@ -160,11 +138,7 @@ def _of_seed(
 def _tokens(seed: int) -> Tensor:
     """`[ROWS, SEQ_LEN + 1]`, some tokens more frequent than others, as in text."""
     generator = torch.Generator().manual_seed(seed)
-    uniform = torch.rand(
-        ROWS,
-        SEQ_LEN + 1,
-        generator=generator,
-    )
+    uniform = torch.rand(ROWS, SEQ_LEN + 1, generator=generator)
     return (VOCAB * uniform**2).long()
 
 
@@ -179,12 +153,7 @@ def _observer(model: nn.Module) -> Callable[[Tensor, Tensor], dict[str, Tensor]]
         if "norm" in name:
             continue
 
-        def keep(
-            module: nn.Module,
-            inputs: Any,
-            output: Any,
-            name: str = name,
-        ) -> None:
+        def keep(module: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
             kept[name] = (output[0] if isinstance(output, tuple) else output).detach()
 
         model.get_submodule(name).register_forward_hook(keep)
@@ -198,11 +167,7 @@ def _observer(model: nn.Module) -> Callable[[Tensor, Tensor], dict[str, Tensor]]
     return observe
 
 
-def _report(
-    config: Config,
-    widths: Sequence[int],
-    trends: Sequence[Trend],
-) -> str:
+def _report(config: Config, widths: Sequence[int], trends: Sequence[Trend]) -> str:
     header = " ".join(f"{width:>9}" for width in widths)
     lines = [
         f"{config.model.name} {config.model.flavor}, {LAYERS} blocks, {config.optimizer.name}, "

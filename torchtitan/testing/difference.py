@@ -16,11 +16,7 @@ EPS = torch.finfo(torch.float32).eps
 BF16_EPS = torch.finfo(torch.bfloat16).eps
 
 
-def rounding(
-    terms: int,
-    chain: int = 1,
-    dtype: torch.dtype = torch.float32,
-) -> float:
+def rounding(terms: int, chain: int = 1, dtype: torch.dtype = torch.float32) -> float:
     """Largest relative difference of results that add the same numbers in other orders.
 
     Rounding errors of a sum are nearly random, so that they grow like the root of their number
@@ -50,11 +46,7 @@ class Tolerances:
 def tolerances_of(config: Config) -> Tolerances:
     """Tolerances for the dtypes that `config` computes in; the reference uses fp32 throughout."""
     if config.model.converters:  # operands have 3 bits of mantissa, eps is 2^-3
-        return Tolerances(
-            loss=1e-2,
-            grad_norm=5e-2,
-            gradient=0.5,
-        )
+        return Tolerances(loss=1e-2, grad_norm=5e-2, gradient=0.5)
     return Tolerances()
 
 
@@ -131,11 +123,7 @@ class Difference:
         ]
 
 
-def difference(
-    run: Observation,
-    expected: Observation,
-    optimizer: Optimizer,
-) -> Difference:
+def difference(run: Observation, expected: Observation, optimizer: Optimizer) -> Difference:
     """How far `run` is from `expected`.
 
     Args:
@@ -190,11 +178,7 @@ def _comparable(run: Observation, expected: Observation) -> list[int]:
     ] or [*steps]
 
 
-def _tied(
-    loads: Tensor,
-    expected: Tensor,
-    ties: Tensor,
-) -> bool:
+def _tied(loads: Tensor, expected: Tensor, ties: Tensor) -> bool:
     """Whether tokens were sent to other experts, and ties explain it; after the first such layer
     all tokens differ.
     """
@@ -229,12 +213,7 @@ def _of_updates(
     return found
 
 
-def _adam_distance(
-    weights: Tensor,
-    expected: Tensor,
-    optimizer: Optimizer,
-    step: int,
-) -> float:
+def _adam_distance(weights: Tensor, expected: Tensor, optimizer: Optimizer, step: int) -> float:
     """The largest difference of an update, in units of what rounding explains; also for
     element-wise optimizers.
 
@@ -248,12 +227,7 @@ def _adam_distance(
     return ((weights - expected).abs() / limit).max().item()
 
 
-def _muon_distance(
-    weights: Tensor,
-    expected: Tensor,
-    optimizer: Optimizer,
-    step: int,
-) -> float:
+def _muon_distance(weights: Tensor, expected: Tensor, optimizer: Optimizer, step: int) -> float:
     """The root mean square difference of an update of matrices, in units of what rounding explains.
 
     Muon divides a matrix by its norm, and rounds to bf16, on both sides: that adds singular values
@@ -293,9 +267,7 @@ def _miscount(loads: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None
 
 
 def _worst(
-    values: Sequence[float],
-    expected: Sequence[float],
-    steps: Iterable[int] | None = None,
+    values: Sequence[float], expected: Sequence[float], steps: Iterable[int] | None = None
 ) -> float:
     chosen = range(len(expected)) if steps is None else steps
     return max(
@@ -308,11 +280,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def _largest(values: dict[str, float]) -> tuple[str, float]:
-    return max(
-        values.items(),
-        key=lambda item: item[1],
-        default=("", 0.0),
-    )
+    return max(values.items(), key=lambda item: item[1], default=("", 0.0))
 
 
 def _or_inf(value: float) -> float:

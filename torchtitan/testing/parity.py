@@ -46,12 +46,7 @@ class Finding:
     """The factor that it is off by, if that explains the whole difference."""
 
 
-def shrink(
-    argv: Sequence[str],
-    config: Config,
-    setup: Setup,
-    folder: Path,
-) -> list[str]:
+def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> list[str]:
     """Arguments of the same run with a tiny model and few short rows, in fp32, with its files in
     `folder`.
     """
@@ -142,13 +137,7 @@ def compare(argv: Sequence[str], tolerances: Tolerances) -> Finding:
     run = observe(config, setup, padded=padded)
     box: list[Any] = [None]
     if dist.get_rank() == 0:
-        expected = reference(
-            config,
-            setup,
-            padded=padded,
-            run=run,
-            rounding=tolerances.gradient,
-        )
+        expected = reference(config, setup, padded=padded, run=run, rounding=tolerances.gradient)
         delta = difference(run, expected, config.optimizer)
         wrong = [
             name for name, value in delta.gradients.items() if not value <= tolerances.gradient
@@ -174,10 +163,7 @@ def _factor(copies: Tensor, expected: Tensor) -> float | None:
 
 
 def find_axes(
-    argv: Sequence[str],
-    degrees: dict[str, int],
-    rows: int,
-    tolerances: Tolerances,
+    argv: Sequence[str], degrees: dict[str, int], rows: int, tolerances: Tolerances
 ) -> list[str]:
     """Mesh axes that cause the error: one, or several that cause it only in combination; empty if
     none is found.
@@ -217,11 +203,7 @@ def find_axes(
     return []
 
 
-def verdict(
-    finding: Finding,
-    axes: list[str],
-    tolerances: Tolerances,
-) -> str:
+def verdict(finding: Finding, axes: list[str], tolerances: Tolerances) -> str:
     """One sentence: what differs, by how much, along which axes."""
     delta = finding.difference
     if not finding.problems:
@@ -256,11 +238,7 @@ def verdict(
     )
 
 
-def _table(
-    delta: Difference,
-    tolerances: Tolerances,
-    mixture: bool,
-) -> str:
+def _table(delta: Difference, tolerances: Tolerances, mixture: bool) -> str:
     largest = {
         name: max(value, delta.later_gradients.get(name, 0.0))
         for name, value in delta.gradients.items()

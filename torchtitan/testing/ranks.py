@@ -38,12 +38,7 @@ class RankError(AssertionError):
     """A rank failed or hung; the message holds its traceback or stack."""
 
 
-def _rank_main(
-    rank: int,
-    world: int,
-    folder: str,
-    connection: Connection,
-) -> None:
+def _rank_main(rank: int, world: int, folder: str, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
@@ -52,17 +47,11 @@ def _rank_main(
     run_gloo_in_order()
     torch.set_num_threads(1)
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world),
-        LOCAL_WORLD_SIZE=str(world),
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
     )
     stacks = Path(folder, f"stack-{rank}").open("w+")  # noqa: SIM115 - stays open
     dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(f"{folder}/store", world),
-        rank=rank,
-        world_size=world,
+        "gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world
     )
     known = set(sys.modules)
     while True:
@@ -100,15 +89,12 @@ class RankPool:
 
     def start(self) -> None:
         self.folder = tempfile.mkdtemp(
-            prefix="ranks-",
-            dir="/dev/shm" if os.path.isdir("/dev/shm") else None,
+            prefix="ranks-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None
         )
         for rank in range(self.world):
             ours, theirs = mp.Pipe()
             process = _context.Process(
-                target=_rank_main,
-                args=(rank, self.world, self.folder, theirs),
-                daemon=False,
+                target=_rank_main, args=(rank, self.world, self.folder, theirs), daemon=False
             )
             process.start()
             theirs.close()

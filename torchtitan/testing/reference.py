@@ -119,10 +119,7 @@ def reference(
 
 
 def _update(
-    optimizers: Sequence[torch.optim.Optimizer],
-    config: Config,
-    step: int,
-    stage: int,
+    optimizers: Sequence[torch.optim.Optimizer], config: Config, step: int, stage: int
 ) -> None:
     schedule = config.lr_scheduler
     factor = lr_factor(step, schedule, build_shape(schedule, config.custom))
@@ -136,13 +133,7 @@ def _update(
 class _ReferenceExperts:
     """The routers of a model, if it has any: counts of each step, and updates of their biases."""
 
-    def __init__(
-        self,
-        model: Any,
-        setup: Setup,
-        config: Config,
-        rounding: float,
-    ):
+    def __init__(self, model: Any, setup: Setup, config: Config, rounding: float):
         self.routers = {
             int(i): layer.moe.router for i, layer in model.layers.items() if hasattr(layer, "moe")
         }
@@ -160,11 +151,7 @@ class _ReferenceExperts:
 
     @torch.no_grad()
     def _count_ties(
-        self,
-        index: int,
-        router: Any,
-        inputs: tuple[Tensor, Tensor | None],
-        _: Any,
+        self, index: int, router: Any, inputs: tuple[Tensor, Tensor | None], _: Any
     ) -> None:
         x, token_weights = inputs
         if token_weights is None or router.top_k == router.n_experts:
@@ -199,10 +186,7 @@ class _ReferenceExperts:
 
 
 def _optimizers(
-    model: nn.Module,
-    settings: Optimizer,
-    custom: Custom,
-    width_ratio: Callable[[str], float],
+    model: nn.Module, settings: Optimizer, custom: Custom, width_ratio: Callable[[str], float]
 ) -> list[torch.optim.Optimizer]:
     groups: list[dict[str, Any]] = []
     muon_groups: list[dict[str, Any]] = []
@@ -234,11 +218,7 @@ def _optimizers(
 class _MuonOfEach(torch.optim.Muon):
     """torch's Muon of matrices, and of each matrix of a stack."""
 
-    def __init__(
-        self,
-        params: Sequence[nn.Parameter],
-        **options: Any,
-    ):
+    def __init__(self, params: Sequence[nn.Parameter], **options: Any):
         self._stacks = [
             (p, [nn.Parameter(matrix) for matrix in p.detach()]) for p in params if p.dim() == 3
         ]
@@ -304,10 +284,7 @@ def _ends(batch: StepBatch, end: int | None) -> Tensor | None:
 
 
 def _shifted(
-    tokens: Tensor,
-    labels: Tensor,
-    documents: Tensor,
-    modules: int,
+    tokens: Tensor, labels: Tensor, documents: Tensor, modules: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Tokens and labels k places on, for k = 0, 1, ...; no label beyond a token's document."""
     inputs = []
@@ -322,12 +299,7 @@ def _shifted(
     return inputs, wanted
 
 
-def _mean(
-    logits: Tensor,
-    labels: Tensor,
-    registered: RowLoss | None,
-    z_loss: float,
-) -> Tensor:
+def _mean(logits: Tensor, labels: Tensor, registered: RowLoss | None, z_loss: float) -> Tensor:
     """The mean loss of the tokens that have a label; 0 if none has."""
     has_label = labels != IGNORE_INDEX
     counted = has_label.sum().clamp(min=1)
@@ -337,10 +309,7 @@ def _mean(
     if registered is not None:
         return registered(logits, labels).sum() / counted + of_gradients
     summed = F.cross_entropy(
-        logits.flatten(0, 1),
-        labels.flatten(),
-        ignore_index=IGNORE_INDEX,
-        reduction="sum",
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
     return summed / counted + of_gradients
 

@@ -134,11 +134,7 @@ def build(
 
 
 def _qk_clip(
-    config: Config,
-    setup: Setup,
-    mesh: Mesh,
-    models: list[FSDPModule],
-    device: torch.device,
+    config: Config, setup: Setup, mesh: Mesh, models: list[FSDPModule], device: torch.device
 ) -> QKClip:
     cp_group = mesh.group("cp")
     balanced = bool(config.parallelism.context_parallel_load_balancer)
@@ -154,10 +150,7 @@ def _qk_clip(
 
 
 def _expert_balance(
-    config: Config,
-    setup: Setup,
-    models: list[FSDPModule],
-    device: torch.device,
+    config: Config, setup: Setup, models: list[FSDPModule], device: torch.device
 ) -> ExpertBalance:
     rate = config.moe.balance_bias_rate
     return ExpertBalance(models, _blocks(setup), setup.n_experts, rate, device)
@@ -169,11 +162,7 @@ def _blocks(setup: Setup) -> int:
 
 
 def fixed_exchange(
-    config: Config,
-    setup: Setup,
-    mesh: Mesh,
-    models: list[FSDPModule],
-    device: torch.device,
+    config: Config, setup: Setup, mesh: Mesh, models: list[FSDPModule], device: torch.device
 ) -> FixedExchange | None:
     """The sizes of the exchanges of experts' rows; None where each exchange counts its own."""
     p = config.parallelism
@@ -189,10 +178,7 @@ def fixed_exchange(
 
 
 def build_held_out(
-    config: Config,
-    tokenizer: Tokenizer,
-    share: tuple[int, int],
-    data: Callable[..., StepLoader],
+    config: Config, tokenizer: Tokenizer, share: tuple[int, int], data: Callable[..., StepLoader]
 ) -> list[HeldOut]:
     """The validation sets.
 

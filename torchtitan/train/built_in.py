@@ -92,11 +92,7 @@ class AverageWeights(Callback):
     def __init__(self, average: WeightAverage | None):
         self.average = average
 
-    def after_step(
-        self,
-        run: Run,
-        result: StepResult,
-    ) -> None:
+    def after_step(self, run: Run, result: StepResult) -> None:
         if self.average is not None and result.updated:
             self.average.update(run.progress.step)
 
@@ -106,11 +102,7 @@ class LimitCollectives(Callback):
     set-up. If a stage of the data compiles for another shape, the limit rises for its first step.
     """
 
-    def __init__(
-        self,
-        watch: Watch | None,
-        parts: Parts,
-    ):
+    def __init__(self, watch: Watch | None, parts: Parts):
         self.watch = watch
         self.parts = parts
         self.began = time.monotonic()
@@ -119,11 +111,7 @@ class LimitCollectives(Callback):
     def on_start(self, run: Run) -> None:
         self.began = time.monotonic()
 
-    def after_step(
-        self,
-        run: Run,
-        result: StepResult,
-    ) -> None:
+    def after_step(self, run: Run, result: StepResult) -> None:
         if not self.warm:
             self.warm = True
             if run.config.compile.enable:
@@ -147,19 +135,14 @@ class AnnounceStages(Callback):
     def __init__(self, parts: Parts):
         self.parts = parts
 
-    def after_step(
-        self,
-        run: Run,
-        result: StepResult,
-    ) -> None:
+    def after_step(self, run: Run, result: StepResult) -> None:
         training = run.config.training
         step = run.progress.step + 1
         index = _next_stage(run, self.parts)
         if index == self.parts.stage or step > training.steps:
             return
         changes = training.stages[index - 1].model_dump(
-            exclude_defaults=True,
-            exclude={"from_step"},
+            exclude_defaults=True, exclude={"from_step"}
         )
         listed = [f"{key} = {to_toml_value(value)}" for key, value in changes.items()]
         logger.info(
@@ -177,19 +160,11 @@ def _next_stage(run: Run, parts: Parts) -> int:
 class ConfirmFolders(Callback):
     """Checks, at logged steps, that the run still holds its folders."""
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        folders: HeldFolders,
-    ):
+    def __init__(self, metrics: Metrics, folders: HeldFolders):
         self.metrics = metrics
         self.folders = folders
 
-    def after_step(
-        self,
-        run: Run,
-        result: StepResult,
-    ) -> None:
+    def after_step(self, run: Run, result: StepResult) -> None:
         if self.metrics.due(run.progress.step) and not self.folders.confirm():
             write_config(run.config)
 
@@ -197,23 +172,14 @@ class ConfirmFolders(Callback):
 class Report(Callback):
     """Records logged steps: `[metrics]`."""
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        run_record: RunRecord,
-        parts: Parts,
-    ):
+    def __init__(self, metrics: Metrics, run_record: RunRecord, parts: Parts):
         self.metrics = metrics
         self.run_record = run_record
         self.parts = parts
         self.record: Record = {}
         """The last one."""
 
-    def after_step(
-        self,
-        run: Run,
-        result: StepResult,
-    ) -> None:
+    def after_step(self, run: Run, result: StepResult) -> None:
         progress = run.progress
         experts = self.parts.experts
         exchange = self.parts.exchange
@@ -252,11 +218,7 @@ class Report(Callback):
         tokens = [positions[name].tokens or 0 for name in names]
         return describe_sources(names, sums, tokens)
 
-    def on_rewind(
-        self,
-        run: Run,
-        step: int,
-    ) -> None:
+    def on_rewind(self, run: Run, step: int) -> None:
         self.metrics.rewind(step)
         run.logged.clear()
         if self.parts.experts is not None:
@@ -270,19 +232,11 @@ class Report(Callback):
 class FindStragglers(Callback):
     """Names slow ranks at logged steps: `guard.straggler_factor`."""
 
-    def __init__(
-        self,
-        report: Report,
-        config: Guard,
-    ):
+    def __init__(self, report: Report, config: Guard):
         self.report = report
         self.stragglers = Stragglers(config)
 
-    def after_step(
-        self,
-        run: Run,
-        result: StepResult,
-    ) -> None:
+    def after_step(self, run: Run, result: StepResult) -> None:
         if self.report.metrics.due(run.progress.step):
             self.stragglers.check(self.report.record, run.device)
 
@@ -293,18 +247,10 @@ class Profile(Callback):
     def __init__(self, profiler: Profiler):
         self.profiler = profiler
 
-    def after_step(
-        self,
-        run: Run,
-        result: StepResult,
-    ) -> None:
+    def after_step(self, run: Run, result: StepResult) -> None:
         self.profiler.step(run.progress.step)
 
-    def on_end(
-        self,
-        run: Run,
-        reason: str,
-    ) -> None:
+    def on_end(self, run: Run, reason: str) -> None:
         self.profiler.close()
 
 
@@ -314,11 +260,7 @@ class CheckReplicas(Callback):
     def __init__(self, checkpointer: Checkpointer):
         self.checkpointer = checkpointer
 
-    def after_step(
-        self,
-        run: Run,
-        result: StepResult,
-    ) -> None:
+    def after_step(self, run: Run, result: StepResult) -> None:
         step = run.progress.step
         freq = run.config.guard.weight_hash_freq
         if freq and step % freq == 0:
@@ -343,11 +285,7 @@ class Save(Callback):
         self.parts = parts
         self.notify = notify
 
-    def after_step(
-        self,
-        run: Run,
-        result: StepResult,
-    ) -> None:
+    def after_step(self, run: Run, result: StepResult) -> None:
         step = run.progress.step
         stops = stops_early(run, result)
         if stops and not self.checkpointer.saving:
@@ -397,11 +335,7 @@ class CollectGarbage(Callback):
             gc.freeze()
         gc.disable()
 
-    def after_step(
-        self,
-        run: Run,
-        result: StepResult,
-    ) -> None:
+    def after_step(self, run: Run, result: StepResult) -> None:
         training = run.config.training
         step = run.progress.step
         if step % training.gc_freq:
@@ -413,11 +347,7 @@ class CollectGarbage(Callback):
                 f"step {step}: garbage collection found {found} objects in reference cycles"
             )
 
-    def on_end(
-        self,
-        run: Run,
-        reason: str,
-    ) -> None:
+    def on_end(self, run: Run, reason: str) -> None:
         gc.enable()
         if self.freezes:
             gc.unfreeze()

@@ -54,41 +54,21 @@ class Callback:
         has changed. With `optimizer.early_step_in_backward` it is called before the backward.
         """
 
-    def after_step(
-        self,
-        run: "Run",
-        result: StepResult,
-    ) -> None:
+    def after_step(self, run: "Run", result: StepResult) -> None:
         """`run.progress.step` is done. Gradients are freed. Not called for a step that the guard
         rewinds.
         """
 
-    def on_validation(
-        self,
-        run: "Run",
-        results: Sequence[dict[str, Any]],
-    ) -> None:
+    def on_validation(self, run: "Run", results: Sequence[dict[str, Any]]) -> None:
         """A validation is done: name, loss, bits_per_byte and tokens of each set."""
 
-    def on_save(
-        self,
-        run: "Run",
-        step: int,
-    ) -> None:
+    def on_save(self, run: "Run", step: int) -> None:
         """`step` was saved; with `checkpoint.async_mode`, it is still being written."""
 
-    def on_rewind(
-        self,
-        run: "Run",
-        step: int,
-    ) -> None:
+    def on_rewind(self, run: "Run", step: int) -> None:
         """The guard has gone back to the checkpoint of `step`."""
 
-    def on_end(
-        self,
-        run: "Run",
-        reason: str,
-    ) -> None:
+    def on_end(self, run: "Run", reason: str) -> None:
         """Training has ended: `completed`, `preempted`, or an error, after which other ranks may be
         gone: don't communicate then.
         """
@@ -105,12 +85,7 @@ class LoggedValues:
         self.gather = gather
         self._values: dict[str, tuple[Reduction, list[float | Tensor]]] = {}
 
-    def add(
-        self,
-        name: str,
-        value: float | Tensor,
-        reduce: Reduction,
-    ) -> None:
+    def add(self, name: str, value: float | Tensor, reduce: Reduction) -> None:
         if reduce not in _REDUCE:
             raise UserError(f"run.log({name!r}): reduce is {reduce!r}, not {', '.join(_REDUCE)}")
         known, values = self._values.setdefault(name, (reduce, []))
@@ -163,12 +138,7 @@ class Run:
     """Loads of the experts; None for a dense model."""
     logged: LoggedValues = field(repr=False)
 
-    def log(
-        self,
-        name: str,
-        value: float | Tensor,
-        reduce: Reduction = "mean",
-    ) -> None:
+    def log(self, name: str, value: float | Tensor, reduce: Reduction = "mean") -> None:
         """Record a metric at the next logged step, in `metrics.jsonl` and trackers.
 
         Values of all ranks and of all steps since the last logged one become one number. Ranks may
@@ -187,11 +157,7 @@ class Run:
 class Notify(Protocol):
     """Calls a method of all callbacks, in order."""
 
-    def __call__(
-        self,
-        event: str,
-        *details: Any,
-    ) -> None: ...
+    def __call__(self, event: str, *details: Any) -> None: ...
 
 
 Arrange = Callable[[tuple[Callback, ...]], Sequence[Callback]]

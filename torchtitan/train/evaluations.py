@@ -42,21 +42,12 @@ def _averaged_weights(parts: Parts, config: Config) -> Iterator[None]:
 class Validate(Callback):
     """Computes the loss on held-out data: `[validation]`."""
 
-    def __init__(
-        self,
-        parts: Parts,
-        metrics: Metrics,
-        notify: Notify,
-    ):
+    def __init__(self, parts: Parts, metrics: Metrics, notify: Notify):
         self.parts = parts
         self.metrics = metrics
         self.notify = notify
 
-    def after_step(
-        self,
-        run: Run,
-        result: StepResult,
-    ) -> None:
+    def after_step(self, run: Run, result: StepResult) -> None:
         validator = self.parts.validation
         due = is_due(run, run.config.validation.freq)
         if validator is None or stops_early(run, result) or not due:
@@ -72,11 +63,7 @@ class Validate(Callback):
         self.metrics.log_validation(run.progress.step, results)
         self.notify("on_validation", results)
 
-    def on_end(
-        self,
-        run: Run,
-        reason: str,
-    ) -> None:
+    def on_end(self, run: Run, reason: str) -> None:
         if self.parts.validation is not None:
             self.parts.validation.close()
 
@@ -84,21 +71,12 @@ class Validate(Callback):
 class WriteSamples(Callback):
     """Lets the model continue prompts: `[sampling]`."""
 
-    def __init__(
-        self,
-        probe: Probe | None,
-        tokenizer: Tokenizer,
-        metrics: Metrics,
-    ):
+    def __init__(self, probe: Probe | None, tokenizer: Tokenizer, metrics: Metrics):
         self.probe = probe
         self.tokenizer = tokenizer
         self.metrics = metrics
 
-    def after_step(
-        self,
-        run: Run,
-        result: StepResult,
-    ) -> None:
+    def after_step(self, run: Run, result: StepResult) -> None:
         config = run.config.sampling
         due = config.prompts and is_due(run, config.freq)
         if self.probe is None or stops_early(run, result) or not due:
@@ -107,12 +85,7 @@ class WriteSamples(Callback):
             samples = self._write(self.probe, config, run)
         self.metrics.log_samples(run.progress.step, samples)
 
-    def _write(
-        self,
-        probe: Probe,
-        config: Sampling,
-        run: Run,
-    ) -> list[dict[str, Any]]:
+    def _write(self, probe: Probe, config: Sampling, run: Run) -> list[dict[str, Any]]:
         tokenizer = self.tokenizer
         prompts = [
             tokenizer.encode(text, bos=True) or [tokenizer.eos_id] for text in config.prompts
@@ -122,21 +95,14 @@ class WriteSamples(Callback):
             rows += continue_prompts(
                 prompts[first : first + probe.batch],
                 lambda texts: probe.next_logits(texts, tokenizer.vocab_size),
-                generator.Sampling(
-                    temperature=config.temperature,
-                    seed=config.seed,
-                ),
+                generator.Sampling(temperature=config.temperature, seed=config.seed),
                 stop=[tokenizer.eos_id],
                 max_new_tokens=config.max_new_tokens,
                 max_seq_len=probe.max_seq_len,
                 device=run.device,
             )
         return [
-            {
-                "prompt": prompt,
-                "text": row.text(tokenizer),
-                "end": row.end,
-            }
+            {"prompt": prompt, "text": row.text(tokenizer), "end": row.end}
             for prompt, row in zip(config.prompts, rows, strict=True)
         ]
 
@@ -145,22 +111,14 @@ class RunTasks(Callback):
     """Runs benchmarks of lm-eval: `[eval]`."""
 
     def __init__(
-        self,
-        tasks: Tasks | None,
-        probe: Probe | None,
-        tokenizer: Tokenizer,
-        metrics: Metrics,
+        self, tasks: Tasks | None, probe: Probe | None, tokenizer: Tokenizer, metrics: Metrics
     ):
         self.tasks = tasks
         self.probe = probe
         self.tokenizer = tokenizer
         self.metrics = metrics
 
-    def after_step(
-        self,
-        run: Run,
-        result: StepResult,
-    ) -> None:
+    def after_step(self, run: Run, result: StepResult) -> None:
         due = is_due(run, run.config.eval.freq)
         if self.tasks is None or self.probe is None or stops_early(run, result) or not due:
             return

@@ -43,11 +43,7 @@ class Findings:
     """What is reported wrong, and what couldn't be checked."""
 
 
-def check_family(
-    config: Config,
-    spec: ModelSpec,
-    args: Any,
-) -> Findings:
+def check_family(config: Config, spec: ModelSpec, args: Any) -> Findings:
     """Run a small copy of the model on the CPU, and count the FLOPs of the whole one on the meta
     device.
 
@@ -81,12 +77,7 @@ def check_family(
 class _SmallCopy:
     """The model with few small layers, on the CPU, with random weights."""
 
-    def __init__(
-        self,
-        config: Config,
-        spec: ModelSpec,
-        args: Any,
-    ):
+    def __init__(self, config: Config, spec: ModelSpec, args: Any):
         sizes = {**spec.tiny(args, _LAYERS, 2), "vocab_size": _VOCABULARY}
         self.spec = spec
         self.args = spec.args(
@@ -103,24 +94,14 @@ class _SmallCopy:
         self.tokens = torch.randint(_VOCABULARY, (_ROWS, _LENGTH), generator=random)
         self.inputs = _as_in_training(spec, self.args, self.tokens)
 
-    def run(
-        self,
-        model: Any,
-        inputs: Tensor,
-        *,
-        project: bool = True,
-    ) -> Tensor:
+    def run(self, model: Any, inputs: Tensor, *, project: bool = True) -> Tensor:
         """What `model`, or a part of it, returns; called as in training."""
         one = inputs is self.tokens
         own = _token_weights(self.spec, self.args, self.tokens if one else self.inputs)
         return model(inputs, torch.arange(_LENGTH), None, project=project, **own)
 
 
-def _as_in_training(
-    spec: ModelSpec,
-    args: Any,
-    tokens: Tensor,
-) -> Tensor:
+def _as_in_training(spec: ModelSpec, args: Any, tokens: Tensor) -> Tensor:
     """Tokens `[b, s]`, with the next ones if the model predicts what follows those."""
     further = spec.mtp_modules(args)
     if not further:
@@ -128,11 +109,7 @@ def _as_in_training(
     return torch.stack([tokens.roll(-k, 1) for k in range(1 + further)], dim=-1)
 
 
-def _token_weights(
-    spec: ModelSpec,
-    args: Any,
-    tokens: Tensor,
-) -> dict[str, Tensor]:
+def _token_weights(spec: ModelSpec, args: Any, tokens: Tensor) -> dict[str, Tensor]:
     if not spec.expert_sizes(args):
         return {}
     return {"token_weights": torch.ones(tokens.shape, device=tokens.device)}
@@ -217,11 +194,7 @@ def _expert_problems(small: _SmallCopy) -> Iterator[str]:
             return
 
 
-def _flops_warnings(
-    spec: ModelSpec,
-    args: Any,
-    seq_len: int,
-) -> Iterator[str]:
+def _flops_warnings(spec: ModelSpec, args: Any, seq_len: int) -> Iterator[str]:
     try:
         # a backward computes two products for each of the forward
         counted = 3 * _forward_flops(spec, args, seq_len)
@@ -243,11 +216,7 @@ def _flops_warnings(
         )
 
 
-def _forward_flops(
-    spec: ModelSpec,
-    args: Any,
-    seq_len: int,
-) -> float:
+def _forward_flops(spec: ModelSpec, args: Any, seq_len: int) -> float:
     """FLOPs per token that torch counts in a forward of one row."""
     with torch.device("meta"):
         model: Any = spec.build(args, attention_backend("cpu"))

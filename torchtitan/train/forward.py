@@ -87,11 +87,7 @@ class ModelLoss:
         return self.chunks == 1 and self.mtp is None
 
     def __call__(
-        self,
-        model: Any,
-        output: Tensor,
-        labels: Tensor,
-        factors: Tensor | None = None,
+        self, model: Any, output: Tensor, labels: Tensor, factors: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """The summed loss of `output`, which the last module returned for tokens with `labels`.
 
@@ -198,13 +194,7 @@ class Compute:
         """The columns of whole rows that this rank holds."""
         return rows if len(self._columns) == rows.shape[1] else rows[:, self._columns]
 
-    def forward_backward(
-        self,
-        rows: LocalBatch,
-        totals: Tensor,
-        *,
-        last: bool,
-    ) -> Tensor:
+    def forward_backward(self, rows: LocalBatch, totals: Tensor, *, last: bool) -> Tensor:
         """Add the gradients of one batch, on the compute device, to the parameters'.
 
         Args:
@@ -221,11 +211,7 @@ class Compute:
         total = totals if mtp is None else totals[0]
         factors = None if mtp is None else mtp.factors(totals)
 
-        def share(
-            output: Tensor,
-            labels: Tensor,
-            first: int = 0,
-        ) -> Tensor:
+        def share(output: Tensor, labels: Tensor, first: int = 0) -> Tensor:
             summed, of_rows = self.loss(self.models[-1], output, labels, factors)
             if mtp is not None:
                 mtp.add(of_rows, totals)
@@ -257,10 +243,7 @@ class Compute:
             return self._summed(self._run(model, rows), rows.labels)
 
     def _run(
-        self,
-        model: FSDPModule,
-        rows: LocalBatch,
-        token_weights: Tensor | None = None,
+        self, model: FSDPModule, rows: LocalBatch, token_weights: Tensor | None = None
     ) -> Tensor:
         mask = (
             None
@@ -276,12 +259,7 @@ class Compute:
         own = {} if token_weights is None else {"token_weights": token_weights}
         return model(rows.tokens, self.positions, mask, project=self.loss.project, **own)
 
-    def _summed(
-        self,
-        output: Tensor,
-        labels: Tensor,
-        first: int = 0,
-    ) -> Tensor:
+    def _summed(self, output: Tensor, labels: Tensor, first: int = 0) -> Tensor:
         return self.loss(self.models[-1], output, labels)[0]
 
     def reshard(self) -> None:

@@ -73,11 +73,7 @@ class Probe:
 
     @torch.no_grad()
     def __call__(
-        self,
-        texts: Sequence[list[int]],
-        chosen: Sequence[Sequence[int]],
-        read: Read,
-        width: int,
+        self, texts: Sequence[list[int]], chosen: Sequence[Sequence[int]], read: Read, width: int
     ) -> Tensor:
         """What `read` finds at the chosen positions: `[positions, width]` fp32, on the device.
 
@@ -108,11 +104,7 @@ class Probe:
         self._found = torch.empty(0)
         return all_reduce(found, self.mesh.loss_group)
 
-    def next_logits(
-        self,
-        texts: Sequence[list[int]],
-        vocab_size: int,
-    ) -> Tensor:
+    def next_logits(self, texts: Sequence[list[int]], vocab_size: int) -> Tensor:
         """The logits of the token after each text: `[texts, vocab_size]` fp32.
 
         Args:
@@ -137,11 +129,7 @@ class Probe:
             self._computes[length] = self.build(length, self._take)
         return self._computes[length]
 
-    def _take(
-        self,
-        logits: Tensor,
-        numbers: Tensor,
-    ) -> Tensor:
+    def _take(self, logits: Tensor, numbers: Tensor) -> Tensor:
         """In place of the losses of a microbatch, or of a slice of its positions."""
         rows, columns = (numbers != IGNORE_INDEX).nonzero(as_tuple=True)
         for row, column in zip(rows.split(_AT_ONCE), columns.split(_AT_ONCE), strict=True):
@@ -150,12 +138,7 @@ class Probe:
                 self._found[number] = self._read(self._whole(logits, row, column), number)
         return torch.zeros(len(numbers), device=self.device)
 
-    def _whole(
-        self,
-        logits: Tensor,
-        row: Tensor,
-        column: Tensor,
-    ) -> Tensor:
+    def _whole(self, logits: Tensor, row: Tensor, column: Tensor) -> Tensor:
         """The logits of some positions, gathered if they are sharded over the vocabulary: `[n,
         vocab]` fp32.
         """

@@ -12,12 +12,7 @@ class MTPLoss:
     of module k, the mean over the tokens of the global batch that have a k-th token after the next.
     """
 
-    def __init__(
-        self,
-        modules: int,
-        weight: float,
-        device: torch.device,
-    ):
+    def __init__(self, modules: int, weight: float, device: torch.device):
         """
         Args:
             weight: of the mean of the modules' losses, relative to the loss of the next token.
@@ -34,11 +29,7 @@ class MTPLoss:
         """
         return F.pad(self.weight / self.modules * totals[0] / totals[1:], (1, 0), value=1.0)
 
-    def add(
-        self,
-        rows: Tensor,
-        totals: Tensor,
-    ) -> None:
+    def add(self, rows: Tensor, totals: Tensor) -> None:
         """Count rows' losses `[batch, 1 + modules]`."""
         self._sums += rows[:, 1:].sum(0) / totals[1:]
 
@@ -50,10 +41,7 @@ class MTPLoss:
 
 
 def with_next(
-    tokens: Tensor,
-    labels: Tensor,
-    documents: Tensor | None,
-    count: int,
+    tokens: Tensor, labels: Tensor, documents: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor]:
     """Whole rows `[batch, seq]`, each token with the `count` tokens after it.
 

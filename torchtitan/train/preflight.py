@@ -73,12 +73,7 @@ class Setup:
         return self.spec.width_ratio(fqn, self.args)
 
 
-def preflight(
-    config: Config,
-    *,
-    output: bool = True,
-    elsewhere: bool = False,
-) -> Setup:
+def preflight(config: Config, *, output: bool = True, elsewhere: bool = False) -> Setup:
     """Find the model, tokenizer, data and folders that `config` names, and ask the rules.
 
     Args:
@@ -116,12 +111,7 @@ def preflight(
         raise ConfigError(found)
     warnings += problems(config, facts, refuses=False)
     return Setup(
-        spec,
-        args,
-        tokenizer,
-        assign_stages(config, facts),
-        tuple(warnings),
-        (args, *later),
+        spec, args, tokenizer, assign_stages(config, facts), tuple(warnings), (args, *later)
     )
 
 
@@ -170,10 +160,7 @@ def _longest_row(config: Config) -> int:
 
 
 def _model_facts(
-    config: Config,
-    spec: ModelSpec,
-    args: Any,
-    later: Sequence[Any],
+    config: Config, spec: ModelSpec, args: Any, later: Sequence[Any]
 ) -> dict[str, Any]:
     """
     Args:
@@ -196,11 +183,7 @@ def _model_facts(
     }
 
 
-def _check_own_code(
-    config: Config,
-    spec: ModelSpec,
-    args: Any,
-) -> tuple[list[str], list[str]]:
+def _check_own_code(config: Config, spec: ModelSpec, args: Any) -> tuple[list[str], list[str]]:
     """Problems and warnings of a family with code of its own; only such a family imports torch."""
     if is_decoder(spec):
         return [], []
@@ -213,12 +196,7 @@ def _check_own_code(
 # ---- this machine
 
 
-def _machine_facts(
-    config: Config,
-    *,
-    receivers: bool,
-    elsewhere: bool,
-) -> Facts:
+def _machine_facts(config: Config, *, receivers: bool, elsewhere: bool) -> Facts:
     """
     Args:
         receivers: include what receives messages about the run.

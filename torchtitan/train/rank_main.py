@@ -65,12 +65,7 @@ def main(argv: list[str]) -> int:
         raise
 
 
-def _run(
-    resolved: Resolved,
-    setup: Setup,
-    stop: StopRequest,
-    rank: int,
-) -> int:
+def _run(resolved: Resolved, setup: Setup, stop: StopRequest, rank: int) -> int:
     """Train; the exit status."""
     gc.disable()  # an import makes half a million objects, and no garbage
     from torchtitan.train.trainer import (
@@ -101,11 +96,7 @@ def _run(
 def _stopped(rank: int, when: str) -> int:
     """Say how to resume; the exit status."""
     if rank == 0:
-        print(
-            f"Stopped {when}, as asked. To resume:\n  {_command()}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"Stopped {when}, as asked. To resume:\n  {_command()}", file=sys.stderr, flush=True)
     return os.EX_TEMPFAIL
 
 
@@ -114,11 +105,7 @@ def _interrupt(trainer: "Trainer", rank: int) -> None:
     step = trainer.progress.step
     if rank == 0:
         saved = trainer.checkpointer.newest_step if trainer.checkpointer.saving else None
-        print(
-            f"interrupted: {_lost(step, saved)}\n  {_command()}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"interrupted: {_lost(step, saved)}\n  {_command()}", file=sys.stderr, flush=True)
 
     def record() -> None:
         telemetry = trainer.telemetry
@@ -159,11 +146,7 @@ def _command() -> str:
 
 
 def _summarize(
-    resolved: Resolved,
-    step: int,
-    tokens: int,
-    first: float | None,
-    last: float | None,
+    resolved: Resolved, step: int, tokens: int, first: float | None, last: float | None
 ) -> None:
     """Log what the run produced and what to do next."""
     config = resolved.config

@@ -47,10 +47,7 @@ class RunState:
         return state if self.average is None else state | {"ema": self.average.state_dict()}
 
     def load(
-        self,
-        state: dict[str, Any],
-        exclude: set[str],
-        data_files: Callable[[], Lists],
+        self, state: dict[str, Any], exclude: set[str], data_files: Callable[[], Lists]
     ) -> None:
         """Continue from a saved state.
 

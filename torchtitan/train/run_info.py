@@ -27,11 +27,7 @@ from torchtitan.utils.files import write_whole
 from torchtitan.utils.logging import logger
 
 
-def describe_run(
-    config: Config,
-    setup: Setup,
-    data: DataFingerprint,
-) -> dict[str, Any]:
+def describe_run(config: Config, setup: Setup, data: DataFingerprint) -> dict[str, Any]:
     """What every checkpoint's manifest says about the run.
 
     Args:
@@ -53,20 +49,12 @@ def describe_run(
     }
 
 
-def describe_model(
-    config: Config,
-    setup: Setup,
-    stage: int,
-) -> dict[str, Any]:
+def describe_model(config: Config, setup: Setup, stage: int) -> dict[str, Any]:
     """What a checkpoint's manifest says about the model in a stage of the data."""
     return {"name": setup.spec.name, **trained_args(config, setup, stage).model_dump()}
 
 
-def trained_args(
-    config: Config,
-    setup: Setup,
-    stage: int,
-) -> Any:
+def trained_args(config: Config, setup: Setup, stage: int) -> Any:
     """Hyper-parameters up to a stage of the data: `max_seq_len` is the longest row so far."""
     lengths = [one.training.seq_len for one in stages_of(config)[: stage + 1]]
     if config.validation.enable:

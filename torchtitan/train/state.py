@@ -73,13 +73,7 @@ class Progress:
     first_loss: float | None = None
     last_loss: float | None = None
 
-    def advance(
-        self,
-        tokens: int,
-        loss: float,
-        *,
-        skipped: bool,
-    ) -> None:
+    def advance(self, tokens: int, loss: float, *, skipped: bool) -> None:
         """Record a finished step."""
         self.step += 1
         self.tokens += tokens
@@ -88,11 +82,7 @@ class Progress:
         self.last_loss = loss
 
     def state_dict(self) -> dict[str, int]:
-        return {
-            "step": self.step,
-            "tokens": self.tokens,
-            "skipped": self.skipped,
-        }
+        return {"step": self.step, "tokens": self.tokens, "skipped": self.skipped}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.step = state["step"]
@@ -100,11 +90,7 @@ class Progress:
         self.skipped = state["skipped"]
 
 
-def seed_step(
-    seed: int,
-    step: int,
-    dp_rank: int,
-) -> None:
+def seed_step(seed: int, step: int, dp_rank: int) -> None:
     """Seed the step after `step`. Randomness is a function of (seed, step, rank), so no generator
     state is saved.
     """

@@ -204,12 +204,7 @@ def forward_backward(
         update: clips and updates instead, given the loss and the gradient norm on the device.
     """
     asked = AnyRank(stop, parts.device)
-    rows = parts.compute.own_rows(
-        batch.tokens,
-        batch.labels,
-        batch.sources,
-        batch.continues,
-    )
+    rows = parts.compute.own_rows(batch.tokens, batch.labels, batch.sources, batch.continues)
     local_tokens = int((rows.next_labels != IGNORE_INDEX).sum())
     exchange = parts.exchange
 
@@ -314,11 +309,7 @@ def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-def max_over_ranks(
-    value: float,
-    mesh: Mesh,
-    device: torch.device,
-) -> float:
+def max_over_ranks(value: float, mesh: Mesh, device: torch.device) -> float:
     """The largest of all ranks' values."""
     return all_reduce(
         torch.full((), value, device=device), mesh.loss_group, dist.ReduceOp.MAX

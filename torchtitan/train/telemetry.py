@@ -83,13 +83,7 @@ class Telemetry:
             extra=event("resumed" if step else "started", step),
         )
 
-    def close(
-        self,
-        step: int,
-        ended: str | None,
-        reason: str,
-        last_loss: float | None,
-    ) -> None:
+    def close(self, step: int, ended: str | None, reason: str, last_loss: float | None) -> None:
         """
         Args:
             ended: from the run record; None on ranks but 0.

@@ -145,11 +145,7 @@ class Trainer:
             updates_in_backward=self.config.optimizer.early_step_in_backward,
         )
 
-    def _start_telemetry(
-        self,
-        about: dict[str, Any],
-        began: float,
-    ) -> Telemetry:
+    def _start_telemetry(self, about: dict[str, Any], began: float) -> Telemetry:
         return Telemetry(
             self.config,
             self.setup,
@@ -186,11 +182,7 @@ class Trainer:
             self._notify,
         )
 
-    def _notify(
-        self,
-        event: str,
-        *details: Any,
-    ) -> None:
+    def _notify(self, event: str, *details: Any) -> None:
         """Call a method of all callbacks, in order."""
         for callback in self.callbacks:
             getattr(callback, event)(self.run, *details)
@@ -311,11 +303,7 @@ class Trainer:
         self.checkpointer.end_uploads(wait=error is None and not self.stopped)
         self.folders.release()
 
-    def _end_callbacks(
-        self,
-        reason: str,
-        error: BaseException | None,
-    ) -> None:
+    def _end_callbacks(self, reason: str, error: BaseException | None) -> None:
         try:
             self._notify("on_end", reason)
         except Exception:
@@ -325,9 +313,7 @@ class Trainer:
 
 
 def _connect(
-    config: Config,
-    device: torch.device,
-    connect: Callable[[Comm, torch.device], None],
+    config: Config, device: torch.device, connect: Callable[[Comm, torch.device], None]
 ) -> Watch | None:
     """Start the process group and the watch over it."""
     comm = config.comm

@@ -62,21 +62,13 @@ def current() -> Activity:
     return _current
 
 
-def begin(
-    kind: Kind,
-    activity: str,
-    step: int = 0,
-) -> None:
+def begin(kind: Kind, activity: str, step: int = 0) -> None:
     """Enter a phase that lasts until the next `begin`; nested phases return to it."""
     _change(Activity(kind, activity, step, monotonic()))
 
 
 @contextmanager
-def phase(
-    kind: Kind,
-    activity: str,
-    step: int | None = None,
-) -> Iterator[None]:
+def phase(kind: Kind, activity: str, step: int | None = None) -> Iterator[None]:
     """Count the time inside as `kind`; nested time counts for the innermost phase.
 
     An exception leaves the phase in place, because that is where the run failed.
@@ -93,11 +85,7 @@ def note(activity: str) -> None:
     _current = _current._replace(activity=activity, since=monotonic())
 
 
-def note_exchange(
-    ranks: Sequence[int],
-    sent: Sequence[int],
-    expected: Sequence[int],
-) -> None:
+def note_exchange(ranks: Sequence[int], sent: Sequence[int], expected: Sequence[int]) -> None:
     """Remember an exchange that begins now, for the diagnosis of a hang. Costs a microsecond."""
     number = _exchanges[-1].number + 1 if _exchanges else 1
     _exchanges.append(Exchange(number, ranks, sent, expected))
@@ -121,11 +109,7 @@ class Stopwatch:
         self._since = monotonic()
         _subscribers.append(self._add)
 
-    def _add(
-        self,
-        ended: Activity,
-        at: float,
-    ) -> None:
+    def _add(self, ended: Activity, at: float) -> None:
         self._seconds[ended.kind] += at - self._since
         self._since = at
 

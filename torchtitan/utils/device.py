@@ -12,11 +12,7 @@ import torch
 
 _M_TRIM_THRESHOLD = -1  # malloc.h
 _M_MMAP_THRESHOLD = -3
-_BF16_UNITS = {
-    "amx_bf16": "AMX",
-    "avx512_bf16": "AVX-512 BF16",
-    "bf16": "Arm's BF16 extension",
-}
+_BF16_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "bf16": "Arm's BF16 extension"}
 """Names in Linux's list of a CPU's features, the fastest first."""
 
 

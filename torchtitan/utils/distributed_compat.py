@@ -60,11 +60,7 @@ def run_gloo_in_order() -> None:
 
 
 @contextmanager
-def store_of_this_attempt(
-    rank: int,
-    world: int,
-    timeout: timedelta,
-) -> Iterator[dist.Store]:
+def store_of_this_attempt(rank: int, world: int, timeout: timedelta) -> Iterator[dist.Store]:
     """torchrun's agent gives every attempt the same store, which still holds the addresses of the
     previous attempt.
 
@@ -79,13 +75,7 @@ def store_of_this_attempt(
     def connect() -> dist.TCPStore:
         host = os.environ["MASTER_ADDR"]
         port = int(os.environ["MASTER_PORT"])
-        return dist.TCPStore(
-            host,
-            port,
-            world,
-            is_master=False,
-            timeout=timeout,
-        )
+        return dist.TCPStore(host, port, world, is_master=False, timeout=timeout)
 
     agent = connect()
     own = uuid.uuid4().hex
@@ -108,12 +98,7 @@ def store_of_this_attempt(
                 store.multi_set([f"attempt/answer/{name}" for name in names], [own] * len(names))
             answered = len(asks)
 
-    thread = threading.Thread(
-        target=answer,
-        args=(connect(),),
-        name="rendezvous",
-        daemon=True,
-    )
+    thread = threading.Thread(target=answer, args=(connect(),), name="rendezvous", daemon=True)
     thread.start()
     try:
         yield dist.PrefixStore(own, agent)

@@ -31,11 +31,7 @@ class ConfigError(UserError):
     exit_code = 2
 
     def __init__(
-        self,
-        problems: Sequence[str],
-        *,
-        where: str = "in the configuration",
-        advice: str = "",
+        self, problems: Sequence[str], *, where: str = "in the configuration", advice: str = ""
     ):
         """
         Args:
@@ -172,11 +168,7 @@ def failure_of(error: BaseException) -> Failure:
     )
 
 
-def did_you_mean(
-    word: str,
-    known: Iterable[str],
-    cutoff: float = 0.6,
-) -> str:
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """The end of a message about a misspelt word: a suggestion, or nothing."""
     near = difflib.get_close_matches(word, list(known), 1, cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -63,12 +63,7 @@ def write_output(files: Mapping[Path, bytes]) -> None:
         raise UserError(f"can't write {listed(files, 4)}: {error.strerror or error}") from None
 
 
-def open_regular(
-    path: Path,
-    *,
-    links: bool = False,
-    buffered: bool = True,
-) -> IO[bytes]:
+def open_regular(path: Path, *, links: bool = False, buffered: bool = True) -> IO[bytes]:
     """Open a regular file to read its bytes. A pipe would block, and a device never end.
 
     Args:
@@ -105,12 +100,7 @@ def regular_handle(path: str | Path, *, links: bool = False) -> int:
     raise OSError(errno.EINVAL, "not a regular file", str(path))
 
 
-def read_regular(
-    path: Path,
-    most: int,
-    *,
-    links: bool = False,
-) -> bytes:
+def read_regular(path: Path, most: int, *, links: bool = False) -> bytes:
     """The contents of a regular file of at most `most` bytes.
 
     Raises:

@@ -51,11 +51,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(
-        self,
-        module: str,
-        name: str,
-    ) -> Any:
+    def find_class(self, module: str, name: str) -> Any:
         raise ValueError(f"it names {f'{module}.{name}'[:80]!r}, which reading it would run")
 
 

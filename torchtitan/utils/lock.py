@@ -144,11 +144,7 @@ class FolderLock:
         self._closing = threading.Event()
         make_folder(folder)
         self._take()
-        self._thread = threading.Thread(
-            target=self._renew,
-            name="lock",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._renew, name="lock", daemon=True)
         self._thread.start()
         atexit.register(self.release)
 
@@ -198,11 +194,7 @@ class FolderLock:
         if not self._is_mine():
             raise self._refusal()
 
-    def _is_dead(
-        self,
-        holder: Holder | None,
-        content: bytes,
-    ) -> bool:
+    def _is_dead(self, holder: Holder | None, content: bytes) -> bool:
         """Whether the holder has died; one that can't be looked up is watched for a sign of
         life.
         """

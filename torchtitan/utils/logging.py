@@ -25,11 +25,7 @@ EVENT = "event"
 """Attribute of a log record that is an event of the run."""
 
 
-def event(
-    kind: str,
-    step: int | None = None,
-    **details: Any,
-) -> dict[str, Any]:
+def event(kind: str, step: int | None = None, **details: Any) -> dict[str, Any]:
     """Marks a line of the log as an event: `logger.info("Saved ...", extra=event("saved", 100))`.
 
     Args:
@@ -37,13 +33,7 @@ def event(
             preempted, failed or finished.
         details: more keys, whose values JSON can hold.
     """
-    return {
-        EVENT: {
-            "kind": kind,
-            "step": step,
-            **details,
-        }
-    }
+    return {EVENT: {"kind": kind, "step": step, **details}}
 
 
 def _logs(rank: int) -> bool:
@@ -64,14 +54,7 @@ def init_logging(rank: int) -> None:
     logger.propagate = False
 
 
-def log_to_file(
-    folder: Path,
-    rank: int,
-    *,
-    as_json: bool,
-    max_megabytes: int,
-    keep: int,
-) -> None:
+def log_to_file(folder: Path, rank: int, *, as_json: bool, max_megabytes: int, keep: int) -> None:
     """Also log to this rank's file in `folder`, beginning with what was logged before.
 
     Does nothing in a program that has not called `init_logging`, which decides about its own logs.
@@ -97,11 +80,7 @@ def log_failure(error: BaseException) -> None:
     """Log why this rank fails to its file only; the terminal shows the error once for all ranks."""
     failure = failure_of(error)
     traceback = None if failure.expected else error
-    logger.error(
-        failure.message,
-        exc_info=traceback,
-        extra={"only_in_file": True},
-    )
+    logger.error(failure.message, exc_info=traceback, extra={"only_in_file": True})
 
 
 class _Stdout(logging.StreamHandler):
@@ -129,12 +108,7 @@ class _Pending(logging.Handler):
 class _File(RotatingFileHandler):
     """Appends to a file that is rotated by size. Losing a line is better than losing the run."""
 
-    def __init__(
-        self,
-        path: Path,
-        max_bytes: int,
-        keep: int,
-    ):
+    def __init__(self, path: Path, max_bytes: int, keep: int):
         super().__init__(
             path,
             maxBytes=max_bytes,

@@ -47,11 +47,7 @@ class Meter:
 
     def show(self, what: str) -> None:
         """Show progress, and `what` beside it."""
-        self.bar.update(
-            self._task,
-            completed=self._read,
-            description=what,
-        )
+        self.bar.update(self._task, completed=self._read, description=what)
         now = time.monotonic()
         if self.bar.disable and now - self._reported > _REPORT_SECONDS:
             self._reported = now

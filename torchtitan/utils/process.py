@@ -91,10 +91,7 @@ def tell_torchrun(message: str, *, wait: bool = False) -> None:
 
 
 def run_main(
-    main: Callable[[list[str]], int | None],
-    argv: list[str] | None = None,
-    *,
-    rank: int = 0,
+    main: Callable[[list[str]], int | None], argv: list[str] | None = None, *, rank: int = 0
 ) -> int:
     """Run `main(argv)` and return its exit code. Each failure is reported once, by the rank that
     caused it.

@@ -48,12 +48,7 @@ def on_signal(number: int, action: Callable[[], None]) -> None:
         receiving, sending = socket.socketpair()
         sending.setblocking(False)
         signal.set_wakeup_fd(sending.detach(), warn_on_full_buffer=False)
-        threading.Thread(
-            target=_dispatch,
-            args=(receiving,),
-            name="signals",
-            daemon=True,
-        ).start()
+        threading.Thread(target=_dispatch, args=(receiving,), name="signals", daemon=True).start()
     _actions[number] = action
     signal.signal(number, lambda *_: None)
 

@@ -110,21 +110,12 @@ def patiently(path: Path, action: Callable[[], Result]) -> Result:
     if not is_remote(path):
         return action()
 
-    def warn(
-        error: Exception,
-        attempt: int,
-        pause: float,
-    ) -> None:
+    def warn(error: Exception, attempt: int, pause: float) -> None:
         logger.warning(f"{path}: {type(error).__name__}: {error}; trying again in {pause:.1f} s")
 
     try:
         return retry(
-            action,
-            attempts=_ATTEMPTS,
-            pause=_PAUSE,
-            may_pass=_may_pass,
-            failed=warn,
-            spread=True,
+            action, attempts=_ATTEMPTS, pause=_PAUSE, may_pass=_may_pass, failed=warn, spread=True
         )
     except (OSError, *_LASTING):
         raise

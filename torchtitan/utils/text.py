@@ -172,12 +172,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 # ---- argument types
 
 
-def count(
-    text: str,
-    *,
-    fewest: int = 1,
-    most: int = 10**9,
-) -> int:
+def count(text: str, *, fewest: int = 1, most: int = 10**9) -> int:
     """Argument type of a number of things, for `argparse`."""
     if not re.fullmatch("[0-9]{1,10}", text) or not fewest <= int(text) <= most:
         raise argparse.ArgumentTypeError(

@@ -96,11 +96,7 @@ def silence_false_alarms() -> None:
     with the last one.
     """
     for message, category in _WARNINGS:
-        warnings.filterwarnings(
-            "ignore",
-            message=message,
-            category=category,
-        )
+        warnings.filterwarnings("ignore", message=message, category=category)
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -190,11 +186,7 @@ def gathers_without_views() -> AbstractContextManager[None]:
     import torch
     import torch.distributed._functional_collectives as collectives
 
-    def concatenated(
-        gathered: "Tensor",
-        ranks: int,
-        dim: int,
-    ) -> "Tensor":
+    def concatenated(gathered: "Tensor", ranks: int, dim: int) -> "Tensor":
         return torch.cat(torch.chunk(gathered, ranks, dim=0), dim=dim)
 
     return replaced(collectives, _maybe_view_chunk_cat=concatenated)

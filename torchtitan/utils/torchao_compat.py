@@ -31,12 +31,7 @@ def gather_float8_as_bytes() -> None:
         if original is None or hasattr(original, "gathers_bytes"):
             continue
 
-        def gather(
-            op: Any,
-            args: Any,
-            kwargs: Any = None,
-            original: Any = original,
-        ) -> Any:
+        def gather(op: Any, args: Any, kwargs: Any = None, original: Any = original) -> Any:
             x = args[0]
             if x._data.device.type != "cpu":
                 return original(op, args, kwargs)
@@ -76,12 +71,7 @@ def send_padded_float8_shards() -> None:
         return
 
     def send_padded(
-        self: Any,
-        mesh: Any,
-        outer_size: Any,
-        outer_stride: Any,
-        module: Any,
-        mp_policy: Any,
+        self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
         rows = -(-outer_size[0] // mesh.size())
         if missing := rows - len(self):
@@ -91,12 +81,7 @@ def send_padded_float8_shards() -> None:
         return (data.view(torch.uint8) if data.device.type == "cpu" else data,), scale
 
     def receive_bytes(
-        self: Any,
-        gathered: Any,
-        metadata: Any,
-        param_dtype: Any,
-        *,
-        out: Any = None,
+        self: Any, gathered: Any, metadata: Any, param_dtype: Any, *, out: Any = None
     ) -> Any:
         return receive(
             self, tuple(data.view(self._dtype) for data in gathered), metadata, param_dtype, out=out

@@ -25,12 +25,7 @@ class Source:
         own = our_box(self.part, theirs)
         return own if self.index is None else (slice(self.index, self.index + 1), *own)
 
-    def write(
-        self,
-        value: Tensor,
-        target: Tensor,
-        theirs: Box,
-    ) -> None:
+    def write(self, value: Tensor, target: Tensor, theirs: Box) -> None:
         """Write `box(theirs)` of ours to where it is in that box, `target`."""
         into_theirs(self.part, value if self.index is None else value.squeeze(0), target, theirs)
 
@@ -49,9 +44,7 @@ class Theirs:
 
 
 def arrange(
-    names: HFNames,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtypes: Mapping[str, torch.dtype],
+    names: HFNames, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Theirs]:
     """Hugging Face's tensors by name, in the order in which ours are.
 

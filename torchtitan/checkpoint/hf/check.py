@@ -26,11 +26,7 @@ _LOGITS_AGREE = 1e-3
 """Largest difference of logits that rounding explains, relative to the largest logit."""
 
 
-def check_description(
-    folder: Path,
-    spec: ModelSpec,
-    args: Any,
-) -> None:
+def check_description(folder: Path, spec: ModelSpec, args: Any) -> None:
     """Compare the model with `config.json` and the weights' names and shapes, read by `from-hf`.
 
     Raises:
@@ -101,11 +97,7 @@ def compare(
     return [*notes, _logits_note(folder, spec, args, read)]
 
 
-def _too_large(
-    spec: ModelSpec,
-    args: Any,
-    most: float,
-) -> str | None:
+def _too_large(spec: ModelSpec, args: Any, most: float) -> str | None:
     count = sum(param.numel() for param in on_meta(spec, args).parameters())
     if count > most:
         return (
@@ -118,12 +110,7 @@ def _too_large(
     return None
 
 
-def _logits_note(
-    folder: Path,
-    spec: ModelSpec,
-    args: Any,
-    read: Callable[[str], Tensor],
-) -> str:
+def _logits_note(folder: Path, spec: ModelSpec, args: Any, read: Callable[[str], Tensor]) -> str:
     """Both models compute in float32 with the exported weights."""
     from transformers import AutoModelForCausalLM
 
@@ -158,10 +145,7 @@ def _of_training_alone(spec: ModelSpec, args: Any) -> tuple[str, ...]:
 
 
 def _our_logits(
-    spec: ModelSpec,
-    args: Any,
-    read: Callable[[str], Tensor],
-    tokens: Tensor,
+    spec: ModelSpec, args: Any, read: Callable[[str], Tensor], tokens: Tensor
 ) -> Tensor:
     short = args.model_copy(update={"max_seq_len": PROMPT})
     with torch.device("meta"):
@@ -174,11 +158,7 @@ def _our_logits(
     return model(tokens)
 
 
-def _tokenizer_note(
-    folder: Path,
-    kind: str,
-    tokenizer: Tokenizer | None,
-) -> str:
+def _tokenizer_note(folder: Path, kind: str, tokenizer: Tokenizer | None) -> str:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if tokenizer is None or not (folder / "tokenizer.json").is_file():

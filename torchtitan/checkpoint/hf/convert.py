@@ -91,10 +91,7 @@ def to_hf(
 
 
 def _tokenizer(
-    assets: str,
-    make: Callable[[Path], Tokenizer] | None,
-    *,
-    given: bool,
+    assets: str, make: Callable[[Path], Tokenizer] | None, *, given: bool
 ) -> Tokenizer | None:
     try:
         return build_tokenizer(assets, make)
@@ -166,11 +163,7 @@ def from_hf(
 
 
 def _check_recipe(
-    file: Path,
-    source: Path,
-    spec: ModelSpec,
-    args: Any,
-    check: Callable[[list[str]], object],
+    file: Path, source: Path, spec: ModelSpec, args: Any, check: Callable[[list[str]], object]
 ) -> bool:
     """Check that a run could start from the TOML, except for the checkpoint, which follows.
 
@@ -218,21 +211,12 @@ def _override(value: Any) -> Any:
     return "none" if value is None else value
 
 
-def _recipe(
-    source: Path,
-    step: Path,
-    spec: ModelSpec,
-    args: Any,
-) -> str:
+def _recipe(source: Path, step: Path, spec: ModelSpec, args: Any) -> str:
     """The TOML of a run that starts from `step`."""
     flavor, overrides = nearest_flavor(spec, args)
     checkpoint = str(step) if is_remote(step) else os.path.abspath(step)
     tables = {
-        "model": {
-            "name": spec.name,
-            "flavor": flavor,
-            "hf_assets_path": os.path.abspath(source),
-        },
+        "model": {"name": spec.name, "flavor": flavor, "hf_assets_path": os.path.abspath(source)},
         "model.overrides": overrides,
         "checkpoint": {"enable": True, "initial_load_path": checkpoint},
     }

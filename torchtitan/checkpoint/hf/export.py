@@ -157,11 +157,7 @@ class HFExport:
                     discard(self.folder)
             raise
 
-    def _together(
-        self,
-        phase: Callable[[], None],
-        group: dist.ProcessGroup | None,
-    ) -> None:
+    def _together(self, phase: Callable[[], None], group: dist.ProcessGroup | None) -> None:
         """Run a phase on every rank and wait for all."""
         exchange = Exchange(group)
 
@@ -206,11 +202,7 @@ class HFExport:
         if tokenizer := self.tokenizer:
             special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
             write_tokenizer(tokenizer, self.target, self.args.max_seq_len)
-        sampling = {
-            "do_sample": True,
-            "temperature": 0.6,
-            "top_p": 0.9,
-        }
+        sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
         write_json(self.target / "generation_config.json", sampling | special)
         about = self.hf.config(self.args, str(self.dtype).removeprefix("torch."))
         write_json(self.target / "config.json", about | special)
@@ -225,12 +217,7 @@ class HFExport:
                 for name in names:
                     self._compare_bits(files, name, path)
 
-    def _compare_bits(
-        self,
-        files: OpenFiles,
-        name: str,
-        path: Path,
-    ) -> None:
+    def _compare_bits(self, files: OpenFiles, name: str, path: Path) -> None:
         tensor = self.tensors[name]
         entry = Entry(name, str(path), tensor.shape, DTYPES[tensor.dtype])
         for box, written in self._read(tensor):

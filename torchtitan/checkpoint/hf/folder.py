@@ -117,11 +117,7 @@ class SafetensorsReader(HuggingFaceStorageReader):
     parts.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        names: HFNames,
-    ):
+    def __init__(self, folder: Path, names: HFNames):
         """
         Raises:
             CheckpointError: the folder has no safetensors, or one is damaged; or they are quantized
@@ -179,11 +175,7 @@ class SafetensorsReader(HuggingFaceStorageReader):
         with alone(), unwrapped():  # pipeline ranks load different weights
             dcp.load(dict(state), storage_reader=self, no_dist=True)
 
-    def read_data(
-        self,
-        plan: LoadPlan,
-        planner: LoadPlanner,
-    ) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         pieces = []
         targets = []
         for item in plan.items:
@@ -202,11 +194,7 @@ class SafetensorsReader(HuggingFaceStorageReader):
         done.set_result(None)
         return done
 
-    def read(
-        self,
-        name: str,
-        box: Box | None = None,
-    ) -> Tensor:
+    def read(self, name: str, box: Box | None = None) -> Tensor:
         """Our weight `name`, or a box of it, in its stored dtype; buffers in fp32.
 
         Raises:

@@ -56,11 +56,7 @@ def our_box(part: Part, theirs: Box) -> Box:
     return part.to_ours(box)
 
 
-def to_ours(
-    part: Part,
-    value: Tensor,
-    box: Box,
-) -> Tensor:
+def to_ours(part: Part, value: Tensor, box: Box) -> Tensor:
     """A box of ours, from `their_box` of it; a view where that can be one."""
     if part.take:
         taken = part.to_theirs(box, slice(0, 1))[part.dim]
@@ -72,12 +68,7 @@ def to_ours(
     return value.transpose(-2, -1) if part.transposed else value
 
 
-def into_theirs(
-    part: Part,
-    value: Tensor,
-    target: Tensor,
-    box: Box,
-) -> None:
+def into_theirs(part: Part, value: Tensor, target: Tensor, box: Box) -> None:
     """Write `our_box` of a box of theirs, `target`, where it belongs there."""
     value = value.transpose(-2, -1) if part.transposed else value
     if part.dropped is not None:

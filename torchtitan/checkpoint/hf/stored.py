@@ -44,11 +44,7 @@ class OpenFiles(contextlib.AbstractContextManager["OpenFiles"]):
         self._files: dict[str, Any] = {}
         self._read = 0
 
-    def read(
-        self,
-        entry: "Entry",
-        box: Box,
-    ) -> Tensor:
+    def read(self, entry: "Entry", box: Box) -> Tensor:
         """A box of a tensor, mapped from its file.
 
         Raises:
@@ -99,11 +95,7 @@ class Stored(Protocol):
         """The names in the files that it is made from."""
         ...
 
-    def read(
-        self,
-        files: OpenFiles,
-        box: Box,
-    ) -> Tensor:
+    def read(self, files: OpenFiles, box: Box) -> Tensor:
         """A box of it, in its dtype.
 
         Raises:
@@ -129,11 +121,7 @@ class Entry:
     def itemsize(self) -> int:
         return NAMED[self.dtype].itemsize if self.dtype in NAMED else 1
 
-    def read(
-        self,
-        files: OpenFiles,
-        box: Box,
-    ) -> Tensor:
+    def read(self, files: OpenFiles, box: Box) -> Tensor:
         return files.read(self, box)
 
 
@@ -160,11 +148,7 @@ class BlockScaled:
     def names(self) -> tuple[str, ...]:
         return self.weight.name, self.scale.name
 
-    def read(
-        self,
-        files: OpenFiles,
-        box: Box,
-    ) -> Tensor:
+    def read(self, files: OpenFiles, box: Box) -> Tensor:
         strides = tuple(slice(None, None, part.step) for part in box)
         box = tuple(slice(part.start, part.stop) for part in box)
         values = files.read(self.weight, box).float()
@@ -207,11 +191,7 @@ class MXFP4:
     def names(self) -> tuple[str, ...]:
         return self.blocks.name, self.scales.name
 
-    def read(
-        self,
-        files: OpenFiles,
-        box: Box,
-    ) -> Tensor:
+    def read(self, files: OpenFiles, box: Box) -> Tensor:
         *stack, inner, rows = box
         first = inner.start // _MXFP4_VALUES
         groups = slice(first, -(-inner.stop // _MXFP4_VALUES))
@@ -243,8 +223,7 @@ def _powers() -> Tensor:
 
 
 def dequantized(
-    entries: Mapping[str, Entry],
-    quantization: Quantization | None,
+    entries: Mapping[str, Entry], quantization: Quantization | None
 ) -> dict[str, Stored]:
     """The tensors of a folder by name. Those with scales are one each, by the name it would have
     unquantized.
@@ -272,11 +251,7 @@ def dequantized(
     return found
 
 
-def _check_announced(
-    method: str,
-    stated: str | None,
-    entry: Entry,
-) -> None:
+def _check_announced(method: str, stated: str | None, entry: Entry) -> None:
     if stated != method:
         raise CheckpointError(
             f"{entry.file}: {entry.name} is {method}, but config.json has no quantization_config "
@@ -284,11 +259,7 @@ def _check_announced(
         )
 
 
-def _block_scaled(
-    weight: Entry,
-    scale: Entry,
-    block: tuple[int, int],
-) -> BlockScaled:
+def _block_scaled(weight: Entry, scale: Entry, block: tuple[int, int]) -> BlockScaled:
     if weight.dtype != "F8_E4M3" or len(weight.shape) != 2 or scale.dtype not in _SCALES:
         kinds = f"{weight.dtype} {list(weight.shape)} with scales of {scale.dtype}"
         raise CheckpointError(f"{weight.file}: {weight.name} is {kinds}, not fp8 with fp32 scales")

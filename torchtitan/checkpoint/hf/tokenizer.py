@@ -29,11 +29,7 @@ def is_own(tokenizer: Tokenizer) -> bool:
     return type(tokenizer) in _MADE
 
 
-def write_tokenizer(
-    tokenizer: Tokenizer,
-    folder: Path,
-    max_length: int,
-) -> None:
+def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
     """Write the files of a tokenizer: a text gets its ids in training, begin-of-text first.
 
     Args:
@@ -66,12 +62,7 @@ def write_tokenizer(
     write_json(folder / "tokenizer.json", content)
     write_json(
         folder / "tokenizer_config.json",
-        tokenizer_config(
-            settings,
-            bos,
-            _name(tokenizer, tokenizer.eos_id),
-            max_length,
-        ),
+        tokenizer_config(settings, bos, _name(tokenizer, tokenizer.eos_id), max_length),
     )
 
 
@@ -128,11 +119,7 @@ def _of_tiktoken(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            {
-                "id": id,
-                "content": name,
-                **flags,
-            }
+            {"id": id, "content": name, **flags}
             for name, id in sorted(special.items(), key=lambda item: item[1])
         ],
         "normalizer": None,

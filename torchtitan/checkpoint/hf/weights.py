@@ -17,11 +17,7 @@ from torchtitan.models.hf_names import parameters_of
 from torchtitan.utils.errors import CheckpointError
 
 
-def load_hf(
-    models: Sequence[nn.Module],
-    folder: Path,
-    names: HFNames,
-) -> None:
+def load_hf(models: Sequence[nn.Module], folder: Path, names: HFNames) -> None:
     """Fill the weights of a model, or of this rank's pipeline stages, from a folder of safetensors.
 
     Buffers that Hugging Face's format has no place for stay as they are.
@@ -42,11 +38,7 @@ def load_hf(
     reader.load(ours)
 
 
-def check_hf(
-    reader: SafetensorsReader,
-    spec: ModelSpec,
-    args: Any,
-) -> list[str]:
+def check_hf(reader: SafetensorsReader, spec: ModelSpec, args: Any) -> list[str]:
     """
     Returns:
         Tensors in the folder that the family leaves out.
@@ -94,11 +86,7 @@ class Imported(NamedTuple):
 
 
 def import_hf(
-    source: Path,
-    target: Path,
-    spec: ModelSpec,
-    args: Any,
-    manifest: dict[str, Any],
+    source: Path, target: Path, spec: ModelSpec, args: Any, manifest: dict[str, Any]
 ) -> Imported:
     """Write the weights in a folder of safetensors as a checkpoint of the same dtypes; quantized
     ones as bfloat16.
@@ -116,11 +104,7 @@ def import_hf(
     stored = reader.read_metadata().state_dict_metadata
     state = model_state([on_meta(spec, args)])
     for name, about in stored.items():
-        state[name] = torch.empty(
-            about.size,
-            dtype=about.properties.dtype,
-            device="meta",
-        )
+        state[name] = torch.empty(about.size, dtype=about.properties.dtype, device="meta")
 
     def read(key: str, box: Box) -> Tensor:
         name = key.removeprefix("model.")

@@ -28,10 +28,7 @@ _SHORT = {"config": _FILE, "config_file": _FILE}
 
 
 def parse_args(
-    parser: argparse.ArgumentParser,
-    argv: list[str],
-    *,
-    file_required: bool = False,
+    parser: argparse.ArgumentParser, argv: list[str], *, file_required: bool = False
 ) -> tuple[argparse.Namespace, list[str]]:
     """Parse a command line that mixes a command's own options with a configuration, in any order:
 
@@ -53,12 +50,7 @@ def parse_args(
     """
     show_help(argv, whole=False)
     own, flags = split_args(argv)
-    parser.add_argument(
-        "config",
-        nargs="?",
-        metavar="CONFIG.toml",
-        help="the configuration",
-    )
+    parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the configuration")
     if parser.usage is None:
         usage = parser.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%")
         parser.usage = f"{usage} [--section.key value ...]"

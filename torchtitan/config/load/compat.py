@@ -108,9 +108,7 @@ def renamed(key: str) -> str | None:
 
 
 def rename_old_keys(
-    layer: dict[str, Setting],
-    problems: list[str],
-    warnings: list[str],
+    layer: dict[str, Setting], problems: list[str], warnings: list[str]
 ) -> dict[str, Setting]:
     """The settings of one file or the command line under today's names.
 
@@ -133,9 +131,7 @@ def rename_old_keys(
 
 
 def convert_microbatch_count(
-    given: dict[str, Setting],
-    problems: list[str],
-    warnings: list[str],
+    given: dict[str, Setting], problems: list[str], warnings: list[str]
 ) -> None:
     """Replace 0.1's number of pipeline microbatches in `given` by the size of one."""
     if (count := given.pop(MICROBATCHES, None)) is None or count.value is None:
@@ -187,9 +183,7 @@ def convert_attention_flavor(given: dict[str, Setting], warnings: list[str]) -> 
 
 
 def drop_unsupported(
-    given: dict[str, Setting],
-    suggested: list[str],
-    problems: list[str],
+    given: dict[str, Setting], suggested: list[str], problems: list[str]
 ) -> dict[str, Setting]:
     """The settings without the keys that the schema lacks, whose values are checked here.
 

@@ -80,11 +80,7 @@ def _chosen(config: Config) -> Iterator[str]:
     yield from (source.dataset for source in config.validation.sets)
 
 
-def _unknown(
-    name: str,
-    classes: Mapping[str, Any],
-    config: Config,
-) -> str:
+def _unknown(name: str, classes: Mapping[str, Any], config: Config) -> str:
     if not config.experimental.custom_import:
         return (
             f"nothing is registered as {brief(name)}; name the module that does as "
@@ -98,11 +94,7 @@ def _unknown(
 
 
 def _complete(
-    name: str,
-    table: Any,
-    keys: type[Section],
-    sources: Mapping[str, str],
-    problems: list[str],
+    name: str, table: Any, keys: type[Section], sources: Mapping[str, str], problems: list[str]
 ) -> Section | None:
     """The table `[custom.NAME]` with its defaults; None if something is wrong with it."""
     if isinstance(table, Section):

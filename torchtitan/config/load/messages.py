@@ -77,12 +77,7 @@ def explain_value(item: Any, *, hints: bool = True) -> str:
     return f"got {got}: {item['msg'][0].lower() + item['msg'][1:]}"
 
 
-def suggest_key(
-    key: str,
-    known: list[str],
-    *,
-    section: bool = False,
-) -> str:
+def suggest_key(key: str, known: list[str], *, section: bool = False) -> str:
     """The end of a message about a misspelt key or section: the closest whole key, else the closest
     last name.
     """

@@ -44,12 +44,9 @@ def type_name(kind: Any, limits: Sequence[Any] = ()) -> str:
         return "table"
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return "tables"
-    return {
-        "str": "string",
-        "int": "integer",
-        "float": "number",
-        "bool": "true | false",
-    }[kind.__name__]
+    return {"str": "string", "int": "integer", "float": "number", "bool": "true | false"}[
+        kind.__name__
+    ]
 
 
 def _range(limits: Sequence[Any]) -> str:
@@ -189,10 +186,7 @@ def _joined(schema: Any) -> Any:
 
 
 def to_toml(
-    config: Config,
-    *,
-    only_changed: bool = False,
-    comments: Mapping[str, str] | None = None,
+    config: Config, *, only_changed: bool = False, comments: Mapping[str, str] | None = None
 ) -> str:
     """The configuration as TOML, which `load_config` reads back unchanged. Leaves out unset keys.
 
@@ -242,15 +236,7 @@ def _commented(line: str, comment: str | None) -> list[str]:
         return [line]
     if len(line) + len(comment) + 4 <= _WIDTH and "\n" not in comment:
         return [f"{line}  # {comment}"]
-    return [
-        *textwrap.wrap(
-            comment,
-            _WIDTH,
-            initial_indent="# ",
-            subsequent_indent="# ",
-        ),
-        line,
-    ]
+    return [*textwrap.wrap(comment, _WIDTH, initial_indent="# ", subsequent_indent="# "), line]
 
 
 def to_toml_value(value: Any) -> str:

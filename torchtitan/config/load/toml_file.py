@@ -29,10 +29,7 @@ _TABLES = {
 
 
 def read_toml(
-    path: Path,
-    named_at: str,
-    problems: list[str],
-    warnings: list[str],
+    path: Path, named_at: str, problems: list[str], warnings: list[str]
 ) -> dict[str, Setting]:
     """The settings of a TOML file on top of those of the files it extends.
 
@@ -47,21 +44,14 @@ def read_toml(
 class _Files:
     """The files of one configuration, each read once."""
 
-    def __init__(
-        self,
-        problems: list[str],
-        warnings: list[str],
-    ):
+    def __init__(self, problems: list[str], warnings: list[str]):
         self.problems = problems
         self.warnings = warnings
         self._done: dict[str, dict[str, Setting]] = {}
         self._bytes_left = TOML_BYTES
 
     def settings(
-        self,
-        path: Path,
-        named_at: str,
-        above: tuple[str, ...] = (),
+        self, path: Path, named_at: str, above: tuple[str, ...] = ()
     ) -> dict[str, Setting]:
         """Read files like `read_toml`.
 
@@ -85,12 +75,7 @@ class _Files:
             self._done[real] = self._read(path, named_at, (*above, real))
         return self._done[real]
 
-    def _read(
-        self,
-        path: Path,
-        named_at: str,
-        above: tuple[str, ...],
-    ) -> dict[str, Setting]:
+    def _read(self, path: Path, named_at: str, above: tuple[str, ...]) -> dict[str, Setting]:
         text, tables = self._parse(path, named_at)
         bases = tables.pop("extends", [])
         lines = line_numbers(text)
@@ -113,11 +98,7 @@ class _Files:
         own = {key: Setting(value, place(key)) for key, value in _flatten(tables)}
         return given | rename_old_keys(own, self.problems, self.warnings)
 
-    def _parse(
-        self,
-        path: Path,
-        named_at: str,
-    ) -> tuple[str, dict[str, Any]]:
+    def _parse(self, path: Path, named_at: str) -> tuple[str, dict[str, Any]]:
         """The file's text and its tables, both empty if something is wrong with it."""
         try:
             text = read_regular(path, self._bytes_left, links=True).decode()

@@ -27,11 +27,7 @@ for _subject in SUBJECTS:
     importlib.import_module(f"{__name__}.{_subject}")
 
 
-def validate(
-    config: Config,
-    world: int,
-    sources: dict[str, str] | None = None,
-) -> None:
+def validate(config: Config, world: int, sources: dict[str, str] | None = None) -> None:
     """Check a derived configuration by what is known without looking at anything: `world` ranks.
 
     Args:

@@ -96,11 +96,7 @@ refuse(
 )
 
 
-@rule(
-    "checkpoint.last_save_in_hf",
-    "moe.balance_bias_rate",
-    needs=["exported_buffers"],
-)
+@rule("checkpoint.last_save_in_hf", "moe.balance_bias_rate", needs=["exported_buffers"])
 def exports_hold_the_biases_of_routers(config: Config, facts: Facts) -> str | None:
     trained = config.checkpoint.last_save_in_hf and config.moe.balance_bias_rate > 0
     if not trained or facts.exported_buffers:

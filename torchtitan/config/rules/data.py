@@ -100,10 +100,7 @@ def _tables(config: Config) -> Iterator[tuple[str, Training | Source | Validatio
 
 
 @rule(
-    "training.messages_column",
-    "validation.messages_column",
-    "training.sources",
-    "validation.sets",
+    "training.messages_column", "validation.messages_column", "training.sources", "validation.sets"
 )
 def conversations_are_read_from_a_column(config: Config, facts: Facts) -> Iterator[str]:
     for table, one in _tables(config):

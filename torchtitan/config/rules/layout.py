@@ -133,10 +133,7 @@ def sequence_divides(config: Config, facts: Facts) -> Iterator[str]:
         return
     chunks = 2 * cp if cp > 1 and p.context_parallel_load_balancer else cp
     unit = math.lcm(chunks, cp * tp)
-    reasons = {
-        "parallelism.context_parallel_degree": cp,
-        "parallelism.tensor_parallel_degree": tp,
-    }
+    reasons = {"parallelism.context_parallel_degree": cp, "parallelism.tensor_parallel_degree": tp}
     why = " and ".join(f"{key} {degree}" for key, degree in reasons.items() if degree > 1)
     for name, seq_len in _seq_lens(config).items():
         if seq_len % unit:
@@ -291,11 +288,7 @@ def model_name(config: Config) -> str:
     return f"model.flavor {config.model.flavor} of {config.model.name}"
 
 
-def _fsdp_divides(
-    degree: int,
-    sizes: Mapping[str, int],
-    ranks: int,
-) -> bool:
+def _fsdp_divides(degree: int, sizes: Mapping[str, int], ranks: int) -> bool:
     """Whether FSDP can shard evenly the experts that each of `degree` ranks has."""
     count, *widths = sizes.values()
     shards = ranks // degree

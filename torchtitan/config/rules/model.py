@@ -4,14 +4,7 @@ import fnmatch
 import re
 from collections.abc import Iterator
 
-from torchtitan.config.features import (
-    FLOAT8,
-    GROUPED_FLOAT8,
-    GROUPED_MX,
-    MX,
-    names_any,
-    uses,
-)
+from torchtitan.config.features import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX, names_any, uses
 from torchtitan.config.rules.layout import model_name
 from torchtitan.config.rules.table import Facts, rule
 from torchtitan.config.sections.schema import Config
@@ -190,12 +183,7 @@ def _needs(config: Config) -> Iterator[tuple[str, tuple[int, int], str, str]]:
         yield "quantize.linear.mx", (10, 0), "Blackwell", mx
 
 
-@rule(
-    "moe.global_balance_loss",
-    "model.overrides",
-    needs=["args"],
-    refuses=False,
-)
+@rule("moe.global_balance_loss", "model.overrides", needs=["args"], refuses=False)
 def router_can_learn(config: Config, facts: Facts) -> str | None:
     one = getattr(facts.args, "experts_per_token", 0) == 1
     balanced = config.moe.global_balance_loss or config.moe.sequence_balance_loss
@@ -233,12 +221,7 @@ def further_tokens_are_predicted(config: Config, facts: Facts) -> str | None:
     )
 
 
-@rule(
-    "training.mtp_loss_weight",
-    "model.overrides",
-    needs=["args"],
-    refuses=False,
-)
+@rule("training.mtp_loss_weight", "model.overrides", needs=["args"], refuses=False)
 def further_tokens_are_learnt(config: Config, facts: Facts) -> str | None:
     if config.training.mtp_loss_weight or not getattr(facts.args, "n_mtp", 0):
         return None

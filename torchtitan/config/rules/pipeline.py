@@ -94,11 +94,7 @@ def less_layers(p: Parallelism) -> tuple[int, int]:
     return (1 if first is None else first), (1 if last is None else last)
 
 
-def layers_per_stage(
-    p: Parallelism,
-    layers: int,
-    count: int,
-) -> list[int]:
+def layers_per_stage(p: Parallelism, layers: int, count: int) -> list[int]:
     """Equal numbers of layers, with fewer on the first and the last stage.
 
     Either may have none: the first then holds the embedding alone, the last norm and output.
@@ -200,12 +196,7 @@ def _most_stages(facts: Facts) -> int:
     return sum(cost > 0 for cost in costs) + (costs[0] == 0)
 
 
-def _count_problems(
-    count: int,
-    key: str,
-    p: Parallelism,
-    facts: Facts,
-) -> Iterator[str]:
+def _count_problems(count: int, key: str, p: Parallelism, facts: Facts) -> Iterator[str]:
     if facts.schedule_file is not None:
         stages = _stages_in(facts.schedule_file)
         if key == _PARTS and len(stages) != count:
@@ -322,12 +313,7 @@ def schedule_runs_the_microbatches(config: Config, facts: Facts) -> str | None:
     return f"{_P}_schedule: {schedule.name} {reason}; {advice}"
 
 
-def _reason_against(
-    schedule: Schedule,
-    microbatches: int,
-    stages: int,
-    degree: int,
-) -> str | None:
+def _reason_against(schedule: Schedule, microbatches: int, stages: int, degree: int) -> str | None:
     rounds = max(1, microbatches // degree)
     if schedule.whole_rounds and microbatches % rounds:
         return f"can't run {microbatches} microbatches on {degree} ranks in {rounds} equal rounds"

@@ -51,12 +51,7 @@ class TextEncoder(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def encode(
-        self,
-        text: str,
-        *,
-        bos: bool = ...,
-    ) -> list[int]: ...
+    def encode(self, text: str, *, bos: bool = ...) -> list[int]: ...
 
 
 class Computation(Protocol):
@@ -168,11 +163,7 @@ class Rule:
         """Whether all facts that it needs are known."""
         return not any(getattr(facts, name) is ABSENT for name in self.needs)
 
-    def ask(
-        self,
-        config: Config,
-        facts: Facts,
-    ) -> list[str]:
+    def ask(self, config: Config, facts: Facts) -> list[str]:
         """What is wrong."""
         answer = self.problem(config, facts)
         if answer is None:
@@ -197,10 +188,7 @@ def rule(
 
 
 def refuse(
-    *keys: str,
-    when: Callable[[Config], bool],
-    because: str,
-    needs: Sequence[str] = ("world",),
+    *keys: str, when: Callable[[Config], bool], because: str, needs: Sequence[str] = ("world",)
 ) -> None:
     """Add a combination of settings that is refused, with the message `because`."""
 
@@ -210,12 +198,7 @@ def refuse(
     RULES.append(Rule(keys, problem, tuple(needs)))
 
 
-def problems(
-    config: Config,
-    facts: Facts,
-    *,
-    refuses: bool = True,
-) -> list[str]:
+def problems(config: Config, facts: Facts, *, refuses: bool = True) -> list[str]:
     """What is wrong with a derived configuration, as far as `facts` tell.
 
     Args:
@@ -227,10 +210,7 @@ def problems(
 
 
 def _stage_problems(
-    config: Config,
-    facts: Facts,
-    asked: Sequence[Rule],
-    found: Collection[str],
+    config: Config, facts: Facts, asked: Sequence[Rule], found: Collection[str]
 ) -> Iterator[str]:
     """What the rules on shapes find in later stages of the data only.
 
@@ -248,11 +228,7 @@ def _stage_problems(
                     yield f"training.stages: the stage from_step {stage.from_step}: {problem}"
 
 
-def check(
-    config: Config,
-    facts: Facts,
-    sources: Mapping[str, str] | None = None,
-) -> None:
+def check(config: Config, facts: Facts, sources: Mapping[str, str] | None = None) -> None:
     """Refuse a derived configuration that can't run.
 
     Args:

@@ -19,11 +19,7 @@ class Section(BaseModel):
     """A group of keys: strict (unknown keys and wrong types are errors) and immutable."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
+        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
 

@@ -74,11 +74,7 @@ class StreamLane(Lane):
     current piece, whose start is part of the position.
     """
 
-    def __init__(
-        self,
-        cursor: Cursor,
-        encoder: DocumentEncoder,
-    ):
+    def __init__(self, cursor: Cursor, encoder: DocumentEncoder):
         self.cursor = cursor
         self.encoder = encoder
         self.before = cursor.position()
@@ -128,11 +124,7 @@ class StreamLane(Lane):
     def position(self) -> LanePosition:
         if self.ids is None:
             return LanePosition(cursor=self.before, offset=-1)
-        return LanePosition(
-            cursor=self.before,
-            offset=self.offset,
-            position=self.start,
-        )
+        return LanePosition(cursor=self.before, offset=self.offset, position=self.start)
 
     def seek(self, position: LanePosition) -> None:
         self.cursor.seek(position.cursor)
@@ -150,13 +142,7 @@ class PackedLane(Lane):
     While these are taken, the next pool is read, so that no row waits for a whole one.
     """
 
-    def __init__(
-        self,
-        cursor: Cursor,
-        encoder: DocumentEncoder,
-        length: int,
-        pad: int,
-    ):
+    def __init__(self, cursor: Cursor, encoder: DocumentEncoder, length: int, pad: int):
         """
         Args:
             length: ids of a row; the last one's label is padding.
@@ -240,13 +226,7 @@ class PackedLane(Lane):
 class LaneReader(SourceReader):
     """Rows of text, cut from lanes."""
 
-    def __init__(
-        self,
-        contents: str,
-        share: Share,
-        lanes: dict[int, Lane],
-        count: int,
-    ):
+    def __init__(self, contents: str, share: Share, lanes: dict[int, Lane], count: int):
         """
         Args:
             contents: fingerprint of the source.
@@ -259,20 +239,9 @@ class LaneReader(SourceReader):
         self.count = count
         self.rows = self.tokens = 0
 
-    def read(
-        self,
-        step: int,
-        count: int,
-        slots: Slots,
-        length: int,
-    ) -> dict[int, Row]:
+    def read(self, step: int, count: int, slots: Slots, length: int) -> dict[int, Row]:
         own = own_rows(count, self.share)
-        lanes = lanes_of(
-            slots,
-            step,
-            count,
-            self.count,
-        )
+        lanes = lanes_of(slots, step, count, self.count)
         rows = {}
         for slot, lane in zip(slots.tolist(), lanes.tolist(), strict=True):
             if lane in self.lanes:
@@ -310,12 +279,7 @@ class LaneReader(SourceReader):
             lane.seek(saved[str(index)])
 
 
-def lanes_of(
-    slots: Slots,
-    step: int,
-    count: int,
-    lanes: int,
-) -> Slots:
+def lanes_of(slots: Slots, step: int, count: int, lanes: int) -> Slots:
     """The lane of each place of a step of `count` rows.
 
     Neighbours in a batch are neighbours in lanes, so that a rank's rows come from few lanes. If
@@ -327,11 +291,7 @@ def lanes_of(
     return (slots * lanes + turn) // count
 
 
-def lanes_within(
-    own: range,
-    count: int,
-    lanes: int,
-) -> range:
+def lanes_within(own: range, count: int, lanes: int) -> range:
     """Lanes that any of the places `own` of steps of `count` rows may have."""
     if not own:
         return range(0)

@@ -70,11 +70,7 @@ class Shares:
         return taken
 
     def position(self) -> SharesState:
-        return SharesState(
-            weights=self.weights,
-            rows=self.rows,
-            counts=self.counts,
-        )
+        return SharesState(weights=self.weights, rows=self.rows, counts=self.counts)
 
     def seek(self, position: SharesState) -> None:
         self._aimed = None
@@ -92,10 +88,7 @@ def _whole(weights: Mapping[str, Fraction]) -> dict[str, int]:
 
 
 def divide(
-    shares: Shares,
-    weights: Mapping[str, Fraction],
-    rows: int,
-    left: Mapping[str, int],
+    shares: Shares, weights: Mapping[str, Fraction], rows: int, left: Mapping[str, int]
 ) -> dict[str, int]:
     """How many of the next `rows` rows come from each source.
 
@@ -127,11 +120,7 @@ def divide(
     return taken
 
 
-def place(
-    counts: Mapping[str, int],
-    seed: int,
-    step: int,
-) -> dict[str, Slots]:
+def place(counts: Mapping[str, int], seed: int, step: int) -> dict[str, Slots]:
     """The rows of a step from each source, scattered over the batch so that all ranks get some."""
     total = sum(counts.values())
     used = [name for name, count in counts.items() if count]
@@ -166,11 +155,7 @@ def _with_ends(plans: Sequence[StagePlan]) -> Iterator[tuple[StagePlan, int]]:
     return zip(plans, [*(plan.first for plan in plans[1:]), sys.maxsize], strict=True)
 
 
-def run_dry(
-    plans: Sequence[StagePlan],
-    left: Mapping[str, int],
-    steps: range,
-) -> dict[str, int]:
+def run_dry(plans: Sequence[StagePlan], left: Mapping[str, int], steps: range) -> dict[str, int]:
     """The step in which each source gives its last row, to within a row, if it is one of `steps`.
 
     Args:
@@ -206,11 +191,7 @@ def run_dry(
     return ended
 
 
-def whole_steps(
-    plans: Sequence[StagePlan],
-    tokens: int,
-    first: int,
-) -> int:
+def whole_steps(plans: Sequence[StagePlan], tokens: int, first: int) -> int:
     """How many steps, from `first` on, `tokens` tokens are enough for."""
     step = first
     for plan, after in _with_ends(plans):
@@ -244,12 +225,7 @@ def mixed(values: NDArray[np.int64], *keys: int) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def permute(
-    index: int,
-    size: int,
-    seed: int,
-    epoch: int,
-) -> int:
+def permute(index: int, size: int, seed: int, epoch: int) -> int:
     """The item at position `index` of an epoch over `size` items: a bijection of `[0, size)`.
 
     A shuffle without a table: a balanced Feistel network over the smallest even number of bits that

@@ -61,9 +61,7 @@ class Packed:
 
 
 def pack(
-    documents: Sequence[NDArray[Any]],
-    length: int,
-    pad: int,
+    documents: Sequence[NDArray[Any]], length: int, pad: int
 ) -> tuple[NDArray[np.uint32], Packed]:
     """Pack a pool.
 

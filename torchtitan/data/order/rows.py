@@ -44,13 +44,7 @@ class SourceReader(ABC):
     """Reads a share of the rows of one source."""
 
     @abstractmethod
-    def read(
-        self,
-        step: int,
-        count: int,
-        slots: Slots,
-        length: int,
-    ) -> dict[int, Row]:
+    def read(self, step: int, count: int, slots: Slots, length: int) -> dict[int, Row]:
         """This reader's rows of a step by their places. After the source's end, rows are missing.
 
         Args:
@@ -87,12 +81,7 @@ class TokenReader(SourceReader):
     """Rows of token files."""
 
     def __init__(
-        self,
-        files: TokenFiles,
-        share: Share,
-        seed: int | None,
-        order: WindowOrder,
-        retry: Retry,
+        self, files: TokenFiles, share: Share, seed: int | None, order: WindowOrder, retry: Retry
     ):
         """
         Args:
@@ -106,13 +95,7 @@ class TokenReader(SourceReader):
         self.retry = retry
         self.rows = self.tokens = 0
 
-    def read(
-        self,
-        step: int,
-        count: int,
-        slots: Slots,
-        length: int,
-    ) -> dict[int, Row]:
+    def read(self, step: int, count: int, slots: Slots, length: int) -> dict[int, Row]:
         own = own_rows(count, self.share)
         first, after = np.searchsorted(slots, [own.start, own.stop])
         found = self.order.take(len(slots), length, range(first, after))
@@ -120,11 +103,7 @@ class TokenReader(SourceReader):
         self.tokens += len(slots) * length
         return {int(slots[i]): self._row(pieces, length) for i, pieces in found.items()}
 
-    def _row(
-        self,
-        pieces: Sequence[Piece],
-        length: int,
-    ) -> Row:
+    def _row(self, pieces: Sequence[Piece], length: int) -> Row:
         parts: list[Row] = []
         for piece in pieces:
             ids = self._ids(piece)
@@ -135,12 +114,7 @@ class TokenReader(SourceReader):
     def _ids(self, piece: Piece) -> Row:
         epoch, window = divmod(piece.window, len(self.files))
         if self.seed is not None:
-            window = permute(
-                window,
-                len(self.files),
-                self.seed,
-                epoch,
-            )
+            window = permute(window, len(self.files), self.seed, epoch)
         return self.retry(
             f"window {window}", lambda: self.files.window(window, piece.first, piece.after)
         )

@@ -50,12 +50,7 @@ class WindowOrder:
     rest: int | None = None
     """Ids read after those, window after window; None: side by side so far."""
 
-    def take(
-        self,
-        rows: int,
-        length: int,
-        wanted: range,
-    ) -> dict[int, list[Piece]]:
+    def take(self, rows: int, length: int, wanted: range) -> dict[int, list[Piece]]:
         """Advance by `rows` rows of `length` predicted ids.
 
         Args:
@@ -145,11 +140,7 @@ class WindowOrder:
         left = self._unread - (self.rest or 0)
         return max(-(-left // length), 1)
 
-    def _advance(
-        self,
-        rows: int,
-        length: int,
-    ) -> None:
+    def _advance(self, rows: int, length: int) -> None:
         if self.rest is None:
             self.rows += rows
         else:
@@ -159,11 +150,7 @@ class WindowOrder:
             self.length = self.rows = 0
             self.rest = None
 
-    def _pieces(
-        self,
-        index: int,
-        length: int,
-    ) -> list[Piece]:
+    def _pieces(self, index: int, length: int) -> list[Piece]:
         """Those of the row `index` rows after the position."""
         if self.rest is None:
             turn, which = divmod(self.rows + index, self._size)

@@ -34,14 +34,7 @@ from torchtitan.utils.limits import CACHE_RECORD_BYTES
 from torchtitan.utils.logging import logger
 from torchtitan.utils.text import listed, plural, show_size
 
-_CANT_WRITE = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ENOTDIR,
-)
+_CANT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 _REPORT_SECONDS = 10.0
 _WAIT_SECONDS = 0.2
 _DOCUMENT = 2000
@@ -60,12 +53,7 @@ def default_folder() -> Path:
 class Cache:
     """Makes and finds the indexes of files."""
 
-    def __init__(
-        self,
-        folder: Path,
-        key: str,
-        chat: Chat | None = None,
-    ):
+    def __init__(self, folder: Path, key: str, chat: Chat | None = None):
         """
         Args:
             key: the configuration key that sets the folder, for messages.
@@ -77,19 +65,10 @@ class Cache:
         self._template = chat.fingerprint if chat else ""
         self._reported = time.monotonic()
 
-    def _path(
-        self,
-        index: FileIndex,
-        ending: str,
-    ) -> Path:
+    def _path(self, index: FileIndex, ending: str) -> Path:
         return self.folder / f"{index.key}.{ending}"
 
-    def open(
-        self,
-        stamps: Sequence[FileStamp],
-        column: str,
-        stop: bool,
-    ) -> list[FileIndex]:
+    def open(self, stamps: Sequence[FileStamp], column: str, stop: bool) -> list[FileIndex]:
         """The indexes of files; the missing ones are made.
 
         Raises:
@@ -116,10 +95,7 @@ class Cache:
         return found
 
     def _read_corpus(
-        self,
-        corpus: Path,
-        stamps: Sequence[FileStamp],
-        column: str,
+        self, corpus: Path, stamps: Sequence[FileStamp], column: str
     ) -> list[FileIndex] | None:
         try:
             entries = json.loads(read_regular(corpus, CACHE_RECORD_BYTES))
@@ -145,11 +121,7 @@ class Cache:
             return None
         return self._sound(index, new.stamp)
 
-    def _sound(
-        self,
-        index: FileIndex | None,
-        stamp: FileStamp,
-    ) -> FileIndex | None:
+    def _sound(self, index: FileIndex | None, stamp: FileStamp) -> FileIndex | None:
         """An index that was read; None if it is of another file, or its files have changed."""
         if index is None or index.ranges is None or (index.copied and index.texts is None):
             return None
@@ -203,10 +175,7 @@ class Cache:
             )
 
     def _make_all(
-        self,
-        missing: Sequence[FileIndex],
-        done: dict[str, FileIndex],
-        stop: bool,
+        self, missing: Sequence[FileIndex], done: dict[str, FileIndex], stop: bool
     ) -> None:
         left = list(missing)
         while left:
@@ -222,12 +191,7 @@ class Cache:
                 self._report(f"waiting for other processes to index {what}")
                 time.sleep(_WAIT_SECONDS)
 
-    def _make(
-        self,
-        index: FileIndex,
-        stop: bool,
-        so_far: str,
-    ) -> FileIndex | None:
+    def _make(self, index: FileIndex, stop: bool, so_far: str) -> FileIndex | None:
         """The index of a file; None if another process is making it."""
         with _locked(self.folder / f"{index.key}.lock") as ending:
             if ending is None:
@@ -248,12 +212,7 @@ class Cache:
             try:
                 with ranges.open("wb") as file, texts.open("wb") as copy:
                     find_documents(
-                        index,
-                        stop,
-                        file,
-                        copy if index.copied else None,
-                        advance,
-                        self.chat,
+                        index, stop, file, copy if index.copied else None, advance, self.chat
                     )
                     for written in (file, copy):
                         written.flush()
@@ -288,20 +247,13 @@ class Cache:
             ) from error
 
 
-def _put(
-    temporary: Path,
-    path: Path,
-    hash: Callable[[int], str],
-) -> KeptFile:
+def _put(temporary: Path, path: Path, hash: Callable[[int], str]) -> KeptFile:
     """Give a written file its final name."""
     with open_data(temporary) as file:
         handle = file.fileno()
         status = os.fstat(handle)
         about = KeptFile(
-            size=status.st_size,
-            mtime_ns=status.st_mtime_ns,
-            inode=status.st_ino,
-            sum=hash(handle),
+            size=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino, sum=hash(handle)
         )
     temporary.replace(path)
     return about

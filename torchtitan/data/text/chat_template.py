@@ -43,12 +43,7 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 class ChatTemplate:
     """Renders messages."""
 
-    def __init__(
-        self,
-        tokenizer: Path,
-        special: Mapping[str, str],
-        key: str,
-    ):
+    def __init__(self, tokenizer: Path, special: Mapping[str, str], key: str):
         """
         Args:
             tokenizer: its file; the template is beside it.
@@ -78,11 +73,7 @@ class ChatTemplate:
                 f"{key}: the chat template in {self.place} can't be parsed: it is nested too deeply"
             ) from None
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        prompt: bool = False,
-    ) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False) -> str:
         """The text of messages, and with `prompt` the beginning of the assistant's turn.
 
         Raises:
@@ -142,11 +133,7 @@ def _special_names(about: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _find(
-    tokenizer: Path,
-    about: Mapping[str, Any],
-    key: str,
-) -> tuple[Path, str]:
+def _find(tokenizer: Path, about: Mapping[str, Any], key: str) -> tuple[Path, str]:
     """The file of a template, and the template."""
     file = tokenizer.with_name(_FILE)
     if file.is_file():
@@ -196,24 +183,13 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(["*", "**", "%"])
 
-    def is_safe_attribute(
-        self,
-        obj: Any,
-        attr: str,
-        value: Any,
-    ) -> bool:
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         wide = attr in ("format", "format_map") and isinstance(obj, str) and _WIDE.search(obj)
         if wide or attr in _PADDING:
             return False
         return super().is_safe_attribute(obj, attr, value)
 
-    def call_binop(
-        self,
-        context: Any,
-        operator: str,
-        left: Any,
-        right: Any,
-    ) -> Any:
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         parts = [x for x in (left, right) if isinstance(x, str | list | tuple)]
         times = [abs(x) for x in (left, right) if isinstance(x, int | float)]
         if parts and times and len(parts[0]) * times[0] > WHOLE_TEXT_CHARACTERS:
@@ -227,9 +203,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = _Sandbox(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     for name in ("center", "format"):
@@ -249,11 +223,7 @@ def _to_json(
 ) -> str:
     """Jinja's own escapes HTML."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

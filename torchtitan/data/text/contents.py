@@ -62,12 +62,7 @@ class Contents:
     """The fingerprint of earlier versions: names and sizes, or a count of tokens."""
 
     @classmethod
-    def of(
-        cls,
-        files: Sequence[DataFile],
-        earlier: str | None,
-        reading: str = "",
-    ) -> "Contents":
+    def of(cls, files: Sequence[DataFile], earlier: str | None, reading: str = "") -> "Contents":
         """
         Args:
             reading: options that change the documents of the same files.
@@ -89,13 +84,7 @@ def _kind(name: str) -> str:
     return kind
 
 
-def data_file(
-    path: str,
-    base: str,
-    size: int,
-    sample: str,
-    whole: str = "",
-) -> DataFile:
+def data_file(path: str, base: str, size: int, sample: str, whole: str = "") -> DataFile:
     """
     Args:
         path: absolute.
@@ -104,18 +93,11 @@ def data_file(
     name = path.removeprefix(f"{base.rstrip('/')}/")
     if not name.isascii():
         name = os.fsencode(name).decode("utf-8", "backslashreplace")
-    return DataFile(
-        name,
-        size,
-        sample,
-        whole,
-    )
+    return DataFile(name, size, sample, whole)
 
 
 def sampled(
-    stamps: Sequence[FileStamp],
-    base: str | Path,
-    wholes: Sequence[str] = (),
+    stamps: Sequence[FileStamp], base: str | Path, wholes: Sequence[str] = ()
 ) -> list[DataFile]:
     """Sample files.
 
@@ -133,19 +115,8 @@ def sampled(
         samples = list(pool.map(one, stamps))
     known = wholes or [""] * len(stamps)
     return [
-        data_file(
-            s.path,
-            folder,
-            s.size,
-            own,
-            all_,
-        )
-        for s, own, all_ in zip(
-            stamps,
-            samples,
-            known,
-            strict=True,
-        )
+        data_file(s.path, folder, s.size, own, all_)
+        for s, own, all_ in zip(stamps, samples, known, strict=True)
     ]
 
 
@@ -186,11 +157,7 @@ def changes(old: Sequence[DataFile], new: Sequence[DataFile]) -> list[str]:
     return [printable(words) for words in found]
 
 
-def _change(
-    before: DataFile,
-    now: DataFile,
-    held: Mapping[tuple[int, str], str],
-) -> str:
+def _change(before: DataFile, now: DataFile, held: Mapping[tuple[int, str], str]) -> str:
     if now.same_as(before):
         return ""
     other = held.get((now.size, now.sample), now.name)

@@ -106,10 +106,7 @@ class Corpus:
         for stamp in self.stamps:
             try:
                 for number, content, _ in read_records(
-                    Path(stamp.path),
-                    self.column,
-                    advance,
-                    stamp,
+                    Path(stamp.path), self.column, advance, stamp
                 ):
                     yield Item(stamp.path, number, content)
             except DataError as error:

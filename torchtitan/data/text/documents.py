@@ -146,15 +146,7 @@ class LocalDocuments:
         if chat is not None:
             reading += f" chat template {chat.fingerprint}"
         base = base_of(path)
-        found = [
-            data_file(
-                i.path,
-                base,
-                i.size,
-                i.sample,
-            )
-            for i in self.indexes
-        ]
+        found = [data_file(i.path, base, i.size, i.sample) for i in self.indexes]
         earlier = _listing([file.name for file in files], stamps, reading)
         self.contents = Contents.of(found, earlier, reading)
         if self.skipped:
@@ -162,12 +154,7 @@ class LocalDocuments:
             where = f"{place(Path(first.path), first.places[0][0])}: {first.places[0][1]}"
             logger.warning(f"{key}: skipping {counted(self.skipped)}; the first is {where}")
 
-    def _hold(
-        self,
-        stamps: Sequence[FileStamp],
-        stop: bool,
-        cache_key: str,
-    ) -> list[FileIndex]:
+    def _hold(self, stamps: Sequence[FileStamp], stop: bool, cache_key: str) -> list[FileIndex]:
         """Index files in memory."""
         logger.info(
             f"Finding the documents of {plural(len(stamps), 'file')}, without a cache folder"
@@ -202,12 +189,7 @@ class LocalDocuments:
         number = index - (int(self._ends[which - 1]) if which else 0)
         start, end = self._range(which, number)
         if file.kind == "json" and not file.copied:
-            line = self._files.read(
-                file.path,
-                start,
-                end - start,
-                file.stamp,
-            )
+            line = self._files.read(file.path, start, end - start, file.stamp)
             try:
                 return decode(line, file.column, self._chat)
             except BadDocument as error:
@@ -216,34 +198,15 @@ class LocalDocuments:
                 ) from None
         stamp = self._kept(file)["texts"] if file.copied else file.stamp
         if end - start > LONG:
-            return FileText(
-                stamp.path,
-                start,
-                end,
-                stamp,
-            )
-        return self._files.read(
-            stamp.path,
-            start,
-            end - start,
-            stamp,
-        ).decode()
+            return FileText(stamp.path, start, end, stamp)
+        return self._files.read(stamp.path, start, end - start, stamp).decode()
 
-    def _range(
-        self,
-        which: int,
-        number: int,
-    ) -> tuple[int, int]:
+    def _range(self, which: int, number: int) -> tuple[int, int]:
         if self._folder is None:
             start, end = self._held[which][number]
         else:
             kept = self._kept(self.indexes[which])["ranges"]
-            content = self._files.read(
-                kept.path,
-                number * RANGE,
-                RANGE,
-                kept,
-            )
+            content = self._files.read(kept.path, number * RANGE, RANGE, kept)
             start, end = np.frombuffer(content, np.int64)
         return int(start), int(end)
 
@@ -252,11 +215,7 @@ class LocalDocuments:
         return index.kept(self._folder)
 
 
-def _listing(
-    names: Sequence[str],
-    stamps: Sequence[FileStamp],
-    reading: str = "",
-) -> str:
+def _listing(names: Sequence[str], stamps: Sequence[FileStamp], reading: str = "") -> str:
     """The fingerprint of earlier versions: names and sizes."""
     sizes = [f"{name}:{stamp.size};" for name, stamp in zip(names, stamps, strict=True)]
     listing = "".join(sizes) + reading
@@ -266,14 +225,7 @@ def _listing(
 class DocumentCursor:
     """The documents of a lane: every L-th of all epochs, one epoch after another."""
 
-    def __init__(
-        self,
-        documents: Documents,
-        lane: int,
-        lanes: int,
-        seed: int | None,
-        retry: Retry,
-    ):
+    def __init__(self, documents: Documents, lane: int, lanes: int, seed: int | None, retry: Retry):
         """
         Args:
             seed: shuffles each epoch differently; None makes one pass in order.
@@ -290,12 +242,7 @@ class DocumentCursor:
         size = len(self.documents)
         epoch, index = divmod(self.upcoming, size)
         if self.seed is not None:
-            index = permute(
-                index,
-                size,
-                self.seed,
-                epoch,
-            )
+            index = permute(index, size, self.seed, epoch)
         elif epoch:
             return None
         self.upcoming += self.lanes
@@ -361,11 +308,7 @@ def open_documents(
     return documents
 
 
-def check_has_text(
-    documents: Documents,
-    key: str,
-    name: str,
-) -> None:
+def check_has_text(documents: Documents, key: str, name: str) -> None:
     """
     Raises:
         UserError: there are no documents, or all are empty; training would only see begin-of-text

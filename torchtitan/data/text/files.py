@@ -81,11 +81,7 @@ def find_files(path: str | Sequence[str], key: str) -> list[Path]:
     return found
 
 
-def _of_saved(
-    files: Sequence[Path],
-    in_folder: bool,
-    key: str,
-) -> list[Path]:
+def _of_saved(files: Sequence[Path], in_folder: bool, key: str) -> list[Path]:
     """`files` without what `save_to_disk` left beside a data set, and of a folder without splits
     other than `train`.
     """
@@ -219,11 +215,7 @@ class TooManyFilesError(Exception):
     """Too many files and folders would have to be searched."""
 
 
-def matching_files(
-    path: str,
-    most: int,
-    skipped: list[str],
-) -> Iterator[str]:
+def matching_files(path: str, most: int, skipped: list[str]) -> Iterator[str]:
     """The files below the folder `path`, or those that match it as a pattern, in no order.
 
     The rules are those of `glob.glob(path, recursive=True)`, except that `**` finds each folder

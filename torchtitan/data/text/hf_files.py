@@ -18,21 +18,12 @@ def post_processor(bos: str | None, bos_id: int | None) -> dict[str, Any] | None
         "type": "TemplateProcessing",
         "single": parts[:2],
         "pair": parts,
-        "special_tokens": {
-            bos: {
-                "id": bos,
-                "ids": [bos_id],
-                "tokens": [bos],
-            }
-        },
+        "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
     }
 
 
 def tokenizer_config(
-    given: Mapping[str, Any],
-    bos: str | None,
-    eos: str,
-    max_length: int | None = None,
+    given: Mapping[str, Any], bos: str | None, eos: str, max_length: int | None = None
 ) -> dict[str, Any]:
     """`tokenizer_config.json`, naming the class that uses `tokenizer.json` as it is.
 

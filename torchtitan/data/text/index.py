@@ -37,11 +37,7 @@ class KeptFile(BaseModel):
     inode: int
     sum: str
 
-    def stamp(
-        self,
-        path: Path,
-        hasher: Callable[[int], str],
-    ) -> FileStamp:
+    def stamp(self, path: Path, hasher: Callable[[int], str]) -> FileStamp:
         """
         Args:
             hasher: makes `sum` of the open file.
@@ -82,13 +78,7 @@ class FileIndex(BaseModel):
     @property
     def stamp(self) -> FileStamp:
         """The file when it was indexed."""
-        return FileStamp(
-            self.path,
-            self.size,
-            self.mtime_ns,
-            self.inode,
-            self.sample,
-        )
+        return FileStamp(self.path, self.size, self.mtime_ns, self.inode, self.sample)
 
     def kept(self, folder: Path) -> dict[str, FileStamp]:
         """The files of the cache that belong to it, by their endings."""
@@ -100,11 +90,7 @@ class FileIndex(BaseModel):
         return found
 
 
-def new_index(
-    stamp: FileStamp,
-    column: str,
-    chat: str = "",
-) -> FileIndex:
+def new_index(stamp: FileStamp, column: str, chat: str = "") -> FileIndex:
     """The index of a file, before its documents are looked for."""
     kind = kind_of(Path(stamp.path), stamp)
     copied = kind not in ("json", "text") or is_compressed(Path(stamp.path))
@@ -121,11 +107,7 @@ def new_index(
     )
 
 
-def key_of(
-    stamps: Sequence[FileStamp],
-    column: str,
-    chat: str = "",
-) -> str:
+def key_of(stamps: Sequence[FileStamp], column: str, chat: str = "") -> str:
     """A name that changes when the files do. The inode is left out, see `FileStamp.hash`."""
     named = [(stamp.path, stamp.size, stamp.mtime_ns) for stamp in stamps]
     name = json.dumps([named, column, _VERSION, *([chat] if chat else [])])
@@ -199,11 +181,7 @@ def _utf8_bytes(text: Text) -> int:
     return sum(len(part) if part.isascii() else len(part.encode()) for part in parts_of(text))
 
 
-def _copy(
-    text: Text,
-    file: IO[Any],
-    start: int,
-) -> int:
+def _copy(text: Text, file: IO[Any], start: int) -> int:
     """Write a text at `start`, over a bad one that may have been begun there; its bytes."""
     file.seek(start)
     for part in parts_of(text):

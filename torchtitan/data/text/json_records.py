@@ -9,15 +9,7 @@ from collections.abc import Iterator
 from typing import IO, Any, cast
 
 from torchtitan.data.text.retry import DataError
-from torchtitan.data.text.texts import (
-    BLOCK,
-    BOM,
-    BadDocument,
-    LongText,
-    Record,
-    not_json,
-    not_utf8,
-)
+from torchtitan.data.text.texts import BLOCK, BOM, BadDocument, LongText, Record, not_json, not_utf8
 from torchtitan.utils.limits import RECORD_BYTES
 
 _BLANKS = " \t\r\n"
@@ -80,12 +72,7 @@ class _Array:
 
     def __init__(self, file: IO[bytes]):
         # Bytes that aren't UTF-8 become lone surrogates, so that only their entry is bad.
-        self.text = io.TextIOWrapper(
-            file,
-            "utf-8",
-            errors="surrogateescape",
-            newline="",
-        )
+        self.text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
         self.buffer = ""
         self.at = 0
         """Characters of the buffer that have been used."""
@@ -189,12 +176,7 @@ class JsonString(LongText):
     line's size, because one emoji makes every character of a Python string take four bytes.
     """
 
-    def __init__(
-        self,
-        line: bytes,
-        begin: int,
-        end: int,
-    ):
+    def __init__(self, line: bytes, begin: int, end: int):
         """
         Args:
             line: isn't copied.
@@ -213,12 +195,7 @@ class JsonString(LongText):
         decoder = codecs.getincrementaldecoder("utf-8")()
         place = self.begin
         while place < self.end:
-            end = _whole_escapes(
-                self.line,
-                place,
-                min(place + BLOCK, self.end),
-                self.end,
-            )
+            end = _whole_escapes(self.line, place, min(place + BLOCK, self.end), self.end)
             try:
                 raw = decoder.decode(self.line[place:end], final=end == self.end)
             except UnicodeDecodeError as error:
@@ -248,12 +225,7 @@ def _unescaped(raw: str, place: int) -> str:
     return text
 
 
-def _whole_escapes(
-    line: bytes,
-    place: int,
-    end: int,
-    last: int,
-) -> int:
+def _whole_escapes(line: bytes, place: int, end: int, last: int) -> int:
     """Where to end the block from `place` on, at or before `end`, so that no escape or pair of them
     is cut.
     """
@@ -274,11 +246,7 @@ def _whole_escapes(
     return end
 
 
-def _is_escaped(
-    line: bytes,
-    begin: int,
-    at: int,
-) -> bool:
+def _is_escaped(line: bytes, begin: int, at: int) -> bool:
     """Whether an odd number of backslashes precedes a byte, from `begin` on."""
     first = at
     while first > begin and line[first - 1] == _BACKSLASH:

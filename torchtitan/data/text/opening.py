@@ -38,41 +38,21 @@ def sample(handle: int) -> str:
     size = os.fstat(handle).st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=8)
     if size <= WHOLE:
-        _add(
-            digest,
-            handle,
-            0,
-            size,
-        )
+        _add(digest, handle, 0, size)
     else:
         for i in range(_BLOCKS):
-            _add(
-                digest,
-                handle,
-                (size - _BLOCK) * i // (_BLOCKS - 1),
-                _BLOCK,
-            )
+            _add(digest, handle, (size - _BLOCK) * i // (_BLOCKS - 1), _BLOCK)
     return digest.hexdigest()
 
 
 def whole(handle: int) -> str:
     """A hash of all bytes of an open file."""
     digest = hashlib.blake2b(digest_size=8)
-    _add(
-        digest,
-        handle,
-        0,
-        os.fstat(handle).st_size,
-    )
+    _add(digest, handle, 0, os.fstat(handle).st_size)
     return digest.hexdigest()
 
 
-def _add(
-    digest: "hashlib.blake2b",
-    handle: int,
-    start: int,
-    size: int,
-) -> None:
+def _add(digest: "hashlib.blake2b", handle: int, start: int, size: int) -> None:
     end = start + size
     while start < end:
         part = os.pread(handle, min(_BUFFER, end - start), start)
@@ -119,12 +99,7 @@ class FileStamp:
             raise
         if not stat.S_ISREG(status.st_mode):
             raise DataError(f"{path} {_NOT_REGULAR}")
-        return cls(
-            os.path.abspath(path),
-            status.st_size,
-            status.st_mtime_ns,
-            status.st_ino,
-        )
+        return cls(os.path.abspath(path), status.st_size, status.st_mtime_ns, status.st_ino)
 
     def matches(self, status: os.stat_result) -> bool:
         """Whether size, time and inode are the same."""
@@ -199,9 +174,7 @@ def is_compressed(file: Path) -> bool:
 
 
 def open_plain(
-    file: Path,
-    advance: Callable[[int], None] | None = None,
-    stamp: FileStamp | None = None,
+    file: Path, advance: Callable[[int], None] | None = None, stamp: FileStamp | None = None
 ) -> IO[bytes]:
     """The bytes of a data file, decompressed by the ending of its name; see `data_handle`.
 
@@ -217,11 +190,7 @@ def open_plain(
 
         plain = pyarrow.CompressedInputStream(buffered, "zstd")
         return cast(IO[bytes], io.BufferedReader(plain, _BUFFER))
-    openers: dict[str, Any] = {
-        ".gz": gzip.open,
-        ".bz2": bz2.open,
-        ".xz": lzma.open,
-    }
+    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     if ending in openers:
         return openers[ending](buffered)
     return buffered
@@ -230,11 +199,7 @@ def open_plain(
 class _Counted(io.FileIO):
     """A file that reports the size of each read."""
 
-    def __init__(
-        self,
-        handle: int,
-        advance: Callable[[int], None],
-    ):
+    def __init__(self, handle: int, advance: Callable[[int], None]):
         super().__init__(handle)
         self.advance = advance
 
@@ -267,13 +232,7 @@ class OpenFiles:
         """Descriptors, with the size and time of the file when it was opened."""
         self._lock = threading.Lock()
 
-    def read(
-        self,
-        path: str,
-        start: int,
-        size: int,
-        stamp: FileStamp | None = None,
-    ) -> bytes:
+    def read(self, path: str, start: int, size: int, stamp: FileStamp | None = None) -> bytes:
         """`size` bytes from `start` on.
 
         Args:

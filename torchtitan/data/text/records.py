@@ -107,12 +107,7 @@ def read_records(
     try:
         with open_plain(file, None if tabular else advance, stamp) as content:
             try:
-                for record in _records(
-                    content,
-                    kind,
-                    column,
-                    advance,
-                ):
+                for record in _records(content, kind, column, advance):
                     number = record.number
                     yield record
             except DataError as error:
@@ -124,10 +119,7 @@ def read_records(
 
 
 def _records(
-    file: IO[bytes],
-    kind: Kind,
-    column: str,
-    advance: Callable[[int], None] | None,
+    file: IO[bytes], kind: Kind, column: str, advance: Callable[[int], None] | None
 ) -> Iterator[Record]:
     if kind in ("csv", "tsv"):
         return csv_rows(file, column, "," if kind == "csv" else "\t")
@@ -138,11 +130,7 @@ def _records(
     return records_of(file, array=kind == "array")
 
 
-def decode(
-    content: Any,
-    column: str,
-    chat: Chat | MessageTexts | None = None,
-) -> Text:
+def decode(content: Any, column: str, chat: Chat | MessageTexts | None = None) -> Text:
     """The text of a record's content.
 
     Args:
@@ -176,11 +164,7 @@ def _held(text: Text) -> Text:
     return HeldText(text) if isinstance(text, str) and len(text) > LONG else text
 
 
-def _conversation(
-    content: Any,
-    column: str,
-    chat: Chat | MessageTexts,
-) -> Text:
+def _conversation(content: Any, column: str, chat: Chat | MessageTexts) -> Text:
     if isinstance(content, FileText):
         raise BadDocument("not an object", "is plain text, not conversations")
     row = _json(content, column) if isinstance(content, bytes) else content
@@ -203,10 +187,7 @@ def _json(line: bytes, column: str) -> Any:
             explicit_schema=pyarrow.schema({column: pyarrow.string()}),
             unexpected_field_behavior="ignore",
         )
-        blocks = pyarrow.json.ReadOptions(
-            block_size=len(line),
-            use_threads=False,
-        )
+        blocks = pyarrow.json.ReadOptions(block_size=len(line), use_threads=False)
         try:
             (row,) = pyarrow.json.read_json(io.BytesIO(line), blocks, options).to_pylist()
         except (pyarrow.ArrowException, ValueError):

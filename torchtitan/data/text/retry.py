@@ -37,10 +37,7 @@ class Retry:
     """The read in progress, for the error about a stall."""
 
     def __call__(
-        self,
-        what: str,
-        read: Callable[[], T],
-        reset: Callable[[], None] = lambda: None,
+        self, what: str, read: Callable[[], T], reset: Callable[[], None] = lambda: None
     ) -> T:
         """Return `read()`.
 
@@ -55,11 +52,7 @@ class Retry:
 
         place = f"{what} of {self.source}"
 
-        def warn(
-            error: Exception,
-            attempt: int,
-            pause: float,
-        ) -> None:
+        def warn(error: Exception, attempt: int, pause: float) -> None:
             cause = first_line(error)
             self.doing = f"reading {what}, which failed {attempt} times ({cause})"
             logger.warning(f"{self.section}.dataset: {place}: {cause}; trying again")

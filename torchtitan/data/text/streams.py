@@ -18,10 +18,7 @@ from torchtitan.data.text.texts import BadDocument, Text
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 
-KNOWN = {
-    "c4": ("allenai/c4", "en", "train"),
-    "c4_validation": ("allenai/c4", "en", "validation"),
-}
+KNOWN = {"c4": ("allenai/c4", "en", "train"), "c4_validation": ("allenai/c4", "en", "validation")}
 
 
 class Stream(Protocol):
@@ -53,11 +50,7 @@ def import_datasets() -> ModuleType:
     return datasets
 
 
-def open_stream(
-    dataset: str,
-    section: str,
-    text_column: str = "text",
-) -> Stream:
+def open_stream(dataset: str, section: str, text_column: str = "text") -> Stream:
     """Open a streaming dataset by a known name, or as `org/name[:config][@split]`, for its column
     `text_column`.
 
@@ -187,11 +180,7 @@ class StreamCursor:
         if self.iterator is not None:
             state = self.stream.state_dict()
             check_state(state, self.key, self.retry.source)
-        return StreamPosition(
-            epoch=self.epoch,
-            stream=state,
-            skipped=dict(self.skipped),
-        )
+        return StreamPosition(epoch=self.epoch, stream=state, skipped=dict(self.skipped))
 
     def seek(self, position: StreamPosition) -> None:
         self.epoch = position.epoch
@@ -205,11 +194,7 @@ class StreamCursor:
             self.iterator = iter(self.stream)
 
 
-def check_state(
-    state: Any,
-    key: str,
-    name: str,
-) -> None:
+def check_state(state: Any, key: str, name: str) -> None:
     """
     Args:
         state: of the stream.

@@ -15,14 +15,7 @@ from typing import IO, Any
 import numpy as np
 
 from torchtitan.data.text.retry import DataError
-from torchtitan.data.text.texts import (
-    BLOCK,
-    LONG,
-    BadDocument,
-    HeldBytes,
-    Record,
-    missing_column,
-)
+from torchtitan.data.text.texts import BLOCK, LONG, BadDocument, HeldBytes, Record, missing_column
 from torchtitan.utils.limits import RECORD_BYTES
 
 _ROWS = 256
@@ -33,9 +26,7 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def parquet_rows(
-    file: IO[bytes],
-    column: str,
-    advance: Callable[[int], None] | None = None,
+    file: IO[bytes], column: str, advance: Callable[[int], None] | None = None
 ) -> Iterator[Record]:
     """
     Raises:
@@ -56,10 +47,7 @@ def parquet_rows(
         for group in range(metadata.num_row_groups):
             rows = _rows_at_once(metadata.row_group(group), column)
             for batch in table.iter_batches(
-                rows,
-                row_groups=[group],
-                columns=[column],
-                use_threads=False,
+                rows, row_groups=[group], columns=[column], use_threads=False
             ):
                 # `columns` also selects `text` in a struct `meta` for "meta.text".
                 for value in _values(batch.column(_index(batch.schema, column))):
@@ -79,9 +67,7 @@ def _rows_at_once(group: Any, column: str) -> int:
 
 
 def arrow_rows(
-    file: IO[bytes],
-    column: str,
-    advance: Callable[[int], None] | None = None,
+    file: IO[bytes], column: str, advance: Callable[[int], None] | None = None
 ) -> Iterator[Record]:
     """The rows of an Arrow file or stream. A record batch is held at a time; of a file, its text.
 
@@ -124,10 +110,7 @@ def _arrow_batches(file: IO[bytes], column: str) -> Iterator[tuple[Iterator[Any]
     file.seek(0)
     schema = open_reader(file).schema
     index = _index(schema, column)
-    options = pyarrow.ipc.IpcReadOptions(
-        included_fields=[index or 0],
-        use_threads=False,
-    )
+    options = pyarrow.ipc.IpcReadOptions(included_fields=[index or 0], use_threads=False)
     file.seek(0)
     reader = open_reader(file, options=options)
     batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
@@ -167,12 +150,7 @@ def _values(values: Any) -> Iterator[Any]:
     width = np.int32 if types.is_binary(values.type) else np.int64
     _, places, content = values.buffers()
     ends = np.frombuffer(places, width)[values.offset : values.offset + len(values) + 1].tolist()
-    for start, end, valid in zip(
-        ends,
-        ends[1:],
-        values.is_valid().to_pylist(),
-        strict=False,
-    ):
+    for start, end, valid in zip(ends, ends[1:], values.is_valid().to_pylist(), strict=False):
         text = content.slice(start, end - start)
         if valid:
             yield HeldBytes(text) if len(text) > LONG else text.to_pybytes()
@@ -196,11 +174,7 @@ def _as_binary(values: Any) -> Any:
     return values
 
 
-def _report(
-    file: IO[bytes],
-    read: int,
-    advance: Callable[[int], None] | None,
-) -> int:
+def _report(file: IO[bytes], read: int, advance: Callable[[int], None] | None) -> int:
     """Report how far a file has been read since `read`; returns the new place."""
     place = max(read, file.tell())
     if advance:
@@ -226,11 +200,7 @@ def _damage(what: str) -> Iterator[None]:
         raise DataError(f"not {what} (damaged or cut off?): {reason[0]}") from None
 
 
-def csv_rows(
-    file: IO[bytes],
-    column: str,
-    delimiter: str,
-) -> Iterator[Record]:
+def csv_rows(file: IO[bytes], column: str, delimiter: str) -> Iterator[Record]:
     """The rows below the header, numbered by the first of their lines. Blank lines are left out.
 
     Raises:
@@ -239,12 +209,7 @@ def csv_rows(
     """
     csv.field_size_limit(RECORD_BYTES)
     # Bytes that aren't UTF-8 become lone surrogates, so that only their row is bad.
-    text = io.TextIOWrapper(
-        file,
-        "utf-8-sig",
-        errors="surrogateescape",
-        newline="",
-    )
+    text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
     rows = csv.reader(text, delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:
@@ -267,11 +232,7 @@ def csv_rows(
         yield Record(line, _csv_content(row, header, column))
 
 
-def _csv_content(
-    row: list[str],
-    header: list[str],
-    column: str,
-) -> Any:
+def _csv_content(row: list[str], header: list[str], column: str) -> Any:
     if column not in header:
         return missing_column(column, header)
     if len(row) != len(header):

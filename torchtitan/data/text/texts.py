@@ -22,11 +22,7 @@ BOM = b"\xef\xbb\xbf"
 class BadDocument(DataError):
     """A document that can't be decoded, or has no text."""
 
-    def __init__(
-        self,
-        kind: str,
-        problem: str,
-    ):
+    def __init__(self, kind: str, problem: str):
         super().__init__(problem)
         self.kind = kind
         """The kind that `run.json` counts."""
@@ -105,11 +101,7 @@ class FileText(LongText):
     """Bytes `start` to `end` (None: all) of a file's decompressed contents, as UTF-8."""
 
     def __init__(
-        self,
-        path: str,
-        start: int = 0,
-        end: int | None = None,
-        stamp: FileStamp | None = None,
+        self, path: str, start: int = 0, end: int | None = None, stamp: FileStamp | None = None
     ):
         """
         Args:
@@ -135,14 +127,7 @@ class FileText(LongText):
             while True:
                 wanted = BLOCK if self.end is None else min(BLOCK, self.end - place)
                 try:
-                    block = self.attempt(
-                        partial(
-                            _read_at,
-                            file,
-                            place,
-                            wanted,
-                        )
-                    )
+                    block = self.attempt(partial(_read_at, file, place, wanted))
                     if self.stamp is not None and not is_compressed(self.path):
                         self.stamp.check(file.fileno())
                     content = block if place else block.removeprefix(BOM)
@@ -162,11 +147,7 @@ class FileText(LongText):
                     return
 
 
-def _read_at(
-    file: IO[bytes],
-    place: int,
-    size: int,
-) -> bytes:
+def _read_at(file: IO[bytes], place: int, size: int) -> bytes:
     if file.tell() != place:  # after an attempt that failed
         file.seek(place)
     return file.read(size)
@@ -185,11 +166,7 @@ class Record(NamedTuple):
     """First byte of a JSON line in the decompressed file."""
 
 
-def not_utf8(
-    error: UnicodeDecodeError,
-    offset: int = 0,
-    where: str = "",
-) -> BadDocument:
+def not_utf8(error: UnicodeDecodeError, offset: int = 0, where: str = "") -> BadDocument:
     """
     Args:
         offset: place of the decoded bytes in the document.

@@ -64,13 +64,7 @@ class Tokenizer(ABC):
         self.path = path
         self.fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
 
-    def encode(
-        self,
-        text: str,
-        *,
-        bos: bool = False,
-        eos: bool = False,
-    ) -> list[int]:
+    def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Ids of `text`, with the special tokens if asked. A long text is encoded in pieces.
 
         Raises:
@@ -150,11 +144,7 @@ class Tokenizer(ABC):
             start += text.size(piece)
         yield start, np.array([self.eos_id])
 
-    def encode_batch(
-        self,
-        texts: Sequence[str],
-        dtype: np.dtype[Any],
-    ) -> list[NDArray[Any]]:
+    def encode_batch(self, texts: Sequence[str], dtype: np.dtype[Any]) -> list[NDArray[Any]]:
         """The documents `texts` as training sees them, faster than one by one."""
         first = 0 if self.bos_id is None else 1
         documents = []
@@ -213,12 +203,7 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         self.eos_id = eos
 
-    def _special(
-        self,
-        about: Path,
-        key: str,
-        usual: Sequence[str],
-    ) -> int | None:
+    def _special(self, about: Path, key: str, usual: Sequence[str]) -> int | None:
         name = _read_json(about).get(key)
         name = name.get("content") if isinstance(name, dict) else name
         if not isinstance(name, str | None):
@@ -278,10 +263,7 @@ class TiktokenTokenizer(Tokenizer):
         names = [LLAMA3_SPECIAL.get(i) or next(reserved) for i in range(256)]
         special = {name: len(ranks) + i for i, name in enumerate(names)}
         self.backend = tiktoken.Encoding(
-            path.stem,
-            pat_str=LLAMA3_PATTERN,
-            mergeable_ranks=ranks,
-            special_tokens=special,
+            path.stem, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
         self.vocab_size = self.backend.n_vocab
         self.bos_id = special["<|begin_of_text|>"]

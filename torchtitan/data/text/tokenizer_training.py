@@ -120,8 +120,7 @@ def train_tokenizer(
     trained = Trained()
     chosen = _sampled(corpus.texts(advance), sample, trained)
     tokenizer.train_from_iterator(
-        (piece for text in chosen for piece in pieces(parts_of(text))),
-        trainer,
+        (piece for text in chosen for piece in pieces(parts_of(text))), trainer
     )
     _check_has_text(corpus, trained)
     trained.vocab_size = tokenizer.get_vocab_size()
@@ -153,11 +152,7 @@ def _words(pattern: Pattern) -> "PreTokenizer":
     )
 
 
-def _check(
-    special: Sequence[str],
-    words: "PreTokenizer",
-    vocab_size: int,
-) -> None:
+def _check(special: Sequence[str], words: "PreTokenizer", vocab_size: int) -> None:
     """
     Raises:
         UserError: a special token can't be one, or `vocab_size` is too small.
@@ -200,9 +195,7 @@ def _check_has_text(corpus: Corpus, trained: Trained) -> None:
 
 
 def _sampled(
-    texts: Iterable[tuple[Text, int, int]],
-    sample: Sample | None,
-    trained: Trained,
+    texts: Iterable[tuple[Text, int, int]], sample: Sample | None, trained: Trained
 ) -> Iterator[Text]:
     """The texts of the sample. Counts them and all."""
 
@@ -223,8 +216,7 @@ def _sampled(
 
 
 def _lowest(
-    texts: Iterable[tuple[Text, int, int]],
-    sample: Sample,
+    texts: Iterable[tuple[Text, int, int]], sample: Sample
 ) -> Iterator[tuple[Text, int, int]]:
     """The texts of lowest rank that together reach the sample's bytes."""
     assert sample.bytes is not None

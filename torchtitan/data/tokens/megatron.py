@@ -21,14 +21,7 @@ from torchtitan.data.text.retry import DataError
 _MAGIC = b"MMIDIDX\0\0"
 _OLD_MAGIC = b"TNTIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
-_TYPES = {
-    1: "uint8",
-    2: "int8",
-    3: "int16",
-    4: "int32",
-    5: "int64",
-    8: "uint16",
-}
+_TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 _NOT_IDS = {6: "float64", 7: "float32"}
 _AT_ONCE = 2**20
 """Number of sequences checked at once."""
@@ -56,18 +49,8 @@ def read_index(tokens: FileStamp) -> tuple[str, int]:
             f"{index} has {size:,} bytes instead of the {expected:,} of its {sequences:,} "
             f"sequences and {boundaries:,} document boundaries (cut off?)"
         )
-    count = _check_sequences(
-        files,
-        index,
-        sequences,
-        dtype.itemsize,
-    )
-    _check_documents(
-        files,
-        index,
-        sequences,
-        boundaries,
-    )
+    count = _check_sequences(files, index, sequences, dtype.itemsize)
+    _check_documents(files, index, sequences, boundaries)
     needed = count * dtype.itemsize
     if tokens.size != needed:
         raise DataError(
@@ -94,12 +77,7 @@ def _read_header(index: Path, header: bytes) -> tuple[np.dtype[Any], int, int]:
     return np.dtype(_TYPES[code]), sequences, boundaries
 
 
-def _check_sequences(
-    files: OpenFiles,
-    index: Path,
-    sequences: int,
-    itemsize: int,
-) -> int:
+def _check_sequences(files: OpenFiles, index: Path, sequences: int, itemsize: int) -> int:
     """The number of ids.
 
     Raises:
@@ -125,12 +103,7 @@ def _check_sequences(
     return total
 
 
-def _check_documents(
-    files: OpenFiles,
-    index: Path,
-    sequences: int,
-    boundaries: int,
-) -> None:
+def _check_documents(files: OpenFiles, index: Path, sequences: int, boundaries: int) -> None:
     begin = _HEADER.size + 12 * sequences
     last = 0
     for first in range(0, boundaries, _AT_ONCE):

@@ -114,13 +114,7 @@ def write_token_file(
 class TokenFiles:
     """Token files as a sequence of windows of `width + 1` ids that overlap by one."""
 
-    def __init__(
-        self,
-        files: Sequence[Path],
-        width: int,
-        tokenizer: Tokenizer,
-        key: str,
-    ):
+    def __init__(self, files: Sequence[Path], width: int, tokenizer: Tokenizer, key: str):
         self.files: list[tuple[FileStamp, np.dtype[Any], bool, int]] = []
         """(stamp when it was opened, dtype, whether ids may be flagged, number of tokens)"""
         self._open = OpenFiles()
@@ -194,11 +188,7 @@ class TokenFiles:
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
-    def _check_has_text(
-        self,
-        special: list[int | None],
-        key: str,
-    ) -> None:
+    def _check_has_text(self, special: list[int | None], key: str) -> None:
         ids = [i for i in special if i is not None]
         try:
             for i in range(len(self)):  # seldom reads more than one
@@ -209,12 +199,7 @@ class TokenFiles:
         folder = Path(self.files[0][0].path).parent
         raise UserError(f"{key}: {folder} holds no tokens but begin-of-text and end-of-text")
 
-    def window(
-        self,
-        index: int,
-        first: int = 0,
-        after: int | None = None,
-    ) -> NDArray[np.int64]:
+    def window(self, index: int, first: int = 0, after: int | None = None) -> NDArray[np.int64]:
         """The `width + 1` ids of window `index`; fewer for the last of a file.
 
         Args:
@@ -236,12 +221,7 @@ class TokenFiles:
         count = after - first + 1
         size = dtype.itemsize
         try:
-            content = self._open.read(
-                stamp.path,
-                start * size,
-                count * size,
-                stamp,
-            )
+            content = self._open.read(stamp.path, start * size, count * size, stamp)
         except EndOfFileError:
             raise OSError(f"{stamp.path} ends before token {start + count} (truncated?)") from None
         ids = np.frombuffer(content, dtype).astype(np.int64)
@@ -262,11 +242,7 @@ def _stamp(file: Path, key: str) -> FileStamp:
         raise UserError(f"{key}: {error}") from None
 
 
-def _read_megatron(
-    file: Path,
-    tokenizer: Tokenizer,
-    key: str,
-) -> _Meta | None:
+def _read_megatron(file: Path, tokenizer: Tokenizer, key: str) -> _Meta | None:
     """The description by Megatron's index, which names no tokenizer; None without an index."""
     if not os.path.lexists(file.with_suffix(".idx")):
         return None
@@ -274,11 +250,7 @@ def _read_megatron(
         dtype, tokens = read_index(FileStamp.of(file))
     except DataError as error:
         raise UserError(f"{key}: {error}") from None
-    about = {
-        "dtype": dtype,
-        "tokens": tokens,
-        "tokenizer": tokenizer.fingerprint,
-    }
+    about = {"dtype": dtype, "tokens": tokens, "tokenizer": tokenizer.fingerprint}
     return _Meta.model_validate(about)
 
 

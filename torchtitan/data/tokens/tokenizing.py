@@ -131,11 +131,7 @@ class HeldOut:
         return np.array(drawn) < self.share
 
 
-def is_done(
-    index: int,
-    output: Output,
-    held_out: HeldOut | None,
-) -> bool:
+def is_done(index: int, output: Output, held_out: HeldOut | None) -> bool:
     """Whether all files of a part are complete.
 
     Raises:
@@ -145,12 +141,7 @@ def is_done(
     return all(one.meta(index) is not None for one in outputs)
 
 
-def _see_again(
-    seen: Seen,
-    index: int,
-    output: Output,
-    held_out: HeldOut | None,
-) -> None:
+def _see_again(seen: Seen, index: int, output: Output, held_out: HeldOut | None) -> None:
     """Add the documents of a part that an earlier call has written."""
     for one in [output, held_out.output] if held_out else [output]:
         seen.add(one.keys(index))
@@ -205,14 +196,7 @@ def tokenize(
         following = index + 1
         encoded = (one for _, one in batches)
         _write_part(
-            output,
-            index,
-            encoded,
-            tokenizer,
-            advance,
-            held_out,
-            seen,
-            flags=encoder.messages,
+            output, index, encoded, tokenizer, advance, held_out, seen, flags=encoder.messages
         )
     return parts
 
@@ -224,9 +208,7 @@ def _take(items: Iterator[Item], count: int) -> Iterator[Item]:
 
 
 def encode_batches(
-    batches: Iterator[tuple[int, list[Item]]],
-    encoder: Encoder,
-    workers: int,
+    batches: Iterator[tuple[int, list[Item]]], encoder: Encoder, workers: int
 ) -> Iterator[tuple[int, Encoded]]:
     """Encode numbered batches, in order; in this process with one worker."""
     if workers == 1:

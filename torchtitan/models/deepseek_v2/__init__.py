@@ -33,11 +33,7 @@ class _Config(LatentConfig):
     topk_method: Literal["greedy", "group_limited_greedy"] | None = "greedy"
 
     @classmethod
-    def write(
-        cls,
-        args: DecoderArgs,
-        dtype: str,
-    ) -> dict[str, Any]:
+    def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
         method = "greedy" if args.n_expert_groups == 1 else "group_limited_greedy"
         never = {"norm_topk_prob": False}
         return super().write(args, dtype) | {"topk_method": method} | never
@@ -75,10 +71,7 @@ FLAVORS = {
         rope_head_size=32,
         value_head_size=64,
         rope_scaling=YarnScaling(
-            factor=4.0,
-            original_max_seq_len=4096,
-            mscale=0.707,
-            mscale_all_dim=0.707,
+            factor=4.0, original_max_seq_len=4096, mscale=0.707, mscale_all_dim=0.707
         ),
         ffn_dim=768,
         n_experts=16,
@@ -92,10 +85,7 @@ FLAVORS = {
         dim=2048,
         n_layers=27,
         rope_scaling=YarnScaling(
-            factor=40.0,
-            original_max_seq_len=4096,
-            mscale=0.707,
-            mscale_all_dim=0.707,
+            factor=40.0, original_max_seq_len=4096, mscale=0.707, mscale_all_dim=0.707
         ),
         ffn_dim=10944,
         n_experts=64,

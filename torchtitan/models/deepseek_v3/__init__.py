@@ -59,10 +59,7 @@ FLAVORS = {
         rope_head_size=32,
         value_head_size=64,
         rope_scaling=YarnScaling(
-            factor=4.0,
-            original_max_seq_len=4096,
-            mscale=1.0,
-            mscale_all_dim=1.0,
+            factor=4.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0
         ),
         ffn_dim=768,
         n_experts=16,
@@ -80,10 +77,7 @@ FLAVORS = {
         n_layers=61,
         q_lora_rank=1536,
         rope_scaling=YarnScaling(
-            factor=40.0,
-            original_max_seq_len=4096,
-            mscale=1.0,
-            mscale_all_dim=1.0,
+            factor=40.0, original_max_seq_len=4096, mscale=1.0, mscale_all_dim=1.0
         ),
         ffn_dim=18432,
         n_experts=256,

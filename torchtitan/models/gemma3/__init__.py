@@ -62,11 +62,7 @@ class _Config(RopeByLayer):
         return values
 
     @classmethod
-    def write(
-        cls,
-        args: DecoderArgs,
-        dtype: str,
-    ) -> dict[str, Any]:
+    def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
         scale = args.attention_scale or args.head_dim**-0.5
         return super().write(args, dtype) | {"query_pre_attn_scalar": round(scale**-2)}
 
@@ -114,20 +110,8 @@ FLAVORS = {
         window=512,
         rope_scaling=None,
     ),
-    "4b": _gemma3(
-        2560,
-        n_layers=34,
-        n_heads=8,
-        n_kv_heads=4,
-        ffn_dim=10240,
-    ),
-    "12b": _gemma3(
-        3840,
-        n_layers=48,
-        n_heads=16,
-        n_kv_heads=8,
-        ffn_dim=15360,
-    ),
+    "4b": _gemma3(2560, n_layers=34, n_heads=8, n_kv_heads=4, ffn_dim=10240),
+    "12b": _gemma3(3840, n_layers=48, n_heads=16, n_kv_heads=8, ffn_dim=15360),
     "27b": _gemma3(
         5376,
         n_layers=62,

@@ -55,11 +55,7 @@ class _Config(HFConfig):
     swiglu_limit: Literal[7.0] = 7.0  # type: ignore[valid-type]
 
     @classmethod
-    def block_names(
-        cls,
-        args: DecoderArgs,
-        layer: int,
-    ) -> HFNames:
+    def block_names(cls, args: DecoderArgs, layer: int) -> HFNames:
         found = super().block_names(args, layer)
         for end in ("weight", "bias"):
             found[f"moe.router.gate.{end}"] = f"mlp.router.{end}"
@@ -67,17 +63,10 @@ class _Config(HFConfig):
         for column, number in enumerate((1, 3)):  # gate and up alternate
             own = (column, column + 1)
             found[f"moe.experts.w{number}"] = Part(
-                f"{stacks}.gate_up_proj",
-                take=own,
-                of=2,
-                dim=2,
-                transposed=True,
+                f"{stacks}.gate_up_proj", take=own, of=2, dim=2, transposed=True
             )
             found[f"moe.experts.b{number}"] = Part(
-                f"{stacks}.gate_up_proj_bias",
-                take=own,
-                of=2,
-                dim=1,
+                f"{stacks}.gate_up_proj_bias", take=own, of=2, dim=1
             )
         found["moe.experts.w2"] = Part(f"{stacks}.down_proj", transposed=True)
         found["moe.experts.b2"] = f"{stacks}.down_proj_bias"

@@ -20,22 +20,11 @@ class _Config(HFConfig):
         return [kind] * self.num_hidden_layers
 
 
-_mistral = partial(
-    DecoderArgs,
-    n_heads=32,
-    n_kv_heads=8,
-    rope_theta=1e6,
-)
+_mistral = partial(DecoderArgs, n_heads=32, n_kv_heads=8, rope_theta=1e6)
 
 FLAVORS = {
     "debugmodel": _mistral(
-        vocab_size=2048,
-        dim=256,
-        n_layers=6,
-        n_heads=8,
-        n_kv_heads=4,
-        head_size=64,
-        ffn_dim=768,
+        vocab_size=2048, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, head_size=64, ffn_dim=768
     ),
     "7B-v0.1": _mistral(
         vocab_size=32000,
@@ -46,26 +35,10 @@ FLAVORS = {
         layer_pattern=("window",),
         window=4096,
     ),
-    "7B-v0.3": _mistral(
-        vocab_size=32768,
-        dim=4096,
-        n_layers=32,
-        ffn_dim=14336,
-    ),
-    "Nemo-12B": _mistral(
-        vocab_size=131072,
-        dim=5120,
-        n_layers=40,
-        head_size=128,
-        ffn_dim=14336,
-    ),
+    "7B-v0.3": _mistral(vocab_size=32768, dim=4096, n_layers=32, ffn_dim=14336),
+    "Nemo-12B": _mistral(vocab_size=131072, dim=5120, n_layers=40, head_size=128, ffn_dim=14336),
     "Small-24B": _mistral(
-        vocab_size=131072,
-        dim=5120,
-        n_layers=40,
-        head_size=128,
-        ffn_dim=32768,
-        rope_theta=1e8,
+        vocab_size=131072, dim=5120, n_layers=40, head_size=128, ffn_dim=32768, rope_theta=1e8
     ),
 }
 

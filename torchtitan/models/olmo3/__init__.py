@@ -37,28 +37,10 @@ _olmo3 = partial(
 
 FLAVORS = {
     "debugmodel": _olmo3(
-        vocab_size=2048,
-        dim=256,
-        n_layers=8,
-        n_heads=8,
-        n_kv_heads=4,
-        window=64,
-        ffn_dim=768,
+        vocab_size=2048, dim=256, n_layers=8, n_heads=8, n_kv_heads=4, window=64, ffn_dim=768
     ),
-    "7B": _olmo3(
-        dim=4096,
-        n_layers=32,
-        n_heads=32,
-        n_kv_heads=32,
-        ffn_dim=11008,
-    ),
-    "32B": _olmo3(
-        dim=5120,
-        n_layers=64,
-        n_heads=40,
-        n_kv_heads=8,
-        ffn_dim=27648,
-    ),
+    "7B": _olmo3(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008),
+    "32B": _olmo3(dim=5120, n_layers=64, n_heads=40, n_kv_heads=8, ffn_dim=27648),
 }
 
 spec = register_decoder("olmo3", FLAVORS, _Config)

@@ -63,20 +63,8 @@ FLAVORS = {
         experts_per_token=4,
         expert_dim=192,
     ),
-    "30B-A3B": _qwen3(
-        dim=2048,
-        n_layers=48,
-        n_heads=32,
-        ffn_dim=6144,
-        expert_dim=768,
-    ),
-    "235B-A22B": _qwen3(
-        dim=4096,
-        n_layers=94,
-        n_heads=64,
-        ffn_dim=12288,
-        expert_dim=1536,
-    ),
+    "30B-A3B": _qwen3(dim=2048, n_layers=48, n_heads=32, ffn_dim=6144, expert_dim=768),
+    "235B-A22B": _qwen3(dim=4096, n_layers=94, n_heads=64, ffn_dim=12288, expert_dim=1536),
 }
 
 spec = register_decoder("qwen3_moe", FLAVORS, _Config)

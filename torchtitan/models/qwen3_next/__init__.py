@@ -63,21 +63,13 @@ class _Config(HFConfig):
         return ["delta" if i % self.full_attention_interval else "full" for i in layers]
 
     @classmethod
-    def write(
-        cls,
-        args: DecoderArgs,
-        dtype: str,
-    ) -> dict[str, Any]:
+    def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
         # They always share an expert: without one, the model isn't theirs.
         shared = args.shared_expert_dim or args.expert_dim
         return super().write(args, dtype) | {"shared_expert_intermediate_size": shared}
 
     @classmethod
-    def block_names(
-        cls,
-        args: DecoderArgs,
-        layer: int,
-    ) -> HFNames:
+    def block_names(cls, args: DecoderArgs, layer: int) -> HFNames:
         found = super().block_names(args, layer)
         if args.kind(layer) == "delta":
             found = {name: of for name, of in found.items() if not name.startswith("attention.")}
@@ -105,10 +97,7 @@ def _delta_names(args: DecoderArgs) -> HFNames:
     found |= {f"delta.{name}.weight": f"linear_attn.{name}" for name in ("A_log", "dt_bias")}
     for name, own in rows.items():
         found[f"delta.{name}_conv.weight"] = Part(
-            "linear_attn.conv1d.weight",
-            take=own,
-            of=2 * keys + values,
-            dropped=1,
+            "linear_attn.conv1d.weight", take=own, of=2 * keys + values, dropped=1
         )
     return found
 

@@ -52,13 +52,7 @@ _smollm3 = partial(
 
 FLAVORS = {
     "debugmodel": _smollm3(vocab_size=2048, dim=256, n_layers=8, ffn_dim=768),
-    "3B": _smollm3(
-        vocab_size=128256,
-        dim=2048,
-        n_layers=36,
-        ffn_dim=11008,
-        tie_embeddings=True,
-    ),
+    "3B": _smollm3(vocab_size=128256, dim=2048, n_layers=36, ffn_dim=11008, tie_embeddings=True),
 }
 
 spec = register_decoder("smollm3", FLAVORS, _Config)

@@ -24,11 +24,7 @@ class Background:
     meanwhile follows.
     """
 
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[], Any],
-    ):
+    def __init__(self, name: str, make: Callable[[], Any]):
         """
         Args:
             name: of the sink, in messages.
@@ -39,18 +35,10 @@ class Background:
         self._calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(QUEUED)
         self._closing = threading.Event()
         self._warned = False
-        self._thread = threading.Thread(
-            target=self._run,
-            name=f"tracker-{name}",
-            daemon=True,
-        )
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
-    def call(
-        self,
-        method: str,
-        *arguments: Any,
-    ) -> None:
+    def call(self, method: str, *arguments: Any) -> None:
         """Call a method of the sink, if it has it."""
         while True:
             try:
@@ -95,12 +83,7 @@ class Background:
             if self._closing.wait(RETRY_SECONDS):
                 return None
 
-    def _warn(
-        self,
-        problem: str,
-        *,
-        always: bool = False,
-    ) -> None:
+    def _warn(self, problem: str, *, always: bool = False) -> None:
         if not self._warned or always:
             logger.warning(
                 f"metrics.sinks: {self.name}: {problem}. The run continues; "

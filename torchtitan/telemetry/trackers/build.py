@@ -64,19 +64,10 @@ class Trackers:
                 account=lambda: {"goodput": record.shares()[0], "restarts": len(record.starts) - 1},
             )
             if everywhere:
-                run = replace(
-                    run,
-                    known={},
-                    remember=lambda _: None,
-                    rank=rank,
-                )
+                run = replace(run, known={}, remember=lambda _: None, rank=rank)
             self.all.append(Background(name, _maker(name, config, run, custom)))
 
-    def call(
-        self,
-        method: str,
-        *arguments: Any,
-    ) -> None:
+    def call(self, method: str, *arguments: Any) -> None:
         """Call a method of every tracker that has it."""
         for tracker in self.all:
             tracker.call(method, *arguments)
@@ -94,21 +85,12 @@ class Trackers:
             tracker.join(deadline)
 
 
-def _remember(
-    record: RunRecord,
-    name: str,
-    about: Mapping[str, Any],
-) -> None:
+def _remember(record: RunRecord, name: str, about: Mapping[str, Any]) -> None:
     # replaced, because the main thread may be writing it
     record.trackers = {**record.trackers, name: dict(about)}
 
 
-def _maker(
-    name: str,
-    config: Metrics,
-    run: Tracked,
-    custom: Custom,
-) -> Callable[[], Any]:
+def _maker(name: str, config: Metrics, run: Tracked, custom: Custom) -> Callable[[], Any]:
     """What makes a tracker. A user's own is made here: a mistake in it should stop the start."""
     make = metric_sinks.chosen(name, custom)
     if make:

@@ -13,11 +13,7 @@ class JsonlSink:
     stopped.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        start_step: int,
-    ):
+    def __init__(self, path: Path, start_step: int):
         self.path = path
         drop_after(path, start_step)
         self._open()

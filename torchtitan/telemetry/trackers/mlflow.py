@@ -13,11 +13,7 @@ TAG = "torchtitan.run_id"
 _LONGEST_VALUE = 500
 _PARAMS = 100
 """Number of parameters in one request."""
-_STATUS = {
-    "completed": "FINISHED",
-    "preempted": "KILLED",
-    "interrupted": "KILLED",
-}
+_STATUS = {"completed": "FINISHED", "preempted": "KILLED", "interrupted": "KILLED"}
 
 
 class MlflowSink:
@@ -40,13 +36,7 @@ class MlflowSink:
         self.id = self._find(run) or self._create(run)
         self.client.update_run(self.id, status="RUNNING")
         experiment = self.client.get_run(self.id).info.experiment_id
-        run.remember(
-            {
-                "id": self.id,
-                "experiment_id": experiment,
-                "uri": self.uri,
-            }
-        )
+        run.remember({"id": self.id, "experiment_id": experiment, "uri": self.uri})
         logger.info(f"MLflow: run {self.id} at {self.uri}")
 
     def _find(self, run: Tracked) -> str | None:
@@ -77,11 +67,7 @@ class MlflowSink:
             )
         tags = {TAG: run.id, "mlflow.note.content": run.description}
         created = str(
-            self.client.create_run(
-                experiment_id,
-                tags=tags,
-                run_name=run.name,
-            ).info.run_id
+            self.client.create_run(experiment_id, tags=tags, run_name=run.name).info.run_id
         )
         params = [
             Param(key, str(value)[:_LONGEST_VALUE]) for key, value in flat(run.config).items()
@@ -98,11 +84,7 @@ class MlflowSink:
         ]
         self.client.log_batch(self.id, metrics=values)
 
-    def log_samples(
-        self,
-        step: int,
-        samples: Sequence[Mapping[str, str]],
-    ) -> None:
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
         """Keep texts of the model as an artifact."""
         text = "\n\n".join(f"{sample['prompt']}{sample['text']}" for sample in samples)
         self.client.log_text(self.id, text, f"samples/step-{step}.txt")

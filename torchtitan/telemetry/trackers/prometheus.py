@@ -21,11 +21,7 @@ class PrometheusSink:
     label.
     """
 
-    def __init__(
-        self,
-        run: Tracked,
-        config: Prometheus,
-    ):
+    def __init__(self, run: Tracked, config: Prometheus):
         from prometheus_client import CollectorRegistry
 
         self.run = run
@@ -99,10 +95,7 @@ class PrometheusSink:
         from prometheus_client import start_http_server, write_to_textfile
 
         if self.config.textfile:
-            Path(self.config.textfile).parent.mkdir(
-                parents=True,
-                exist_ok=True,
-            )
+            Path(self.config.textfile).parent.mkdir(parents=True, exist_ok=True)
             write_to_textfile(self.config.textfile, self.registry)  # atomic
         if self.server is not None or not self.config.port or not self.running:
             return

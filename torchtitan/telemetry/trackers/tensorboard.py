@@ -13,11 +13,7 @@ from torchtitan.telemetry.trackers.base import Record, scalars
 class TensorBoardSink:
     """Writes them without TensorFlow or `torch.utils.tensorboard`'s slow import."""
 
-    def __init__(
-        self,
-        folder: Path,
-        start_step: int,
-    ):
+    def __init__(self, folder: Path, start_step: int):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -34,13 +30,7 @@ class TensorBoardSink:
     def rewind(self, step: int) -> None:
         """Make TensorBoard hide what it has of later steps."""
         start = self._session(status=self._session.START)
-        self._writer.add_event(
-            self._event(
-                wall_time=time.time(),
-                step=step + 1,
-                session_log=start,
-            )
-        )
+        self._writer.add_event(self._event(wall_time=time.time(), step=step + 1, session_log=start))
 
     def log(self, record: Record) -> None:
         values = [
@@ -49,29 +39,18 @@ class TensorBoardSink:
         ]
         self._add(record["step"], record["time"], values)
 
-    def log_histograms(
-        self,
-        step: int,
-        values: Mapping[str, Sequence[float]],
-    ) -> None:
+    def log_histograms(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
         """Record the distribution of the values of each tag."""
         self._add(
             step,
             time.time(),
             [
-                self._summary.Value(
-                    tag=tag,
-                    histo=self._histogram(np.array(of_tag)),
-                )
+                self._summary.Value(tag=tag, histo=self._histogram(np.array(of_tag)))
                 for tag, of_tag in values.items()
             ],
         )
 
-    def log_samples(
-        self,
-        step: int,
-        samples: Sequence[Mapping[str, str]],
-    ) -> None:
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
         """Show texts of the model in the tab of texts."""
         from tensorboard.plugins.text.metadata import create_summary_metadata
         from tensorboard.util.tensor_util import make_tensor_proto
@@ -84,9 +63,7 @@ class TensorBoardSink:
             text = "\n".join(f"    {line}" for line in lines)
             values.append(
                 self._summary.Value(
-                    tag=f"samples/{i}",
-                    metadata=metadata,
-                    tensor=make_tensor_proto([text.encode()]),
+                    tag=f"samples/{i}", metadata=metadata, tensor=make_tensor_proto([text.encode()])
                 )
             )
         self._add(step, time.time(), values)
@@ -103,20 +80,11 @@ class TensorBoardSink:
             bucket=counts.tolist(),
         )
 
-    def _add(
-        self,
-        step: int,
-        at: float,
-        values: list[Any],
-    ) -> None:
+    def _add(self, step: int, at: float, values: list[Any]) -> None:
         if not self._folder.exists():  # deleted
             self._writer = self._open()
         self._writer.add_event(
-            self._event(
-                wall_time=at,
-                step=step,
-                summary=self._summary(value=values),
-            )
+            self._event(wall_time=at, step=step, summary=self._summary(value=values))
         )
 
     def close(self) -> None:

@@ -53,11 +53,7 @@ class WandbSink:
     def log(self, record: Record) -> None:
         self.run.log({STEP: record["step"], **scalars(record)})
 
-    def log_samples(
-        self,
-        step: int,
-        samples: Sequence[Mapping[str, str]],
-    ) -> None:
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
         """Record texts of the model as a table."""
         import wandb
 

@@ -41,12 +41,7 @@ class Drawn(NamedTuple):
     """Size of the document, relative to the part of it that is read."""
 
 
-WHOLE = Drawn(
-    weight=1.0,
-    raw=0.0,
-    unit=0,
-    how="all",
-)
+WHOLE = Drawn(weight=1.0, raw=0.0, unit=0, how="all")
 """A document that stands for itself."""
 
 
@@ -64,12 +59,7 @@ class Columns:
     how: Array
 
     @classmethod
-    def of(
-        cls,
-        tokens: Array,
-        sizes: Array,
-        drawn: Sequence[Drawn],
-    ) -> "Columns":
+    def of(cls, tokens: Array, sizes: Array, drawn: Sequence[Drawn]) -> "Columns":
         """
         Args:
             tokens: of each place; 0 if it is no document.

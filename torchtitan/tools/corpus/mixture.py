@@ -7,11 +7,7 @@ from torchtitan.data.order.mixture import Shares, divide
 from torchtitan.data.spec import DataSpec
 
 
-def mixture(
-    spec: DataSpec,
-    steps: int,
-    tokens: Mapping[str, float | None],
-) -> list[dict[str, Any]]:
+def mixture(spec: DataSpec, steps: int, tokens: Mapping[str, float | None]) -> list[dict[str, Any]]:
     """Rows, tokens, share of the tokens and epochs of each source.
 
     Args:

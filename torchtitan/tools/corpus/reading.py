@@ -34,11 +34,7 @@ _DRAWN_ALONE = 2000
 """Documents drawn at random, likewise."""
 
 
-def read(
-    spec: DataSpec,
-    source: Source,
-    how: How,
-) -> Reading:
+def read(spec: DataSpec, source: Source, how: How) -> Reading:
     """Read a source.
 
     Raises:
@@ -52,13 +48,7 @@ def read(
         chat = Chat(spec.tokenizer, of_messages)
     try:
         if make is not None:
-            made = open_custom(
-                make,
-                source.dataset,
-                source.dataset_path,
-                spec.key(source),
-                chat,
-            )
+            made = open_custom(make, source.dataset, source.dataset_path, spec.key(source), chat)
             if isinstance(made, RegisteredDocuments):
                 return _registered(spec, source, how, made)
             return _stream(spec, source, how, made, chat)
@@ -87,12 +77,7 @@ def _key(spec: DataSpec, source: Source) -> str:
 # ---- documents
 
 
-def _texts(
-    spec: DataSpec,
-    source: Source,
-    how: How,
-    corpus: Corpus,
-) -> Reading:
+def _texts(spec: DataSpec, source: Source, how: How, corpus: Corpus) -> Reading:
     tally = Tally(spec.tokenizer.vocab_size, how.seed)
     files = plural(len(corpus.stamps), "file") if corpus.stamps else "demo text"
     if how.sample and corpus.stamps and corpus.size > WHOLE_BELOW * how.sample:
@@ -110,10 +95,7 @@ def _texts(
 
 
 def _registered(
-    spec: DataSpec,
-    source: Source,
-    how: How,
-    documents: RegisteredDocuments,
+    spec: DataSpec, source: Source, how: How, documents: RegisteredDocuments
 ) -> Reading:
     tally = Tally(spec.tokenizer.vocab_size, how.seed)
     count = len(documents)
@@ -134,13 +116,7 @@ def _registered(
     return Reading(tally, kind, None)
 
 
-def _stream(
-    spec: DataSpec,
-    source: Source,
-    how: How,
-    stream: Any,
-    chat: Chat | None,
-) -> Reading:
+def _stream(spec: DataSpec, source: Source, how: How, stream: Any, chat: Chat | None) -> Reading:
     if how.sample is None:
         raise UserError(
             f"{spec.key(source)}.dataset: {source.dataset} is a stream, whose length is unknown; "
@@ -171,11 +147,7 @@ def _stream(
     return Reading(tally, "stream, its first documents", None, of_stream=True)
 
 
-def _item(
-    source: Source,
-    number: int,
-    text: Text,
-) -> Item:
+def _item(source: Source, number: int, text: Text) -> Item:
     """A document that was decoded, or the JSON of a conversation."""
     content: Any = text if source.messages_column is None else json.loads(str(text))
     return Item(source.dataset, number, {source.column: content})
@@ -214,11 +186,7 @@ def _encode_whole(
 
 
 def _encode_drawn(
-    spec: DataSpec,
-    source: Source,
-    how: How,
-    draws: Iterable[Draw],
-    tally: Tally,
+    spec: DataSpec, source: Source, how: How, draws: Iterable[Draw], tally: Tally
 ) -> None:
     waiting: list[list[Drawn]] = []
 

@@ -34,12 +34,7 @@ Draw = tuple[Item | None, list[Drawn]]
 """A document, or None for a blank line, and each time that it was drawn."""
 
 
-def draw_items(
-    stamps: Sequence[FileStamp],
-    column: str,
-    count: int,
-    seed: int,
-) -> Iterator[Draw]:
+def draw_items(stamps: Sequence[FileStamp], column: str, count: int, seed: int) -> Iterator[Draw]:
     """About `count` documents of some files.
 
     Raises:
@@ -66,9 +61,7 @@ def _is_placed(stamp: FileStamp) -> bool:
 
 
 def draw_places(
-    sizes: Sequence[int],
-    count: int,
-    rng: np.random.Generator,
+    sizes: Sequence[int], count: int, rng: np.random.Generator
 ) -> Iterator[tuple[int, int]]:
     """Random places in files of these sizes, each a file's index and an offset, in order."""
     ends = np.cumsum(sizes)
@@ -77,11 +70,7 @@ def draw_places(
         yield which, int(place - (ends[which - 1] if which else 0))
 
 
-def _places(
-    stamps: Sequence[FileStamp],
-    count: int,
-    rng: np.random.Generator,
-) -> Iterator[Draw]:
+def _places(stamps: Sequence[FileStamp], count: int, rng: np.random.Generator) -> Iterator[Draw]:
     files = OpenFiles()
     sizes = [stamp.size for stamp in stamps]
     found = (
@@ -98,11 +87,7 @@ def _places(
         unit = units.stop
 
 
-def _document_at(
-    files: OpenFiles,
-    stamp: FileStamp,
-    offset: int,
-) -> tuple[int, int, Any, float]:
+def _document_at(files: OpenFiles, stamp: FileStamp, offset: int) -> tuple[int, int, Any, float]:
     """The document around a byte: where it begins, bytes of the file that it takes up, its content
     (None for a blank line), and its size relative to that.
     """
@@ -122,11 +107,7 @@ def _document_at(
     return start, len(line), content, 1.0
 
 
-def _line_at(
-    files: OpenFiles,
-    stamp: FileStamp,
-    offset: int,
-) -> tuple[int, bytes]:
+def _line_at(files: OpenFiles, stamp: FileStamp, offset: int) -> tuple[int, bytes]:
     """The line around a byte: where it begins, and its bytes with the line's end. One that is too
     long to be a document is cut.
     """
@@ -156,10 +137,7 @@ def _line_at(
 
 
 def _beginnings(
-    stamps: Sequence[FileStamp],
-    column: str,
-    count: int,
-    rng: np.random.Generator,
+    stamps: Sequence[FileStamp], column: str, count: int, rng: np.random.Generator
 ) -> Iterator[Draw]:
     """The first documents of some files, as many of each."""
     chosen = [stamps[i] for i in rng.permutation(len(stamps))[:_FILES]]
@@ -180,12 +158,7 @@ def _beginnings(
 class _Beginning:
     """The first documents of a file, and how many of its bytes one of them takes up."""
 
-    def __init__(
-        self,
-        stamp: FileStamp,
-        column: str,
-        quota: int,
-    ):
+    def __init__(self, stamp: FileStamp, column: str, quota: int):
         path = Path(stamp.path)
         kind = kind_of(path, stamp)
         self.items: list[Item] = []
@@ -204,13 +177,7 @@ class _Beginning:
         if size:
             self._reads.append(size)
 
-    def _take(
-        self,
-        stamp: FileStamp,
-        records: Iterator[Record],
-        *,
-        count: bool,
-    ) -> tuple[int, int]:
+    def _take(self, stamp: FileStamp, records: Iterator[Record], *, count: bool) -> tuple[int, int]:
         """Take the first documents; returns how many were read with them, and in how many bytes.
 
         Of Arrow files, a read is told after its documents; of others, before.

@@ -16,11 +16,7 @@ from torchtitan.tools.web import web_page
 from torchtitan.utils.text import listed
 
 
-def survey(
-    spec: DataSpec,
-    how: How,
-    steps: int | None = None,
-) -> dict[str, Any]:
+def survey(spec: DataSpec, how: How, steps: int | None = None) -> dict[str, Any]:
     """Read all sources.
 
     Args:
@@ -59,10 +55,7 @@ def _known_tokens(sources: list[dict[str, Any]]) -> Iterator[tuple[str, float | 
 
 
 def _describe(
-    source: Source,
-    reading: Reading,
-    spec: DataSpec,
-    vocabulary: Vocabulary,
+    source: Source, reading: Reading, spec: DataSpec, vocabulary: Vocabulary
 ) -> dict[str, Any]:
     tally = reading.tally
     columns = tally.columns()
@@ -95,10 +88,7 @@ def _describe(
 
 
 def _per_token(
-    columns: Columns,
-    tokens: Estimate,
-    size: Estimate,
-    drawn: bool,
+    columns: Columns, tokens: Estimate, size: Estimate, drawn: bool
 ) -> dict[str, float] | None:
     if drawn:
         found = columns.ratio(columns.bytes, columns.tokens)

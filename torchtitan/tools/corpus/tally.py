@@ -74,12 +74,7 @@ class Tally:
         self._kept = rows.shape[1]
         self._share *= 2
 
-    def add_drawn(
-        self,
-        ids: NDArray[Any],
-        size: int,
-        drawn: Sequence[Drawn],
-    ) -> None:
+    def add_drawn(self, ids: NDArray[Any], size: int, drawn: Sequence[Drawn]) -> None:
         """Add a document that was drawn, or none (no ids) in its place.
 
         Args:
@@ -96,12 +91,7 @@ class Tally:
             self._drawn.append(one)
         self._hashes = None
 
-    def add_bad(
-        self,
-        kind: str,
-        problem: str,
-        drawn: Sequence[Drawn] = (WHOLE,),
-    ) -> None:
+    def add_bad(self, kind: str, problem: str, drawn: Sequence[Drawn] = (WHOLE,)) -> None:
         """Add a bad document."""
         self.bad[kind] = self.bad.get(kind, 0) + sum(one.weight for one in drawn)
         self.first_bad = self.first_bad or problem

@@ -29,12 +29,7 @@ _REACH = 2**17
 """A longer document is cut, in tokens before and after the place."""
 
 
-def read_tokens(
-    spec: DataSpec,
-    how: How,
-    found: list[Path],
-    key: str,
-) -> Reading:
+def read_tokens(spec: DataSpec, how: How, found: list[Path], key: str) -> Reading:
     """Read token files.
 
     Args:
@@ -64,21 +59,11 @@ def read_tokens(
     else:
         _whole_tokens(files, counts, sizes, eos, tally)
     size = sum(stamp.size for stamp, *_ in files.files)
-    return Reading(
-        tally,
-        plural(len(found), "token file"),
-        size,
-        sum(counts),
-        _report_of(found),
-    )
+    return Reading(tally, plural(len(found), "token file"), size, sum(counts), _report_of(found))
 
 
 def _whole_tokens(
-    files: TokenFiles,
-    counts: list[int],
-    sizes: NDArray[Any],
-    eos: int,
-    tally: Tally,
+    files: TokenFiles, counts: list[int], sizes: NDArray[Any], eos: int, tally: Tally
 ) -> None:
     """Add all documents. They end with end-of-text, or with their file."""
     index = 0
@@ -109,11 +94,7 @@ class _Parts:
     """Tokens of each file."""
     eos: int
 
-    def document_at(
-        self,
-        which: int,
-        offset: int,
-    ) -> NDArray[np.int64]:
+    def document_at(self, which: int, offset: int) -> NDArray[np.int64]:
         """The document around a token of a file, or the part of a long one."""
         width = self.files.width
         first_window = int(self.files.ends[which - 1]) if which else 0

@@ -32,12 +32,7 @@ class Question(Generic[T]):
 class Asker:
     """Asks what the flags leave open."""
 
-    def __init__(
-        self,
-        *,
-        interactive: bool,
-        accept: bool,
-    ):
+    def __init__(self, *, interactive: bool, accept: bool):
         """
         Args:
             interactive: somebody is at the terminal.
@@ -48,11 +43,7 @@ class Asker:
         self._missing: list[str] = []
         self._wrong: list[str] = []
 
-    def answer(
-        self,
-        question: Question[T],
-        given: str | None,
-    ) -> T | None:
+    def answer(self, question: Question[T], given: str | None) -> T | None:
         """The answer; None if it is missing or wrong, which `check` reports."""
         if given is None and self.interactive:
             return self._ask(question)
@@ -79,11 +70,7 @@ class Asker:
             else ""
         )
         if problems := [*self._wrong, *self._missing]:
-            raise ConfigError(
-                problems,
-                where="on the command line",
-                advice=advice,
-            )
+            raise ConfigError(problems, where="on the command line", advice=advice)
 
     def _ask(self, question: Question[T]) -> T:
         print(f"\n{question.text}\n  {question.choices}")
@@ -98,11 +85,7 @@ class Asker:
             except UserError as error:
                 print(f"  {error}", file=sys.stderr)
 
-    def choose(
-        self,
-        text: str,
-        most: int,
-    ) -> int:
+    def choose(self, text: str, most: int) -> int:
         """A number from 1 to `most`; the first if nobody is asked."""
         if not self.interactive or most == 1:
             return 1

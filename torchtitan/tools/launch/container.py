@@ -25,12 +25,7 @@ _CONFIG_BYTES = 1_000_000
 """A ConfigMap holds at most 1 MiB."""
 _LAUNCHER_SECONDS = 10
 """The launcher gives up before its container is killed, and says so."""
-_NO_INPUTS = {
-    "job.config_file",
-    "job.dump_folder",
-    "checkpoint.folder",
-    "checkpoint.upload_folder",
-}
+_NO_INPUTS = {"job.config_file", "job.dump_folder", "checkpoint.folder", "checkpoint.upload_folder"}
 _PATH = get_args(LocalPath)[-1]
 """What marks a key as a path."""
 _OTHER_THAN_TEXT = re.compile(r"[-+]?\.?[0-9]|[yYnN]$")
@@ -79,10 +74,7 @@ def config_text(config: Config, name: str) -> str:
 
 
 def needed_files(
-    config: Config,
-    volumes: list[Volume],
-    workdir: str | None,
-    relative: str,
+    config: Config, volumes: list[Volume], workdir: str | None, relative: str
 ) -> list[str]:
     """The inputs that the container must have, as `key = path (volume NAME)`.
 
@@ -157,12 +149,7 @@ def _is_path(info: Any) -> bool:
 # ---- commands
 
 
-def train_words(
-    run: ClusterRun,
-    file: str,
-    endpoint: str,
-    flags: Sequence[str],
-) -> list[str]:
+def train_words(run: ClusterRun, file: str, endpoint: str, flags: Sequence[str]) -> list[str]:
     """Arguments of the launcher on each node, up to the flags of the configuration.
 
     Args:
@@ -204,11 +191,5 @@ _Dumper.add_representer(str, _text)
 def to_yaml(documents: list[dict[str, Any]], comments: Sequence[str]) -> str:
     """Documents below comments of a line each."""
     head = "".join(f"# {line}\n" for line in comments)
-    body = yaml.dump_all(
-        documents,
-        Dumper=_Dumper,
-        sort_keys=False,
-        allow_unicode=True,
-        width=1000,
-    )
+    body = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
     return head + body

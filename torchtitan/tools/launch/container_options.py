@@ -82,12 +82,7 @@ def add_container_options(parser: argparse.ArgumentParser) -> None:
     )
     jobset = parser.add_argument_group("--to jobset")
     jobset.add_argument("--namespace", type=dns_label, metavar="NAME")
-    jobset.add_argument(
-        "--queue",
-        type=dns_label,
-        metavar="NAME",
-        help="local queue of Kueue",
-    )
+    jobset.add_argument("--queue", type=dns_label, metavar="NAME", help="local queue of Kueue")
     jobset.add_argument(
         "--node-selector",
         type=label,
@@ -97,17 +92,11 @@ def add_container_options(parser: argparse.ArgumentParser) -> None:
         help="label of the nodes to run on",
     )
     jobset.add_argument(
-        "--service-account",
-        type=dns_label,
-        metavar="NAME",
-        help="gives the pods access to buckets",
+        "--service-account", type=dns_label, metavar="NAME", help="gives the pods access to buckets"
     )
     skypilot = parser.add_argument_group("--to skypilot")
     skypilot.add_argument(
-        "--accelerator",
-        type=gpu,
-        metavar="NAME",
-        help="kind of GPU, as H100; required",
+        "--accelerator", type=gpu, metavar="NAME", help="kind of GPU, as H100; required"
     )
     skypilot.add_argument(
         "--infra",

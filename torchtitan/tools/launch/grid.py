@@ -245,11 +245,7 @@ def _plain(text: str, longest: int) -> str:
     return re.sub(r"[^\w.=+-]+", "-", text, flags=re.ASCII).strip("-.")[:longest]
 
 
-def in_folder(
-    run: GridRun,
-    folder: Path,
-    checkpoints: str,
-) -> tuple[str, ...]:
+def in_folder(run: GridRun, folder: Path, checkpoints: str) -> tuple[str, ...]:
     """The flags of a run with a folder of its own.
 
     Args:
@@ -296,28 +292,16 @@ class _Stop:
             signal.signal(number, self._handle)
         signal.signal(signal.SIGINT, self._interrupted)
 
-    def _handle(
-        self,
-        number: int,
-        _: FrameType | None,
-    ) -> None:
+    def _handle(self, number: int, _: FrameType | None) -> None:
         self.requested = True
         if self.run:
             self.run.send_signal(number)
 
-    def _interrupted(
-        self,
-        number: int,
-        _: FrameType | None,
-    ) -> None:
+    def _interrupted(self, number: int, _: FrameType | None) -> None:
         self.requested = True  # Ctrl-C reaches the run, too
 
 
-def run_in_turn(
-    names: Sequence[str],
-    commands: Sequence[Sequence[str]],
-    folder: Path,
-) -> int:
+def run_in_turn(names: Sequence[str], commands: Sequence[Sequence[str]], folder: Path) -> int:
     """Run `torchtitan` with each command. One that fails doesn't stop the others.
 
     Args:
@@ -329,11 +313,7 @@ def run_in_turn(
     stop = _Stop()
     failed = []
     for i, (name, words) in enumerate(zip(names, commands, strict=True), 1):
-        print(
-            f"\n== run {i} of {len(names)}: {name}",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"\n== run {i} of {len(names)}: {name}", file=sys.stderr, flush=True)
         stop.run = subprocess.Popen([sys.executable, "-m", "torchtitan", *words])
         status = stop.run.wait()
         if status == INTERRUPTED:

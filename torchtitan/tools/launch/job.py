@@ -103,9 +103,7 @@ def given_log(lines: Sequence[str]) -> str | None:
 
 
 def nodes_and_ranks(
-    config: Config,
-    per_node: int,
-    nodes: tuple[int, int] | None,
+    config: Config, per_node: int, nodes: tuple[int, int] | None
 ) -> tuple[tuple[int, int], int]:
     """Fewest and most nodes, and the ranks on each.
 
@@ -155,21 +153,12 @@ class Job:
     """The configuration is in the folder where the job is submitted, wherever that is."""
 
 
-def script(
-    job: Job,
-    config: str,
-    overrides: Sequence[str],
-) -> str:
+def script(job: Job, config: str, overrides: Sequence[str]) -> str:
     """The script of a job that trains a configuration."""
     return _filled(job, [], [shlex.join(["set", "--", _config_file(job, config), *overrides])])
 
 
-def array_script(
-    job: Job,
-    config: str,
-    runs: Sequence[Sequence[str]],
-    at_most: int | None,
-) -> str:
+def array_script(job: Job, config: str, runs: Sequence[Sequence[str]], at_most: int | None) -> str:
     """The script of a job array with a task for each run.
 
     Args:
@@ -195,11 +184,7 @@ def _config_file(job: Job, config: str) -> str:
     return config if shipped else str(file)
 
 
-def _filled(
-    job: Job,
-    header: Sequence[str],
-    body: Sequence[str],
-) -> str:
+def _filled(job: Job, header: Sequence[str], body: Sequence[str]) -> str:
     fewest, most = job.nodes
     settings = {
         "job-name": job.name,

@@ -21,12 +21,7 @@ _TIMEOUT = 60
 _JOB = re.compile("([0-9]{1,18})(?:_([0-9]{1,18}))?")
 _QUEUED = "%i|%T|%M|%l|%N|%r|%j"
 """squeue's codes of `Entry`'s fields."""
-_PATTERNS = {
-    "%": "%",
-    "j": r"(\d+)",
-    "A": r"(\d+)",
-    "a": r"\d+",
-}
+_PATTERNS = {"%": "%", "j": r"(\d+)", "A": r"(\d+)", "a": r"\d+"}
 """Slurm's patterns in the name of a log, as regular expressions."""
 _ENDED = "JobID,State,Elapsed,Timelimit,NodeList,ExitCode,JobName"
 
@@ -64,19 +59,10 @@ class JobRecord:
             {*self.jobs, *(int(m[1]) for file in files if (m := re.fullmatch(pattern, file)))}
         )
 
-    def logs(
-        self,
-        job: int,
-        task: str | None = None,
-    ) -> list[Path]:
+    def logs(self, job: int, task: str | None = None) -> list[Path]:
         """The files that a job's output, or that of one of its tasks, goes to."""
         tasks = [task] if task else [str(i) for i in range(len(self.runs))] or [""]
-        known = {
-            "%": "%",
-            "x": self.name,
-            "j": str(job),
-            "A": str(job),
-        }
+        known = {"%": "%", "x": self.name, "j": str(job), "A": str(job)}
         paths = [re.sub("%([%xjAa])", lambda m: (known | {"a": t})[m[1]], self.log) for t in tasks]  # noqa: B023
         return [Path(path) for path in paths]
 
@@ -110,11 +96,7 @@ def read_record(folder: Path) -> JobRecord:
         ) from None
 
 
-def submit(
-    script: Path,
-    record: JobRecord,
-    folder: Path,
-) -> None:
+def submit(script: Path, record: JobRecord, folder: Path) -> None:
     """Submit a job and add its number to `folder`'s record.
 
     Raises:
@@ -151,11 +133,7 @@ def _ask(command: Sequence[str], without: str) -> str:
     """
     try:
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT,
+            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT
         )
     except FileNotFoundError:
         raise UserError(f"this machine has no {command[0]}; {without}") from None
@@ -188,9 +166,7 @@ def find(target: str | None) -> tuple[list[int], str | None, JobRecord | None]:
 
 
 def entries(
-    jobs: Sequence[int],
-    task: str | None,
-    record: JobRecord | None,
+    jobs: Sequence[int], task: str | None, record: JobRecord | None
 ) -> tuple[list[Entry], str | None]:
     """The jobs, or all of the user's that haven't ended, and why the list may be incomplete.
 
@@ -274,11 +250,7 @@ def state_table(found: Sequence[Entry], record: JobRecord | None) -> str:
 # ---- logs
 
 
-def log_files(
-    jobs: Sequence[int],
-    task: str | None,
-    record: JobRecord | None,
-) -> list[Path]:
+def log_files(jobs: Sequence[int], task: str | None, record: JobRecord | None) -> list[Path]:
     """The logs that exist of the newest of these jobs.
 
     Raises:
@@ -304,12 +276,7 @@ def log_files(
     )
 
 
-def show_logs(
-    files: Sequence[Path],
-    lines: int,
-    *,
-    follow: bool,
-) -> int:
+def show_logs(files: Sequence[Path], lines: int, *, follow: bool) -> int:
     """Print the ends of logs; with `follow`, keep printing. Returns the exit status."""
     command = [
         "tail",

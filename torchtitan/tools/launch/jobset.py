@@ -52,10 +52,7 @@ def longest_name(nodes: int, runs: int) -> int:
 
 
 def jobset_files(
-    options: argparse.Namespace,
-    config: str,
-    runs: Sequence[ClusterRun],
-    comments: Sequence[str],
+    options: argparse.Namespace, config: str, runs: Sequence[ClusterRun], comments: Sequence[str]
 ) -> tuple[dict[Path, str], list[str]]:
     """The file to apply, and the commands that do so.
 
@@ -104,7 +101,7 @@ def _jobset(options: argparse.Namespace, run: ClusterRun) -> dict[str, Any]:
         job["successPolicy"] = {"rules": [{"succeededCount": 1}]}
     job["template"] = {"spec": _pod(options, run)}
     spec: dict[str, Any] = {
-        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
     }
     if not run.elastic:
         spec["failurePolicy"] = {"maxRestarts": run.restarts, "rules": [_SAVED]}

@@ -74,11 +74,7 @@ def _fits_with(flag: str, request: Request) -> bool:
     return bool(found.best)
 
 
-def table(
-    proposals: Sequence[Proposal],
-    seen: int,
-    request: Request,
-) -> str:
+def table(proposals: Sequence[Proposal], seen: int, request: Request) -> str:
     """The layouts with their predictions and reasons."""
     rows = [_HEADINGS]
     for i, proposal in enumerate(proposals):

@@ -107,11 +107,7 @@ class Model:
         """All parameters, and those that a token uses: of a mixture, its own experts'."""
         config = Config()
         chosen = config.model.model_copy(
-            update={
-                "name": self.spec.name,
-                "flavor": self.flavor,
-                "overrides": self.overrides,
-            }
+            update={"name": self.spec.name, "flavor": self.flavor, "overrides": self.overrides}
         )
         w = derived_workload(config.model_copy(update={"model": chosen}), self.spec, 1)
         total = w.params(w.stages[0])

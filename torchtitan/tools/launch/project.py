@@ -46,11 +46,7 @@ def existing(folder: Path) -> list[str]:
 
 
 def make_project(
-    request: Request,
-    plan: Plan,
-    command: str,
-    slurm: Namespace | None,
-    per_node: int,
+    request: Request, plan: Plan, command: str, slurm: Namespace | None, per_node: int
 ) -> Project:
     """The files of a project with a plan's layout.
 
@@ -86,12 +82,7 @@ def _name_inside(setting: Choice, request: Request) -> str | None:
     return HERE + value.removeprefix(folder) if value.startswith(f"{folder}/") else None
 
 
-def _toml(
-    request: Request,
-    plan: Plan,
-    settings: Choices,
-    command: str,
-) -> str:
+def _toml(request: Request, plan: Plan, settings: Choices, command: str) -> str:
     config = config_of(settings)
     comments = {key: setting.why for key, setting in settings.items()}
     run = run_of(plan, float(config.training.steps * plan.workload.tokens_per_step))
@@ -116,11 +107,7 @@ def _toml(
     return "".join(f"# {line}\n" for line in lines) + "\n" + body.rstrip() + "\n"
 
 
-def _validate_text(
-    text: str,
-    request: Request,
-    inside: Choices,
-) -> tuple[str, ...]:
+def _validate_text(text: str, request: Request, inside: Choices) -> tuple[str, ...]:
     """Check a configuration file as the trainer would on its devices.
 
     Args:
@@ -147,11 +134,7 @@ def _validate_text(
     )
 
 
-def _script(
-    request: Request,
-    slurm: Namespace,
-    per_node: int,
-) -> str:
+def _script(request: Request, slurm: Namespace, per_node: int) -> str:
     check_words(str(request.folder), [])
     nodes, ranks = nodes_of(request.devices, per_node)
     name = job_name(request.folder.absolute().name)
@@ -172,11 +155,7 @@ def nodes_of(devices: int, per_node: int) -> tuple[int, int]:
     return max(1, devices // per_node), min(devices, per_node)
 
 
-def _steps(
-    request: Request,
-    slurm: bool,
-    per_node: int,
-) -> list[str]:
+def _steps(request: Request, slurm: bool, per_node: int) -> list[str]:
     """What to do with a prepared project."""
     steps = []
     config = shlex.quote(str(request.folder / CONFIG))

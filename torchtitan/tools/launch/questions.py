@@ -17,19 +17,8 @@ from torchtitan.tools.planner.hardware import Hardware, find_hardware, load_hard
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.text import brief, count, show_size, show_tokens
 
-_UNITS = {
-    "": 1.0,
-    "K": 1e3,
-    "M": 1e6,
-    "B": 1e9,
-    "T": 1e12,
-}
-_HOURS = {
-    "m": 1 / 60,
-    "min": 1 / 60,
-    "h": 1.0,
-    "d": 24.0,
-}
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_HOURS = {"m": 1 / 60, "min": 1 / 60, "h": 1.0, "d": 24.0}
 _CPU_TIME = "10min"
 """Long enough to see the loss fall."""
 
@@ -146,11 +135,7 @@ def folder_question(model: Model | None) -> Question[Path]:
     )
 
 
-def prepare_question(
-    steps: Sequence[Step],
-    data: Data,
-    default: str,
-) -> Question[bool]:
+def prepare_question(steps: Sequence[Step], data: Data, default: str) -> Question[bool]:
     """
     Args:
         steps: the commands to run.
@@ -188,12 +173,7 @@ def local_gpus() -> tuple[str | None, int]:
     """The hardware that this machine's GPUs are known as, if they are, and their number."""
     try:
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        names = subprocess.run(
-            query,
-            capture_output=True,
-            text=True,
-            timeout=30,
-        ).stdout.split("\n")
+        names = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split("\n")
     except (OSError, subprocess.TimeoutExpired):
         return None, 0
     names = [name.strip() for name in names if name.strip()]

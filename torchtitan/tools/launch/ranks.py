@@ -33,11 +33,7 @@ class Stop:
         for number in heeded():
             signal.signal(number, self._handle)
 
-    def _handle(
-        self,
-        number: int,
-        _: Any,
-    ) -> None:
+    def _handle(self, number: int, _: Any) -> None:
         if self.requested:
             if number == signal.SIGINT and time.monotonic() - self.since >= AGAIN_SECONDS:
                 self._end_at_once()

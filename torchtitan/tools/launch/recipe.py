@@ -18,11 +18,7 @@ from torchtitan.utils.text import show_duration, show_tokens
 
 TOKENS_PER_PARAMETER = 20
 """Hoffmann et al., "Training Compute-Optimal Large Language Models", arXiv:2203.15556."""
-_ROWS = {
-    20e6: 256,
-    100e6: 1024,
-    400e6: 2048,
-}
+_ROWS = {20e6: 256, 100e6: 1024, 400e6: 2048}
 """Parameters below which a model's rows are so long: as `debug_model.toml`'s, llama2.c's 42M
 (github.com/karpathy/llama2.c), and GPT-3's and MobileLLM's.
 """
@@ -76,11 +72,7 @@ def _nearest(table: dict[float, tuple[Any, str]], parameters: int) -> tuple[Any,
     return table[min(table, key=lambda size: abs(math.log(size / parameters)))]
 
 
-def _rows(
-    tokens: int,
-    seq_len: int,
-    devices: int,
-) -> int:
+def _rows(tokens: int, seq_len: int, devices: int) -> int:
     """Rows of about `tokens`, divisible among the devices, or among groups if they are fewer."""
     wanted = max(1, round(tokens / seq_len))
     unit = divisors(devices, wanted)[-1]
@@ -201,11 +193,7 @@ def _validation(request: Request) -> Choices:
 # ---- with a layout
 
 
-def final(
-    settings: Choices,
-    plan: Plan,
-    request: Request,
-) -> Choices:
+def final(settings: Choices, plan: Plan, request: Request) -> Choices:
     """The settings with a plan's layout, and what follows from its speed: steps, warm-up, saves."""
     steps = steps_of(plan, request)
     per_save = max(1, min(round(_SAVE_SECONDS / plan.time.seconds), steps // 10))
@@ -236,11 +224,7 @@ def steps_of(plan: Plan, request: Request) -> int:
     return max(1, round((request.hours or 0.0) * 3600 / plan.time.seconds))
 
 
-def _length(
-    plan: Plan,
-    request: Request,
-    steps: int,
-) -> str:
+def _length(plan: Plan, request: Request, steps: int) -> str:
     tokens = float(steps * plan.workload.tokens_per_step)
     ratio = tokens / request.model.parameters()[1]
     which = "active parameter" if plan.workload.experts else "parameter"

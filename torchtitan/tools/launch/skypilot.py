@@ -30,10 +30,7 @@ LONGEST_NAME = 63
 
 
 def skypilot_files(
-    options: argparse.Namespace,
-    config: str,
-    runs: Sequence[ClusterRun],
-    comments: Sequence[str],
+    options: argparse.Namespace, config: str, runs: Sequence[ClusterRun], comments: Sequence[str]
 ) -> tuple[dict[Path, str], list[str]]:
     """A file for each run, and the commands that launch them.
 
@@ -61,11 +58,7 @@ def skypilot_files(
     return files, commands
 
 
-def _check(
-    options: argparse.Namespace,
-    config: str,
-    runs: Sequence[ClusterRun],
-) -> None:
+def _check(options: argparse.Namespace, config: str, runs: Sequence[ClusterRun]) -> None:
     problems = []
     if any(run.elastic for run in runs):
         problems.append(
@@ -86,16 +79,9 @@ def _check(
         raise ConfigError(problems)
 
 
-def _task(
-    options: argparse.Namespace,
-    run: ClusterRun,
-    config: str,
-) -> dict[str, Any]:
+def _task(options: argparse.Namespace, run: ClusterRun, config: str) -> dict[str, Any]:
     grace = options.grace or GRACE_SECONDS
-    recovery = {
-        "max_restarts_on_errors": run.restarts,
-        "recover_on_exit_codes": [os.EX_TEMPFAIL],
-    }
+    recovery = {"max_restarts_on_errors": run.restarts, "recover_on_exit_codes": [os.EX_TEMPFAIL]}
     resources: dict[str, Any] = {"accelerators": f"{options.accelerator}:{run.ranks}"}
     if options.infra:
         resources["infra"] = options.infra
@@ -122,12 +108,7 @@ def _task(
     return task
 
 
-def _script(
-    options: argparse.Namespace,
-    run: ClusterRun,
-    config: str,
-    grace: int,
-) -> str:
+def _script(options: argparse.Namespace, run: ClusterRun, config: str, grace: int) -> str:
     """What each machine runs. The launcher's process number is kept for the hook."""
     launcher = "torchtitan"
     modules = ["$PWD"] if run.own_code else []
@@ -140,12 +121,7 @@ def _script(
         lines.append(f'export PYTHONPATH="{":".join(modules)}"')
     if run.nodes[1] > 1:
         lines.append('first=$(head -n 1 <<<"$SKYPILOT_NODE_IPS")')
-    words = train_words(
-        run,
-        f"~/{run.name}.toml",
-        f'"$first":{PORT}',
-        [launcher_grace(grace)],
-    )
+    words = train_words(run, f"~/{run.name}.toml", f'"$first":{PORT}', [launcher_grace(grace)])
     command = " ".join([launcher, *words, *([shlex.join(["--", *run.flags])] if run.flags else [])])
     # Python accepts a signal that arrives while it starts later.
     lines.append(f"(echo $BASHPID >~/{run.name}.pid; exec env --block-signal=TERM {command})")

@@ -133,11 +133,7 @@ def _torchrun_options(options: argparse.Namespace) -> list[str]:
 # ---- failing
 
 
-def _cause(
-    config: Config,
-    first: int,
-    failures: Mapping[int, Any],
-) -> str:
+def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
     """Why the run failed: from the reports of the ranks that failed, else from the first one's exit
     code.
     """

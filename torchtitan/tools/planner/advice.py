@@ -75,11 +75,7 @@ def changes(plan: Plan, part: str) -> list[Change]:
     return sorted(found, key=lambda change: (not change.after.fits, -change.gain))
 
 
-def _candidates(
-    w: Workload,
-    hw: Hardware,
-    part: str,
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Changes that may lower `part`: a description, and the keys to set."""
     t = w.config.training
     checkpointing = w.config.activation_checkpoint.mode
@@ -140,9 +136,7 @@ def _candidates(
 
 
 def _pipeline_candidates(
-    w: Workload,
-    part: str,
-    double_batch: dict[str, Any],
+    w: Workload, part: str, double_batch: dict[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     p = w.config.parallelism
     t = w.config.training

@@ -55,11 +55,7 @@ class _Pool:
             self._insert(found - size, offset + size)
         return offset
 
-    def give(
-        self,
-        offset: int,
-        size: int,
-    ) -> None:
+    def give(self, offset: int, size: int) -> None:
         """Free a block and merge it with its free neighbours."""
         if after := self.starts.get(offset + size):
             self._remove(after, offset + size)
@@ -71,20 +67,12 @@ class _Pool:
             size = size + before
         self._insert(size, offset)
 
-    def _insert(
-        self,
-        size: int,
-        offset: int,
-    ) -> None:
+    def _insert(self, size: int, offset: int) -> None:
         bisect.insort(self.sizes, (size, offset))
         self.starts[offset] = size
         self.ends[offset + size] = offset
 
-    def _remove(
-        self,
-        size: int,
-        offset: int,
-    ) -> None:
+    def _remove(self, size: int, offset: int) -> None:
         del self.sizes[bisect.bisect_left(self.sizes, (size, offset))]
         del self.starts[offset], self.ends[offset + size]
 
@@ -109,9 +97,7 @@ def reserved(events: Iterable[Event]) -> int:
 
 
 def peak_by_part(
-    blocks: list[Block],
-    lasting: Iterable[int],
-    events: Iterable[tuple[int, bool]],
+    blocks: list[Block], lasting: Iterable[int], events: Iterable[tuple[int, bool]]
 ) -> dict[str, int]:
     """Bytes by part at the peak of `events`, with `lasting` blocks allocated throughout."""
     now = dict.fromkeys(PARTS, 0)
@@ -139,9 +125,7 @@ def peak_by_part(
 
 
 def replay(
-    blocks: list[Block],
-    first: list[tuple[int, bool]],
-    steady: list[tuple[int, bool]],
+    blocks: list[Block], first: list[tuple[int, bool]], steady: list[tuple[int, bool]]
 ) -> int:
     """Bytes reserved after two steps; the second reuses the first one's optimizer state."""
     alive = {number for number, new in first if new} - {number for number, new in first if not new}

@@ -75,12 +75,7 @@ class Mixing:
     """Width of those keys and values that are copies for the query heads that share them."""
 
 
-def mixing_of(
-    args: Any,
-    kind: str,
-    seq_len: int,
-    kv_repeated: bool,
-) -> Mixing:
+def mixing_of(args: Any, kind: str, seq_len: int, kv_repeated: bool) -> Mixing:
     """
     Args:
         kv_repeated: keys and values are copied for every query head.
@@ -116,12 +111,7 @@ def mixing_of(
     )
 
 
-def _latent(
-    args: Any,
-    queries: int,
-    flops: float,
-    backward: float,
-) -> Mixing:
+def _latent(args: Any, queries: int, flops: float, backward: float) -> Mixing:
     """Latent attention. What is narrow is gathered, its norms are of each rank's tokens."""
     narrow = args.kv_lora_rank + args.rope_head_size
     values = args.n_heads * args.value_dim
@@ -163,11 +153,7 @@ def _delta(args: Any, seq_len: int) -> Mixing:
     )
 
 
-def block_layers(
-    args: Any,
-    kind: Kind,
-    mixing: Mixing,
-) -> Iterator[Layer]:
+def block_layers(args: Any, kind: Kind, mixing: Mixing) -> Iterator[Layer]:
     """The linear layers of a block, in the order in which they run."""
     d = args.dim
     if kind.joins:
@@ -186,11 +172,7 @@ def block_layers(
 
 
 def _network(
-    name: str,
-    dim: int,
-    width: int,
-    gated: bool,
-    rows: Literal["rows", "experts"],
+    name: str, dim: int, width: int, gated: bool, rows: Literal["rows", "experts"]
 ) -> Iterator[Layer]:
     columns: Split = "experts" if rows == "experts" else "columns"
     yield Layer(f"{name}.w1", dim, width, columns)
@@ -232,13 +214,7 @@ def _delta_layers(args: Any) -> Iterator[Layer]:
     yield Layer("delta.out_proj", values, args.dim, "rows")
 
 
-def vector_params(
-    args: Any,
-    kind: Kind,
-    mixing: Mixing,
-    tp: int,
-    ep: int,
-) -> int:
+def vector_params(args: Any, kind: Kind, mixing: Mixing, tp: int, ep: int) -> int:
     """Parameters of a block that are in no matrix: norms, biases, and what heads have of their own,
     on one tensor- and expert-parallel rank.
     """
@@ -264,12 +240,7 @@ def vector_params(
     return count + _network_biases(args, kind, tp, ep)
 
 
-def _network_biases(
-    args: Any,
-    kind: Kind,
-    tp: int,
-    ep: int,
-) -> int:
+def _network_biases(args: Any, kind: Kind, tp: int, ep: int) -> int:
     inner = 1 if getattr(args, "activation", "swiglu") == "relu2" else 2
     count = 0
     if kind.experts and getattr(args, "router_bias", False):

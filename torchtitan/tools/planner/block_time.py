@@ -199,11 +199,7 @@ class _Products:
         return self.inputs + self.weight
 
 
-def _products(
-    w: Workload,
-    hw: Hardware,
-    linear: Linear,
-) -> _Products:
+def _products(w: Workload, hw: Hardware, linear: Linear) -> _Products:
     """The three products of a linear layer, which sum over different sizes."""
     rate = _peak(w, hw) * hw.gemm_bf16
     operand = w.element
@@ -223,12 +219,7 @@ def _products(
     n = linear.outputs
     k = linear.inputs
 
-    def seconds(
-        rows: float,
-        columns: float,
-        inner: float,
-        moved: float,
-    ) -> float:
+    def seconds(rows: float, columns: float, inner: float, moved: float) -> float:
         result = rows * columns + hw.gemm_ramp / products
         depth = inner + hw.gemm_depth * w.element / operand
         return max(2 * products * result * depth / rate, products * moved / hw.bytes_per_s)

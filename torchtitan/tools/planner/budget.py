@@ -95,12 +95,7 @@ def best_interval(blocked: float, mtbf: float) -> float:
     return math.sqrt(2 * blocked * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - blocked
 
 
-def share_kept(
-    interval: float,
-    saves: Saves,
-    mtbf: float,
-    restart: float,
-) -> float:
+def share_kept(interval: float, saves: Saves, mtbf: float, restart: float) -> float:
     """Goodput with `interval` seconds of training between saves."""
     if (interval + saves.blocked + restart + saves.background) / mtbf > 500:
         return 0.0
@@ -145,10 +140,7 @@ class Budget:
 
 
 def budget_of(
-    plan: Plan,
-    tokens: float | None,
-    failures: Failures | None,
-    price: float | None,
+    plan: Plan, tokens: float | None, failures: Failures | None, price: float | None
 ) -> Budget:
     """Time and cost of training on `tokens`; by default on those of `training.steps`.
 
@@ -162,12 +154,7 @@ def budget_of(
     return Budget(run, made, hours, gpu_hours, None if price is None else price * gpu_hours)
 
 
-def budget_text(
-    budget: Budget,
-    plan: Plan,
-    failures: Failures | None,
-    price: float | None,
-) -> str:
+def budget_text(budget: Budget, plan: Plan, failures: Failures | None, price: float | None) -> str:
     """A budget for a terminal."""
     lines = []
     if (made := budget.goodput) and failures:

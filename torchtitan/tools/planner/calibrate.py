@@ -91,17 +91,9 @@ def _describe(device: torch.device, links: Links) -> str:
     attention = _attention(8192 if cuda else 512, device, dtype)
     memory = _copy(2**30 if cuda else 2**27, device)
     peaks = (
-        {
-            "bf16": known.bf16,
-            "fp8": known.fp8,
-            "fp32": known.fp32,
-        }
+        {"bf16": known.bf16, "fp8": known.fp8, "fp32": known.fp32}
         if known
-        else {
-            "bf16": bf16,
-            "fp8": fp8,
-            "fp32": fp32,
-        }
+        else {"bf16": bf16, "fp8": fp8, "fp32": fp32}
     )
     base = peaks["bf16"] if cuda else peaks["fp32"]
     return "\n".join(
@@ -191,11 +183,7 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
     return best
 
 
-def _matmul(
-    size: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> float:
+def _matmul(size: int, device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a square matrix product."""
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / _seconds(lambda: a @ b, device)
@@ -216,11 +204,7 @@ def _shortfall(size: int, bits: int) -> float:
     return (1 + shared["gemm_ramp"] / size**2) * (1 + shared["gemm_depth"] * 16 / bits / size)
 
 
-def _attention(
-    size: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> float:
+def _attention(size: int, device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of causal attention's forward; only the unmasked half counts."""
     q = torch.randn(1, 16, size, 64 if device.type == "cpu" else 128, device=device).to(dtype)
     flops = 2 * size**2 * q.shape[1] * q.shape[3]
@@ -245,11 +229,7 @@ def ranks_per_node() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def measure_links(
-    device: torch.device,
-    per_node: int,
-    size: int,
-) -> Links:
+def measure_links(device: torch.device, per_node: int, size: int) -> Links:
     """Measure all-gathers, on all ranks of the default process group at once.
 
     Args:
@@ -267,12 +247,7 @@ def measure_links(
     return Links(link, network, per_node)
 
 
-def _gathered(
-    groups: list[list[int]],
-    rank: int,
-    device: torch.device,
-    size: int,
-) -> float:
+def _gathered(groups: list[list[int]], rank: int, device: torch.device, size: int) -> float:
     """Rate of the slowest group; the groups gather at the same time, as FSDP's do."""
     made = [dist.new_group(members) for members in groups]
     seconds = 0.0
@@ -287,18 +262,9 @@ def _gathered(
     return size * (n - 1) / n / slowest.item()
 
 
-def _gather_seconds(
-    group: dist.ProcessGroup,
-    ranks: int,
-    device: torch.device,
-    size: int,
-) -> float:
+def _gather_seconds(group: dist.ProcessGroup, ranks: int, device: torch.device, size: int) -> float:
     own = torch.empty(size // ranks, dtype=torch.uint8, device=device)
-    whole = torch.empty(
-        size // ranks * ranks,
-        dtype=torch.uint8,
-        device=device,
-    )
+    whole = torch.empty(size // ranks * ranks, dtype=torch.uint8, device=device)
     best = float("inf")
     for _ in range(1 + _ROUNDS):
         begin = time.perf_counter()

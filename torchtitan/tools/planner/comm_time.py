@@ -25,9 +25,7 @@ copy to the host, and the launch of what follows. Estimate.
 
 
 def tensor_parallel(
-    w: Workload,
-    hw: Hardware,
-    products: tuple[float, float],
+    w: Workload, hw: Hardware, products: tuple[float, float]
 ) -> tuple[float, float]:
     """Exposed seconds of one block's tensor-parallel collectives, forward and backward."""
     if w.tp == 1:
@@ -49,11 +47,7 @@ def tensor_parallel(
     return forward, backward
 
 
-def context_parallel(
-    w: Workload,
-    hw: Hardware,
-    attention: float,
-) -> tuple[float, float]:
+def context_parallel(w: Workload, hw: Hardware, attention: float) -> tuple[float, float]:
     """Exposed seconds of a block's context parallelism (Liu et al., arXiv:2310.01889).
 
     In a ring keys and values travel to every rank, and their gradients back in fp32. Ulysses
@@ -80,11 +74,7 @@ def context_parallel(
     return exposed, exposed * (1 + w.recompute.attention) + gradients
 
 
-def expert_rows(
-    w: Workload,
-    hw: Hardware,
-    shared: tuple[float, float],
-) -> tuple[float, float]:
+def expert_rows(w: Workload, hw: Hardware, shared: tuple[float, float]) -> tuple[float, float]:
     """Seconds that a block's rows travel, forward and backward, beyond what the products of the
     shared expert hide of the way to the experts.
 
@@ -140,10 +130,7 @@ def gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float, float]:
 
 
 def data_parallel(
-    w: Workload,
-    hw: Hardware,
-    times: Sequence[tuple[float, float]],
-    stage: Stage,
+    w: Workload, hw: Hardware, times: Sequence[tuple[float, float]], stage: Stage
 ) -> dict[str, float]:
     """FSDP's communication that compute doesn't hide, and the compute that it slows down.
 
@@ -186,12 +173,7 @@ class _Exposed(NamedTuple):
 
 
 def _exposed(
-    w: Workload,
-    hw: Hardware,
-    forward: float,
-    backward: float,
-    layers: int,
-    ends: float,
+    w: Workload, hw: Hardware, forward: float, backward: float, layers: int, ends: float
 ) -> _Exposed:
     """
     Args:
@@ -223,10 +205,7 @@ def _exposed(
 
 
 def activation_offload(
-    w: Workload,
-    hw: Hardware,
-    times: Sequence[tuple[float, float]],
-    pp_rank: int,
+    w: Workload, hw: Hardware, times: Sequence[tuple[float, float]], pp_rank: int
 ) -> float:
     """Seconds of copies to and from the host that the compute of a block is too short to hide."""
     ac = w.config.activation_checkpoint

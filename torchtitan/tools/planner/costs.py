@@ -96,11 +96,7 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
 # ---- the pipeline
 
 
-def _durations(
-    w: Workload,
-    blocks: Sequence[Pass],
-    ends: Pass,
-) -> Callable[[int, str], float]:
+def _durations(w: Workload, blocks: Sequence[Pass], ends: Pass) -> Callable[[int, str], float]:
     """Seconds of a stage's computation, by stage and kind (`F`, `B`, `I`, `W`).
 
     Splitting a backward saves work only where autograd sees a block's operations one by one. A
@@ -109,11 +105,7 @@ def _durations(
     is asked for them one by one.
     """
     kinds = [_of_passes(b, work) for b, work in zip(w.blocks, blocks, strict=True)]
-    end = {
-        "F": sum(ends.forward.values()),
-        "B": sum(ends.backward.values()),
-        "W": ends.weights,
-    }
+    end = {"F": sum(ends.forward.values()), "B": sum(ends.backward.values()), "W": ends.weights}
     end["I"] = end["B"] - end["W"]
 
     def duration(index: int, kind: str) -> float:
@@ -155,12 +147,7 @@ def _of_passes(w: Workload, block: Pass) -> dict[str, float]:
     if not w.compiled:
         inputs = backward - block.weights
         weights = block.weights + _parameters(w) * w.recompute.pointwise * forward
-    return {
-        "F": forward,
-        "B": backward,
-        "I": inputs,
-        "W": weights,
-    }
+    return {"F": forward, "B": backward, "I": inputs, "W": weights}
 
 
 def _parameters(w: Workload) -> int:

@@ -44,12 +44,7 @@ def fake_cluster(world: int, rank: int) -> Iterator[FakeTensorMode]:
 
 def start_group(world: int, rank: int) -> None:
     """Initialize a fake default process group."""
-    dist.init_process_group(
-        "fake",
-        rank=rank,
-        world_size=world,
-        store=FakeStore(),
-    )
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
 
 
 @contextmanager
@@ -85,19 +80,13 @@ def aside(function: Callable[..., Any]) -> Callable[..., Any]:
     return outside
 
 
-def _shapes_are_known(
-    schedule: Any,
-    stages: Any,
-    *_: Any,
-) -> None:
+def _shapes_are_known(schedule: Any, stages: Any, *_: Any) -> None:
     for each in stages:
         each._inference_mode = stage.InferenceMode.STATIC
 
 
 def take_fake_memory(
-    mode: FakeTensorMode,
-    model: nn.Module,
-    device: str | torch.device = "cpu",
+    mode: FakeTensorMode, model: nn.Module, device: str | torch.device = "cpu"
 ) -> None:
     """Move a sharded model from the meta device to fake tensors, nominally on `device`."""
     with mode:
@@ -116,11 +105,7 @@ def take_fake_memory(
 class _Stream:
     """Replaces `torch.cuda.Stream` with a name, by which the tracer attributes allocations."""
 
-    def __init__(
-        self,
-        tracer: Tracer,
-        name: str,
-    ):
+    def __init__(self, tracer: Tracer, name: str):
         self.tracer = tracer
         self.name = name
 
@@ -194,11 +179,7 @@ class _RMSNorm(torch.autograd.Function):
     """Memory footprint of CUDA's fused kernel; the CPU has none and keeps intermediate results."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
         return torch.empty_like(x)
 
@@ -208,12 +189,7 @@ class _RMSNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _rms_norm(
-    x: Tensor,
-    shape: list[int],
-    weight: Tensor,
-    eps: float | None = None,
-) -> Tensor:
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor, eps: float | None = None) -> Tensor:
     if not isinstance(x, DTensor):
         return _RMSNorm.apply(x, weight)
     assert isinstance(weight, DTensor)
@@ -230,12 +206,7 @@ class _FusedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        sharded: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, sharded: bool) -> Tensor:
         ctx.dtype = logits.dtype
         if sharded:
             kept = logits.new_empty(logits.shape, dtype=torch.float32)

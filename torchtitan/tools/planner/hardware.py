@@ -110,11 +110,7 @@ class Hardware(BaseModel):
         """Memory bandwidth that large kernels reach."""
         return self.memory_bandwidth * self.memory_efficiency
 
-    def bandwidth(
-        self,
-        ranks: int,
-        stride: int,
-    ) -> float:
+    def bandwidth(self, ranks: int, stride: int) -> float:
         """Bytes/s per rank of a ring over `ranks` ranks that are `stride` ranks apart.
 
         A ring runs at the speed of its slowest hop: the link within a node; between nodes the
@@ -132,11 +128,7 @@ class Hardware(BaseModel):
         inside = max(1, self.gpus_per_node // stride)
         return min(link, self.network * self.network_efficiency * min(inside, ranks))
 
-    def exchange(
-        self,
-        size: float,
-        ranks: int,
-    ) -> float:
+    def exchange(self, size: float, ranks: int) -> float:
         """Seconds of an all-to-all among adjacent ranks, each sending `size` bytes in equal parts.
 
         What stays within the node takes the link, the rest at the same time the rank's own network
@@ -213,12 +205,7 @@ def find_hardware(name: str) -> Hardware:
     return known[name]
 
 
-def to_table(
-    name: str,
-    hardware: Hardware,
-    base: Hardware,
-    source: str,
-) -> str:
+def to_table(name: str, hardware: Hardware, base: Hardware, source: str) -> str:
     """A hardware file in which the constants that differ from those of `base` are marked.
 
     Args:

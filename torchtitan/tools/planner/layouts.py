@@ -50,12 +50,7 @@ def any_layout(config: Config, world: int) -> Config:
     )
 
 
-def layouts(
-    config: Config,
-    spec: ModelSpec,
-    args: Any,
-    world: int,
-) -> Iterator[Config]:
+def layouts(config: Config, spec: ModelSpec, args: Any, world: int) -> Iterator[Config]:
     """Every split of `world` ranks into degrees, first those without a pipeline."""
     tp_multiple = math.gcd(*spec.tensor_parallel_sizes(args).values())
     facts = Facts(

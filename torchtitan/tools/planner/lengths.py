@@ -12,11 +12,7 @@ from torchtitan.train.preflight import Setup
 from torchtitan.utils.text import plural, show_gib, show_rate
 
 
-def plan_of_stages(
-    config: Config,
-    setup: Setup,
-    hardware: Hardware,
-) -> Plan:
+def plan_of_stages(config: Config, setup: Setup, hardware: Hardware) -> Plan:
     """The plan of a run by the closed forms: speed of the first stage of the data, memory of the
     one that needs most, time of all.
     """
@@ -37,24 +33,11 @@ def plan_of_stages(
     )
 
 
-def _plan(
-    config: Config,
-    setup: Setup,
-    hardware: Hardware,
-    stage: int,
-) -> Plan:
-    return predict(
-        Workload(config, setup.args_of(stage), setup.stages),
-        setup.spec,
-        hardware,
-    )
+def _plan(config: Config, setup: Setup, hardware: Hardware, stage: int) -> Plan:
+    return predict(Workload(config, setup.args_of(stage), setup.stages), setup.spec, hardware)
 
 
-def _notes(
-    steps: list[int],
-    plans: list[Plan],
-    tightest: Plan,
-) -> Iterator[str]:
+def _notes(steps: list[int], plans: list[Plan], tightest: Plan) -> Iterator[str]:
     for step, plan in zip(steps, plans, strict=True):
         t = plan.config.training
         which = "; the memory above is this stage's" if plan is tightest else ""

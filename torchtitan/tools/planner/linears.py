@@ -70,12 +70,7 @@ class Recompute:
     pointwise: float
 
 
-def block_linears(
-    config: Config,
-    args: Any,
-    kind: Kind,
-    mixing: Mixing,
-) -> Iterator[Linear]:
+def block_linears(config: Config, args: Any, kind: Kind, mixing: Mixing) -> Iterator[Linear]:
     """A block's linear layers in order; checkpointing by operation keeps every second."""
     degrees = layout_degrees(config.parallelism)
     tp = degrees["tp"]
@@ -135,12 +130,7 @@ def recompute_of(ac: ActivationCheckpoint) -> Recompute:
     return Recompute(0.0, 0.0, 0.0)
 
 
-def in_eight_bits(
-    config: Config,
-    name: str,
-    inputs: int,
-    outputs: int,
-) -> bool:
+def in_eight_bits(config: Config, name: str, inputs: int, outputs: int) -> bool:
     """Whether `model.converters` changes the linear layer of this name and size."""
     float8 = uses(config, FLOAT8)
     if not (float8 or uses(config, MX)):

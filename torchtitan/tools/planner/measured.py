@@ -96,11 +96,7 @@ def _trace(folder: Path) -> Path | None:
     """The last trace of the first rank; None if the run wasn't profiled."""
     traces = load_config([_config(folder)]).config.profiling.save_traces_folder
     found = (folder / traces).glob("step_*/rank0_trace.json")
-    return max(
-        found,
-        key=lambda path: int(path.parent.name.removeprefix("step_")),
-        default=None,
-    )
+    return max(found, key=lambda path: int(path.parent.name.removeprefix("step_")), default=None)
 
 
 def _config(folder: Path) -> str:
@@ -128,13 +124,7 @@ def hardware_of(run: Measured) -> Hardware:
     )
 
 
-def plan_run(
-    run: Measured,
-    flags: list[str],
-    hardware: Hardware,
-    *,
-    tracing: bool,
-) -> Plan:
+def plan_run(run: Measured, flags: list[str], hardware: Hardware, *, tracing: bool) -> Plan:
     """The plan of what the run did.
 
     Args:
@@ -225,12 +215,7 @@ def fit(run: Measured, plan: Plan) -> Hardware:
     return hardware
 
 
-def _scaled(
-    hardware: Hardware,
-    base: Hardware,
-    names: Iterable[str],
-    factor: float,
-) -> Hardware:
+def _scaled(hardware: Hardware, base: Hardware, names: Iterable[str], factor: float) -> Hardware:
     """Scale constants, staying within a factor of `_MOST` of those of `base`."""
     scaled = {}
     for name in names:

@@ -44,23 +44,13 @@ GATHER_COPIES = 1.5
 """Buffers of FSDP's all-gather, in gathered blocks: the input and output of one, the output of
 another. Adjusted.
 """
-LOGIT_BYTES = {
-    "compiled": 4,
-    "compiled, sharded": 10,
-    "eager": 12,
-    "eager, sharded": 16,
-}
+LOGIT_BYTES = {"compiled": 4, "compiled, sharded": 10, "eager": 12, "eager, sharded": 16}
 """Bytes per logit at the peak. Compiled: bf16 logits and their gradient; sharding the vocabulary
 ends inductor's kernel at each all-reduce, with two copies in fp32 beside the logits. Eager: bf16
 logits, fp32 logits, softmax and gradient less what is freed by then; sharding the vocabulary keeps
 one more copy in fp32. As traced.
 """
-LOGIT_HOLE_BYTES = {
-    "compiled": 0,
-    "compiled, sharded": 0,
-    "eager": 2,
-    "eager, sharded": 4,
-}
+LOGIT_HOLE_BYTES = {"compiled": 0, "compiled, sharded": 0, "eager": 2, "eager, sharded": 4}
 """Bytes per logit that the allocator holds and nothing fits into. Adjusted."""
 CHUNK_GRADIENT_BYTES = 8
 """Bytes per parameter of the output projection with a chunked loss: the sum of its gradient in fp32

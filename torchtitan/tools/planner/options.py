@@ -17,12 +17,7 @@ def options_of(description: str | None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add(
-        "--world",
-        type=count,
-        metavar="N",
-        help="number of ranks; required",
-    )
+    add("--world", type=count, metavar="N", help="number of ranks; required")
     add(
         "--hardware",
         metavar="NAME",
@@ -87,11 +82,7 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,...",
         help=f"what else --search varies. {varied}",
     )
-    add(
-        "--fast",
-        action="store_true",
-        help="compute the memory of the plan instead of tracing it",
-    )
+    add("--fast", action="store_true", help="compute the memory of the plan instead of tracing it")
     add(
         "--compare",
         nargs="+",
@@ -107,26 +98,12 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the planned configuration as a TOML file, ready to train",
     )
+    add("--json", metavar="FILE", help="write the plan as JSON; - prints it, and nothing else")
     add(
-        "--json",
-        metavar="FILE",
-        help="write the plan as JSON; - prints it, and nothing else",
+        "--html", metavar="FILE", help="write a page with charts, and its figures as JSON beside it"
     )
-    add(
-        "--html",
-        metavar="FILE",
-        help="write a page with charts, and its figures as JSON beside it",
-    )
-    add(
-        "--schedule-svg",
-        metavar="FILE",
-        help="draw the pipeline's schedule",
-    )
-    add(
-        "--from-run",
-        metavar="DIR",
-        help="compare the run in this dump folder with its plan",
-    )
+    add("--schedule-svg", metavar="FILE", help="draw the pipeline's schedule")
+    add("--from-run", metavar="DIR", help="compare the run in this dump folder with its plan")
     add(
         "--calibrate",
         metavar="FILE",

@@ -12,19 +12,9 @@ from torchtitan.tools.web import web_page
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.text import plural
 
-_COLORS = {
-    "F": "#4477aa",
-    "B": "#ddaa33",
-    "I": "#cc6677",
-    "W": "#44aa99",
-}
+_COLORS = {"F": "#4477aa", "B": "#ddaa33", "I": "#cc6677", "W": "#44aa99"}
 """Colors of computations, distinct to color-blind readers and in gray."""
-_NAMES = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward, inputs",
-    "W": "backward, weights",
-}
+_NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 _PALER = 0.4
 """Share of white in the color of a rank's second stage; of what is left, in that of its third, and
 so on.
@@ -111,12 +101,7 @@ def _scaling(plan: Plan) -> list[dict[str, float]]:
 # ---- the schedule
 
 
-def schedule_svg(
-    time: StepTime,
-    width: float = 960,
-    *,
-    legible: bool = False,
-) -> str:
+def schedule_svg(time: StepTime, width: float = 960, *, legible: bool = False) -> str:
     """The pipeline's schedule as an SVG: a row per rank, time to the right, the bubble white.
 
     Args:
@@ -177,12 +162,7 @@ def schedule_svg(
     return "\n".join([*out, "</svg>", ""])
 
 
-def _legend(
-    time: StepTime,
-    left: int,
-    y: int,
-    width: float,
-) -> list[str]:
+def _legend(time: StepTime, left: int, y: int, width: float) -> list[str]:
     assert time.timeline is not None
     kinds = {action.kind for _, action, _, _ in time.timeline.events}
     out = ['<g class="legend">']

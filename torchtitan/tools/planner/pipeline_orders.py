@@ -29,11 +29,7 @@ PERIOD = 6
 """Passes of a rank per microbatch: F, I and W of two stages."""
 
 
-def orders_of(
-    name: str,
-    degree: int,
-    microbatches: int,
-) -> Orders:
+def orders_of(name: str, degree: int, microbatches: int) -> Orders:
     """The schedule `name` on `degree` ranks, 2 or more."""
     if name == "zb-h1":
         orders = [_zb_h1(rank, degree, microbatches) for rank in range(degree)]
@@ -51,12 +47,7 @@ def most_kept(orders: Sequence[Sequence[Action]]) -> int:
     """Microbatches between forward and last backward, counted once per stage, on the rank with the
     most.
     """
-    changes = {
-        "F": 1,
-        "B": -1,
-        "I": 0,
-        "W": -1,
-    }
+    changes = {"F": 1, "B": -1, "I": 0, "W": -1}
     return max(
         max(itertools.accumulate(changes[action.kind] for action in order)) for order in orders
     )
@@ -71,11 +62,7 @@ def _whole_on_first_stage(order: Sequence[Action]) -> Iterator[Action]:
             yield Action(0, "B", action.microbatch)
 
 
-def _zb_h1(
-    rank: int,
-    degree: int,
-    microbatches: int,
-) -> list[Action]:
+def _zb_h1(rank: int, degree: int, microbatches: int) -> list[Action]:
     """1F1B whose ranks keep as many microbatches as the first: a rank that forwards fewer ahead
     postpones more `W`.
     """
@@ -96,12 +83,7 @@ Pattern = list[list[tuple[int, str, int]]]
 """The passes of the first microbatch on each rank: stage, kind, and when they start."""
 
 
-def _v_shaped(
-    degree: int,
-    microbatches: int,
-    down: int,
-    up: int,
-) -> Orders:
+def _v_shaped(degree: int, microbatches: int, down: int, up: int) -> Orders:
     """The pattern with these hops that keeps least; the fastest among equals."""
     waits = range(PERIOD)
     found = [_pattern(degree, down, up, turns) for turns in itertools.product(waits, waits, waits)]
@@ -115,12 +97,7 @@ def _v_shaped(
     return _inputs_first(_repeated(min(patterns, key=cost), microbatches))
 
 
-def _pattern(
-    degree: int,
-    down: int,
-    up: int,
-    turns: tuple[int, int, int],
-) -> Pattern | None:
+def _pattern(degree: int, down: int, up: int, turns: tuple[int, int, int]) -> Pattern | None:
     """The passes of one microbatch, or None if they and their repetitions would overlap on some
     rank.
 

@@ -92,10 +92,7 @@ def program(stages: StagePlan, microbatches: int) -> Program:
 
 @cache
 def _program(
-    name: str | None,
-    csv_file: str | None,
-    ranks: tuple[int, ...],
-    microbatches: int,
+    name: str | None, csv_file: str | None, ranks: tuple[int, ...], microbatches: int
 ) -> Program:
     from torchtitan.parallel.overlap import overlaps
     from torchtitan.parallel.pipeline import build_schedule
@@ -122,23 +119,13 @@ def _program(
 def _place(stage: int, owners: tuple[int, ...]) -> Any:
     from torch import nn
 
-    group = {
-        "group": None,
-        "group_rank": 0,
-        "group_size": max(owners) + 1,
-        "device": "cpu",
-    }
+    group = {"group": None, "group_rank": 0, "group_size": max(owners) + 1, "device": "cpu"}
     module = {"submod": nn.Identity(), "has_backward": False}
     ends = {"is_first": stage == 0, "is_last": stage == len(owners) - 1}
     return SimpleNamespace(stage_index=stage, num_stages=len(owners), **ends, **group, **module)
 
 
-_KINDS = {
-    "BACKWARD_INPUT": "I",
-    "BACKWARD_WEIGHT": "W",
-    "FULL_BACKWARD": "B",
-    "FORWARD": "F",
-}
+_KINDS = {"BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B", "FORWARD": "F"}
 
 
 def _actions(entry: Any) -> list[Action]:
@@ -185,11 +172,7 @@ def simulate(
     return Timeline(tuple(events), tuple(busy), max(clock), saved)
 
 
-def _seconds(
-    duration: Callable[[int, str], float],
-    stage: int,
-    kind: str,
-) -> float:
+def _seconds(duration: Callable[[int, str], float], stage: int, kind: str) -> float:
     """No stage waits for the gradients of the first one's inputs: of a split backward, torch runs
     all in `W`.
     """

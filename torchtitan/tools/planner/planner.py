@@ -80,12 +80,7 @@ def _plan_of(resolved: Resolved, hardware: Hardware) -> tuple[Plan, tuple[str, .
 
 
 def find_layouts(
-    argv: list[str],
-    world: int,
-    hardware: Hardware,
-    axes: tuple[str, ...] = (),
-    *,
-    own: bool = True,
+    argv: list[str], world: int, hardware: Hardware, axes: tuple[str, ...] = (), *, own: bool = True
 ) -> tuple[Found, tuple[str, ...]]:
     """Search from the configuration of `argv`, whose layout need not be one of `world` ranks.
 
@@ -123,13 +118,7 @@ def find_layouts(
     except ConfigError as error:
         notes.append(f"the file's own layout is refused on {world} ranks: {error.problems[0]}")
     found = search(
-        start.config,
-        setup.spec,
-        setup.args,
-        world,
-        hardware,
-        axes=axes,
-        baseline=baseline,
+        start.config, setup.spec, setup.args, world, hardware, axes=axes, baseline=baseline
     )
     if not found.seen:
         raise ConfigError(
@@ -138,11 +127,7 @@ def find_layouts(
     return found, tuple(notes)
 
 
-def nothing_fits(
-    found: Found,
-    world: int,
-    hardware: Hardware,
-) -> str:
+def nothing_fits(found: Found, world: int, hardware: Hardware) -> str:
     """Why a search proposes nothing."""
     return (
         f"none of {plural(found.seen, 'legal configuration')} on {plural(world, 'rank')} "

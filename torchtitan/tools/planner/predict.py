@@ -118,11 +118,7 @@ class Plan:
 
 
 def derived_workload(
-    config: Config,
-    spec: ModelSpec,
-    world: int,
-    *,
-    kv_repeated: bool = False,
+    config: Config, spec: ModelSpec, world: int, *, kv_repeated: bool = False
 ) -> Workload:
     """The workload of a configuration that may leave values to be derived.
 
@@ -144,11 +140,7 @@ def derived_workload(
     return Workload(config, args, stages, kv_repeated=kv_repeated)
 
 
-def predict(
-    workload: Workload,
-    spec: ModelSpec,
-    hardware: Hardware,
-) -> Plan:
+def predict(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Plan:
     """Time and memory by the closed forms.
 
     Raises:
@@ -206,11 +198,7 @@ def trace_memory(plan: Plan, config: Config) -> Plan:
         for rank, gib in traced.items()
         if gib > (computed := plan.memory[rank].reserved / GIB) * (1 + plan.memory_band)
     ]
-    return dataclasses.replace(
-        plan,
-        traced_gib=traced,
-        notes=(*plan.notes, *notes),
-    )
+    return dataclasses.replace(plan, traced_gib=traced, notes=(*plan.notes, *notes))
 
 
 # ---- how far off a plan may be

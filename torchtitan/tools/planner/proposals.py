@@ -113,11 +113,7 @@ def propose(frontier: Frontier, worthwhile: float) -> list[tuple[Candidate, str]
     return chosen
 
 
-def _why(
-    pick: Candidate,
-    before: Sequence[Candidate],
-    fastest: float,
-) -> str:
+def _why(pick: Candidate, before: Sequence[Candidate], fastest: float) -> str:
     if not before:
         if pick.speed == fastest:
             return "the fastest"
@@ -144,11 +140,7 @@ def with_baseline(proposals: list[Proposal], baseline: Plan) -> list[Proposal]:
     """The proposals with the configuration's own layout among them: marked, or as the last."""
     for i, proposal in enumerate(proposals):
         if _is_same(proposal.plan, baseline):
-            marked = dataclasses.replace(
-                proposal,
-                why=f"{proposal.why}; {OWN}",
-                baseline=True,
-            )
+            marked = dataclasses.replace(proposal, why=f"{proposal.why}; {OWN}", baseline=True)
             return [*proposals[:i], marked, *proposals[i + 1 :]]
     return [*proposals, Proposal(baseline, OWN, baseline=True)]
 

@@ -215,12 +215,7 @@ def comparison(this: Plan, other: Plan) -> str:
     return aligned(rows)
 
 
-def band_ends(
-    value: float,
-    band: float,
-    *,
-    inverse: bool = False,
-) -> tuple[float, float]:
+def band_ends(value: float, band: float, *, inverse: bool = False) -> tuple[float, float]:
     """The ends of a figure's band.
 
     Args:
@@ -233,11 +228,7 @@ def band_ends(
 
 
 def _range(
-    value: float,
-    band: float,
-    text: Callable[[float], str],
-    *,
-    inverse: bool = False,
+    value: float, band: float, text: Callable[[float], str], *, inverse: bool = False
 ) -> str:
     return " to ".join(map(text, band_ends(value, band, inverse=inverse)))
 
@@ -273,11 +264,7 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
         "memory": _memory_data(plan),
         "time": _time_data(plan),
         "flops": [
-            {
-                "kind": kind,
-                "dtype": dtype,
-                "flops": n,
-            }
+            {"kind": kind, "dtype": dtype, "flops": n}
             for (kind, dtype), n in hardware_flops(w).items()
         ],
         "collectives": [
@@ -376,12 +363,7 @@ def search_data(found: Found) -> dict[str, Any]:
         }
         for proposal in found.best
     ]
-    return {
-        "seen": found.seen,
-        "points": found.points,
-        "limit_gib": found.limit_gib,
-        "best": best,
-    }
+    return {"seen": found.seen, "points": found.points, "limit_gib": found.limit_gib, "best": best}
 
 
 def _figures(plan: Plan) -> dict[str, Any]:

@@ -37,11 +37,7 @@ class Saving:
         return f"{settings}: {show_gib(self.after)} ({self.after - self.before:+.1f})"
 
 
-def savings(
-    config: Config,
-    spec: ModelSpec,
-    world: int,
-) -> list[Saving]:
+def savings(config: Config, spec: ModelSpec, world: int) -> list[Saving]:
     """Changes that lower the predicted peak, largest saving first, changes of training last.
 
     Args:
@@ -65,10 +61,7 @@ def savings(
 
 
 def _candidates(
-    config: Config,
-    world: int,
-    *,
-    mixture: bool,
+    config: Config, world: int, *, mixture: bool
 ) -> Iterator[tuple[dict[str, Any], int]]:
     """Changes that may lower the peak, and the ranks they need, at the same global batch.
 
@@ -131,11 +124,7 @@ def _toml(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
-def advice(
-    config: Config,
-    spec: ModelSpec,
-    world: int,
-) -> str:
+def advice(config: Config, spec: ModelSpec, world: int) -> str:
     """The best of `savings` under a heading, one a line; empty if the planner can't tell."""
     try:
         found = savings(config, spec, world)

@@ -45,11 +45,7 @@ LIKELY = 0.9
 _WORTHWHILE = 0.6
 """Relative speed below which a layout isn't proposed, however little memory it takes."""
 _SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
-_CHUNKS = {
-    "1F1B": 1,
-    "Interleaved1F1B": 2,
-    "ZBVZeroBubble": 6,
-}
+_CHUNKS = {"1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 6}
 """Parts that a rank's share of a microbatch is cut into, between which it can start another: by
 stages, and for ZBVZeroBubble also forward, inputs and weights.
 """
@@ -220,11 +216,7 @@ class _Search:
                     bounds[i] = priced
                     self._unhindered = max(self._unhindered, priced[1])
 
-    def _may_fit(
-        self,
-        batch: Config,
-        mode: Settings,
-    ) -> bool:
+    def _may_fit(self, batch: Config, mode: Settings) -> bool:
         """Whether 1F1B with the fewest microbatches fits: the schedule that keeps least."""
         p = batch.parallelism
         if p.pipeline_parallel_degree == 1:
@@ -256,10 +248,7 @@ class _Search:
         )
 
     def _price(
-        self,
-        config: Config,
-        settings: Settings,
-        leanest: Settings | None = None,
+        self, config: Config, settings: Settings, leanest: Settings | None = None
     ) -> tuple[float, float] | None:
         """Price a configuration, and keep it if it is likely to fit.
 
@@ -292,11 +281,7 @@ class _Search:
                 )
         return speed, w.tokens_per_step / busy / w.world
 
-    def _fits_with(
-        self,
-        config: Config,
-        settings: Settings,
-    ) -> bool:
+    def _fits_with(self, config: Config, settings: Settings) -> bool:
         w = self._workload(applied(config, settings), settings)
         return w is not None and self._memory(w) is not None
 
@@ -313,20 +298,12 @@ class _Search:
 
     # ---- legality
 
-    def _workload(
-        self,
-        config: Config,
-        settings: Settings,
-    ) -> Workload | None:
+    def _workload(self, config: Config, settings: Settings) -> Workload | None:
         """The workload of a configuration; None if it is illegal."""
         legal, stages = self._legal(config, settings)
         return Workload(config, self.args, stages) if legal else None
 
-    def _legal(
-        self,
-        config: Config,
-        settings: Settings,
-    ) -> tuple[bool, StagePlan | None]:
+    def _legal(self, config: Config, settings: Settings) -> tuple[bool, StagePlan | None]:
         """Whether a configuration is legal, and its pipeline, if any."""
         p = config.parallelism
         t = config.training

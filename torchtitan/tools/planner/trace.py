@@ -70,11 +70,7 @@ class RankTrace:
 
 
 def trace_ranks(
-    config: Config,
-    world: int,
-    pp_ranks: Iterable[int],
-    *,
-    device_type: str = "cuda",
+    config: Config, world: int, pp_ranks: Iterable[int], *, device_type: str = "cuda"
 ) -> list[RankTrace]:
     """Trace several pipeline ranks, each in its own process, in parallel.
 
@@ -103,9 +99,7 @@ def trace_ranks(
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     with ProcessPoolExecutor(
-        min(cores, len(jobs)),
-        mp_context=context,
-        max_tasks_per_child=1,
+        min(cores, len(jobs)), mp_context=context, max_tasks_per_child=1
     ) as pool:
         traces = list(pool.map(partial(_trace_alone, world, device_type), *zip(*jobs, strict=True)))
     if len(modes) == 1:
@@ -115,12 +109,7 @@ def trace_ranks(
     return [_between(a, b, ac.memory_budget) for a, b in zip(full, none, strict=True)]
 
 
-def _trace_alone(
-    world: int,
-    device_type: str,
-    config: Config,
-    pp_rank: int,
-) -> RankTrace:
+def _trace_alone(world: int, device_type: str, config: Config, pp_rank: int) -> RankTrace:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)  # about a run, which this is not
     warnings.simplefilter("ignore")
@@ -131,11 +120,7 @@ def _trace_alone(
     )
 
 
-def _between(
-    a: RankTrace,
-    b: RankTrace,
-    share: float,
-) -> RankTrace:
+def _between(a: RankTrace, b: RankTrace, share: float) -> RankTrace:
     """Linear interpolation from `a` to `b`."""
 
     def mix(x: float, y: float) -> int:
@@ -151,12 +136,7 @@ def _between(
 
 
 def trace_rank(
-    config: Config,
-    setup: Setup,
-    world: int,
-    pp_rank: int = 0,
-    *,
-    device_type: str = "cuda",
+    config: Config, setup: Setup, world: int, pp_rank: int = 0, *, device_type: str = "cuda"
 ) -> RankTrace:
     """Trace a step in this process, which can't trace or communicate again afterwards.
 
@@ -196,11 +176,7 @@ def trace_rank(
 
 
 def _record(
-    config: Config,
-    setup: Setup,
-    mode: FakeTensorMode,
-    *,
-    cuda: bool,
+    config: Config, setup: Setup, mode: FakeTensorMode, *, cuda: bool
 ) -> tuple[Tracer, list[tuple[int, bool]], set[int]]:
     """Run one eager step. Returns its tracer, its allocations, and the blocks that outlive it:
     parameters, buffers and optimizer state.
@@ -271,11 +247,7 @@ def _drop_unneeded(tracer: Tracer, models: list[nn.Module]) -> None:
                 block.register_forward_hook(tracer.drop_unneeded)
 
 
-def _track(
-    tracer: Tracer,
-    models: list[nn.Module],
-    average: WeightAverage | None,
-) -> None:
+def _track(tracer: Tracer, models: list[nn.Module], average: WeightAverage | None) -> None:
     """Count what exists before the step."""
     for model in models:
         for param in model.parameters():
@@ -297,21 +269,11 @@ def _eager(config: Config, cuda: bool) -> Config:
     training = config.training.model_copy(
         update={"document_mask": mask, "enable_cpu_offload": False}
     )
-    return config.model_copy(
-        update={
-            "model": model,
-            "compile": compile_,
-            "training": training,
-        }
-    )
+    return config.model_copy(update={"model": model, "compile": compile_, "training": training})
 
 
 @contextmanager
-def _scaled(
-    tracer: Tracer,
-    compute: Compute,
-    batches: int,
-) -> Iterator[int]:
+def _scaled(tracer: Tracer, compute: Compute, batches: int) -> Iterator[int]:
     """Trace at most three batches; the middle one stands for those left out."""
     traced = min(batches, TRACED_BATCHES)
     marks = []
@@ -340,9 +302,7 @@ def _gathered_shape(param: Tensor) -> tuple[int, ...]:
 
 
 def _eight_bit(
-    config: Config,
-    setup: Setup,
-    shapes: dict[str, tuple[int, ...]],
+    config: Config, setup: Setup, shapes: dict[str, tuple[int, ...]]
 ) -> dict[tuple[int, ...], str]:
     """Operand type of the layers that `model.converters` changes, by the weight's shape."""
     if not config.model.converters:

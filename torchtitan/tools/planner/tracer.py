@@ -54,12 +54,7 @@ class Counts:
     def copy(self) -> "Counts":
         return Counts(self.flops.copy(), self.calls.copy(), self.bytes.copy())
 
-    def repeat(
-        self,
-        begin: "Counts",
-        end: "Counts",
-        times: int,
-    ) -> None:
+    def repeat(self, begin: "Counts", end: "Counts", times: int) -> None:
         """Add what was counted between `begin` and `end` another `times` times."""
         for name in ("flops", "calls", "bytes"):
             own, first, last = (getattr(counts, name) for counts in (self, begin, end))
@@ -107,19 +102,11 @@ class Tracer(TorchDispatchMode):
 
     # ---- memory
 
-    def track(
-        self,
-        tensor: Tensor,
-        part: str,
-    ) -> None:
+    def track(self, tensor: Tensor, part: str) -> None:
         """Count an existing tensor."""
         self._see(local(tensor), part)
 
-    def rename(
-        self,
-        tensors: Iterable[Tensor],
-        part: str,
-    ) -> set[int]:
+    def rename(self, tensors: Iterable[Tensor], part: str) -> set[int]:
         """Change the part of these tensors' blocks, and return the blocks' numbers."""
         found = [self._alive.get(local(tensor).untyped_storage()._cdata) for tensor in tensors]
         numbers = {entry[1] for entry in found if entry}
@@ -127,11 +114,7 @@ class Tracer(TorchDispatchMode):
             self.blocks[number].part = part
         return numbers
 
-    def _see(
-        self,
-        tensor: Tensor,
-        part: str | None = None,
-    ) -> None:
+    def _see(self, tensor: Tensor, part: str | None = None) -> None:
         if tensor.device.type == "meta":  # a pipeline stage infers the shapes that it will receive
             return
         storage = tensor.untyped_storage()
@@ -144,11 +127,7 @@ class Tracer(TorchDispatchMode):
 
             self._alive[key] = weakref.ref(storage, freed), number
 
-    def _allocate(
-        self,
-        size: int,
-        part: str,
-    ) -> int:
+    def _allocate(self, size: int, part: str) -> int:
         self.blocks.append(Block(size, self.stream, part))
         self.events.append((len(self.blocks) - 1, True))
         return len(self.blocks) - 1
@@ -182,11 +161,7 @@ class Tracer(TorchDispatchMode):
             return "unsharded"
         return "activations"
 
-    def resized(
-        self,
-        storage: torch.UntypedStorage,
-        size: int,
-    ) -> None:
+    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
         """Record that FSDP freed or restored a gathered weight in place."""
         key = storage._cdata
         if key not in self._alive:
@@ -230,12 +205,7 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _count_product(
-        self,
-        func: Any,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
         dtype = str(args[0].dtype).removeprefix("torch.")
         if func.namespace == "torchtitan" and name.startswith("attention"):
@@ -270,12 +240,7 @@ class Tracer(TorchDispatchMode):
             repeated = 2 * q.element_size() * q.numel() if q.shape[1] != k.shape[1] else 0
             self._workspace(4 * q.numel() + repeated)
 
-    def _count_variant(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        dtype: str,
-    ) -> None:
+    def _count_variant(self, func: Any, args: tuple[Any, ...], dtype: str) -> None:
         """Count attention with a window, sinks or narrow values.
 
         Model FLOPs count twice what is visible, and no recomputed scores.
@@ -290,13 +255,7 @@ class Tracer(TorchDispatchMode):
                 self._workspace(4 * q.numel())
         self.counts.flops["attention", dtype] += flops
 
-    def _collective(
-        self,
-        namespace: str,
-        name: str,
-        args: tuple[Any, ...],
-        out: Any,
-    ) -> None:
+    def _collective(self, namespace: str, name: str, args: tuple[Any, ...], out: Any) -> None:
         kind = next((kind for text, kind in _COLLECTIVES if text in name), None)
         if kind is None:
             return
@@ -330,12 +289,7 @@ what they do.
 """
 
 
-def _axis(
-    axes: Collection[str],
-    namespace: str,
-    kind: str,
-    inputs: Sequence[Tensor],
-) -> str:
+def _axis(axes: Collection[str], namespace: str, kind: str, inputs: Sequence[Tensor]) -> str:
     """Which of the axes that share a process group a collective is for."""
     if len(axes) < 2:
         return next(iter(axes), "other")

@@ -4,11 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from torchtitan.tools.planner.memory import Counted, hidden_bytes
-from torchtitan.tools.planner.workload import (
-    FP8,
-    FP32,
-    Workload,
-)
+from torchtitan.tools.planner.workload import FP8, FP32, Workload
 
 BACKWARD_PRODUCTS = 2
 """Matrix products in the backward per product in the forward: the gradients of its input and of its
@@ -28,13 +24,7 @@ class Collectives:
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
 
-    def add(
-        self,
-        axis: str,
-        operation: str,
-        calls: float,
-        size: float,
-    ) -> None:
+    def add(self, axis: str, operation: str, calls: float, size: float) -> None:
         if calls and size:
             self.calls[axis, operation] += round(calls)
             self.bytes[axis, operation] += round(calls * size)
@@ -118,11 +108,7 @@ def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
     return out
 
 
-def _add_block(
-    out: Collectives,
-    w: Workload,
-    times: int,
-) -> None:
+def _add_block(out: Collectives, w: Workload, times: int) -> None:
     """What one block communicates, as often as it runs, but for its weights."""
     if w.tp > 1:
         gathers, scatters = tensor_parallel_widths(w)
@@ -150,12 +136,7 @@ def _add_block(
             out.add("cp", "reduce_scatter", times, keys_values * FP32 * w.cp)
 
 
-def _add_data_parallel(
-    out: Collectives,
-    w: Workload,
-    blocks: Counted,
-    weights: int,
-) -> None:
+def _add_data_parallel(out: Collectives, w: Workload, blocks: Counted, weights: int) -> None:
     """FSDP's and HSDP's collectives: one group of parameters per block, one for its experts if they
     are on other ranks, and one for embedding, norm and output.
     """
@@ -168,11 +149,7 @@ def _add_data_parallel(
     reshard = "never" if w.pipeline else w.config.parallelism.fsdp_reshard_after_forward
     # Blocks that were resharded are gathered again for the backward; by default the last one stays
     # gathered.
-    regathered = {
-        "never": 0,
-        "default": max(0, layers - 1),
-        "always": layers,
-    }[reshard]
+    regathered = {"never": 0, "default": max(0, layers - 1), "always": layers}[reshard]
     gathers = w.accumulation * (layers + regathered)
     stays = _gathered_with(blocks[-1][0]) if 0 < regathered < layers else 0.0
     twice = own - stays if regathered else 0.0

@@ -105,9 +105,7 @@ def all_groups(record: Record) -> list[tuple[tuple[int, ...], int]]:
 
 
 def check_collectives(
-    records: Mapping[int, Record],
-    sample: RankSample,
-    counts: Counts,
+    records: Mapping[int, Record], sample: RankSample, counts: Counts
 ) -> list[Fault]:
     """All members of each group must enter the same collectives in the same order."""
     entered: dict[int, defaultdict[int, list[Entered]]] = {}
@@ -211,9 +209,7 @@ class _Mail:
 
 
 def check_messages(
-    records: Mapping[int, Record],
-    sample: RankSample,
-    counts: Counts,
+    records: Mapping[int, Record], sample: RankSample, counts: Counts
 ) -> list[Fault]:
     """Each send must have its receive on the other rank, with the same size and communicator."""
     faults = []
@@ -242,12 +238,7 @@ def _mail(record: Record) -> dict[tuple[int, int], _Mail]:
     return dict(found)
 
 
-def _unmatched(
-    source: int,
-    target: int,
-    sends: list[_Sent],
-    receives: list[_Sent],
-) -> Fault | None:
+def _unmatched(source: int, target: int, sends: list[_Sent], receives: list[_Sent]) -> Fault | None:
     for number, (sent, received) in enumerate(zip(sends, receives, strict=False), 1):
         what = f"rank {source} sends message #{number} ({sent.message.tensors}) to rank {target}"
         here = f"{what}, at {sent.post.at}"

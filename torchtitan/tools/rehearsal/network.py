@@ -22,12 +22,7 @@ from torchtitan.tools.planner.tracer import nbytes
 from torchtitan.tools.rehearsal.events import Message
 from torchtitan.tools.rehearsal.recorder import Recorder, describe, mark, reduction
 
-_OBJECTS = (
-    "all_gather_object",
-    "broadcast_object_list",
-    "gather_object",
-    "scatter_object_list",
-)
+_OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 _MESSAGES = ("isend", "irecv", "send", "recv", "batch_isend_irecv")
 _REDUCTIONS = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter", "reduce")
 
@@ -35,11 +30,7 @@ _REDUCTIONS = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter", "reduce"
 class _Work:
     """Replaces `dist.Work` of a send or receive."""
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        post: int,
-    ):
+    def __init__(self, recorder: Recorder, post: int):
         self._recorder = recorder
         self._post = post
         self._done = False
@@ -57,11 +48,7 @@ class _Work:
 class Network:
     """The calls, each replacing torch's of the same name."""
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        broadcasts: list[Any] | None,
-    ):
+    def __init__(self, recorder: Recorder, broadcasts: list[Any] | None):
         """
         Args:
             broadcasts: objects that rank 0 broadcasts, in order; None on rank 0.
@@ -84,21 +71,14 @@ class Network:
     # ---- objects
 
     def _object(
-        self,
-        op: str,
-        group: ProcessGroup | None,
-        size: int,
-        root: int | None = None,
+        self, op: str, group: ProcessGroup | None, size: int, root: int | None = None
     ) -> None:
         slot = self.recorder.slot(group)
         index = None if root is None else self.recorder.record.groups[slot].ranks.index(root)
         self.recorder.entered(slot, op, "object", size, index)
 
     def all_gather_object(
-        self,
-        object_list: list[Any],
-        obj: Any,
-        group: ProcessGroup | None = None,
+        self, object_list: list[Any], obj: Any, group: ProcessGroup | None = None
     ) -> None:
         self._object("all_gather_object", group, _size(obj))
         object_list[:] = [obj] * len(object_list)
@@ -171,22 +151,11 @@ class Network:
         self._number("all_reduce", exchange.group, f"int64 [{NUMBERS}] sum", 8 * NUMBERS)
         return [values[0], *[0] * (NUMBERS - 1)]
 
-    def _number(
-        self,
-        op: str,
-        group: ProcessGroup | None,
-        what: str,
-        size: int,
-    ) -> None:
+    def _number(self, op: str, group: ProcessGroup | None, what: str, size: int) -> None:
         root = 0 if op == "broadcast" else None
         self.recorder.entered(self.recorder.slot(group), op, what, size, root)
 
-    def _global(
-        self,
-        rank: int | None,
-        in_group: int | None,
-        group: ProcessGroup | None,
-    ) -> int:
+    def _global(self, rank: int | None, in_group: int | None, group: ProcessGroup | None) -> int:
         if in_group is not None:
             return self.recorder.record.groups[self.recorder.slot(group)].ranks[in_group]
         return rank or 0
@@ -194,25 +163,14 @@ class Network:
     # ---- sends and receives
 
     def _message(
-        self,
-        sends: bool,
-        tensor: Tensor,
-        peer: int | None,
-        in_group: int | None,
-        group: Any,
+        self, sends: bool, tensor: Tensor, peer: int | None, in_group: int | None, group: Any
     ) -> Message:
         if not sends:
             mark(tensor, frozenset())
         other = self._global(peer, in_group, group)
         return Message(sends, other, describe(tensor, "send"), nbytes(tensor))
 
-    def _post(
-        self,
-        group: Any,
-        messages: list[Message],
-        *,
-        pair: bool,
-    ) -> _Work:
+    def _post(self, group: Any, messages: list[Message], *, pair: bool) -> _Work:
         slot = self.recorder.slot(group)
         return _Work(self.recorder, self.recorder.posted(slot, messages, pair=pair))
 
@@ -238,18 +196,10 @@ class Network:
         message = self._message(False, tensor, src, group_src, group)
         return self._post(group, [message], pair=True)
 
-    def send(
-        self,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def send(self, *args: Any, **kwargs: Any) -> None:
         self.isend(*args, **kwargs).wait()
 
-    def recv(
-        self,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
+    def recv(self, *args: Any, **kwargs: Any) -> None:
         self.irecv(*args, **kwargs).wait()
 
     def batch_isend_irecv(self, operations: list[dist.P2POp]) -> list[_Work]:
@@ -300,12 +250,8 @@ def recording(recorder: Recorder, broadcasts: list[Any] | None) -> Iterator[None
     with ExitStack() as stack:
         stack.enter_context(patch.object(distributed_c10d, "_new_process_group_helper", created))
         stack.enter_context(patch.object(agree, "merged_on_0", network.merged_on_0))
-        stack.enter_context(
-            patch.object(resume, "bytes_from_rank_0", network.bytes_from_rank_0),
-        )
-        stack.enter_context(
-            patch.object(Exchange, "_sums", lambda *args: network.sums(*args)),
-        )
+        stack.enter_context(patch.object(resume, "bytes_from_rank_0", network.bytes_from_rank_0))
+        stack.enter_context(patch.object(Exchange, "_sums", lambda *args: network.sums(*args)))
         stack.enter_context(patch.object(Exchange, "_texts", lambda _, text: [text]))
         for name, replacement in replacements.items():
             for module in (dist, distributed_c10d):

@@ -115,11 +115,7 @@ def rehearse_rank(
     return recorder.record
 
 
-def rehearsed(
-    config: Config,
-    world: int,
-    folder: str,
-) -> Config:
+def rehearsed(config: Config, world: int, folder: str) -> Config:
     """The configuration of a rehearsal: one step, after which everything that a run does is due."""
     training = config.training
     degrees = axis_degrees(config.parallelism)
@@ -135,12 +131,7 @@ def rehearsed(
             "enable_cpu_offload": False,
             "stages": [],
         },
-        "metrics": {
-            "log_freq": 1,
-            "sinks": [],
-            "enable_tensorboard": False,
-            "enable_wandb": False,
-        },
+        "metrics": {"log_freq": 1, "sinks": [], "enable_tensorboard": False, "enable_wandb": False},
         "notifications": {"webhook_env": "", "command": []},
         "validation": {
             "freq": 1,
@@ -236,30 +227,18 @@ def _run(
     run.close()
 
 
-_PARTS: dict[type[Callback], str] = {
-    Report: "report",
-    Validate: "validation",
-    Save: "save",
-}
+_PARTS: dict[type[Callback], str] = {Report: "report", Validate: "validation", Save: "save"}
 """Callbacks that the rehearsal names; the user's are `callbacks`."""
 
 
 class _During(Callback):
     """Names the part of the rehearsal that begins after a step."""
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        part: str,
-    ):
+    def __init__(self, recorder: Recorder, part: str):
         self.recorder = recorder
         self.part = part
 
-    def after_step(
-        self,
-        run: Run,
-        result: StepResult,
-    ) -> None:
+    def after_step(self, run: Run, result: StepResult) -> None:
         self.recorder.during = self.part
 
 

@@ -43,11 +43,7 @@ def corners(degrees: Mapping[str, int]) -> list[int]:
 class RankSample:
     """The rehearsed ranks, and which of them represents each rank."""
 
-    def __init__(
-        self,
-        rehearsed: Collection[int],
-        degrees: Mapping[str, int],
-    ):
+    def __init__(self, rehearsed: Collection[int], degrees: Mapping[str, int]):
         self.rehearsed = set(rehearsed)
         self.degrees = degrees
         self._known: dict[tuple[int, ...], int] = {}

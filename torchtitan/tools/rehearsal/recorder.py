@@ -68,13 +68,7 @@ class EndlessLoopError(Exception):
 class Recorder(TorchDispatchMode):
     """Fills the `Record` of one rank."""
 
-    def __init__(
-        self,
-        rank: int,
-        degrees: Mapping[str, int],
-        *,
-        large: bool,
-    ):
+    def __init__(self, rank: int, degrees: Mapping[str, int], *, large: bool):
         """
         Args:
             degrees: of the mesh axes, from outer to inner.
@@ -97,12 +91,7 @@ class Recorder(TorchDispatchMode):
 
     # ---- groups
 
-    def created(
-        self,
-        ranks: tuple[int, ...],
-        description: str,
-        name: str | None,
-    ) -> None:
+    def created(self, ranks: tuple[int, ...], description: str, name: str | None) -> None:
         """Record a new group. `name` is None if this rank is not a member."""
         at = self.at()
         description = describe_group(description, ranks, self.degrees)
@@ -128,40 +117,17 @@ class Recorder(TorchDispatchMode):
 
     # ---- collectives
 
-    def entered(
-        self,
-        slot: int,
-        op: str,
-        what: str,
-        size: int,
-        root: int | None = None,
-    ) -> None:
+    def entered(self, slot: int, op: str, what: str, size: int, root: int | None = None) -> None:
         group = self.record.groups[slot]
         if len(group.ranks) == 1:
             return
         number = self._counts.get(slot, 0) + 1
         self._counts[slot] = number
         at = self.at()
-        event = Entered(
-            group,
-            number,
-            op,
-            what,
-            at,
-            root,
-            self.during,
-            slot=slot,
-            bytes=size,
-        )
+        event = Entered(group, number, op, what, at, root, self.during, slot=slot, bytes=size)
         self.record.events.append(event)
 
-    def posted(
-        self,
-        slot: int,
-        messages: Sequence[Message],
-        *,
-        pair: bool,
-    ) -> int:
+    def posted(self, slot: int, messages: Sequence[Message], *, pair: bool) -> int:
         """Record sends and receives that begin; the number of the post."""
         post = Post(slot, self._posts, tuple(messages), pair, self.at(), self.during)
         self._posts += 1
@@ -194,12 +160,7 @@ class Recorder(TorchDispatchMode):
         self._propagate(func, (*args, *kwargs.values()), out)
         return out
 
-    def _collective(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
         kind = _kind(func)
         slot = self.slots.get(group_name((*args, *kwargs.values())))
@@ -252,12 +213,7 @@ class Recorder(TorchDispatchMode):
             return 1e4 if large else 1.0
         return 16 if large else 1
 
-    def _propagate(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        out: Any,
-    ) -> None:
+    def _propagate(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """A result is the same on all ranks along an axis if all inputs are."""
         inputs = list(tensors(args))
         if inputs:
@@ -287,11 +243,7 @@ def _skipped(file: str) -> bool:
 
 
 @functools.cache
-def _where(
-    file: str,
-    line: int,
-    function: str,
-) -> str:
+def _where(file: str, line: int, function: str) -> str:
     return where([(file, line, function.partition(".<locals>")[0])])
 
 
@@ -301,11 +253,7 @@ def _kind(func: Any) -> str | None:
     return next((op for text, op in _OPS if text in name), None)
 
 
-def _inputs(
-    kind: str,
-    given: list[Tensor],
-    in_place: bool,
-) -> list[Tensor]:
+def _inputs(kind: str, given: list[Tensor], in_place: bool) -> list[Tensor]:
     """The tensors that a collective communicates; operators in place also get the outputs."""
     if kind == "barrier":
         return []

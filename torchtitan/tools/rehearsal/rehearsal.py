@@ -44,11 +44,7 @@ class Rehearsal:
 
 
 def rehearse(
-    config: Config,
-    world: int,
-    *,
-    ranks: Sequence[int] = (),
-    layers: int | None = 2,
+    config: Config, world: int, *, ranks: Sequence[int] = (), layers: int | None = 2
 ) -> Rehearsal:
     """Rehearse a configuration, in as many processes at a time as there are cores.
 
@@ -62,17 +58,9 @@ def rehearse(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torchtitan.tools.rehearsal.rank"])
     processes = min(_cores(), len(sample.rehearsed))
-    with ProcessPoolExecutor(
-        processes,
-        mp_context=context,
-        max_tasks_per_child=1,
-    ) as pool:
+    with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
 
-        def run(
-            rank: int,
-            large: bool,
-            broadcasts: list[Any] | None,
-        ) -> Future[Record]:
+        def run(rank: int, large: bool, broadcasts: list[Any] | None) -> Future[Record]:
             return pool.submit(_alone, config, world, rank, layers, large, broadcasts)
 
         records = {0: run(0, sample.large(0), None).result()}
@@ -105,11 +93,7 @@ def few_layers(config: Config) -> int:
     return 1 if config.parallelism.pipeline_parallel_degree > 1 else 2
 
 
-def check(
-    records: dict[int, Record],
-    sample: RankSample,
-    counts: Counts,
-) -> list[Fault]:
+def check(records: dict[int, Record], sample: RankSample, counts: Counts) -> list[Fault]:
     """Faults of the first check that finds any; later checks assume that earlier ones passed."""
     faults = [*errors(records), *check_groups(records)]
     if faults:
@@ -120,11 +104,7 @@ def check(
     return faults or check_circles(records)
 
 
-def _because_of_data(
-    fault: Fault,
-    before: Record,
-    after: Record,
-) -> Fault:
+def _because_of_data(fault: Fault, before: Record, after: Record) -> Fault:
     """The fault, or that it is due to the rank's own data.
 
     Args:
@@ -165,11 +145,4 @@ def _alone(
     gc.freeze()  # the trainer's collection needn't scan what torch is made of
     if config.experimental.custom_import:
         import_custom(config.experimental.custom_import)
-    return rehearse_rank(
-        config,
-        world,
-        rank,
-        layers=layers,
-        large=large,
-        broadcasts=broadcasts,
-    )
+    return rehearse_rank(config, world, rank, layers=layers, large=large, broadcasts=broadcasts)

@@ -124,11 +124,7 @@ def _rank(rank: int, record: Record) -> dict[str, Any]:
     return {
         "rank": rank,
         "groups": [
-            {
-                "name": group.description,
-                "ranks": list(group.ranks),
-                "at": group.at,
-            }
+            {"name": group.description, "ranks": list(group.ranks), "at": group.at}
             for group in record.groups
         ],
         "collectives": len(record.collectives),

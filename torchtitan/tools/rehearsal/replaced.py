@@ -43,11 +43,7 @@ from torchtitan.train.restore import RunState
 
 
 @contextmanager
-def replaced(
-    setup: Setup,
-    recorder: Recorder,
-    layers: int | None,
-) -> Iterator[None]:
+def replaced(setup: Setup, recorder: Recorder, layers: int | None) -> Iterator[None]:
     """Fewer layers, sizes of exchanges without data, and checkpoints without files."""
 
     def stage_modules(*args: Any) -> list[Any]:
@@ -93,10 +89,7 @@ def _fewer(modules: tuple[str, ...], layers: int) -> tuple[str, ...]:
 
 
 def _splits(
-    recorder: Recorder,
-    sent: Tensor,
-    received: Tensor,
-    rows: int,
+    recorder: Recorder, sent: Tensor, received: Tensor, rows: int
 ) -> tuple[list[int], list[int]]:
     """Unequal numbers of rows that each rank sends to each other, the same in the eyes of both."""
     ranks = len(sent)
@@ -117,37 +110,17 @@ def _splits(
 class _Loader:
     """Replaces the data of a rank: rows without content."""
 
-    def __init__(
-        self,
-        config: Config,
-        section: Any,
-        rows: int,
-        sources: Sequence[str],
-    ):
+    def __init__(self, config: Config, section: Any, rows: int, sources: Sequence[str]):
         self.rows = rows
         self.count = section.global_batch_size
         self.length = section.seq_len
         self.sources = sources
         self.name = "no data"
-        self.fingerprint = DataFingerprint(
-            sources={},
-            tokenizer="",
-            seq_len=self.length,
-            seed=0,
-        )
-        self.record = SimpleNamespace(
-            add_held_out=lambda _: None,
-            lists=lambda: b"{}",
-        )
+        self.fingerprint = DataFingerprint(sources={}, tokenizer="", seq_len=self.length, seed=0)
+        self.record = SimpleNamespace(add_held_out=lambda _: None, lists=lambda: b"{}")
         read = {name: SourcePosition(contents="", rows=1, tokens=self.length) for name in sources}
         self.start = DataPosition(
-            step=1,
-            shares=SharesState(
-                weights={},
-                rows=0,
-                counts={},
-            ),
-            sources=read,
+            step=1, shares=SharesState(weights={}, rows=0, counts={}), sources=read
         )
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -179,13 +152,7 @@ class _Loader:
     def close(self) -> None: ...
 
 
-def blank_data(
-    config: Config,
-    key: str,
-    _: Any,
-    share: tuple[int, int] = (0, 1),
-    **__: Any,
-) -> Any:
+def blank_data(config: Config, key: str, _: Any, share: tuple[int, int] = (0, 1), **__: Any) -> Any:
     section = getattr(config, key)
     size = section.local_batch_size if key == "training" else validation_rows(config)
     count = section.global_batch_size if key == "training" else size * share[1]
@@ -193,21 +160,13 @@ def blank_data(
     return _Loader(config, section, rows, [source.name for source in config.training.sources])
 
 
-def _write_nothing(
-    writer: Any,
-    plan: Any,
-    planner: SavePlanner,
-) -> Future[list[Any]]:
+def _write_nothing(writer: Any, plan: Any, planner: SavePlanner) -> Future[list[Any]]:
     future: Future[list[Any]] = Future()
     future.set_result([])
     return future
 
 
-def _read_nothing(
-    reader: Any,
-    plan: Any,
-    planner: LoadPlanner,
-) -> Future[None]:
+def _read_nothing(reader: Any, plan: Any, planner: LoadPlanner) -> Future[None]:
     future: Future[None] = Future()
     future.set_result(None)
     return future
@@ -236,9 +195,7 @@ def stored_checkpoint(checkpointer: Any) -> Iterator[None]:
         found[name] = TensorStorageMetadata(properties, value.size(), [chunk])
     metadata = Metadata(found, storage_data={})
     manifest = SimpleNamespace(
-        step=1,
-        model_only=False,
-        tensor_bytes=checkpointer.trained.tensors(),
+        step=1, model_only=False, tensor_bytes=checkpointer.trained.tensors()
     )
     manifest.state = lambda: None
     manifest.model_dump = dict

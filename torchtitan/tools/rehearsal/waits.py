@@ -143,11 +143,7 @@ class _Ranks:
             state.position += 1
         return woken - {rank}
 
-    def _match(
-        self,
-        rank: int,
-        stream: _Stream,
-    ) -> set[int]:
+    def _match(self, rank: int, stream: _Stream) -> set[int]:
         """End messages with both ends at the head of their streams; the ranks that may continue."""
         woken = set[int]()
         todo = deque([(rank, stream)])
@@ -192,11 +188,7 @@ class _Ranks:
         return {other for other in others if not self.states[other].has_entered(event)}
 
 
-def _other_end(
-    own: int,
-    message: Message,
-    line: Sequence[_Unfinished],
-) -> Message | None:
+def _other_end(own: int, message: Message, line: Sequence[_Unfinished]) -> Message | None:
     """The other end of a message, if it is at the head of its stream."""
     for one in line[0].left if line else ():
         if one.peer == own and one.sends != message.sends:

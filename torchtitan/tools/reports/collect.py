@@ -48,21 +48,12 @@ def as_report(runs: Sequence[LoadedRun]) -> dict[str, Any]:
     }
 
 
-def window(
-    folder: Path,
-    first_step: int,
-    last_step: int,
-    points: int = POINTS,
-) -> dict[str, Any]:
+def window(folder: Path, first_step: int, last_step: int, points: int = POINTS) -> dict[str, Any]:
     """The curves of a run between two steps, in as much detail as `points` allow."""
     starts = read_folder(folder).starts
     began = starts[0].time if starts else None
     curves = read_window(folder, first_step, last_step, points, began=began)
-    return {
-        "axes": curves.axes(),
-        "metrics": curves.metrics(),
-        "sampled": curves.sampled,
-    }
+    return {"axes": curves.axes(), "metrics": curves.metrics(), "sampled": curves.sampled}
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
@@ -110,11 +101,7 @@ def describe(run: LoadedRun) -> dict[str, Any]:
     }
 
 
-def _seconds_left(
-    folder: Folder,
-    curves: Curves,
-    step: int,
-) -> float | None:
+def _seconds_left(folder: Folder, curves: Curves, step: int) -> float | None:
     """Seconds until a running run ends, at the mean rate of its last start."""
     if folder.state != "running" or folder.total_steps is None or not folder.starts:
         return None

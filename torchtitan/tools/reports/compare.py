@@ -62,11 +62,7 @@ class LoadedRun:
         by_tokens = self.curves.step_at((1 - SHARE) * self.curves.last_tokens)
         return self.read(min(by_steps, by_tokens) + 1, last)
 
-    def read(
-        self,
-        first: int,
-        last: int,
-    ) -> list[Point]:
+    def read(self, first: int, last: int) -> list[Point]:
         """The records of some steps; the last `_MOST` if there are more."""
         first = max(first, last - round(_MOST * self.curves.steps_per_record))
         places = read_window(self.folder.path, first, last, 2 * _MOST, began=None).training
@@ -222,10 +218,7 @@ def _rates(run: LoadedRun) -> list[float]:
 
 
 def _verdict(
-    difference: Gap,
-    show: Callable[[float], str],
-    words: tuple[str, str],
-    unit: str = "",
+    difference: Gap, show: Callable[[float], str], words: tuple[str, str], unit: str = ""
 ) -> str:
     """
     Args:

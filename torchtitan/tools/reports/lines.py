@@ -108,10 +108,7 @@ class JsonLines:
     # ---- by place
 
     def places(
-        self,
-        first: int = 0,
-        after: int | None = None,
-        reach: int = METRICS_LINE_BYTES,
+        self, first: int = 0, after: int | None = None, reach: int = METRICS_LINE_BYTES
     ) -> Iterator[PlacedRecord]:
         """Records that begin in `[first, after)`; stops after `_WRONG` bad lines in succession.
 
@@ -128,11 +125,7 @@ class JsonLines:
             elif (wrong := wrong + 1) == _WRONG:
                 return
 
-    def last(
-        self,
-        wanted: Callable[[Record], bool],
-        most: int = 1,
-    ) -> list[PlacedRecord]:
+    def last(self, wanted: Callable[[Record], bool], most: int = 1) -> list[PlacedRecord]:
         """The last `most` wanted records, or fewer if they are far apart."""
         reach = max(_BLOCK, most * 1024)
         while True:
@@ -179,11 +172,7 @@ class JsonLines:
         return Sample(found, others, max(1, round(records / points)), False)
 
     def _spaced(
-        self,
-        points: int,
-        wanted: Callable[[Record], bool],
-        first: int,
-        after: int,
+        self, points: int, wanted: Callable[[Record], bool], first: int, after: int
     ) -> tuple[list[PlacedRecord], list[PlacedRecord]]:
         """The first wanted record after each of `points` places, and the other records seen."""
         found: list[PlacedRecord] = []
@@ -206,10 +195,7 @@ class JsonLines:
     # ---- by step
 
     def find(
-        self,
-        step: int,
-        below: PlacedRecord | None = None,
-        above: PlacedRecord | None = None,
+        self, step: int, below: PlacedRecord | None = None, above: PlacedRecord | None = None
     ) -> int:
         """Offset of the first record of `step` or later; the end of the part if there is none.
 
@@ -247,10 +233,7 @@ class JsonLines:
         return next((place.begin for place in self.places(low, end) if place.step >= step), end)
 
     def of_step(
-        self,
-        step: int,
-        below: PlacedRecord | None = None,
-        above: PlacedRecord | None = None,
+        self, step: int, below: PlacedRecord | None = None, above: PlacedRecord | None = None
     ) -> list[PlacedRecord]:
         """The records of a step, searched as by `find`."""
         found = []
@@ -262,11 +245,7 @@ class JsonLines:
 
     # ---- bytes
 
-    def _lines(
-        self,
-        first: int,
-        reach: int,
-    ) -> Iterator[tuple[int, bytes]]:
+    def _lines(self, first: int, reach: int) -> Iterator[tuple[int, bytes]]:
         """Whole lines that begin at `first` or later, each with where it begins."""
         begin = max(first - 1, 0)  # the byte before tells whether a line begins at `first`
         held = b""
@@ -291,11 +270,7 @@ class JsonLines:
                 held = b""
                 inside = True
 
-    def _read(
-        self,
-        offset: int,
-        length: int,
-    ) -> bytes:
+    def _read(self, offset: int, length: int) -> bytes:
         length = min(length, self.size - offset, METRICS_READ_BYTES - self.bytes_read)
         data = os.pread(self._file.fileno(), length, offset) if length > 0 else b""
         self.bytes_read += len(data)

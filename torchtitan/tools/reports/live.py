@@ -97,12 +97,7 @@ class Tail:
 class Follower:
     """A run, and what has changed since it was read."""
 
-    def __init__(
-        self,
-        run: LoadedRun,
-        shown: dict[str, Any],
-        tails: tuple[Tail, Tail],
-    ):
+    def __init__(self, run: LoadedRun, shown: dict[str, Any], tails: tuple[Tail, Tail]):
         """
         Args:
             shown: what the report says of the run.
@@ -153,11 +148,7 @@ class Follower:
         self._training = self._training[:1] + first_of_start + latest
         return self._changes(shown, bool(places))
 
-    def _changes(
-        self,
-        shown: dict[str, Any],
-        recorded: bool,
-    ) -> dict[str, Any] | None:
+    def _changes(self, shown: dict[str, Any], recorded: bool) -> dict[str, Any] | None:
         events = shown["events"]
         known = len(self._events)
         if events[:known] != self._events:
@@ -227,13 +218,7 @@ class Live:
             at = f"{self._generation}-{len(self._log)}"
             return b'{"at": "%s", "runs": [%s]}' % (at.encode(), b", ".join(self._log[known:]))
 
-    def window(
-        self,
-        run: int,
-        first_step: int,
-        last_step: int,
-        points: int,
-    ) -> bytes:
+    def window(self, run: int, first_step: int, last_step: int, points: int) -> bytes:
         """JSON of a run's curves between two steps, one reader at a time."""
         with self._reading:
             return _json(window(self.folders[run], first_step, last_step, points))

@@ -68,9 +68,7 @@ def at_points(series: Mapping[float, float], base: Mapping[float, float]) -> Gap
 
 
 def _between(
-    series: Mapping[float, float],
-    first: float,
-    last: float,
+    series: Mapping[float, float], first: float, last: float
 ) -> tuple[list[float], list[list[float]]]:
     """Values from `first` to `last` in order, and the same in `BLOCKS` parts of equal range."""
     ends = [first + (last - first) * i / BLOCKS for i in range(1, BLOCKS)]

@@ -7,12 +7,7 @@ from torchtitan.tools.reports.noise import smooth
 from torchtitan.utils.text import printable, show_tokens
 
 HEIGHT = 14
-SMOOTHED = {
-    "loss": 0.95,
-    "grad_norm": 0.9,
-    "tokens_per_second": 0.9,
-    "mfu": 0.9,
-}
+SMOOTHED = {"loss": 0.95, "grad_norm": 0.9, "tokens_per_second": 0.9, "mfu": 0.9}
 """Metrics that are drawn smoothed, with the weight of the past in the average."""
 _TICKS = 5
 _MARKERS = "+x*o#@%&"
@@ -27,14 +22,7 @@ class Line(NamedTuple):
     ys: Sequence[float | None]
 
 
-def plot(
-    title: str,
-    lines: Sequence[Line],
-    *,
-    unit: str,
-    width: int,
-    color: bool,
-) -> str | None:
+def plot(title: str, lines: Sequence[Line], *, unit: str, width: int, color: bool) -> str | None:
     """The curves in one plot; None if they have no values.
 
     Args:
@@ -67,14 +55,7 @@ def plot(
     last = max(x for x, _ in shown)
     low = min(y for _, y in shown)
     high = max(y for _, y in shown)
-    figure.legend(
-        not alone,
-        x=last,
-        y=high,
-        ha="right",
-        va="top",
-        relative=True,
-    )
+    figure.legend(not alone, x=last, y=high, ha="right", va="top", relative=True)
     across = _ticks(first, last)
     upward = _ticks(low, high)
     figure.ruler("x").ticks(across, [_tick(x, unit) for x in across])
@@ -84,11 +65,7 @@ def plot(
     return "\n".join(line.rstrip() for line in drawn.rstrip().splitlines())
 
 
-def lines_of(
-    runs: Sequence[dict[str, Any]],
-    metric: str,
-    axis: str,
-) -> list[Line]:
+def lines_of(runs: Sequence[dict[str, Any]], metric: str, axis: str) -> list[Line]:
     """The curves of a metric of `collect`'s runs, smoothed if it is noisy."""
     weight = SMOOTHED.get(metric, 0.0)
     return [

@@ -87,12 +87,7 @@ class Curves:
                 name = key.removeprefix(_VALIDATION)
                 if loss is None or name == key or name[:1] not in ("", "/"):
                     continue
-                empty: dict[str, list[Any]] = {
-                    "step": [],
-                    "loss": [],
-                    "tokens": [],
-                    "hours": [],
-                }
+                empty: dict[str, list[Any]] = {"step": [], "loss": [], "tokens": [], "hours": []}
                 curve = found.setdefault(name[1:], empty)
                 curve["step"].append(place.step)
                 curve["loss"].append(loss)
@@ -175,11 +170,7 @@ class Curves:
 
 
 def read_curves(
-    path: Path,
-    config: Mapping[str, Any],
-    *,
-    points: int = POINTS,
-    began: float | None = None,
+    path: Path, config: Mapping[str, Any], *, points: int = POINTS, began: float | None = None
 ) -> Curves:
     """The curves of the run in a folder; empty if it has none.
 
@@ -198,12 +189,7 @@ def read_curves(
 
 
 def read_window(
-    path: Path,
-    first_step: int,
-    last_step: int,
-    points: int,
-    *,
-    began: float | None,
+    path: Path, first_step: int, last_step: int, points: int, *, began: float | None
 ) -> Curves:
     """The training records from `first_step` to `last_step`, thinned to about `points`."""
     with suppress(OSError), JsonLines(path / METRICS) as lines:
@@ -220,9 +206,7 @@ def is_training(record: Record) -> bool:
 
 
 def _checks(
-    lines: JsonLines,
-    sample: Sequence[PlacedRecord],
-    config: Mapping[str, Any],
+    lines: JsonLines, sample: Sequence[PlacedRecord], config: Mapping[str, Any]
 ) -> list[PlacedRecord]:
     """Records of validations and benchmarks, found by the steps that the configuration implies.
 
@@ -260,11 +244,7 @@ def _in_order(places: Iterable[PlacedRecord]) -> list[PlacedRecord]:
     return kept
 
 
-def _interpolated(
-    x: float,
-    xs: Sequence[float],
-    ys: Sequence[float],
-) -> float:
+def _interpolated(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     """Linear interpolation at `x` between points of ascending `xs`; from zero before the first."""
     at = bisect_left(xs, x)
     if at == len(xs):

@@ -45,12 +45,7 @@ class Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = CONNECTIONS
 
-    def __init__(
-        self,
-        live: Live,
-        address: tuple[str, int] | Path,
-        token: str | None = None,
-    ):
+    def __init__(self, live: Live, address: tuple[str, int] | Path, token: str | None = None):
         """
         Args:
             token: that each client must have; None serves whoever connects and names this machine
@@ -89,11 +84,7 @@ class Server(ThreadingHTTPServer):
         """Name of the token's cookie, distinct per server since cookies ignore ports."""
         return f"torchtitan-{hashlib.sha256((self.token or '').encode()).hexdigest()[:8]}"
 
-    def process_request(
-        self,
-        request: Any,
-        client_address: Any,
-    ) -> None:
+    def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread, if there is room."""
         if not self._room.acquire(blocking=False):
             with contextlib.suppress(OSError):
@@ -104,11 +95,7 @@ class Server(ThreadingHTTPServer):
         self._deadlines[request] = time.monotonic() + DEADLINE_SECONDS
         super().process_request(request, client_address)
 
-    def process_request_thread(
-        self,
-        request: Any,
-        client_address: Any,
-    ) -> None:
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer, then make room."""
         try:
             super().process_request_thread(request, client_address)
@@ -124,11 +111,7 @@ class Server(ThreadingHTTPServer):
                 with contextlib.suppress(OSError):
                     request.shutdown(socket.SHUT_RDWR)
 
-    def handle_error(
-        self,
-        request: Any,
-        client_address: Any,
-    ) -> None:
+    def handle_error(self, request: Any, client_address: Any) -> None:
         """Print the traceback of a fault of ours; a client that went away is none."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
@@ -192,11 +175,7 @@ class Handler(BaseHTTPRequestHandler):
     def _set_cookie(self) -> str:
         return f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Lax; Path=/"
 
-    def _answer(
-        self,
-        path: str,
-        query: dict[str, str],
-    ) -> None:
+    def _answer(self, path: str, query: dict[str, str]) -> None:
         live = self.server.live
         if path == "/":
             headers = {
@@ -218,12 +197,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._text(HTTPStatus.NOT_FOUND, "Nothing here.")
 
-    def _json(
-        self,
-        body: bytes,
-        *,
-        compressed: bool = False,
-    ) -> None:
+    def _json(self, body: bytes, *, compressed: bool = False) -> None:
         headers = {"Content-Type": "application/json"}
         if "gzip" in self.headers.get("Accept-Encoding", ""):
             headers["Content-Encoding"] = "gzip"
@@ -232,19 +206,10 @@ class Handler(BaseHTTPRequestHandler):
             body = gzip.decompress(body)
         self._send(HTTPStatus.OK, body, headers)
 
-    def _text(
-        self,
-        status: HTTPStatus,
-        text: str,
-    ) -> None:
+    def _text(self, status: HTTPStatus, text: str) -> None:
         self._send(status, f"{text}\n".encode(), {"Content-Type": "text/plain; charset=utf-8"})
 
-    def _send(
-        self,
-        status: HTTPStatus,
-        body: bytes,
-        headers: dict[str, str],
-    ) -> None:
+    def _send(self, status: HTTPStatus, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         always = {
             "Content-Length": str(len(body)),
@@ -263,12 +228,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def send_error(
-        self,
-        code: int,
-        message: str | None = None,
-        explain: str | None = None,
-    ) -> None:
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Refuse a request that isn't one, or isn't GET."""
         self.close_connection = True
         status = (
@@ -278,11 +238,7 @@ class Handler(BaseHTTPRequestHandler):
         )
         self._text(status, status.phrase)
 
-    def log_message(
-        self,
-        format: str,
-        *args: Any,
-    ) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: requests come every other second."""
 
 
@@ -314,12 +270,7 @@ def _remove_stale(path: Path) -> None:
 @contextlib.contextmanager
 def serving(server: Server) -> Iterator[Server]:
     """Serve in a thread meanwhile."""
-    thread = threading.Thread(
-        target=server.serve_forever,
-        args=(0.05,),
-        name="watch",
-        daemon=True,
-    )
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), name="watch", daemon=True)
     thread.start()
     try:
         yield server

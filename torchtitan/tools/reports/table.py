@@ -79,11 +79,7 @@ def read_rows(paths: Sequence[Path], *, with_differences: bool = False) -> list[
     return rows
 
 
-def _row(
-    name: str,
-    folder: Folder,
-    settings: dict[str, Any],
-) -> Row:
+def _row(name: str, folder: Folder, settings: dict[str, Any]) -> Row:
     step, record = _last_record(folder.path)
     last = folder.starts[-1] if folder.starts else None
     return Row(

@@ -34,12 +34,7 @@ _SAMPLE = 160
 
 
 def as_text(
-    data: dict[str, Any],
-    *,
-    metrics: Sequence[str],
-    axis: str,
-    width: int,
-    color: bool,
+    data: dict[str, Any], *, metrics: Sequence[str], axis: str, width: int, color: bool
 ) -> str:
     """What `collect` returns, as text.
 
@@ -51,15 +46,7 @@ def as_text(
     parts: list[str | None] = ["\n".join(_summary(run)) for run in runs]
     for metric in metrics:
         title = metric.replace("_", " ") + (", smoothed" if metric in SMOOTHED else "")
-        parts.append(
-            plot(
-                title,
-                lines_of(runs, metric, axis),
-                unit=axis,
-                width=width,
-                color=color,
-            )
-        )
+        parts.append(plot(title, lines_of(runs, metric, axis), unit=axis, width=width, color=color))
     parts.append(_time_by_kind(runs))
     parts += [
         "\n".join([printable(f"Time line of {run['name']}"), *time_line(run, width)])
@@ -127,11 +114,7 @@ def _joined(*parts: str | None) -> str:
     return "  " + "   ".join(printable(part) for part in parts if part)
 
 
-def _of(
-    latest: dict[str, float | None],
-    key: str,
-    show: Any,
-) -> str | None:
+def _of(latest: dict[str, float | None], key: str, show: Any) -> str | None:
     value = latest.get(key)
     return None if value is None else show(value)
 

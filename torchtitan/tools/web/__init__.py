@@ -20,10 +20,7 @@ _SCRIPTS = ("uPlot.iife.min.js", "page.js", "chart.js")
 
 
 def web_page(
-    title: str,
-    data: dict[str, Any],
-    scripts: Sequence[Path],
-    styles: Sequence[Path] = (),
+    title: str, data: dict[str, Any], scripts: Sequence[Path], styles: Sequence[Path] = ()
 ) -> str:
     """A page that runs `scripts` on `data`.
 
