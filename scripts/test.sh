@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks style, types, size and behavior, after setting up what the tests need.
+# Checks style, types and behavior, after setting up what the tests need.
 #
 #   scripts/test.sh --fast    tests that start no processes: a minute
 #   scripts/test.sh           the suite
@@ -38,7 +38,6 @@ export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 TOKENIZERS_P
 if ((${#release[@]} == 0)); then
     "$python" -m ruff check .
     "$python" -m ruff format --check .
-    "$python" scripts/size.py
     # Beside the tests, some of which wait; its findings are shown at the end.
     types=$(mktemp)
     nice "$python" -m mypy >"$types" 2>&1 &
