@@ -87,14 +87,14 @@ def minority(
     return few, most
 
 
-def different_calls(few: list[int], one: Collective, most: list[int], other: Collective) -> str:
+def different_calls(few: list[int], rare: Collective, most: list[int], other: Collective) -> str:
     """The sentence about ranks that entered `one` where most entered `other`."""
     root = other_root = ""
-    if one.root != other.root:
-        root = _root(one)
+    if rare.root != other.root:
+        root = _root(rare)
         other_root = _root(other)
     return (
-        f"{name_ranks(few)} entered {one.describe()}{root}{one.place}, where {name_ranks(most)} "
+        f"{name_ranks(few)} entered {rare.describe()}{root}{rare.place}, where {name_ranks(most)} "
         f"entered {other.op} ({other.tensors}){other_root}, at {other.at}"
     )
 
@@ -120,8 +120,8 @@ def uneven_exchange(exchanges: Mapping[int, Iterable[Exchange]]) -> Uneven | Non
         exchanges: rank to its exchanges.
     """
     same: dict[tuple[int, ...], dict[int, Exchange]] = {}
-    for rank, own in exchanges.items():
-        for exchange in own:
+    for rank, of_rank in exchanges.items():
+        for exchange in of_rank:
             same.setdefault((exchange.number, *exchange.ranks), {})[rank] = exchange
     for (number, *ranks), by_rank in sorted(same.items()):
         for sender, its in sorted(by_rank.items()):

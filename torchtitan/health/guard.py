@@ -74,8 +74,8 @@ class SpikeDetector:
         self.rows += self.rows_per_step
         if config.policy == "off":
             return None
-        found = [self._reason(name, value) for name, value in values.items()]
-        reasons = [reason for reason in found if reason]
+        answers = [self._reason(name, value) for name, value in values.items()]
+        reasons = [reason for reason in answers if reason]
         # Under "warn" spikes enter the window too; otherwise a lasting change would be reported
         # forever.
         usual = math.isfinite(loss) and math.isfinite(grad_norm) and not (reasons and self.acts)
@@ -220,27 +220,27 @@ class Guard:
                 "already changed (optimizer.early_step_in_backward). Lower "
                 "checkpoint.interval or optimizer.lr."
             )
-        about: dict[str, Any] = {"policy": spike.action, "reason": spike.reason}
+        details: dict[str, Any] = {"policy": spike.action, "reason": spike.reason}
         if spike.action == "warn":
             done = "the update was made anyway (guard.policy)"
         elif resumed is None:
             done = "update skipped"
             if spike.action == "rewind":
                 done += "; there is no checkpoint yet"
-            about["rows"] = self.spikes.skip_step()
+            details["rows"] = self.spikes.skip_step()
         else:
             done = (
                 f"rewound to step {resumed.step}; training continues with the data after this step"
             )
             rows = self.spikes.skip_rows(resumed.train_state["guard"]["rows"])
-            about |= {"back_to": resumed.step, "rows": rows}
+            details |= {"back_to": resumed.step, "rows": rows}
         kind = "spike" if resumed is None else "rewound"
         logger.warning(
-            f"step {spike.step}: {spike.reason}; {done}", extra=event(kind, spike.step, **about)
+            f"step {spike.step}: {spike.reason}; {done}", extra=event(kind, spike.step, **details)
         )
         if dist.get_rank() == 0:
             with self.journal.open("a") as file:
-                line = {"step": spike.step, **about, "time": time.time()}
+                line = {"step": spike.step, **details, "time": time.time()}
                 file.write(json.dumps(line) + "\n")
         return resumed
 

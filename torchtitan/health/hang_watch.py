@@ -297,6 +297,6 @@ def _error(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _frames(places: Iterator[tuple[FrameType, int]]) -> list[tuple[str, int, str]]:
+def _frames(frames: Iterator[tuple[FrameType, int]]) -> list[tuple[str, int, str]]:
     """File, line and function of each place."""
-    return [(f.f_code.co_filename, line, f.f_code.co_qualname) for f, line in places]
+    return [(f.f_code.co_filename, line, f.f_code.co_qualname) for f, line in frames]

@@ -238,15 +238,15 @@ def _newest_states(folder: Path) -> tuple[dict[str, Any] | None, dict[int, dict[
 
 
 def _add_collectives(dump: RankDump, record: dict[str, Any], degrees: Mapping[str, int]) -> None:
-    for name, about in record["pg_config"].items():
-        members = about["ranks"]
+    for name, config in record["pg_config"].items():
+        members = config["ranks"]
         numbers = re.findall("[0-9]+", members) if isinstance(members, str) else members
         ranks = tuple(map(int, numbers))
-        dump.groups[name] = Group(ranks, describe_group(about["desc"], ranks, degrees), name=name)
+        dump.groups[name] = Group(ranks, describe_group(config["desc"], ranks, degrees), name=name)
     for entry in record.get("entries", ()):
         group = dump.groups.get(str(entry["process_group"][0]))
-        if group is not None and len(group.ranks) > 1 and (one := _recorded(entry, group)):
-            dump.collectives.append(one)
+        if group is not None and len(group.ranks) > 1 and (collective := _recorded(entry, group)):
+            dump.collectives.append(collective)
 
 
 def _recorded(entry: Mapping[str, Any], group: Group) -> Recorded | None:

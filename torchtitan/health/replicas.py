@@ -33,18 +33,18 @@ def check_replicas(mesh: Mesh, device: torch.device, step: int, checkpointer: Ch
         GuardError: copies differ.
     """
     tensors = {}
-    for part, values in checkpointer.trained.tensors().items():
+    for owner, values in checkpointer.trained.tensors().items():
         for name, value in values.items():
-            tensors[name if part == "model" else f"{part} {name}"] = value
+            tensors[name if owner == "model" else f"{owner} {name}"] = value
     for model in checkpointer.trained.models:
         for name, value in model.named_buffers():
             tensors[f"buffer {name}"] = value
-    found = disagreements(tensors, mesh, device)
-    if found:
+    differences = disagreements(tensors, mesh, device)
+    if differences:
         checkpointer.wait()
-        more = f" (and {len(found) - 3} more)" if len(found) > 3 else ""
+        more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
         raise GuardError(
-            f"after step {step}: ranks hold different copies: {'; '.join(found[:3])}{more}.\n"
+            f"after step {step}: ranks hold different copies: {'; '.join(differences[:3])}{more}.\n"
             "Either a device or its memory is faulty, or the layout has a bug. Run the "
             "same command again "
             f"({checkpointer.last_good()}); if the same rank differs again, exclude its machine."
@@ -60,9 +60,9 @@ def fingerprint(value: Tensor) -> Tensor:
     """
     flat = value.detach().contiguous().view(_INTEGERS[value.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for start, part in enumerate(flat.split(_CHUNK)):
-        places = torch.arange(start * _CHUNK, start * _CHUNK + len(part), device=flat.device)
-        total += ((places * _ODD) | 1).mul_(part).sum()
+    for start, chunk in enumerate(flat.split(_CHUNK)):
+        positions = torch.arange(start * _CHUNK, start * _CHUNK + len(chunk), device=flat.device)
+        total += ((positions * _ODD) | 1).mul_(chunk).sum()
     return total
 
 
@@ -72,38 +72,42 @@ def disagreements(tensors: Mapping[str, Tensor], mesh: Mesh, device: torch.devic
     Args:
         tensors: by name; ranks along an axis other than pp pass the same names in the same order.
     """
-    own = []
+    fingerprints = []
     for value in tensors.values():
         local = value.to_local() if isinstance(value, DTensor) else value
-        own.append(fingerprint(local).to(device))
-    hashes = torch.stack(own)
+        fingerprints.append(fingerprint(local).to(device))
+    hashes = torch.stack(fingerprints)
     copies: dict[str, tuple[dist.ProcessGroup, list[int]]] = {}
     for index, value in enumerate(tensors.values()):
         for axis, group in _replicated_along(value, mesh):
             copies.setdefault(axis, (group, []))[1].append(index)
     names = list(tensors)
-    found = []
+    differences = []
     for axis, (group, indices) in sorted(copies.items()):
         copied = hashes[indices]
-        parts = [torch.empty_like(copied) for _ in range(group.size())]
-        dist.all_gather(parts, copied, group=group)
+        copies_of_rank = [torch.empty_like(copied) for _ in range(group.size())]
+        dist.all_gather(copies_of_rank, copied, group=group)
         ranks = dist.get_process_group_ranks(group)
-        columns = torch.stack(parts, 1).tolist()
+        columns = torch.stack(copies_of_rank, 1).tolist()
         for index, column in zip(indices, columns, strict=True):
             if len(set(column)) > 1:
-                found.append(f"{names[index]} differs along {axis}: {_versions(ranks, column)}")
-    return list(dict.fromkeys(text for rank in agree.found(found or None) for text in rank or ()))
+                differences.append(
+                    f"{names[index]} differs along {axis}: {_versions(ranks, column)}"
+                )
+    return list(
+        dict.fromkeys(text for rank in agree.found(differences or None) for text in rank or ())
+    )
 
 
 def _replicated_along(value: Tensor, mesh: Mesh) -> Iterator[tuple[str, dist.ProcessGroup]]:
     """Axes along which a tensor has copies, with their groups."""
     axes: dict[str, dist.ProcessGroup | None] = {}
     if isinstance(value, DTensor):
-        own = value.device_mesh
-        names = own.mesh_dim_names or ()
+        tensor_mesh = value.device_mesh
+        names = tensor_mesh.mesh_dim_names or ()
         for axis, placement in zip(names, value.placements, strict=True):
             if placement.is_replicate():
-                axes[axis] = own.get_group(axis)
+                axes[axis] = tensor_mesh.get_group(axis)
     else:
         axes = {axis: mesh.group(axis) for axis in AXES if axis != "pp"}
     for axis, group in axes.items():

@@ -50,11 +50,11 @@ class Stragglers:
         # The lower median: of two ranks the faster one is the norm.
         usual_compute = median_low(compute)
         usual_data = median_low(data)
-        found = {}
-        for rank, (own_compute, own_data) in enumerate(zip(compute, data, strict=True)):
+        slow_ranks = {}
+        for rank, (rank_compute, rank_data) in enumerate(zip(compute, data, strict=True)):
             # How long a step would take if this rank waited no longer than the median rank.
-            without = max(step_time - max(own_data - usual_data, 0.0), 1e-9)
-            in_compute = own_compute / max(usual_compute, 1e-9)
+            without = max(step_time - max(rank_data - usual_data, 0.0), 1e-9)
+            in_compute = rank_compute / max(usual_compute, 1e-9)
             in_data = step_time / without
             if max(in_compute, in_data) <= self.factor:
                 self.slow[rank] = 0
@@ -62,10 +62,10 @@ class Stragglers:
             self.slow[rank] = self.slow.get(rank, 0) + 1
             if self.slow[rank] % self.records == 0:
                 if in_compute >= in_data:
-                    found[rank] = f"computes {in_compute:.1f} times as long as the median rank"
+                    slow_ranks[rank] = f"computes {in_compute:.1f} times as long as the median rank"
                 else:
-                    found[rank] = (
-                        f"waits {own_data:.2f} s per step for data, the median rank "
+                    slow_ranks[rank] = (
+                        f"waits {rank_data:.2f} s per step for data, the median rank "
                         f"{usual_data:.2f} s"
                     )
-        return found
+        return slow_ranks

@@ -27,37 +27,37 @@ from torchtitan.models.layers import Attend
 class Cache:
     """The positions of one forward's tokens, for all layers, each of which keeps what it needs."""
 
-    def __init__(self, model: Any, rows: int, places: int):
+    def __init__(self, model: Any, rows: int, length: int):
         """
         Args:
             rows: largest number of rows.
-            places: positions of the longest row, padding included.
+            length: positions of the longest row, padding included.
         """
         self.rows = rows
-        self.places = places
-        self.layers: list[Kept | KeptLatents | KeptState] = []
+        self.length = length
+        self.layers: list[CachedAttention | CachedLatents | CachedState] = []
         for module in model.modules():
             attend = getattr(module, "attend", None)
             if isinstance(module, GatedDeltaNet):
-                module.mix = self._of_layer(KeptState(self))
+                module.mix = self._of_layer(CachedState(self))
             elif isinstance(module, LatentAttention):
-                kept = self._of_layer(KeptLatents(self, module))
-                module.attend_latents = kept  # type: ignore[method-assign]
+                latents = self._of_layer(CachedLatents(self, module))
+                module.attend_latents = latents  # type: ignore[method-assign]
             elif attend is not None:
-                plain = attend.plain if isinstance(attend, Kept) else attend
-                module.attend = self._of_layer(Kept(self, plain))
+                plain = attend.plain if isinstance(attend, CachedAttention) else attend
+                module.attend = self._of_layer(CachedAttention(self, plain))
 
-    def _of_layer(self, kept: Any) -> Any:
-        self.layers.append(kept)
-        return kept
+    def _of_layer(self, layer: Any) -> Any:
+        self.layers.append(layer)
+        return layer
 
     @property
     def bytes(self) -> int:
         """Memory that the layers hold on this rank, once they have computed a token."""
-        return sum(x.numel() * x.element_size() for layer in self.layers for x in layer.held)
+        return sum(x.numel() * x.element_size() for layer in self.layers for x in layer.buffers)
 
-    def place(self, positions: Tensor, counts: Sequence[int], device: torch.device) -> None:
-        """Say where the tokens of the next forward are.
+    def advance(self, positions: Tensor, counts: Sequence[int], device: torch.device) -> None:
+        """Move on to the tokens of the next forward.
 
         Args:
             positions: of the new tokens, `[b, s]` on the host, consecutive in each row. All rows
@@ -76,7 +76,7 @@ class Cache:
 
     def slots(self, window: int | None) -> "_Slots":
         """Where layers with this window keep tokens; computed once for all of them."""
-        size = self.places if window is None else min(window, self.places)
+        size = self.length if window is None else min(window, self.length)
         if size not in self._slots:
             self._slots[size] = _Slots(self, size)
         return self._slots[size]
@@ -88,7 +88,7 @@ class _Slots:
     def __init__(self, cache: Cache, size: int):
         self.cache = cache
         self.size = size
-        self.all = size == cache.places
+        self.all = size == cache.length
         device = cache.positions.device
         slots = torch.arange(cache.span if self.all else size, device=device)
         # A padding token, whose result is ignored, sees what the row's last token sees.
@@ -97,37 +97,39 @@ class _Slots:
             self.visible = (queries >= slots)[:, None]
             return
         ends = cache.ends[:, None]
-        self.held = ends - 1 - (ends - 1 - slots) % size
+        self.positions = ends - 1 - (ends - 1 - slots) % size
         """`[b, size]`, the position in each slot after this forward; negative: none."""
-        held = self.held[:, None]
-        self.visible = ((held >= 0) & (held <= queries) & (held > queries - size))[:, None]
+        positions = self.positions[:, None]
+        self.visible = ((positions >= 0) & (positions <= queries) & (positions > queries - size))[
+            :, None
+        ]
 
-    def keep(self, held: Tensor, new: Tensor) -> Tensor:
-        """Write `new` `[b, k, s, d]` to `held` `[rows, k, size, d]`.
+    def keep(self, buffer: Tensor, new: Tensor) -> Tensor:
+        """Write `new` `[b, k, s, d]` to `buffer` `[rows, k, size, d]`.
 
         Returns:
-            What queries may see, a view of `held`.
+            What queries may see, a view of `buffer`.
         """
         cache = self.cache
-        held = held[: len(new)]
+        buffer = buffer[: len(new)]
         if self.all:
-            held.scatter_(2, cache.positions[:, None, :, None].expand_as(new), new)
-            return held[:, :, : cache.span]
+            buffer.scatter_(2, cache.positions[:, None, :, None].expand_as(new), new)
+            return buffer[:, :, : cache.span]
         if cache.empty:
-            index = self.held.clamp(min=0)[:, None, :, None]
-            return held.copy_(new.gather(2, index.expand_as(held)))
+            index = self.positions.clamp(min=0)[:, None, :, None]
+            return buffer.copy_(new.gather(2, index.expand_as(buffer)))
         new = new[:, :, :1]
         index = (cache.positions[:, :1] % self.size)[:, None, :, None]
-        return held.scatter_(2, index.expand_as(new), new)
+        return buffer.scatter_(2, index.expand_as(new), new)
 
 
-class Kept:
+class CachedAttention:
     """Attention to the new tokens and earlier ones, whose keys and values are kept."""
 
     def __init__(self, cache: Cache, plain: Attend):
         self.cache = cache
         self.plain = plain
-        self.held: list[Tensor] = []
+        self.buffers: list[Tensor] = []
 
     def __call__(
         self,
@@ -142,17 +144,17 @@ class Kept:
     ) -> Tensor:
         assert mask is None, "generation has no document masks"
         slots = self.cache.slots(window)
-        if not self.held:
+        if not self.buffers:
             # allocated here, as tensor parallelism leaves a rank only some of the heads
-            self.held = [_empty(self.cache, x, slots.size) for x in (k, v)]
-        keys, values = (slots.keep(*pair) for pair in zip(self.held, (k, v), strict=True))
+            self.buffers = [_empty(self.cache, x, slots.size) for x in (k, v)]
+        keys, values = (slots.keep(*pair) for pair in zip(self.buffers, (k, v), strict=True))
         if self.cache.empty:
             options: dict[str, Any] = {"window": window, "scale": scale, "sinks": sinks}
             return self.plain(q, k, v, **{key: x for key, x in options.items() if x is not None})
         return _attend(q, keys, values, slots.visible, scale, sinks)
 
 
-class KeptLatents:
+class CachedLatents:
     """Latent attention to the new tokens and earlier ones, of which only the latent vectors and the
     shared, rotated keys are kept.
 
@@ -164,7 +166,7 @@ class KeptLatents:
     def __init__(self, cache: Cache, layer: LatentAttention):
         self.cache = cache
         self.layer = layer
-        self.held: list[Tensor] = []
+        self.buffers: list[Tensor] = []
 
     def __call__(self, q: Tensor, compressed: Tensor, key: Tensor, mask: Any = None) -> Tensor:
         """
@@ -181,9 +183,9 @@ class KeptLatents:
         slots = self.cache.slots(layer.options.get("window"))
         own = _local(compressed)
         new = torch.cat([own, key.squeeze(2)], -1).unsqueeze(1)
-        if not self.held:
-            self.held = [_empty(self.cache, new, slots.size)]
-        kept = slots.keep(self.held[0], new)
+        if not self.buffers:
+            self.buffers = [_empty(self.cache, new, slots.size)]
+        latents = slots.keep(self.buffers[0], new)
         if self.cache.empty:
             return LatentAttention.attend_latents(layer, q, compressed, key, None)
         plain, rotated = q.split(layer.widths, -1)
@@ -192,8 +194,8 @@ class KeptLatents:
         inner = torch.cat([torch.einsum("bshd,hdr->bshr", plain, of_keys), rotated], -1)
         out = _attend(
             inner.transpose(1, 2),
-            kept,
-            kept[..., : layer.rank],
+            latents,
+            latents[..., : layer.rank],
             slots.visible,
             layer.options.get("scale", layer.head_dim**-0.5),
             None,
@@ -201,14 +203,14 @@ class KeptLatents:
         return torch.einsum("bhsr,her->bshe", out, of_values)
 
 
-class KeptState:
+class CachedState:
     """Gated DeltaNet from the state after the last token, and the last inputs of its convolution:
     as much for any number of tokens.
     """
 
     def __init__(self, cache: Cache):
         self.cache = cache
-        self.held: list[Tensor] = []
+        self.buffers: list[Tensor] = []
 
     def __call__(
         self, qkv: Tensor, ba: Tensor, weights: DeltaWeights, documents: Tensor | None
@@ -218,7 +220,7 @@ class KeptState:
         cache = self.cache
         rows, length = qkv.shape[:2]
         before = weights.q_conv.shape[-1] - 1
-        state, inputs = (x[:rows] for x in self._held(qkv, weights, before))
+        state, inputs = (x[:rows] for x in self._buffers(qkv, weights, before))
         qkv = torch.cat([inputs, qkv[:, : cache.new]], 1)
         q, k, v = (x[:, before:] for x in convolve(qkv, weights, None))
         g, beta = gates(ba[:, : cache.new], weights)
@@ -234,19 +236,19 @@ class KeptState:
         inputs.copy_(qkv.gather(1, last.expand_as(inputs)))
         return F.pad(out.to(v.dtype), (0, 0, 0, 0, 0, length - cache.new))
 
-    def _held(self, qkv: Tensor, weights: DeltaWeights, before: int) -> list[Tensor]:
+    def _buffers(self, qkv: Tensor, weights: DeltaWeights, before: int) -> list[Tensor]:
         """The states `[rows, h, d, e]` in fp32, and earlier inputs `[rows, before, k, w]`."""
-        if not self.held:
+        if not self.buffers:
             heads, group = weights.A_log.shape
             size = weights.q_conv.shape[1]
             values = weights.v_conv.shape[1] // group
             shape = (self.cache.rows, heads * group, size, values)
             state = qkv.new_zeros(shape, dtype=torch.float32)
-            self.held = [state, qkv.new_zeros(self.cache.rows, before, *qkv.shape[2:])]
+            self.buffers = [state, qkv.new_zeros(self.cache.rows, before, *qkv.shape[2:])]
         elif self.cache.empty:
-            for x in self.held:
+            for x in self.buffers:
                 x.zero_()
-        return self.held
+        return self.buffers
 
 
 def _empty(cache: Cache, like: Tensor, size: int) -> Tensor:

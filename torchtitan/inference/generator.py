@@ -223,7 +223,7 @@ class TextGenerator:
         padding = -tokens.shape[1] % self.ranks  # the ranks divide the sequence evenly
         tokens = F.pad(tokens, (0, padding)).to(self.device)
         positions = torch.tensor(begin)[:, None] + torch.arange(tokens.shape[1])
-        self.cache.place(positions, [index + 1 for index in last], self.device)
+        self.cache.advance(positions, [index + 1 for index in last], self.device)
         hidden = self.model(tokens, self.cache.positions, project=False)
         if self.mesh is not None:
             sharded = DTensor.from_local(hidden, self.mesh, [Shard(1)], run_check=False)

@@ -100,11 +100,11 @@ class EvalTokenizer:
         config = read_json_object(file) if file.exists() else {}
         asked = {key: config[key] for key in ("add_bos_token", "add_eos_token") if key in config}
         # a rule of the file for what is added
-        own = not asked and backend.post_processor is not None
+        by_post_processor = not asked and backend.post_processor is not None
         self._before = [self.prefix_id] if asked.get("add_bos_token") else []
         self._after = [self.eos_id] if asked.get("add_eos_token") else []
         self._ids = lambda text, special: (
-            backend.encode(text, add_special_tokens=special and own).ids
+            backend.encode(text, add_special_tokens=special and by_post_processor).ids
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -217,18 +217,18 @@ class HarnessModel(TemplateLM):
             if last not in row.lasts:
                 row.lasts.append(last)
         likely, best = self._score(list(rows.values()))
-        found = [(0.0, False)] * len(requests)
+        answers = [(0.0, False)] * len(requests)
         end = 0
         for row in rows.values():
             end += row.scored
             for i in row.requests:
-                *own, last = requests[i][2]
-                begin = end - 1 - len(own)
+                *head, last = requests[i][2]
+                begin = end - 1 - len(head)
                 value = sum(values[0] for values in likely[begin : end - 1])
                 value += likely[end - 1][row.lasts.index(last)]
-                expected = [*row.text[len(row.text) - len(own) :], last]
-                found[i] = value, best[begin:end] == expected
-        return found
+                expected = [*row.text[len(row.text) - len(head) :], last]
+                answers[i] = value, best[begin:end] == expected
+        return answers
 
     def _score(self, rows: Sequence[_Row]) -> tuple[list[list[float]], list[int]]:
         """Log-likelihoods of what follows the scored positions, and the likeliest tokens.
@@ -239,8 +239,8 @@ class HarnessModel(TemplateLM):
         """
         chosen = [range(len(row.text) - row.scored, len(row.text)) for row in rows]
         targets: list[list[int]] = []
-        for row, places in zip(rows, chosen, strict=True):
-            targets += [[row.text[place + 1]] for place in places[:-1]]
+        for row, positions in zip(rows, chosen, strict=True):
+            targets += [[row.text[position + 1]] for position in positions[:-1]]
             targets.append(row.lasts)
         width = max(map(len, targets), default=1)
         filled = [target + [0] * (width - len(target)) for target in targets]
@@ -257,7 +257,7 @@ class HarnessModel(TemplateLM):
     # ---- texts
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        found = [""] * len(requests)
+        continuations = [""] * len(requests)
         by_settings: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
             by_settings.setdefault(repr(request.args[1]), []).append(i)
@@ -269,8 +269,8 @@ class HarnessModel(TemplateLM):
                 batch = members[first : first + self.logits.batch]
                 texts = self._continue([prompts[i] for i in batch], settings)
                 for i, text in zip(batch, texts, strict=True):
-                    found[i] = text
-        return found
+                    continuations[i] = text
+        return continuations
 
     def _continue(self, prompts: list[list[int]], asked: dict[str, Any]) -> list[str]:
         """Continue prompts by the generation settings that a task has `asked` for."""

@@ -58,9 +58,9 @@ class Tasks:
                     problem = str(error)
                 except Exception as error:
                     problem = f"{type(error).__name__}: {error}"
-            for found in agree.found(problem):
-                if found:
-                    raise UserError(f"lm-eval can't load {', '.join(names)}: {found}")
+            for message in agree.found(problem):
+                if message:
+                    raise UserError(f"lm-eval can't load {', '.join(names)}: {message}")
 
     def _load(self) -> dict[str, Any]:
         # It warns of every default of a task, on every rank.
@@ -78,10 +78,10 @@ class Tasks:
                 raise UserError(f"no task {name!r}{did_you_mean(name, manager.all_tasks) or ''}")
         loaded: dict[str, Any] = manager.load(list(self.names))
         for task in loaded["tasks"].values():
-            given = task.get_config("num_fewshot")
-            if self.num_fewshot is not None and given != 0:  # 0 is what the task insists on
+            fewshot = task.get_config("num_fewshot")
+            if self.num_fewshot is not None and fewshot != 0:  # 0 is what the task insists on
                 task.set_config(key="num_fewshot", value=self.num_fewshot)
-            elif given is None:
+            elif fewshot is None:
                 task.set_config(key="num_fewshot", value=0)
             task.set_fewshot_seed(seed=SEED)
         return loaded
@@ -105,37 +105,39 @@ class Tasks:
         from torchtitan.inference.lm_eval_model import HarnessModel
 
         closed_forms = {mean: mean_stderr, acc_all: acc_all_stderr}
-        own = {"stderr_for_metric": lambda metric, bootstrap_iters: closed_forms.get(metric)}
+        without_bootstrap = {
+            "stderr_for_metric": lambda metric, bootstrap_iters: closed_forms.get(metric)
+        }
         with (
             _unchanged_random_state(),
             replaced(task, tqdm=lambda items, **_: items),  # no progress bar for each rank
-            replaced(evaluator_utils, **({} if bootstrap else own)),
+            replaced(evaluator_utils, **({} if bootstrap else without_bootstrap)),
         ):
             random.seed(0)
             np.random.seed(SEED)
-            found = evaluate(
+            results = evaluate(
                 HarnessModel(logits, tokenizer, by_file=by_file),
                 self.loaded,
                 limit=self.limit,
                 bootstrap_iters=bootstrap or 1,
                 log_samples=False,
             )
-        assert found is not None
-        return found
+        assert results is not None
+        return results
 
 
 def scores(results: Mapping[str, Any]) -> dict[str, float]:
     """Task and metric, as `arc_easy/acc`, to its value. Any filter follows:
     `gsm8k/exact_match/strict`.
     """
-    found = {}
+    values = {}
     for task, metrics in {**results["results"], **results.get("groups", {})}.items():
         for key, value in metrics.items():
             metric, _, kind = key.partition(",")
             if kind and isinstance(value, int | float):
                 ending = "" if kind == "none" else f"/{kind}"
-                found[f"{task}/{metric}{ending}"] = float(value)
-    return found
+                values[f"{task}/{metric}{ending}"] = float(value)
+    return values
 
 
 @contextmanager

@@ -39,22 +39,22 @@ class WeightAverage:
         """Average the weights after their update in `step`."""
         if step < self.config.start_step:
             return
-        number, rest = divmod(self.counted, self.config.every)
+        number, remainder = divmod(self.counted, self.config.every)
         self.counted += 1
-        if rest:
+        if remainder:
             return
         averages, weights = self._shards()
         if number == 0:
             torch._foreach_copy_(averages, weights)
             return
-        share = 1 - self._kept(number)
+        share = 1 - self._decay_at(number)
         if all(weight.dtype == torch.float32 for weight in weights):
             torch._foreach_lerp_(averages, weights, share)
         else:  # one after the other, since each takes a copy
             for average, weight in zip(averages, weights, strict=True):
                 average.lerp_(weight.float(), share)
 
-    def _kept(self, number: int) -> float:
+    def _decay_at(self, number: int) -> float:
         """The share of the average that update `number` keeps; the first after the copy is 1."""
         if not self.config.warmup:
             return self.config.decay
@@ -72,14 +72,14 @@ class WeightAverage:
         """A context in which the weights are the average; this rank's shards are copied aside."""
         _, weights = self._shards()
         with torch.no_grad():
-            kept = [weight.clone() for weight in weights]
+            trained = [weight.clone() for weight in weights]
             averages = [local(tensor) for tensor in self.current().values()]
             torch._foreach_copy_(weights, averages)
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(weights, kept)
+                torch._foreach_copy_(weights, trained)
 
     def _shards(self) -> tuple[list[Tensor], list[Tensor]]:
         """This rank's averages, and its weights, whose storage FSDP replaces before a forward."""

@@ -186,15 +186,15 @@ def chunked_loss(
     several = labels if factors is not None else labels.unsqueeze(-1)
     count = several.shape[-1]
     # Projecting gathers the parts of all ranks, so each slice has the labels of them all.
-    label_parts = several.unflatten(1, (tp_degree, -1)).chunk(chunks, dim=2)
-    label_slices = [one for part in label_parts for one in part.flatten(1, 2).unbind(-1)]
-    hidden_slices = [one for part in hidden.chunk(chunks, dim=1) for one in part.chunk(count, -1)]
+    label_chunks = several.unflatten(1, (tp_degree, -1)).chunk(chunks, dim=2)
+    label_slices = [y for chunk in label_chunks for y in chunk.flatten(1, 2).unbind(-1)]
+    hidden_slices = [h for chunk in hidden.chunk(chunks, dim=1) for h in chunk.chunk(count, -1)]
     slices = list(zip(hidden_slices, label_slices, strict=True))
     if torch.is_grad_enabled():
         summed, rows = _ChunkedLoss.apply(hidden, weight, slices, project, loss, factors)
     else:
-        found = torch.stack([loss(project(h, weight), y) for h, y in slices])
-        rows = found.unflatten(0, (chunks, count)).sum(0).T
+        losses = torch.stack([loss(project(h, weight), y) for h, y in slices])
+        rows = losses.unflatten(0, (chunks, count)).sum(0).T
         summed = rows[:, 0].sum()
     return summed, rows if factors is not None else rows[:, 0]
 
@@ -215,16 +215,20 @@ class _ChunkedLoss(torch.autograd.Function):
         of_hidden: list[Tensor] = []
         # Not zeros like the weight, which may have been gathered in Float8.
         of_weight: Tensor | None = None
-        for i, (part, labels) in enumerate(slices):
-            part = part.detach().requires_grad_()
+        for i, (hidden_slice, labels) in enumerate(slices):
+            hidden_slice = hidden_slice.detach().requires_grad_()
             whole = weight.detach().requires_grad_()
             with torch.enable_grad():
-                of_rows = loss(project(part, whole), labels)
+                of_rows = loss(project(hidden_slice, whole), labels)
                 summed = of_rows.sum() if factors is None else of_rows.sum() * factors[i % count]
-                of_part, of_whole = torch.autograd.grad(summed, (part, whole))
+                hidden_gradient, weight_gradient = torch.autograd.grad(
+                    summed, (hidden_slice, whole)
+                )
             rows[i % count] += of_rows.detach()
-            of_hidden.append(of_part)
-            of_weight = of_whole.float() if of_weight is None else of_weight.add_(of_whole)
+            of_hidden.append(hidden_gradient)
+            of_weight = (
+                weight_gradient.float() if of_weight is None else of_weight.add_(weight_gradient)
+            )
         assert of_weight is not None
         if count > 1:
             of_hidden = [

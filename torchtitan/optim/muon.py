@@ -60,7 +60,7 @@ class Muon(torch.optim.Optimizer):
 
     def _by_layout(self, group: dict[str, Any]) -> dict[Any, list[_Shards]]:
         """Shards by shape of the matrices, their splits, and device and types."""
-        found: dict[Any, list[_Shards]] = {}
+        shards_by_layout: dict[Any, list[_Shards]] = {}
         for param in group["params"]:
             if param.grad is None:
                 continue
@@ -71,8 +71,8 @@ class Muon(torch.optim.Optimizer):
             kind = shards[0].device, *(x.dtype for x in shards)
             weight, gradient, mean = (x if x.dim() == 3 else x[None] for x in shards)
             key = tuple(param.shape[-2:]), _splits(param), kind
-            found.setdefault(key, []).append((weight, gradient, mean))
-        return found
+            shards_by_layout.setdefault(key, []).append((weight, gradient, mean))
+        return shards_by_layout
 
 
 def _batches(alike: Sequence[_Shards], most: int) -> Iterator[list[_Shards]]:
@@ -82,8 +82,8 @@ def _batches(alike: Sequence[_Shards], most: int) -> Iterator[list[_Shards]]:
     for weight, gradient, mean in alike:
         start = 0
         while start < len(weight):
-            part = slice(start, start + room)
-            batch.append((weight[part], gradient[part], mean[part]))
+            rows = slice(start, start + room)
+            batch.append((weight[rows], gradient[rows], mean[rows]))
             taken = len(batch[-1][0])
             start += taken
             room -= taken
@@ -107,10 +107,10 @@ def _update(
     torch._foreach_lerp_(means, gradients, 1 - momentum)
     nesterov = torch._foreach_lerp(gradients, means, momentum)
     counts = [len(weight) for weight in weights]
-    part = weights[0].new_empty((sum(counts), *weights[0].shape[1:]), dtype=torch.bfloat16)
-    torch._foreach_copy_(part.split(counts), nesterov)
+    shards = weights[0].new_empty((sum(counts), *weights[0].shape[1:]), dtype=torch.bfloat16)
+    torch._foreach_copy_(shards.split(counts), nesterov)
     del nesterov
-    update = _on_whole(part, splits, group["ns_steps"]).to(weights[0].dtype)
+    update = _on_whole(shards, splits, group["ns_steps"]).to(weights[0].dtype)
     lr = group["lr"]
     torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
     torch._foreach_add_(weights, update.split(counts), alpha=-lr * 0.2 * max(shape) ** 0.5)
@@ -159,26 +159,28 @@ def _splits(param: Tensor) -> tuple[_Split, ...]:
     return tuple(reversed(splits))
 
 
-def _on_whole(part: Tensor, splits: Sequence[_Split], steps: int) -> Tensor:
+def _on_whole(shard: Tensor, splits: Sequence[_Split], steps: int) -> Tensor:
     """This rank's part of `orthogonalize(stack, steps)`, where `part` is its part of the stack.
 
     Each rank of a group gets the whole of some matrices, about as many as any other.
     """
     if not splits:
-        return orthogonalize(part, steps) if len(part) else part
+        return orthogonalize(shard, steps) if len(shard) else shard
     group, dim, size = splits[0]
     ranks = group.size()
-    matrices = len(part)
+    matrices = len(shard)
     counts = [matrices // ranks + (rank < matrices % ranks) for rank in range(ranks)]
-    own = counts[group.rank()]
+    local_count = counts[group.rank()]
     share = -(-size // ranks)
-    length = part.shape[dim]
-    received = all_to_all_single(_padded(part, dim, share), [own] * ranks, counts, group)
-    whole = torch.cat(received.unflatten(0, (ranks, own)).unbind(), dim).narrow(dim, 0, size)
+    length = shard.shape[dim]
+    received = all_to_all_single(_padded(shard, dim, share), [local_count] * ranks, counts, group)
+    whole = torch.cat(received.unflatten(0, (ranks, local_count)).unbind(), dim).narrow(
+        dim, 0, size
+    )
     whole = _padded(_on_whole(whole, splits[1:], steps), dim, share * ranks)
-    parts = torch.cat(whole.chunk(ranks, dim)) if own else received
-    found = all_to_all_single(parts, counts, [own] * ranks, group)
-    return found.narrow(dim, 0, length)
+    pieces = torch.cat(whole.chunk(ranks, dim)) if local_count else received
+    returned = all_to_all_single(pieces, counts, [local_count] * ranks, group)
+    return returned.narrow(dim, 0, length)
 
 
 def _padded(stack: Tensor, dim: int, size: int) -> Tensor:

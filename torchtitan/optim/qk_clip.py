@@ -64,15 +64,15 @@ class QKClip:
         """
         self.limit = limit
         rank, degree = tp
-        own = heads // degree
-        self.heads = slice(rank * own, (rank + 1) * own)
+        local_heads = heads // degree
+        self.heads = slice(rank * local_heads, (rank + 1) * local_heads)
         self._records: dict[int, RecordMaxLogits] = {}
         self._rows: dict[int, list[_Rows]] = {}
         for model in models:
             for name, module in model.named_modules():
                 if isinstance(module, Attention | LatentAttention):
                     layer = int(name.split(".")[1])
-                    record = RecordMaxLogits(module.attend, own, layout, device)
+                    record = RecordMaxLogits(module.attend, local_heads, layout, device)
                     module.attend = record
                     self._records[layer] = record
                     self._rows[layer] = list(_rows_of(module, heads))
@@ -148,7 +148,7 @@ def _rows_of(attention: Attention | LatentAttention, heads: int) -> Iterator[_Ro
 
 
 def _of_linear(
-    linear: nn.Module, heads: int, parts: Sequence[tuple[int, float]]
+    linear: nn.Module, heads: int, powers_of_rows: Sequence[tuple[int, float]]
 ) -> Iterator[_Rows]:
     """
     Args:
@@ -157,12 +157,12 @@ def _of_linear(
     Raises:
         UserError: a family of its own has another number of rows.
     """
-    powers = torch.cat([torch.full((rows,), power) for rows, power in parts])
+    powers = torch.cat([torch.full((rows,), power) for rows, power in powers_of_rows])
     for _, param in linear.named_parameters(recurse=False):
-        own = owned(param, 0)
+        local_rows = owned(param, 0)
         if param.shape[0] != heads * len(powers):
             raise UserError(
                 f"optimizer.qk_clip: a projection to {heads} heads has {param.shape[0]} rows, not "
                 f"{len(powers)} for each, so which to scale is unknown; set it to 0"
             )
-        yield _Rows(param, own // len(powers), powers[own % len(powers)])
+        yield _Rows(param, local_rows // len(powers), powers[local_rows % len(powers)])

@@ -40,10 +40,10 @@ def make_registered(
     Raises:
         UserError: it isn't an optimizer of all parameters.
     """
-    own = [{"lr": optimizer.lr} | group for group in groups]
-    for group in own:
+    plain_groups = [{"lr": optimizer.lr} | group for group in groups]
+    for group in plain_groups:
         del group["muon"]
-    built = make(own, optimizer)
+    built = make(plain_groups, optimizer)
     key = f'optimizer.name: "{optimizer.name}"'
     if not isinstance(built, torch.optim.Optimizer):
         raise UserError(

@@ -72,15 +72,15 @@ class ConsoleSink:
     def line(self, record: Record) -> str:
         """The record in words; a line for each set of a validation."""
         step = f"step {record['step']:>{len(str(self.total))}}/{self.total}"
-        parts = _evals(record) or self._training(record)
+        fields = _evals(record) or self._training(record)
         sets = [key.removeprefix("validation_loss") for key in record if _is_loss_of_set(key)]
-        lines = [_validation(record, name) for name in sets] or ["  ".join(parts)]
+        lines = [_validation(record, name) for name in sets] or ["  ".join(fields)]
         return "\n".join(f"{step}  {line}" for line in lines)
 
     def _training(self, record: Record) -> list[str]:
         if "loss" not in record:
             return []
-        parts = [
+        fields = [
             f"loss {show_loss(record['loss'])}",
             f"grad norm {record['grad_norm']:.3f}",
             f"lr {record['lr']:.2e}",
@@ -88,11 +88,11 @@ class ConsoleSink:
             f"{record['tflops']:.2f} TFLOP/s",
         ]
         if record["mfu"] is not None:
-            parts.append(f"MFU {show_percent(record['mfu'])}")
-        parts.append(f"{show_gib(record['memory_gib'])} ({record['memory_pct']:.0f}%)")
+            fields.append(f"MFU {show_percent(record['mfu'])}")
+        fields.append(f"{show_gib(record['memory_gib'])} ({record['memory_pct']:.0f}%)")
         if record["step"] < self.total:
-            parts.append(_eta(self.pace.seconds_left()))
-        return parts
+            fields.append(_eta(self.pace.seconds_left()))
+        return fields
 
     def close(self) -> None:
         if self.bar is not None:

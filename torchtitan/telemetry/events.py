@@ -44,16 +44,16 @@ class Events(logging.Handler):
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        about = getattr(record, EVENT, None)
-        if about is None:
+        fields = getattr(record, EVENT, None)
+        if fields is None:
             return
-        found = {"time": record.created, **about, "message": record.getMessage()}
+        entry = {"time": record.created, **fields, "message": record.getMessage()}
         with suppress(OSError):  # the log has it too; not worth stopping the run for
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:  # opened each time: the file may have been deleted
-                file.write(json.dumps(found) + "\n")
+                file.write(json.dumps(entry) + "\n")
         for listener in self.listeners:
-            listener(found)
+            listener(entry)
 
     def end(self, step: int, reason: str | None, loss: float | None = None) -> None:
         """Record how this start ended.

@@ -97,14 +97,14 @@ class Overload:
 
     def observe(self, loads: ExpertLoads, steps: int) -> str | None:
         """A warning after the loads of some steps, if one is due."""
-        about = loads.summary()
-        self._steps = self._steps + steps if about["expert_load_max"] > OVERLOAD else 0
+        load = loads.summary()
+        self._steps = self._steps + steps if load["expert_load_max"] > OVERLOAD else 0
         if self._steps < OVERLOAD_STEPS or self._warned:
             return None
         self._warned = True
         return (
-            f"an expert of layer {about['expert_load_max_layer']} gets "
-            f"{about['expert_load_max']:.1f} times the mean "
+            f"an expert of layer {load['expert_load_max_layer']} gets "
+            f"{load['expert_load_max']:.1f} times the mean "
             f"load, and for {self._steps:,} steps one has had more than {OVERLOAD:g} times. Raise "
             "moe.global_balance_loss or moe.balance_bias_rate, or lower optimizer.lr"
         )

@@ -71,8 +71,8 @@ class Metrics:
             total_steps, start_step, config.disable_color_printing or rank != 0, stages
         )
         self.files: dict[str, JsonlSink] = {}
-        for name, wanted in (("metrics", True), ("expert_load", experts), ("samples", samples)):
-            if wanted and rank == 0:
+        for name, enabled in (("metrics", True), ("expert_load", experts), ("samples", samples)):
+            if enabled and rank == 0:
                 self.files[name] = JsonlSink(folder / f"{name}.jsonl", start_step)
         self._scores = folder / SCORES if rank == 0 else None
         self._forget_scores(start_step)
@@ -119,7 +119,7 @@ class Metrics:
         qk_clip: tuple[float, int] | None = None,
         exchange: Mapping[str, float] | None = None,
         sources: Record | None = None,
-        own: Mapping[str, float] | None = None,
+        logged: Mapping[str, float] | None = None,
     ) -> Record:
         """Record `step`.
 
@@ -130,7 +130,7 @@ class Metrics:
             qk_clip: from `QKClip.take`.
             exchange: from `FixedExchange.take`.
             sources: loss, tokens, epochs and bytes per token of each data source.
-            own: what the user's callbacks log.
+            logged: values that the user's callbacks log.
 
         Raises:
             UserError: a callback logs under the name of a built-in metric.
@@ -165,7 +165,7 @@ class Metrics:
         loads = read_loads(experts) if experts is not None else None
         if loads is not None:
             record |= self._log_experts(step, loads)
-        for name, value in (own or {}).items():
+        for name, value in (logged or {}).items():
             if name in record or name.startswith(("validation_", "eval/")):
                 raise UserError(f"run.log({name!r}): a built-in metric has this name")
             record[name] = value
@@ -217,9 +217,9 @@ class Metrics:
                 average of the weights, also loss_ema and bits_per_byte_ema.
         """
         record: Record = {"step": step}
-        for one in sets:
-            suffix = f"/{one['name']}" if one["name"] else ""
-            for key, value in one.items():
+        for values in sets:
+            suffix = f"/{values['name']}" if values["name"] else ""
+            for key, value in values.items():
                 if key != "name":
                     record[f"validation_{key}{suffix}"] = value
         self._send(record | {"time": time.time()})

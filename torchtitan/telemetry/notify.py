@@ -83,26 +83,26 @@ class Notifier:
         left_out = self.limit.admit(event)
         if left_out is None:
             return
-        about = {
+        described = {
             **event,
             "run": self.folder.resolve().name,
             "folder": str(self.folder),
             "host": socket.gethostname(),
         }
-        text = message(about, left_out)
+        text = message(described, left_out)
         # At once, so that one that hangs doesn't take the other's time at the end of a run.
-        posting = threading.Thread(target=self._post, args=(text, about), daemon=True)
+        posting = threading.Thread(target=self._post, args=(text, described), daemon=True)
         posting.start()
         if self.config.command:
             receiver = f"command {self.config.command[0]}"
-            self._try(receiver, self.command.run, about | {"text": text})
+            self._try(receiver, self.command.run, described | {"text": text})
         posting.join()
 
-    def _post(self, text: str, about: Event) -> None:
+    def _post(self, text: str, details: Event) -> None:
         name = self.config.webhook_env
         url = os.environ.get(name) if name else None
         if url:
-            body = {"text": _for_slack(text), "event": about}
+            body = {"text": _for_slack(text), "event": details}
             self._try(f"webhook in {name}", post, url, body, self.config.timeout_seconds)
 
     def _try(self, receiver: str, action: Callable[..., None], *arguments: Any) -> None:
@@ -126,15 +126,15 @@ def _kind(event: Event) -> str:
     return _ALIAS.get(kind, kind)
 
 
-def message(about: Event, left_out: int) -> str:
+def message(details: Event, left_out: int) -> str:
     """An event in one line."""
     lead = ""
-    if about["kind"] not in _COMPLETE:
-        at = "" if about.get("step") is None else f" at step {about['step']:,}"
-        lead = f"{about['kind']}{at}: "
+    if details["kind"] not in _COMPLETE:
+        at = "" if details.get("step") is None else f" at step {details['step']:,}"
+        lead = f"{details['kind']}{at}: "
     more = f" ({left_out:,} more since the last message)" if left_out else ""
-    text = " ".join(str(about["message"]).split())
-    return f"{about['run']}: {lead}{cut(text, 1000)}{more}"
+    text = " ".join(str(details["message"]).split())
+    return f"{details['run']}: {lead}{cut(text, 1000)}{more}"
 
 
 def _for_slack(text: str) -> str:
@@ -212,10 +212,10 @@ def _entries(file: IO[bytes]) -> list[tuple[float, str, bool]]:
 
 def start_notifier(config: Config) -> Notifier | None:
     """Sends the events of rank 0; None without a receiver."""
-    wanted = config.notifications
-    if not wanted.webhook_env and not wanted.command:
+    settings = config.notifications
+    if not settings.webhook_env and not settings.command:
         return None
-    return Notifier(wanted, Path(config.job.dump_folder))
+    return Notifier(settings, Path(config.job.dump_folder))
 
 
 def report_failure(config: Config, cause: str) -> None:

@@ -58,22 +58,22 @@ def git_revision() -> str | None:
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Differences between two runs' manifests, each as `key old -> new`."""
     out = []
-    for about in ("config", "versions", "ranks", "git"):
-        old = _flat(about, before.get(about))
-        new = _flat(about, now.get(about))
+    for section in ("config", "versions", "ranks", "git"):
+        old = _flat(section, before.get(section))
+        new = _flat(section, now.get(section))
         for key in old | new:
             if old.get(key) != new.get(key):
                 out.append(f"{key} {_word(old.get(key))} -> {_word(new.get(key))}")
     return out
 
 
-def _flat(about: str, value: Any) -> dict[str, Any]:
+def _flat(section: str, value: Any) -> dict[str, Any]:
     """Dotted keys; the configuration (TOML) and the versions without a prefix."""
-    if about == "config" and isinstance(value, str):
+    if section == "config" and isinstance(value, str):
         value = tomli.loads(value)
     if not isinstance(value, dict):
-        return {about: value}
-    return flat(value, "" if about in ("config", "versions") else f"{about}.")
+        return {section: value}
+    return flat(value, "" if section in ("config", "versions") else f"{section}.")
 
 
 def _word(value: Any) -> str:
@@ -88,7 +88,7 @@ class RunRecord:
     def __init__(
         self,
         folder: Path,
-        about: Mapping[str, Any],
+        facts: Mapping[str, Any],
         *,
         step: int,
         resumable: bool,
@@ -98,7 +98,7 @@ class RunRecord:
     ):
         """
         Args:
-            about: what the file says about this start: ranks, layout, hardware, versions, ...
+            facts: what the file says about this start: ranks, layout, hardware, versions, ...
             step: the step resumed from; 0 from scratch.
             resumable: the run saves checkpoints, so a start from scratch may be a second attempt.
             writes: this is rank 0.
@@ -123,16 +123,16 @@ class RunRecord:
         now = clock()
         self.seconds[self._starting] = now - since
         self._first = True
-        self._own: _Start = {
+        self._current: _Start = {
             "time": began,
             "resumed_step": step,
             "step": step,
             "last_seen": now,
             "end": None,
-            **about,
+            **facts,
             "seconds": self.seconds,
         }
-        self.starts.append(self._own)
+        self.starts.append(self._current)
         if writes:
             self._write(self.starts)
 
@@ -170,13 +170,13 @@ class RunRecord:
 
     def heartbeat(self, step: int) -> None:
         """Record that `step` is done and the run is alive."""
-        self._own["step"] = step
-        if self.writes and self.clock() >= self._own["last_seen"] + HEARTBEAT_SECONDS:
+        self._current["step"] = step
+        if self.writes and self.clock() >= self._current["last_seen"] + HEARTBEAT_SECONDS:
             self._write(self.starts)
 
     def record(self, key: str, value: object) -> None:
         """Add an entry about this start, written with the next heartbeat or at the end."""
-        self._own[key] = value
+        self._current[key] = value
 
     def end(self, step: int, last_step: int, error: BaseException | None = None) -> str | None:
         """Record how this start ended; after a failure, in the words of the rank that caused it.
@@ -196,7 +196,7 @@ class RunRecord:
         if self.writes:
             if failure is not None and failure.elsewhere and starts:
                 reason = starts[-1]["end"] or reason
-            self._own |= {"step": step, "end": reason}
+            self._current |= {"step": step, "end": reason}
             self._write(self.starts)
         elif starts and isinstance(error, Exception) and failure and not failure.elsewhere:
             starts[-1]["end"] = reason
@@ -209,9 +209,9 @@ class RunRecord:
         """The whole run's time in one line."""
         good, seconds = _account(self.starts)
         least = 0.001 * sum(seconds.values())
-        parts = [f"{KINDS[kind]} {show_duration(s)}" for kind, s in seconds.items() if s >= least]
+        shares = [f"{KINDS[kind]} {show_duration(s)}" for kind, s in seconds.items() if s >= least]
         starts = plural(len(self.starts), "start")
-        return f"Goodput {show_percent(good)}: {', '.join(parts)}; {starts}"
+        return f"Goodput {show_percent(good)}: {', '.join(shares)}; {starts}"
 
     def save_trackers(self) -> None:
         """Write what trackers recorded at the end of this start."""
@@ -235,7 +235,7 @@ class RunRecord:
             names = {"start": self._starting, "staging": "saves"}
             for kind, spent in self._stopwatch.lap().items():
                 self.seconds[names.get(kind, kind)] += spent
-            self._own["last_seen"] = self.clock()
+            self._current["last_seen"] = self.clock()
         good, seconds = _account(starts)
         record = {
             "format": 1,

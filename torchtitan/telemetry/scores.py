@@ -32,8 +32,8 @@ def record_scores(
         OSError: the file can't be written.
     """
     file = run / FILE
-    about = {"step": step, "time": time.time(), "settings": settings, "scores": scores}
-    line = json.dumps(about).encode() + b"\n"
+    entry = {"step": step, "time": time.time(), "settings": settings, "scores": scores}
+    line = json.dumps(entry).encode() + b"\n"
     handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         os.write(handle, line)  # at once: another command may append

@@ -151,12 +151,12 @@ class _Observer(Callback):
         self.gradients.clear()
         if run.experts is not None:
             self.out.loads.append(run.experts.loads.cpu().clone())
-        own = {
+        trained = {
             name: _full(value)
             for model in run.models
             for name, value in trained_tensors(model).items()
         }
-        self.out.weights.append(_of_all_ranks(own, self.order))
+        self.out.weights.append(_of_all_ranks(trained, self.order))
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -169,18 +169,18 @@ def _full(value: Any) -> Tensor:
     return unsharded(value).detach().cpu().clone()
 
 
-def _of_all_ranks(own: dict[str, Tensor], order: list[str]) -> dict[str, Tensor]:
+def _of_all_ranks(tensors: dict[str, Tensor], order: list[str]) -> dict[str, Tensor]:
     """The distinct copies that ranks hold of each tensor, in the model's order; a pipeline stage
     holds only some.
 
     Empty on all ranks but 0.
     """
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(own, parts if dist.get_rank() == 0 else None)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.gather_object(tensors, gathered if dist.get_rank() == 0 else None)
     if dist.get_rank() != 0:
         return {}
     copies: dict[str, list[Tensor]] = {}
-    for name, value in (item for part in parts for item in part.items()):
+    for name, value in (item for tensors_of_rank in gathered for item in tensors_of_rank.items()):
         known = copies.setdefault(name, [])
         if not any(torch.equal(value, other) for other in known):
             known.append(value)

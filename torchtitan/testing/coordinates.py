@@ -77,7 +77,7 @@ def check_widths(config: Config, setup: Setup, widths: Sequence[int]) -> tuple[b
     by_width = [_sizes(config, setup, width // unit) for width in widths]
     trends = []
     for module, what in by_width[0]:
-        sizes = [found[module, what] for found in by_width]
+        sizes = [sizes_of_width[module, what] for sizes_of_width in by_width]
         trends.append(Trend(module, what, sizes, slope(widths, sizes)))
     passed = all(trend.passes for trend in trends)
     return passed, _report(config, widths, trends)
@@ -99,8 +99,8 @@ def slope(widths: Sequence[int], sizes: Sequence[float]) -> float:
 
 def _sizes(config: Config, setup: Setup, heads: int) -> Sizes:
     """Of a model with this many key-value heads: the mean over seeds."""
-    found = [_of_seed(config, setup, heads, seed) for seed in range(SEEDS)]
-    return {key: sum(sizes[key] for sizes in found) / SEEDS for key in found[0]}
+    by_seed = [_of_seed(config, setup, heads, seed) for seed in range(SEEDS)]
+    return {key: sum(sizes[key] for sizes in by_seed) / SEEDS for key in by_seed[0]}
 
 
 def _of_seed(config: Config, setup: Setup, heads: int, seed: int) -> Sizes:
@@ -144,7 +144,7 @@ def _tokens(seed: int) -> Tensor:
 
 def _observer(model: nn.Module) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
     """A function that returns the outputs of the model's modules by name, in order of execution."""
-    kept: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
     names = ["tok_embeddings"]
     for index, layer in model.get_submodule("layers").named_children():
         names += [f"layers.{index}.{name}" for name, _ in layer.named_children()]
@@ -154,15 +154,15 @@ def _observer(model: nn.Module) -> Callable[[Tensor, Tensor], dict[str, Tensor]]
             continue
 
         def keep(module: nn.Module, inputs: Any, output: Any, name: str = name) -> None:
-            kept[name] = (output[0] if isinstance(output, tuple) else output).detach()
+            outputs[name] = (output[0] if isinstance(output, tuple) else output).detach()
 
         model.get_submodule(name).register_forward_hook(keep)
 
     @torch.no_grad()
     def observe(tokens: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        kept.clear()
+        outputs.clear()
         logits = model(tokens)
-        return {**kept, LOGITS: logits.gather(-1, labels[..., None])}
+        return {**outputs, LOGITS: logits.gather(-1, labels[..., None])}
 
     return observe
 

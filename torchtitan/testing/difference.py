@@ -98,23 +98,23 @@ class Difference:
             "gradient norm": (self.grad_norm, tolerances.grad_norm),
             "gradients": (self.gradient, tolerances.gradient),
         }
-        found = [
+        phrases = [
             f"{what}: off by {value:.1e}"
             for what, (value, limit) in checks.items()
             if not value <= limit
         ]
         later, off = _largest(self.later_gradients)
         if not off <= tolerances.gradient:
-            found.append(f"{later}: gradient off by {off:.1e} in a later step")
+            phrases.append(f"{later}: gradient off by {off:.1e} in a later step")
         weight, off = _largest(self.weights)
         if not off <= 1:
-            found.append(f"{weight}: update off by {off:.1e} times its rounding")
+            phrases.append(f"{weight}: update off by {off:.1e} times its rounding")
         if self.tokens_differ:
-            found.append("token counts differ")
+            phrases.append("token counts differ")
         if self.miscount is not None:
-            found.append(self.miscount)
+            phrases.append(self.miscount)
         return [
-            *found,
+            *phrases,
             *(
                 f"{name}: off by {value:.1e} after step 1"
                 for name, value in self.biases.items()
@@ -200,17 +200,17 @@ def _of_updates(
     expected: Sequence[dict[str, Tensor]],
     optimizer: Optimizer,
 ) -> dict[str, float]:
-    found = dict.fromkeys(expected[0], 0.0)
+    distances = dict.fromkeys(expected[0], 0.0)
     for step, values in enumerate(expected):
         assert weights[step].keys() == values.keys()
         for name, value in values.items():
             matrix = is_matrix(name, value[0].dim()) and name.startswith("layers.")
             by_muon = optimizer.name == "Muon" and matrix
             distance = _muon_distance if by_muon else _adam_distance
-            found[name] = max(
-                found[name], _or_inf(distance(weights[step][name], value, optimizer, step + 1))
+            distances[name] = max(
+                distances[name], _or_inf(distance(weights[step][name], value, optimizer, step + 1))
             )
-    return found
+    return distances
 
 
 def _adam_distance(weights: Tensor, expected: Tensor, optimizer: Optimizer, step: int) -> float:
@@ -255,13 +255,13 @@ def _first_flip(loads: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[in
 
 def _miscount(loads: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
     for step, (a, b) in enumerate(zip(loads, expected, strict=True), 1):
-        for layer, (got, wanted) in enumerate(
+        for layer, (got, target) in enumerate(
             zip(a.sum(1).tolist(), b.sum(1).tolist(), strict=True)
         ):
-            if got != wanted:
+            if got != target:
                 return (
                     f"layers.{layer}.moe.router: counts {got:.0f} rows in step {step} "
-                    f"instead of {wanted:.0f}"
+                    f"instead of {target:.0f}"
                 )
     return None
 

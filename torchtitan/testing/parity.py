@@ -145,20 +145,20 @@ def compare(argv: Sequence[str], tolerances: Tolerances) -> Finding:
         biases = [name for name, value in delta.biases.items() if value]
         culprit = wrong[-1] if wrong else next(iter(biases), None)
         step = delta.step if wrong else 0
-        found, right = (
+        actual, right = (
             (run.gradients, expected.gradients) if wrong else (run.weights, expected.weights)
         )
-        factor = _factor(found[step][culprit], right[step][culprit]) if culprit else None
+        factor = _factor(actual[step][culprit], right[step][culprit]) if culprit else None
         box = [Finding(delta, delta.problems(tolerances), culprit, factor)]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def _factor(copies: Tensor, expected: Tensor) -> float | None:
-    wanted = expected[0].double()
-    got = max(copies.double(), key=lambda copy: (copy - wanted).abs().max().item())
-    factor = ((got * wanted).sum() / (wanted * wanted).sum()).item()
-    explained = (got - factor * wanted).norm() <= 1e-3 * got.norm()
+    reference = expected[0].double()
+    got = max(copies.double(), key=lambda copy: (copy - reference).abs().max().item())
+    factor = ((got * reference).sum() / (reference * reference).sum()).item()
+    explained = (got - factor * reference).norm() <= 1e-3 * got.norm()
     return factor if explained else None
 
 

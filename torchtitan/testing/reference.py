@@ -171,16 +171,16 @@ class _ReferenceExperts:
         """
         if not self.routers:
             return
-        own = torch.zeros(
+        step_loads = torch.zeros(
             self.blocks, next(iter(self.routers.values())).n_experts, dtype=torch.float64
         )
         for index, router in self.routers.items():
-            own[index] = router.step_load
+            step_loads[index] = router.step_load
             router.step_load.zero_()
-            counts = (own if loads is None else loads)[index]
+            counts = (step_loads if loads is None else loads)[index]
             router.expert_bias += (self.rate * torch.sign(counts.mean() - counts)).float()
             router.load.copy_(counts)
-        self.loads.append(own)
+        self.loads.append(step_loads)
         self.ties.append(self._ties.clone())
         self._ties.zero_()
 
@@ -209,9 +209,9 @@ def _optimizers(
     for group in muon_groups:
         options = {"weight_decay": group["weight_decay"], "momentum": settings.muon_momentum}
         options["ns_steps"] = settings.muon_ns_steps
-        muon_one = _MuonOfEach(group["params"], adjust_lr_fn="match_rms_adamw", **options)
-        muon_one.param_groups[0]["lr_scale"] = group["lr_scale"]
-        out.append(muon_one)
+        optimizer = _MuonOfEach(group["params"], adjust_lr_fn="match_rms_adamw", **options)
+        optimizer.param_groups[0]["lr_scale"] = group["lr_scale"]
+        out.append(optimizer)
     return out
 
 
@@ -224,7 +224,11 @@ class _MuonOfEach(torch.optim.Muon):
         ]
         matrices = [p for p in params if p.dim() == 2]
         super().__init__(
-            [*matrices, *(matrix for _, parts in self._stacks for matrix in parts)], **options
+            [
+                *matrices,
+                *(matrix for _, matrices_of_stack in self._stacks for matrix in matrices_of_stack),
+            ],
+            **options,
         )
 
     def step(self, closure: Any = None) -> None:
@@ -265,14 +269,14 @@ def _mean_losses(
             torch.float32,
             with_documents=reads_documents(model),
         )
-    inputs, wanted = _shifted(tokens, labels, documents, modules)
-    weights = [(y != IGNORE_INDEX) / (y != IGNORE_INDEX).sum().clamp(min=1) for y in wanted]
+    inputs, targets = _shifted(tokens, labels, documents, modules)
+    weights = [(y != IGNORE_INDEX) / (y != IGNORE_INDEX).sum().clamp(min=1) for y in targets]
     if not modules:
-        own = {"token_weights": weights[0]} if train else {}
-        return [_mean(model(tokens, None, mask, **own), labels, registered, z_loss)]
-    own = {"token_weights": torch.stack(weights, -1)} if train else {}
-    logits = model(torch.stack(inputs, -1), None, mask, **own)
-    return [_mean(logits[:, :, k], y, registered, z_loss) for k, y in enumerate(wanted)]
+        options = {"token_weights": weights[0]} if train else {}
+        return [_mean(model(tokens, None, mask, **options), labels, registered, z_loss)]
+    options = {"token_weights": torch.stack(weights, -1)} if train else {}
+    logits = model(torch.stack(inputs, -1), None, mask, **options)
+    return [_mean(logits[:, :, k], y, registered, z_loss) for k, y in enumerate(targets)]
 
 
 def _ends(batch: StepBatch, end: int | None) -> Tensor | None:
@@ -288,15 +292,15 @@ def _shifted(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Tokens and labels k places on, for k = 0, 1, ...; no label beyond a token's document."""
     inputs = []
-    wanted = []
+    targets = []
     for k in range(1 + modules):
-        place = torch.arange(k, k + tokens.shape[1])
-        beyond = place >= tokens.shape[1]
-        place = place.clamp(max=tokens.shape[1] - 1)
-        foreign = documents[:, place] != documents
-        inputs.append(tokens[:, place])
-        wanted.append(labels[:, place].masked_fill(beyond | foreign, IGNORE_INDEX))
-    return inputs, wanted
+        position = torch.arange(k, k + tokens.shape[1])
+        beyond = position >= tokens.shape[1]
+        position = position.clamp(max=tokens.shape[1] - 1)
+        foreign = documents[:, position] != documents
+        inputs.append(tokens[:, position])
+        targets.append(labels[:, position].masked_fill(beyond | foreign, IGNORE_INDEX))
+    return inputs, targets
 
 
 def _mean(logits: Tensor, labels: Tensor, registered: RowLoss | None, z_loss: float) -> Tensor:

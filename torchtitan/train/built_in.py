@@ -199,7 +199,7 @@ class Report(Callback):
             exchange=None if exchange is None else exchange.take(),
             mtp_losses=result.mtp_losses,
             sources=self._sources(run),
-            own=run.logged.take(),
+            logged=run.logged.take(),
         )
         if exchange is not None:
             self.run_record.record("redone_steps", exchange.redone)

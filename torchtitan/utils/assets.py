@@ -12,9 +12,9 @@ ASSETS = CHECKOUT or PACKAGE / "assets"
 
 def find_asset(path: str | Path) -> Path:
     """`path` if it exists, else the shipped file of that path, else `path` unchanged."""
-    given = Path(os.path.expanduser(path))
-    shipped = ASSETS / given
-    return shipped if not os.path.exists(given) and os.path.exists(shipped) else given
+    asked = Path(os.path.expanduser(path))
+    shipped = ASSETS / asked
+    return shipped if not os.path.exists(asked) and os.path.exists(shipped) else asked
 
 
 def find_config(name: str | Path, folder: Path = Path()) -> Path:
@@ -23,9 +23,11 @@ def find_config(name: str | Path, folder: Path = Path()) -> Path:
     Returns:
         A path that may not exist; reading it then fails with a clear error.
     """
-    given = Path(os.path.expanduser(name))
-    candidates = (folder / given, ASSETS / given, ASSETS / "train_configs" / f"{given}.toml")
-    return next((found for found in candidates if os.path.isfile(found)), folder / given)
+    asked = Path(os.path.expanduser(name))
+    candidates = (folder / asked, ASSETS / asked, ASSETS / "train_configs" / f"{asked}.toml")
+    return next(
+        (candidate for candidate in candidates if os.path.isfile(candidate)), folder / asked
+    )
 
 
 def shipped_configs() -> list[str]:

@@ -78,11 +78,11 @@ def store_of_this_attempt(rank: int, world: int, timeout: timedelta) -> Iterator
         return dist.TCPStore(host, port, world, is_master=False, timeout=timeout)
 
     agent = connect()
-    own = uuid.uuid4().hex
+    nonce = uuid.uuid4().hex
     if rank:
-        agent.append("attempt/asks", own)
+        agent.append("attempt/asks", nonce)
         agent.add("attempt/asked", 1)
-        yield dist.PrefixStore(agent.get(f"attempt/answer/{own}").decode(), agent)
+        yield dist.PrefixStore(agent.get(f"attempt/answer/{nonce}").decode(), agent)
         return
     ready = threading.Event()
 
@@ -93,15 +93,15 @@ def store_of_this_attempt(rank: int, world: int, timeout: timedelta) -> Iterator
             if asked == before:
                 continue
             asks = store.get("attempt/asks").decode()
-            names = [asks[i : i + len(own)] for i in range(answered, len(asks), len(own))]
+            names = [asks[i : i + len(nonce)] for i in range(answered, len(asks), len(nonce))]
             if names:
-                store.multi_set([f"attempt/answer/{name}" for name in names], [own] * len(names))
+                store.multi_set([f"attempt/answer/{name}" for name in names], [nonce] * len(names))
             answered = len(asks)
 
     thread = threading.Thread(target=answer, args=(connect(),), name="rendezvous", daemon=True)
     thread.start()
     try:
-        yield dist.PrefixStore(own, agent)
+        yield dist.PrefixStore(nonce, agent)
     finally:
         ready.set()
         thread.join()
@@ -110,7 +110,7 @@ def store_of_this_attempt(rank: int, world: int, timeout: timedelta) -> Iterator
 # ---- pipelines
 
 
-def without_self_connections(operations: list[dist.P2POp], own_rank: int) -> list[dist.P2POp]:
+def without_self_connections(operations: list[dist.P2POp], rank: int) -> list[dist.P2POp]:
     """A V-shaped pipeline has two neighbouring stages on its last rank, and torch makes gloo
     connect it to itself.
 
@@ -120,7 +120,7 @@ def without_self_connections(operations: list[dist.P2POp], own_rank: int) -> lis
         operations: what `PipelineStage._get_init_p2p_neighbors_ops` returns.
         own_rank: this rank's place in the pipeline's group.
     """
-    return [operation for operation in operations if operation.group_peer != own_rank]
+    return [operation for operation in operations if operation.group_peer != rank]
 
 
 def without_receive_buffers() -> AbstractContextManager[None]:

@@ -85,11 +85,11 @@ def current_holder() -> Holder:
 
 
 def _place() -> str:
-    parts = [socket.gethostname()]
+    names = [socket.gethostname()]
     with suppress(OSError):  # not Linux
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return " ".join(parts)
+        names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        names.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(names)
 
 
 def read_holder(folder: Path) -> tuple[Holder | None, bytes]:

@@ -160,13 +160,13 @@ class _Json(logging.Formatter):
 
     def __init__(self, rank: int):
         super().__init__()
-        self._about = {"rank": rank, "host": socket.gethostname()}
+        self._origin = {"rank": rank, "host": socket.gethostname()}
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
-            **self._about,
+            **self._origin,
         }
         fields["message"] = record.getMessage()
         if record.exc_info:

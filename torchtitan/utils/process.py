@@ -83,9 +83,9 @@ def tell_torchrun(message: str, *, wait: bool = False) -> None:
     if not path or launcher_reports():
         return
     # as torch's own handler writes it
-    about = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    details = {"py_callstack": message, "timestamp": str(int(time.time()))}
     with suppress(OSError):
-        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": about}}))
+        Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))
     if wait:
         time.sleep(_GIVE_WAY_SECONDS)
 

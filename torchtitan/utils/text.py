@@ -117,13 +117,13 @@ def show_duration(seconds: float) -> str:
     if seconds < 59.5:
         return f"{seconds:.0f} s"
     if seconds < 3599.5:
-        minutes, rest = divmod(round(seconds), 60)
-        return f"{minutes} min {rest:02d} s"
+        minutes, remainder = divmod(round(seconds), 60)
+        return f"{minutes} min {remainder:02d} s"
     if seconds < 24 * 3600 - 30:
-        hours, rest = divmod(round(seconds / 60), 60)
-        return f"{hours} h {rest:02d} min"
-    days, rest = divmod(round(seconds / 3600), 24)
-    return f"{days:,} d {rest:02d} h"
+        hours, remainder = divmod(round(seconds / 60), 60)
+        return f"{hours} h {remainder:02d} min"
+    days, remainder = divmod(round(seconds / 3600), 24)
+    return f"{days:,} d {remainder:02d} h"
 
 
 def show_date(at: float) -> str:
@@ -193,9 +193,9 @@ def share(text: str) -> float:
 
 def size(text: str) -> int:
     """Argument type of a number of bytes, as `show_size` writes it: `500 MB`, `2GB`."""
-    found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?) ?(kB|KB|MB|GB|TB)", text)
-    if not found or not float(found[1]):
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?) ?(kB|KB|MB|GB|TB)", text)
+    if not match or not float(match[1]):
         raise argparse.ArgumentTypeError(
             f"{cut(text, 40)}: must be a size in kB, MB, GB or TB, such as 500MB"
         )
-    return round(float(found[1]) * 1000 ** (1 + "KMGT".index(found[2][0].upper())))
+    return round(float(match[1]) * 1000 ** (1 + "KMGT".index(match[2][0].upper())))

@@ -63,7 +63,7 @@ class Background:
             self._warn("it did not take the last records in time", always=True)
 
     def _run(self) -> None:
-        sink = self._made()
+        sink = self._build()
         method = ""
         while sink is not None and method != "close":
             method, arguments = self._calls.get()
@@ -73,7 +73,7 @@ class Background:
             except Exception as error:
                 self._warn(_short(error))
 
-    def _made(self) -> Any:
+    def _build(self) -> Any:
         """The sink; None if the run ended before it could be built."""
         while True:
             try:

@@ -85,9 +85,9 @@ class Trackers:
             tracker.join(deadline)
 
 
-def _remember(record: RunRecord, name: str, about: Mapping[str, Any]) -> None:
+def _remember(record: RunRecord, name: str, state: Mapping[str, Any]) -> None:
     # replaced, because the main thread may be writing it
-    record.trackers = {**record.trackers, name: dict(about)}
+    record.trackers = {**record.trackers, name: dict(state)}
 
 
 def _maker(name: str, config: Metrics, run: Tracked, custom: Custom) -> Callable[[], Any]:
@@ -100,8 +100,8 @@ def _maker(name: str, config: Metrics, run: Tracked, custom: Custom) -> Callable
 
 
 def _tensorboard(run: Tracked, config: Metrics) -> TensorBoardSink:
-    own = "" if run.rank is None else f"rank_{run.rank}"
-    return TensorBoardSink(run.folder / config.save_tb_folder / own, run.start_step)
+    subfolder = "" if run.rank is None else f"rank_{run.rank}"
+    return TensorBoardSink(run.folder / config.save_tb_folder / subfolder, run.start_step)
 
 
 _BUILT_IN: dict[str, Callable[[Tracked, Metrics], Any]] = {

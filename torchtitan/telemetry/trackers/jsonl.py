@@ -47,11 +47,11 @@ def drop_after(path: Path, step: int) -> None:
     if step == 0:
         path.rename(path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}{path.suffix}"))
         return
-    kept = []
+    lines = []
     for line in path.read_text().splitlines():
         try:
             if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
+                lines.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue  # a line cut off by a crash
-    write_whole(path, "".join(kept).encode())
+    write_whole(path, "".join(lines).encode())

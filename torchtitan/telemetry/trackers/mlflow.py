@@ -49,10 +49,10 @@ class MlflowSink:
         experiment = self.client.get_experiment_by_name(_experiment())
         if experiment is None:
             return None
-        found = self.client.search_runs(
+        runs = self.client.search_runs(
             [experiment.experiment_id], f"tags.`{TAG}` = '{run.id}'", max_results=1
         )
-        return str(found[0].info.run_id) if found else None
+        return str(runs[0].info.run_id) if runs else None
 
     def _create(self, run: Tracked) -> str:
         from mlflow.entities import Param

@@ -56,7 +56,7 @@ class PrometheusSink:
         """What a scrape gets. Called in the server's thread."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        own = self.run.name
+        run_name = self.run.name
         account = self.run.account()
         events = dict(self.events)
         times = "last_record_timestamp_seconds"
@@ -65,19 +65,19 @@ class PrometheusSink:
             (times, "Time of the newest record", self.last),
             ("goodput_percent", "Time in steps that are kept, of all starts", account["goodput"]),
         )
-        for name, about, value in gauges:
-            family: Any = GaugeMetricFamily(f"torchtitan_{name}", about, labels=["run"])
-            family.add_metric([own], value)
+        for name, help_text, value in gauges:
+            family: Any = GaugeMetricFamily(f"torchtitan_{name}", help_text, labels=["run"])
+            family.add_metric([run_name], value)
             yield family
-        about = "Starts of the run after its first"
-        family = CounterMetricFamily("torchtitan_restarts", about, labels=["run"])
-        family.add_metric([own], account["restarts"])
+        help_text = "Starts of the run after its first"
+        family = CounterMetricFamily("torchtitan_restarts", help_text, labels=["run"])
+        family.add_metric([run_name], account["restarts"])
         yield family
         family = CounterMetricFamily(
             "torchtitan_events", "Events since this start", labels=["run", "kind"]
         )
         for kind_of_event, number in events.items():
-            family.add_metric([own, kind_of_event], number)
+            family.add_metric([run_name, kind_of_event], number)
         yield family
         families: dict[str, Any] = {}
         for key, value in self.values.items():
@@ -85,7 +85,7 @@ class PrometheusSink:
             family = families.setdefault(
                 name, GaugeMetricFamily(name, key, labels=["run", *labels])
             )
-            family.add_metric([own, *labels.values()], value)
+            family.add_metric([run_name, *labels.values()], value)
         yield from families.values()
 
     def _publish(self) -> None:

@@ -45,8 +45,8 @@ class WandbSink:
         )
         self.run.define_metric(STEP)
         self.run.define_metric("*", step_metric=STEP)
-        about = {key: getattr(self.run, key) for key in (*usual, "url")}
-        run.remember({key: value for key, value in about.items() if value})
+        identity = {key: getattr(self.run, key) for key in (*usual, "url")}
+        run.remember({key: value for key, value in identity.items() if value})
         where = self.run.url or f"offline, in {self.run.dir}"
         logger.info(f"Weights & Biases: run {self.run.id}, {where}")
 
