@@ -33,7 +33,7 @@ from torchtitan.tools.corpus.mixture import mixture
 from torchtitan.tools.corpus.sampling import draw_items
 from torchtitan.tools.corpus.survey import survey
 from torchtitan.tools.corpus.tally import How
-from torchtitan.tools.corpus.token_reading import _Parts
+from torchtitan.tools.corpus.token_reading import _Documents
 from torchtitan.utils.errors import UserError
 
 ASSETS = "./tests/assets/tokenizer"
@@ -199,7 +199,7 @@ def test_an_error_names_the_source(tmp_path, monkeypatch):
 
 def test_more_documents_than_are_kept(tmp_path, capsys, monkeypatch):
     some = texts(2000)
-    monkeypatch.setattr(tally, "_KEPT", 300)
+    monkeypatch.setattr(tally, "_MAX_LENGTHS", 300)
     (source,) = run(capsys, write_lines(tmp_path / "a.jsonl", some))["sources"]
     lengths = np.array([len(one) for one in counted(some)])
     assert source["documents"] == {"value": 2000, "noise": 0}
@@ -356,7 +356,7 @@ def test_files_count_by_their_size(tmp_path, capsys, monkeypatch):
 def test_of_a_long_text_parts_are_read(tmp_path, capsys, monkeypatch):
     draw_always(monkeypatch)
     monkeypatch.setattr(sampling, "_LONG_TEXT", 10_000)
-    monkeypatch.setattr(sampling, "_PART", 2000)
+    monkeypatch.setattr(sampling, "_PIECE_BYTES", 2000)
     text = " ".join(texts(1500))
     (tmp_path / "a.txt").write_text(text)
     size = len(text.encode())
@@ -378,7 +378,7 @@ def test_documents_around_places_of_token_files(tmp_path):
     write_token_file(tmp_path / "b.bin", [*documents[:2], *tail], TOKENIZER, {"bytes": 1})
     files = TokenFiles([tmp_path / "a.bin", tmp_path / "b.bin"], 16, TOKENIZER, "here")
     counts = [tokens for *_, tokens in files.files]
-    parts = _Parts(files, counts, eos)
+    parts = _Documents(files, counts, eos)
     for which, whole in enumerate((documents, [*documents[:2], *tail])):
         offset = 0
         for document in whole:

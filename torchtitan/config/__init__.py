@@ -48,8 +48,8 @@ def complete(loaded: LoadedConfig, world: int) -> Resolved:
     Raises:
         ConfigError: every mistake that the first failing stage finds.
     """
-    given = extend(loaded.config, loaded.sources)
-    config, formulas = derive(given, world)
+    written = extend(loaded.config, loaded.sources)
+    config, formulas = derive(written, world)
     validate(config, world, loaded.sources)
-    warnings = [*loaded.warnings, *cuts(given, formulas, loaded.sources)]
+    warnings = [*loaded.warnings, *cuts(written, formulas, loaded.sources)]
     return Resolved(config, loaded.sources, formulas, warnings)

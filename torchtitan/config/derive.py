@@ -78,16 +78,16 @@ def layout_name(degrees: Mapping[str, int]) -> str:
 def divisors(n: int, limit: int | None = None) -> list[int]:
     """Divisors of `n` up to `limit`, ascending."""
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    found = [*small, *(n // d for d in reversed(small) if d * d < n)]
-    return [d for d in found if d <= (limit or n)]
+    all_divisors = [*small, *(n // d for d in reversed(small) if d * d < n)]
+    return [d for d in all_divisors if d <= (limit or n)]
 
 
 def _copies(config: Config, world: int) -> Derived | None:
     """Elastic runs give up replicas first: sharding over fewer ranks takes more memory on each."""
     p = config.parallelism
     others = p.pipeline_parallel_degree * p.context_parallel_degree * p.tensor_parallel_degree
-    ranks, rest = divmod(world, others)
-    if not config.fault_tolerance.elastic or rest or not ranks:
+    ranks, remainder = divmod(world, others)
+    if not config.fault_tolerance.elastic or remainder or not ranks:
         return None
     shards = min(max(1, p.data_parallel_shard_degree), ranks)
     most = min(p.data_parallel_replicate_degree, ranks // shards)
@@ -102,8 +102,8 @@ def _copies(config: Config, world: int) -> Derived | None:
 
 
 def _shard_degree(config: Config, world: int) -> Derived | None:
-    given = config.parallelism.data_parallel_shard_degree
-    if given != -1 and not (given > 0 and config.fault_tolerance.elastic):
+    degree_set = config.parallelism.data_parallel_shard_degree
+    if degree_set != -1 and not (degree_set > 0 and config.fault_tolerance.elastic):
         return None
     others = {
         DEGREE_KEYS[a]: d
@@ -111,7 +111,7 @@ def _shard_degree(config: Config, world: int) -> Derived | None:
         if a != "dp_shard" and d > 1
     }
     value = max(1, world // math.prod(others.values()))
-    if value == given:
+    if value == degree_set:
         return None
     text = " / ".join([f"{world} ranks", *(f"{key} {degree}" for key, degree in others.items())])
     return "parallelism.data_parallel_shard_degree", value, text
@@ -120,12 +120,12 @@ def _shard_degree(config: Config, world: int) -> Derived | None:
 def _expert_degree(config: Config, world: int) -> Derived | None:
     """Fewer ranks hold more experts each. A divisor of the degree still divides the experts."""
     p = config.parallelism
-    given = p.expert_parallel_degree
+    degree = p.expert_parallel_degree
     ranks = expert_ranks(p)
-    value = math.gcd(given, ranks)
-    if not config.fault_tolerance.elastic or value == given:
+    value = math.gcd(degree, ranks)
+    if not config.fault_tolerance.elastic or value == degree:
         return None
-    text = f"at most {given}, for experts on {ranks} ranks"
+    text = f"at most {degree}, for experts on {ranks} ranks"
     return "parallelism.expert_parallel_degree", value, text
 
 
@@ -248,9 +248,9 @@ def replace(config: Config, key: str, value: Any) -> Config:
 
 
 def _replaced(section: Nested, key: str, value: Any) -> Nested:
-    name, _, rest = key.partition(".")
-    if rest:
-        value = _replaced(getattr(section, name), rest, value)
+    name, _, subkey = key.partition(".")
+    if subkey:
+        value = _replaced(getattr(section, name), subkey, value)
     return section.model_copy(update={name: value})
 
 
@@ -307,17 +307,17 @@ def stages_of(config: Config) -> list[Config]:
 
     Weights of sources and learning rates aside, which no part of a rank is built for.
     """
-    found = [replace(config, "training.stages", [])]
+    configs = [replace(config, "training.stages", [])]
     for stage in config.training.stages:
-        before = found[-1]
+        before = configs[-1]
         changed = {key: value for key in _STAGED if (value := getattr(stage, key)) is not None}
         rope = {key: value for key in _STAGED_ROPE if (value := getattr(stage, key))}
-        parts = {
+        sections = {
             "training": before.training.model_copy(update=changed),
             "model": before.model.model_copy(update={"overrides": before.model.overrides | rope}),
         }
-        found.append(before.model_copy(update=parts))
-    return found
+        configs.append(before.model_copy(update=sections))
+    return configs
 
 
 def validation_rows(config: Config) -> int:
@@ -332,8 +332,8 @@ def validation_rows(config: Config) -> int:
 def gradient_accumulation_steps(config: Config) -> int:
     """Forward and backward passes per optimizer step on each rank; the most of any stage."""
     ranks = data_parallel_degree(config)
-    found = [0]
+    passes = [0]
     for stage in stages_of(config):
         t = stage.training
-        found.append(math.ceil(t.global_batch_size / (t.local_batch_size * ranks)))
-    return max(found)
+        passes.append(math.ceil(t.global_batch_size / (t.local_batch_size * ranks)))
+    return max(passes)

@@ -49,7 +49,7 @@ def parse_args(
         ConfigError: `--help SECTION` names no section.
     """
     show_help(argv, whole=False)
-    own, flags = split_args(argv)
+    command_words, flags = split_args(argv)
     parser.add_argument("config", nargs="?", metavar="CONFIG.toml", help="the configuration")
     if parser.usage is None:
         usage = parser.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%")
@@ -59,7 +59,7 @@ def parse_args(
         or "--section.key value overrides the file. --help SECTION lists a section's keys; "
         "`-- --help` lists all."
     )
-    options = parser.parse_intermixed_args(own)
+    options = parser.parse_intermixed_args(command_words)
     named = [str(setting.value) for key, setting in config_flags(flags, []) if key == _FILE]
     if options.config and named:
         parser.error(f"two configurations, {options.config} and {named[-1]}: name one")
@@ -95,7 +95,7 @@ def split_args(argv: list[str]) -> tuple[list[str], list[str]]:
         ConfigError: there are thousands of words.
     """
     _check_length(argv)
-    own: list[str] = []
+    command_words: list[str] = []
     flags: list[str] = []
     separated = False
     position = 0
@@ -109,8 +109,8 @@ def split_args(argv: list[str]) -> tuple[list[str], list[str]]:
             flags += argv[position - 1 : end]
             position = end
         else:
-            own.append(word)
-    return own, flags
+            command_words.append(word)
+    return command_words, flags
 
 
 def show_help(argv: list[str], *, whole: bool = True) -> None:
@@ -154,12 +154,12 @@ def _count_values(argv: list[str], at: int) -> int:
     if "=" in word:
         return 0
     kind = _kind_of(_key_of(word))
-    takes_one = kind is not None and kind is not bool and get_origin(kind) is not list
+    takes_single = kind is not None and kind is not bool and get_origin(kind) is not list
     count = 0
     known = shipped_configs()
     for value in argv[at + 1 :]:
         is_file = value.endswith(".toml") or value in known
-        if value.startswith("--") or (is_file and not (takes_one and count == 0)):
+        if value.startswith("--") or (is_file and not (takes_single and count == 0)):
             break
         count += 1
     return count
@@ -194,8 +194,8 @@ def config_flags(argv: list[str], problems: list[str]) -> Iterator[tuple[str, Se
             problems.append(f"--{key}: {error}")
             continue
         tables: Any = value
-        for part in reversed(key.split(".")):
-            tables = {part: tables}
+        for table in reversed(key.split(".")):
+            tables = {table: tables}
         if problem := excess(tables):
             problems.append(f"--{cut(key, 100)}: {problem}")
         else:

@@ -48,14 +48,14 @@ def load_config(argv: list[str]) -> LoadedConfig:
     """
     problems: list[str] = []
     warnings: list[str] = []
-    given: dict[str, Setting] = {}
+    settings: dict[str, Setting] = {}
     flags = rename_old_keys(dict(config_flags(argv, problems)), problems, warnings)
     if file := flags.get("job.config_file"):
-        given |= read_toml(find_config(str(file.value)), "--job.config_file", problems, warnings)
-    given |= flags
-    convert_microbatch_count(given, problems, warnings)
-    convert_attention_flavor(given, warnings)
-    known = drop_unsupported(given, _SUGGESTED, problems)
+        settings |= read_toml(find_config(str(file.value)), "--job.config_file", problems, warnings)
+    settings |= flags
+    convert_microbatch_count(settings, problems, warnings)
+    convert_attention_flavor(settings, warnings)
+    known = drop_unsupported(settings, _SUGGESTED, problems)
     config = _validate(known, problems)
     # else that module may register more, and isn't imported here
     if "experimental.custom_import" not in known:
@@ -68,33 +68,33 @@ def load_config(argv: list[str]) -> LoadedConfig:
 _SUGGESTED = [*FIELDS, *RENAMED, MICROBATCHES, *UNSUPPORTED]
 
 
-def _validate(given: dict[str, Setting], problems: list[str]) -> Config | None:
+def _validate(settings: dict[str, Setting], problems: list[str]) -> Config | None:
     nested: dict[str, Any] = {}
-    for key, setting in given.items():
-        parts = key.split(".")
+    for key, setting in settings.items():
+        names = key.split(".")
         table = nested
-        for part in parts[:-1]:
-            table = table.setdefault(part, {})
+        for name in names[:-1]:
+            table = table.setdefault(name, {})
             if not isinstance(table, dict):
                 problems.append(
-                    f"{place(setting.where, key)}: unknown key; {'.'.join(parts[:-1])} is not a "
+                    f"{place(setting.where, key)}: unknown key; {'.'.join(names[:-1])} is not a "
                     "table"
                 )
                 break
         else:
-            table[parts[-1]] = setting.value
+            table[names[-1]] = setting.value
 
     try:
         return Config.model_validate(nested)
     except ValidationError as error:
         first_below: dict[str, Setting] = {}
-        for key, setting in given.items():
+        for key, setting in settings.items():
             for above in prefixes(key):
                 first_below.setdefault(above, setting)
 
         def where(key: str) -> str:
             # an element of a list has its list's place
-            exact = (given[k] for k in prefixes(key) if k in given)
+            exact = (settings[k] for k in prefixes(key) if k in settings)
             setting = next(exact, None) or first_below.get(key)
             return place(setting.where, key) if setting else key
 
@@ -104,5 +104,5 @@ def _validate(given: dict[str, Setting], problems: list[str]) -> Config | None:
 
 def _file_order(problem: str) -> tuple[bool, str, int]:
     """Problems in files first, from top to bottom; the others as found."""
-    found = re.match(r"(.*?):(\d+): ", problem)
-    return (False, found[1], int(found[2])) if found else (True, "", 0)
+    at = re.match(r"(.*?):(\d+): ", problem)
+    return (False, at[1], int(at[2])) if at else (True, "", 0)

@@ -22,10 +22,10 @@ from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.text import brief
 
 
-def unknown_names(given: Mapping[str, Setting]) -> Iterator[str]:
+def unknown_names(settings: Mapping[str, Setting]) -> Iterator[str]:
     """Names for which nothing is built in or registered. Any name of data may be a data set."""
     for registry in CHOICES:
-        setting = given.get(registry.key)
+        setting = settings.get(registry.key)
         if setting is None or registry is data_sources:
             continue
         for name in setting.value if isinstance(setting.value, list) else [setting.value]:
@@ -45,12 +45,12 @@ def extend(config: Config, sources: Mapping[str, str]) -> Config:
     """
     if config.experimental.custom_import:
         import_custom(config.experimental.custom_import)
-    given = {}
+    chosen = {}
     for registry in CHOICES:
         section, name = registry.key.split(".")
         value = getattr(getattr(config, section), name)
-        given[registry.key] = Setting(value, sources.get(registry.key, "default"))
-    problems = list(unknown_names(given))
+        chosen[registry.key] = Setting(value, sources.get(registry.key, "default"))
+    problems = list(unknown_names(chosen))
     tables: dict[str, Any] = {}
     classes = {
         name: keys for registry in REGISTRIES for name, keys in registry.registered.items() if keys

@@ -34,8 +34,8 @@ FIELDS = {key: info for key, info, _ in fields_of(Config)}
 
 def prefixes(key: str) -> list[str]:
     """`a.b.c`, `a.b`, `a`."""
-    parts = key.split(".")
-    return [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    names = key.split(".")
+    return [".".join(names[:n]) for n in range(len(names), 0, -1)]
 
 
 def place(where: str, key: str) -> str:

@@ -43,7 +43,7 @@ def explain_errors(
     # Suggestions take milliseconds each, so only problems that are shown get one.
     for number, item in enumerate(error.errors(include_url=False)):
         # The tag of a union, which is written like this, is no key.
-        key = ".".join(str(part) for part in item["loc"] if not str(part).startswith("<"))
+        key = ".".join(str(step) for step in item["loc"] if not str(step).startswith("<"))
         if item["type"] == "extra_forbidden":
             section = isinstance(item["input"], dict)
             hint = suggest_key(key, keys, section=section) if number < SHOWN_PROBLEMS else ""

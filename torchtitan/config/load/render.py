@@ -200,8 +200,8 @@ def to_toml(
     for name, (_, fields) in _sections().items():
         begin = len(lines)
         section: Any = config
-        for part in name.split("."):
-            section = getattr(section, part)
+        for subsection in name.split("."):
+            section = getattr(section, subsection)
         tables = []
         lines += [f"[{name}]"]
         for key, info in fields:

@@ -92,11 +92,11 @@ class _Files:
                 f"{at}: got {brief(bases)}, must be the name of a TOML file or a list of names"
             )
             bases = []
-        given: dict[str, Setting] = {}
+        inherited: dict[str, Setting] = {}
         for base in bases:
-            given |= self.settings(find_config(base, path.parent), at, above)
-        own = {key: Setting(value, place(key)) for key, value in _flatten(tables)}
-        return given | rename_old_keys(own, self.problems, self.warnings)
+            inherited |= self.settings(find_config(base, path.parent), at, above)
+        local = {key: Setting(value, place(key)) for key, value in _flatten(tables)}
+        return inherited | rename_old_keys(local, self.problems, self.warnings)
 
     def _parse(self, path: Path, named_at: str) -> tuple[str, dict[str, Any]]:
         """The file's text and its tables, both empty if something is wrong with it."""
@@ -216,4 +216,4 @@ def _statements(text: str) -> Iterator[int]:
 
 
 def _unquoted(key: str) -> str:
-    return ".".join(part.strip().strip("\"'") for part in key.split("."))
+    return ".".join(name.strip().strip("\"'") for name in key.split("."))

@@ -48,11 +48,13 @@ def validation_sees_data(config: Config, facts: Facts) -> Iterator[str]:
     if not v.enable:
         return
     advice = "0 batches give no loss; set -1 for the whole data set"
-    if v.steps == 0 and any(one.steps is None for one in v.sets or [ValidationSet(name="")]):
+    if v.steps == 0 and any(
+        held_out.steps is None for held_out in v.sets or [ValidationSet(name="")]
+    ):
         yield f"validation.steps: {advice}, or validation.enable = false"
-    for one in v.sets:
-        if one.steps == 0:
-            yield f"validation.sets: {brief(one.name)}: steps: {advice}, or remove the set"
+    for held_out in v.sets:
+        if held_out.steps == 0:
+            yield f"validation.sets: {brief(held_out.name)}: steps: {advice}, or remove the set"
     if v.global_batch_size == 0:
         yield (
             "validation.global_batch_size: 0 rows give no loss; set 1 or more, or -1 for the "
@@ -63,7 +65,7 @@ def validation_sees_data(config: Config, facts: Facts) -> Iterator[str]:
 @rule("validation.sets")
 def validation_sets_are_distinct(config: Config, facts: Facts) -> Iterator[str]:
     v = config.validation
-    names = [one.name for one in v.sets]
+    names = [held_out.name for held_out in v.sets]
     for name in {name for name in names if not name or names.count(name) > 1}:
         yield (
             f"validation.sets: {brief(name)} names {names.count(name)} sets; give each a name of "
@@ -81,8 +83,8 @@ def validation_sets_are_distinct(config: Config, facts: Facts) -> Iterator[str]:
 @rule("training.dataset", "training.sources", "validation.dataset", "validation.sets")
 def datasets_are_known(config: Config, facts: Facts) -> Iterator[str]:
     """With a path, `dataset` is only a label."""
-    for table, one in _tables(config):
-        if one.dataset_path is None and (problem := unknown_dataset(one.dataset)):
+    for table, data in _tables(config):
+        if data.dataset_path is None and (problem := unknown_dataset(data.dataset)):
             yield f"{table}dataset: {problem}"
 
 
@@ -95,24 +97,24 @@ def _tables(config: Config) -> Iterator[tuple[str, Training | Source | Validatio
     if config.validation.enable:
         if not config.validation.sets:
             yield "validation.", config.validation
-        for one in config.validation.sets:
-            yield f"validation.sets: {brief(one.name)}: ", one
+        for held_out in config.validation.sets:
+            yield f"validation.sets: {brief(held_out.name)}: ", held_out
 
 
 @rule(
     "training.messages_column", "validation.messages_column", "training.sources", "validation.sets"
 )
 def conversations_are_read_from_a_column(config: Config, facts: Facts) -> Iterator[str]:
-    for table, one in _tables(config):
-        if one.messages_column is None:
+    for table, data in _tables(config):
+        if data.messages_column is None:
             continue
-        if one.text_column != "text":
+        if data.text_column != "text":
             yield (
                 f"{table}messages_column: documents are text or conversations; remove it or "
-                f"text_column {brief(one.text_column)}"
+                f"text_column {brief(data.text_column)}"
             )
-        if one.dataset_path is None and one.dataset in ("demo", "c4_test", "demo_validation"):
-            yield f"{table}messages_column: {one.dataset} has no conversations; name other data"
+        if data.dataset_path is None and data.dataset in ("demo", "c4_test", "demo_validation"):
+            yield f"{table}messages_column: {data.dataset} has no conversations; name other data"
 
 
 @rule("training.sources")

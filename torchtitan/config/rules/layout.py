@@ -150,14 +150,14 @@ def loss_chunks_divide(config: Config, facts: Facts) -> Iterator[str]:
     chunks = config.training.loss_chunks
     ranks = p.context_parallel_degree * p.tensor_parallel_degree
     for name, seq_len in _seq_lens(config).items():
-        part = seq_len // ranks
-        if part % chunks and not seq_len % ranks:
-            legal = divisors(part)
+        positions = seq_len // ranks
+        if positions % chunks and not seq_len % ranks:
+            legal = divisors(positions)
             below = max(n for n in legal if n < chunks)
-            above = next((n for n in legal if n > chunks), part)
+            above = next((n for n in legal if n > chunks), positions)
             near = " or ".join(str(n) for n in sorted({below, above}))
             yield (
-                f"training.loss_chunks: {chunks} does not divide the {part} positions of "
+                f"training.loss_chunks: {chunks} does not divide the {positions} positions of "
                 f"{name}.seq_len on each rank; set it to {near}"
             )
 

@@ -104,10 +104,10 @@ def webhook_is_a_url(config: Config, facts: Facts) -> str | None:
 def url_problem(url: str) -> str | None:
     """Why this can't be the URL of a webhook, without repeating it: it is a secret."""
     try:
-        parts = urllib.parse.urlsplit(url)
+        split = urllib.parse.urlsplit(url)
     except ValueError:
-        parts = urllib.parse.urlsplit("")
-    is_http = parts.scheme in ("http", "https") and bool(parts.hostname)
+        split = urllib.parse.urlsplit("")
+    is_http = split.scheme in ("http", "https") and bool(split.hostname)
     if is_http and url.isascii() and url.isprintable():
         return None
     return "must be a URL that begins with https:// or http://"

@@ -185,9 +185,9 @@ def _needs(config: Config) -> Iterator[tuple[str, tuple[int, int], str, str]]:
 
 @rule("moe.global_balance_loss", "model.overrides", needs=["args"], refuses=False)
 def router_can_learn(config: Config, facts: Facts) -> str | None:
-    one = getattr(facts.args, "experts_per_token", 0) == 1
+    single_expert = getattr(facts.args, "experts_per_token", 0) == 1
     balanced = config.moe.global_balance_loss or config.moe.sequence_balance_loss
-    if balanced or not (one and getattr(facts.args, "normalize_expert_weights", False)):
+    if balanced or not (single_expert and getattr(facts.args, "normalize_expert_weights", False)):
         return None
     return (
         "model.overrides.normalize_expert_weights: with one expert per token its weight is always "

@@ -205,12 +205,12 @@ def problems(config: Config, facts: Facts, *, refuses: bool = True) -> list[str]
         refuses: False for what is legal, but probably a mistake.
     """
     asked = [rule for rule in RULES if rule.refuses == refuses and rule.applies(facts)]
-    found = [problem for rule in asked for problem in rule.ask(config, facts)]
-    return [*found, *_stage_problems(config, facts, asked, found)]
+    messages = [problem for rule in asked for problem in rule.ask(config, facts)]
+    return [*messages, *_stage_problems(config, facts, asked, messages)]
 
 
 def _stage_problems(
-    config: Config, facts: Facts, asked: Sequence[Rule], found: Collection[str]
+    config: Config, facts: Facts, asked: Sequence[Rule], before: Collection[str]
 ) -> Iterator[str]:
     """What the rules on shapes find in later stages of the data only.
 
@@ -219,7 +219,7 @@ def _stage_problems(
         found: problems before the first stage.
     """
     on_shapes = [rule for rule in asked if not STAGED.isdisjoint(rule.keys)]
-    known = set(found)
+    known = set(before)
     for stage, staged in zip(config.training.stages, stages_of(config)[1:], strict=True):
         for rule in on_shapes:
             for problem in rule.ask(staged, facts):
@@ -237,11 +237,11 @@ def check(config: Config, facts: Facts, sources: Mapping[str, str] | None = None
     Raises:
         ConfigError: every problem.
     """
-    if found := problems(config, facts):
-        raise ConfigError([_with_place(problem, sources or {}) for problem in found])
+    if messages := problems(config, facts):
+        raise ConfigError([_with_source(problem, sources or {}) for problem in messages])
 
 
-def _with_place(problem: str, sources: Mapping[str, str]) -> str:
+def _with_source(problem: str, sources: Mapping[str, str]) -> str:
     """The problem, preceded by where the first key in it that isn't at its default was set."""
     key = next((word for word in re.findall(r"[\w.]+", problem) if word in sources), "")
     where = sources.get(key)

@@ -141,17 +141,17 @@ def average_has_a_use(config: Config, facts: Facts) -> Iterator[str]:
 
 @rule("metrics.sinks", "metrics.prometheus")
 def metrics_are_served(config: Config, facts: Facts) -> Iterator[str]:
-    own = config.metrics.prometheus
+    served = config.metrics.prometheus
     chosen = "prometheus" in config.metrics.sinks
-    if not chosen and own != Prometheus():
+    if not chosen and served != Prometheus():
         yield '[metrics.prometheus] has no effect without "prometheus" in metrics.sinks'
-    if chosen and not own.port and not own.textfile:
+    if chosen and not served.port and not served.textfile:
         yield (
             "metrics.prometheus: with port 0 and no textfile, nothing can read the metrics; set "
             "one of them"
         )
-    if own.textfile and not own.textfile.endswith(".prom"):
+    if served.textfile and not served.textfile.endswith(".prom"):
         yield (
-            f"metrics.prometheus.textfile: {brief(own.textfile)} must end in .prom, or "
+            f"metrics.prometheus.textfile: {brief(served.textfile)} must end in .prom, or "
             "node_exporter doesn't read it"
         )

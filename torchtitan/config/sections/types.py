@@ -67,7 +67,7 @@ def path_problem(path: str) -> str | None:
     """Why no file system or terminal can hold this path."""
     if _CONTROL.search(path):
         return f"got {brief(path)}, must not contain control characters"
-    if any(len(os.fsencode(part)) > FILE_NAME_BYTES for part in path.split("/")):
+    if any(len(os.fsencode(name)) > FILE_NAME_BYTES for name in path.split("/")):
         return f"got {brief(path)}, whose names must be of at most {FILE_NAME_BYTES} bytes"
     return None
 

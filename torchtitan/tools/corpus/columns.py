@@ -70,21 +70,21 @@ class Columns:
             documents=(counts > 0).astype(np.int64),
             tokens=counts,
             bytes=np.asarray(sizes, np.int64),
-            weight=np.array([one.weight for one in drawn]),
-            raw=np.array([one.raw for one in drawn]),
-            unit=np.array([one.unit for one in drawn], np.int64),
-            how=np.array([one.how for one in drawn], "U10"),
+            weight=np.array([draw.weight for draw in drawn]),
+            raw=np.array([draw.raw for draw in drawn]),
+            unit=np.array([draw.unit for draw in drawn], np.int64),
+            how=np.array([draw.how for draw in drawn], "U10"),
         )
 
     def total(self, values: Array) -> Estimate:
         """The sum of something over all documents."""
         sampled = self.weight * values
         variance = 0.0
-        for part in self._drawn_parts():
-            raw = (self.weight * self.raw)[part]
+        for rows in self._ways_of_drawing():
+            raw = (self.weight * self.raw)[rows]
             sum_of_raw = raw.sum()
-            rate = sampled[part].sum() / sum_of_raw if sum_of_raw else 0.0
-            variance += self._variance(part, sampled[part] - rate * raw)
+            rate = sampled[rows].sum() / sum_of_raw if sum_of_raw else 0.0
+            variance += self._variance(rows, sampled[rows] - rate * raw)
         return Estimate(float(sampled.sum()), NORMAL * variance**0.5)
 
     def ratio(self, above: Array, below: Array) -> Estimate | None:
@@ -94,16 +94,16 @@ class Columns:
             return None
         value = float((self.weight * above).sum()) / bottom
         residuals = self.weight * (above - value * below)
-        variance = sum(self._variance(part, residuals[part]) for part in self._drawn_parts())
+        variance = sum(self._variance(rows, residuals[rows]) for rows in self._ways_of_drawing())
         return Estimate(value, NORMAL * variance**0.5 / bottom)
 
-    def _drawn_parts(self) -> list[Array]:
+    def _ways_of_drawing(self) -> list[Array]:
         """Which rows were drawn in each of the ways, apart from those that were read whole."""
         return [self.how == how for how in ("places", "beginnings") if (self.how == how).any()]
 
-    def _variance(self, part: Array, residuals: Array) -> float:
+    def _variance(self, rows: Array, residuals: Array) -> float:
         """Of the sum of residuals of independent units."""
-        _, units = np.unique(self.unit[part], return_inverse=True)
+        _, units = np.unique(self.unit[rows], return_inverse=True)
         sums = np.bincount(units, residuals)
         if len(sums) == 1:  # a single file: its documents are all that there is to compare
             sums = residuals
@@ -121,12 +121,12 @@ class Columns:
         sorted_values = values[at][order]
         weights = self.weight[at][order]
         reached = np.cumsum(weights) / weights.sum()
-        found = {}
+        values_at = {}
         for percent in PERCENTILES:
             index = min(int(np.searchsorted(reached, percent / 100)), len(reached) - 1)
-            found[str(percent)] = float(sorted_values[index])
+            values_at[str(percent)] = float(sorted_values[index])
         ends = {"min": float(sorted_values[0]), "max": float(sorted_values[-1])}
-        return found | ends | {"mean": float((sorted_values * weights).sum() / weights.sum())}
+        return values_at | ends | {"mean": float((sorted_values * weights).sum() / weights.sum())}
 
     def longer_than(self, length: int) -> dict[str, float]:
         """Share of the documents, and of the tokens in them, with more than `length` tokens."""

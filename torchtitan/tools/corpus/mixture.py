@@ -24,9 +24,9 @@ def mixture(spec: DataSpec, steps: int, tokens: Mapping[str, float | None]) -> l
     }
     after = [plan.first for plan in spec.plans[1:]] + [steps]
     for plan, end in zip(spec.plans, after, strict=True):
-        wanted = max(min(end, steps) - plan.first, 0) * plan.rows
+        rows_of_stage = max(min(end, steps) - plan.first, 0) * plan.rows
         left = {name: (limit - read[name]) // plan.seq_len for name, limit in limits.items()}
-        for name, count in divide(shares, plan.weights, wanted, left).items():
+        for name, count in divide(shares, plan.weights, rows_of_stage, left).items():
             rows[name] += count
             read[name] += count * plan.seq_len
     total = max(sum(read.values()), 1)

@@ -48,13 +48,15 @@ def read(spec: DataSpec, source: Source, how: How) -> Reading:
         chat = Chat(spec.tokenizer, of_messages)
     try:
         if make is not None:
-            made = open_custom(make, source.dataset, source.dataset_path, spec.key(source), chat)
-            if isinstance(made, RegisteredDocuments):
-                return _registered(spec, source, how, made)
-            return _stream(spec, source, how, made, chat)
+            registered = open_custom(
+                make, source.dataset, source.dataset_path, spec.key(source), chat
+            )
+            if isinstance(registered, RegisteredDocuments):
+                return _registered(spec, source, how, registered)
+            return _stream(spec, source, how, registered, chat)
         if source.dataset_path is not None:
-            if found := find_token_files(source.dataset_path, key):
-                return read_tokens(spec, how, found, key)
+            if token_files := find_token_files(source.dataset_path, key):
+                return read_tokens(spec, how, token_files, key)
             return _texts(spec, source, how, Corpus(source.dataset_path, key, source.column))
         if source.dataset in ("demo", "c4_test", "demo_validation"):
             name = source.dataset.replace("c4_test", "demo")
@@ -196,8 +198,8 @@ def _encode_drawn(
             yield len(waiting) - 1, [] if item is None else [item]
 
     encoder = _encoder(spec, source)
-    for place, encoded in encode_batches(batches(), encoder, how.workers):
-        drawn = waiting[place]
+    for number, encoded in encode_batches(batches(), encoder, how.workers):
+        drawn = waiting[number]
         ids = encoded.ids.astype(np.int64) & PLAIN
         tally.add_drawn(ids, int(encoded.hashes["bytes"].sum()), drawn)
         for kind, _ in encoded.bad:

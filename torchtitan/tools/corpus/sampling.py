@@ -26,7 +26,7 @@ _FILES = 32
 """Files whose beginnings are read, at most."""
 _LONG_TEXT = 2**20
 """Of larger text files only a part is read, and the rest taken to be like it."""
-_PART = 2**16
+_PIECE_BYTES = 2**16
 WHOLE_BELOW = 4096
 """Bytes per wanted document below which everything is read."""
 
@@ -47,7 +47,7 @@ def draw_items(stamps: Sequence[FileStamp], column: str, count: int, seed: int) 
     size = sum(stamp.size for stamp in stamps)
     of_placed = round(count * sum(stamp.size for stamp in placed) / size)
     if placed:
-        yield from _places(placed, max(of_placed, 2), rng)
+        yield from _random_documents(placed, max(of_placed, 2), rng)
     if others:
         yield from _beginnings(others, column, max(count - of_placed, 1), rng)
 
@@ -60,25 +60,27 @@ def _is_placed(stamp: FileStamp) -> bool:
 # ---- places
 
 
-def draw_places(
+def draw_positions(
     sizes: Sequence[int], count: int, rng: np.random.Generator
 ) -> Iterator[tuple[int, int]]:
     """Random places in files of these sizes, each a file's index and an offset, in order."""
     ends = np.cumsum(sizes)
-    for place in np.sort(rng.integers(0, ends[-1], count)):
-        which = int(np.searchsorted(ends, place, side="right"))
-        yield which, int(place - (ends[which - 1] if which else 0))
+    for position in np.sort(rng.integers(0, ends[-1], count)):
+        which = int(np.searchsorted(ends, position, side="right"))
+        yield which, int(position - (ends[which - 1] if which else 0))
 
 
-def _places(stamps: Sequence[FileStamp], count: int, rng: np.random.Generator) -> Iterator[Draw]:
+def _random_documents(
+    stamps: Sequence[FileStamp], count: int, rng: np.random.Generator
+) -> Iterator[Draw]:
     files = OpenFiles()
     sizes = [stamp.size for stamp in stamps]
-    found = (
+    documents = (
         (stamps[which], *_document_at(files, stamps[which], offset))
-        for which, offset in draw_places(sizes, count, rng)
+        for which, offset in draw_positions(sizes, count, rng)
     )
     unit = 0
-    for _, drawn in groupby(found, key=lambda one: (one[0].path, one[1])):
+    for _, drawn in groupby(documents, key=lambda one: (one[0].path, one[1])):
         (stamp, start, raw, content, scale), *again = drawn
         item = None if content is None else Item(stamp.path, start, content)
         weight = sum(sizes) / count / raw
@@ -95,9 +97,9 @@ def _document_at(files: OpenFiles, stamp: FileStamp, offset: int) -> tuple[int, 
     if kind_of(path, stamp) == "text":
         if stamp.size <= _LONG_TEXT:
             return 0, stamp.size, FileText(stamp.path, stamp=stamp), 1.0
-        length = min(_PART, stamp.size - offset)
-        part = files.read(stamp.path, offset, length, stamp).decode(errors="ignore")
-        return offset, stamp.size, part or None, stamp.size / max(len(part.encode()), 1)
+        length = min(_PIECE_BYTES, stamp.size - offset)
+        piece = files.read(stamp.path, offset, length, stamp).decode(errors="ignore")
+        return offset, stamp.size, piece or None, stamp.size / max(len(piece.encode()), 1)
     start, line = _line_at(files, stamp, offset)
     content: Any = line.removeprefix(BOM) if start == 0 else line
     if len(line) > RECORD_BYTES:
@@ -144,15 +146,15 @@ def _beginnings(
     quota = math.ceil(count / len(chosen))
     read = [_Beginning(stamp, column, quota) for stamp in chosen]
     total = sum(stamp.size for stamp in stamps)
-    if len(chosen) == len(stamps) and all(one.is_whole for one in read):
-        for one in read:
-            yield from ((item, [WHOLE]) for item in one.items)
+    if len(chosen) == len(stamps) and all(beginning.is_whole for beginning in read):
+        for beginning in read:
+            yield from ((item, [WHOLE]) for item in beginning.items)
         return
     of_chosen = sum(stamp.size for stamp in chosen)
-    for unit, (stamp, one) in enumerate(zip(chosen, read, strict=True)):
-        documents = stamp.size / one.raw * total / of_chosen
-        for item in one.items:
-            yield item, [Drawn(documents / len(one.items), one.raw, unit, "beginnings")]
+    for unit, (stamp, beginning) in enumerate(zip(chosen, read, strict=True)):
+        documents = stamp.size / beginning.raw * total / of_chosen
+        for item in beginning.items:
+            yield item, [Drawn(documents / len(beginning.items), beginning.raw, unit, "beginnings")]
 
 
 class _Beginning:

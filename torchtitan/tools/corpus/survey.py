@@ -31,7 +31,7 @@ def survey(spec: DataSpec, how: How, steps: int | None = None) -> dict[str, Any]
         reading = read(spec, source, how)
         sources.append(_describe(source, reading, spec, vocabulary))
     return {
-        "tokenizer": _about(spec.tokenizer, vocabulary),
+        "tokenizer": _of_tokenizer(spec.tokenizer, vocabulary),
         "seq_len": spec.longest_row,
         "sample": how.sample,
         "seed": how.seed,
@@ -41,7 +41,7 @@ def survey(spec: DataSpec, how: How, steps: int | None = None) -> dict[str, Any]
     }
 
 
-def _about(tokenizer: Tokenizer, vocabulary: Vocabulary) -> dict[str, Any]:
+def _of_tokenizer(tokenizer: Tokenizer, vocabulary: Vocabulary) -> dict[str, Any]:
     return {
         "name": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
@@ -91,10 +91,10 @@ def _per_token(
     columns: Columns, tokens: Estimate, size: Estimate, drawn: bool
 ) -> dict[str, float] | None:
     if drawn:
-        found = columns.ratio(columns.bytes, columns.tokens)
+        bytes_per_token = columns.ratio(columns.bytes, columns.tokens)
     else:
-        found = Estimate(size.value / tokens.value, 0.0) if tokens.value else None
-    return found and found._asdict()
+        bytes_per_token = Estimate(size.value / tokens.value, 0.0) if tokens.value else None
+    return bytes_per_token and bytes_per_token._asdict()
 
 
 def survey_page(content: dict[str, Any]) -> str:

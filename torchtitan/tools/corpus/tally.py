@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from torchtitan.tools.corpus.columns import WHOLE, Columns, Drawn, Estimate
 
-_KEPT = 2**20
+_MAX_LENGTHS = 2**20
 """Documents whose lengths are kept; of more, a random part."""
 _HASHES = 2**24
 """Documents among which duplicates are counted, at most."""
@@ -31,7 +31,7 @@ class Tally:
         self._rng = np.random.default_rng(seed)
         self._rows: list[tuple[NDArray[Any], NDArray[Any]]] = []
         self._drawn: list[Drawn] = []
-        self._kept = 0
+        self._num_lengths = 0
         self._share = 1
         """One of so many whole documents is kept."""
         self._hashes: list[NDArray[Any]] | None = []
@@ -51,16 +51,16 @@ class Tally:
             sizes: bytes of each text.
             hashes: of the texts; None if they are unknown.
         """
-        found = np.bincount(ids, minlength=len(self.read))
-        self.read += found
-        self.counts += found
+        occurrences = np.bincount(ids, minlength=len(self.read))
+        self.read += occurrences
+        self.counts += occurrences
         self.totals += (len(lengths), len(ids), int(sizes.sum()))
         if self._share > 1:
-            kept = self._rng.random(len(lengths)) * self._share < 1
-            lengths, sizes = lengths[kept], sizes[kept]
+            sampled = self._rng.random(len(lengths)) * self._share < 1
+            lengths, sizes = lengths[sampled], sizes[sampled]
         self._rows.append((lengths, sizes))
-        self._kept += len(lengths)
-        while self._kept > _KEPT:
+        self._num_lengths += len(lengths)
+        while self._num_lengths > _MAX_LENGTHS:
             self._halve()
         if hashes is None or self.totals[0] > _HASHES:
             self._hashes = None
@@ -71,7 +71,7 @@ class Tally:
         rows = np.array([np.concatenate(column) for column in zip(*self._rows, strict=True)])
         rows = rows[:, self._rng.random(rows.shape[1]) < 0.5]
         self._rows = [(rows[0], rows[1])]
-        self._kept = rows.shape[1]
+        self._num_lengths = rows.shape[1]
         self._share *= 2
 
     def add_drawn(self, ids: NDArray[Any], size: int, drawn: Sequence[Drawn]) -> None:
@@ -81,19 +81,19 @@ class Tally:
             size: bytes of its text, or of the part of it that was read.
             drawn: each time that it was drawn.
         """
-        found = np.bincount(ids, minlength=len(self.read))
-        self.read += found
+        occurrences = np.bincount(ids, minlength=len(self.read))
+        self.read += occurrences
         self.totals += (1 if len(ids) else 0, len(ids), size)
-        self.counts += found * sum(one.weight * one.scale for one in drawn)
-        for one in drawn:
-            row = (np.array([round(len(ids) * one.scale)]), np.array([round(size * one.scale)]))
+        self.counts += occurrences * sum(draw.weight * draw.scale for draw in drawn)
+        for draw in drawn:
+            row = (np.array([round(len(ids) * draw.scale)]), np.array([round(size * draw.scale)]))
             self._rows.append(row)
-            self._drawn.append(one)
+            self._drawn.append(draw)
         self._hashes = None
 
     def add_bad(self, kind: str, problem: str, drawn: Sequence[Drawn] = (WHOLE,)) -> None:
         """Add a bad document."""
-        self.bad[kind] = self.bad.get(kind, 0) + sum(one.weight for one in drawn)
+        self.bad[kind] = self.bad.get(kind, 0) + sum(draw.weight for draw in drawn)
         self.first_bad = self.first_bad or problem
 
     def columns(self) -> Columns:
@@ -106,7 +106,7 @@ class Tally:
     @property
     def is_drawn(self) -> bool:
         """Whether documents were drawn at random."""
-        return any(one.how != "all" for one in self._drawn)
+        return any(draw.how != "all" for draw in self._drawn)
 
     def sums(self, columns: Columns) -> tuple[Estimate, Estimate, Estimate]:
         """Documents, tokens and bytes of the whole source.

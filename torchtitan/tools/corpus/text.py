@@ -16,11 +16,11 @@ def as_text(content: dict[str, Any]) -> str:
     """What `survey` returns, as text."""
     tokenizer = content["tokenizer"]
     head = f"Tokenizer {tokenizer['name']}: {tokenizer['entries']:,} entries"
-    parts = [printable(head), _table(content)]
-    parts += ["\n".join(_details(source, content["seq_len"])) for source in content["sources"]]
+    sections = [printable(head), _table(content)]
+    sections += ["\n".join(_details(source, content["seq_len"])) for source in content["sources"]]
     if content["mixture"] is not None:
-        parts.append(_mixture(content))
-    return "\n\n".join(parts)
+        sections.append(_mixture(content))
+    return "\n\n".join(sections)
 
 
 def _table(content: dict[str, Any]) -> str:
@@ -102,12 +102,12 @@ def _faults(source: dict[str, Any]) -> Iterator[str]:
 
 
 def _histogram(bins: list[dict[str, float]]) -> Iterator[str]:
-    most = max(one["documents"] for one in bins)
+    most = max(bin["documents"] for bin in bins)
     rows = [["tokens", "documents", "of the tokens", ""]]
-    for one in bins:
-        bar = "#" * round(_BAR * one["documents"] / most)
-        label = f"{one['from']:,} to {one['to']:,}"
-        rows.append([label, percent(one["documents"]), percent(one["tokens"]), bar])
+    for bin in bins:
+        bar = "#" * round(_BAR * bin["documents"] / most)
+        label = f"{bin['from']:,} to {bin['to']:,}"
+        rows.append([label, percent(bin["documents"]), percent(bin["tokens"]), bar])
     for line in aligned(rows).splitlines():
         yield f"    {line}"
 
@@ -116,17 +116,17 @@ def _vocabulary(use: dict[str, Any], drawn: bool) -> Iterator[str]:
     covering = ", ".join(f"{count:,} make {share}" for share, count in use["covering"].items())
     seen = f"{use['seen']:,} of {use['entries']:,} entries occur"
     yield f"  vocabulary: {seen}; {covering} of the tokens"
-    frequent = (f"{quoted(one)} {percent(one['share'])}" for one in use["frequent"][:_LISTED])
+    frequent = (f"{quoted(entry)} {percent(entry['share'])}" for entry in use["frequent"][:_LISTED])
     yield f"    most frequent: {', '.join(frequent)}"
     if use["unseen"]:
-        unseen = ", ".join(quoted(one) for one in use["unseen"][:_LISTED])
+        unseen = ", ".join(quoted(entry) for entry in use["unseen"][:_LISTED])
         left = use["entries"] - use["seen"]
         what = "not in what was read" if drawn else "never seen"
         yield f"    {what}: {left:,}, as {unseen}"
-    parts = use["parts"]
+    fragments = use["parts"]
     yield (
-        f"    bytes that are no whole character: {percent(parts['tokens'])} of the tokens, for "
-        f"{percent(parts['bytes'])} of the bytes"
+        f"    bytes that are no whole character: {percent(fragments['tokens'])} of the tokens, for "
+        f"{percent(fragments['bytes'])} of the bytes"
     )
     if use["unknown"]:
         lost = percent(use["unknown"])
@@ -142,14 +142,14 @@ def quoted(entry: dict[str, Any]) -> str:
 
 def _mixture(content: dict[str, Any]) -> str:
     rows = [["source", "rows", "tokens", "share", "epochs"]]
-    for one in content["mixture"]:
-        epochs = "unknown" if one["epochs"] is None else f"{one['epochs']:.3g}"
+    for source in content["mixture"]:
+        epochs = "unknown" if source["epochs"] is None else f"{source['epochs']:.3g}"
         rows.append(
             [
-                printable(one["name"]),
-                f"{one['rows']:,}",
-                show_tokens(one["tokens"]),
-                percent(one["share"]),
+                printable(source["name"]),
+                f"{source['rows']:,}",
+                show_tokens(source["tokens"]),
+                percent(source["share"]),
                 epochs,
             ]
         )

@@ -14,7 +14,7 @@ from torchtitan.data.spec import DataSpec
 from torchtitan.data.text.files import REPORT
 from torchtitan.data.tokens.token_files import TokenFiles
 from torchtitan.tools.corpus.columns import Drawn
-from torchtitan.tools.corpus.sampling import WHOLE_BELOW, draw_places
+from torchtitan.tools.corpus.sampling import WHOLE_BELOW, draw_positions
 from torchtitan.tools.corpus.tally import How, Reading, Tally
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import read_regular
@@ -29,7 +29,7 @@ _REACH = 2**17
 """A longer document is cut, in tokens before and after the place."""
 
 
-def read_tokens(spec: DataSpec, how: How, found: list[Path], key: str) -> Reading:
+def read_tokens(spec: DataSpec, how: How, paths: list[Path], key: str) -> Reading:
     """Read token files.
 
     Args:
@@ -39,7 +39,7 @@ def read_tokens(spec: DataSpec, how: How, found: list[Path], key: str) -> Readin
         UserError: they are damaged, packed, or of another tokenizer.
     """
     tally = Tally(spec.tokenizer.vocab_size, how.seed)
-    files = TokenFiles(found, _WINDOW, spec.tokenizer, key)
+    files = TokenFiles(paths, _WINDOW, spec.tokenizer, key)
     if files.packed is not None:
         raise UserError(
             f"{key}: these token files are packed: they hold padding and pieces of documents. Name "
@@ -49,17 +49,17 @@ def read_tokens(spec: DataSpec, how: How, found: list[Path], key: str) -> Readin
     sizes = spec.tokenizer.byte_lengths()
     eos = spec.tokenizer.eos_id
     if how.sample and sum(counts) > WHOLE_BELOW * how.sample:
-        parts = _Parts(files.in_windows_of(_STEP), counts, eos)
-        places = draw_places(counts, how.sample, np.random.default_rng(how.seed))
-        for unit, (which, offset) in enumerate(places):
-            ids = parts.document_at(which, offset)
+        documents = _Documents(files.in_windows_of(_STEP), counts, eos)
+        draws = draw_positions(counts, how.sample, np.random.default_rng(how.seed))
+        for unit, (which, offset) in enumerate(draws):
+            ids = documents.document_at(which, offset)
             weight = sum(counts) / how.sample / len(ids)
             drawn = Drawn(weight, len(ids), unit, "places")
             tally.add_drawn(ids, int(sizes[ids].sum()), [drawn])
     else:
         _whole_tokens(files, counts, sizes, eos, tally)
     size = sum(stamp.size for stamp, *_ in files.files)
-    return Reading(tally, plural(len(found), "token file"), size, sum(counts), _report_of(found))
+    return Reading(tally, plural(len(paths), "token file"), size, sum(counts), _report_of(paths))
 
 
 def _whole_tokens(
@@ -68,17 +68,17 @@ def _whole_tokens(
     """Add all documents. They end with end-of-text, or with their file."""
     index = 0
     for count in counts:
-        held = np.empty(0, np.int64)
+        pending = np.empty(0, np.int64)
         windows = -(-(count - 1) // files.width)
         for i in range(windows):
             ids = files.window(index + i) & ~UNPREDICTED
-            held = np.concatenate([held, ids if i == 0 else ids[1:]])
-            ends = np.flatnonzero(held == eos) + 1
-            if i == windows - 1 and (not len(ends) or ends[-1] < len(held)):
-                ends = np.append(ends, len(held))
+            pending = np.concatenate([pending, ids if i == 0 else ids[1:]])
+            ends = np.flatnonzero(pending == eos) + 1
+            if i == windows - 1 and (not len(ends) or ends[-1] < len(pending)):
+                ends = np.append(ends, len(pending))
             if not len(ends):
                 continue
-            whole, held = held[: ends[-1]] & PLAIN, held[ends[-1] :]
+            whole, pending = pending[: ends[-1]] & PLAIN, pending[ends[-1] :]
             lengths = np.diff(ends, prepend=0)
             bytes_of_each = np.add.reduceat(sizes[whole].astype(np.int64), ends - lengths)
             tally.add(whole, lengths, bytes_of_each)
@@ -86,7 +86,7 @@ def _whole_tokens(
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _Documents:
     """Documents around places of token files."""
 
     files: TokenFiles
@@ -107,10 +107,10 @@ class _Parts:
             ids = self.files.window(first_window + i) & ~UNPREDICTED
             return ids if i == last else ids[:width]
 
-        own = window(number)
+        ids_at_offset = window(number)
         inside = offset - number * width
-        before = [own[:inside]]
-        after = [own[inside:]]
+        before = [ids_at_offset[:inside]]
+        after = [ids_at_offset[inside:]]
         first = number
         while not (before[0] == self.eos).any() and first and (number - first) * width < _REACH:
             first -= 1
@@ -130,9 +130,9 @@ class _Parts:
         return np.concatenate([left[begin:], right[:end]]) & PLAIN
 
 
-def _report_of(found: list[Path]) -> dict[str, Any] | None:
+def _report_of(paths: list[Path]) -> dict[str, Any] | None:
     """Duplicates and bad documents that `torchtitan tokenize` counted beside the files."""
-    folders = {file.parent for file in found}
+    folders = {file.parent for file in paths}
     reports = sorted(report for folder in folders for report in folder.glob(f"*{REPORT}"))
     read: list[Any] = []
     for file in reports:
@@ -141,10 +141,10 @@ def _report_of(found: list[Path]) -> dict[str, Any] | None:
     sums = {"documents": 0, "bytes": 0}
     skipped: dict[str, int] = {}
     with suppress(AttributeError, KeyError, TypeError):
-        for one in read:
+        for content in read:
             for name in sums:
-                sums[name] += one["duplicates"][name]
-            for kind, number in one["skipped"].items():
+                sums[name] += content["duplicates"][name]
+            for kind, number in content["skipped"].items():
                 skipped[kind] = skipped.get(kind, 0) + number
         return {"duplicates": sums, "skipped": skipped} if read else None
     return None

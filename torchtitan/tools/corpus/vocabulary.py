@@ -32,7 +32,7 @@ class Vocabulary:
     def _text(self, id: int) -> str:
         return self.tokenizer.decode([id])
 
-    def is_part(self, id: int) -> bool:
+    def is_fragment(self, id: int) -> bool:
         """Whether an entry is bytes that are no whole characters: those of a byte fallback, or of
         a byte-level vocabulary.
         """
@@ -57,10 +57,10 @@ class Vocabulary:
         plain = self.sizes > 0
         seen = np.flatnonzero((read > 0) & plain)
         unseen = np.flatnonzero((read == 0) & plain).tolist()
-        unseen.sort(key=self.is_part)  # whole characters first
+        unseen.sort(key=self.is_fragment)  # whole characters first
         ordered = seen[np.argsort(-counts[seen], kind="stable")]
         reached = np.cumsum(counts[ordered]) / max(float(counts[seen].sum()), 1e-300)
-        parts = [id for id in seen.tolist() if self.is_part(id)]
+        fragments = [id for id in seen.tolist() if self.is_fragment(id)]
         sizes = counts * self.sizes
         unknown = self.unknown
         return {
@@ -77,8 +77,8 @@ class Vocabulary:
             ],
             "unseen": [{"id": id, "text": self.text(id)} for id in unseen[:_UNSEEN]],
             "parts": {
-                "tokens": float(counts[parts].sum()) / total,
-                "bytes": float(sizes[parts].sum()) / max(float(sizes.sum()), 1e-300),
+                "tokens": float(counts[fragments].sum()) / total,
+                "bytes": float(sizes[fragments].sum()) / max(float(sizes.sum()), 1e-300),
             },
             "unknown": None if unknown is None else float(counts[unknown]) / total,
         }
