@@ -6,13 +6,6 @@ BF16_REDUCE = "--training.mixed_precision_reduce=bfloat16"
 FLOAT8 = ["--model.converters=float8"]
 ELASTIC = ["--fault_tolerance.elastic"]
 
-GRAPHS = [
-    "--compile.enable",
-    "--compile.cuda_graphs",
-    "--parallelism.fsdp_reshard_after_forward=never",
-    "--activation_checkpoint.mode=none",
-]
-
 # rule -> (ranks, arguments it refuses, words of the message, arguments that fix it)
 LAYOUT_CASES = {
     "degrees_fill_the_world": [
@@ -231,74 +224,6 @@ LAYOUT_CASES = {
             ["--parallelism.pipeline_parallel_schedule_csv=some.csv"],
         )
     ],
-    "graphs_find_what_they_recorded": [
-        (world, [*GRAPHS, *bad], f"compile.cuda_graphs{text}", fix)
-        for world, bad, text, fix in (
-            (1, ["--compile.backend=aot_eager"], " are recorded", ["--compile.backend=inductor"]),
-            (
-                1,
-                ["--parallelism.fsdp_reshard_after_forward=default"],
-                ": graphs read weights",
-                ["--parallelism.fsdp_reshard_after_forward=never"],
-            ),
-            *(
-                (
-                    2,
-                    [f"--parallelism.{axis}_parallel_degree=2"],
-                    f": graphs would {text}",
-                    [f"--parallelism.{axis}_parallel_degree=1"],
-                )
-                for axis, text in (
-                    ("pipeline", "be needed for each"),
-                    ("tensor", "record a block's collectives"),
-                    ("context", "record a block's collectives"),
-                )
-            ),
-            (
-                2,
-                ["--model.name=qwen3_moe", "--parallelism.expert_parallel_degree=2"],
-                ": experts on other ranks",
-                ["--parallelism.expert_parallel_exchange=fixed"],
-            ),
-            (
-                1,
-                ["--training.document_mask"],
-                ": the number of documents",
-                ["--training.document_mask=false"],
-            ),
-            (
-                1,
-                ["--training.enable_cpu_offload"],
-                ": weights come from",
-                ["--training.enable_cpu_offload=false"],
-            ),
-            (
-                1,
-                ["--activation_checkpoint.mode=full"],
-                ": attention would be",
-                ["--activation_checkpoint.mode=none"],
-            ),
-            (
-                1,
-                ["--activation_checkpoint.offload_blocks=1"],
-                ": the next graph overwrites",
-                ["--activation_checkpoint.offload_blocks=0"],
-            ),
-            (1, ["--optimizer.qk_clip=100"], ": a block records", ["--optimizer.qk_clip=0"]),
-            (
-                1,
-                [*FLOAT8, "--quantize.linear.float8.enable_fsdp_float8_all_gather"],
-                ": weights gathered in Float8",
-                ["--quantize.linear.float8.enable_fsdp_float8_all_gather=false"],
-            ),
-            (
-                1,
-                ["--training.mixed_precision_param=float32", "--training.global_batch_size=16"],
-                ": whole gradients",
-                ["--training.local_batch_size=16"],
-            ),
-        )
-    ],
     "features_combine": [
         (
             2,
@@ -336,16 +261,6 @@ LAYOUT_CASES = {
             ],
             "can't be accumulated",
             ["--training.local_batch_size=16"],
-        ),
-        (
-            1,
-            [
-                "--optimizer.early_step_in_backward",
-                "--training.max_norm=0",
-                "--parallelism.expert_parallel_exchange=fixed",
-            ],
-            "known only after the backward",
-            ["--parallelism.expert_parallel_exchange=counted"],
         ),
         (
             1,

@@ -50,7 +50,6 @@ TOY = (
     "--optimizer.lr=1e-2",
     "--compile.enable=false",
     "--quantize.linear.float8.emulate=true",
-    "--compile.cuda_graphs=false",
 )
 """What a dry run adds to every configuration."""
 

@@ -250,14 +250,10 @@ LAYOUTS = {
     "pp": ["--parallelism.pipeline_parallel_degree=2"],
     "cp": ["--parallelism.context_parallel_degree=2"],
     "ep": ["--parallelism.expert_parallel_degree=2"],
-    "ep_fixed": [
-        "--parallelism.expert_parallel_degree=2",
-        "--parallelism.expert_parallel_exchange=fixed",
-    ],
     "muon": ["--parallelism.data_parallel_shard_degree=2"],
 }
 """Flags of two ranks."""
-OF_BOTH = {"ep": [MOE], "ep_fixed": [MOE], "muon": ["--optimizer.name=Muon"]}
+OF_BOTH = {"ep": [MOE], "muon": ["--optimizer.name=Muon"]}
 """Flags of one rank and of two."""
 LIMITS = {"muon": {"loss": 1e-3, "grad_norm": 1e-2}}
 """Muon's products are in bf16."""

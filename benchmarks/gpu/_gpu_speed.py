@@ -57,22 +57,13 @@ MODELS = {
 }
 """All state of a model is in fp32 on one GPU, so an 8B has 8 layers there."""
 FLOAT8 = "--model.converters=float8"
-FIXED = "--parallelism.expert_parallel_exchange=fixed"
-GRAPHS = (
-    "--compile.cuda_graphs",
-    "--parallelism.fsdp_reshard_after_forward=never",
-    "--activation_checkpoint.mode=none",
-)
 VARIANTS = {
     "": (),
-    "cuda_graphs": GRAPHS,
     "eager": ("--compile.enable=false",),
     "selective_op": (
         "--activation_checkpoint.mode=selective",
         "--activation_checkpoint.selective_ac_option=op",
     ),
-    "fixed": (FIXED,),
-    "fixed_cuda_graphs": (FIXED, *GRAPHS),
     "full": ("--activation_checkpoint.mode=full",),
     "loss_chunks_1": ("--training.loss_chunks=1",),
     "float8_tensorwise": (FLOAT8, "--quantize.linear.float8.filter_fqns=output"),

@@ -1,6 +1,7 @@
 """What a run of a mixture of experts reports, checks and resumes."""
 
 import json
+import sys
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from torchtitan.config import resolve
 from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
+from torchtitan.train.trainer import Trainer
 
 EP = "--parallelism.expert_parallel_degree="
 
@@ -81,3 +83,69 @@ def test_a_large_bias_moves_by_small_differences(ranks, tmp_path):
     for bias in ranks(1, biases_of_a_model_in_bf16, argv, 20)[0]:
         assert bias.dtype == torch.float32
         torch.testing.assert_close(bias, 7 + 20 * 1e-3 * moves, rtol=0, atol=1e-5)
+
+
+# ---- exchanges of rows between ranks
+
+
+def exchanges(trace):
+    """For each exchange of rows in a trace, whether matrices were multiplied meanwhile."""
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if "ts" in event]
+    events.sort(key=lambda event: event["ts"])
+    for i, event in enumerate(events):
+        sends_rows = event["name"] == "_c10d_functional::all_to_all_single" and (
+            event["args"]["Input type"][0] == "float"
+        )
+        if sends_rows:
+            later = [x["name"] for x in events[i + 1 :] if x["tid"] == event["tid"]]
+            until = next(n for n, name in enumerate(later) if name.endswith("wait_tensor"))
+            yield "aten::mm" in later[:until]
+
+
+def test_the_shared_expert_hides_the_way_to_the_experts(ranks, tmp_path):
+    """A block exchanges rows to its experts and back, forward and backward."""
+    profile = ["--profiling.enable_profiling", "--profiling.profile_freq=2"]
+    profile += ["--profiling.profiler_warmup=1", "--profiling.profiler_active=1"]
+    shared = "--model.overrides.shared_expert_dim=32"
+    argv = arguments(tmp_path, *EXPERTS, shared, f"{EP}2", *profile, steps=2)
+    ranks(2, train, argv)
+    layers, batches = 2, 2
+    for rank in range(2):
+        hidden = list(exchanges(tmp_path / f"out/profile_traces/step_2/rank{rank}_trace.json"))
+        forward = batches * layers * 2
+        assert (len(hidden), sum(hidden)) == (2 * forward, forward)
+
+
+def waits(argv, layers):
+    """Places where the host reads tensors in the third step of a run, but for the loops over groups
+    that stand for CUDA's kernels.
+    """
+    places = []
+
+    def reading(name):
+        read = getattr(torch.Tensor, name)
+
+        def counted(self, *args):
+            frame = sys._getframe(1)
+            if not frame.f_code.co_filename.endswith("models/grouped.py"):
+                places.append(f"{name} in {frame.f_code.co_qualname}")
+            return read(self, *args)
+
+        return mock.patch.object(torch.Tensor, name, counted)
+
+    config = resolve([*argv, f"--model.overrides.n_layers={layers}"], 2).config
+    trainer = Trainer(config, preflight(config))
+    batches = iter(trainer.parts.loader)
+    for _ in range(2):
+        trainer._train_one(batches)
+    with reading("tolist"), reading("item"), reading("__bool__"), reading("cpu"):
+        trainer._train_one(batches)
+    trainer.close()
+    return places
+
+
+def test_the_host_waits_once_for_each_exchange_and_once_for_a_step(ranks, tmp_path):
+    for layers in (2, 6):  # of two batches each
+        argv = arguments(tmp_path, *EXPERTS, f"{EP}2", "--metrics.log_freq=100")
+        once = ["tolist in forward_backward"]
+        assert ranks(2, waits, argv, layers)[0] == 2 * layers * ["tolist in _splits"] + once

@@ -93,21 +93,6 @@ def test_closed_forms_agree_with_a_trace_of_postponed_backwards(tmp_path, mode):
             marks=pytest.mark.slow,
         ),
         pytest.param([*OP, "--training.local_batch_size=4"], marks=pytest.mark.slow),
-        *(
-            pytest.param(
-                [
-                    *more,
-                    "--training.local_batch_size=4",
-                    f"{P}expert_parallel_exchange=fixed",
-                    f"{P}expert_parallel_headroom=1.5",
-                ],
-                marks=pytest.mark.slow,
-            )
-            for more in (
-                [f"{P}expert_parallel_degree=8"],
-                [*OP, f"{P}expert_parallel_degree=4", f"{P}tensor_parallel_degree=2"],
-            )
-        ),
     ],
 )
 def test_closed_forms_of_experts_agree_with_a_trace(extra):

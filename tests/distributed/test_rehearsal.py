@@ -121,10 +121,6 @@ LAYOUTS = {
     "context": (4, [f"{P}context_parallel_degree=2"]),
     "replicas": (4, [f"{P}data_parallel_replicate_degree=2"]),
     "experts": (4, [*EXPERTS, f"{P}expert_parallel_degree=2"]),
-    "experts, fixed exchanges": (
-        4,
-        [*EXPERTS, f"{P}expert_parallel_degree=2", f"{P}expert_parallel_exchange=fixed"],
-    ),
     "experts, tensor": (
         4,
         [*EXPERTS, f"{P}expert_parallel_degree=2", f"{P}tensor_parallel_degree=2"],

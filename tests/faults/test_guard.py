@@ -22,11 +22,6 @@ HSDP = [
     "--parallelism.data_parallel_shard_degree=2",
 ]
 PP = ["--parallelism.pipeline_parallel_degree=2"]
-FIXED = [
-    *EXPERTS,
-    "--parallelism.expert_parallel_degree=2",
-    "--parallelism.expert_parallel_exchange=fixed",
-]
 LAYOUTS = {
     "hsdp": HSDP,
     "pp x tp": [*PP, "--parallelism.tensor_parallel_degree=2"],
@@ -103,11 +98,7 @@ def assert_same(run, folder, other, other_folder, rel=1e-6):
 
 @pytest.mark.parametrize(
     ("world", "layout", "factor"),
-    [
-        pytest.param(4, HSDP, 400.0, id="hsdp"),
-        pytest.param(2, PP, float("nan"), id="pp"),
-        pytest.param(2, FIXED, 400.0, id="fixed exchange", marks=pytest.mark.slow),
-    ],
+    [pytest.param(4, HSDP, 400.0, id="hsdp"), pytest.param(2, PP, float("nan"), id="pp")],
 )
 def test_rewind_is_a_run_that_never_saw_the_batches_before_the_spike(
     ranks, tmp_path, world, layout, factor

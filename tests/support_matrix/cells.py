@@ -198,7 +198,6 @@ FEATURES = {
     "no loss parallel": Feature(("--parallelism.disable_loss_parallel",), "tp"),
     "no load balance": Feature(("--parallelism.context_parallel_load_balancer=none",), "cp"),
     "all-to-all": Feature(("--parallelism.context_parallel_rotate_method=alltoall",), "cp"),
-    "fixed exchanges": Feature(("--parallelism.expert_parallel_exchange=fixed",), "ep"),
 }
 """Column of the matrix to what it measures."""
 EXPERT_FEATURES = {
@@ -215,7 +214,6 @@ EXPERT_FEATURES = {
     "compile": 4,
     "float8": 4,
     "Muon": 4,
-    "fixed exchanges": 4,
 }
 """Columns of the part on experts, to the most ranks that they are measured on."""
 PAIRWISE = {

@@ -92,6 +92,13 @@ def test_tuning_keys_have_an_unsupported_gate():
             )
 
 
+@pytest.mark.parametrize(("value", "warns"), [("true", True), ("false", False)])
+def test_an_overlap_that_does_not_happen_is_admitted(value, warns):
+    key = "parallelism.pipeline_parallel_expert_parallel_overlap"
+    warnings = load_config([f"--{key}={value}"]).warnings
+    assert [f"--{key}: nothing is overlapped" in text for text in warnings] == [True] * warns
+
+
 def test_a_file_with_everything_off_is_accepted(toml):
     load(
         "--config",

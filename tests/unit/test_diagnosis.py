@@ -8,7 +8,6 @@ import pytest
 from torchtitan.commands.doctor import main
 from torchtitan.health.diagnose import diagnose
 from torchtitan.health.rank_dumps import Dumps, read_dumps
-from torchtitan.parallel import overlap
 from torchtitan.utils.errors import UserError
 
 DESCRIPTIONS = {"0": "default_pg", "1": "mesh_dp_shard", "3": "mesh_tp", "5": "mesh_pp"}
@@ -99,17 +98,6 @@ def test_the_one_that_all_others_wait_for_directly_or_not(tmp_path):
         "rank 2 waits: it has been "
         "running forward and backward for 75 s in step 7, at /code/run.py:5 in sleep"
     )
-
-
-def test_the_microbatch_that_computes_while_the_other_one_waits_for_its_turn(tmp_path):
-    waiting = [("/usr/lib/python3.11/threading.py", 5, "acquire"), (overlap.__file__, 9, "wait")]
-    threads = {
-        "MainThread": [*waiting, ("/code/moe.py", 3, "forward")],
-        "backward_0": [("/code/moe.py", 7, "backward")],
-    }
-    write(tmp_path, {0: [entry("3", 4, "scheduled")], 1: [entry("3", 3)]})
-    write(tmp_path, {}, [state(r, threads=threads) for r in range(2)])
-    assert sentence(tmp_path).endswith("at /code/moe.py:7 in backward")
 
 
 def test_records_alone_are_enough(tmp_path):

@@ -121,15 +121,8 @@ class RankDump:
 
     @property
     def frames(self) -> list[Any]:
-        """The stack of the main thread, or of the one it has handed over to
-        (`torchtitan.parallel.overlap`).
-        """
-        main = self._threads.get("MainThread", [])
-        waits_in = next((file for file, *_ in main if not is_library(file)), "")
-        if not waits_in.endswith("torchtitan/parallel/overlap.py"):
-            return main
-        others = self._threads.items()
-        return next((frames for name, frames in others if name.startswith("backward")), main)
+        """The stack of the main thread."""
+        return self._threads.get("MainThread", [])
 
     def place(self) -> str:
         """`file:line in function`, outside libraries, of the thread that does the work."""

@@ -58,12 +58,6 @@ class ExpertBalance:
         self._since.zero_()
         return table
 
-    def sums(self) -> list[Tensor]:
-        """What forwards, and a `step` that is skipped, change."""
-        routers = self.routers.values()
-        of_step = [x for router in routers for x in (router.step_load, router.step_loss)]
-        return [self._since, *of_step]
-
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:
         """End a step. Called by all ranks.

@@ -287,9 +287,5 @@ class SourceTally:
         self.clear()
         return sums.T.tolist()
 
-    def sums(self) -> list[Tensor]:
-        """What `add` changes."""
-        return [self._sums]
-
     def clear(self) -> None:
         self._sums.zero_()

@@ -86,10 +86,6 @@ class QKClip:
                 "model's attention on torchtitan.models.attention"
             )
 
-    def sums(self) -> list[Tensor]:
-        """What forwards, and a `step` that is skipped, change."""
-        return [self._since, self._clipped, *(x.largest for x in self._records.values())]
-
     @torch.no_grad()
     def step(self, skip: Tensor | None = None) -> None:
         """End a step, after the optimizer's update. Called by all ranks.

@@ -61,15 +61,10 @@ def apply_compile(model: Model, config: Config, *, experts_apart: bool = False) 
     """
     if not compiles_blocks(config):
         return
-    graphs = config.compile.cuda_graphs
-    compiled_once = cache(partial(_compiled, config=config.compile, graphs=graphs))
+    compiled_once = cache(partial(_compiled, config=config.compile))
     for block in model.layers.values():
         for owner, name in regions(block, experts_apart=experts_apart):
             replace_method(owner, name, compiled_once)
-    if config.compile.cuda_graphs:
-        # Each batch may overwrite what the graphs of the one before have returned.
-        mark: Callable[..., None] = torch.compiler.cudagraph_mark_step_begin
-        model.register_forward_pre_hook(lambda *_: mark())
 
 
 def compiled_loss(loss: Callable[..., Any], config: Compile) -> Callable[..., Any]:
@@ -79,18 +74,5 @@ def compiled_loss(loss: Callable[..., Any], config: Compile) -> Callable[..., An
     return _compiled(loss, config)
 
 
-def _compiled(
-    function: Callable[..., Any], config: Compile, *, graphs: bool = False
-) -> Callable[..., Any]:
-    """
-    Args:
-        graphs: record CUDA graphs. What can't be recorded raises an error.
-    """
-    options = {"triton.cudagraphs": True, "triton.cudagraph_or_error": True}
-    return torch.compile(
-        function,
-        backend=config.backend,
-        fullgraph=True,
-        dynamic=False,
-        options=options if graphs else None,
-    )
+def _compiled(function: Callable[..., Any], config: Compile) -> Callable[..., Any]:
+    return torch.compile(function, backend=config.backend, fullgraph=True, dynamic=False)

@@ -2,8 +2,7 @@
 
 The ranks of `ep` are taken from dp_shard x cp x tp, whose ranks all have different tokens. Experts
 are sharded over `ep` by index, and by FSDP over the ranks that hold the same ones. The splits of
-both all-to-alls depend on the data, so the host waits once for the device in each forward, unless
-their sizes are fixed (`exchange.py`).
+both all-to-alls depend on the data, so the host waits once for the device in each forward.
 
 Shapes: n rows, a row for each token and expert.
 """
@@ -23,9 +22,7 @@ from torchtitan.models.moe import Experts, inverse_of, permute
 from torchtitan.models.protocols import Model
 from torchtitan.models.router import Balance, Router
 from torchtitan.parallel.collectives import distribute
-from torchtitan.parallel.exchange import by_expert, to_slots
 from torchtitan.parallel.mesh import Mesh
-from torchtitan.parallel.room import Room
 from torchtitan.parallel.travel import finish, start
 
 
@@ -33,12 +30,6 @@ class ShardedExperts(Experts):
     """Experts of which each rank of `group` holds an equal part: `[n, dim] -> [n, dim]`."""
 
     group: dist.ProcessGroup
-    room: Room | None = None
-    """Of a forward with gradients; None: rows are counted before each exchange."""
-    needed: Tensor | None = None
-    """`[2]` int64, the most rows of the step so far, as in `Room`; None: don't record them."""
-    empty: float = 0.0
-    """Share of the slots of the last fixed exchange that had no row."""
 
     def forward(
         self, rows: Tensor, ends: Tensor, meanwhile: Callable[[], None] = lambda: None
@@ -52,37 +43,22 @@ class ShardedExperts(Experts):
         ranks = self.group.size()
         to_experts = ends.diff(prepend=ends.new_zeros(1))  # rows for each expert
         arriving = all_to_all_single(to_experts, None, None, self.group).view(ranks, -1)
-        trains = torch.is_grad_enabled()
-        room = self.room.within(len(rows), ranks) if self.room is not None and trains else None
-        if room is None:
-            sent, received = _splits(to_experts.view_as(arriving), arriving, len(rows))
-        else:
-            sent = received = [room.pair] * ranks
-            row_of, slot_of = to_slots(ends, ranks, room.pair, len(rows))
-            self.empty = 1 - len(rows) / (ranks * room.pair)
-            rows = permute(rows, row_of, slot_of)
+        sent, received = _splits(to_experts.view_as(arriving), arriving, len(rows))
         travelling = start(rows, sent, received, self.group)
         meanwhile()
         arrived = finish(travelling)
-        if self.needed is not None and trains:  # recomputation does it again, which changes nothing
-            most = to_experts.view_as(arriving).sum(1).amax()
-            torch.maximum(self.needed, torch.stack([most, arriving.sum()]), out=self.needed)
-        if room is None:
-            order = _by_expert(arriving, sum(received))
-            place = inverse_of(order)
-            own_ends = arriving.sum(0).cumsum(0).to(torch.int32)
-        else:
-            order, place, own_ends = by_expert(arriving, room)
-        own_rows = permute(arrived, order, place)
+        order = _by_expert(arriving, sum(received))
+        place = inverse_of(order)
+        local_ends = arriving.sum(0).cumsum(0).to(torch.int32)
+        local_rows = permute(arrived, order, place)
         del rows, arrived  # not to be held while the experts compute
-        torch._dynamo.maybe_mark_dynamic(own_rows, 0)  # one graph for any number of rows
+        torch._dynamo.maybe_mark_dynamic(local_rows, 0)  # one graph for any number of rows
         weights = [w.to_local() if isinstance(w, DTensor) else w for w in self.parameters()]
-        results = permute(self.compute(own_rows, own_ends, *weights), place, order)
-        del own_rows
+        results = permute(self.compute(local_rows, local_ends, *weights), place, order)
+        del local_rows
         travelling = start(results, received, sent, self.group)
         del results
-        back = finish(travelling)
-        return back if room is None else permute(back, slot_of, row_of)
+        return finish(travelling)
 
 
 def _splits(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:

@@ -6,7 +6,6 @@ too, so mixed precision, offload and gradient accumulation are the same code eve
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -101,18 +100,6 @@ def _expert_placement(weight: nn.Parameter, shards: int) -> Shard:
     if uneven and not isinstance(weight, DTensor):
         return Shard(0)
     return Shard(expert_shard_dim(experts, shards))
-
-
-def keep_in_place(model: Model) -> None:
-    """Let FSDP gather the weights of each block into the same memory every time, where CUDA graphs
-    read them. They stay allocated from the first forward on.
-    """
-    for layer in model.layers.values():
-        for module in layer.modules():
-            if isinstance(module, FSDPModule):
-                group: Any = module._get_fsdp_state()._fsdp_param_group
-                for weight in group.fsdp_params:
-                    weight.free_unsharded_param = lambda: None
 
 
 @dataclass(frozen=True)

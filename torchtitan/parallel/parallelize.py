@@ -15,7 +15,7 @@ from torchtitan.parallel.compile import apply_compile, configure_compiler
 from torchtitan.parallel.context import build_attention
 from torchtitan.parallel.delta_context import apply_delta_context
 from torchtitan.parallel.expert import apply_expert_parallel, balance_of
-from torchtitan.parallel.fsdp import apply_fsdp, keep_in_place
+from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.init import materialize
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline import keep_modules, stage_modules
@@ -88,8 +88,6 @@ def parallelize(
             pipelined=stages is not None,
             projects_later=training.loss_chunks > 1 or spec.mtp_modules(args) > 0,
         )
-        if config.compile.cuda_graphs:
-            keep_in_place(model)
         home = torch.device("cpu") if training.enable_cpu_offload else device
         fill(model, home, device, config.debug.seed, lambda fqn: spec.init(fqn, args))
         models.append(model)

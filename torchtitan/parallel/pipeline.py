@@ -25,8 +25,6 @@ from torch.distributed.pipelining.schedules import (
 
 from torchtitan.models.layers import Mask, document_mask, reads_documents
 from torchtitan.models.protocols import Model
-from torchtitan.parallel.expert import ShardedExperts
-from torchtitan.parallel.overlap import overlap_exchanges
 from torchtitan.parallel.pipeline_stages import StagePlan
 from torchtitan.parallel.stage import Masks, Sends, Stage, send_through
 from torchtitan.utils.errors import UserError
@@ -124,15 +122,12 @@ class Pipeline:
         positions: Tensor,
         attending: Tensor,
         group: dist.ProcessGroup,
-        *,
-        overlap: bool,
     ):
         """
         Args:
             models: this rank's stages, in order.
             positions: `[seq]`, positions of this rank's tokens in their row, on the compute device.
             attending: `[queries]`, positions whose attention this rank computes.
-            overlap: microbatches may hide each other's exchanges of experts' rows.
         """
         self.models = models
         self.stages = stages
@@ -140,7 +135,6 @@ class Pipeline:
         self.positions = positions
         self.attending = attending
         self.group = group
-        self.overlap = overlap
         self.microbatches = shapes.rows // stages.microbatch_size
         self.own_stages = stages.stages_of(group.rank())
         self._sends = Sends()
@@ -248,9 +242,6 @@ class Pipeline:
             loss_fn=_loss_of,
         )
         send_through(schedule, self._sends)
-        modules = (module for model in self.models for module in model.modules())
-        if self.overlap and any(isinstance(module, ShardedExperts) for module in modules):
-            overlap_exchanges(schedule)
         return schedule
 
     @cached_property

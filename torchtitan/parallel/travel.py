@@ -6,8 +6,7 @@
 
 The backward has the same shape: the gradient of `finish` starts the exchange the other way, that of
 `start` ends it. Autograd runs what was computed last first, so the backward of what stood between
-the two stands between them again. Whoever waits first hands over to the other microbatch that the
-rank computes (`torchtitan.parallel.overlap`).
+the two stands between them again.
 
 Shapes: n rows.
 """
@@ -21,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import wait_tensor
 
-from torchtitan.parallel.overlap import hand_over
 from torchtitan.utils.activity import note_exchange
 
 
@@ -45,7 +43,6 @@ class _Exchange:
         )
 
     def finish(self) -> Tensor:
-        hand_over()
         arrived = wait_tensor(self.rows)
         self.rows = None
         return arrived

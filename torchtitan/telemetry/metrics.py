@@ -117,7 +117,6 @@ class Metrics:
         mtp_losses: Sequence[float] = (),
         experts: Tensor | None = None,
         qk_clip: tuple[float, int] | None = None,
-        exchange: Mapping[str, float] | None = None,
         sources: Record | None = None,
         logged: Mapping[str, float] | None = None,
     ) -> Record:
@@ -128,7 +127,6 @@ class Metrics:
             mtp_losses: of the modules of multi-token prediction.
             experts: from `ExpertBalance.take`.
             qk_clip: from `QKClip.take`.
-            exchange: from `FixedExchange.take`.
             sources: loss, tokens, epochs and bytes per token of each data source.
             logged: values that the user's callbacks log.
 
@@ -161,7 +159,7 @@ class Metrics:
             record["mtp_loss"] = sum(mtp_losses) / len(mtp_losses)
         if qk_clip is not None:
             record["max_attention_logit"], record["clipped_heads"] = qk_clip
-        record |= {**(exchange or {}), **(sources or {})}
+        record |= sources or {}
         loads = read_loads(experts) if experts is not None else None
         if loads is not None:
             record |= self._log_experts(step, loads)

@@ -26,8 +26,6 @@ from torchtitan.optim.qk_clip import QKClip
 from torchtitan.parallel.compile import compiled_loss
 from torchtitan.parallel.context import layout_of
 from torchtitan.parallel.context_layout import attending_positions, local_positions
-from torchtitan.parallel.exchange import FixedExchange
-from torchtitan.parallel.expert import ShardedExperts
 from torchtitan.parallel.fsdp import accumulation
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
@@ -110,7 +108,6 @@ def build(
         validation = Validator(forward, held_out, mesh, device, lengths)
     experts = _expert_balance(config, setup, models, device) if setup.n_experts else None
     qk_clip = _qk_clip(config, setup, mesh, models, device) if config.optimizer.qk_clip else None
-    exchange = fixed_exchange(config, setup, mesh, models, device)
     average = WeightAverage(models, config.ema) if config.ema.enable else None
     probe = None
     if config.eval.enable or config.sampling.prompts:
@@ -128,7 +125,6 @@ def build(
         average,
         probe,
         qk_clip=qk_clip,
-        exchange=exchange,
         compute_of=compute_of,
     )
 
@@ -159,22 +155,6 @@ def _expert_balance(
 def _blocks(setup: Setup) -> int:
     """Blocks of the whole model."""
     return sum(name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1))
-
-
-def fixed_exchange(
-    config: Config, setup: Setup, mesh: Mesh, models: list[FSDPModule], device: torch.device
-) -> FixedExchange | None:
-    """The sizes of the exchanges of experts' rows; None where each exchange counts its own."""
-    p = config.parallelism
-    if mesh.ep is None or p.expert_parallel_exchange == "counted":
-        return None
-    experts = {
-        int(name.split(".")[1]): module
-        for model in models
-        for name, module in model.named_modules()
-        if isinstance(module, ShardedExperts)
-    }
-    return FixedExchange(experts, _blocks(setup), p.expert_parallel_headroom, device)
 
 
 def build_held_out(
@@ -311,15 +291,7 @@ def build_compute(
             project=model_loss.project,
             further=further,
         )
-        pipeline = Pipeline(
-            models,
-            setup.stages,
-            shapes,
-            positions,
-            attending,
-            pp_group,
-            overlap=config.parallelism.pipeline_parallel_expert_parallel_overlap,
-        )
+        pipeline = Pipeline(models, setup.stages, shapes, positions, attending, pp_group)
     document_end = setup.tokenizer.eos_id if training.document_mask else None
     pin = section.dataloader.pin_memory and device.type != "cpu"
     return Compute(

@@ -80,12 +80,6 @@ class WaitForCopy(Callback):
             self.checkpointer.wait_staged()
 
 
-def looks_at_gradients(callback: Callback) -> bool:
-    """Whether a callback does more before an update than to wait."""
-    own = type(callback).before_update is not Callback.before_update
-    return own and not isinstance(callback, WaitForCopy)
-
-
 class AverageWeights(Callback):
     """Updates the average of the weights: `[ema]`."""
 
@@ -182,7 +176,6 @@ class Report(Callback):
     def after_step(self, run: Run, result: StepResult) -> None:
         progress = run.progress
         experts = self.parts.experts
-        exchange = self.parts.exchange
         self.metrics.count(progress.step, result.read, self.parts.stage)
         if not self.metrics.due(progress.step):
             return
@@ -196,13 +189,10 @@ class Report(Callback):
             skipped=progress.skipped,
             experts=None if experts is None else experts.take(),
             qk_clip=None if self.parts.qk_clip is None else self.parts.qk_clip.take(),
-            exchange=None if exchange is None else exchange.take(),
             mtp_losses=result.mtp_losses,
             sources=self._sources(run),
             logged=run.logged.take(),
         )
-        if exchange is not None:
-            self.run_record.record("redone_steps", exchange.redone)
         self.run_record.heartbeat(progress.step)
 
     def _sources(self, run: Run) -> Record:

@@ -14,7 +14,6 @@ from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.optim.optimizer import AnyOptimizer
 from torchtitan.optim.qk_clip import QKClip
-from torchtitan.parallel.exchange import FixedExchange
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.train.forward import Compute
 from torchtitan.train.logits import Probe
@@ -42,8 +41,6 @@ class Parts:
     """None unless the run evaluates or writes samples."""
     qk_clip: QKClip | None = None
     """None without `optimizer.qk_clip`."""
-    exchange: FixedExchange | None = None
-    """None unless the exchanges of experts' rows have fixed sizes."""
     stage: int = 0
     """The stage of the data that `compute` is for."""
     compute_of: Callable[[int], Compute] | None = None
@@ -53,8 +50,6 @@ class Parts:
         """Prepare for the rows of this stage of the data, unless that is done."""
         if stage != self.stage and self.compute_of is not None:
             self.compute = self.compute_of(stage)
-            if self.exchange is not None:
-                self.exchange.forget()
         self.stage = stage
 
 

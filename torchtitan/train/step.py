@@ -14,7 +14,6 @@ from torchtitan.data.loader import StepBatch
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.optim.optimizer import OptimizerInBackward, ShardedAdam
 from torchtitan.parallel.collectives import AnyRank, SquaredNorm, all_reduce, scale
-from torchtitan.parallel.exchange import FixedExchange
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.quantize import refresh_scales
 from torchtitan.train.forward import LocalBatch
@@ -63,68 +62,45 @@ def train_step(
     agree: bool = False,
     approve: Callable[[float, float], bool] = _is_finite,
     before_update: Callable[[], None] = lambda: None,
-    inspects: bool = False,
-    before_retry: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Train on one global batch.
-
-    If experts' rows had no room in exchanges of a fixed size, all of it is done again.
 
     Args:
         stop, agree: as in `forward_backward`.
         approve: whether to update the weights, given the loss and the gradient norm.
         before_update: called before any weight changes, with complete gradients that are not yet
             clipped; before the backward if that updates the weights.
-        inspects: `before_update` looks at the gradients, so it isn't called with those of a step
-            that is done again; the host waits to know.
-        before_retry: called before a step is done again.
     """
     parts.enter(batch.stage)
     learning_rate = parts.schedule.apply(batch.stage)
     max_norm = config.training.max_norm
     optimizer = parts.optimizer
-    exchange = parts.exchange
     in_backward = isinstance(optimizer, OptimizerInBackward)
     # The device updates the weights ahead of the host, which then learns loss and norm with one
     # wait; but where a policy judges them first, the host must know before the weights change.
     can_skip = isinstance(optimizer, ShardedAdam) and optimizer.clips
     ahead = can_skip and not agree and not config.training.enable_cpu_offload
-    lost = False  # rows had no room, and `inspects` made the host wait to know
-
-    def announce_update() -> None:
-        nonlocal lost
-        overflow = exchange.overflow if exchange is not None and inspects else None
-        lost = overflow is not None and bool(overflow)
-        if not lost:
-            before_update()
 
     def update(loss: Tensor, norm: Tensor) -> None:
         """Clip and update on the device, before the host knows whether loss and norm are finite."""
-        if lost:
-            return
         note("updating the weights")
         assert isinstance(optimizer, ShardedAdam)
         divisor = 1 / _clip_factor(norm, max_norm) if max_norm > 0 else None
         skip = ~torch.isfinite(loss + norm)
-        if exchange is not None and exchange.overflow is not None:
-            skip |= exchange.overflow
         optimizer.step(divisor=divisor, skip=skip)
         _end_step(parts, skip)
 
-    def attempt() -> BackwardResult:
-        return forward_backward(
-            parts,
-            batch,
-            max_norm,
-            stop,
-            agree=agree,
-            before_clip=None if in_backward else announce_update,
-            update=update if ahead else None,
-        )
-
     if in_backward:
         before_update()
-    result = attempt() if exchange is None else _with_room(parts, exchange, attempt, before_retry)
+    result = forward_backward(
+        parts,
+        batch,
+        max_norm,
+        stop,
+        agree=agree,
+        before_clip=None if in_backward else before_update,
+        update=update if ahead else None,
+    )
     updated = approve(result.loss, result.grad_norm)
     if not ahead:
         note("updating the weights")
@@ -143,32 +119,6 @@ def _end_step(parts: Parts, skip: Tensor | None) -> None:
     for part in (parts.experts, parts.qk_clip):
         if part is not None:
             part.step(skip)
-
-
-def _with_room(
-    parts: Parts,
-    exchange: FixedExchange,
-    attempt: Callable[[], BackwardResult],
-    before_retry: Callable[[], None],
-) -> BackwardResult:
-    """A step in whose exchanges all rows had room: the first attempt, or one that counts them.
-
-    What an attempt without room adds up, on its own or since the last record, is undone.
-    """
-    sums: list[Tensor] = []
-    if exchange.fixed:
-        owners = (parts.compute.tally, parts.experts, parts.qk_clip)
-        sums = [x for owner in owners if owner is not None for x in owner.sums()]
-    before = [x.clone() for x in sums]
-    result = attempt()
-    if exchange.overflowed:
-        torch._foreach_copy_(sums, before)
-        parts.optimizer.zero_grad(set_to_none=True)
-        before_retry()
-        with exchange.counted():
-            result = attempt()
-    exchange.learn()
-    return result
 
 
 def prepare_weights(parts: Parts, config: Config) -> None:
@@ -206,16 +156,8 @@ def forward_backward(
     asked = AnyRank(stop, parts.device)
     rows = parts.compute.own_rows(batch.tokens, batch.labels, batch.sources, batch.continues)
     local_tokens = int((rows.next_labels != IGNORE_INDEX).sum())
-    exchange = parts.exchange
-
-    def gradients_complete() -> None:
-        if exchange is not None:
-            exchange.measure()
-        if before_clip is not None:
-            before_clip()
-
     loss, norm, total, own, mtp = gradients(
-        parts, rows, local_tokens, 0.0 if update else max_norm, gradients_complete
+        parts, rows, local_tokens, 0.0 if update else max_norm, before_clip
     )
     if update is not None:
         update(loss, norm)
@@ -225,18 +167,15 @@ def forward_backward(
         if agree:
             outcome = all_reduce(outcome, dist.group.WORLD) / dist.get_world_size()
         rest = torch.stack([x.double() for x in (total, own, asked.answer())])
-        needed = [] if exchange is None else [exchange.measured]
-        values = torch.cat([outcome, rest, mtp.double(), *needed]).tolist()
-    mean_loss, grad_norm, tokens, own_share, asking, *others = values
-    if exchange is not None:
-        exchange.read(others[len(mtp) :])
+        values = torch.cat([outcome, rest, mtp.double()]).tolist()
+    mean_loss, grad_norm, tokens, own_share, asking, *mtp_losses = values
     return BackwardResult(
         mean_loss,
         grad_norm,
         int(tokens),
         batch.count * batch.tokens.shape[1],
         local_loss=own_share * tokens / max(local_tokens, 1),
-        mtp_losses=tuple(others[: len(mtp)]),
+        mtp_losses=tuple(mtp_losses),
         stop=asking > 0,
     )
 

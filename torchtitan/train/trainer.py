@@ -20,7 +20,7 @@ from torchtitan.parallel.collectives import AnyRank
 from torchtitan.parallel.groups import init_distributed, limit_groups
 from torchtitan.parallel.quantize import check_hardware
 from torchtitan.train.build import build, set_determinism
-from torchtitan.train.built_in import built_in, looks_at_gradients
+from torchtitan.train.built_in import built_in
 from torchtitan.train.callbacks import Arrange, Callback, LoggedValues, Run, build_callbacks
 from torchtitan.train.evaluations import load_tasks, stops_early
 from torchtitan.train.folder_locks import hold_folders, open_log
@@ -117,7 +117,6 @@ class Trainer:
         self._record_skipped()
         added = (*build_callbacks(config), *callbacks)
         self.callbacks = tuple(arrange((*self._built_in(tasks), *added)))
-        self.inspects = any(map(looks_at_gradients, self.callbacks))
         self.run = self._make_run(LoggedValues(gather=bool(added)))
 
     def _make_checkpointer(self, about: dict[str, Any]) -> Checkpointer:
@@ -228,7 +227,7 @@ class Trainer:
         config = self.config
         progress = self.progress
         step = progress.step + 1
-        self._seed(progress.step)
+        seed_step(config.debug.seed, progress.step, self.parts.mesh.dp_rank)
         with phase("data", f"{DATA} from {self.parts.loader.name}"):
             batch = next(batches)
         self.guard.spikes.rows_per_step = batch.count
@@ -242,8 +241,6 @@ class Trainer:
                 agree=self.guard.spikes.acts,
                 approve=lambda loss, grad_norm: self.guard.approve(step, loss, grad_norm),
                 before_update=lambda: self._notify("before_update"),
-                inspects=self.inspects,
-                before_retry=lambda: self._seed(progress.step),
             )
         progress.data = batch.position
         progress.epochs = batch.epochs
@@ -256,9 +253,6 @@ class Trainer:
         self.parts.schedule.advance()
         self.stopped = stops_early(self.run, result)
         self._notify("after_step", result)
-
-    def _seed(self, step: int) -> None:
-        seed_step(self.config.debug.seed, step, self.parts.mesh.dp_rank)
 
     def _record_skipped(self) -> None:
         """Count skipped documents: those of files at the start, those of streams at the end."""

@@ -52,12 +52,14 @@ class NotYet:
 
 @dataclass(frozen=True)
 class Tuning:
-    """A key without effect, as `gate`, an unsupported key, must be off, or as what it asks for
-    happens anyway (`gate` is None). Its value must still be of type `kind`.
+    """A key without effect, as `gate`, an unsupported key, must be off, or as results are the same
+    with it and without (`gate` is None). Its value must still be of type `kind`. `warning` is
+    logged where the value is true.
     """
 
     gate: str | None
     kind: Any
+    warning: str = ""
 
 
 _FT = "fault_tolerance.enable"
@@ -72,6 +74,12 @@ UNSUPPORTED: dict[str, NotYet | Tuning] = {
     ),
     "parallelism.expert_parallel_comm_backend": NotYet(
         "DeepEP, whose kernels need NVSHMEM and can't be proven without GPUs", ("standard",)
+    ),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": Tuning(
+        None,
+        bool,
+        "nothing is overlapped: a microbatch's exchanges of experts' rows don't run beside the "
+        "computation of another; results are the same",
     ),
     "checkpoint.enable_ft_dataloader_checkpoints": Tuning(_FT, bool),
     # Quantized weights are recognized by their config.json.
@@ -183,7 +191,7 @@ def convert_attention_flavor(given: dict[str, Setting], warnings: list[str]) -> 
 
 
 def drop_unsupported(
-    given: dict[str, Setting], suggested: list[str], problems: list[str]
+    given: dict[str, Setting], suggested: list[str], problems: list[str], warnings: list[str]
 ) -> dict[str, Setting]:
     """The settings without the keys that the schema lacks, whose values are checked here.
 
@@ -199,6 +207,8 @@ def drop_unsupported(
                 TypeAdapter(entry.kind).validate_python(setting.value, strict=True)
             except ValidationError as error:
                 texts = [explain_value(error.errors()[0])]
+            if entry.warning and setting.value is True:
+                warnings.append(f"{place(setting.where, key)}: {entry.warning}")
         elif entry is not None:
             texts = list(_refusals(entry, setting.value))
         elif key.split(".")[0] in _FOREIGN:

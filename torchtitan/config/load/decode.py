@@ -55,7 +55,7 @@ def load_config(argv: list[str]) -> LoadedConfig:
     settings |= flags
     convert_microbatch_count(settings, problems, warnings)
     convert_attention_flavor(settings, warnings)
-    known = drop_unsupported(settings, _SUGGESTED, problems)
+    known = drop_unsupported(settings, _SUGGESTED, problems, warnings)
     config = _validate(known, problems)
     # else that module may register more, and isn't imported here
     if "experimental.custom_import" not in known:

@@ -10,17 +10,7 @@ from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 __all__ = ["RULES", "Accelerator", "Facts", "check", "problems", "validate"]
 
-SUBJECTS = (
-    "layout",
-    "features",
-    "graphs",
-    "training",
-    "checkpoints",
-    "data",
-    "model",
-    "pipeline",
-    "machine",
-)
+SUBJECTS = ("layout", "features", "training", "checkpoints", "data", "model", "pipeline", "machine")
 """The files of the table, in the order in which problems are reported."""
 
 for _subject in SUBJECTS:

@@ -52,19 +52,6 @@ refuse(
 
 refuse(
     "optimizer.early_step_in_backward",
-    "parallelism.expert_parallel_exchange",
-    when=lambda c: (
-        c.optimizer.early_step_in_backward and c.parallelism.expert_parallel_exchange == "fixed"
-    ),
-    because=(
-        "parallelism.expert_parallel_exchange: whether all rows had room is known only after the "
-        "backward, which has then updated the weights (optimizer.early_step_in_backward); set it "
-        'to "counted", or early_step_in_backward = false'
-    ),
-)
-
-refuse(
-    "optimizer.early_step_in_backward",
     "fault_tolerance.elastic",
     when=lambda c: c.optimizer.early_step_in_backward and c.fault_tolerance.elastic,
     because=(

@@ -67,16 +67,6 @@ class Parallelism(Section):
     data-parallel shard, context-parallel and tensor-parallel degrees; must divide their product.
     The product of all other degrees is still the number of ranks.
     """
-    expert_parallel_exchange: Literal["counted", "fixed"] = "counted"
-    """How rows travel to experts on other ranks. `counted`: ranks first exchange how many, and the
-    host waits for the device in each layer's forward. `fixed`: exchanges have the size that recent
-    steps needed, with `expert_parallel_headroom`, and only the step's end waits; a step whose rows
-    don't fit is done again, counted. Results are the same.
-    """
-    expert_parallel_headroom: Annotated[float, Field(ge=1, le=100)] = 1.1
-    """With `fixed`: room for this many times the largest exchange of recent steps. More takes
-    memory and bandwidth; less repeats more steps.
-    """
     pipeline_parallel_degree: Degree = 1
     """Split the layers over this many ranks."""
     pipeline_parallel_schedule: Literal[
@@ -101,10 +91,6 @@ class Parallelism(Section):
     """
     pipeline_parallel_microbatch_size: Rows = 1
     """Rows per pipeline microbatch. Must divide `training.local_batch_size`."""
-    pipeline_parallel_expert_parallel_overlap: bool = True
-    """Where the schedule pairs a forward of one microbatch with a backward of another, as DualPipeV
-    does, let each compute while the other exchanges rows of experts. Results are the same.
-    """
     pipeline_parallel_layers_per_stage: Layers | None = None
     """Put this many layers on each stage. Default: one or two stages per rank, balanced by FLOPs.
     """
@@ -169,8 +155,4 @@ class Compile(Section):
     backend: Name = "inductor"
     """Compiler backend. `inductor` needs a C++ compiler on the CPU; `aot_eager` is for debugging
     and not faster.
-    """
-    cuda_graphs: bool = False
-    """Record the kernels of each block once and launch them together from then on, which saves the
-    host's time per kernel. Keeps gathered weights allocated.
     """

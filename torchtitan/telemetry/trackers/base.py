@@ -72,8 +72,6 @@ _EXPERTS = {
     "expert_entropy": "entropy",
     "auxiliary_loss": "auxiliary_loss",
     "dead_experts": "dead",
-    "redone_steps": "redone_steps",
-    "empty_slots_pct": "empty_slots_pct",
 }
 _OF_SOURCES = ("loss/", "tokens/", "epochs/", "bytes_per_token/")
 

@@ -68,8 +68,6 @@ class Pass:
     backward: Seconds
     weights: float
     """Part of the backward that a schedule can postpone: the weights' gradients."""
-    travelling: tuple[float, float] = (0.0, 0.0)
-    """Part of both in which nothing of this microbatch runs, because rows of experts travel."""
 
     @property
     def both(self) -> Iterator[tuple[str, float]]:
@@ -112,7 +110,6 @@ def block_time(w: Workload, hw: Hardware) -> Pass:
         {part: seconds for part, (seconds, _) in both.items()},
         {part: seconds for part, (_, seconds) in both.items()},
         weights=weights,
-        travelling=rows,
     )
 
 
@@ -121,8 +118,7 @@ def _pointwise_bytes(w: Workload) -> float:
     elements per token: norms 4 d, and 4 d more where they are on both sides, residual additions
     5 d, rotary embedding 4 q + 4 kv, gated activation 3 f, and two passes over what latent
     attention, gates or Gated DeltaNet have besides. Of experts, for each row, also its copies: 2 d
-    to sort it, d to sum it, and 4 d around the exchange; 8 d if that is of a fixed size, with what
-    fills it.
+    to sort it, d to sum it, and 4 d around the exchange.
     """
     tokens = w.tokens / w.tp
     mixing = w.mixing
@@ -132,9 +128,8 @@ def _pointwise_bytes(w: Workload) -> float:
     own = w.element * tokens * ((9 + norms) * w.dim + heads)
     if not w.experts:
         return own + w.element * tokens * 3 * w.ffn
-    around = 4 * w.tp * w.expert_room * (w.ep > 1)
-    around *= 1 if w.room is None else 2
-    rows = w.element * ((3 * w.top_k + around) * w.dim + 3 * w.tp * w.expert_room * w.ffn)
+    exchanged = 4 * w.top_k * (w.ep > 1)
+    rows = w.element * ((3 * w.top_k + exchanged) * w.dim + 3 * w.top_k * w.ffn)
     shared = w.element * 3 * getattr(w.args, "shared_expert_dim", 0)
     return own + tokens * (rows + shared + ROUTER_BYTES * w.experts)
 

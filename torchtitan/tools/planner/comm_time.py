@@ -92,7 +92,7 @@ def expert_counts(w: Workload, hw: Hardware) -> tuple[float, float]:
     """Seconds to exchange a block's numbers of rows, forward and backward."""
     if w.ep == 1:
         return 0.0, 0.0
-    once = hw.exchange(0.0, w.ep) + HOST_WAIT * (w.room is None)
+    once = hw.exchange(0.0, w.ep) + HOST_WAIT
     return once, (exchanges(w) - 1) * once
 
 

@@ -10,10 +10,9 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torchtitan.tools.planner.block import block_layers
-from torchtitan.tools.planner.block_time import EXPERT_EXCHANGES, Pass, block_time, ends_time
+from torchtitan.tools.planner.block_time import Pass, block_time, ends_time
 from torchtitan.tools.planner.comm_time import activation_offload, data_parallel, transfer
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.pipeline_timeline import Timeline, program, simulate
@@ -66,13 +65,7 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
             parts[part] += count * seconds * w.microbatches * w.accumulation / w.pp
     if w.pipeline is not None:
         duration = _durations(w, blocks, ends)
-        timeline = simulate(
-            program(w.pipeline, w.microbatches),
-            duration,
-            transfer(w, hw),
-            partial(_hidden, w, blocks, duration),
-        )
-        parts[EXPERT_EXCHANGES] -= timeline.hidden / w.pp * w.accumulation
+        timeline = simulate(program(w.pipeline, w.microbatches), duration, transfer(w, hw))
         slowest = max(range(w.pp), key=timeline.busy.__getitem__)
         repeated = sum(timeline.busy) / w.pp * w.accumulation - sum(parts.values())
         parts[BUBBLE] = timeline.idle * timeline.length * w.accumulation
@@ -114,29 +107,6 @@ def _durations(w: Workload, blocks: Sequence[Pass], ends: Pass) -> Callable[[int
         return own + stage.has_output * end[kind]
 
     return duration
-
-
-def _hidden(
-    w: Workload,
-    blocks: Sequence[Pass],
-    duration: Callable[[int, str], float],
-    forward: int,
-    backward: int,
-) -> float:
-    """Seconds of exchanges that a forward and a backward of two stages hide for each other: all but
-    a pass's first or last.
-    """
-    if not w.config.parallelism.pipeline_parallel_expert_parallel_overlap:
-        return 0.0
-    travelling = []
-    computing = []
-    for backwards, index in enumerate((forward, backward)):
-        kinds = w.stages[index].kinds
-        seconds = [n * x.travelling[backwards] for n, x in zip(kinds, blocks, strict=True)]
-        exchanges = 2 * sum(n for n, s in zip(kinds, seconds, strict=True) if s)
-        travelling.append(sum(seconds) * (1 - 1 / exchanges) if exchanges else 0.0)
-        computing.append(duration(index, "FB"[backwards]) - sum(seconds))
-    return sum(map(min, travelling, reversed(computing)))
 
 
 def _of_passes(w: Workload, block: Pass) -> dict[str, float]:

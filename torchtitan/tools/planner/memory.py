@@ -60,10 +60,6 @@ ROUTER_BYTES = 70
 """Bytes per row of an expert for its place in both orders, weight and expert, on its way there and
 back. As traced.
 """
-SLOT_BYTES = 8
-"""Bytes per row of a fixed exchange, and of its experts, for where it is on the other side of the
-exchange.
-"""
 RECOMPUTED_COPIES = 6
 """Times that a checkpointed block, unless compiled, keeps everything in a backward of weights only:
 torch recomputes it for each parameter and keeps the results. As traced for a Llama, whose blocks
@@ -225,7 +221,7 @@ def _postponed_bytes(w: Workload) -> float:
     if w.compiled:
         return w.element * d / tp
     inner = sum(
-        (w.expert_room if x.experts else x.rows) * x.outputs
+        (w.expert_rows if x.experts else x.rows) * x.outputs
         for x in w.linears
         if x.name[-2:] in ("w1", "w3")
     )
@@ -293,7 +289,7 @@ def _block_bytes(w: Workload) -> float:
     # made of.
     kept = 4 if experts_in_eight_bits(w.config) else 2
     network = FP32 * d / tp + _routing_bytes(w)
-    network += w.element * (w.expert_rows * d + w.expert_room * (d + kept * w.ffn))
+    network += w.element * w.expert_rows * (2 * d + kept * w.ffn)
     shared = getattr(w.args, "shared_expert_dim", 0)
     if shared:
         network += w.element * (2 * d + 4 * shared) / tp
@@ -302,8 +298,7 @@ def _block_bytes(w: Workload) -> float:
 
 def _routing_bytes(w: Workload) -> float:
     """Bytes per token of its probabilities in fp32 and of what is known about its rows."""
-    own = FP32 * w.experts / w.tp + ROUTER_BYTES * w.expert_rows
-    return own if w.room is None else own + SLOT_BYTES * (w.expert_slots + w.expert_room)
+    return FP32 * w.experts / w.tp + ROUTER_BYTES * w.expert_rows
 
 
 def _kept_bytes(w: Workload) -> float:
@@ -326,7 +321,7 @@ def _kept_bytes(w: Workload) -> float:
         kept += w.element * summed * d / tp * (tp > 1)
         if w.experts and w.experts_apart:
             kept += boundary + _routing_bytes(w)
-            kept += w.element * d * (2 * w.expert_rows + w.expert_room)
+            kept += w.element * d * 3 * w.expert_rows
         return kept
     if ac.mode == "selective":
         share = 1 / int(ac.selective_ac_option)
@@ -381,8 +376,8 @@ def _working_bytes(w: Workload) -> float:
     # gradients of an expert's rows and of its products; and copies before and after the exchange
     if w.experts:
         own = (d + 4 * w.ffn) if w.ep > 1 else (d + 2 * w.ffn)
-        exchanged = 2 * d * w.expert_slots if w.ep > 1 else 0
-        block = _block_bytes(w) + w.element * (w.expert_room * own + exchanged)
+        exchanged = 2 * d * w.expert_rows if w.ep > 1 else 0
+        block = _block_bytes(w) + w.element * (w.expert_rows * own + exchanged)
     elif w.compiled:
         gathered = (1 if w.async_tp else 2) * d if w.tp > 1 else 0
         block = w.element * (6 * d / w.tp + 2 * d + gathered + 8 * q + 9 * f)

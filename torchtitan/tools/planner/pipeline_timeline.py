@@ -4,7 +4,6 @@ The orders of computations are those that the trainer runs: this project's 1F1B,
 other name, or those of a CSV file.
 """
 
-import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,20 +31,12 @@ class Held(NamedTuple):
 class Program:
     """Each rank's computations for one batch, in order, and what the order alone implies."""
 
-    def __init__(
-        self,
-        orders: Sequence[Sequence[Action]],
-        ranks: Sequence[int],
-        pairs: Mapping[Action, tuple[int, int]] = MappingProxyType({}),
-    ):
+    def __init__(self, orders: Sequence[Sequence[Action]], ranks: Sequence[int]):
         """
         Args:
             orders: of each rank, with communication (`RECV_F`, `SEND_B`, ...).
             ranks: of each stage.
-            pairs: the stages of a forward and a backward that hide each other's exchanges, by the
-                second of the two.
         """
-        self.pairs = pairs
         self._orders = orders
         self._ranks = ranks
         self.orders = tuple(
@@ -76,8 +67,6 @@ class Timeline:
     busy: tuple[float, ...]
     """Seconds that each rank computes."""
     length: float
-    hidden: float
-    """Seconds of exchanges that pairs hide, on all ranks; not in `busy`."""
 
     @property
     def idle(self) -> float:
@@ -94,25 +83,17 @@ def program(stages: StagePlan, microbatches: int) -> Program:
 def _program(
     name: str | None, csv_file: str | None, ranks: tuple[int, ...], microbatches: int
 ) -> Program:
-    from torchtitan.parallel.overlap import overlaps
     from torchtitan.parallel.pipeline import build_schedule
 
     # A schedule only asks its stages for their place in the pipeline.
     own = [_place(stage, ranks) for stage, rank in enumerate(ranks) if rank == 0]
     orders = build_schedule(name, csv_file, own, microbatches).pipeline_order_with_comms
-    pairs = {}
-    for entry in itertools.chain.from_iterable(orders.values()):
-        if overlaps(entry):
-            parts = _actions(entry)
-            forward, backward = sorted(parts, key=lambda action: action.kind, reverse=True)
-            pairs[parts[1]] = forward.stage, backward.stage
     return Program(
         [
             [action for entry in orders[rank] for action in _actions(entry)]
             for rank in sorted(orders)
         ],
         ranks,
-        pairs,
     )
 
 
@@ -138,21 +119,13 @@ def _actions(entry: Any) -> list[Action]:
     return [Action(entry.stage_index, _KINDS.get(kind, kind), entry.microbatch_index)]
 
 
-def simulate(
-    program: Program,
-    duration: Callable[[int, str], float],
-    transfer: float,
-    hidden: Callable[[int, int], float] = lambda forward, backward: 0.0,
-) -> Timeline:
+def simulate(program: Program, duration: Callable[[int, str], float], transfer: float) -> Timeline:
     """Time a schedule in which each rank starts every computation as soon as it can.
 
     Args:
         duration: seconds of a computation, by stage and kind (`F`, `B`, `I`, `W`).
         transfer: seconds to send the result of a computation to another rank.
-        hidden: seconds of exchanges that a forward and a backward of these stages hide for each
-            other.
     """
-    saved = 0.0
     seconds = cache(partial(_seconds, duration))
     clock = [0.0] * len(program.orders)
     busy = [0.0] * len(program.orders)
@@ -162,14 +135,10 @@ def simulate(
         if source >= 0:
             begin = max(begin, events[source][3] + (transfer if remote else 0.0))
         took = seconds(action.stage, action.kind)
-        if action in program.pairs:
-            less = hidden(*program.pairs[action])
-            took -= less
-            saved += less
         busy[rank] += took
         clock[rank] = begin + took
         events.append((rank, action, begin, clock[rank]))
-    return Timeline(tuple(events), tuple(busy), max(clock), saved)
+    return Timeline(tuple(events), tuple(busy), max(clock))
 
 
 def _seconds(duration: Callable[[int, str], float], stage: int, kind: str) -> float:

@@ -40,8 +40,7 @@ from torchtitan.tools.planner.fake import LOSSES, fake_cluster, recording, take_
 from torchtitan.tools.planner.linears import experts_in_eight_bits
 from torchtitan.tools.planner.memory import PARTS, TRACED_BATCHES
 from torchtitan.tools.planner.tracer import Tracer
-from torchtitan.tools.planner.workload import Workload
-from torchtitan.train.build import build_compute, fixed_exchange
+from torchtitan.train.build import build_compute
 from torchtitan.train.forward import Compute
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.train.state import Parts
@@ -208,12 +207,6 @@ def _record(
         compute.accumulation = accumulation(config)
         optimizer = build_optimizer(models, eager.optimizer, eager.custom, setup.width_ratio)
         average = WeightAverage(models, eager.ema) if eager.ema.enable else None
-        exchange = fixed_exchange(eager, setup, mesh, models, device)
-        if exchange is not None:
-            blocks = Workload(config, setup.args, setup.stages).blocks
-            w = next(block for block in blocks if block.experts)
-            exchange.assume(w.sent_rows, w.ep)
-            tracer.filled = w.expert_rows / w.expert_room
         parts = Parts(mesh, device, models, optimizer, None, None, compute, None)  # type: ignore[arg-type]
         params = [param for model in models for param in model.parameters()]
         _track(tracer, models, average)

@@ -91,8 +91,6 @@ class Tracer(TorchDispatchMode):
         self.events: list[tuple[int, bool]] = []
         """(number of the block, whether it is allocated rather than freed), in order."""
         self.counts = Counts()
-        self.filled = 1.0
-        """Share of the rows of grouped products that are some expert's."""
         self.phase = "model"
         self.stream = MAIN
         self._product: int | None = None
@@ -220,8 +218,6 @@ class Tracer(TorchDispatchMode):
                 for s in (shape, shape[::-1])
                 if s in self.eight_bit
             ]
-            if name.startswith("grouped"):  # kernels skip the rows of no expert
-                flops = round(flops * self.filled)
             self.counts.flops["matmul", kinds[0] if kinds else dtype] += flops
             return
         backward = name.endswith("backward")

@@ -64,7 +64,7 @@ def exchanges(w: Workload) -> float:
 
 def exchanged_bytes(w: Workload) -> float:
     """Bytes of the rows that a rank sends to the experts, or gets back, for one microbatch."""
-    return w.element * w.tokens * w.expert_slots * w.dim
+    return w.element * w.tokens * w.expert_rows * w.dim
 
 
 def heads_exchanged(w: Workload) -> tuple[float, float]:

@@ -23,7 +23,6 @@ from torchtitan.config.features import FLOAT8, MX, compiles_blocks, uses
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.protocols import TransformerArgs
 from torchtitan.parallel.pipeline_stages import StagePlan
-from torchtitan.parallel.room import Room, equal_room
 from torchtitan.tools.planner.block import Mixing, kind_of, mixing_of, vector_params
 from torchtitan.tools.planner.linears import Linear, block_linears, in_eight_bits, recompute_of
 from torchtitan.utils.errors import UserError
@@ -268,33 +267,6 @@ class Workload:
     def expert_rows(self) -> float:
         """Rows per token that a rank sends to experts and, with equal loads, receives."""
         return self.top_k / self.tp
-
-    @cached_property
-    def room(self) -> Room | None:
-        """The rows that a fixed exchange has room for, with equal loads; None if they are counted.
-
-        The largest of many exchanges is above their mean, which this leaves out.
-        """
-        p = self.config.parallelism
-        if not self.experts or self.ep == 1 or p.expert_parallel_exchange == "counted":
-            return None
-        room = equal_room(self.sent_rows, self.ep, p.expert_parallel_headroom)
-        return room.within(self.sent_rows, self.ep)
-
-    @property
-    def sent_rows(self) -> int:
-        """Rows that a rank sends to experts in a microbatch."""
-        return round(self.tokens * self.expert_rows)
-
-    @property
-    def expert_slots(self) -> float:
-        """Rows per token that a rank sends, with those that only fill a fixed exchange."""
-        return self.expert_rows if self.room is None else self.ep * self.room.pair / self.tokens
-
-    @property
-    def expert_room(self) -> float:
-        """Rows per token for which a rank's experts compute, with those after the last one."""
-        return self.expert_rows if self.room is None else self.room.rank / self.tokens
 
     def stages_of(self, pp_rank: int) -> list[Stage]:
         return [stage for stage in self.stages if stage.rank == pp_rank]

@@ -213,9 +213,6 @@ def _run(
     )
     recorder.record.store_keys = store.keys
     recorder.during = "first step"
-    exchange = run.parts.exchange
-    if exchange is not None:  # the step is done with too little room, then again without a limit
-        exchange.assume(rows=0, ranks=1)
     run.train()
     recorder.record.parts = _parts(run.checkpointer.trained.tensors())
     recorder.record.metadata = _metadata_bytes()
