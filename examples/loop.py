@@ -46,10 +46,10 @@ def build(config: Config) -> Parts:
     models = parallelize(config, spec, args, stages, mesh, device)
     loader = build_data(config, "training", setup.tokenizer, (mesh.dp_rank, mesh.dp_degree))
     # How to train it: forward and loss, optimizer, schedule.
-    compute = build_compute(config, setup, mesh, device, models, training)
+    compute = build_compute(config, setup, mesh, device, models=models, section=training)
     optimizer = build_optimizer(models, config.optimizer, config.custom, setup.width_ratio)
     schedule = LRSchedule(optimizer, config.optimizer.lr, config.lr_scheduler)
-    return Parts(mesh, device, models, optimizer, schedule, loader, compute)
+    return Parts(mesh, device, models, optimizer, schedule=schedule, loader=loader, compute=compute)
 
 
 def train(config: Config) -> Iterator[float]:

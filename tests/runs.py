@@ -190,6 +190,11 @@ def first(function):
     return lambda callbacks: (After(function), *callbacks)
 
 
+def last(function):
+    """The same after all others, the save included."""
+    return lambda callbacks: (*callbacks, After(function))
+
+
 class TorchAverage:
     """`torch.optim.swa_utils.AveragedModel` of full tensors."""
 

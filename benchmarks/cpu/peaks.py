@@ -24,7 +24,7 @@ from torchtitan.tools.planner.trace import trace_ranks
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
-from torchtitan.train.step import forward_backward
+from torchtitan.train.step import HostUpdate, forward_backward
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 T = "--training."
@@ -115,7 +115,7 @@ def measured(argv: list[str]) -> float:
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
         ) as profiler:
-            forward_backward(parts, next(batches), config.training.max_norm)
+            forward_backward(parts, next(batches), HostUpdate(parts, config.training.max_norm))
             parts.optimizer.step()
             parts.optimizer.zero_grad(set_to_none=True)
         events = (

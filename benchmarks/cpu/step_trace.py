@@ -369,19 +369,24 @@ def trace_step(
             config, setup.spec, setup.args, setup.stages, mesh, device, fill=fill
         )
         with mode:
-            compute = build.build_compute(config, setup, mesh, device, models, config.training)
+            compute = build.build_compute(
+                config, setup, mesh, device, models=models, section=config.training
+            )
             optimizer = build.build_optimizer(models, config.optimizer)
             schedule = build.LRSchedule(optimizer, config.optimizer.lr, config.lr_scheduler)
-            parts = state.Parts(mesh, device, models, optimizer, schedule, None, compute, None)  # type: ignore[arg-type]
+            parts = state.Parts(
+                mesh, device, models, optimizer, schedule=schedule, loader=None, compute=compute
+            )
             batches = -(
                 -config.training.global_batch_size
                 // (mesh.dp_degree * config.training.local_batch_size)
             )
             shape = batches * config.training.local_batch_size, config.training.seq_len
+            update = step.build_update(parts, config, agree=acts)
             patches = (
                 (compute, "forward_backward", "forward"),
                 (optimizer, "step", "update"),
-                (step, "_grad_norm", "clip"),
+                (update, "clip", "clip"),
             )
             for owner, name, phase in patches:
                 if hasattr(owner, name):
@@ -394,13 +399,7 @@ def trace_step(
                     tokens = torch.zeros(shape, dtype=torch.int64).pin_memory()
                     batch = StepBatch(tokens, tokens.clone().pin_memory(), {}, len(tokens))
                     step.train_step(
-                        parts,
-                        batch,
-                        config,
-                        stop=False,
-                        agree=acts,
-                        approve=lambda loss, norm: True,
-                        before_update=lambda: None,
+                        parts, batch, config, update=update, approve=lambda loss, norm: True
                     )
         groups = {
             g.group_name: (g.group_desc, g.size()) for g in dist.distributed_c10d._world.pg_map

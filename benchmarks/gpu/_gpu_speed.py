@@ -151,7 +151,11 @@ def update(bench: Bench, optimizer: str) -> Figures:
         def on_start(self, run: Any) -> None:
             run.optimizer.step = measured("update", run.optimizer.step)
 
-    with _one_of(8), patch.object(step, "_grad_norm", measured("norm", step._grad_norm)):
+    first, second = (
+        patch.object(kind, "clip", measured("norm", kind.clip))
+        for kind in (step.Update, step.HostUpdate)
+    )
+    with _one_of(8), first, second:
         train(bench.flags(*flags), [Measuring()], 8)
     figures: Figures = {"flags": flags, "world": 8, "cuda": torch.version.cuda}
     for name, found in calls.items():

@@ -14,7 +14,7 @@ from tests.runs import arguments, full, storages
 from torchtitan.config import resolve
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
-from torchtitan.train.step import forward_backward
+from torchtitan.train.step import HostUpdate, forward_backward
 from torchtitan.utils.torch_versions import feature_release
 
 P = "--parallelism."
@@ -67,7 +67,7 @@ def accumulate(argv):
         return loss
 
     parts.compute.forward_backward = watched
-    forward_backward(parts, batch, max_norm=0.0)
+    forward_backward(parts, batch, HostUpdate(parts, 0.0))
     parts.loader.close()
     return held, {
         name: full(p.grad).float() for m in parts.models for name, p in m.named_parameters()

@@ -1,16 +1,22 @@
-"""Callbacks: when each method is called, and what a user's callback records."""
+"""Callbacks: when each method is called, and what a user's callback records and remembers."""
+
+import json
+import logging
+import math
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.examples import gradient_norm
-from tests.runs import SAVE, arguments, read_metrics, train
+from tests.examples import gradient_norm, mean_loss
+from tests.runs import SAVE, SCHEDULE, arguments, losses, read_metrics, train
 from torchtitan.config import resolve
+from torchtitan.testing.ranks import RankError
 from torchtitan.train.callbacks import Callback
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
 from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.logging import logger
 
 NAME = "layers.1.feed_forward.w1.weight"
 KEY = f"grad_norm/{NAME}"
@@ -54,7 +60,7 @@ def trained(argv, *callbacks):
         trainer.close(error)
         return f"{type(error).__name__}: {error}"
     trainer.close()
-    return [type(callback).__name__ for callback in trainer.callbacks]
+    return [type(callback).__name__ for callback in trainer.engine.callbacks]
 
 
 def kept_diary(argv):
@@ -76,10 +82,10 @@ def test_methods_are_called_in_order(ranks, tmp_path):
         assert names == [
             *("WaitForCopy", "AverageWeights", "LimitCollectives", "AnnounceStages"),
             *("ConfirmFolders", "Report", "FindStragglers", "Profile", "CheckReplicas"),
-            *("Validate", "WriteSamples", "RunTasks", "Save", "CollectGarbage", "Diary"),
+            *("Validate", "WriteSamples", "RunTasks", "Diary", "Save", "CollectGarbage"),
         ]
         steps = [line for step in range(3) for line in (f"update {step}", f"step {step + 1}")]
-        ended = ["validated 1", "saved 3", "step 3", "completed"]
+        ended = ["validated 1", "step 3", "saved 3", "completed"]
         assert lines == ["start 0", *steps[:-1], *ended]
 
 
@@ -150,6 +156,113 @@ def test_the_example_logs_the_norm_of_the_whole_gradient(ranks, tmp_path, layout
     assert list(alone) == [2, 4]
     assert alone[2] > most
     assert split == pytest.approx(alone, rel=1e-3)
+
+
+# ---- state
+
+MEAN = [
+    f"--experimental.custom_import={mean_loss.__name__}",
+    "--training.callbacks=mean_loss",
+    SCHEDULE,
+]
+
+
+def saved_state(folder, step):
+    manifest = json.loads((folder / f"checkpoint/step-{step}/manifest.json").read_text())
+    return manifest["train_state"].get("callbacks")
+
+
+@pytest.mark.parametrize("layout", [[], ["--parallelism.pipeline_parallel_degree=2"]])
+def test_a_callback_continues_where_the_checkpoint_is(ranks, tmp_path, layout):
+    """Under another layout, too."""
+    whole = arguments(tmp_path, *SAVE, *MEAN, f"--job.dump_folder={tmp_path / 'whole'}", steps=6)
+    ranks(1, train, whole)
+    ranks(1, train, arguments(tmp_path, *SAVE, *MEAN, "--checkpoint.interval=2", steps=2))
+    run = ranks(2, train, arguments(tmp_path, *SAVE, *MEAN, *layout, steps=6))[0]
+    every = losses({"metrics": read_metrics(tmp_path / "whole")})
+    expected = {"mean_loss": {"steps": 2, "sum": pytest.approx(sum(every[:2]), rel=1e-6)}}
+    assert saved_state(tmp_path / "out", 2) == expected
+    expected = {"mean_loss": {"steps": 6, "sum": pytest.approx(sum(every), rel=1e-5)}}
+    assert saved_state(tmp_path / "whole", 6) == expected
+    assert saved_state(tmp_path / "out", 6) == expected
+    last = run["metrics"][-1]["mean_loss"]  # what step 5 has logged
+    assert last == pytest.approx(sum(every[:5]) / 5, rel=1e-5)
+
+
+def log_of(argv):
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        train(argv)
+    finally:
+        logger.removeHandler(handler)
+    return "\n".join(messages)
+
+
+def test_callbacks_that_are_new_or_gone_are_named(ranks, tmp_path):
+    save = [*SAVE, SCHEDULE, "--checkpoint.interval=1"]
+    fresh = "callback mean_loss starts fresh: the checkpoint has no state of it"
+    gone = "the state of callbacks that this run doesn't use: mean_loss"
+    for step, callback, state in ((1, [], None), (2, MEAN, 1), (3, MEAN, 2), (4, [], None)):
+        (log,) = ranks(1, log_of, arguments(tmp_path, *save, *callback, steps=step))
+        assert (fresh in log) is (step == 2)
+        assert (gone in log) is (step == 4)
+        saved = saved_state(tmp_path / "out", step)
+        assert saved is None if state is None else saved["mean_loss"]["steps"] == state
+
+
+class Remembers(Callback):
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        raise KeyError("count")
+
+
+def remembering(argv, states):
+    return trained(argv, *map(Remembers, states))
+
+
+LOOP = {}
+LOOP["loop"] = LOOP
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"average": torch.zeros(2)}, "can't be saved: Object of type Tensor is not JSON"),
+        ({"best": math.inf}, "can't be saved: Out of range float values"),
+        (LOOP, "can't be saved: Circular reference"),
+        ({"text": "\ud800"}, "can't be saved: 'utf-8' codec can't encode"),
+        ({"counts": {1: 2}}, "changes when it is saved. Return what JSON gives back unchanged"),
+        ({"pair": (1, 2)}, "changes when it is saved"),
+        ([1], "changes when it is saved"),
+        ({"text": "x" * 2**20}, "has 1,048,588 bytes as JSON, more than 1,048,576"),
+    ],
+    ids=["tensor", "infinity", "loop", "text", "keys", "tuple", "list", "large"],
+)
+def test_a_state_that_cannot_be_saved_is_an_error_before_the_save(ranks, tmp_path, state, message):
+    argv = arguments(tmp_path, *SAVE, "--checkpoint.interval=1", steps=2)
+    (error,) = ranks(1, remembering, argv, [state])
+    assert error.startswith(f"UserError: callback Remembers: state_dict() {message}")
+    assert list((tmp_path / "out/checkpoint").iterdir()) == []
+
+
+def test_a_state_that_cannot_be_loaded_is_an_error_that_names_the_callback(ranks, tmp_path):
+    argv = arguments(tmp_path, *SAVE, "--checkpoint.interval=1", SCHEDULE, steps=1)
+    ranks(1, remembering, argv, [{"count": 1}])
+    with pytest.raises(RankError, match=r"callback Remembers: load_state_dict failed .*count"):
+        ranks(1, remembering, [*argv, "--training.steps=2"], [{"count": 1}])
+
+
+def test_two_states_of_one_name_are_refused(ranks, tmp_path):
+    with pytest.raises(RankError, match="two callbacks with a state are called Remembers"):
+        ranks(1, remembering, arguments(tmp_path), [{}, {}])
 
 
 def test_names_are_checked_before_anything_starts(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.runs import After, arguments, train
+from tests.runs import arguments, last, train
 from torchtitan.config import resolve
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
@@ -79,7 +79,7 @@ def look_after_each_commit(argv, folder, fail):
             upload.result()
             seen.append(kinds(folder))
 
-    trainer = Trainer(config, preflight(config), callbacks=[After(look)])
+    trainer = Trainer(config, preflight(config), arrange=last(look))
     error = None
     try:
         trainer.train()

@@ -24,7 +24,7 @@ from torchtitan.tools.planner.pipeline_orders import as_csv, orders_of
 from torchtitan.tools.planner.pipeline_timeline import program
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
-from torchtitan.train.step import forward_backward
+from torchtitan.train.step import HostUpdate, forward_backward
 from torchtitan.train.trainer import Trainer
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.torch_compat import replaced
@@ -200,7 +200,7 @@ def one_step(argv, schedules):
         parts = build(config, setup, CPU)
         batch = next(iter(parts.loader))
         parts.loader.close()
-        result = forward_backward(parts, batch, 0.0)
+        result = forward_backward(parts, batch, HostUpdate(parts, 0.0))
         model = setup.spec.build(setup.args, attention_backend("cpu"))
         materialize(
             model,
@@ -309,7 +309,7 @@ def held_by_every_schedule(argv, orders, rows):
         batch = next(iter(parts.loader))
         parts.loader.close()
         with watched() as trained:
-            forward_backward(parts, batch, 0.0)
+            forward_backward(parts, batch, HostUpdate(parts, 0.0))
         with watched() as evaluated:
             parts.compute.forward(parts.compute.own_rows(batch.tokens, batch.labels))
         remote = [s for s, (a, b) in enumerate(pairwise(setup.stages.ranks), 1) if a != b]

@@ -25,7 +25,7 @@ from torchtitan.tools.planner.trace import trace_ranks
 from torchtitan.tools.planner.traffic import collectives
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
-from torchtitan.train.step import forward_backward
+from torchtitan.train.step import HostUpdate, forward_backward
 
 SIZES = {
     "dim": 128,
@@ -134,7 +134,7 @@ def measured_peak(argv):
     batches = iter(parts.loader)
 
     def step():
-        forward_backward(parts, next(batches), config.training.max_norm)
+        forward_backward(parts, next(batches), HostUpdate(parts, config.training.max_norm))
         parts.optimizer.step()
         parts.optimizer.zero_grad(set_to_none=True)
         if parts.average is not None:

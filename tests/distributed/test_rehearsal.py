@@ -379,15 +379,7 @@ def entered(argv):
     parts = build(config, preflight(config), torch.device("cpu"))
     batch = next(iter(parts.loader))
     with Counted() as counted:
-        train_step(
-            parts,
-            batch,
-            config,
-            stop=False,
-            agree=False,
-            approve=lambda *_: True,
-            before_update=lambda: None,
-        )
+        train_step(parts, batch, config)
     parts.loader.close()
     return counted.count
 

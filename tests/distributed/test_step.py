@@ -25,7 +25,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
-from torchtitan.train.step import forward_backward, train_step
+from torchtitan.train.step import HostUpdate, build_update, forward_backward, train_step
 from torchtitan.train.trainer import Trainer
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks/cpu")
@@ -129,6 +129,7 @@ def advance(argv, agree):
     """
     config = resolve(argv, dist.get_world_size()).config
     parts = build(config, preflight(config), torch.device("cpu"))
+    update = build_update(parts, config, agree=agree)
     (model,), batches, seen = parts.models, iter(parts.loader), []
 
     def poison(_, args):
@@ -140,15 +141,7 @@ def advance(argv, agree):
 
     model.layers["1"].ffn_norm.register_forward_pre_hook(poison)
     while len(seen) < config.training.steps:
-        result = train_step(
-            parts,
-            next(batches),
-            config,
-            stop=False,
-            agree=agree,
-            approve=lambda loss, norm: math.isfinite(loss) and math.isfinite(norm),
-            before_update=lambda: None,
-        )
+        result = train_step(parts, next(batches), config, update=update)
         parts.schedule.advance()
         states = {name: parts.optimizer.state[param] for name, param in model.named_parameters()}
         tensors = {
@@ -197,7 +190,8 @@ def test_update_before_the_host_knows_the_norm(ranks, tmp_path, extra):
 def gradients(argv):
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
-    forward_backward(trainer.parts, next(iter(trainer.parts.loader)), 0.0)
+    parts = trainer.parts
+    forward_backward(parts, next(iter(parts.loader)), HostUpdate(parts, 0.0))
     found = {name: full(param.grad) for name, param in trainer.parts.models[0].named_parameters()}
     trainer.close()
     return found

@@ -15,7 +15,7 @@ from torchtitan.parallel.mesh import build_mesh
 from torchtitan.parallel.tensor import apply_tensor_parallel
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
-from torchtitan.train.step import forward_backward
+from torchtitan.train.step import HostUpdate, forward_backward
 
 TP = ["--parallelism.tensor_parallel_degree=2"]
 VOCABULARY = 2048
@@ -47,7 +47,7 @@ def shapes_of_a_step(argv):
         lambda *a: embedded.append((type(a[2]).__name__, a[2].shape))
     )
     with Shapes() as shapes:
-        forward_backward(parts, next(iter(parts.loader)), 1.0)
+        forward_backward(parts, next(iter(parts.loader)), HostUpdate(parts, 1.0))
     parts.loader.close()
     return shapes.seen, *embedded[0]
 

@@ -190,12 +190,12 @@ def test_profiler_traces_are_written_on_schedule(ranks, tmp_path):
 
 
 def gradients_after_one_backward(argv, max_norm):
-    from torchtitan.train.step import forward_backward
+    from torchtitan.train.step import HostUpdate, forward_backward
 
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
     parts = trainer.parts
-    result = forward_backward(parts, next(iter(parts.loader)), max_norm)
+    result = forward_backward(parts, next(iter(parts.loader)), HostUpdate(parts, max_norm))
     grads = {name: full(param.grad) for name, param in parts.models[0].named_parameters()}
     trainer.close()
     return result.grad_norm, grads

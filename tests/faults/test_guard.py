@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tests.examples import mean_loss
 from tests.rounding import assert_trained_alike
 from tests.runs import EXPERTS, LR, arguments, average_of, first, losses, weights
 from torchtitan.config import resolve
@@ -106,7 +107,8 @@ def test_rewind_is_a_run_that_never_saw_the_batches_before_the_spike(
     """Back from step 11 to the checkpoint of step 8: batches 8 to 10, counted from 0, have no part
     in the weights.
     """
-    common = [*SAVE, *layout, "--lr_scheduler.total_steps=14", "--ema.enable"]
+    mean = [f"--experimental.custom_import={mean_loss.__name__}", "--training.callbacks=mean_loss"]
+    common = [*SAVE, *layout, *mean, "--lr_scheduler.total_steps=14", "--ema.enable"]
     argv = arguments(tmp_path, *common, *WATCH, "--guard.policy=rewind", steps=14)
     run = ranks(world, spoiled, argv, bad=[10], factor=factor)[0]
     clean = arguments(tmp_path, *common, f"--job.dump_folder={tmp_path / 'clean'}", steps=14)
@@ -122,10 +124,15 @@ def test_rewind_is_a_run_that_never_saw_the_batches_before_the_spike(
     saved = [("saved", step) for step in (4, 8, 12, 14)]
     assert kinds == [("started", 0), *saved[:2], ("rewound", 11), *saved[2:], ("finished", 14)]
     assert happened[3]["message"].endswith("training continues with the data after this step")
-    manifest = json.loads((tmp_path / "out/checkpoint/step-14/manifest.json").read_text())
-    guard = manifest["train_state"]["guard"]
-    assert guard["skipped"] == [[64, 88]]
-    assert guard["rows"] == (14 + 3) * 8
+    state, clean_state = (
+        json.loads((folder / "checkpoint/step-14/manifest.json").read_text())["train_state"]
+        for folder in (tmp_path / "out", tmp_path / "clean")
+    )
+    assert state["guard"]["skipped"] == [[64, 88]]
+    assert state["guard"]["rows"] == (14 + 3) * 8
+    mean, clean_mean = (x["callbacks"]["mean_loss"] for x in (state, clean_state))
+    assert mean["steps"] == clean_mean["steps"] == 14
+    assert mean["sum"] == pytest.approx(clean_mean["sum"], rel=1e-6)
 
 
 def test_a_run_that_rewound_resumes_with_the_data_that_come_next(ranks, tmp_path):

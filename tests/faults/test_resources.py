@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.runs import SAVE, After, arguments
+from tests.runs import SAVE, After, arguments, last
 from torchtitan.config import resolve
 from torchtitan.health import stragglers
 from torchtitan.parallel.collectives import local
@@ -108,7 +108,7 @@ def starved(argv):
                 resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (1 << 30), limits[1])
             )
 
-    trainer = Trainer(config, preflight(config), callbacks=[After(limit)])
+    trainer = Trainer(config, preflight(config), arrange=last(limit))
     try:
         trainer.train()
     finally:

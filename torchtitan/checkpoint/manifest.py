@@ -82,6 +82,8 @@ class TrainState(Strict):
     guard: GuardState
     ema: AverageState | None = None
     """None if the run has no average of the weights."""
+    callbacks: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """States of the user's callbacks, by name."""
 
 
 class Written(Strict):

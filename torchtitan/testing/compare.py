@@ -5,7 +5,6 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from torchtitan.data.loader import StepBatch, StepLoader
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.parallel.agree import from_rank_0
 from torchtitan.parallel.collectives import unsharded
-from torchtitan.train.build import build, build_data
+from torchtitan.train.build import Builders, build_data
 from torchtitan.train.callbacks import Callback, Run
 from torchtitan.train.preflight import Setup
 from torchtitan.train.step import StepResult
@@ -69,7 +68,7 @@ def observe(config: Config, setup: Setup, *, padded: bool = False) -> Observatio
         config,
         setup,
         callbacks=[_Observer(order, out)],
-        build=partial(build, make_data=_padded_data) if padded else build,
+        builders=Builders(data=_padded_data) if padded else None,
     )
     try:
         trainer.train()

@@ -4,6 +4,7 @@ import math
 import os
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.config.derive import replace, stages_of, validation_rows
 from torchtitan.config.sections.data import ValidationSet
-from torchtitan.config.sections.schema import Config, Debug
+from torchtitan.config.sections.schema import Comm, Config, Debug
 from torchtitan.config.sections.training import Training, Validation
 from torchtitan.data.loader import StepLoader, build_loader
 from torchtitan.data.spec import data_spec
@@ -27,6 +28,7 @@ from torchtitan.parallel.compile import compiled_loss
 from torchtitan.parallel.context import layout_of
 from torchtitan.parallel.context_layout import attending_positions, local_positions
 from torchtitan.parallel.fsdp import accumulation
+from torchtitan.parallel.groups import init_distributed
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.pipeline import Pipeline, StageShapes
@@ -51,47 +53,22 @@ def set_determinism(debug: Debug) -> None:
 
 
 def build(
-    config: Config,
-    setup: Setup,
-    device: torch.device,
-    *,
-    make_mesh: Callable[..., Mesh] | None = None,
-    make_data: Callable[..., StepLoader] | None = None,
-    make_models: Callable[..., list[FSDPModule]] | None = None,
+    config: Config, setup: Setup, device: torch.device, builders: "Builders | None" = None
 ) -> Parts:
-    """Everything the trainer works with. The default process group must exist.
-
-    Args:
-        make_mesh: instead of `build_mesh`; called with the same arguments.
-        make_data: instead of `build_data`.
-        make_models: instead of `parallelize`.
-    """
-    mesh = (make_mesh or build_mesh)(config, device.type, experts=setup.n_experts > 0)
+    """Everything the trainer works with. The default process group must exist."""
+    builders = builders or Builders()
+    mesh = builders.mesh(config, device.type, experts=setup.n_experts > 0)
     share = mesh.dp_rank, mesh.dp_degree
-    data = make_data or build_data
-    loader = data(config, "training", setup.tokenizer, share)
+    loader = builders.data(config, "training", setup.tokenizer, share)
     held_out = []
     if config.validation.enable:
-        held_out = build_held_out(config, setup.tokenizer, share, data)
+        held_out = build_held_out(config, setup.tokenizer, share, builders.data)
     for one in held_out:
         loader.record.add_held_out(one.loader.record)
-    shard = make_models or parallelize
-    models = shard(config, setup.spec, setup.args, setup.stages, mesh, device)
-    names = [source.name for source in config.training.sources]
-    tally = SourceTally(len(names), setup.tokenizer.byte_lengths(), device) if names else None
-
-    current = setup.args
-
-    def compute_of(stage: int) -> Compute:
-        nonlocal current
-        args = setup.args_of(stage)
-        if args != current:
-            for model in models:
-                model.change_positions(args)
-            current = args
-        section = stages_of(config)[stage].training
-        return build_compute(config, setup, mesh, device, models, section, tally=tally)
-
+    models = builders.models(
+        config, setup.spec, setup.args, stages=setup.stages, mesh=mesh, device=device
+    )
+    computes = StageComputes(config, setup, mesh, device=device, models=models)
     optimizer = build_optimizer(models, config.optimizer, config.custom, setup.width_ratio)
     schedule = LRSchedule(
         optimizer,
@@ -100,37 +77,93 @@ def build(
         config.custom,
         stages=config.training.stages,
     )
+    experts = _expert_balance(config, setup, models, device) if setup.n_experts else None
+    qk_clip = None
+    if config.optimizer.qk_clip:
+        qk_clip = _qk_clip(config, setup, mesh, device=device, models=models)
     validation = None
     if held_out:
-        section = config.validation.model_copy(update={"local_batch_size": validation_rows(config)})
-        forward = build_compute(config, setup, mesh, device, models, section, trains=False)
-        lengths = setup.tokenizer.byte_lengths()
-        validation = Validator(forward, held_out, mesh, device, lengths)
-    experts = _expert_balance(config, setup, models, device) if setup.n_experts else None
-    qk_clip = _qk_clip(config, setup, mesh, models, device) if config.optimizer.qk_clip else None
-    average = WeightAverage(models, config.ema) if config.ema.enable else None
+        validation = _validator(config, setup, held_out, mesh=mesh, device=device, models=models)
     probe = None
     if config.eval.enable or config.sampling.prompts:
-        probe = build_probe(config, setup, mesh, device, models)
+        probe = build_probe(config, setup, mesh, device=device, models=models)
     return Parts(
         mesh,
         device,
         models,
         optimizer,
-        schedule,
-        loader,
-        compute_of(0),
-        validation,
-        experts,
-        average,
-        probe,
+        schedule=schedule,
+        loader=loader,
+        compute=computes(0),
+        validation=validation,
+        experts=experts,
+        average=WeightAverage(models, config.ema) if config.ema.enable else None,
+        probe=probe,
         qk_clip=qk_clip,
-        compute_of=compute_of,
+        compute_of=computes,
     )
 
 
+class StageComputes:
+    """Builds what computes on the rows of a stage of the data."""
+
+    def __init__(
+        self,
+        config: Config,
+        setup: Setup,
+        mesh: Mesh,
+        *,
+        device: torch.device,
+        models: list[FSDPModule],
+    ):
+        self.config = config
+        self.setup = setup
+        self.mesh = mesh
+        self.device = device
+        self.models = models
+        sources = len(config.training.sources)
+        self.tally = None
+        if sources:
+            self.tally = SourceTally(sources, setup.tokenizer.byte_lengths(), device)
+        self.args = setup.args
+        """What the positions of `models` are made for."""
+
+    def __call__(self, stage: int) -> Compute:
+        args = self.setup.args_of(stage)
+        if args != self.args:
+            for model in self.models:
+                model.change_positions(args)
+            self.args = args
+        return build_compute(
+            self.config,
+            self.setup,
+            self.mesh,
+            self.device,
+            models=self.models,
+            section=stages_of(self.config)[stage].training,
+            tally=self.tally,
+        )
+
+
+def _validator(
+    config: Config,
+    setup: Setup,
+    sets: list[HeldOut],
+    *,
+    mesh: Mesh,
+    device: torch.device,
+    models: list[FSDPModule],
+) -> Validator:
+    section = config.validation.model_copy(update={"local_batch_size": validation_rows(config)})
+    compute = build_compute(
+        config, setup, mesh, device, models=models, section=section, trains=False
+    )
+    lengths = setup.tokenizer.byte_lengths()
+    return Validator(compute, sets, mesh, device, byte_lengths=lengths)
+
+
 def _qk_clip(
-    config: Config, setup: Setup, mesh: Mesh, models: list[FSDPModule], device: torch.device
+    config: Config, setup: Setup, mesh: Mesh, *, device: torch.device, models: list[FSDPModule]
 ) -> QKClip:
     cp_group = mesh.group("cp")
     balanced = bool(config.parallelism.context_parallel_load_balancer)
@@ -149,7 +182,7 @@ def _expert_balance(
     config: Config, setup: Setup, models: list[FSDPModule], device: torch.device
 ) -> ExpertBalance:
     rate = config.moe.balance_bias_rate
-    return ExpertBalance(models, _blocks(setup), setup.n_experts, rate, device)
+    return ExpertBalance(models, _blocks(setup), setup.n_experts, rate, device=device)
 
 
 def _blocks(setup: Setup) -> int:
@@ -213,9 +246,9 @@ def build_probe(
     config: Config,
     setup: Setup,
     mesh: Mesh,
+    *,
     device: torch.device,
     models: list[FSDPModule],
-    *,
     longest: int | None = None,
 ) -> Probe:
     """Build what reads the logits of `models`, in batches of `training.local_batch_size` rows.
@@ -228,7 +261,9 @@ def build_probe(
 
     def build(length: int, read: RowLoss) -> Compute:
         section = training.model_copy(update={"seq_len": length})
-        return build_compute(whole, setup, mesh, device, models, section, loss=read, trains=False)
+        return build_compute(
+            whole, setup, mesh, device, models=models, section=section, loss=read, trains=False
+        )
 
     return Probe(
         build,
@@ -246,9 +281,9 @@ def build_compute(
     setup: Setup,
     mesh: Mesh,
     device: torch.device,
+    *,
     models: list[FSDPModule],
     section: Training | Validation,
-    *,
     loss: RowLoss | None = None,
     tally: SourceTally | None = None,
     trains: bool = True,
@@ -262,24 +297,15 @@ def build_compute(
     p = config.parallelism
     training = config.training
     balanced = bool(p.context_parallel_load_balancer)
-    positions = local_positions(section.seq_len, mesh.size("cp"), mesh.rank("cp"), balanced).to(
-        device
-    )
-    further = setup.n_mtp if trains else 0
+    cp = mesh.size("cp"), mesh.rank("cp")
+    positions = local_positions(section.seq_len, *cp, balanced).to(device)
     attending = attending_positions(positions, p)
-    model_loss = ModelLoss(
-        compiled_loss(
-            loss or build_loss(training.loss, config.custom, training.z_loss), config.compile
-        ),
-        chunks=training.loss_chunks,
-        tp_degree=mesh.size("tp"),
-        sharded=mesh.size("tp") > 1 and not p.disable_loss_parallel,
-        mtp=MTPLoss(further, training.mtp_loss_weight, device) if further else None,
-    )
-    pipeline = None
-    pp_group = mesh.group("pp")
+    further = setup.n_mtp if trains else 0
+    model_loss = _model_loss(config, mesh, device, loss, further=further)
     dtype = getattr(torch, training.mixed_precision_param)
+    pipeline = None
     if setup.stages is not None:
+        pp_group = mesh.group("pp")
         assert pp_group is not None
         shapes = StageShapes(
             rows=section.local_batch_size,
@@ -291,20 +317,52 @@ def build_compute(
             project=model_loss.project,
             further=further,
         )
-        pipeline = Pipeline(models, setup.stages, shapes, positions, attending, pp_group)
-    document_end = setup.tokenizer.eos_id if training.document_mask else None
-    pin = section.dataloader.pin_memory and device.type != "cpu"
+        pipeline = Pipeline(
+            models, setup.stages, shapes, positions, attending=attending, group=pp_group
+        )
     return Compute(
         models,
         positions,
         pipeline,
         model_loss,
-        accumulation(config),
+        accumulation=accumulation(config),
         batch_size=section.local_batch_size,
         attending=attending,
-        document_end=document_end,
+        document_end=setup.tokenizer.eos_id if training.document_mask else None,
         dtype=dtype,
-        pin=pin,
+        pin=section.dataloader.pin_memory and device.type != "cpu",
         weighs_tokens=setup.n_experts > 0,
         tally=tally,
     )
+
+
+def _model_loss(
+    config: Config, mesh: Mesh, device: torch.device, loss: RowLoss | None, *, further: int
+) -> ModelLoss:
+    """
+    Args:
+        loss: instead of the one that `training.loss` names.
+        further: modules that predict further tokens.
+    """
+    training = config.training
+    row_loss = loss or build_loss(training.loss, config.custom, training.z_loss)
+    return ModelLoss(
+        compiled_loss(row_loss, config.compile),
+        chunks=training.loss_chunks,
+        tp_degree=mesh.size("tp"),
+        sharded=mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel,
+        mtp=MTPLoss(further, training.mtp_loss_weight, device) if further else None,
+    )
+
+
+@dataclass(frozen=True)
+class Builders:
+    """The functions that make what a run consists of. A rehearsal and the tests of parity replace
+    some, with functions of the same arguments.
+    """
+
+    connect: Callable[[Comm, torch.device], None] = init_distributed
+    """Starts the default process group, unless there is one."""
+    mesh: Callable[..., Mesh] = build_mesh
+    data: Callable[..., StepLoader] = build_data
+    models: Callable[..., list[FSDPModule]] = parallelize

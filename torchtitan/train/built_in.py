@@ -1,70 +1,52 @@
-"""The callbacks of every run. `built_in` lists them in the order in which they are called."""
+"""The callbacks of every run. `all_callbacks` lists them in the order in which they are called."""
 
 import gc
 import time
+from collections.abc import Sequence
 
-from torchtitan.checkpoint import Checkpointer
 from torchtitan.config.load.render import to_toml_value
-from torchtitan.config.sections.schema import Config, Guard
-from torchtitan.health.hang_watch import Watch
+from torchtitan.config.sections.schema import Guard
 from torchtitan.health.replicas import check_replicas
 from torchtitan.health.stragglers import Stragglers
 from torchtitan.inference.tasks import Tasks
-from torchtitan.optim.ema import WeightAverage
 from torchtitan.parallel.groups import set_timeout
-from torchtitan.telemetry.metrics import Metrics, describe_sources
-from torchtitan.telemetry.profiler import Profiler
-from torchtitan.telemetry.run_record import RunRecord
+from torchtitan.telemetry.metrics import describe_sources
 from torchtitan.telemetry.trackers import Record
-from torchtitan.train.callbacks import Callback, Notify, Run
+from torchtitan.train.callbacks import Callback, Run
+from torchtitan.train.engine import Engine
 from torchtitan.train.evaluations import RunTasks, Validate, WriteSamples, stops_early
-from torchtitan.train.folder_locks import HeldFolders
-from torchtitan.train.preflight import Setup
-from torchtitan.train.restore import RunState
 from torchtitan.train.run_info import describe_model, trained_args, write_config
 from torchtitan.train.state import Parts
 from torchtitan.train.step import StepResult, max_over_ranks
-from torchtitan.train.telemetry import Telemetry
 from torchtitan.utils.activity import SAVING, phase
 from torchtitan.utils.logging import event, logger
 from torchtitan.utils.text import show_duration
 
 
-def built_in(
-    config: Config,
-    setup: Setup,
-    parts: Parts,
-    state: RunState,
-    checkpointer: Checkpointer,
-    telemetry: Telemetry,
-    folders: HeldFolders,
-    watch: Watch | None,
-    tasks: Tasks | None,
-    notify: Notify,
+def all_callbacks(
+    engine: Engine, tasks: Tasks | None, users: Sequence[Callback]
 ) -> tuple[Callback, ...]:
-    """The built-in callbacks, in order.
+    """The built-in callbacks and the user's, in order.
 
     Args:
-        watch: None if the caller owns the process group.
         tasks: from `load_tasks`.
-        notify: tells all callbacks of validations and saves.
     """
-    metrics = telemetry.metrics
-    report = Report(metrics, telemetry.run_record, parts)
+    report = Report(engine)
     return (
-        WaitForCopy(checkpointer),
-        AverageWeights(parts.average),
-        LimitCollectives(watch, parts),
-        AnnounceStages(parts),
-        ConfirmFolders(metrics, folders),
+        WaitForCopy(engine),
+        AverageWeights(engine),
+        LimitCollectives(engine),
+        AnnounceStages(engine),
+        ConfirmFolders(engine),
         report,
-        FindStragglers(report, config.guard),
-        Profile(telemetry.profiler),
-        CheckReplicas(checkpointer),  # before a save would make a fault permanent
-        Validate(parts, metrics, notify),
-        WriteSamples(parts.probe, setup.tokenizer, metrics),
-        RunTasks(tasks, parts.probe, setup.tokenizer, metrics),
-        Save(checkpointer, state, setup, parts, notify),
+        FindStragglers(report, engine.config.guard),
+        Profile(engine),
+        CheckReplicas(engine),  # before a save would make a fault permanent
+        Validate(engine),
+        WriteSamples(engine),
+        RunTasks(engine, tasks),
+        *users,
+        Save(engine),  # after all that has a state in the checkpoint
         CollectGarbage(),
     )
 
@@ -72,8 +54,8 @@ def built_in(
 class WaitForCopy(Callback):
     """Keeps the weights until a save in the background has copied them."""
 
-    def __init__(self, checkpointer: Checkpointer):
-        self.checkpointer = checkpointer
+    def __init__(self, engine: Engine):
+        self.checkpointer = engine.checkpointer
 
     def before_update(self, run: Run) -> None:
         with phase("staging", "waiting for a copy of the weights"):
@@ -83,8 +65,8 @@ class WaitForCopy(Callback):
 class AverageWeights(Callback):
     """Updates the average of the weights: `[ema]`."""
 
-    def __init__(self, average: WeightAverage | None):
-        self.average = average
+    def __init__(self, engine: Engine):
+        self.average = engine.parts.average
 
     def after_step(self, run: Run, result: StepResult) -> None:
         if self.average is not None and result.updated:
@@ -96,9 +78,9 @@ class LimitCollectives(Callback):
     set-up. If a stage of the data compiles for another shape, the limit rises for its first step.
     """
 
-    def __init__(self, watch: Watch | None, parts: Parts):
-        self.watch = watch
-        self.parts = parts
+    def __init__(self, engine: Engine):
+        self.watch = engine.watch
+        self.parts = engine.parts
         self.began = time.monotonic()
         self.warm = False
 
@@ -126,8 +108,8 @@ class LimitCollectives(Callback):
 class AnnounceStages(Callback):
     """Logs each stage of the data before its first step: `[[training.stages]]`."""
 
-    def __init__(self, parts: Parts):
-        self.parts = parts
+    def __init__(self, engine: Engine):
+        self.parts = engine.parts
 
     def after_step(self, run: Run, result: StepResult) -> None:
         training = run.config.training
@@ -154,9 +136,9 @@ def _next_stage(run: Run, parts: Parts) -> int:
 class ConfirmFolders(Callback):
     """Checks, at logged steps, that the run still holds its folders."""
 
-    def __init__(self, metrics: Metrics, folders: HeldFolders):
-        self.metrics = metrics
-        self.folders = folders
+    def __init__(self, engine: Engine):
+        self.metrics = engine.telemetry.metrics
+        self.folders = engine.folders
 
     def after_step(self, run: Run, result: StepResult) -> None:
         if self.metrics.due(run.progress.step) and not self.folders.confirm():
@@ -166,12 +148,12 @@ class ConfirmFolders(Callback):
 class Report(Callback):
     """Records logged steps: `[metrics]`."""
 
-    def __init__(self, metrics: Metrics, run_record: RunRecord, parts: Parts):
-        self.metrics = metrics
-        self.run_record = run_record
-        self.parts = parts
+    def __init__(self, engine: Engine):
+        self.metrics = engine.telemetry.metrics
+        self.run_record = engine.telemetry.run_record
+        self.parts = engine.parts
         self.record: Record = {}
-        """The last one."""
+        """The last record."""
 
     def after_step(self, run: Run, result: StepResult) -> None:
         progress = run.progress
@@ -234,8 +216,8 @@ class FindStragglers(Callback):
 class Profile(Callback):
     """Writes traces and memory snapshots: `[profiling]`."""
 
-    def __init__(self, profiler: Profiler):
-        self.profiler = profiler
+    def __init__(self, engine: Engine):
+        self.profiler = engine.telemetry.profiler
 
     def after_step(self, run: Run, result: StepResult) -> None:
         self.profiler.step(run.progress.step)
@@ -247,8 +229,8 @@ class Profile(Callback):
 class CheckReplicas(Callback):
     """Compares copies of the weights: `guard.weight_hash_freq`."""
 
-    def __init__(self, checkpointer: Checkpointer):
-        self.checkpointer = checkpointer
+    def __init__(self, engine: Engine):
+        self.checkpointer = engine.checkpointer
 
     def after_step(self, run: Run, result: StepResult) -> None:
         step = run.progress.step
@@ -261,19 +243,9 @@ class CheckReplicas(Callback):
 class Save(Callback):
     """Saves checkpoints: `[checkpoint]`, and when the run is asked to stop."""
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        state: RunState,
-        setup: Setup,
-        parts: Parts,
-        notify: Notify,
-    ):
-        self.checkpointer = checkpointer
-        self.state = state
-        self.setup = setup
-        self.parts = parts
-        self.notify = notify
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.checkpointer = engine.checkpointer
 
     def after_step(self, run: Run, result: StepResult) -> None:
         step = run.progress.step
@@ -292,18 +264,18 @@ class Save(Callback):
             self._save(run)
             if stops:
                 self.checkpointer.close()
-        self.notify("on_save", step)
+        self.engine.notify("on_save", step)
 
     def _save(self, run: Run) -> None:
         config = run.config.checkpoint
+        setup = self.engine.setup
+        stage = self.engine.parts.stage
         step = run.progress.step
         last = step == run.config.training.steps
         model_only = last and config.last_save_model_only
-        stage = self.parts.stage
-        self.checkpointer.about["model"] = describe_model(run.config, self.setup, stage)
-        self.checkpointer.save(step, self.state.share(), model_only=model_only)
+        self.checkpointer.about["model"] = describe_model(run.config, setup, stage)
+        self.checkpointer.save(step, self.engine.state.share(), model_only=model_only)
         if last and config.last_save_in_hf:
-            setup = self.setup
             args = trained_args(run.config, setup, stage)
             folder = self.checkpointer.export_hf(step, setup.spec, args, setup.tokenizer)
             logger.info(f"Exported Hugging Face weights to {folder}")

@@ -1,6 +1,7 @@
 """What precedes, follows or watches a step: the base class of callbacks, and their view of a run.
 
-The built-in ones are in `train/built_in.py`, in the order of their calls. A user's follow them:
+The built-in ones are in `train/built_in.py`, in the order of their calls. A user's follow all but
+the one that saves:
 
     from torchtitan.config.registry import callbacks
     from torchtitan.train.callbacks import Callback, Run
@@ -10,15 +11,18 @@ The built-in ones are in `train/built_in.py`, in the order of their calls. A use
         def after_step(self, run, result):
             run.log("loudness", result.loss * 2)
 
-`experimental.custom_import` names the module, and `training.callbacks = ["loud"]` chooses it.
+`experimental.custom_import` names the module, and `training.callbacks = ["loud"]` chooses it. What
+it must remember goes into checkpoints: `state_dict` and `load_state_dict`.
 """
 
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
+from pydantic_core import from_json
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -32,6 +36,7 @@ from torchtitan.parallel.mesh import Mesh
 from torchtitan.train.state import Progress
 from torchtitan.train.step import StepResult
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.logging import logger
 
 Reduction = Literal["mean", "sum", "max"]
 _REDUCE: dict[str, Callable[[list[float]], float]] = {
@@ -46,6 +51,24 @@ class Callback:
     so it may communicate. An exception ends the run as an error of its rank.
     """
 
+    name: str = ""
+    """Key of its state in checkpoints. By default the name that it is registered under, or that of
+    its class.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed or rewound run gives back to `load_state_dict`. Called with each save.
+
+        It holds what JSON does: dictionaries with strings as keys, lists, strings, finite numbers,
+        booleans and None. It should be the same on all ranks: that of rank 0 is saved.
+        """
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state that `state_dict` has returned. Called on all ranks, under any
+        layout: before `on_start` if the run resumes, before `on_rewind` if it rewinds.
+        """
+
     def on_start(self, run: "Run") -> None:
         """Training is about to begin, from scratch or after `run.progress.step`."""
 
@@ -55,8 +78,8 @@ class Callback:
         """
 
     def after_step(self, run: "Run", result: StepResult) -> None:
-        """`run.progress.step` is done. Gradients are freed. Not called for a step that the guard
-        rewinds.
+        """`run.progress.step` is done, but not yet saved. Gradients are freed. Not called for a
+        step that the guard rewinds.
         """
 
     def on_validation(self, run: "Run", results: Sequence[dict[str, Any]]) -> None:
@@ -72,6 +95,80 @@ class Callback:
         """Training has ended: `completed`, `preempted`, or an error, after which other ranks may be
         gone: don't communicate then.
         """
+
+
+class CallbackStates:
+    """The states of those callbacks that define `state_dict`, by name."""
+
+    def __init__(self, callbacks: Sequence[Callback]):
+        """
+        Raises:
+            UserError: two of them have the same name.
+        """
+        self.callbacks: dict[str, Callback] = {}
+        for callback in callbacks:
+            if type(callback).state_dict is Callback.state_dict:
+                continue
+            name = callback.name or type(callback).__name__
+            if name in self.callbacks:
+                raise UserError(
+                    f"training.callbacks: two callbacks with a state are called {name}; set the "
+                    "attribute `name` of one of them"
+                )
+            self.callbacks[name] = callback
+
+    def state_dict(self) -> dict[str, Any]:
+        """All states.
+
+        Raises:
+            UserError: JSON would not give one of them back.
+        """
+        return {name: _checked(name, x.state_dict()) for name, x in self.callbacks.items()}
+
+    def load_state_dict(self, states: Mapping[str, Any]) -> None:
+        """Give each callback its state. Logs which callbacks have none, and which are gone."""
+        for name, callback in self.callbacks.items():
+            if name not in states:
+                logger.info(f"callback {name} starts fresh: the checkpoint has no state of it")
+                continue
+            try:
+                callback.load_state_dict(states[name])
+            except Exception as error:
+                raise RuntimeError(
+                    f"callback {name}: load_state_dict failed for the checkpoint's state: {error!r}"
+                ) from error
+        if gone := sorted(states.keys() - self.callbacks.keys()):
+            logger.info(
+                "The checkpoint also has the state of callbacks that this run doesn't use: "
+                f"{', '.join(gone)}"
+            )
+
+
+def _checked(name: str, state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a callback's state, as a checkpoint gives it back."""
+    what = f"callback {name}: state_dict()"
+    try:
+        text = json.dumps(state, allow_nan=False, ensure_ascii=False).encode()
+        copy: dict[str, Any] = from_json(text)  # as manifests are read
+        same = isinstance(state, dict) and copy == state
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"{what} can't be saved: {error}. {_JSON}") from error
+    if not same:
+        raise UserError(f"{what} changes when it is saved. {_JSON}")
+    if len(text) > _MOST_BYTES:
+        raise UserError(
+            f"{what} has {len(text):,} bytes as JSON, more than {_MOST_BYTES:,}; write large data "
+            "to a file of its own, and keep its name here"
+        )
+    return copy
+
+
+_JSON = (
+    "Return what JSON gives back unchanged: dictionaries with strings as keys, lists, strings, "
+    "finite numbers, booleans and None"
+)
+_MOST_BYTES = 2**20
+"""Of one callback: manifests are read whole."""
 
 
 class LoggedValues:
@@ -154,21 +251,17 @@ class Run:
         self.logged.add(name, value, reduce)
 
 
-class Notify(Protocol):
-    """Calls a method of all callbacks, in order."""
-
-    def __call__(self, event: str, *details: Any) -> None: ...
-
-
 Arrange = Callable[[tuple[Callback, ...]], Sequence[Callback]]
 """Takes the built-in and the user's callbacks, in order, and returns those that a run calls."""
 
 
 def build_callbacks(config: Config) -> tuple[Callback, ...]:
     """The user's callbacks that `training.callbacks` names, in its order."""
-    made = []
+    callbacks = []
     for name in config.training.callbacks:
         make = registered.chosen(name, config.custom)
         assert make is not None, f"{name} is not registered"
-        made.append(make())
-    return tuple(made)
+        callback: Callback = make()
+        callback.name = callback.name or name
+        callbacks.append(callback)
+    return tuple(callbacks)

@@ -6,12 +6,11 @@ from typing import Any
 
 from torchtitan.config.sections.evals import Eval, Sampling
 from torchtitan.config.sections.schema import Config
-from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.inference import generator
 from torchtitan.inference.generator import Continuation, continue_prompts
 from torchtitan.inference.tasks import Tasks, scores
-from torchtitan.telemetry.metrics import Metrics
-from torchtitan.train.callbacks import Callback, Notify, Run
+from torchtitan.train.callbacks import Callback, Run
+from torchtitan.train.engine import Engine
 from torchtitan.train.logits import Probe
 from torchtitan.train.state import Parts
 from torchtitan.train.step import StepResult, prepare_weights
@@ -42,10 +41,9 @@ def _averaged_weights(parts: Parts, config: Config) -> Iterator[None]:
 class Validate(Callback):
     """Computes the loss on held-out data: `[validation]`."""
 
-    def __init__(self, parts: Parts, metrics: Metrics, notify: Notify):
-        self.parts = parts
-        self.metrics = metrics
-        self.notify = notify
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.parts = engine.parts
 
     def after_step(self, run: Run, result: StepResult) -> None:
         validator = self.parts.validation
@@ -60,8 +58,8 @@ class Validate(Callback):
                 for one, other in zip(results, averaged, strict=True):
                     one["loss_ema"] = other["loss"]
                     one["bits_per_byte_ema"] = other["bits_per_byte"]
-        self.metrics.log_validation(run.progress.step, results)
-        self.notify("on_validation", results)
+        self.engine.telemetry.metrics.log_validation(run.progress.step, results)
+        self.engine.notify("on_validation", results)
 
     def on_end(self, run: Run, reason: str) -> None:
         if self.parts.validation is not None:
@@ -71,10 +69,10 @@ class Validate(Callback):
 class WriteSamples(Callback):
     """Lets the model continue prompts: `[sampling]`."""
 
-    def __init__(self, probe: Probe | None, tokenizer: Tokenizer, metrics: Metrics):
-        self.probe = probe
-        self.tokenizer = tokenizer
-        self.metrics = metrics
+    def __init__(self, engine: Engine):
+        self.probe = engine.parts.probe
+        self.tokenizer = engine.setup.tokenizer
+        self.metrics = engine.telemetry.metrics
 
     def after_step(self, run: Run, result: StepResult) -> None:
         config = run.config.sampling
@@ -110,13 +108,11 @@ class WriteSamples(Callback):
 class RunTasks(Callback):
     """Runs benchmarks of lm-eval: `[eval]`."""
 
-    def __init__(
-        self, tasks: Tasks | None, probe: Probe | None, tokenizer: Tokenizer, metrics: Metrics
-    ):
+    def __init__(self, engine: Engine, tasks: Tasks | None):
         self.tasks = tasks
-        self.probe = probe
-        self.tokenizer = tokenizer
-        self.metrics = metrics
+        self.probe = engine.parts.probe
+        self.tokenizer = engine.setup.tokenizer
+        self.metrics = engine.telemetry.metrics
 
     def after_step(self, run: Run, result: StepResult) -> None:
         due = is_due(run, run.config.eval.freq)

@@ -111,7 +111,12 @@ def preflight(config: Config, *, output: bool = True, elsewhere: bool = False) -
         raise ConfigError(found)
     warnings += problems(config, facts, refuses=False)
     return Setup(
-        spec, args, tokenizer, assign_stages(config, facts), tuple(warnings), (args, *later)
+        spec,
+        args,
+        tokenizer,
+        assign_stages(config, facts),
+        warnings=tuple(warnings),
+        stage_args=(args, *later),
     )
 
 

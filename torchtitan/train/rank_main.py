@@ -25,6 +25,7 @@ from torchtitan.utils.text import plural, show_loss, show_tokens
 from torchtitan.utils.torch_versions import installed_torch, too_new
 
 if TYPE_CHECKING:
+    from torchtitan.train.state import Progress
     from torchtitan.train.trainer import Trainer
 
 COMMAND_ENV = "TORCHTITAN_COMMAND"
@@ -87,9 +88,7 @@ def _run(resolved: Resolved, setup: Setup, stop: StopRequest, rank: int) -> int:
             os.kill(int(launcher), signal.SIGTERM)
         return _stopped(rank, f"after step {progress.step}")
     if rank == 0:
-        _summarize(
-            resolved, progress.step, progress.tokens, progress.first_loss, progress.last_loss
-        )
+        _summarize(resolved, progress)
     return 0
 
 
@@ -145,11 +144,12 @@ def _command() -> str:
     return shlex.join(sys.orig_argv)
 
 
-def _summarize(
-    resolved: Resolved, step: int, tokens: int, first: float | None, last: float | None
-) -> None:
+def _summarize(resolved: Resolved, progress: "Progress") -> None:
     """Log what the run produced and what to do next."""
     config = resolved.config
+    step = progress.step
+    first = progress.first_loss
+    last = progress.last_loss
     dump = config.job.dump_folder
     if first is None or last is None:
         logger.info(
@@ -158,7 +158,7 @@ def _summarize(
         )
         return
     logger.info(
-        f"Done: step {step}, {show_tokens(tokens)} tokens, loss {show_loss(first)} -> "
+        f"Done: step {step}, {show_tokens(progress.tokens)} tokens, loss {show_loss(first)} -> "
         f"{show_loss(last)}"
     )
     results = {"metrics": f"{dump}/metrics.jsonl", "config": f"{dump}/config.toml"}

@@ -19,6 +19,7 @@ from torchtitan.models import hf_map
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.telemetry.run_record import changed_settings
+from torchtitan.train.callbacks import CallbackStates
 from torchtitan.train.preflight import Setup
 from torchtitan.train.state import Progress
 from torchtitan.utils.assets import find_asset
@@ -34,7 +35,8 @@ class RunState:
     schedule: LRSchedule
     loader: StepLoader
     guard: Guard
-    average: WeightAverage | None = None
+    average: WeightAverage | None
+    callbacks: CallbackStates
 
     def share(self) -> dict[str, Any]:
         """The state, with this rank's lanes of the data, which a save joins with the others'."""
@@ -44,7 +46,11 @@ class RunState:
             "data": self.loader.own_state(self.progress.data or self.loader.start),
             "guard": self.guard.spikes.state_dict(),
         }
-        return state if self.average is None else state | {"ema": self.average.state_dict()}
+        if self.average is not None:
+            state["ema"] = self.average.state_dict()
+        if callbacks := self.callbacks.state_dict():
+            state["callbacks"] = callbacks
+        return state
 
     def load(
         self, state: dict[str, Any], exclude: set[str], data_files: Callable[[], Lists]
@@ -58,6 +64,7 @@ class RunState:
         if "train_state" not in exclude:
             self.progress.load_state_dict(state["progress"])
             self.guard.load(state)
+            self.callbacks.load_state_dict(state.get("callbacks", {}))
         if "lr_scheduler" not in exclude:
             self.schedule.load_state_dict(state["lr_scheduler"])
         if "dataloader" not in exclude:
@@ -73,6 +80,7 @@ class RunState:
         self.schedule.load_state_dict(state["lr_scheduler"])
         if self.average is not None:
             self.average.load_state_dict(state.get("ema"))
+        self.callbacks.load_state_dict(state.get("callbacks", {}))
 
 
 def restore(
@@ -80,6 +88,7 @@ def restore(
     setup: Setup,
     models: Sequence[nn.Module],
     checkpointer: Checkpointer,
+    *,
     state: RunState,
 ) -> None:
     """Load what the configuration says to start from. Called by all ranks.

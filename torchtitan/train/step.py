@@ -1,8 +1,15 @@
-"""The training step: forward, backward, clip, update."""
+"""The training step: forward, backward, clip, update.
+
+`train_step` is the whole of it. How the weights change is one of three updates, built once:
+`HostUpdate` waits for the loss and the gradient norm and lets a judge decide; `DeviceUpdate` lets
+the device clip and update ahead of the host; `UpdateInBackward` belongs to an optimizer that has
+updated each weight when the backward ends (`optimizer.early_step_in_backward`).
+"""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,13 +36,13 @@ class BackwardResult:
     loss: float
     grad_norm: float
     tokens: int
-    """Predicted."""
+    """Tokens with a label."""
     read: int
-    """Tokens of the batch, predicted or not."""
+    """Tokens of the batch, with a label or not."""
     local_loss: float
     """Mean loss of this rank's own tokens; 0 where a pipeline's last stage is elsewhere."""
     mtp_losses: tuple[float, ...]
-    """Of each module of multi-token prediction."""
+    """Loss of each module of multi-token prediction."""
     stop: bool
     """Some rank had been asked to stop when the step began."""
 
@@ -49,7 +56,7 @@ class StepResult(BackwardResult):
     """The weights were updated."""
 
 
-def _is_finite(loss: float, grad_norm: float) -> bool:
+def is_finite(loss: float, grad_norm: float) -> bool:
     return math.isfinite(loss) and math.isfinite(grad_norm)
 
 
@@ -58,67 +65,30 @@ def train_step(
     batch: StepBatch,
     config: Config,
     *,
+    update: "Update | None" = None,
     stop: bool = False,
-    agree: bool = False,
-    approve: Callable[[float, float], bool] = _is_finite,
+    approve: Callable[[float, float], bool] = is_finite,
     before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Train on one global batch.
 
     Args:
-        stop, agree: as in `forward_backward`.
+        update: how the weights change, from `build_update`, which is called if there is none.
+        stop: as in `forward_backward`.
         approve: whether to update the weights, given the loss and the gradient norm.
         before_update: called before any weight changes, with complete gradients that are not yet
             clipped; before the backward if that updates the weights.
     """
+    update = update or build_update(parts, config)
     parts.enter(batch.stage)
     learning_rate = parts.schedule.apply(batch.stage)
-    max_norm = config.training.max_norm
-    optimizer = parts.optimizer
-    in_backward = isinstance(optimizer, OptimizerInBackward)
-    # The device updates the weights ahead of the host, which then learns loss and norm with one
-    # wait; but where a policy judges them first, the host must know before the weights change.
-    can_skip = isinstance(optimizer, ShardedAdam) and optimizer.clips
-    ahead = can_skip and not agree and not config.training.enable_cpu_offload
-
-    def update(loss: Tensor, norm: Tensor) -> None:
-        """Clip and update on the device, before the host knows whether loss and norm are finite."""
-        note("updating the weights")
-        assert isinstance(optimizer, ShardedAdam)
-        divisor = 1 / _clip_factor(norm, max_norm) if max_norm > 0 else None
-        skip = ~torch.isfinite(loss + norm)
-        optimizer.step(divisor=divisor, skip=skip)
-        _end_step(parts, skip)
-
-    if in_backward:
-        before_update()
-    result = forward_backward(
-        parts,
-        batch,
-        max_norm,
-        stop,
-        agree=agree,
-        before_clip=None if in_backward else before_update,
-        update=update if ahead else None,
-    )
-    updated = approve(result.loss, result.grad_norm)
-    if not ahead:
-        note("updating the weights")
-        if updated:
-            optimizer.step()
-        rejected = None if updated else torch.ones((), dtype=torch.bool, device=parts.device)
-        _end_step(parts, rejected)
-    if updated:
+    result = forward_backward(parts, batch, update, stop=stop, before_update=before_update)
+    approved = approve(result.loss, result.grad_norm)
+    update.finish(approved)
+    if approved:
         prepare_weights(parts, config)
-    optimizer.zero_grad(set_to_none=True)
-    return StepResult(**vars(result), learning_rate=learning_rate, updated=updated)
-
-
-def _end_step(parts: Parts, skip: Tensor | None) -> None:
-    """Update what follows from a step besides the optimizer, unless `skip` is true."""
-    for part in (parts.experts, parts.qk_clip):
-        if part is not None:
-            part.step(skip)
+    parts.optimizer.zero_grad(set_to_none=True)
+    return StepResult(**vars(result), learning_rate=learning_rate, updated=approved)
 
 
 def prepare_weights(parts: Parts, config: Config) -> None:
@@ -130,15 +100,131 @@ def prepare_weights(parts: Parts, config: Config) -> None:
         refresh_scales(parts.models)
 
 
+# ---- the update
+
+
+class Update:
+    """How a step changes the weights. Its methods are called in this order, after the backward."""
+
+    in_backward = False
+    """The backward has changed them."""
+
+    def __init__(self, parts: Parts, max_norm: float, *, agree: bool = False):
+        """
+        Args:
+            max_norm: clip gradients to this norm; 0: don't.
+            agree: make loss and gradient norm bit-identical on all ranks, because a policy judges
+                them.
+        """
+        self.parts = parts
+        self.max_norm = max_norm
+        self.agree = agree
+
+    def clip(self) -> Tensor:
+        """The norm of the gradients, which may be clipped here."""
+        return _norm(self.parts, _gradients(self.parts))
+
+    def on_device(self, loss: Tensor, norm: Tensor) -> None:
+        """What the device does before the host has read loss and gradient norm."""
+
+    def finish(self, approved: bool) -> None:
+        """What follows from the host's judgement."""
+
+
+class HostUpdate(Update):
+    """Updates the weights after the host has judged loss and gradient norm."""
+
+    def clip(self) -> Tensor:
+        gradients = _gradients(self.parts)
+        norm = _norm(self.parts, gradients)
+        if self.max_norm > 0:
+            scale(gradients, _clip_factor(norm, self.max_norm))
+        return norm
+
+    def finish(self, approved: bool) -> None:
+        note("updating the weights")
+        if approved:
+            self.parts.optimizer.step()
+        rejected = torch.ones((), dtype=torch.bool, device=self.parts.device)
+        _end_step(self.parts, None if approved else rejected)
+
+
+class DeviceUpdate(Update):
+    """Clips and updates on the device, before the host knows whether loss and norm are finite. If
+    they aren't, nothing changes.
+    """
+
+    def on_device(self, loss: Tensor, norm: Tensor) -> None:
+        note("updating the weights")
+        optimizer = self.parts.optimizer
+        assert isinstance(optimizer, ShardedAdam)
+        divisor = 1 / _clip_factor(norm, self.max_norm) if self.max_norm > 0 else None
+        skip = ~torch.isfinite(loss + norm)
+        optimizer.step(divisor=divisor, skip=skip)
+        _end_step(self.parts, skip)
+
+
+class UpdateInBackward(HostUpdate):
+    """Goes with `OptimizerInBackward`, which frees each gradient once it has updated its weight."""
+
+    in_backward = True
+
+    def clip(self) -> Tensor:
+        """The norm of the gradients, which are gone and were not clipped."""
+        optimizer = self.parts.optimizer
+        assert isinstance(optimizer, OptimizerInBackward)
+        return optimizer.norm.take(self.parts.mesh.group("pp"), self.parts.device)
+
+
+def build_update(parts: Parts, config: Config, *, agree: bool = False) -> Update:
+    """How the weights of a run change.
+
+    Args:
+        agree: as for `Update`. A policy must know loss and norm before the weights change.
+    """
+    optimizer = parts.optimizer
+    max_norm = config.training.max_norm
+    if isinstance(optimizer, OptimizerInBackward):
+        return UpdateInBackward(parts, max_norm, agree=agree)
+    can_skip = isinstance(optimizer, ShardedAdam) and optimizer.clips
+    if can_skip and not agree and not config.training.enable_cpu_offload:
+        return DeviceUpdate(parts, max_norm)
+    return HostUpdate(parts, max_norm, agree=agree)
+
+
+def _end_step(parts: Parts, skip: Tensor | None) -> None:
+    """Update what follows from a step besides the optimizer, unless `skip` is true."""
+    for part in (parts.experts, parts.qk_clip):
+        if part is not None:
+            part.step(skip)
+
+
+def _gradients(parts: Parts) -> list[Tensor]:
+    return [p.grad for model in parts.models for p in model.parameters() if p.grad is not None]
+
+
+def _norm(parts: Parts, gradients: list[Tensor]) -> Tensor:
+    """The norm of the gradients of the whole model."""
+    norms = SquaredNorm()
+    norms.add(gradients)
+    return norms.take(parts.mesh.group("pp"), parts.device)
+
+
+def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """The factor for gradients of this norm, as in `torch.nn.utils.clip_grad_norm_`."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+# ---- forward and backward
+
+
 def forward_backward(
     parts: Parts,
     batch: StepBatch,
-    max_norm: float,
-    stop: bool = False,
+    update: Update,
     *,
-    agree: bool = False,
-    before_clip: Callable[[], None] | None = None,
-    update: Callable[[Tensor, Tensor], None] | None = None,
+    stop: bool = False,
+    before_update: Callable[[], None] = lambda: None,
 ) -> BackwardResult:
     """Compute the gradients of one global batch and clip them.
 
@@ -149,59 +235,66 @@ def forward_backward(
     Args:
         stop: this rank was asked to stop. All ranks learn about it here, and so act after the same
             step.
-        agree: make loss and gradient norm bit-identical on all ranks, because a policy judges them.
-        before_clip: called once the gradients are complete.
-        update: clips and updates instead, given the loss and the gradient norm on the device.
+        before_update: as in `train_step`.
     """
     asked = AnyRank(stop, parts.device)
     rows = parts.compute.own_rows(batch.tokens, batch.labels, batch.sources, batch.continues)
     local_tokens = int((rows.next_labels != IGNORE_INDEX).sum())
-    loss, norm, total, own, mtp = gradients(
-        parts, rows, local_tokens, 0.0 if update else max_norm, before_clip
-    )
-    if update is not None:
-        update(loss, norm)
+    outcome = device_step(parts, rows, local_tokens, update, before_update=before_update)
+    update.on_device(outcome.loss, outcome.norm)
     # One read-back for all: on CUDA this is the step's only wait for the device.
     with device_syncs(report=False):
-        outcome = torch.stack([x.double() for x in (loss, norm)])
-        if agree:
-            outcome = all_reduce(outcome, dist.group.WORLD) / dist.get_world_size()
-        rest = torch.stack([x.double() for x in (total, own, asked.answer())])
-        values = torch.cat([outcome, rest, mtp.double()]).tolist()
-    mean_loss, grad_norm, tokens, own_share, asking, *mtp_losses = values
+        judged = torch.stack([x.double() for x in (outcome.loss, outcome.norm)])
+        if update.agree:
+            judged = all_reduce(judged, dist.group.WORLD) / dist.get_world_size()
+        others = [x.double() for x in (outcome.tokens, outcome.local_loss, asked.answer())]
+        values = torch.cat([judged, torch.stack(others), outcome.mtp_losses.double()]).tolist()
+    loss, grad_norm, tokens, local_loss, asking, *mtp_losses = values
     return BackwardResult(
-        mean_loss,
-        grad_norm,
-        int(tokens),
-        batch.count * batch.tokens.shape[1],
-        local_loss=own_share * tokens / max(local_tokens, 1),
+        loss=loss,
+        grad_norm=grad_norm,
+        tokens=int(tokens),
+        read=batch.count * batch.tokens.shape[1],
+        local_loss=local_loss * tokens / max(local_tokens, 1),
         mtp_losses=tuple(mtp_losses),
         stop=asking > 0,
     )
 
 
-def gradients(
+class DeviceOutcome(NamedTuple):
+    """A forward and backward over all ranks, on the device: scalars, but for the last."""
+
+    loss: Tensor
+    norm: Tensor
+    tokens: Tensor
+    """Tokens with a label in the whole batch."""
+    local_loss: Tensor
+    """This rank's share of the loss."""
+    mtp_losses: Tensor
+    """Loss of each module of multi-token prediction, `[modules]`."""
+
+
+def device_step(
     parts: Parts,
     rows: LocalBatch,
     local_tokens: int,
-    max_norm: float,
-    before_clip: Callable[[], None] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    update: Update,
+    *,
+    before_update: Callable[[], None] = lambda: None,
+) -> DeviceOutcome:
     """The device's part of a step, during which the host never waits for it. The planner traces
     this function.
 
     Args:
         rows: this rank's part of the global batch.
-        local_tokens: how many of its tokens are predicted.
-        before_clip: called once the gradients are complete.
-
-    Returns:
-        Loss, gradient norm, predicted tokens of the whole batch, and this rank's share of the loss;
-        scalars. The loss of each module of multi-token prediction, `[modules]`.
+        local_tokens: how many of its tokens have a label.
+        before_update: as in `train_step`.
     """
     mesh = parts.mesh
     device = parts.device
     compute = parts.compute
+    if update.in_backward:
+        before_update()
     # All rows are copied at once, because each copy from pageable memory may wait.
     rows = rows.to(device)
     # Not copied from the host, which would wait for the device.
@@ -216,36 +309,15 @@ def gradients(
     for i, part in enumerate(batches, 1):
         note(f"running forward and backward of batch {i} of {len(batches)}")
         loss += compute.forward_backward(part, totals, last=i == len(batches))
-    if before_clip is not None:
-        before_clip()
-    norm = _grad_norm(parts, max_norm)
-    own = loss.clone()
+    if not update.in_backward:
+        before_update()
+    norm = update.clip()
+    local_loss = loss.clone()
     if mtp is None:
         all_reduce(loss, mesh.loss_group)
-        return loss, norm, totals, own, loss.new_zeros(0)
+        return DeviceOutcome(loss, norm, totals, local_loss, mtp_losses=loss.new_zeros(0))
     losses = all_reduce(torch.cat([loss[None], mtp.take()]), mesh.loss_group)
-    return losses[0], norm, totals[0], own, losses[1:]
-
-
-def _grad_norm(parts: Parts, max_norm: float) -> Tensor:
-    """The norm of all gradients before they are clipped to at most `max_norm`; 0 only measures
-    it.
-    """
-    pp_group = parts.mesh.group("pp")
-    if isinstance(parts.optimizer, OptimizerInBackward):
-        return parts.optimizer.norm.take(pp_group, parts.device)
-    found = [p.grad for model in parts.models for p in model.parameters() if p.grad is not None]
-    norms = SquaredNorm()
-    norms.add(found)
-    norm = norms.take(pp_group, parts.device)
-    if max_norm > 0:
-        scale(found, _clip_factor(norm, max_norm))
-    return norm
-
-
-def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor for gradients of this norm, as in `torch.nn.utils.clip_grad_norm_`."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return DeviceOutcome(losses[0], norm, totals[0], local_loss, mtp_losses=losses[1:])
 
 
 def max_over_ranks(value: float, mesh: Mesh, device: torch.device) -> float:

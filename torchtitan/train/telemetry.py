@@ -42,7 +42,6 @@ class Telemetry:
         """
         folder = Path(config.job.dump_folder)
         first_rank = dist.get_rank() == 0
-        self.steps = config.training.steps
         self.profiler = Profiler(config.profiling, config.job.dump_folder)
         self.run_record = RunRecord(
             folder,
@@ -58,7 +57,7 @@ class Telemetry:
             config.model_dump(),
             self.run_record,
             start_step=step,
-            total_steps=self.steps,
+            total_steps=config.training.steps,
             stages=list(_stage_costs(config, setup)),
             peak_flops=peak_flops(device_name(), config.training.mixed_precision_param),
             experts=setup.n_experts > 0,
@@ -75,13 +74,7 @@ class Telemetry:
             continues=len(self.run_record.starts) > 1,
             listeners=listeners,
         )
-        degrees = layout_degrees(config.parallelism).items()
-        axes = [f"{axis} {degree}" for axis, degree in degrees if degree > 1]
-        begins = f"Resuming after step {step}" if step else "Starting"
-        logger.info(
-            f"{begins}, to train to step {self.steps} on {' x '.join(axes) or 'one rank'}",
-            extra=event("resumed" if step else "started", step),
-        )
+        _announce(config, step)
 
     def close(self, step: int, ended: str | None, reason: str, last_loss: float | None) -> None:
         """
@@ -95,6 +88,17 @@ class Telemetry:
         self.run_record.save_trackers()
         if self.notifier is not None:
             self.notifier.close()
+
+
+def _announce(config: Config, step: int) -> None:
+    degrees = layout_degrees(config.parallelism).items()
+    axes = [f"{axis} {degree}" for axis, degree in degrees if degree > 1]
+    begins = f"Resuming after step {step}" if step else "Starting"
+    layout = " x ".join(axes) or "one rank"
+    logger.info(
+        f"{begins}, to train to step {config.training.steps} on {layout}",
+        extra=event("resumed" if step else "started", step),
+    )
 
 
 def _stage_costs(config: Config, setup: Setup) -> Iterator[StageCost]:

@@ -1,17 +1,19 @@
 """A trained model on the ranks of torchrun, in any layout, without what training needs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 
 from torchtitan.config import complete
 from torchtitan.config.derive import replace
 from torchtitan.config.load.decode import load_config
 from torchtitan.config.rules import check
-from torchtitan.config.sections.schema import Comm
+from torchtitan.config.sections.schema import Comm, Config
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.inference.load import ModelSource, load_weights
+from torchtitan.models.protocols import Model
 from torchtitan.models.spec import Init
 from torchtitan.parallel.groups import init_distributed
 from torchtitan.parallel.init import materialize
@@ -58,10 +60,27 @@ def load_probe(
         ConfigError: the model can't be split in this way.
     """
     device = current_device()
-    world = dist.get_world_size()
-    longest = max_seq_len or source.args.max_seq_len
     tune_cpu()
     dtype = dtype or usual_dtype(device)
+    longest = max_seq_len or source.args.max_seq_len
+    config = _probe_config(source, layout, dtype=dtype, rows=rows, longest=longest)
+    args = source.args.model_copy(update={"max_seq_len": config.training.seq_len})
+    check(config, split_facts(source.spec, args))
+    flops = source.spec.module_flops(args, config.training.seq_len)
+    stages = pipeline_stages(config, flops, source.spec.tied_modules(args))
+    setup = Setup(source.spec, args, tokenizer, stages)
+    mesh = build_mesh(config, device.type, experts=setup.n_experts > 0)
+    models = parallelize(
+        config, source.spec, args, stages=stages, mesh=mesh, device=device, fill=_allocate
+    )
+    load_weights(source, models)
+    return build_probe(config, setup, mesh, device=device, models=models, longest=longest)
+
+
+def _probe_config(
+    source: ModelSource, layout: list[str], *, dtype: str, rows: int, longest: int
+) -> Config:
+    """The configuration of a forward of `rows` rows that hold `longest` tokens or a few more."""
     sizes = {
         "dtype": dtype,
         "mixed_precision_param": dtype,
@@ -70,30 +89,15 @@ def load_probe(
     }
     loaded = load_config([*(f"--training.{key}={value}" for key, value in sizes.items()), *layout])
     unit = row_unit(loaded.config)
-    longest_row = -(-longest // unit) * unit
-    loaded.config = replace(loaded.config, "training.seq_len", longest_row)
+    loaded.config = replace(loaded.config, "training.seq_len", -(-longest // unit) * unit)
     loaded.config = replace(loaded.config, "activation_checkpoint.mode", "none")
-    config = complete(loaded, world).config
-    config = replace(
-        replace(config, "model.name", source.spec.name), "model.flavor", str(source.folder)
-    )
-    args = source.args.model_copy(update={"max_seq_len": longest_row})
-    check(config, split_facts(source.spec, args))
-    stages = pipeline_stages(
-        config, source.spec.module_flops(args, longest_row), source.spec.tied_modules(args)
-    )
-    setup = Setup(source.spec, args, tokenizer, stages)
-    mesh = build_mesh(config, device.type, experts=setup.n_experts > 0)
-    models = parallelize(
-        config,
-        source.spec,
-        args,
-        stages,
-        mesh,
-        device,
-        fill=lambda model, home, place, seed, _: materialize(
-            model, home, place, seed, lambda fqn: Init("zeros")
-        ),
-    )
-    load_weights(source, models)
-    return build_probe(config, setup, mesh, device, models, longest=longest)
+    config = complete(loaded, dist.get_world_size()).config
+    config = replace(config, "model.name", source.spec.name)
+    return replace(config, "model.flavor", str(source.folder))
+
+
+def _allocate(
+    model: Model, home: torch.device, place: torch.device, seed: int, _: Callable[[str], Init]
+) -> None:
+    """Allocate weights that are about to be loaded."""
+    materialize(model, home, place, seed, rule=lambda fqn: Init("zeros"))

@@ -1,8 +1,8 @@
 """A run: build, restore, train step by step, save, close."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,25 +10,33 @@ import torch.distributed as dist
 import torchtitan
 from torchtitan.checkpoint import Checkpointer, Trained
 from torchtitan.config.derive import layout_degrees
-from torchtitan.config.sections.schema import Comm, Config
+from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepBatch
 from torchtitan.health.flight_recorder import configure_flight_recorder
 from torchtitan.health.guard import Guard
 from torchtitan.health.hang_watch import Watch
 from torchtitan.inference.tasks import Tasks
 from torchtitan.parallel.collectives import AnyRank
-from torchtitan.parallel.groups import init_distributed, limit_groups
+from torchtitan.parallel.groups import limit_groups
 from torchtitan.parallel.quantize import check_hardware
-from torchtitan.train.build import build, set_determinism
-from torchtitan.train.built_in import built_in
-from torchtitan.train.callbacks import Arrange, Callback, LoggedValues, Run, build_callbacks
+from torchtitan.train.build import Builders, build, set_determinism
+from torchtitan.train.built_in import all_callbacks
+from torchtitan.train.callbacks import (
+    Arrange,
+    Callback,
+    CallbackStates,
+    LoggedValues,
+    Run,
+    build_callbacks,
+)
+from torchtitan.train.engine import Engine
 from torchtitan.train.evaluations import load_tasks, stops_early
 from torchtitan.train.folder_locks import hold_folders, open_log
 from torchtitan.train.preflight import Setup
 from torchtitan.train.restore import RunState, restore
 from torchtitan.train.run_info import describe_run, skipped_documents, write_config
-from torchtitan.train.state import Parts, Progress, seed_step
-from torchtitan.train.step import prepare_weights, train_step
+from torchtitan.train.state import Progress, seed_step
+from torchtitan.train.step import build_update, prepare_weights, train_step
 from torchtitan.train.telemetry import Telemetry
 from torchtitan.utils.activity import DATA, SAVING, begin, note, phase
 from torchtitan.utils.device import (
@@ -58,8 +66,7 @@ class Trainer:
         *,
         callbacks: Sequence[Callback] = (),
         arrange: Arrange = lambda callbacks: callbacks,
-        connect: Callable[[Comm, torch.device], None] = init_distributed,
-        build: Callable[[Config, Setup, torch.device], Parts] = build,
+        builders: Builders | None = None,
         device: torch.device | None = None,
     ):
         """
@@ -67,10 +74,9 @@ class Trainer:
             config: derived and validated.
             setup: from `preflight`.
             stop: whether this rank was asked to stop.
-            callbacks: called after the built-in ones and those that `training.callbacks` names.
+            callbacks: called after those that `training.callbacks` names.
             arrange: takes all callbacks in order, and returns those to call.
-            connect: starts the default process group, unless there is one.
-            build: builds model, optimizer and data.
+            builders: make process groups, model and data.
             device: where this rank computes; None: CUDA if available, else the CPU.
         """
         began = time.time()
@@ -78,14 +84,32 @@ class Trainer:
         self.config = config
         self.setup = setup
         self.device = device or current_device()
+        self.stop_request = stop or StopRequest()
+        self.stopped = False
+        """Some rank was asked to stop, so all have."""
+        builders = builders or Builders()
+        self._connect(builders)
+        user_callbacks = (*build_callbacks(config), *callbacks)
+        tasks = load_tasks(config.eval)
+        self._build(builders, user_callbacks)
+        self._restore()
+        self._start(began, tasks, user_callbacks, arrange)
+
+    def _connect(self, builders: Builders) -> None:
+        """Set up the device, start the process group, and take the run's folders."""
+        config = self.config
         tune_cpu()
         set_determinism(config.debug)
         check_hardware(config, self.device)
         self.owns_process_group = not dist.is_initialized()
-        self.watch = _connect(config, self.device, connect) if self.owns_process_group else None
-        self.stop = stop or StopRequest()
-        self.stop.defer()  # a rank that left alone from now on would make the others fail
-        self.stopped = False
+        self.watch: Watch | None = None
+        if self.owns_process_group:
+            configure_flight_recorder(config.comm, config.job.dump_folder)
+            builders.connect(config.comm, self.device)
+            if config.comm.trace_buf_size:
+                degrees = layout_degrees(config.parallelism)
+                self.watch = Watch(config.comm, config.job.dump_folder, degrees)
+        self.stop_request.defer()  # a rank that left alone from now on would make the others fail
         self.folders = hold_folders(config)
         open_log(config)
         precision = describe_cpu_precision(config.training.mixed_precision_param)
@@ -93,98 +117,101 @@ class Trainer:
             logger.info(precision)
         if unused := unused_gpu():
             logger.info(unused)
-        tasks = load_tasks(config.eval)
+
+    def _build(self, builders: Builders, user_callbacks: Sequence[Callback]) -> None:
+        """Build the model, what trains it, and what a checkpoint holds."""
+        config = self.config
         note("building the model")
-        self.parts = build(config, setup, self.device)
+        self.parts = build(config, self.setup, self.device, builders)
         if self.owns_process_group:
             limit_groups(config.comm.init_timeout_seconds)
-        about = describe_run(config, setup, self.parts.loader.fingerprint)
-        self.checkpointer = self._make_checkpointer(about)
-        self.guard = self._make_guard()
-        self.progress = Progress()
-        self.state = RunState(
-            self.progress, self.parts.schedule, self.parts.loader, self.guard, self.parts.average
-        )
-        note("loading a checkpoint")
-        restore(config, setup, self.parts.models, self.checkpointer, self.state)
-        self.parts.loader.check_enough(config.training.steps)
-        self.parts.enter(self.parts.loader.stage_after(self.parts.loader.start))
-        write_config(config)
-        note("starting the metrics")
-        if self.owns_process_group:
-            began = torchtitan.IMPORTED  # this process exists for the run: its imports count, too
-        self.telemetry = self._start_telemetry(about, began)
-        self._record_skipped()
-        added = (*build_callbacks(config), *callbacks)
-        self.callbacks = tuple(arrange((*self._built_in(tasks), *added)))
-        self.run = self._make_run(LoggedValues(gather=bool(added)))
-
-    def _make_checkpointer(self, about: dict[str, Any]) -> Checkpointer:
-        return Checkpointer(
-            self.config.checkpoint,
-            self.config.job.dump_folder,
+        self.checkpointer = Checkpointer(
+            config.checkpoint,
+            config.job.dump_folder,
             Trained(
                 self.parts.models,
                 self.parts.optimizer,
                 self.parts.average,
-                places=self.config.parallelism.pipeline_parallel_degree,
+                places=config.parallelism.pipeline_parallel_degree,
             ),
-            about,
+            describe_run(config, self.setup, self.parts.loader.fingerprint),
             confirm=lambda: self.folders.confirm(remote=True),
             confirm_copies=self.folders.confirm_copies,
             data_files=self.parts.loader.record.lists,
         )
-
-    def _make_guard(self) -> Guard:
-        return Guard(
-            self.config.guard,
-            self.config.training,
+        guard = Guard(
+            config.guard,
+            config.training,
             self.checkpointer,
-            self.config.job.dump_folder,
-            updates_in_backward=self.config.optimizer.early_step_in_backward,
+            config.job.dump_folder,
+            updates_in_backward=config.optimizer.early_step_in_backward,
+        )
+        self.update = build_update(self.parts, config, agree=guard.spikes.acts)
+        self.state = RunState(
+            progress=Progress(),
+            schedule=self.parts.schedule,
+            loader=self.parts.loader,
+            guard=guard,
+            average=self.parts.average,
+            callbacks=CallbackStates(user_callbacks),
         )
 
-    def _start_telemetry(self, about: dict[str, Any], began: float) -> Telemetry:
-        return Telemetry(
-            self.config,
+    def _restore(self) -> None:
+        """Load what the run starts from."""
+        note("loading a checkpoint")
+        loader = self.parts.loader
+        restore(self.config, self.setup, self.parts.models, self.checkpointer, state=self.state)
+        loader.check_enough(self.config.training.steps)
+        self.parts.enter(loader.stage_after(loader.start))
+        write_config(self.config)
+
+    def _start(
+        self,
+        began: float,
+        tasks: Tasks | None,
+        user_callbacks: tuple[Callback, ...],
+        arrange: Arrange,
+    ) -> None:
+        """Start the metrics, and make the callbacks."""
+        config = self.config
+        parts = self.parts
+        note("starting the metrics")
+        self.telemetry = Telemetry(
+            config,
             self.setup,
-            about,
+            self.checkpointer.about,
             step=self.progress.step,
             resumable=self.checkpointer.saving,
-            began=began,
+            # A process that exists for the run counts its imports, too.
+            began=torchtitan.IMPORTED if self.owns_process_group else began,
         )
-
-    def _make_run(self, logged: LoggedValues) -> Run:
-        parts = self.parts
-        return Run(
-            self.config,
-            self.progress,
-            parts.models,
-            parts.optimizer,
-            parts.mesh,
-            self.device,
-            parts.experts,
-            logged,
+        self._record_skipped()
+        run = Run(
+            config=config,
+            progress=self.progress,
+            models=parts.models,
+            optimizer=parts.optimizer,
+            mesh=parts.mesh,
+            device=self.device,
+            experts=parts.experts,
+            logged=LoggedValues(gather=bool(user_callbacks)),
         )
-
-    def _built_in(self, tasks: Tasks | None) -> tuple[Callback, ...]:
-        return built_in(
-            self.config,
-            self.setup,
-            self.parts,
-            self.state,
-            self.checkpointer,
-            self.telemetry,
-            self.folders,
-            self.watch,
-            tasks,
-            self._notify,
+        self.engine = Engine(
+            config=config,
+            setup=self.setup,
+            parts=parts,
+            state=self.state,
+            checkpointer=self.checkpointer,
+            telemetry=self.telemetry,
+            folders=self.folders,
+            watch=self.watch,
+            run=run,
         )
+        self.engine.callbacks = tuple(arrange(all_callbacks(self.engine, tasks, user_callbacks)))
 
-    def _notify(self, event: str, *details: Any) -> None:
-        """Call a method of all callbacks, in order."""
-        for callback in self.callbacks:
-            getattr(callback, event)(self.run, *details)
+    @property
+    def progress(self) -> Progress:
+        return self.state.progress
 
     # ---- the loop
 
@@ -202,9 +229,10 @@ class Trainer:
         run_record = self.telemetry.run_record
         try:
             with self.telemetry.profiler.capture_oom():
-                self._notify("on_start")
+                self.engine.notify("on_start")
                 batches = iter(self.parts.loader) if self.progress.step < steps else iter(())
-                self.stopped = bool(AnyRank(self.stop.requested, self.device).answer() > 0)
+                asked = AnyRank(self.stop_request.requested, self.device)
+                self.stopped = bool(asked.answer() > 0)
                 while self.progress.step < steps and not self.stopped:
                     step = self.progress.step + 1
                     begin("other", "between two steps", step)
@@ -226,33 +254,33 @@ class Trainer:
     def _train_one(self, batches: Iterator[StepBatch]) -> None:
         config = self.config
         progress = self.progress
-        step = progress.step + 1
+        guard = self.state.guard
         seed_step(config.debug.seed, progress.step, self.parts.mesh.dp_rank)
         with phase("data", f"{DATA} from {self.parts.loader.name}"):
             batch = next(batches)
-        self.guard.spikes.rows_per_step = batch.count
+        guard.spikes.rows_per_step = batch.count
         report_syncs = config.debug.report_device_syncs and progress.first_loss is not None
         with device_syncs(report=report_syncs):
             result = train_step(
                 self.parts,
                 batch,
                 config,
-                stop=self.stop.requested,
-                agree=self.guard.spikes.acts,
-                approve=lambda loss, grad_norm: self.guard.approve(step, loss, grad_norm),
-                before_update=lambda: self._notify("before_update"),
+                update=self.update,
+                stop=self.stop_request.requested,
+                approve=partial(guard.approve, progress.step + 1),
+                before_update=partial(self.engine.notify, "before_update"),
             )
         progress.data = batch.position
         progress.epochs = batch.epochs
-        if earlier := self.guard.handle_spike():
+        if earlier := guard.handle_spike():
             self.state.rewind(earlier.train_state)
             prepare_weights(self.parts, config)
-            self._notify("on_rewind", earlier.step)
+            self.engine.notify("on_rewind", earlier.step)
             return
         progress.advance(result.tokens, result.loss, skipped=not result.updated)
         self.parts.schedule.advance()
-        self.stopped = stops_early(self.run, result)
-        self._notify("after_step", result)
+        self.stopped = stops_early(self.engine.run, result)
+        self.engine.notify("after_step", result)
 
     def _record_skipped(self) -> None:
         """Count skipped documents: those of files at the start, those of streams at the end."""
@@ -272,7 +300,12 @@ class Trainer:
     # ---- the end
 
     def close(self, error: BaseException | None = None) -> None:
-        """Release what the run holds. After an error other ranks may be gone: don't wait."""
+        """Release what the run holds. After an error other ranks may be gone: don't wait.
+
+        The order matters: the error is recorded and the other ranks' watches learn of it before
+        anything may block; a save in flight gets a moment before its threads die; callbacks still
+        see the loader; and folders are released last, when nothing writes any more.
+        """
         step = self.progress.step
         ended = self.telemetry.run_record.end(step, self.config.training.steps, error)
         reason = ended or ("failed" if error is not None else "completed")
@@ -299,19 +332,8 @@ class Trainer:
 
     def _end_callbacks(self, reason: str, error: BaseException | None) -> None:
         try:
-            self._notify("on_end", reason)
+            self.engine.notify("on_end", reason)
         except Exception:
             if error is None:
                 raise
             logger.exception("a callback failed after the error")
-
-
-def _connect(
-    config: Config, device: torch.device, connect: Callable[[Comm, torch.device], None]
-) -> Watch | None:
-    """Start the process group and the watch over it."""
-    comm = config.comm
-    folder = config.job.dump_folder
-    configure_flight_recorder(comm, folder)
-    connect(comm, device)
-    return Watch(comm, folder, layout_degrees(config.parallelism)) if comm.trace_buf_size else None

@@ -44,7 +44,7 @@ from torchtitan.train.build import build_compute
 from torchtitan.train.forward import Compute
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.train.state import Parts
-from torchtitan.train.step import gradients
+from torchtitan.train.step import build_update, device_step
 
 
 @dataclass(frozen=True)
@@ -203,11 +203,13 @@ def _record(
         _drop_unneeded(tracer, models)
     fused = config.compile.enable and "loss" in config.compile.components
     with mode:
-        compute = build_compute(eager, setup, mesh, device, models, t, loss=LOSSES[fused])
+        compute = build_compute(
+            eager, setup, mesh, device, models=models, section=t, loss=LOSSES[fused]
+        )
         compute.accumulation = accumulation(config)
         optimizer = build_optimizer(models, eager.optimizer, eager.custom, setup.width_ratio)
         average = WeightAverage(models, eager.ema) if eager.ema.enable else None
-        parts = Parts(mesh, device, models, optimizer, None, None, compute, None)  # type: ignore[arg-type]
+        parts = Parts(mesh, device, models, optimizer, schedule=None, loader=None, compute=compute)  # type: ignore[arg-type]
         params = [param for model in models for param in model.parameters()]
         _track(tracer, models, average)
         before = len(tracer.events)
@@ -217,7 +219,7 @@ def _record(
         ):
             tokens = torch.empty(batches * t.local_batch_size, t.seq_len, dtype=torch.int64)
             rows = compute.own_rows(tokens, tokens.clone())
-            gradients(parts, rows, 1, t.max_norm)
+            device_step(parts, rows, 1, build_update(parts, eager, agree=True))
             tracer.rename([param.grad for param in params if param.grad is not None], "gradients")
             tracer.phase = "update"
             optimizer.step()

@@ -41,7 +41,7 @@ from torchtitan.tools.rehearsal.recorder import EndlessLoopError, Recorder
 from torchtitan.tools.rehearsal.replaced import blank_data, replaced, stored_checkpoint
 from torchtitan.tools.rehearsal.requests import CountedStore, count_files, counted_store
 from torchtitan.train import restore
-from torchtitan.train.build import build
+from torchtitan.train.build import Builders
 from torchtitan.train.built_in import Report, Save
 from torchtitan.train.callbacks import Callback, Run
 from torchtitan.train.evaluations import Validate
@@ -202,12 +202,11 @@ def _run(
         config,
         setup,
         arrange=lambda callbacks: tuple(named(callbacks)),
-        connect=connect,
-        build=partial(
-            build,
-            make_mesh=aside(build_mesh),
-            make_data=blank_data,
-            make_models=aside(partial(parallelize.parallelize, fill=fill)),
+        builders=Builders(
+            connect=connect,
+            mesh=aside(build_mesh),
+            data=blank_data,
+            models=aside(partial(parallelize.parallelize, fill=fill)),
         ),
         device=torch.device("cpu"),
     )
@@ -219,7 +218,7 @@ def _run(
     if run.checkpointer.config.enable:
         recorder.during = "resume"
         with stored_checkpoint(run.checkpointer):
-            restore.restore(config, setup, run.parts.models, run.checkpointer, run.state)
+            restore.restore(config, setup, run.parts.models, run.checkpointer, state=run.state)
     recorder.during = "end"
     run.close()
 

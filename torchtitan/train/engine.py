@@ -1,0 +1,37 @@
+"""All that a run consists of, for the built-in callbacks. Users' callbacks see its `run`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan.checkpoint import Checkpointer
+from torchtitan.config.sections.schema import Config
+from torchtitan.health.hang_watch import Watch
+from torchtitan.train.callbacks import Callback, Run
+from torchtitan.train.folder_locks import HeldFolders
+from torchtitan.train.preflight import Setup
+from torchtitan.train.restore import RunState
+from torchtitan.train.state import Parts
+from torchtitan.train.telemetry import Telemetry
+
+
+@dataclass
+class Engine:
+    """The objects of a run. `run` is their read-only face."""
+
+    config: Config
+    setup: Setup
+    parts: Parts
+    state: RunState
+    checkpointer: Checkpointer
+    telemetry: Telemetry
+    folders: HeldFolders
+    watch: Watch | None
+    """None if the caller owns the process group."""
+    run: Run
+    callbacks: tuple[Callback, ...] = ()
+    """All callbacks, in the order in which they are called."""
+
+    def notify(self, event: str, *details: Any) -> None:
+        """Call a method of all callbacks, in order."""
+        for callback in self.callbacks:
+            getattr(callback, event)(self.run, *details)
