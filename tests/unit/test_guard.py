@@ -2,6 +2,9 @@
 without ranks.
 """
 
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,9 @@ from torchtitan.config.sections import schema
 from torchtitan.health.guard import SpikeDetector, deviation
 from torchtitan.health.replicas import fingerprint
 from torchtitan.health.stragglers import Stragglers
+from torchtitan.train.callbacks import CallbackStates
+from torchtitan.train.restore import RunState
+from torchtitan.train.state import Progress
 
 WINDOW = 16
 
@@ -172,3 +178,32 @@ def test_a_fingerprint_does_not_depend_on_how_a_tensor_lies_in_memory_nor_on_chu
     whole = fingerprint(value)
     monkeypatch.setattr("torchtitan.health.replicas._CHUNK", 7)
     assert fingerprint(value) == whole
+
+
+@pytest.mark.parametrize(
+    ("exclude", "rows", "streak"),
+    [(set(), 64, 2), ({"train_state"}, 64, 0), ({"train_state", "dataloader"}, 0, 0)],
+)
+def test_numbers_of_rows_go_on_where_the_data_does(exclude, rows, streak):
+    saved = guard()
+    saved.rows = 64
+    saved.streak = 2
+    progress = Progress(step=8, tokens=1, skipped=0)
+    state = {
+        "progress": progress.state_dict(),
+        "guard": saved.state_dict(),
+        "lr_scheduler": None,
+        "data": None,
+    }
+    watch = guard()
+    RunState(
+        progress=Progress(),
+        schedule=Mock(),
+        loader=Mock(),
+        guard=SimpleNamespace(
+            spikes=watch, load=lambda state: watch.load_state_dict(state["guard"])
+        ),
+        average=None,
+        callbacks=CallbackStates(()),
+    ).load(state, exclude, dict)
+    assert (watch.rows, watch.streak) == (rows, streak)

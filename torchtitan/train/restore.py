@@ -65,6 +65,8 @@ class RunState:
             self.progress.load_state_dict(state["progress"])
             self.guard.load(state)
             self.callbacks.load_state_dict(state.get("callbacks", {}))
+        elif "dataloader" not in exclude:
+            self.guard.spikes.rows = state["guard"]["rows"]  # the data continues
         if "lr_scheduler" not in exclude:
             self.schedule.load_state_dict(state["lr_scheduler"])
         if "dataloader" not in exclude:

@@ -194,9 +194,9 @@ def build_update(parts: Parts, config: Config, *, agree: bool = False) -> Update
 
 def _end_step(parts: Parts, skip: Tensor | None) -> None:
     """Update what follows from a step besides the optimizer, unless `skip` is true."""
-    for part in (parts.experts, parts.qk_clip):
-        if part is not None:
-            part.step(skip)
+    for follower in (parts.experts, parts.qk_clip):
+        if follower is not None:
+            follower.step(skip)
 
 
 def _gradients(parts: Parts) -> list[Tensor]:
@@ -306,9 +306,9 @@ def device_step(
     totals = all_reduce(totals, mesh.batch_group).clamp(min=1)
     loss = torch.zeros((), device=device)
     batches = rows.split(compute.batch_size)
-    for i, part in enumerate(batches, 1):
+    for i, batch in enumerate(batches, 1):
         note(f"running forward and backward of batch {i} of {len(batches)}")
-        loss += compute.forward_backward(part, totals, last=i == len(batches))
+        loss += compute.forward_backward(batch, totals, last=i == len(batches))
     if not update.in_backward:
         before_update()
     norm = update.clip()
