@@ -1,6 +1,7 @@
 """Mistakes of parallel training, planted for `torchtitan parity` to find."""
 
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from unittest import mock
 
 import torch
@@ -13,7 +14,7 @@ from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.parallel import expert
 from torchtitan.parallel.collectives import local
 from torchtitan.testing import parity
-from torchtitan.train import build
+from torchtitan.train import build, trainer
 from torchtitan.train.forward import Compute
 
 REAL_PARALLELIZE = build.parallelize
@@ -31,7 +32,7 @@ def after_build(change):
         change(models, mesh)
         return models
 
-    return mock.patch.object(build, "parallelize", spoiled)
+    return mock.patch.object(trainer, "Builders", partial(build.Builders, models=spoiled))
 
 
 def doubled_gradient(models, mesh):
