@@ -3,8 +3,8 @@
 import torch
 
 
-def reference(q, k, v, mask=None, *, window=None, scale=None, sinks=None, offset=0):
-    """The softmax spelled out, with the sink as one more key whose value is zero."""
+def reference(q, k, v, mask=None, window=None, scale=None, offset=0, sinks=None):
+    """The softmax of `Scores` spelled out, with the sink as one more key whose value is zero."""
     groups = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(groups, 1)
     v = v.repeat_interleave(groups, 1)

@@ -12,7 +12,7 @@ from torchtitan.checkpoint.commit import versions
 from torchtitan.checkpoint.state import model_state
 from torchtitan.checkpoint.streamed import write_streamed
 from torchtitan.models import get_spec
-from torchtitan.models.layers import attention_backend
+from torchtitan.models.attention_backend import attention_backend
 from torchtitan.utils.assets import find_asset
 
 SHIPPED = find_asset("./tests/assets/tokenizer")

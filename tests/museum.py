@@ -21,7 +21,7 @@ from tests.planted_mistakes import planted as planted_in_parallel
 from tests.runs import EXPERTS
 from torchtitan.checkpoint.hf.export import HFExport
 from torchtitan.data.loader import StepLoader
-from torchtitan.models import attention_op, layers
+from torchtitan.models import attention_backend, attention_dense
 from torchtitan.models.delta import GatedDeltaNet
 from torchtitan.models.rope_scaling import YarnScaling
 from torchtitan.models.router import Router
@@ -86,19 +86,19 @@ def no_mscale() -> Any:
 
 def scale_lost() -> Any:
     """`scaled_dot_product_attention` gets no scale, and takes its own."""
-    real = layers.F.scaled_dot_product_attention
+    real = attention_backend.F.scaled_dot_product_attention
 
     def default(*args: Any, scale: Any = None, **options: Any) -> Any:
         return real(*args, **options)
 
-    return mock.patch.object(layers.F, "scaled_dot_product_attention", default)
+    return mock.patch.object(attention_backend.F, "scaled_dot_product_attention", default)
 
 
 def no_sink_gradient() -> Any:
     def zeros(grad: Any, out: Any, lse: Any, sinks: Any) -> Any:
         return torch.zeros_like(sinks)
 
-    return mock.patch.object(attention_op, "sink_gradients", zeros)
+    return mock.patch.object(attention_dense, "sink_gradients", zeros)
 
 
 def averaged_key_gradients() -> Any:

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan.models.layers import attention_backend
+from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.attention_interface import CAUSAL, Scores
 
 HEADS = 4
 KV_HEADS = 2
@@ -50,17 +51,18 @@ def cases(seq_len: int) -> dict[str, tuple[Callable[[], Tensor], list[Tensor]]]:
     qkv = [q, k, v]
     out: dict[str, tuple[Callable[[], Tensor], list[Tensor]]] = {
         "plain": (lambda: attend(q, k, v), qkv),
-        "sinks": (lambda: attend(q, k, v, sinks=sinks), [*qkv, sinks]),
+        "sinks": (lambda: attend(q, k, v, CAUSAL, sinks), [*qkv, sinks]),
     }
     for window in (128, 1024):
+        scores = Scores(window=window)
         mask = dense_window(seq_len, window)
         out[f"window {window}, dense mask"] = (
             lambda mask=mask: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True),
             qkv,
         )
-        out[f"window {window}"] = (lambda window=window: attend(q, k, v, window=window), qkv)
+        out[f"window {window}"] = (lambda scores=scores: attend(q, k, v, scores), qkv)
         out[f"window {window}, sinks"] = (
-            lambda window=window: attend(q, k, v, window=window, sinks=sinks),
+            lambda scores=scores: attend(q, k, v, scores, sinks),
             [*qkv, sinks],
         )
     wide_q, wide_k, narrow = make(HEADS, 192), make(HEADS, 192), make(HEADS, 128)

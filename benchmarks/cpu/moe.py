@@ -67,7 +67,7 @@ def our_model() -> Any:
     import torch
 
     from torchtitan.models import get_spec
-    from torchtitan.models.layers import attention_backend
+    from torchtitan.models.attention_backend import attention_backend
     from torchtitan.parallel.init import materialize
 
     spec = get_spec("qwen3_moe")

@@ -7,9 +7,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from torchtitan.models import llama3, register
+from torchtitan.models.attention_interface import Attend, Mask
 from torchtitan.models.decoder import Block, Decoder
 from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.layers import Attend, Mask
 
 
 class ParallelBlock(Block):

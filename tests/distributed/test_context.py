@@ -13,8 +13,9 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.models import attention_kernel
-from torchtitan.models.attention_kernel import block_backward, block_forward
-from torchtitan.models.layers import document_mask
+from torchtitan.models.attention_backend import document_mask
+from torchtitan.models.attention_interface import Scores
+from torchtitan.models.attention_kernel import BlockScores, block_backward, block_forward
 from torchtitan.parallel import context
 from torchtitan.parallel.context import merge_blocks, ring_attention, ring_attention_backend
 from torchtitan.parallel.context_layout import local_positions
@@ -126,7 +127,7 @@ def masked(balanced, trace):
     mask = document_mask(documents, mine, torch.float64)
     parts = [x[:, :, mine] for x in tensors]
     with trace() as operators:
-        actual = attended(lambda q, k, v: attend(q, k, v, mask), *parts)
+        actual = attended(lambda q, k, v: attend(q, k, v, Scores(mask)), *parts)
     difference = max(relative(a, e[:, :, mine]) for a, e in zip(actual, expected, strict=True))
     return difference, operators.names
 
@@ -194,8 +195,8 @@ def test_cuda_kernels_of_a_block_get_what_their_signatures_ask(kernel):
     with patch.object(
         attention_kernel, "chosen_kernel", return_value=getattr(SDPBackend, choice).value
     ):
-        out, lse = block_forward(q, k, v, False, 0.125)
-        grads = block_backward(out, q, k, v, out, lse, False, 0.125)
+        out, lse = block_forward(q, k, v, BlockScores(0.125))
+        grads = block_backward(out, q, k, v, out, lse, BlockScores(0.125))
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
 
@@ -214,7 +215,7 @@ def test_the_kernel_of_a_block_is_torchs_choice_with_gradients():
         return 7
 
     with patch("torch._fused_sdp_choice", chosen), torch.no_grad():
-        assert attention_kernel.chosen_kernel(q, k, v, True, 1.0) == 7
+        assert attention_kernel.chosen_kernel(q, k, v, BlockScores(1.0, True)) == 7
 
 
 def against_torch(rotate):

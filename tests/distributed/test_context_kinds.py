@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.attention import documents, inputs, reference
-from torchtitan.models import attention_op
-from torchtitan.models.layers import attention_backend, document_mask
+from torchtitan.models import attention_dense
+from torchtitan.models.attention_backend import attention_backend, document_mask
+from torchtitan.models.attention_interface import Scores
 from torchtitan.parallel import context
 from torchtitan.parallel.context import layout_of, ring_attention_backend
 from torchtitan.parallel.context_layout import RowLayout
@@ -43,7 +44,7 @@ def build(method, balanced):
 
 
 def arguments(kind, dtype=torch.float32):
-    """Queries, keys and values; sinks; and the other arguments of `Attend`."""
+    """Queries, keys and values; sinks; and the window and scale of `Scores`."""
     *qkv, sinks = inputs(dtype, s=ROW, e=kind.get("e", 12), kv_heads=kind.get("kv_heads", 2))
     own = {name: kind[name] for name in ("window", "scale") if name in kind}
     return qkv, (sinks if "sinks" in kind else None), own
@@ -52,9 +53,15 @@ def arguments(kind, dtype=torch.float32):
 def differentiated(attend, qkv, mask, sinks, kind, weights):
     """Output and all gradients."""
     leaves = [x.clone().requires_grad_() for x in qkv]
-    own = {} if sinks is None else {"sinks": sinks.clone().requires_grad_()}
-    out = attend(*leaves, mask, **own, **kind)
-    return [out, *torch.autograd.grad((out * weights).sum(), [*leaves, *own.values()])]
+    if sinks is not None:
+        sinks = sinks.clone().requires_grad_()
+        leaves.append(sinks)
+    out = attend(*leaves[:3], Scores(mask, **kind), sinks)
+    return [out, *torch.autograd.grad((out * weights).sum(), leaves)]
+
+
+def exact(q, k, v, scores, sinks):
+    return reference(q, k, v, *scores, sinks)
 
 
 def differences(method, balanced, backend=None, kinds=KINDS):
@@ -76,7 +83,7 @@ def differences(method, balanced, backend=None, kinds=KINDS):
             document_mask(documents(ROW), positions, torch.float32) if "mask" in kind else None
             for positions in (torch.arange(ROW), rows)
         ]
-        expected = differentiated(reference, qkv, masks[0], sinks, own, weights)
+        expected = differentiated(exact, qkv, masks[0], sinks, own, weights)
         local = [x[:, :, mine] for x in qkv]
         actual = differentiated(attend, local, masks[1], sinks, own, weights[mine])
         parts = [x[:, :, mine] for x in expected[:4]]
@@ -153,14 +160,14 @@ def traffic(method, balanced, kind):
     attend = build(method, balanced)
     q, k, v = (x[:, :, mine].clone().requires_grad_() for x in qkv)
     pairs = []
-    band_forward = attention_op.band_forward
+    band_forward = attention_dense.band_forward
 
     def noting(q, k, *rest):
         pairs.append(q.shape[2] * k.shape[2])
         return band_forward(q, k, *rest)
 
-    with patch.object(attention_op, "band_forward", noting), Sent() as forward, forward.inside():
-        out = attend(q, k, v, sinks=sinks, **own)
+    with patch.object(attention_dense, "band_forward", noting), Sent() as forward, forward.inside():
+        out = attend(q, k, v, Scores(**own), sinks)
     with Sent() as backward, backward.inside():
         out.sum().backward()
     return forward.elements, backward.elements, sum(pairs)

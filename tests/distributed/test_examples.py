@@ -28,7 +28,7 @@ from torchtitan.config.registry import data_sources, tokenizers
 from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.inference.load import find, open_tokenizer
 from torchtitan.models import get_spec
-from torchtitan.models.layers import attention_backend
+from torchtitan.models.attention_backend import attention_backend
 from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.testing import parity

@@ -17,7 +17,7 @@ from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.inference import load as sources
 from torchtitan.inference.generator import Sampling, TextGenerator, sample
 from torchtitan.models import get_spec
-from torchtitan.models.layers import attention_backend
+from torchtitan.models.attention_backend import attention_backend
 from torchtitan.parallel.tensor import apply_tensor_parallel
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.process import run_main

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from torchtitan.models.layers import PerHead
+from torchtitan.models.linear import PerHead
 from torchtitan.models.spec import Init
 from torchtitan.parallel.init import ROWS_PER_BLOCK, materialize
 from torchtitan.parallel.tensor import apply_tensor_parallel

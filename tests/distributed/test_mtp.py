@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.runs import EXPERTS, SAVE, arguments, assert_continues, train
 from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.inference import load
-from torchtitan.models.layers import attention_backend
+from torchtitan.models.attention_backend import attention_backend
 from torchtitan.testing.difference import Tolerances
 from torchtitan.testing.parity import compare
 from torchtitan.train import mtp, step

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, losses, train, write_corpus
 from torchtitan.commands import pipeline_schedule
 from torchtitan.config import resolve
-from torchtitan.models.layers import attention_backend
+from torchtitan.models.attention_backend import attention_backend
 from torchtitan.parallel.init import materialize
 from torchtitan.parallel.pipeline_stages import SCHEDULES as SCHEDULE_NAMES
 from torchtitan.parallel.stage import Stage

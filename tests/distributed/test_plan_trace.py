@@ -16,7 +16,7 @@ from tests.runs import arguments, storages
 from torchtitan.config import resolve
 from torchtitan.config.derive import axis_degrees
 from torchtitan.models import get_spec
-from torchtitan.models.layers import attention_backend
+from torchtitan.models.attention_backend import attention_backend
 from torchtitan.models.norms import RMSNorm
 from torchtitan.tools.planner.fake import recording
 from torchtitan.tools.planner.memory import PARTS
@@ -347,7 +347,7 @@ def test_what_only_the_cpu_does_is_not_traced(dtype):
     """Attention in fp32 or in halves, and a norm of several kernels."""
     x = torch.randn(1, 2, 260, 8, dtype=dtype)
     norm = RMSNorm(8, dtype=dtype)
-    own = [f"torchtitan.models.{x}" for x in ("layers.attend_variant", "norms._RMSNorm.apply")]
+    own = [f"torchtitan.models.{x}" for x in ("attention_backend.attend_variant", "norms._RMSNorm.apply")]
     with (
         recording(MagicMock(), cuda=True),
         patch(own[0], side_effect=AssertionError),

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from tests.runs import EXPERTS, arguments, losses, train
 from torchtitan.config import resolve
 from torchtitan.models import get_spec
-from torchtitan.models.layers import attention_backend
+from torchtitan.models.attention_backend import attention_backend
 from torchtitan.parallel import quantize, regather, tensor
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.mesh import build_mesh

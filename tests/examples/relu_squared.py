@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from torchtitan.models import qwen3_moe, register
+from torchtitan.models.attention_interface import Mask
 from torchtitan.models.decoder import Attention, Decoder, MoEBlock
 from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.models.decoder_traits import module_flops
-from torchtitan.models.layers import Mask
 from torchtitan.models.moe import Experts, MoE
 
 

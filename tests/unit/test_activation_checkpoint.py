@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config.sections.parallelism import ActivationCheckpoint, Compile
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import get_spec
-from torchtitan.models.layers import attention_backend
+from torchtitan.models.attention_backend import attention_backend
 from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel.activation_checkpoint import (
     _ATTENTION,

@@ -9,7 +9,7 @@ import torch
 from tests.plans import workload
 from torchtitan.config import load_config
 from torchtitan.models import get_spec
-from torchtitan.models.layers import attention_backend
+from torchtitan.models.attention_backend import attention_backend
 from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.activation_offload import Offload, _Copy, apply_activation_offload

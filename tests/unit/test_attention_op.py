@@ -9,10 +9,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.attention import documents, inputs, reference
-from torchtitan.models import attention_band, attention_kernel
-from torchtitan.models.attention_band import band_backward, band_forward, seen
-from torchtitan.models.attention_op import attend_variant, attention, counted_pairs
-from torchtitan.models.layers import attention_backend, block_mask, document_mask
+from torchtitan.models import attention_dense, attention_kernel
+from torchtitan.models.attention_backend import attention_backend, block_mask, document_mask
+from torchtitan.models.attention_dense import (
+    attend_variant,
+    attention,
+    band_backward,
+    band_forward,
+    counted_pairs,
+    seen,
+)
+from torchtitan.models.attention_interface import Scores
 
 CASES = [
     {"scale": 0.3},
@@ -33,22 +40,18 @@ CASES = [
 )
 def test_attention_is_the_softmax_spelled_out(case, compiled, monkeypatch):
     """Queries are split into parts of 16, so that windows begin within, before and at a part."""
-    monkeypatch.setattr(attention_band, "_QUERIES", 16)
+    monkeypatch.setattr(attention_dense, "_QUERIES", 16)
     *qkv, logits = inputs(e=case.get("e", 12), kv_heads=case.get("kv_heads", 2), grad=True)
     mask = document_mask(documents(40), torch.arange(40), torch.float64)
-    kind = {
-        "mask": mask if case.get("mask") else None,
-        "window": case.get("window"),
-        "scale": case.get("scale"),
-        "sinks": logits if case.get("sinks") else None,
-    }
+    mask = mask if case.get("mask") else None
+    scores = Scores(mask, case.get("window"), case.get("scale"))
+    sinks = logits if case.get("sinks") else None
     attend = attention_backend("cpu")
     if compiled:
         attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
     leaves = [*qkv, *([logits] if case.get("sinks") else [])]
     results = []
-    for function in (attend, reference):
-        out = function(*qkv, **kind)
+    for out in (attend(*qkv, scores, sinks), reference(*qkv, *scores, sinks)):
         weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
         results.append([out, *torch.autograd.grad((out * weights).sum(), leaves)])
     for ours, expected in zip(*results, strict=True):
@@ -59,7 +62,7 @@ def test_attention_is_the_softmax_spelled_out(case, compiled, monkeypatch):
 def test_attention_in_the_types_of_training(dtype):
     *qkv, sinks = inputs(dtype, s=300, grad=True)
     exact = [x.detach().double().requires_grad_() for x in (*qkv, sinks)]
-    ours = attend_variant(*qkv, None, window=100, scale=None, sinks=sinks)
+    ours = attend_variant(*qkv, Scores(window=100), sinks)
     expected = reference(*exact[:3], window=100, sinks=exact[3])
     assert ours.dtype == dtype
     gradients = torch.autograd.grad(ours.sum(), [*qkv, sinks])
@@ -100,7 +103,7 @@ def test_the_cpu_attends_in_fp32(kind):
         patch.object(attention_kernel, "_cpu_forward", wraps=kernels[0]) as forward,
         patch.object(attention_kernel, "_cpu_backward", wraps=kernels[1]) as backward,
     ):
-        out = attention_backend("cpu")(q, k, v, mask, window=kind.get("window"))
+        out = attention_backend("cpu")(q, k, v, Scores(mask, kind.get("window")))
         grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert {x.dtype for x in (out, *grads)} == {torch.bfloat16}
     assert [call.args[0].dtype for call in forward.mock_calls] == [torch.float32]
@@ -111,7 +114,7 @@ def test_gradients_are_derivatives():
     *qkv, sinks = inputs(s=6, heads=2, kv_heads=1, d=4, e=2, grad=True)
 
     def attended(q, k, v, sinks):
-        return attend_variant(q, k, v, None, window=3, scale=0.5, sinks=sinks)
+        return attend_variant(q, k, v, Scores(window=3, scale=0.5), sinks)
 
     assert gradcheck(attended, (*qkv, sinks))
 
@@ -126,7 +129,7 @@ def test_the_operator_keeps_torchs_rules():
 @pytest.mark.parametrize(("offset", "window"), [(0, 9), (24, 9), (24, 30), (20, None)])
 def test_queries_may_begin_within_the_keys(offset, window):
     *qkv, sinks = inputs(s=16, keys=40)
-    ours = attend_variant(*qkv, None, window=window, scale=None, sinks=sinks, offset=offset)
+    ours = attend_variant(*qkv, Scores(window=window, offset=offset), sinks)
     expected = reference(*qkv, window=window, sinks=sinks, offset=offset)
     torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-11)
 
@@ -149,11 +152,11 @@ def test_what_a_window_leaves_of_a_block(offset, window):
 
 def test_what_is_plain_stays_sdpa():
     q, k, v, _ = inputs(torch.float32, e=12)
-    with patch("torchtitan.models.layers.attend_variant") as variant:
-        attention_backend("cpu")(q, k, v, window=40)
-        attention_backend("cpu")(q, k, v, scale=0.5)
+    with patch("torchtitan.models.attention_backend.attend_variant") as variant:
+        attention_backend("cpu")(q, k, v, Scores(window=40))
+        attention_backend("cpu")(q, k, v, Scores(scale=0.5))
         assert not variant.called
-        attention_backend("cpu")(q, k, v, window=39)
+        attention_backend("cpu")(q, k, v, Scores(window=39))
         assert variant.called
 
 
@@ -167,7 +170,7 @@ def test_a_window_costs_what_it_sees():
         return forward(q, k, *rest)
 
     with patch.object(attention_kernel, "_cpu_forward", noting):
-        attend_variant(q, k, v, None, window=128, scale=None, sinks=None)
+        attend_variant(q, k, v, Scores(window=128))
     assert sum(computed) < 4096 * (128 + 256)
 
 
@@ -175,7 +178,7 @@ def test_a_window_costs_what_it_sees():
 def test_flops_are_twice_the_visible_pairs(window):
     q, k, v, sinks = inputs(torch.float32, grad=True)
     with FlopCounterMode(display=False) as counter:
-        attend_variant(q, k, v, None, window=window, scale=None, sinks=sinks).sum().backward()
+        attend_variant(q, k, v, Scores(window=window), sinks).sum().backward()
     distance = torch.arange(40)[:, None] - torch.arange(40)
     visible = ((distance >= 0) & (distance < (window or 40))).sum().item()
     assert counted_pairs(40, window) == pytest.approx(2 * visible, abs=40)
@@ -192,17 +195,14 @@ def test_flops_of_parts_add_up_to_the_row(window):
     """But for one pair per part with a window, which is nothing in a real row."""
     q, k, v, _ = inputs(torch.float32)
     with FlopCounterMode(display=False) as whole:
-        attend_variant(q, k, v, None, window=window, scale=None, sinks=None)
+        attend_variant(q, k, v, Scores(window=window))
     with FlopCounterMode(display=False) as parts:
         for first in (0, 8, 24):
             last = {0: 8, 8: 24, 24: 40}[first]
             begin = 0 if window is None else max(0, first - window + 1)
             keys = (x[:, :, begin:last] for x in (k, v))
             queries = q[:, :, first:last]
-            offset = first - begin
-            attend_variant(
-                queries, *keys, None, window=window, scale=None, sinks=None, offset=offset
-            )
+            attend_variant(queries, *keys, Scores(window=window, offset=first - begin))
     pair = 2 * 2 * 4 * (12 + 8)
     left = whole.get_total_flops() - parts.get_total_flops()
     assert 0 <= left <= (0 if window is None else 2 * pair)
@@ -217,8 +217,9 @@ def test_cuda_kernels_of_a_window_get_what_their_signatures_ask(kind):
     window = None if kind == "choice" else 100
     choice = SDPBackend.FLASH_ATTENTION.value
     with patch.object(attention_kernel, "chosen_kernel", return_value=choice):
-        out, lse = band_forward(q, k, v, None, 0, window, 0.1)
-        grads = band_backward(out, q, k, v, out, lse, None, 0, window, 0.1)
+        scores = Scores(window=window, scale=0.1)
+        out, lse = band_forward(q, k, v, scores)
+        grads = band_backward(out, q, k, v, out, lse, scores)
     assert (out.shape, out.dtype) == ((2, 8, 300, 128), dtype)
     assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
@@ -233,7 +234,7 @@ def test_flash_attentions_window_is_counted_from_the_last_key(
     queries, keys, offset, window, expected
 ):
     q, k = (torch.empty(1, 1, length, 8) for length in (queries, keys))
-    sides = attention_band._flash_window(q, k, offset, window)
+    sides = attention_dense._flash_window(q, k, Scores(window=window, offset=offset))
     assert tuple(sides.values()) == expected
     left, right = sides.values()
     distance = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
@@ -278,7 +279,7 @@ def flash():
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", forward, "CPU")
     library.impl("_flash_attention_backward", backward, "CPU")
-    with patch.object(attention_band, "_has_windows", return_value=True):
+    with patch.object(attention_dense, "_has_windows", return_value=True):
         yield
     library._destroy()
 
@@ -288,9 +289,9 @@ def flash():
 )
 def test_flash_attentions_window_with_sinks(flash, queries, offset, window):
     *qkv, sinks = inputs(s=queries, keys=offset + queries, grad=True)
-    kind = {"window": window, "sinks": sinks, "scale": 0.4, "offset": offset}
+    scores = Scores(None, window, 0.4, offset)
     results = []
-    for out in (attend_variant(*qkv, None, **kind), reference(*qkv, **kind)):
+    for out in (attend_variant(*qkv, scores, sinks), reference(*qkv, *scores, sinks)):
         results.append([out, *torch.autograd.grad(out.cos().sum(), [*qkv, sinks])])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
@@ -307,18 +308,18 @@ def test_attention_under_a_block_mask(options):
     *qkv, logits = inputs(torch.float32, grad=True)
     qkv[0] = qkv[0].detach()[:, :, positions].requires_grad_()
     sinks = logits if "sinks" in options else None
-    kind = {"scale": 0.3, "sinks": sinks, "window": options.get("window")}
+    window = options.get("window")
     leaves = [*qkv, *([logits] if "sinks" in options else [])]
     mask = block_mask(documents(40), positions, flex_attention.create_block_mask)
     with (
         patch.object(flex_attention, "_validate_device"),
         patch.object(flex, "_flex_attention", lambda: flex_attention.flex_attention),
     ):
-        out = flex.attend_blocks(*qkv, mask, **kind, positions=positions)
+        out = flex.attend_blocks(*qkv, Scores(mask, window, 0.3), sinks, positions)
         results = [out, *torch.autograd.grad(out.cos().sum(), leaves)]
     dense = document_mask(documents(40), torch.arange(40), torch.float32)
     all_queries = torch.zeros(2, 4, 40, 12).index_copy(2, positions, qkv[0])
-    expected = reference(all_queries, *qkv[1:], dense, **kind)[:, :, positions]
+    expected = reference(all_queries, *qkv[1:], dense, window, 0.3, sinks=sinks)[:, :, positions]
     gradients = torch.autograd.grad(expected.cos().sum(), leaves)
     for ours, theirs in zip(results, [expected, *gradients], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)

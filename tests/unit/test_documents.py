@@ -11,7 +11,8 @@ from tests.attention import inputs, reference
 from torchtitan.config.sections.parallelism import ActivationCheckpoint, Compile
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import get_spec
-from torchtitan.models.layers import attention_backend, document_mask
+from torchtitan.models.attention_backend import attention_backend, document_mask
+from torchtitan.models.attention_interface import Scores
 from torchtitan.models.packed_attention import attend_documents, pack_documents
 from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
@@ -201,14 +202,16 @@ def test_windows_and_sinks_within_documents(kernel, kind):
     """The values are narrower than the keys."""
     *qkv, logits = inputs(s=16, e=6, grad=True)
     sinks = logits if "sinks" in kind else None
-    own = {"window": kind.get("window"), "sinks": sinks, "scale": 0.4}
     leaves = [*qkv, *([logits] if "sinks" in kind else [])]
     results = []
-    for attend, mask in (
-        (attention_backend("cuda"), pack_documents(BATCHES[1], CPU)),
-        (reference, document_mask(BATCHES[1], torch.arange(16), torch.float64)),
-    ):
-        out = attend(*qkv, mask, **own)
+    packed, dense = (
+        Scores(mask, kind.get("window"), 0.4)
+        for mask in (
+            pack_documents(BATCHES[1], CPU),
+            document_mask(BATCHES[1], torch.arange(16), torch.float64),
+        )
+    )
+    for out in (attention_backend("cuda")(*qkv, packed, sinks), reference(*qkv, *dense, sinks)):
         results.append([out, *torch.autograd.grad(out.cos().sum(), leaves)])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # an fp32 log-sum-exp
@@ -227,7 +230,7 @@ def test_variable_length_attention_copies_nothing():
     q, k = (torch.empty(2, 16, heads, 16, device="meta").transpose(1, 2) for heads in (4, 2))
     documents = pack_documents(BATCHES[1], CPU)
     with Calls() as calls:
-        out = attend_documents(q, k, k, documents)
+        out = attend_documents(q, k, k, Scores(documents))
     assert out.shape == F.scaled_dot_product_attention(q, k, k, enable_gqa=True).shape
     assert not {"aten::clone", "aten::copy_", "aten::cat", "aten::constant_pad_nd"} & set(
         calls.names

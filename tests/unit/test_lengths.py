@@ -18,7 +18,7 @@ from torchtitan.data.positions import joined
 from torchtitan.data.spec import DataSpec
 from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.models import get_spec
-from torchtitan.models.layers import attention_backend
+from torchtitan.models.attention_backend import attention_backend
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
 

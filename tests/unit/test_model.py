@@ -9,8 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.families import as_ours, build, twin
 from tests.rounding import assert_rounds
-from torchtitan.models import get_spec, layers, parameter_names
-from torchtitan.models.layers import attention_backend, block_mask, document_mask
+from torchtitan.models import attention_backend as backend
+from torchtitan.models import get_spec, parameter_names
+from torchtitan.models.attention_backend import attention_backend, block_mask, document_mask
+from torchtitan.models.attention_interface import Scores
 from torchtitan.models.norms import RMSNorm
 from torchtitan.models.rope_scaling import RopeScaling
 from torchtitan.optim.loss import cross_entropy
@@ -420,7 +422,9 @@ def test_flex_attentions_mask_is_the_dense_one():
     q = torch.randn(2, 4, 4, 16)
     k = torch.randn(2, 2, tokens.shape[1], 16)
     v = torch.randn(2, 2, tokens.shape[1], 16)
-    dense = attention_backend("cpu")(q, k, v, document_mask(documents, positions, torch.float32))
+    dense = attention_backend("cpu")(
+        q, k, v, Scores(document_mask(documents, positions, torch.float32))
+    )
     flex = flex_attention(
         q, k, v, block_mask=block_mask(documents, positions, create_block_mask), enable_gqa=True
     )
@@ -438,11 +442,11 @@ def test_flash_attention_3_replaces_2_on_hopper_if_installed(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (capability, 0))
     monkeypatch.setattr(
-        layers, "find_spec", lambda name: installed and name == "flash_attn_interface"
+        backend, "find_spec", lambda name: installed and name == "flash_attn_interface"
     )
-    layers._activate_flash_attention_3.cache_clear()
+    backend._activate_flash_attention_3.cache_clear()
     attention_backend("cuda")
-    layers._activate_flash_attention_3.cache_clear()
+    backend._activate_flash_attention_3.cache_clear()
     assert activated == expected
 
 

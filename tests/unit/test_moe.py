@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.rounding import assert_rounds
 from torchtitan.models import get_spec, grouped
+from torchtitan.models.attention_backend import attention_backend
 from torchtitan.models.decoder import MoEBlock
 from torchtitan.models.grouped import grouped_mm, grouped_swiglu
-from torchtitan.models.layers import attention_backend
 from torchtitan.models.moe import MoE
 from torchtitan.models.router import Balance, Router, top_k
 

@@ -9,8 +9,8 @@ from torchtitan.commands import parity
 from torchtitan.config import resolve
 from torchtitan.config.sections.optim import Optimizer, ParamGroup
 from torchtitan.models import export_problems, get_spec
+from torchtitan.models.attention_backend import attention_backend
 from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.layers import attention_backend
 from torchtitan.optim import optimizer as optimizers
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.parallel.init import materialize

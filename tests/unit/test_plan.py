@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.plans import FULL, H100, NONE, ONE_ROW, OP, SPEC, TINY, product_seconds, workload
-from torchtitan.models.layers import attention_backend
+from torchtitan.models.attention_backend import attention_backend
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.memory import memory_of, predict_memory

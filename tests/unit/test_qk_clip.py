@@ -6,7 +6,7 @@ import torch
 from tests.runs import TINY
 from torchtitan.config import resolve
 from torchtitan.models import get_spec
-from torchtitan.models.layers import attention_backend, document_mask
+from torchtitan.models.attention_backend import attention_backend, document_mask
 from torchtitan.models.packed_attention import pack_documents
 from torchtitan.optim.qk_clip import QKClip
 from torchtitan.parallel.max_logits import record_max_logits
@@ -33,16 +33,16 @@ def attention_that_tells(found):
     """Attention that appends each head's largest visible score to `found`."""
     attend = attention_backend("cpu")
 
-    def telling(q, k, v, mask=None, **options):
-        scale = options.get("scale") or q.shape[-1] ** -0.5
-        scores = scale * q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT
+    def telling(q, k, v, scores, sinks=None):
+        scale = scores.scale or q.shape[-1] ** -0.5
+        products = scale * q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT
         at = torch.arange(q.shape[2])
         visible = at[:, None] >= at
-        if options.get("window"):
-            visible = visible & (at[:, None] - at < options["window"])
-        visible = visible if mask is None else visible & mask
-        found.append(scores.masked_fill(~visible, -torch.inf).amax(dim=(0, 2, 3)).detach())
-        return attend(q, k, v, mask, **options)
+        if scores.window:
+            visible = visible & (at[:, None] - at < scores.window)
+        visible = visible if scores.mask is None else visible & scores.mask
+        found.append(products.masked_fill(~visible, -torch.inf).amax(dim=(0, 2, 3)).detach())
+        return attend(q, k, v, scores, sinks)
 
     return telling
 

@@ -10,7 +10,7 @@ from tests.rounding import assert_rounds
 from torchtitan.config import resolve
 from torchtitan.config.sections.quantize import Quantize
 from torchtitan.models import get_spec
-from torchtitan.models.layers import attention_backend
+from torchtitan.models.attention_backend import attention_backend
 from torchtitan.parallel.quantize import check_hardware, quantize
 from torchtitan.utils.errors import ConfigError
 

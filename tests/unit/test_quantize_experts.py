@@ -7,8 +7,8 @@ from torch import nn
 from torchtitan.config import resolve
 from torchtitan.config.rules import Facts, problems
 from torchtitan.models import get_spec
+from torchtitan.models.attention_backend import attention_backend
 from torchtitan.models.grouped import grouped_mm
-from torchtitan.models.layers import attention_backend
 from torchtitan.models.moe import Experts
 from torchtitan.parallel.quantize import check_hardware, quantize
 from torchtitan.parallel.quantize_experts import emulated_float8, mxfp8, padded

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan.models.attention import LatentAttention
-from torchtitan.models.attention_op import attend_variant
+from torchtitan.models.attention_dense import attend_variant
+from torchtitan.models.attention_interface import CAUSAL, Attend, Scores
 from torchtitan.models.delta import DeltaWeights, GatedDeltaNet, convolve, gates
 from torchtitan.models.delta_rule import chunked_delta_rule, normalize, recurrent_delta_rule
-from torchtitan.models.layers import Attend
 
 
 class Cache:
@@ -132,26 +132,17 @@ class CachedAttention:
         self.buffers: list[Tensor] = []
 
     def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Any = None,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores = CAUSAL, sinks: Tensor | None = None
     ) -> Tensor:
-        assert mask is None, "generation has no document masks"
-        slots = self.cache.slots(window)
+        assert scores.mask is None, "generation has no document masks"
+        slots = self.cache.slots(scores.window)
         if not self.buffers:
             # allocated here, as tensor parallelism leaves a rank only some of the heads
             self.buffers = [_empty(self.cache, x, slots.size) for x in (k, v)]
         keys, values = (slots.keep(*pair) for pair in zip(self.buffers, (k, v), strict=True))
         if self.cache.empty:
-            options: dict[str, Any] = {"window": window, "scale": scale, "sinks": sinks}
-            return self.plain(q, k, v, **{key: x for key, x in options.items() if x is not None})
-        return _attend(q, keys, values, slots.visible, scale, sinks)
+            return self.plain(q, k, v, scores, sinks)
+        return _attend(q, keys, values, Scores(slots.visible, scale=scores.scale), sinks)
 
 
 class CachedLatents:
@@ -180,7 +171,7 @@ class CachedLatents:
         """
         assert mask is None, "generation has no document masks"
         layer = self.layer
-        slots = self.cache.slots(layer.options.get("window"))
+        slots = self.cache.slots(layer.scores.window)
         own = _local(compressed)
         new = torch.cat([own, key.squeeze(2)], -1).unsqueeze(1)
         if not self.buffers:
@@ -192,13 +183,12 @@ class CachedLatents:
         weight = _local(layer.wkv_b.weight).unflatten(0, (q.shape[2], -1))
         of_keys, of_values = weight.split([layer.widths[0], layer.value_dim], 1)
         inner = torch.cat([torch.einsum("bshd,hdr->bshr", plain, of_keys), rotated], -1)
+        scores = layer.scores.scaled(layer.head_dim)
         out = _attend(
             inner.transpose(1, 2),
             latents,
             latents[..., : layer.rank],
-            slots.visible,
-            layer.options.get("scale", layer.head_dim**-0.5),
-            None,
+            Scores(slots.visible, scale=scores.scale),
         )
         return torch.einsum("bhsr,her->bshe", out, of_values)
 
@@ -257,21 +247,15 @@ def _empty(cache: Cache, like: Tensor, size: int) -> Tensor:
 
 
 def _attend(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    visible: Tensor,
-    scale: float | None,
-    sinks: Tensor | None,
+    q: Tensor, keys: Tensor, values: Tensor, scores: Scores, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attention to the `visible` `[b, 1, s, S]` of the keys that are kept."""
+    """Attention to the cached keys that `scores.mask` `[b, 1, s, S]` lets queries see."""
     if sinks is not None:
-        after_all = keys.shape[2]  # the mask says what a query sees
-        return attend_variant(
-            q, keys, values, visible, window=None, scale=scale, sinks=sinks, offset=after_all
-        )
+        # Behind all keys: the mask alone says what a query sees.
+        return attend_variant(q, keys, values, scores.at(keys.shape[2]), sinks)
+    grouped = q.shape[1] != keys.shape[1]
     return F.scaled_dot_product_attention(
-        q, keys, values, attn_mask=visible, scale=scale, enable_gqa=q.shape[1] != keys.shape[1]
+        q, keys, values, attn_mask=scores.mask, scale=scores.scale, enable_gqa=grouped
     )
 
 

@@ -23,7 +23,7 @@ from torchtitan.config.sections.schema import Comm
 from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.inference.generator import TextGenerator
 from torchtitan.models import ModelSpec, hf_map, spec_of_hf
-from torchtitan.models.layers import attention_backend
+from torchtitan.models.attention_backend import attention_backend
 from torchtitan.parallel.groups import init_distributed
 from torchtitan.parallel.tensor import apply_tensor_parallel
 from torchtitan.utils.device import current_device, tune_cpu, usual_dtype

@@ -3,13 +3,12 @@
 Shapes: b batch, s sequence, h query heads, k key-value heads, d head size, r rotated features.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
+from torchtitan.models.attention_interface import Attend, Mask, Scores
 from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.layers import Attend, Mask, PerHead, TokenLinear
+from torchtitan.models.linear import PerHead, TokenLinear
 from torchtitan.models.norms import build_norm
 from torchtitan.models.rope import apply_rope
 
@@ -23,7 +22,7 @@ class Attention(nn.Module):
         keys = args.n_kv_heads * args.head_dim
         self.head_dim = args.head_dim
         self.attend = attend
-        self.options = attend_options(args)
+        self.scores = layer_scores(args)
         self.interleaved = args.rope_interleaved
         self.wq = nn.Linear(args.dim, queries, bias=args.qkv_bias)
         self.wk = nn.Linear(args.dim, keys, bias=args.qkv_bias)
@@ -68,29 +67,24 @@ class Attention(nn.Module):
         if cos is not None and sin is not None:
             q = apply_rope(q, cos, sin, interleaved=self.interleaved)
             k = apply_rope(k, cos, sin, interleaved=self.interleaved)
-        options = self.options
-        if self.sinks is not None:
-            # Not `options | ...`: in torch 2.11, a layer with another window would get this graph.
-            options = {**options, "sinks": self.sinks()}
-        out = self.attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask, **options)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        sinks = None if self.sinks is None else self.sinks()
+        out = self.attend(q, k, v, self.scores.masked(mask), sinks)
         out = out.transpose(1, 2).flatten(2)
         if self.wg is not None:
             out = out * self.wg(x).sigmoid()
         return self.wo(out)
 
 
-def attend_options(args: DecoderArgs) -> dict[str, Any]:
-    """What the attention of one layer asks of `Attend` that isn't the default.
+def layer_scores(args: DecoderArgs) -> Scores:
+    """The window of a layer, and the scale of its scores where it isn't the usual one.
 
     Args:
         args: of the layer, from `DecoderArgs.of_layer`.
     """
-    options: dict[str, Any] = {}
-    if args.layer_pattern[0] == "window":
-        options["window"] = args.window
-    if args.score_scale != args.head_dim**-0.5:
-        options["scale"] = args.score_scale
-    return options
+    window = args.window if args.layer_pattern[0] == "window" else None
+    scale = None if args.score_scale == args.head_dim**-0.5 else args.score_scale
+    return Scores(window=window, scale=scale)
 
 
 class LatentAttention(nn.Module):
@@ -112,7 +106,7 @@ class LatentAttention(nn.Module):
         self.value_dim = args.value_dim
         self.rank = rank
         self.attend = attend
-        self.options = attend_options(args)
+        self.scores = layer_scores(args)
         self.interleaved = args.rope_interleaved
         self.wq = self.wq_a = self.q_norm = self.wq_b = None
         if args.q_lora_rank:
@@ -188,4 +182,4 @@ class LatentAttention(nn.Module):
         """
         k, v = self.expand(compressed, key)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        return self.attend(q, k, v, mask, **self.options).transpose(1, 2)
+        return self.attend(q, k, v, self.scores.masked(mask)).transpose(1, 2)

@@ -7,6 +7,8 @@ e width of values. Queries are `[b, h, s, d]`, keys `[b, k, S, d]`, values `[b, 
 log-sum-exp of the scores is `[b, h, s]`.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,51 +16,58 @@ from torch.nn.attention import SDPBackend
 
 aten = torch.ops.aten
 
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Gradients of queries, keys and values."""
+
 _HALVED = range(257, 1025)
 """Lengths of rows for which causal attention on the CPU is computed in halves: its kernel computes
 blocks of 512 keys whole, also where no query sees them.
 """
 
 
-def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> int:
+class BlockScores(NamedTuple):
+    """The scores of a block, as kernels know them."""
+
+    scale: float
+    causal: bool = False
+    """Queries see the keys up to their own position; else all keys."""
+    bias: Tensor | None = None
+    """`[s, S]` or `[b, 1, s, S]`, added to the scores. Not of causal blocks."""
+
+
+def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, scores: BlockScores) -> int:
     """The kernel that torch's own order and checks choose: a value of `SDPBackend`."""
     grouped = q.shape[1] != k.shape[1]
     with torch.enable_grad():
         # An operator's inputs need no gradient, but some kernels have no backward.
         probe = q.detach().requires_grad_()
         return torch._fused_sdp_choice(
-            probe, k, v, None, 0.0, causal, scale=scale, enable_gqa=grouped
+            probe, k, v, None, 0.0, scores.causal, scale=scores.scale, enable_gqa=grouped
         )
 
 
-def _kernel_and_width(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-) -> tuple[int, int]:
+def _kernel_and_width(q: Tensor, k: Tensor, v: Tensor, scores: BlockScores) -> tuple[int, int]:
     """The kernel, and the width that it needs values to have.
 
     Only cuDNN's takes narrow values without a slower kernel than for wide ones.
     """
-    kernel = chosen_kernel(q, k, v, causal, scale)
+    if scores.bias is not None:
+        return SDPBackend.EFFICIENT_ATTENTION.value, v.shape[-1]
+    kernel = chosen_kernel(q, k, v, scores)
     if q.shape[-1] == v.shape[-1] or kernel == SDPBackend.CUDNN_ATTENTION.value:
         return kernel, v.shape[-1]
-    return chosen_kernel(q, k, widen(v, q.shape[-1]), causal, scale), q.shape[-1]
+    return chosen_kernel(q, k, widen(v, q.shape[-1]), scores), q.shape[-1]
 
 
-def block_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def block_forward(q: Tensor, k: Tensor, v: Tensor, scores: BlockScores) -> tuple[Tensor, Tensor]:
     """Attention's output `[b, h, s, e]`, and the log-sum-exp of its scores."""
     if q.device.type == "cpu":
-        dtype = q.dtype
-        q, k, v = _in_fp32(q, k, v)
-        if causal:
-            out, lse = _causal_forward(q, k, v, scale)
-        else:
-            out, lse = _cpu_forward(q, k, v, False, None, scale)
-        return out.to(dtype), lse
+        out, lse = _causal_forward(*_in_fp32(q, k, v), _bias_in_fp32(scores))
+        return out.to(q.dtype), lse
     size = v.shape[-1]
-    kernel, width = _kernel_and_width(q, k, v, causal, scale)
+    kernel, width = _kernel_and_width(q, k, v, scores)
     v = widen(v, width)
+    causal, scale = scores.causal, scores.scale
     if kernel == SDPBackend.CUDNN_ATTENTION.value:
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, scale=scale
@@ -67,88 +76,36 @@ def block_forward(
     if kernel == SDPBackend.FLASH_ATTENTION.value:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
         return out[..., :size], lse
-    out, lse = _efficient_forward(q, k, v, causal, None, scale)
+    out, lse = _efficient_forward(q, k, v, scores)
     return out[..., :size], lse
 
 
 def block_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values. `out` and `lse` may be merged from several blocks."""
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: BlockScores
+) -> Gradients:
+    """Gradients of `block_forward`. `out` and `lse` may be merged from several blocks."""
     if q.device.type == "cpu":
-        dtype = q.dtype
-        grad, q, k, v, out = _in_fp32(grad, q, k, v, out)
-        if causal:
-            dq, dk, dv = _causal_backward(grad, q, k, v, out, lse, scale)
-        else:
-            dq, dk, dv = _cpu_backward(grad, q, k, v, out, lse, False, None, scale)
-        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+        tensors = _in_fp32(grad, q, k, v, out)
+        dq, dk, dv = _causal_backward(*tensors, lse, _bias_in_fp32(scores))
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
     size = v.shape[-1]
-    kernel, width = _kernel_and_width(q, k, v, causal, scale)
+    kernel, width = _kernel_and_width(q, k, v, scores)
     grad, v, out = (widen(x, width) for x in (grad, v, out))
     lengths = (None, None, q.shape[2], k.shape[2])
     seed = no_seed(q)
+    causal, scale = scores.causal, scores.scale
     if kernel == SDPBackend.CUDNN_ATTENTION.value:
+        tensors = (grad, q, k, v, out, lse.unsqueeze(-1), seed, seed, None)
         return aten._scaled_dot_product_cudnn_attention_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            lse.unsqueeze(-1),
-            seed,
-            seed,
-            None,
-            *lengths,
-            0.0,
-            causal,
-            scale=scale,
+            *tensors, *lengths, 0.0, causal, scale=scale
         )
     if kernel == SDPBackend.FLASH_ATTENTION.value:
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, *lengths, 0.0, causal, seed, seed, scale=scale
         )
     else:
-        dq, dk, dv = _efficient_backward(grad, q, k, v, out, lse, causal, None, scale)
+        dq, dk, dv = _efficient_backward(grad, q, k, v, out, lse, scores)
     return dq, dk, dv[..., :size]
-
-
-def biased_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """As `block_forward`, with `bias` `[s, S]` or `[b, 1, s, S]` added to the scores."""
-    if q.device.type != "cpu":
-        return _efficient_forward(q, k, v, False, bias, scale)
-    dtype = q.dtype
-    q, k, v, bias = _in_fp32(q, k, v, bias)
-    out, lse = _cpu_forward(q, k, v, False, bias, scale)
-    return out.to(dtype), lse
-
-
-def biased_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `biased_forward`. `out` and `lse` may be merged from several blocks."""
-    if q.device.type != "cpu":
-        return _efficient_backward(grad, q, k, v, out, lse, False, bias, scale)
-    dtype = q.dtype
-    grad, q, k, v, out, bias = _in_fp32(grad, q, k, v, out, bias)
-    dq, dk, dv = _cpu_backward(grad, q, k, v, out, lse, False, bias, scale)
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
 # ---- causal attention in halves: 3/4 of the scores
@@ -169,31 +126,29 @@ def _joined(x: Tensor) -> Tensor:
     return x.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2, 3)
 
 
-def _causal_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Each half's attention to itself, merged with that of the second half to the first."""
-    if not is_halved(q.shape[2]):
-        return _cpu_forward(q, k, v, True, None, scale)
+def _causal_forward(q: Tensor, k: Tensor, v: Tensor, scores: BlockScores) -> tuple[Tensor, Tensor]:
+    """Attention on the CPU. If it is halved: each half's attention to itself, merged with that of
+    the second half to the first.
+    """
+    if not scores.causal or not is_halved(q.shape[2]):
+        return _cpu_forward(q, k, v, scores)
     half = q.shape[2] // 2
-    out, lse = map(_joined, _causal_forward(_apart(q), _apart(k), _apart(v), scale))
-    before, before_lse = _cpu_forward(
-        q[:, :, half:], k[:, :, :half], v[:, :, :half], False, None, scale
-    )
-    own = lse[:, :, half:]
-    out[:, :, half:].lerp_(before, torch.sigmoid(before_lse - own).unsqueeze(-1))
-    own.copy_(torch.logaddexp(own, before_lse))
+    out, lse = map(_joined, _causal_forward(_apart(q), _apart(k), _apart(v), scores))
+    first = BlockScores(scores.scale)
+    before, before_lse = _cpu_forward(q[:, :, half:], k[:, :, :half], v[:, :, :half], first)
+    late_lse = lse[:, :, half:]
+    out[:, :, half:].lerp_(before, torch.sigmoid(before_lse - late_lse).unsqueeze(-1))
+    late_lse.copy_(torch.logaddexp(late_lse, before_lse))
     return out, lse
 
 
 def _causal_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    if not is_halved(q.shape[2]):
-        return _cpu_backward(grad, q, k, v, out, lse, True, None, scale)
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: BlockScores
+) -> Gradients:
+    if not scores.causal or not is_halved(q.shape[2]):
+        return _cpu_backward(grad, q, k, v, out, lse, scores)
     half = q.shape[2] // 2
-    grads = _causal_backward(
-        _apart(grad), _apart(q), _apart(k), _apart(v), _apart(out), _apart(lse), scale
-    )
-    dq, dk, dv = map(_joined, grads)
+    dq, dk, dv = map(_joined, _causal_backward(*map(_apart, (grad, q, k, v, out, lse)), scores))
     late = slice(half, None)
     more = _cpu_backward(
         grad[:, :, late],
@@ -202,9 +157,7 @@ def _causal_backward(
         v[:, :, :half],
         out[:, :, late],
         lse[:, :, late].contiguous(),
-        False,
-        None,
-        scale,
+        BlockScores(scores.scale),
     )
     dq[:, :, late] += more[0]
     dk[:, :, :half] += more[1]
@@ -222,78 +175,54 @@ def _in_fp32(*tensors: Tensor) -> list[Tensor]:
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
-def _cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def _bias_in_fp32(scores: BlockScores) -> BlockScores:
+    return scores if scores.bias is None else scores._replace(bias=_in_fp32(scores.bias)[0])
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scores: BlockScores) -> tuple[Tensor, Tensor]:
     """The kernel knows one width only."""
     width = max(q.shape[-1], v.shape[-1])
+    q, k, values = (widen(x, width) for x in (q, k, v))
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        *(widen(x, width) for x in (q, k, v)), 0.0, causal, attn_mask=bias, scale=scale
+        q, k, values, 0.0, scores.causal, attn_mask=scores.bias, scale=scores.scale
     )
     return out[..., : v.shape[-1]], lse
 
 
 def _cpu_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    bias: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: BlockScores
+) -> Gradients:
     width = max(q.shape[-1], v.shape[-1])
     tensors = (widen(x, width) for x in (grad, q, k, v, out))
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *tensors, lse, 0.0, causal, attn_mask=bias, scale=scale
+        *tensors, lse, 0.0, scores.causal, attn_mask=scores.bias, scale=scores.scale
     )
     return dq[..., : q.shape[-1]], dk[..., : q.shape[-1]], dv[..., : v.shape[-1]]
 
 
 def _efficient_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, scores: BlockScores
 ) -> tuple[Tensor, Tensor]:
     """The memory-efficient kernel, for fp32, knows no grouped queries and pads its log-sum-exp."""
     k = _repeat_heads(k, q)
     v = _repeat_heads(v, q)
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        q, k, v, _for_heads(bias, q), True, 0.0, causal, scale=scale
+        q, k, v, _for_heads(scores.bias, q), True, 0.0, scores.causal, scale=scores.scale
     )
     return out, lse[..., : q.shape[2]]
 
 
 def _efficient_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    bias: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: BlockScores
+) -> Gradients:
     kv_heads = k.shape[1]
     k = _repeat_heads(k, q)
     v = _repeat_heads(v, q)
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
-    seed = no_seed(q)
+    tensors = (grad, q, k, v, _for_heads(scores.bias, q), out, lse, no_seed(q), no_seed(q))
+    needed = [True, True, True, False]
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad,
-        q,
-        k,
-        v,
-        _for_heads(bias, q),
-        out,
-        lse,
-        seed,
-        seed,
-        0.0,
-        [True, True, True, False],
-        causal,
-        scale=scale,
+        *tensors, 0.0, needed, scores.causal, scale=scores.scale
     )
     dk = dk.unflatten(1, (kv_heads, -1)).sum(2)
     dv = dv.unflatten(1, (kv_heads, -1)).sum(2)

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from torchtitan.models.attention import Attention, LatentAttention, attend_options
+from torchtitan.models.attention import Attention, LatentAttention, layer_scores
+from torchtitan.models.attention_interface import Attend, DocumentMask, Mask
 from torchtitan.models.decoder_args import DecoderArgs, LayerKind
 from torchtitan.models.delta import GatedDeltaNet
 from torchtitan.models.feed_forward import FeedForward
-from torchtitan.models.layers import Attend, DocumentMask, Mask
 from torchtitan.models.moe import MoE, Routed
 from torchtitan.models.mtp import embed_next, mtp_module
 from torchtitan.models.norms import RMSNorm, build_norm
@@ -204,7 +204,7 @@ class Decoder(nn.Module):
         for index, layer in self.layers.items():
             for module in layer.modules():
                 if isinstance(module, Attention | LatentAttention):
-                    module.options = attend_options(args.of_layer(int(index)))
+                    module.scores = layer_scores(args.of_layer(int(index)))
 
     def _init_rope(self) -> None:
         args = self.args

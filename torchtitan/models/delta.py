@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.models.delta_rule import causal_convolution, chunked_delta_rule, normalize
-from torchtitan.models.layers import PerHead
+from torchtitan.models.linear import PerHead
 from torchtitan.models.norms import RMSNorm
 from torchtitan.utils.torch_compat import softplus
 

@@ -11,37 +11,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtitan.models.attention_interface import Scores
+
 
 def attend_blocks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Any,
-    *,
-    window: int | None = None,
-    scale: float | None = None,
+    scores: Scores,
     sinks: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> Tensor:
     """q `[b, h, s, d]`, k `[b, k, S, d]`, v `[b, k, S, e]` -> `[b, h, s, e]`.
 
-    Whole blocks are skipped by `mask`, not by the window, which costs a comparison per score.
+    Whole blocks are skipped by the mask, not by the window, which costs a comparison per score.
 
     Args:
-        mask: a `BlockMask`.
-        window, scale, sinks: as for `Attend`.
+        scores: with a `BlockMask` as the mask.
+        sinks: as for `Attend`.
         positions: `[s]`, the queries' positions among the keys, for the window. None: 0, 1, 2, ...
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
     grouped = q.shape[1] != k.shape[1]
-    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": grouped}
-    if window is not None:
-        options["score_mod"] = _within(window, positions)
+    options: dict[str, Any] = {
+        "block_mask": scores.mask,
+        "scale": scores.scale,
+        "enable_gqa": grouped,
+    }
+    if scores.window is not None:
+        options["score_mod"] = _within(scores.window, positions)
     if sinks is None:
         return _flex_attention()(q, k, v, **options)
     out, aux = _flex_attention()(q, k, v, **options, return_aux=AuxRequest(lse=True))
-    # `attention_op` explains the factor. FlexAttention differentiates its log-sum-exp.
+    # `attention_dense` explains the factor. FlexAttention differentiates its log-sum-exp.
     share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None])
     return (out * share.unsqueeze(-1)).to(out.dtype)
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan.models.layers import TokenLinear
+from torchtitan.models.linear import TokenLinear
 from torchtitan.models.norms import RMSNorm, build_norm
 
 

@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan.models.attention_op import join_sinks, register_backward
+from torchtitan.models.attention_dense import join_sinks, register_backward
+from torchtitan.models.attention_interface import Scores
+from torchtitan.models.attention_kernel import Gradients
 
 
 @dataclass(frozen=True)
@@ -51,24 +53,19 @@ def _power_of_two(count: int) -> int:
 
 
 def attend_documents(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: PackedDocuments,
-    *,
-    window: int | None = None,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None = None
 ) -> Tensor:
-    """Causal attention within documents.
+    """Causal attention within documents: q `[b, h, s, d]`, k `[b, k, s, d]`, v `[b, k, s, e]` ->
+    `[b, h, s, e]`.
 
-    q `[b, h, s, d]`, k `[b, k, s, d]`, v `[b, k, s, e]` -> `[b, h, s, e]`; the other arguments are
-    those of `attend_variant`.
+    Args:
+        scores: with `PackedDocuments` as the mask.
+        sinks: as for `Attend`.
     """
+    documents, window, scale, _ = scores.scaled(q.shape[-1])
+    assert isinstance(documents, PackedDocuments)
     rows = q.shape[0]
     size = v.shape[-1]
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
     # The kernels' widths are multiples of 8, one for all; zeros change no product.
     widest = max(q.shape[-1], size)
     width = widest + -widest % 8
@@ -147,7 +144,7 @@ def document_attention_backward(
     sizes: Tensor,
     window: int | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Gradients of `document_attention`."""
     bounds, longest, seen, kernel = _plan(q, k, v, starts, sizes, window)
     documents = (bounds, bounds, longest, longest)
@@ -158,7 +155,7 @@ def document_attention_backward(
 
 
 @document_attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Gradients:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 

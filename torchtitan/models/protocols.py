@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from torchtitan.models.layers import Mask
+    from torchtitan.models.attention_interface import Mask
 
 
 class TransformerArgs(Protocol):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.layers import TokenLinear
+from torchtitan.models.linear import TokenLinear
 
 
 @dataclass(frozen=True)

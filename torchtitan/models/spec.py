@@ -49,7 +49,7 @@ Args = TypeVar("Args", bound=ModelArgs)
 """A family's hyper-parameters."""
 Build = Callable[[Args, Any], "Model"]
 """`build(args, attend)`: the model, for one device. `attend` is an `Attend` of
-`torchtitan.models.layers`, or None for a model that never runs.
+`torchtitan.models.attention_interface`, or None for a model that never runs.
 """
 
 

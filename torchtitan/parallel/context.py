@@ -16,7 +16,7 @@ keys, e width of values, n ranks.
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,11 @@ from torch.distributed import _functional_collectives
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from torchtitan.config.sections.parallelism import Parallelism
-from torchtitan.models.attention_kernel import block_backward, block_forward
-from torchtitan.models.attention_op import join_sinks, register_backward
+from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.attention_dense import join_sinks, register_backward
+from torchtitan.models.attention_interface import CAUSAL, Attend, Scores
+from torchtitan.models.attention_kernel import BlockScores, Gradients, block_backward, block_forward
 from torchtitan.models.flex import attend_blocks
-from torchtitan.models.layers import Attend, Mask, attention_backend
 from torchtitan.parallel.context_layout import RowLayout
 from torchtitan.parallel.context_window import attend_window
 from torchtitan.parallel.mesh import Mesh
@@ -72,30 +73,21 @@ def ring_attention_backend(group: dist.ProcessGroup, rotate: str, balanced: bool
     layout = layout_of(group, balanced)
 
     def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask | None = None,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
+        q: Tensor, k: Tensor, v: Tensor, scores: Scores = CAUSAL, sinks: Tensor | None = None
     ) -> Tensor:
         row = layout.ranks * q.shape[2]
-        if window is not None and window >= row:
-            window = None
-        kind: dict[str, Any] = {"window": window, "scale": scale, "sinks": sinks}
-        dense = mask is None or isinstance(mask, Tensor)
-        if window is not None and dense:
-            return attend_window(q, k, v, mask, layout, **kind)
-        if mask is not None:
+        scores = scores.of_keys(row)
+        dense = scores.mask is None or isinstance(scores.mask, Tensor)
+        if scores.window is not None and dense:
+            return attend_window(q, k, v, scores, sinks, layout)
+        if scores.mask is not None:
             k, v = _whole_sequence(k, v, layout)
             if dense:
-                return attention_backend(q.device.type)(q, k, v, mask, scale=scale, sinks=sinks)
-            positions = None if window is None else layout.positions(row, q.device)
-            return attend_blocks(q, k, v, mask, positions=positions, **kind)
-        if scale is None:
-            scale = q.shape[-1] ** -0.5
+                return attention_backend(q.device.type)(q, k, v, scores, sinks)
+            positions = None if scores.window is None else layout.positions(row, q.device)
+            return attend_blocks(q, k, v, scores, sinks, positions)
+        scale = scores.scaled(q.shape[-1]).scale
+        assert scale is not None
         out, _ = ring_attention(q, k, v, sinks, scale, layout.group_name, rotate, balanced)
         return out
 
@@ -235,8 +227,9 @@ def ring_attention(
             continue
         rows, columns, causal = block
         keys, values = _unpack(buffer, k, v)
+        scores = BlockScores(scale, causal)
         part, part_lse = block_forward(
-            q[:, :, rows], keys[:, :, columns], values[:, :, columns], causal, scale
+            q[:, :, rows], keys[:, :, columns], values[:, :, columns], scores
         )
         if source == ring.rank:  # the first one, and whole
             out = part.to(_accumulator(q)).contiguous()
@@ -265,7 +258,7 @@ def ring_attention_backward(
     group_name: str,
     rotate: str,
     balanced: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Gradients of `ring_attention`. Each rank gets the sums for its own keys and values.
 
     They are either gradients for all ranks, reduced at the end, or one that travels with the keys
@@ -290,8 +283,7 @@ def ring_attention_backward(
                 values[:, :, columns],
                 out[:, :, rows],
                 lse[:, :, rows].contiguous(),
-                causal,
-                scale,
+                BlockScores(scale, causal),
             )
         if travelling is not None:
             dkv = c10d.wait_tensor(travelling).view(1, -1)
@@ -310,7 +302,7 @@ def ring_attention_backward(
 
 
 @ring_attention_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Gradients:
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     return dq, dk, dv
 

@@ -15,28 +15,23 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from torchtitan.models.attention_op import attend_variant
+from torchtitan.models.attention_dense import attend_variant
+from torchtitan.models.attention_interface import Scores
 from torchtitan.parallel.context_layout import RowLayout
 
 
 def attend_window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    layout: RowLayout,
-    *,
-    window: int,
-    scale: float | None,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None, layout: RowLayout
 ) -> Tensor:
     """Local queries' attention: q `[b, h, s, d]`, k `[b, k, s, d]`, v `[b, k, s, e]` ->
     `[b, h, s, e]`.
 
     Args:
-        mask: `[b, 1, s, ranks * s]`, true where a query may see a key.
-        window, scale, sinks: as for `Attend`.
+        scores: with a window; the mask is None or a tensor `[b, 1, s, ranks * s]`.
+        sinks: as for `Attend`.
     """
+    mask, window, scale, _ = scores
+    assert window is not None
     length = q.shape[2] // len(layout.chunks(0))
     keys, values = (_chunks(x, length, layout) for x in (k, v))
     _receive(keys, values, k, v, layout, window)
@@ -45,16 +40,14 @@ def attend_window(
         begin = max(0, chunk * length - (window - 1))
         end = (chunk + 1) * length
         rows = slice(place * length, (place + 1) * length)
+        chunk_mask = None if mask is None else mask[:, :, rows, begin:end]
         outputs.append(
             attend_variant(
                 q[:, :, rows],
                 _between(keys, begin, end, length),
                 _between(values, begin, end, length),
-                None if mask is None else mask[:, :, rows, begin:end],
-                window=window,
-                scale=scale,
-                sinks=sinks,
-                offset=chunk * length - begin,
+                Scores(chunk_mask, window, scale, offset=chunk * length - begin),
+                sinks,
             )
         )
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)

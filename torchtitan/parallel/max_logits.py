@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 
-from torchtitan.models.layers import Attend, Mask
+from torchtitan.models.attention_interface import CAUSAL, Attend, Scores
 from torchtitan.models.packed_attention import PackedDocuments
 from torchtitan.parallel.context_layout import RowLayout
 
@@ -35,7 +35,7 @@ def record_max_logits(
         positions: `[s]`, the queries' positions among the keys. None: 0, 1, 2, ...
         mask: `[b, 1, s, S]`, true where a query may see a key.
         starts: `PackedDocuments.starts`, instead of a mask.
-        window: as for `Attend`.
+        window: as in `Scores`.
     """
     batch, heads, queries, _ = q.shape
     count = k.shape[2]
@@ -93,23 +93,15 @@ class RecordMaxLogits(nn.Module):
         self.register_buffer("largest", start, persistent=False)
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask | None = None,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores = CAUSAL, sinks: Tensor | None = None
     ) -> Tensor:
         if torch.is_grad_enabled():
-            self._record(q.detach(), k.detach(), mask, window, scale)
-        return self.attend(q, k, v, mask, window=window, scale=scale, sinks=sinks)
+            self._record(q.detach(), k.detach(), scores.scaled(q.shape[-1]))
+        return self.attend(q, k, v, scores, sinks)
 
-    def _record(
-        self, q: Tensor, k: Tensor, mask: Mask | None, window: int | None, scale: float | None
-    ) -> None:
+    def _record(self, q: Tensor, k: Tensor, scores: Scores) -> None:
+        mask, window, scale, _ = scores
+        assert scale is not None
         positions = None
         layout = self.layout
         if layout is not None:
@@ -120,13 +112,4 @@ class RecordMaxLogits(nn.Module):
         dense = mask if isinstance(mask, Tensor) else None
         if dense is not None and positions is not None and dense.shape[2] != q.shape[2]:
             dense = dense[:, :, positions]  # of all queries, as ranks exchange heads
-        record_max_logits(
-            self.largest,
-            q,
-            k,
-            positions,
-            dense,
-            starts,
-            window,
-            q.shape[-1] ** -0.5 if scale is None else scale,
-        )
+        record_max_logits(self.largest, q, k, positions, dense, starts, window, scale)

@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
-from torchtitan.models.layers import Mask
+from torchtitan.models.attention_interface import Mask
 from torchtitan.utils.activity import note
 from torchtitan.utils.distributed_compat import (
     allocate_receive_buffers,

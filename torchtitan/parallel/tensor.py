@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from torchtitan.models.layers import PerHead, TokenLinear
+from torchtitan.models.linear import PerHead, TokenLinear
 from torchtitan.models.norms import RMSNorm
 from torchtitan.models.protocols import Model
 from torchtitan.models.spec import ShardingStyle

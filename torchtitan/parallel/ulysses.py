@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from torchtitan.models.layers import Attend, Mask
+from torchtitan.models.attention_interface import CAUSAL, Attend, Scores
 from torchtitan.parallel.context_layout import RowLayout
 
 
@@ -25,23 +25,15 @@ def ulysses_attention_backend(attend: Attend, layout: RowLayout) -> Attend:
     """
 
     def attend_some_heads(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask | None = None,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
+        q: Tensor, k: Tensor, v: Tensor, scores: Scores = CAUSAL, sinks: Tensor | None = None
     ) -> Tensor:
         copies = copies_of_keys(q.shape[1], k.shape[1], layout.ranks)
         if copies > 1:
             k = k.repeat_interleave(copies, 1)
             v = v.repeat_interleave(copies, 1)
-        own_sinks = None if sinks is None else sinks.chunk(layout.ranks)[layout.rank]
+        local_sinks = None if sinks is None else sinks.chunk(layout.ranks)[layout.rank]
         q, k, v = to_heads((q, k, v), layout)
-        out = attend(q, k, v, mask, window=window, scale=scale, sinks=own_sinks)
-        return to_sequence(out, layout)
+        return to_sequence(attend(q, k, v, scores, local_sinks), layout)
 
     return attend_some_heads
 

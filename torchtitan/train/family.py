@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.config.sections.schema import Config
-from torchtitan.models.layers import attention_backend
+from torchtitan.models.attention_backend import attention_backend
 from torchtitan.models.moe import Experts
 from torchtitan.models.spec import ModelSpec
 from torchtitan.parallel.pipeline import keep_modules

@@ -9,9 +9,9 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from torchtitan.models import llama3, register
+from torchtitan.models.attention_interface import Attend, Mask
 from torchtitan.models.decoder import Attention, Block, Decoder
 from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.layers import Attend, Mask
 from torchtitan.models.rope import apply_rope
 
 
@@ -25,7 +25,7 @@ class GatedAttention(Attention):
         q = apply_rope(q, cos, sin)
         k = apply_rope(k, cos, sin)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = self.attend(q, k, v, mask, **self.options)
+        out = self.attend(q, k, v, self.scores.masked(mask))
         gated = out.transpose(1, 2) * self.gate(x).sigmoid().unsqueeze(-1)
         return self.wo(gated.flatten(2))
 

@@ -14,7 +14,7 @@ from torchtitan.checkpoint.hf.tokenizer import differing_text, file_problem, is_
 from torchtitan.checkpoint.hf.weights import check_hf, on_meta
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec, hf_map
-from torchtitan.models.layers import attention_backend
+from torchtitan.models.attention_backend import attention_backend
 from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.torch_compat import silence_false_alarms
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchtitan.models import layers, norms
+from torchtitan.models import attention_backend, norms
 from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel import mesh as meshes
 from torchtitan.parallel.collectives import local, sharded_like
@@ -168,7 +168,9 @@ def recording(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
             stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
             # What the CPU does in its own way, since fake tensors are on it.
             stack.enter_context(patch.object(norms.RMSNorm, "forward", nn.RMSNorm.forward))
-            stack.enter_context(patch.object(layers, "_gains_on_cpu", lambda q, mask: False))
+            stack.enter_context(
+                patch.object(attention_backend, "_gains_on_cpu", lambda q, mask: False)
+            )
         stack.enter_context(tracer)
         gc.disable()  # as in training; a collection would free what training keeps
         stack.callback(gc.enable)

@@ -27,8 +27,8 @@ from torchtitan.config.derive import gradient_accumulation_steps, replace
 from torchtitan.config.features import GROUPED_MX, MX, compiles_blocks, uses
 from torchtitan.config.registry import import_custom
 from torchtitan.config.sections.schema import Config
+from torchtitan.models.attention_backend import attention_backend
 from torchtitan.models.decoder import MoEBlock
-from torchtitan.models.layers import attention_backend
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.parallel.fsdp import accumulation

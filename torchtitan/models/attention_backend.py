@@ -1,69 +1,30 @@
-"""Layers that model families share.
+"""Which kernel computes attention on a device, and the masks of documents.
 
-Shapes: b batch, s sequence, h query heads, k key-value heads, d head size.
+Shapes: b batch, s sequence, S the whole row, h query heads, k key-value heads, d head size.
 """
 
 import functools
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.models.attention_dense import attend_variant
+from torchtitan.models.attention_interface import CAUSAL, Attend, DocumentMask, Mask, Scores
 from torchtitan.models.attention_kernel import is_halved
-from torchtitan.models.attention_op import attend_variant
 from torchtitan.models.flex import attend_blocks
 from torchtitan.models.packed_attention import PackedDocuments, attend_documents, pack_documents
 from torchtitan.utils.logging import logger
 
-Mask = Any
-"""Result of `document_mask`: a tensor, `PackedDocuments`, FlexAttention's `BlockMask`, or a
-`DocumentMask` with one of them.
-"""
 
-
-class DocumentMask(NamedTuple):
-    """For models that also mix tokens by other means than attention (`reads_documents`)."""
-
-    mask: Mask
-    documents: Tensor
-    """`[b, s]`, the document of each token that this rank holds, on the compute device."""
-
-
-class Attend(Protocol):
-    """Attention: q `[b, h, s, d]`, k `[b, k, s, d]`, v `[b, k, s, e]` -> `[b, h, s, e]`.
-
-    Causal without a mask.
-
-    Args:
-        window: a query sees itself and the `window - 1` tokens before it. None: all before it.
-        scale: factor of the scores. None: `d ** -0.5`.
-        sinks: `[h]`, learned logits that take part in each head's softmax and have no value.
-    """
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask | None = None,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor: ...
-
-
-def _is_plain(
-    q: Tensor, v: Tensor, mask: Mask | None, window: int | None, sinks: Tensor | None
-) -> bool:
+def _is_plain(q: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> bool:
     """Whether torch's scaled dot-product attention does this, and no slower than
     `attend_variant`.
     """
-    known = window is None and sinks is None and q.shape[-1] == v.shape[-1]
-    return known and not (q.device.type == "cpu" and _gains_on_cpu(q, mask))
+    known = scores.window is None and sinks is None and q.shape[-1] == v.shape[-1]
+    return known and not (q.device.type == "cpu" and _gains_on_cpu(q, scores.mask))
 
 
 def _gains_on_cpu(q: Tensor, mask: Mask | None) -> bool:
@@ -72,41 +33,31 @@ def _gains_on_cpu(q: Tensor, mask: Mask | None) -> bool:
 
 
 def _attend_dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None = None,
-    *,
-    window: int | None = None,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores = CAUSAL, sinks: Tensor | None = None
 ) -> Tensor:
-    if window is not None and window >= k.shape[2]:
-        window = None
-    if not _is_plain(q, v, mask, window, sinks):
+    scores = scores.of_keys(k.shape[2])
+    if not _is_plain(q, v, scores, sinks):
         offset = 0 if q.shape[2] == k.shape[2] else None
-        return attend_variant(q, k, v, mask, window=window, scale=scale, sinks=sinks, offset=offset)
-    grouped = q.shape[1] != k.shape[1]
+        return attend_variant(q, k, v, scores.at(offset), sinks)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        q,
+        k,
+        v,
+        attn_mask=scores.mask,
+        is_causal=scores.mask is None,
+        scale=scores.scale,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
 
 
 def _attend_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | None = None,
-    *,
-    window: int | None = None,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores = CAUSAL, sinks: Tensor | None = None
 ) -> Tensor:
-    if mask is None:
-        return _attend_dense(q, k, v, window=window, scale=scale, sinks=sinks)
-    if isinstance(mask, PackedDocuments):
-        return attend_documents(q, k, v, mask, window=window, scale=scale, sinks=sinks)
-    return attend_blocks(q, k, v, mask, window=window, scale=scale, sinks=sinks)
+    if scores.mask is None:
+        return _attend_dense(q, k, v, scores, sinks)
+    if isinstance(scores.mask, PackedDocuments):
+        return attend_documents(q, k, v, scores, sinks)
+    return attend_blocks(q, k, v, scores, sinks)
 
 
 def attention_backend(device_type: str) -> Attend:
@@ -199,37 +150,3 @@ def block_mask(documents: Tensor, positions: Tensor, create: Callable[..., Mask]
 
     rows, seq_len = documents.shape
     return create(visible, rows, None, len(positions), seq_len, device=documents.device.type)
-
-
-class PerHead(nn.Module):
-    """A parameter with an entry, or some entries, for each head: `forward() -> [heads, ...]`.
-
-    It is a module so that tensor parallelism can give it a style, `per_head`: each rank then holds
-    and returns the entries of its own heads.
-    """
-
-    def __init__(self, *shape: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(shape))
-
-    def forward(self) -> Tensor:
-        return self.weight
-
-
-class TokenLinear(nn.Module):
-    """A linear layer whose output heads share: `[b, s, inputs] -> [b, s, outputs]`.
-
-    Tensor parallelism has each rank apply all of it to its own tokens (style `gate`).
-    """
-
-    def __init__(self, inputs: int, outputs: int, bias: bool = False):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compute(x, *self.parameters())
-
-    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The layer's output, with these in place of its parameters."""
-        return F.linear(x, weight, bias)

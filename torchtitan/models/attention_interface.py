@@ -1,0 +1,77 @@
+"""Attention as models call it: a function of queries, keys, values and which scores count.
+
+Shapes: b batch, s queries, S keys, h query heads, k key-value heads, d width of queries and keys,
+e width of values.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+Mask = Any
+"""Result of `document_mask`: a tensor `[b, 1, s, S]`, true where a query may see a key;
+`PackedDocuments`; FlexAttention's `BlockMask`; or a `DocumentMask` with one of them.
+"""
+
+
+class DocumentMask(NamedTuple):
+    """For models that also mix tokens by other means than attention (`reads_documents`)."""
+
+    mask: Mask
+    documents: Tensor
+    """`[b, s]`, the document of each token that this rank holds, on the compute device."""
+
+
+class Scores(NamedTuple):
+    """Which scores, the products of queries and keys, take part in the softmax, and their scale.
+
+    A query never sees a later key.
+    """
+
+    mask: Mask | None = None
+    """Which keys each query may see besides. None: all."""
+    window: int | None = None
+    """A query sees the key at its own position and the `window - 1` keys before it. None: all
+    before it.
+    """
+    scale: float | None = None
+    """Factor of the scores. None: `d ** -0.5`."""
+    offset: int | None = 0
+    """Position of the first query among the keys. None: unknown; a mask of a tensor alone decides,
+    and there must be no window.
+    """
+
+    def masked(self, mask: Mask | None) -> "Scores":
+        """These scores under a mask."""
+        # Not `_replace`: a compiled layer must be guarded by each field.
+        return Scores(mask, self.window, self.scale, self.offset)
+
+    def at(self, offset: int | None) -> "Scores":
+        """These scores for queries that begin at another position."""
+        return Scores(self.mask, self.window, self.scale, offset)
+
+    def scaled(self, width: int) -> "Scores":
+        """These scores with a scale, for queries and keys of this width."""
+        scale = width**-0.5 if self.scale is None else self.scale
+        return Scores(self.mask, self.window, scale, self.offset)
+
+    def of_keys(self, count: int) -> "Scores":
+        """These scores for so many keys: a window that spans all of them is none."""
+        window = None if self.window is not None and self.window >= count else self.window
+        return Scores(self.mask, window, self.scale, self.offset)
+
+
+CAUSAL = Scores()
+"""Every query sees all keys up to its own position."""
+
+
+class Attend(Protocol):
+    """Attention: q `[b, h, s, d]`, k `[b, k, s, d]`, v `[b, k, s, e]` -> `[b, h, s, e]`.
+
+    Args:
+        sinks: `[h]`, learned logits that take part in each head's softmax and have no value.
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores = CAUSAL, sinks: Tensor | None = None
+    ) -> Tensor: ...
