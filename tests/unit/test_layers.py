@@ -3,6 +3,7 @@ included.
 """
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,14 @@ def test_nothing_that_is_read_is_run(folder):
         assert not found or (
             path == ROOT / "utils/formats.py" and found == {"pickle.Unpickler", "torch.load"}
         ), path
+
+
+def test_files_of_models_import_no_circles():
+    files = {}
+    for path in FILES:
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        files[".".join(parts).removesuffix(".__init__")] = path
+    models = {name for name in files if name.startswith("torchtitan.models.")}
+    graph = {name: (imports(files[name]) & models) - {name} for name in models}
+    assert sum(map(len, graph.values())) > len(graph), "imports are not found"
+    TopologicalSorter(graph).prepare()  # which raises an error that names a circle

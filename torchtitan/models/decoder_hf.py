@@ -1,4 +1,9 @@
-"""Conversion to and from the decoders of Hugging Face's transformers."""
+"""`config.json` of Hugging Face's decoders, to and from `DecoderArgs`: every key, and how each
+layer is called. Imports no torch.
+
+`HFConfig` has the keys that most classes share, `LaterWindows` and `RopeByLayer` those of classes
+whose layers differ in more. A family subclasses one of them.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -7,10 +12,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, PlainSerializer
 
 from torchtitan.config.load.messages import explain_value
 from torchtitan.config.sections.types import Layers
-from torchtitan.models.decoder_args import DecoderArgs, LayerKind
-from torchtitan.models.decoder_checks import unused
+from torchtitan.models.decoder_args import DecoderArgs, LayerKind, unused
 from torchtitan.models.hf_blocks import block_names, decoder_names
-from torchtitan.models.hf_layers import all_kinds, shortest_pattern, type_of
 from torchtitan.models.hf_names import HFNames
 from torchtitan.models.hf_rope import Rope, write_scaling
 from torchtitan.models.quantization import check_quantization
@@ -32,6 +35,54 @@ FirstLayers = Annotated[
     int, BeforeValidator(_number_of_first), PlainSerializer(lambda n: list(range(n)))
 ]
 """How many of the first layers are in a list of indices, in any order, which may hold no others."""
+
+
+# ---- the kinds of layers
+
+
+_KIND_OF_TYPE: dict[str, LayerKind] = {
+    "full_attention": "full",
+    "sliding_attention": "window",
+    "linear_attention": "delta",
+}
+_TYPE_OF_KIND = {kind: name for name, kind in _KIND_OF_TYPE.items()} | {"nope": "full_attention"}
+
+
+def _read_types(value: Any) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise ValueError(f"got {brief(value)}, must be a list with the type of each layer")
+    for name in value:
+        if not isinstance(name, str) or name not in _KIND_OF_TYPE:
+            known = ", ".join(repr(kind) for kind in _KIND_OF_TYPE)
+            raise ValueError(f"got {brief(name)}, must be one of {known}")
+    return tuple(_KIND_OF_TYPE[name] for name in value)
+
+
+LayerTypes = Annotated[tuple[LayerKind, ...] | None, BeforeValidator(_read_types)]
+"""`layer_types`: the kind of each layer, or None."""
+
+
+def all_kinds(args: DecoderArgs) -> list[LayerKind]:
+    """The kind of each block."""
+    return [args.kind(layer) for layer in range(args.n_layers)]
+
+
+def type_of(kind: LayerKind) -> str:
+    """Hugging Face's name of a kind. Layers without positions have no own one."""
+    return _TYPE_OF_KIND[kind]
+
+
+def shortest_pattern(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+    """The fewest kinds that, repeated over the layers, give each layer its own."""
+    for period in range(1, len(kinds)):
+        if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
+            return tuple(kinds[:period])
+    return tuple(kinds)
+
+
+# ---- the keys
 
 
 class HFConfig(BaseModel):
@@ -247,6 +298,105 @@ class HFConfig(BaseModel):
             "rope_scaling": rope.scaling(self.max_position_embeddings),
             "rope_fraction": fraction,
         }
+
+
+class LaterWindows(HFConfig):
+    """Classes where all layers after the first `max_window_layers` can see a window: Qwen2's and
+    Qwen3's.
+    """
+
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: LayerTypes = None
+
+    def hyper_parameters(self) -> dict[str, Any]:
+        values = super().hyper_parameters()
+        return values if self.use_sliding_window else values | {"window": None}
+
+    def layer_kinds(self) -> Sequence[LayerKind]:
+        if self.layer_types is not None:
+            return super().layer_kinds()
+        first = self.num_hidden_layers
+        if self.use_sliding_window and self.sliding_window is not None:
+            first = self.max_window_layers
+        return ["full" if i < first else "window" for i in range(self.num_hidden_layers)]
+
+    @classmethod
+    def write_layers(cls, args: DecoderArgs) -> dict[str, Any]:
+        if "window" not in args.kinds:
+            return {"use_sliding_window": False}
+        # transformers 4 reads only this number
+        first = all_kinds(args).index("window")
+        return super().write_layers(args) | {"use_sliding_window": True, "max_window_layers": first}
+
+
+class LayerRopes(BaseModel):
+    """`rope_parameters` by kind of layer."""
+
+    model_config = {"strict": True, "extra": "forbid"}
+
+    full_attention: Rope = Rope()
+    sliding_attention: Rope = Rope()
+
+
+class RopeByLayer(HFConfig):
+    """Classes whose layers with a window have rotary positions of their own.
+
+    transformers 5 has `rope_parameters` by kind of layer. Version 4 has `rope_theta` and
+    `rope_scaling` of layers with full attention; those with a window are never scaled.
+    """
+
+    default_window_theta: ClassVar[float | None] = None
+    """RoPE's base in layers with a window where `config.json` gives none. None: that of the others.
+    """
+
+    rope_parameters: LayerRopes | None = None  # type: ignore[assignment]
+
+    def ropes(self) -> dict[str, Any]:
+        both = self.rope_parameters or LayerRopes(full_attention=self.rope_scaling or Rope())
+        length = self.max_position_embeddings
+        full = both.full_attention
+        window = both.sliding_attention
+        theta = full.rope_theta or self.rope_theta or self.default_theta
+        other = (
+            window.rope_theta
+            or getattr(self, "rope_local_base_freq", None)
+            or self.default_window_theta
+        )
+        scaling = full.scaling(length)
+        of_window = window.scaling(length)
+        if of_window not in (None, scaling):
+            raise ValueError(
+                "rope_parameters.sliding_attention: must be plain RoPE, or scaled like "
+                "full_attention's"
+            )
+        return {
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+            "window_rope_theta": None if other == theta else other,
+            "scale_window_rope": of_window == scaling,
+        }
+
+    @classmethod
+    def write_rope(cls, args: DecoderArgs) -> dict[str, Any]:
+        plain: dict[str, Any] = {"rope_type": "default"}
+        scaling = write_scaling(args.rope_scaling)
+        of_window = scaling if args.scale_window_rope else None
+        window_theta = args.window_rope_theta or args.rope_theta
+        found: dict[str, Any] = {
+            "rope_scaling": scaling,
+            "rope_parameters": {
+                "full_attention": (scaling or plain) | {"rope_theta": args.rope_theta},
+                "sliding_attention": (of_window or plain) | {"rope_theta": window_theta},
+            },
+        }
+        if "rope_local_base_freq" in cls.model_fields:
+            found["rope_local_base_freq"] = window_theta
+        return found
+
+
+# ---- what an export preserves
 
 
 def computed_with(args: DecoderArgs) -> dict[str, Any]:

@@ -1,15 +1,17 @@
-"""What follows from a decoder's hyper-parameters: initialization, FLOPs, sharding. Imports no
-torch.
+"""A family of decoders, and what follows from hyper-parameters: initialization, FLOPs, sharding.
+Imports no torch.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from torchtitan.models import mup
-from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.decoder_args import DecoderArgs, unused
+from torchtitan.models.decoder_hf import HFConfig
 from torchtitan.models.delta_args import TENSOR_PARALLEL_STYLES as DELTA_STYLES
 from torchtitan.models.delta_args import delta_flops, delta_init
-from torchtitan.models.spec import Init, ShardingStyle
+from torchtitan.models.spec import Init, ModelSpec, ShardingStyle, register
 
 
 def init(fqn: str, args: DecoderArgs) -> Init:
@@ -225,3 +227,40 @@ def tensor_parallel_sizes(args: DecoderArgs) -> dict[str, int]:
 def context_parallel_sizes(args: DecoderArgs) -> dict[str, int]:
     """Sizes that the context-parallel degree times the tensor-parallel degree must divide."""
     return {"delta_key_heads": args.delta_key_heads} if "delta" in args.kinds else {}
+
+
+def register_decoder(
+    name: str, flavors: Mapping[str, DecoderArgs], hf: type[HFConfig]
+) -> ModelSpec:
+    """Make a family of decoders available as `model.name`."""
+    return register(
+        ModelSpec(
+            name=name,
+            flavors=flavors,
+            build=_build,
+            init=init,
+            module_flops=module_flops,
+            tied_modules=tied_modules,
+            tensor_parallel_styles=TENSOR_PARALLEL_STYLES,
+            tensor_parallel_sizes=tensor_parallel_sizes,
+            tiny=tiny,
+            hf=hf.map(),
+            expert_sizes=expert_sizes,
+            context_parallel_sizes=context_parallel_sizes,
+            mtp_modules=lambda args: args.n_mtp,
+            unused=unused,
+            width_ratio=mup.width_ratio,
+        )
+    )
+
+
+def is_decoder(spec: ModelSpec) -> bool:
+    """Whether a family is the decoder itself, with sizes and flags of its own, but no code."""
+    return spec.build is _build and spec.module_flops is module_flops
+
+
+def _build(args: DecoderArgs, attend: Any) -> Any:
+    # imports torch, which a configuration is checked without
+    from torchtitan.models.decoder import Decoder
+
+    return Decoder(args, attend)

@@ -15,12 +15,7 @@ not its root. The widths of the blocks must grow with `dim`, but for those of la
 heads. Imports no torch.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.decoder_args import DecoderArgs
 
 OUTPUTS = ("router", "shared_gate")
 """Modules of a block whose number of outputs doesn't grow with the width."""
@@ -28,19 +23,14 @@ CONSTANT = ("norm", "conv", "sinks", "A_log", "dt_bias", "wq_b", "wkv_b")
 """Parts of the names of modules whose number of inputs doesn't grow."""
 
 
-def multiple(args: DecoderArgs) -> float:
-    """How many times wider the model is than the base model; 1 without muP."""
-    return args.dim / args.mup_base_dim if args.mup_base_dim else 1.0
-
-
 def width_ratio(fqn: str, args: DecoderArgs) -> float:
-    """`multiple(args)` of a matrix of the blocks, by which its learning rate is divided; 1 of other
-    parameters.
+    """What the learning rate of a parameter is divided by: `args.width_multiple` for matrices of
+    the blocks, 1 for others.
     """
     parts = fqn.split(".")
     module, leaf = parts[-2:]
-    hidden = parts[0] in ("layers", "mtp") and leaf not in ("bias", "b1", "b2", "b3")
-    return multiple(args) if hidden and not any(name in module for name in CONSTANT) else 1.0
+    hidden = parts[0] == "layers" and leaf not in ("bias", "b1", "b2", "b3")
+    return args.width_multiple if hidden and not any(name in module for name in CONSTANT) else 1.0
 
 
 def std_factor(fqn: str, args: DecoderArgs) -> float:

@@ -30,7 +30,7 @@ from torchtitan.models import (
     get_spec,
     parameter_names,
 )
-from torchtitan.models.decoder_spec import is_decoder
+from torchtitan.models.decoder_traits import is_decoder
 from torchtitan.parallel.pipeline_csv import schedule_file
 from torchtitan.parallel.pipeline_stages import StagePlan, assign_stages
 from torchtitan.utils.errors import ConfigError, UserError

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.decoder_spec import register_decoder
+from torchtitan.models.decoder_traits import register_decoder
 from torchtitan.models.deepseek_hf import LatentConfig
 from torchtitan.models.rope_scaling import YarnScaling
 

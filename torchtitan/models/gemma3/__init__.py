@@ -7,9 +7,8 @@ from pydantic import Field
 
 from torchtitan.config.sections.types import Layers
 from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.decoder_spec import register_decoder
-from torchtitan.models.hf_layers import LayerTypes
-from torchtitan.models.hf_windows import RopeByLayer
+from torchtitan.models.decoder_hf import LayerTypes, RopeByLayer
+from torchtitan.models.decoder_traits import register_decoder
 from torchtitan.models.rope_scaling import LinearScaling
 
 

@@ -5,9 +5,8 @@ from typing import ClassVar, Literal
 
 from torchtitan.config.sections.types import Layers
 from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.decoder_hf import HFConfig
-from torchtitan.models.decoder_spec import register_decoder
-from torchtitan.models.hf_layers import LayerTypes
+from torchtitan.models.decoder_hf import HFConfig, LayerTypes
+from torchtitan.models.decoder_traits import register_decoder
 from torchtitan.models.hf_names import HFNames, Part
 from torchtitan.models.hf_rope import Rope
 from torchtitan.models.rope_scaling import YarnScaling

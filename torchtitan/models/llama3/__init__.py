@@ -5,7 +5,7 @@ from typing import Literal
 
 from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.models.decoder_hf import HFConfig
-from torchtitan.models.decoder_spec import register_decoder
+from torchtitan.models.decoder_traits import register_decoder
 from torchtitan.models.rope_scaling import RopeScaling
 
 

@@ -5,7 +5,7 @@ from functools import partial
 
 from torchtitan.models.decoder_args import DecoderArgs, LayerKind
 from torchtitan.models.decoder_hf import HFConfig
-from torchtitan.models.decoder_spec import register_decoder
+from torchtitan.models.decoder_traits import register_decoder
 
 
 class _Config(HFConfig):

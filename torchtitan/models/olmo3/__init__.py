@@ -4,9 +4,8 @@ from functools import partial
 from typing import ClassVar, Literal
 
 from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.decoder_spec import register_decoder
-from torchtitan.models.hf_layers import LayerTypes
-from torchtitan.models.hf_windows import RopeByLayer
+from torchtitan.models.decoder_hf import LayerTypes, RopeByLayer
+from torchtitan.models.decoder_traits import register_decoder
 
 
 class _Config(RopeByLayer):

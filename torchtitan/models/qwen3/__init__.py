@@ -4,8 +4,8 @@ from functools import partial
 from typing import Literal
 
 from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.decoder_spec import register_decoder
-from torchtitan.models.hf_windows import LaterWindows
+from torchtitan.models.decoder_hf import LaterWindows
+from torchtitan.models.decoder_traits import register_decoder
 
 
 class _Config(LaterWindows):

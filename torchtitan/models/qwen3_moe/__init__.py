@@ -8,7 +8,7 @@ from pydantic import AliasChoices, Field
 
 from torchtitan.models.decoder_args import DecoderArgs, LayerKind
 from torchtitan.models.decoder_hf import FirstLayers, HFConfig
-from torchtitan.models.decoder_spec import register_decoder
+from torchtitan.models.decoder_traits import register_decoder
 
 
 class _Config(HFConfig):

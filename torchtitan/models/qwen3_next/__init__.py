@@ -9,10 +9,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import AliasChoices, Field
 
 from torchtitan.models.decoder_args import DecoderArgs, LayerKind
-from torchtitan.models.decoder_hf import FirstLayers, HFConfig
-from torchtitan.models.decoder_spec import register_decoder
+from torchtitan.models.decoder_hf import FirstLayers, HFConfig, LayerTypes
+from torchtitan.models.decoder_traits import register_decoder
 from torchtitan.models.hf_blocks import feed_forward_names
-from torchtitan.models.hf_layers import LayerTypes
 from torchtitan.models.hf_names import HFNames, Part
 
 

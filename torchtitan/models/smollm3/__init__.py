@@ -7,9 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from torchtitan.models.decoder_args import DecoderArgs, LayerKind
-from torchtitan.models.decoder_hf import HFConfig
-from torchtitan.models.decoder_spec import register_decoder
-from torchtitan.models.hf_layers import all_kinds
+from torchtitan.models.decoder_hf import HFConfig, all_kinds
+from torchtitan.models.decoder_traits import register_decoder
 
 
 class _Config(HFConfig):
