@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
+from torchtitan.models.attention_interface import DocumentMask
 from torchtitan.models.delta import GatedDeltaNet
 
 ARGS = SimpleNamespace(
@@ -39,10 +40,15 @@ def batch(seq):
     return torch.randn(2, SEQ, ARGS.dim, generator=torch.Generator().manual_seed(3))[:, :seq]
 
 
-def trained(layer, seq, dtype=torch.float32, **inputs):
+def mask_of(documents):
+    """The mask of a layer that reads no more of it than the documents."""
+    return None if documents is None else DocumentMask(None, documents)
+
+
+def trained(layer, seq, dtype=torch.float32, documents=None):
     """The batch, whose gradient is then known, and the layer's output."""
     x = batch(seq).to(dtype).requires_grad_()
-    out = layer(x, **inputs)
+    out = layer(x, mask=mask_of(documents))
     out.backward(GRADIENT[:, :seq].to(dtype))
     return x, out
 

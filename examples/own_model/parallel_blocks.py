@@ -2,8 +2,6 @@
 feed-forward read the same norm, and both are added at once.
 """
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from torchtitan.models import llama3, register
@@ -26,4 +24,4 @@ class ParallelLlama(Decoder):
     block_class = ParallelBlock
 
 
-register(replace(llama3.spec, name="llama3_parallel", build=ParallelLlama))
+register(llama3.spec.variant("llama3_parallel", build=ParallelLlama))

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.delta_layers import GRADIENT, batch, filled, relative, trained
+from tests.delta_layers import GRADIENT, batch, filled, mask_of, relative, trained
 from torchtitan.models.delta_args import TENSOR_PARALLEL_STYLES
 from torchtitan.parallel.context_layout import RowLayout
 from torchtitan.parallel.delta_context import mix_across
@@ -46,7 +46,7 @@ def differences(tp, balanced, with_documents, compiled):
         layer.forward = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
     x = batch(SEQ)[:, mine].requires_grad_()
     own = documents if documents is None else documents[:, layout.positions(SEQ)]
-    out = layer(x, own)
+    out = layer(x, mask=mask_of(own))
     out = out.to_local() if isinstance(out, DTensor) else out
     out.backward(GRADIENT[:, :SEQ][:, mine])
     found = {

@@ -5,8 +5,6 @@ instead of three.
 torchtitan train CONFIG.toml --experimental.custom_import relu_squared --model.name qwen3_moe_relu2
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -54,4 +52,4 @@ def flops(args: DecoderArgs, seq_len: int) -> dict[str, float]:
     return found
 
 
-register(replace(qwen3_moe.spec, name="qwen3_moe_relu2", build=ReluDecoder, module_flops=flops))
+register(qwen3_moe.spec.variant("qwen3_moe_relu2", build=ReluDecoder, module_flops=flops))

@@ -3,7 +3,6 @@
 torchtitan train CONFIG.toml --experimental.custom_import soft_cap --model.name llama3_capped
 """
 
-from dataclasses import replace
 from typing import Annotated
 
 import torch
@@ -28,4 +27,4 @@ class CappedLlama(Decoder):
 
 
 flavors = {name: CappedArgs(**args.model_dump()) for name, args in llama3.FLAVORS.items()}
-register(replace(llama3.spec, name="llama3_capped", flavors=flavors, build=CappedLlama))
+register(llama3.spec.variant("llama3_capped", flavors=flavors, build=CappedLlama))

@@ -2,8 +2,6 @@
 is true.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -35,7 +33,7 @@ def check(spec, *argv, world=1):
 
 
 def variant(build, spec=LLAMA, **changes):
-    return replace(spec, build=build, **changes)
+    return spec.variant(spec.name, build=build, **changes)
 
 
 @pytest.mark.parametrize("spec", families(), ids=lambda spec: spec.name)

@@ -84,8 +84,8 @@ class Capped(Decoder):
 LLAMA = get_spec("llama3")
 CAPPED = {name: CappedArgs(**args.model_dump()) for name, args in LLAMA.flavors.items()}
 FAMILIES = [
-    replace(LLAMA, name="capped", flavors=CAPPED, build=Capped),
-    replace(LLAMA, name="capped_llama", flavors=CAPPED, build=Capped, hf=replace(LLAMA.hf)),
+    LLAMA.variant("capped", flavors=CAPPED, build=Capped),
+    LLAMA.variant("capped_llama", flavors=CAPPED, build=Capped, hf=LLAMA.hf),
 ]
 
 
@@ -187,8 +187,7 @@ def test_the_class_of_another_family_may_express_it(tmp_path):
 def test_a_derived_family_has_no_class_unless_it_states_one(tmp_path):
     gated = get_spec("llama3_gated")
     assert gated.hf is None
-    assert replace(LLAMA, name="renamed").hf is LLAMA.hf, "the same code"
-    assert replace(LLAMA, hf=replace(LLAMA.hf)).hf == LLAMA.hf
+    assert LLAMA.variant("renamed").hf is LLAMA.hf, "the same code"
     write_checkpoint(tmp_path / "ours", "llama3_gated")
     with pytest.raises(
         CheckpointError, match=r"'llama3_gated' names no class of .* state it as `hf=`"

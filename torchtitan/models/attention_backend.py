@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from torchtitan.models.attention_dense import attend_variant
 from torchtitan.models.attention_interface import CAUSAL, Attend, DocumentMask, Mask, Scores
@@ -114,11 +114,6 @@ def document_mask(
         return mask
     own = documents[:, positions.cpu()]
     return DocumentMask(mask, own.to(positions.device, non_blocking=True))
-
-
-def reads_documents(model: nn.Module) -> bool:
-    """Whether a model asks for a `DocumentMask`, by an attribute of this name."""
-    return bool(getattr(model, "reads_documents", False))
 
 
 def _mask_of(documents: Tensor, positions: Tensor, dtype: torch.dtype) -> Mask:

@@ -6,7 +6,7 @@ e width of values.
 
 from typing import Any, NamedTuple, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Mask = Any
 """Result of `document_mask`: a tensor `[b, 1, s, S]`, true where a query may see a key;
@@ -20,6 +20,11 @@ class DocumentMask(NamedTuple):
     mask: Mask
     documents: Tensor
     """`[b, s]`, the document of each token that this rank holds, on the compute device."""
+
+
+def reads_documents(model: nn.Module) -> bool:
+    """Whether a model, or a mixer in it, asks for a `DocumentMask` by an attribute of this name."""
+    return bool(getattr(model, "reads_documents", False))
 
 
 class Scores(NamedTuple):

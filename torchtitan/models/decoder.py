@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from torchtitan.models.attention import Attention, LatentAttention, layer_scores
-from torchtitan.models.attention_interface import Attend, DocumentMask, Mask
+from torchtitan.models.attention_interface import Attend, DocumentMask, Mask, reads_documents
 from torchtitan.models.decoder_args import DecoderArgs, LayerKind
 from torchtitan.models.delta import GatedDeltaNet
 from torchtitan.models.feed_forward import FeedForward
@@ -28,22 +28,27 @@ __all__ = ["Attention", "Block", "Decoder", "MoEBlock"]
 
 
 class _Block(nn.Module):
-    """What all transformer blocks have: attention, and norms before or after its parts.
+    """What all transformer blocks have: a mixer of tokens, and norms before or after its parts.
 
     Blocks are built from the hyper-parameters of their layer (`DecoderArgs.of_layer`).
     """
 
     attention_class: type[Attention] = Attention
     """Built from `(args, attend)`. Subclasses replace it."""
+    mixer_name: str
+    """The attribute that is the mixer. Each class of mixers has a name of its own, by which its
+    weights are initialized, sharded and converted.
+    """
 
     def __init__(self, args: DecoderArgs, attend: Attend):
         super().__init__()
         before = args.norm_placement != "after"
         after = args.norm_placement != "before"
         self.attention_norm = build_norm(args.dim, args) if before else None
-        if args.layer_pattern[0] == "delta":
+        self.mixer_name = args.mixer
+        if args.mixer == "delta":
             self.delta = GatedDeltaNet(args)
-        elif args.kv_lora_rank:
+        elif args.mixer == "latent_attention":
             self.latent_attention = LatentAttention(args, attend)
         else:
             self.attention = self.attention_class(args, attend)
@@ -51,18 +56,17 @@ class _Block(nn.Module):
         self.ffn_norm = build_norm(args.dim, args) if before else None
         self.ffn_post_norm = build_norm(args.dim, args) if after else None
 
+    @property
+    def mixer(self) -> nn.Module:
+        """How the block mixes tokens: called with `(x, cos, sin, mask)`, on `[b, s, dim]`."""
+        return getattr(self, self.mixer_name)
+
     def mix(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Mask | None) -> Tensor:
         """Add what tokens learn from each other to the residual stream `[b, s, dim]`."""
         read = x if self.attention_norm is None else self.attention_norm(x)
-        documents = None
-        if isinstance(mask, DocumentMask):
-            mask, documents = mask
-        if hasattr(self, "delta"):
-            out = self.delta(read, documents)
-        elif hasattr(self, "latent_attention"):
-            out = self.latent_attention(read, cos, sin, mask)
-        else:
-            out = self.attention(read, cos, sin, mask)
+        if isinstance(mask, DocumentMask) and not reads_documents(self.mixer):
+            mask = mask.mask
+        out = self.mixer(read, cos, sin, mask)
         return x + (out if self.attention_post_norm is None else self.attention_post_norm(out))
 
     def read(self, x: Tensor) -> Tensor:

@@ -27,6 +27,8 @@ LayerKind = Literal["full", "window", "nope", "delta"]
              arXiv:2305.19466)
     delta    Gated DeltaNet (Yang et al., arXiv:2412.06464)
 """
+Mixer = Literal["attention", "latent_attention", "delta"]
+"""Modules that mix tokens, by their names in a block."""
 Activation = Literal["swiglu", "geglu", "relu2", "clamped_swiglu"]
 """How a feed-forward network combines gate g and up u, two projections of its input.
 
@@ -180,6 +182,13 @@ class DecoderArgs(ModelArgs):
     """
     mup_base_head_size: Width | None = None
     """Head size of muP's base model. `"none"`: this model's, which has more heads instead."""
+
+    @property
+    def mixer(self) -> Mixer:
+        """How a layer mixes tokens: the name of the module. Of one layer, from `of_layer`."""
+        if self.layer_pattern[0] == "delta":
+            return "delta"
+        return "latent_attention" if self.kv_lora_rank else "attention"
 
     @property
     def head_dim(self) -> int:

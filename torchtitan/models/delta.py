@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchtitan.models.attention_interface import DocumentMask
 from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.models.delta_rule import causal_convolution, chunked_delta_rule, normalize
 from torchtitan.models.linear import PerHead
@@ -82,6 +83,9 @@ class GatedDeltaNet(nn.Module):
     head's part of `in_proj_qkvz` is `[q | k | its v | its z]`, of `in_proj_ba` `[its b | its a]`.
     """
 
+    reads_documents = True
+    """It needs a `DocumentMask`, not only attention's mask."""
+
     def __init__(self, args: DecoderArgs):
         super().__init__()
         keys = args.delta_key_heads
@@ -114,12 +118,19 @@ class GatedDeltaNet(nn.Module):
             self.dt_bias().unflatten(0, (-1, self.group)),
         )
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+        mask: DocumentMask | None = None,
+    ) -> Tensor:
         """
         Args:
-            documents: `[b, s]`, the document of each token, which sees no others. Default: a row
-                is one document.
+            cos, sin: unused: the order of tokens is in the state.
+            mask: its documents don't see each other. Default: a row is one document.
         """
+        documents = None if mask is None else mask.documents
         values = self.group * self.value_size
         qkvz = self.in_proj_qkvz(x).unflatten(-1, (-1, 2 * (self.key_size + values)))
         ba = self.in_proj_ba(x).unflatten(-1, (-1, 2 * self.group))

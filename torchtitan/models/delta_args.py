@@ -5,22 +5,23 @@ sharding. Imports no torch.
 from collections.abc import Mapping
 from typing import Protocol
 
-from torchtitan.models.spec import Init, ShardingStyle
+from torchtitan.models.spec import Init
+from torchtitan.models.spec import ShardingStyle as Style
 
 CHUNK = 64
 """Tokens per chunk, as in the paper's kernels: longer chunks take fewer steps and more products."""
 
-TENSOR_PARALLEL_STYLES: Mapping[str, ShardingStyle] = {
-    "": "gather_sequence",
-    ".in_proj_qkvz": "columns",
-    ".in_proj_ba": "columns",
-    ".q_conv": "per_head",
-    ".k_conv": "per_head",
-    ".v_conv": "per_head",
-    ".A_log": "per_head",
-    ".dt_bias": "per_head",
-    ".norm": "head_norm",
-    ".out_proj": "rows",
+TENSOR_PARALLEL_STYLES: Mapping[str, Style] = {
+    "": Style.GATHER_SEQUENCE,
+    ".in_proj_qkvz": Style.COLUMNS,
+    ".in_proj_ba": Style.COLUMNS,
+    ".q_conv": Style.PER_HEAD,
+    ".k_conv": Style.PER_HEAD,
+    ".v_conv": Style.PER_HEAD,
+    ".A_log": Style.PER_HEAD,
+    ".dt_bias": Style.PER_HEAD,
+    ".norm": Style.HEAD_NORM,
+    ".out_proj": Style.ROWS,
 }
 """How tensor parallelism splits the modules of a layer, by what follows the layer's name. Each rank
 gets whole key heads, so its degree divides `delta_key_heads`.

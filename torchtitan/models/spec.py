@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, get_args
 
@@ -101,65 +102,46 @@ class HFMap(Generic[Args]):
     """
     also_read: tuple[str, ...] = ()
     """Other values of `model_type` in the `config.json` of the same models."""
-    build: Build[Args] | None = field(default=None, init=False, compare=False)
-    """The `ModelSpec.build` whose models this describes, set by the first spec that gets the map.
-    A copy by `dataclasses.replace` belongs to none yet.
-    """
 
     def ignores(self, name: str, args: Args) -> bool:
         """Whether a tensor of Hugging Face is one of `ignored`."""
         values = vars(args)
         return any(fnmatchcase(name, pattern.format(**values)) for pattern in self.ignored)
 
-    def of(self, build: Build[Args]) -> HFMap[Args] | None:
-        """This map for the models of `build`; None if it belongs to another `build`."""
-        if self.build is build:
-            return self
-        if self.build is not None:
-            return None
-        own = replace(self)
-        object.__setattr__(own, "build", build)
-        return own
 
+class ShardingStyle(StrEnum):
+    """What tensor parallelism does to a module. Between modules, activations are sharded over the
+    sequence.
+    """
 
-ShardingStyle = Literal[
-    "embedding",
-    "norm",
-    "head_norm",
-    "per_head",
-    "gather_sequence",
-    "whole_norm",
-    "columns",
-    "columns_of_sequence",
-    "shared_key",
-    "rows",
-    "output",
-    "router",
-    "gate",
-    "experts",
-]
-"""What tensor parallelism does to a module. Between modules, activations are sharded over the
-sequence.
-
-    embedding            weight sharded over the vocabulary; output sharded over the sequence
-    norm                 weight replicated; input and output sharded over the sequence
-    head_norm            weight replicated; input and output `[b, s, heads, d]` sharded over heads
-    per_head             `PerHead`: weight sharded over its first dimension; returns the rank's part
-    gather_sequence      the first input is gathered, so the module's linear layers see the whole
-                         sequence
-    whole_norm           weight, input and output sharded over features, whose norm spans ranks
-    columns              linear layer, weight sharded over its outputs
-    columns_of_sequence  likewise, and its input is sharded over the sequence, and gathered
-    shared_key           a gathered input, of which the heads of each rank use a copy
-    rows                 linear layer, weight sharded over its inputs; output sharded over the
-                         sequence
-    output               projection to the vocabulary, sharded over it
-    router               the second input, a weight for each token, is cut to the rank's part of the
-                         sequence
-    gate                 `TokenLinear`: weight replicated; input and output sharded over the
-                         sequence
-    experts              not tensor-parallel; expert parallelism shards the weights over the experts
-"""
+    EMBEDDING = "embedding"
+    """The weight is sharded over the vocabulary, the output over the sequence."""
+    NORM = "norm"
+    """The weight is replicated; input and output are sharded over the sequence."""
+    HEAD_NORM = "head_norm"
+    """The weight is replicated; input and output `[b, s, heads, d]` are sharded over heads."""
+    WHOLE_NORM = "whole_norm"
+    """Weight, input and output are sharded over features, whose norm spans ranks."""
+    PER_HEAD = "per_head"
+    """`PerHead`: the weight is sharded over its first dimension; the rank's part is returned."""
+    GATHER_SEQUENCE = "gather_sequence"
+    """The first input is gathered, so the module's linear layers see the whole sequence."""
+    COLUMNS = "columns"
+    """A linear layer, its weight sharded over its outputs."""
+    COLUMNS_OF_SEQUENCE = "columns_of_sequence"
+    """Likewise, and its input is sharded over the sequence, and gathered."""
+    ROWS = "rows"
+    """A linear layer, its weight sharded over its inputs, its output over the sequence."""
+    SHARED_KEY = "shared_key"
+    """A gathered input, of which the heads of each rank use a copy."""
+    OUTPUT = "output"
+    """The projection to the vocabulary, sharded over it."""
+    ROUTER = "router"
+    """The second input, a weight for each token, is cut to the rank's part of the sequence."""
+    GATE = "gate"
+    """`TokenLinear`: the weight is replicated; input and output are sharded over the sequence."""
+    EXPERTS = "experts"
+    """Not tensor-parallel: expert parallelism shards the weights over the experts."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +149,7 @@ class ModelSpec(Generic[Args]):
     """A model family: how to build the module for one device, and what is known about it without
     building it.
 
-    `dataclasses.replace(spec, name=..., build=...)` and `register` make a variant of a family. With
-    another `build` it has no `hf`, unless it states one: `hf=dataclasses.replace(spec.hf, ...)`.
+    `register(spec.variant(...))` makes another family of it.
     """
 
     name: str
@@ -195,7 +176,7 @@ class ModelSpec(Generic[Args]):
     `torchtitan parity`. `heads` is a multiple of the tensor-parallel degree.
     """
     hf: HFMap[Args] | None
-    """The family in transformers. None if it isn't there, and after `build` was replaced."""
+    """The family in transformers. None if no class there computes what the model does."""
     expert_sizes: Callable[[Args], dict[str, int]] = lambda args: {}
     """`expert_sizes(args)`: sizes of the experts' stacked weights by hyper-parameter: the number of
     experts, which the expert-parallel degree must divide, then their widths. Empty without experts.
@@ -221,9 +202,15 @@ class ModelSpec(Generic[Args]):
     arXiv:2203.03466).
     """
 
-    def __post_init__(self) -> None:
-        if self.hf is not None:
-            object.__setattr__(self, "hf", self.hf.of(self.build))
+    def variant(self, name: str, **changes: Any) -> ModelSpec:
+        """A family that differs from this one in the attributes `changes`.
+
+        With another `build` it computes something else than the class in transformers, so it has no
+        `hf` unless `changes` states one.
+        """
+        if "build" in changes:
+            changes = {"hf": None, **changes}
+        return replace(self, name=name, **changes)
 
     def flops_per_token(self, args: Args, seq_len: int) -> float:
         """FLOPs per token of the model's forward and backward, without recomputation."""

@@ -23,8 +23,8 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from torchtitan.models.attention_backend import document_mask, reads_documents
-from torchtitan.models.attention_interface import Mask
+from torchtitan.models.attention_backend import document_mask
+from torchtitan.models.attention_interface import Mask, reads_documents
 from torchtitan.models.protocols import Model
 from torchtitan.parallel.pipeline_stages import StagePlan
 from torchtitan.parallel.stage import Masks, Sends, Stage, send_through

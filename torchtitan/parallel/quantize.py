@@ -21,6 +21,7 @@ from torchtitan.config.features import FLOAT8, MX, SMALL_LAYERS, gains_by_float8
 from torchtitan.config.rules import Accelerator, Facts, check
 from torchtitan.config.sections.quantize import MXFP8, Float8
 from torchtitan.config.sections.schema import Config
+from torchtitan.models.spec import ShardingStyle
 from torchtitan.parallel.quantize_experts import quantize_experts
 from torchtitan.parallel.regather import ColumnsOfGathered, gather_sequence
 from torchtitan.utils.logging import logger
@@ -159,7 +160,7 @@ def _linear_layers(module: nn.Module) -> list[nn.Module]:
     return [each for each in modules if isinstance(each, nn.Linear)]
 
 
-def float8_style(name: str, module: nn.Module) -> ParallelStyle | None:
+def float8_style(style: ShardingStyle, module: nn.Module) -> ParallelStyle | None:
     """The style that communicates in Float8; None if a layer has not one Float8 scale per tensor.
 
     Scales of rows or columns would have to be gathered too, so those recipes communicate in bf16.
@@ -175,13 +176,13 @@ def float8_style(name: str, module: nn.Module) -> ParallelStyle | None:
         scaling = layer.config.cast_config_input.scaling_granularity
         if scaling != ScalingGranularity.TENSORWISE:
             return None
-    if layers and name == "columns":
+    if layers and style is ShardingStyle.COLUMNS:
         return ColumnsOfGathered(Float8ColwiseParallel())
-    if layers and name == "columns_of_sequence":
+    if layers and style is ShardingStyle.COLUMNS_OF_SEQUENCE:
         return ColumnsOfGathered(Float8ColwiseParallel(), GatherSequenceInFloat8())
-    if layers and name == "rows":
+    if layers and style is ShardingStyle.ROWS:
         return Float8RowwiseParallel(output_layouts=SEQUENCE)
-    if layers and name == "gather_sequence":
+    if layers and style is ShardingStyle.GATHER_SEQUENCE:
         return GatherSequenceInFloat8()
     return None
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torchtitan.models.linear import PerHead, TokenLinear
 from torchtitan.models.norms import RMSNorm
 from torchtitan.models.protocols import Model
-from torchtitan.models.spec import ShardingStyle
+from torchtitan.models.spec import ShardingStyle as Style
 from torchtitan.parallel.collectives import SumOverRanks, distribute
 from torchtitan.parallel.quantize import SEQUENCE, as_sequence_shard, float8_style
 from torchtitan.parallel.regather import ColumnsOfGathered, gather_sequence
@@ -199,41 +199,39 @@ class _Whole(ParallelStyle):
         return module
 
 
-def _style(
-    name: ShardingStyle, module: nn.Module, sharded_loss: bool, float8: bool
-) -> ParallelStyle:
-    in_float8 = float8_style(name, module) if float8 else None
+def _style(style: Style, module: nn.Module, sharded_loss: bool, float8: bool) -> ParallelStyle:
+    in_float8 = float8_style(style, module) if float8 else None
     if in_float8 is not None:
         return in_float8
-    if name == "output" and not isinstance(module, nn.Linear):
+    if style is Style.OUTPUT and not isinstance(module, nn.Linear):
         return _TiedOutput(sharded_loss)
-    styles: dict[ShardingStyle, ParallelStyle] = {
-        "embedding": _Embedding(),
-        "norm": SequenceParallel(use_local_output=True),
-        "head_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
-        "per_head": _PerHead(),
-        "gather_sequence": _GatherSequence(),
-        "router": _Router(),
-        "gate": _Gate(),
-        "experts": _Whole(),
-        "columns": ColumnsOfGathered(ColwiseParallel()),
-        "columns_of_sequence": ColumnsOfGathered(ColwiseParallel(), _GatherSequence()),
-        "shared_key": _SharedKey(),
-        "whole_norm": _WholeNormStyle(),
-        "rows": RowwiseParallel(output_layouts=SEQUENCE),
-        "output": ColwiseParallel(
+    styles: dict[Style, ParallelStyle] = {
+        Style.EMBEDDING: _Embedding(),
+        Style.NORM: SequenceParallel(use_local_output=True),
+        Style.HEAD_NORM: SequenceParallel(sequence_dim=2, use_local_output=True),
+        Style.PER_HEAD: _PerHead(),
+        Style.GATHER_SEQUENCE: _GatherSequence(),
+        Style.ROUTER: _Router(),
+        Style.GATE: _Gate(),
+        Style.EXPERTS: _Whole(),
+        Style.COLUMNS: ColumnsOfGathered(ColwiseParallel()),
+        Style.COLUMNS_OF_SEQUENCE: ColumnsOfGathered(ColwiseParallel(), _GatherSequence()),
+        Style.SHARED_KEY: _SharedKey(),
+        Style.WHOLE_NORM: _WholeNormStyle(),
+        Style.ROWS: RowwiseParallel(output_layouts=SEQUENCE),
+        Style.OUTPUT: ColwiseParallel(
             input_layouts=SEQUENCE,
             output_layouts=VOCABULARY if sharded_loss else Replicate(),
             use_local_output=not sharded_loss,
         ),
     }
-    return styles[name]
+    return styles[style]
 
 
 def apply_tensor_parallel(
     model: Model,
     mesh: DeviceMesh | None,
-    styles: Mapping[str, ShardingStyle],
+    styles: Mapping[str, Style],
     *,
     sharded_loss: bool,
     float8: bool,
@@ -255,7 +253,7 @@ def apply_tensor_parallel(
     for name, module in model.named_modules():
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         if pattern in styles:
-            applied[name] = _style(styles[pattern], module, sharded_loss, float8)
+            applied[name] = _style(Style(styles[pattern]), module, sharded_loss, float8)
     for name, _ in model.named_parameters():
         owner = name.rpartition(".")[0]
         style = applied.get(owner)

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.data.order.rows import IGNORE_INDEX
-from torchtitan.models.attention_backend import document_mask, reads_documents
+from torchtitan.models.attention_backend import document_mask
+from torchtitan.models.attention_interface import reads_documents
 from torchtitan.optim.loss import RowLoss, SourceTally, chunked_loss
 from torchtitan.parallel.fsdp import Accumulation
 from torchtitan.parallel.pipeline import Pipeline

@@ -4,8 +4,6 @@ gate between 0 and 1, which is computed from the block's input.
 torchtitan train CONFIG.toml --experimental.custom_import gated_attention --model.name llama3_gated
 """
 
-from dataclasses import replace
-
 from torch import Tensor, nn
 
 from torchtitan.models import llama3, register
@@ -13,6 +11,7 @@ from torchtitan.models.attention_interface import Attend, Mask
 from torchtitan.models.decoder import Attention, Block, Decoder
 from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.models.rope import apply_rope
+from torchtitan.models.spec import ShardingStyle
 
 
 class GatedAttention(Attention):
@@ -38,5 +37,5 @@ class GatedLlama(Decoder):
     block_class = GatedBlock
 
 
-styles = {**llama3.spec.tensor_parallel_styles, "layers.*.attention.gate": "columns"}
-register(replace(llama3.spec, name="llama3_gated", build=GatedLlama, tensor_parallel_styles=styles))
+styles = {**llama3.spec.tensor_parallel_styles, "layers.*.attention.gate": ShardingStyle.COLUMNS}
+register(llama3.spec.variant("llama3_gated", build=GatedLlama, tensor_parallel_styles=styles))

@@ -69,7 +69,8 @@ def to_hf(
     with torch.device("meta"):
         check_own_model(spec.build(args, None), Reader(step))
     if family:
-        spec = replace(spec, hf=get_spec(family).hf)  # which is None if that family has other code
+        other = get_spec(family)
+        spec = replace(spec, hf=other.hf if other.build is spec.build else None)
     make = recorded_tokenizer(manifest.settings(), step)
     tokenizer = _tokenizer(assets or recorded, make, given=assets is not None)
     export = HFExport(
