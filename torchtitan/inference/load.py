@@ -24,6 +24,7 @@ from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.inference.generator import TextGenerator
 from torchtitan.models import ModelSpec, hf_map, spec_of_hf
 from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.parallel.groups import init_distributed
 from torchtitan.parallel.tensor import apply_tensor_parallel
 from torchtitan.utils.device import current_device, tune_cpu, usual_dtype
@@ -97,7 +98,9 @@ def find(path: str, custom_import: str | None = None, *, averaged: bool = False)
 
 
 def _for_inference(args: Any) -> Any:
-    return args.model_copy(update={"n_mtp": 0}) if getattr(args, "n_mtp", 0) else args
+    if isinstance(args, DecoderArgs) and args.n_mtp:
+        return args.model_copy(update={"n_mtp": 0})
+    return args
 
 
 def _hugging_face(folder: Path, custom_import: str | None) -> ModelSource:

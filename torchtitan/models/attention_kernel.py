@@ -62,8 +62,10 @@ def _kernel_and_width(q: Tensor, k: Tensor, v: Tensor, scores: BlockScores) -> t
 def block_forward(q: Tensor, k: Tensor, v: Tensor, scores: BlockScores) -> tuple[Tensor, Tensor]:
     """Attention's output `[b, h, s, e]`, and the log-sum-exp of its scores."""
     if q.device.type == "cpu":
-        out, lse = _causal_forward(*_in_fp32(q, k, v), _bias_in_fp32(scores))
-        return out.to(q.dtype), lse
+        dtype = q.dtype
+        q, k, v = _in_fp32(q, k, v)
+        out, lse = _causal_forward(q, k, v, _bias_in_fp32(scores))
+        return out.to(dtype), lse
     size = v.shape[-1]
     kernel, width = _kernel_and_width(q, k, v, scores)
     v = widen(v, width)
@@ -85,9 +87,10 @@ def block_backward(
 ) -> Gradients:
     """Gradients of `block_forward`. `out` and `lse` may be merged from several blocks."""
     if q.device.type == "cpu":
-        tensors = _in_fp32(grad, q, k, v, out)
-        dq, dk, dv = _causal_backward(*tensors, lse, _bias_in_fp32(scores))
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+        dtype = q.dtype
+        grad, q, k, v, out = _in_fp32(grad, q, k, v, out)
+        dq, dk, dv = _causal_backward(grad, q, k, v, out, lse, _bias_in_fp32(scores))
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype)
     size = v.shape[-1]
     kernel, width = _kernel_and_width(q, k, v, scores)
     grad, v, out = (widen(x, width) for x in (grad, v, out))
@@ -148,7 +151,10 @@ def _causal_backward(
     if not scores.causal or not is_halved(q.shape[2]):
         return _cpu_backward(grad, q, k, v, out, lse, scores)
     half = q.shape[2] // 2
-    dq, dk, dv = map(_joined, _causal_backward(*map(_apart, (grad, q, k, v, out, lse)), scores))
+    gradients = _causal_backward(
+        _apart(grad), _apart(q), _apart(k), _apart(v), _apart(out), _apart(lse), scores
+    )
+    dq, dk, dv = map(_joined, gradients)
     late = slice(half, None)
     more = _cpu_backward(
         grad[:, :, late],

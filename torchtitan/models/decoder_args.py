@@ -4,7 +4,7 @@ A family is a set of such hyper-parameters and a map to Hugging Face's names. Im
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -42,6 +42,20 @@ Activation = Literal["swiglu", "geglu", "relu2", "clamped_swiglu"]
 
 class DecoderArgs(ModelArgs):
     """Hyper-parameters of a decoder."""
+
+    free_of_cost: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("attention_scale", "latent_norm_eps", "norm_eps", "norm_plus_one", "init_std"),
+            *("rope_theta", "rope_scaling", "rope_fraction", "rope_interleaved"),
+            *("window_rope_theta", "scale_window_rope"),
+            *("embedding_scale", "embedding_norm", "logit_scale", "logit_softcap"),
+            *("router_scores", "normalize_expert_weights", "route_scale"),
+            *("n_expert_groups", "expert_groups_per_token", "mup_base_dim", "mup_base_head_size"),
+        }
+    )
+    """Hyper-parameters that change what is computed, and next to nothing of its memory and time.
+    Subclasses add their own, so that the planner accepts other values than the defaults.
+    """
 
     vocab_size: VocabSize
     max_seq_len: SeqLen = 8192

@@ -1,5 +1,4 @@
-"""What the framework asks of a family's hyper-parameters and of the model it builds. Imports no
-torch.
+"""What the framework asks of the model that a family builds. Imports no torch.
 
 Shapes: b batch, s sequence.
 """
@@ -12,44 +11,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from torchtitan.models.attention_interface import Mask
-
-
-class TransformerArgs(Protocol):
-    """Hyper-parameters that the planner reads; `DecoderArgs` has them all.
-
-    Training itself reads only those of `ModelArgs`.
-    """
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def dim(self) -> int: ...
-
-    @property
-    def max_seq_len(self) -> int: ...
-
-    @property
-    def n_layers(self) -> int: ...
-
-    @property
-    def n_heads(self) -> int: ...
-
-    @property
-    def n_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def ffn_dim(self) -> int: ...
-
-    # only of models with experts
-    @property
-    def expert_dim(self) -> int: ...
-
-    @property
-    def n_dense_layers(self) -> int: ...
 
 
 class Model(Protocol):

@@ -80,8 +80,6 @@ def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> l
         tiny["n_experts"] = math.lcm(
             tiny["n_experts"], dist.get_world_size()
         )  # divides under every layout tried
-    if getattr(setup.args, "mup_base_dim", None):
-        tiny["mup_base_dim"] = tiny["dim"] // 2  # wider than its base, as the model may be
     corpus = write_corpus(folder / "corpus.jsonl")
     # Rewritten, because a flag in an old spelling would clash with the ones added here.
     written = folder / "config.toml"

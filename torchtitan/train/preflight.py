@@ -30,6 +30,7 @@ from torchtitan.models import (
     get_spec,
     parameter_names,
 )
+from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.models.decoder_traits import is_decoder
 from torchtitan.parallel.pipeline_csv import schedule_file
 from torchtitan.parallel.pipeline_stages import StagePlan, assign_stages
@@ -175,6 +176,8 @@ def _model_facts(
     exported = config.checkpoint.initial_load_in_hf or config.checkpoint.last_save_in_hf
     return {
         "args": args,
+        "decoder": args if isinstance(args, DecoderArgs) else None,
+        "mtp_modules": spec.mtp_modules(args),
         "unused": spec.unused(args),
         "parameters": list(parameter_names(spec, args)) if named else [],
         "tensor_parallel_sizes": spec.tensor_parallel_sizes(args),

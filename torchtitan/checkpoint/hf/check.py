@@ -15,6 +15,7 @@ from torchtitan.checkpoint.hf.weights import check_hf, on_meta
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec, hf_map
 from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.torch_compat import silence_false_alarms
 
@@ -138,10 +139,12 @@ def _of_training_alone(spec: ModelSpec, args: Any) -> tuple[str, ...]:
     """How their names of weights begin that transformers' models don't have: those of the modules
     that predict further tokens.
     """
+    if not isinstance(args, DecoderArgs):
+        return ()
     names = hf_map(spec).names(args)
-    own = "eh_proj.weight"
-    theirs = [names[f"layers.{i}.{own}"] for i in getattr(args, "mtp_layers", ())]
-    return tuple(str(name).removesuffix(own) for name in theirs)
+    joint = "eh_proj.weight"
+    theirs = [names[f"layers.{i}.{joint}"] for i in args.mtp_layers]
+    return tuple(str(name).removesuffix(joint) for name in theirs)
 
 
 def _our_logits(

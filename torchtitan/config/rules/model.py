@@ -48,18 +48,19 @@ def overrides_have_an_effect(config: Config, facts: Facts) -> Iterator[str]:
             )
 
 
-@rule("optimizer.qk_clip", needs=["args"])
+@rule("optimizer.qk_clip", needs=["decoder"])
 def heads_can_be_clipped(config: Config, facts: Facts) -> str | None:
     if not config.optimizer.qk_clip:
         return None
-    if getattr(facts.args, "qk_norm", False):
+    if facts.decoder is None:
+        return (
+            f"optimizer.qk_clip: the hyper-parameters of {model_name(config)} are no DecoderArgs, "
+            "so its heads are unknown; set it to 0"
+        )
+    if facts.decoder.qk_norm:
         return (
             f"optimizer.qk_clip: {model_name(config)} normalizes queries and keys (qk_norm), which "
             "bounds their products, and undoes a scaling of the projections; set it to 0"
-        )
-    if not hasattr(facts.args, "n_heads") or not hasattr(facts.args, "n_layers"):
-        return (
-            f"optimizer.qk_clip: {model_name(config)} doesn't say n_heads and n_layers; set it to 0"
         )
     return None
 
@@ -183,11 +184,13 @@ def _needs(config: Config) -> Iterator[tuple[str, tuple[int, int], str, str]]:
         yield "quantize.linear.mx", (10, 0), "Blackwell", mx
 
 
-@rule("moe.global_balance_loss", "model.overrides", needs=["args"], refuses=False)
+@rule("moe.global_balance_loss", "model.overrides", needs=["decoder"], refuses=False)
 def router_can_learn(config: Config, facts: Facts) -> str | None:
-    single_expert = getattr(facts.args, "experts_per_token", 0) == 1
+    decoder = facts.decoder
     balanced = config.moe.global_balance_loss or config.moe.sequence_balance_loss
-    if balanced or not (single_expert and getattr(facts.args, "normalize_expert_weights", False)):
+    if balanced or decoder is None or decoder.experts_per_token != 1:
+        return None
+    if not decoder.normalize_expert_weights:
         return None
     return (
         "model.overrides.normalize_expert_weights: with one expert per token its weight is always "
@@ -196,9 +199,9 @@ def router_can_learn(config: Config, facts: Facts) -> str | None:
     )
 
 
-@rule("training.seq_len", "training.stages", "model.overrides", needs=["args"])
+@rule("training.seq_len", "training.stages", "model.overrides", needs=["mtp_modules"])
 def rows_have_further_tokens(config: Config, facts: Facts) -> str | None:
-    modules = getattr(facts.args, "n_mtp", 0)
+    modules = facts.mtp_modules
     training = config.training
     length = min([training.seq_len, *(stage.seq_len or modules + 1 for stage in training.stages)])
     if modules < length:
@@ -210,10 +213,10 @@ def rows_have_further_tokens(config: Config, facts: Facts) -> str | None:
     )
 
 
-@rule("training.mtp_loss_weight", "model.overrides", needs=["args"])
+@rule("training.mtp_loss_weight", "model.overrides", needs=["mtp_modules"])
 def further_tokens_are_predicted(config: Config, facts: Facts) -> str | None:
     default = type(config.training).model_fields["mtp_loss_weight"].default
-    if config.training.mtp_loss_weight == default or getattr(facts.args, "n_mtp", 0):
+    if config.training.mtp_loss_weight == default or facts.mtp_modules:
         return None
     return (
         "training.mtp_loss_weight has no effect on a model without modules that predict further "
@@ -221,9 +224,9 @@ def further_tokens_are_predicted(config: Config, facts: Facts) -> str | None:
     )
 
 
-@rule("training.mtp_loss_weight", "model.overrides", needs=["args"], refuses=False)
+@rule("training.mtp_loss_weight", "model.overrides", needs=["mtp_modules"], refuses=False)
 def further_tokens_are_learnt(config: Config, facts: Facts) -> str | None:
-    if config.training.mtp_loss_weight or not getattr(facts.args, "n_mtp", 0):
+    if config.training.mtp_loss_weight or not facts.mtp_modules:
         return None
     return (
         "training.mtp_loss_weight: with 0 the modules of model.overrides.n_mtp are computed, but "

@@ -45,6 +45,14 @@ class ModelArguments(Protocol):
     max_seq_len: int
 
 
+class DecoderArguments(Protocol):
+    """Hyper-parameters of decoders that rules are about."""
+
+    qk_norm: bool
+    experts_per_token: int
+    normalize_expert_weights: bool
+
+
 class TextEncoder(Protocol):
     """What rules need of a tokenizer."""
 
@@ -102,6 +110,10 @@ class Facts:
 
     # ---- the model
     args: ModelArguments = ABSENT
+    decoder: DecoderArguments | None = ABSENT
+    """The same, if the model is a decoder."""
+    mtp_modules: int = ABSENT
+    """`ModelSpec.mtp_modules`."""
     unused: Mapping[str, str] = ABSENT
     """`ModelSpec.unused`."""
     parameters: Collection[str] = ABSENT

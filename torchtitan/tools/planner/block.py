@@ -6,30 +6,46 @@ Widths are of the whole model; per token, where nothing else is said.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from torchtitan.models.decoder_args import DecoderArgs, LayerKind, Mixer
 from torchtitan.models.delta_args import delta_flops
 
 Split = Literal["columns", "rows", "tokens", "experts"]
 """How ranks share a linear layer: its outputs, its inputs, the tokens, or the experts."""
 
 
+COUNTED = frozenset(
+    {
+        *("vocab_size", "max_seq_len", "dim", "n_layers", "layer_pattern", "tie_embeddings"),
+        *("n_heads", "n_kv_heads", "head_size", "window", "sinks", "gated_attention"),
+        *("qk_norm", "qk_norm_whole", "qkv_bias", "wo_bias"),
+        *("kv_lora_rank", "q_lora_rank", "rope_head_size", "value_head_size"),
+        *("delta_key_heads", "delta_value_heads", "delta_key_size", "delta_value_size"),
+        *("delta_conv_size", "norm_placement", "norm_weights"),
+        *("ffn_dim", "activation", "ffn_bias", "n_mtp"),
+        *("n_experts", "experts_per_token", "expert_dim", "n_dense_layers", "router_bias"),
+        *("shared_expert_dim", "shared_expert_gate"),
+    }
+)
+"""Hyper-parameters that the closed forms know. A model with another one, which isn't in
+`DecoderArgs.free_of_cost` either, is refused.
+"""
+
+
 @dataclass(frozen=True)
 class Kind:
     """What tells blocks of a model apart."""
 
-    mixing: str
-    """A value of `DecoderArgs.layer_pattern`."""
+    mixing: LayerKind
     experts: bool
     joins: bool
     """It predicts further tokens, and first joins embeddings and hidden states."""
 
 
-def kind_of(args: Any, layer: int) -> Kind:
+def kind_of(args: DecoderArgs, layer: int) -> Kind:
     """The kind of the block of this index."""
-    experts = getattr(args, "n_experts", 0) > 0 and layer >= args.n_dense_layers
-    mixing = args.kind(layer) if hasattr(args, "kind") else "full"
-    return Kind(mixing, experts, joins=layer >= args.n_layers)
+    return Kind(args.kind(layer), args.has_experts(layer), joins=layer >= args.n_layers)
 
 
 @dataclass(frozen=True)
@@ -46,7 +62,7 @@ class Layer:
 class Mixing:
     """How a block's tokens learn from each other."""
 
-    module: str
+    module: Mixer
     queries: int
     """Width of all queries."""
     keys: int
@@ -75,25 +91,27 @@ class Mixing:
     """Width of those keys and values that are copies for the query heads that share them."""
 
 
-def mixing_of(args: Any, kind: str, seq_len: int, kv_repeated: bool) -> Mixing:
+def mixing_of(args: DecoderArgs, kind: LayerKind, seq_len: int, kv_repeated: bool) -> Mixing:
     """
     Args:
         kv_repeated: keys and values are copied for every query head.
     """
     if kind == "delta":
         return _delta(args, seq_len)
-    window = min(args.window, seq_len) if kind == "window" else seq_len
+    window = seq_len
+    if kind == "window" and args.window is not None:
+        window = min(args.window, seq_len)
     span = 2 * window - window**2 / seq_len
     queries = args.n_heads * args.head_dim
-    value_dim = getattr(args, "value_dim", args.head_dim)
+    value_dim = args.value_dim
     # the unmasked half of two products
     flops = span * args.n_heads * (args.head_dim + value_dim)
     # Scores again, gradients of queries and keys; of values and weights (Dao, arXiv:2307.08691).
     backward = (3 * args.head_dim + 2 * value_dim) / (args.head_dim + value_dim)
-    if getattr(args, "kv_lora_rank", 0):
+    if args.kv_lora_rank:
         return _latent(args, queries, flops, backward)
     kv = queries if kv_repeated else args.n_kv_heads * args.head_dim
-    gated = getattr(args, "gated_attention", False)
+    gated = args.gated_attention
     return Mixing(
         "attention",
         queries,
@@ -106,12 +124,12 @@ def mixing_of(args: Any, kind: str, seq_len: int, kv_repeated: bool) -> Mixing:
         gathered=(args.dim,),
         saved=2 * queries if gated else 0,  # gates, and what they give
         read=args.dim,
-        spans_ranks=2 if getattr(args, "qk_norm_whole", False) else 0,
+        spans_ranks=2 if args.qk_norm_whole else 0,
         copied=2 * (kv - args.n_kv_heads * args.head_dim),
     )
 
 
-def _latent(args: Any, queries: int, flops: float, backward: float) -> Mixing:
+def _latent(args: DecoderArgs, queries: int, flops: float, backward: float) -> Mixing:
     """Latent attention. What is narrow is gathered, its norms are of each rank's tokens."""
     narrow = args.kv_lora_rank + args.rope_head_size
     values = args.n_heads * args.value_dim
@@ -131,7 +149,7 @@ def _latent(args: Any, queries: int, flops: float, backward: float) -> Mixing:
     )
 
 
-def _delta(args: Any, seq_len: int) -> Mixing:
+def _delta(args: DecoderArgs, seq_len: int) -> Mixing:
     """Gated DeltaNet. Its rule runs in fp32, on copies of queries, keys and values."""
     keys = args.delta_key_heads * args.delta_key_size
     values = args.delta_value_heads * args.delta_value_size
@@ -153,18 +171,18 @@ def _delta(args: Any, seq_len: int) -> Mixing:
     )
 
 
-def block_layers(args: Any, kind: Kind, mixing: Mixing) -> Iterator[Layer]:
+def block_layers(args: DecoderArgs, kind: Kind, mixing: Mixing) -> Iterator[Layer]:
     """The linear layers of a block, in the order in which they run."""
     d = args.dim
     if kind.joins:
         yield Layer("eh_proj", 2 * d, d, "tokens")
     yield from _mixing_layers(args, mixing)
-    gated = getattr(args, "activation", "swiglu") != "relu2"
+    gated = args.activation != "relu2"
     if not kind.experts:
         yield from _network("feed_forward", d, args.ffn_dim, gated, rows="rows")
         return
     yield Layer("moe.router.gate", d, args.n_experts, "tokens")
-    if shared := getattr(args, "shared_expert_dim", 0):
+    if shared := args.shared_expert_dim:
         yield from _network("moe.shared", d, shared, gated, rows="rows")
         if args.shared_expert_gate:
             yield Layer("moe.shared_gate", d, 1, "tokens")
@@ -181,7 +199,7 @@ def _network(
     yield Layer(f"{name}.w2", width, dim, rows)
 
 
-def _mixing_layers(args: Any, mixing: Mixing) -> Iterator[Layer]:
+def _mixing_layers(args: DecoderArgs, mixing: Mixing) -> Iterator[Layer]:
     d = args.dim
     name = mixing.module
     if name == "delta":
@@ -190,7 +208,7 @@ def _mixing_layers(args: Any, mixing: Mixing) -> Iterator[Layer]:
         yield Layer("attention.wq", d, mixing.queries, "columns")
         yield Layer("attention.wk", d, args.n_kv_heads * args.head_dim, "columns")
         yield Layer("attention.wv", d, args.n_kv_heads * args.head_dim, "columns")
-        if getattr(args, "gated_attention", False):
+        if args.gated_attention:
             yield Layer("attention.wg", d, mixing.queries, "columns")
         yield Layer("attention.wo", mixing.out, d, "rows")
     else:
@@ -206,7 +224,7 @@ def _mixing_layers(args: Any, mixing: Mixing) -> Iterator[Layer]:
         yield Layer(f"{name}.wo", mixing.out, d, "rows")
 
 
-def _delta_layers(args: Any) -> Iterator[Layer]:
+def _delta_layers(args: DecoderArgs) -> Iterator[Layer]:
     keys = args.delta_key_heads * args.delta_key_size
     values = args.delta_value_heads * args.delta_value_size
     yield Layer("delta.in_proj_qkvz", args.dim, 2 * (keys + values), "columns")
@@ -214,38 +232,38 @@ def _delta_layers(args: Any) -> Iterator[Layer]:
     yield Layer("delta.out_proj", values, args.dim, "rows")
 
 
-def vector_params(args: Any, kind: Kind, mixing: Mixing, tp: int, ep: int) -> int:
+def vector_params(args: DecoderArgs, kind: Kind, mixing: Mixing, tp: int, ep: int) -> int:
     """Parameters of a block that are in no matrix: norms, biases, and what heads have of their own,
     on one tensor- and expert-parallel rank.
     """
     d = args.dim
-    norms = 4 if getattr(args, "norm_placement", "before") == "both" else 2
+    norms = 4 if args.norm_placement == "both" else 2
     norms += 3 * kind.joins
     count = norms * d
     if mixing.module == "latent_attention":
         count += args.q_lora_rank + args.kv_lora_rank
-    elif mixing.module == "attention" and getattr(args, "qk_norm", False):
+    elif mixing.module == "attention" and args.qk_norm:
         whole = (mixing.queries + args.n_kv_heads * args.head_dim) // tp
         count += whole if mixing.spans_ranks else 2 * args.head_dim
-    if not getattr(args, "norm_weights", True):
+    if not args.norm_weights:
         count = 0
     if mixing.module == "delta":
         channels = (2 * mixing.keys + mixing.values) * args.delta_conv_size
         return count + args.delta_value_size + (channels + 2 * args.delta_value_heads) // tp
     if mixing.module == "attention":
         heads = mixing.queries + 2 * args.n_kv_heads * args.head_dim
-        count += heads // tp * getattr(args, "qkv_bias", False)
-        count += d * getattr(args, "wo_bias", False)
-        count += args.n_heads // tp * getattr(args, "sinks", False)
+        count += heads // tp * args.qkv_bias
+        count += d * args.wo_bias
+        count += args.n_heads // tp * args.sinks
     return count + _network_biases(args, kind, tp, ep)
 
 
-def _network_biases(args: Any, kind: Kind, tp: int, ep: int) -> int:
-    inner = 1 if getattr(args, "activation", "swiglu") == "relu2" else 2
+def _network_biases(args: DecoderArgs, kind: Kind, tp: int, ep: int) -> int:
+    inner = 1 if args.activation == "relu2" else 2
     count = 0
-    if kind.experts and getattr(args, "router_bias", False):
+    if kind.experts and args.router_bias:
         count += args.n_experts
-    if not getattr(args, "ffn_bias", False):
+    if not args.ffn_bias:
         return count
     if not kind.experts:
         return count + inner * args.ffn_dim // tp + args.dim

@@ -124,13 +124,13 @@ def _pointwise_bytes(w: Workload) -> float:
     mixing = w.mixing
     keys_values = mixing.keys + mixing.values - mixing.copied  # rotated before they are copied
     heads = 4 * mixing.queries + 2 * keys_values + 2 * mixing.saved
-    norms = 4 if getattr(w.args, "norm_placement", "before") == "both" else 0
+    norms = 4 if w.args.norm_placement == "both" else 0
     own = w.element * tokens * ((9 + norms) * w.dim + heads)
     if not w.experts:
         return own + w.element * tokens * 3 * w.ffn
     exchanged = 4 * w.top_k * (w.ep > 1)
     rows = w.element * ((3 * w.top_k + exchanged) * w.dim + 3 * w.top_k * w.ffn)
-    shared = w.element * 3 * getattr(w.args, "shared_expert_dim", 0)
+    shared = w.element * 3 * w.args.shared_expert_dim
     return own + tokens * (rows + shared + ROUTER_BYTES * w.experts)
 
 

@@ -122,7 +122,7 @@ def _of_passes(w: Workload, block: Pass) -> dict[str, float]:
 
 def _parameters(w: Workload) -> int:
     """Number of weights in a block: linear layers, two norms, and the norms of heads."""
-    return len(w.linears) + 2 + 2 * getattr(w.args, "qk_norm", False)
+    return len(w.linears) + 2 + 2 * w.args.qk_norm
 
 
 # ---- the optimizer

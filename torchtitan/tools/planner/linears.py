@@ -4,7 +4,6 @@ backward computes again.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torchtitan.config.derive import layout_degrees
 from torchtitan.config.features import (
@@ -21,6 +20,7 @@ from torchtitan.config.features import (
 )
 from torchtitan.config.sections.parallelism import ActivationCheckpoint
 from torchtitan.config.sections.schema import Config
+from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.tools.planner.block import Kind, Mixing, block_layers
 
 FLOAT8_MULTIPLE = 16
@@ -70,7 +70,9 @@ class Recompute:
     pointwise: float
 
 
-def block_linears(config: Config, args: Any, kind: Kind, mixing: Mixing) -> Iterator[Linear]:
+def block_linears(
+    config: Config, args: DecoderArgs, kind: Kind, mixing: Mixing
+) -> Iterator[Linear]:
     """A block's linear layers in order; checkpointing by operation keeps every second."""
     degrees = layout_degrees(config.parallelism)
     tp = degrees["tp"]

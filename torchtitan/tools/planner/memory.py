@@ -260,7 +260,7 @@ def _attention_bytes(w: Workload) -> float:
     heads = mixing.queries + mixing.keys + mixing.values + mixing.out
     own = w.element * (heads + mixing.saved + mixing.read) / w.tp
     own += _log_sum_exp_bytes(w)
-    if getattr(w.args, "qk_norm", False) and mixing.module == "attention":  # what their norms read
+    if w.args.qk_norm and mixing.module == "attention":  # what their norms read
         kv = w.args.n_kv_heads * w.args.head_dim
         own += w.element * (mixing.queries + kv) / w.tp
         own += FP32 * (w.args.n_heads + w.args.n_kv_heads) / w.tp
@@ -277,12 +277,12 @@ def _block_bytes(w: Workload) -> float:
     d = w.dim
     tp = w.tp
     # what the two norms of a placement read: the residual stream, or what is added to it
-    norms = 4 if getattr(w.args, "norm_placement", "before") == "both" else 2
+    norms = 4 if w.args.norm_placement == "both" else 2
     joining = 5 * d / tp if w.kind.joins else 0  # embedding and state, normalized, joined
     own = _attention_bytes(w) + w.element * (norms * d / tp + joining)
     if not w.experts:
         f = w.ffn / tp
-        inner = 3 if getattr(w.args, "activation", "swiglu") == "relu2" else 4
+        inner = 3 if w.args.activation == "relu2" else 4
         return own + w.element * (d / tp + inner * f)
     # The router reads an fp32 copy. Experts keep their rows, two of their products, and the rows
     # they return. Those that compute in 8 bits also keep what the third reads, and what that is
@@ -290,7 +290,7 @@ def _block_bytes(w: Workload) -> float:
     kept = 4 if experts_in_eight_bits(w.config) else 2
     network = FP32 * d / tp + _routing_bytes(w)
     network += w.element * w.expert_rows * (2 * d + kept * w.ffn)
-    shared = getattr(w.args, "shared_expert_dim", 0)
+    shared = w.args.shared_expert_dim
     if shared:
         network += w.element * (2 * d + 4 * shared) / tp
     return own + network

@@ -42,7 +42,7 @@ def tensor_parallel_widths(w: Workload) -> tuple[list[tuple[int, float]], list[t
     """
     d = w.dim
     networks = 0 if w.experts else 1
-    networks += w.experts > 0 and getattr(w.args, "shared_expert_dim", 0) > 0
+    networks += w.experts > 0 and w.args.shared_expert_dim > 0
     results = 1 + networks
     dropped = 1 if w.compiled and not w.experts else 0
     scattered = [*w.mixing.gathered, *[d] * networks]

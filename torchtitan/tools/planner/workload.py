@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torchtitan.config.derive import (
     axis_degrees,
@@ -21,7 +22,7 @@ from torchtitan.config.derive import (
 )
 from torchtitan.config.features import FLOAT8, MX, compiles_blocks, uses
 from torchtitan.config.sections.schema import Config
-from torchtitan.models.protocols import TransformerArgs
+from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.parallel.pipeline_stages import StagePlan
 from torchtitan.tools.planner.block import Mixing, kind_of, mixing_of, vector_params
 from torchtitan.tools.planner.linears import Linear, block_linears, in_eight_bits, recompute_of
@@ -31,8 +32,6 @@ BYTES = {"bfloat16": 2, "float32": 4}
 FP32 = 4
 FP8 = 1
 """Bytes of an element. Gradients add up in fp32."""
-
-_SIZES = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim")
 
 
 @dataclass(frozen=True)
@@ -52,16 +51,26 @@ class Stage:
         return sum(self.kinds)
 
 
-def _check_covered(config: Config, args: TransformerArgs) -> None:
-    """
+def _check_covered(config: Config, args: Any) -> DecoderArgs:
+    """`args`, if the formulas cover the model.
+
     Raises:
-        UserError: the formulas don't cover this model.
+        UserError: they don't.
     """
-    if missing := [name for name in _SIZES if not hasattr(args, name)]:
+    if not isinstance(args, DecoderArgs):
         raise UserError(
-            f"model.name: the planner's closed forms need a model with {', '.join(_SIZES)}; "
-            f"{config.model.name} has no {', '.join(missing)}"
+            "model.name: the planner's closed forms are those of the decoder; the hyper-parameters "
+            f"of {config.model.name} are no DecoderArgs, so it can't be planned"
         )
+    fields = type(args).model_fields
+    for name in sorted(fields.keys() - COUNTED - args.free_of_cost):
+        if getattr(args, name) != fields[name].default:
+            raise UserError(
+                f"model.overrides.{name}: the planner's closed forms don't know it, so memory and "
+                "time would be wrong; add it to torchtitan/tools/planner/block.py, or, if it costs "
+                f"next to nothing, to free_of_cost of {type(args).__name__}"
+            )
+    return args
 
 
 class Workload:
@@ -72,12 +81,7 @@ class Workload:
     """
 
     def __init__(
-        self,
-        config: Config,
-        args: TransformerArgs,
-        stages: StagePlan | None,
-        *,
-        kv_repeated: bool = False,
+        self, config: Config, args: Any, stages: StagePlan | None, *, kv_repeated: bool = False
     ):
         """
         Args:
@@ -90,11 +94,10 @@ class Workload:
         Raises:
             UserError: the formulas don't cover this model family.
         """
-        _check_covered(config, args)
         t = config.training
         p = config.parallelism
         self.config = config
-        self.args = args
+        self.args = args = _check_covered(config, args)
         self.pipeline = stages
         degrees = axis_degrees(p)
         self.pp = degrees["pp"]
@@ -117,7 +120,7 @@ class Workload:
         self.float8 = uses(config, FLOAT8)
         self.mx = uses(config, MX)
         self.recompute = recompute_of(config.activation_checkpoint)
-        self.predictions = 1 + getattr(args, "n_mtp", 0)
+        self.predictions = 1 + args.n_mtp
         """Tokens that each token's hidden states predict."""
         self.kv_repeated = kv_repeated
         kinds = {i: kind_of(args, i) for i in range(args.n_layers + self.predictions - 1)}
@@ -139,11 +142,11 @@ class Workload:
     @property
     def experts(self) -> int:
         """Experts of a block."""
-        return getattr(self.args, "n_experts", 0) if self.kind.experts else 0
+        return self.args.n_experts if self.kind.experts else 0
 
     @property
     def top_k(self) -> int:
-        return getattr(self.args, "experts_per_token", 0) if self.kind.experts else 0
+        return self.args.experts_per_token if self.kind.experts else 0
 
     @property
     def ffn(self) -> int:
@@ -251,7 +254,7 @@ class Workload:
 
     def params(self, stage: Stage) -> int:
         """Parameters of a stage on one tensor- and expert-parallel rank, before FSDP."""
-        tied = stage.has_embedding and getattr(self.args, "tie_embeddings", False)
+        tied = stage.has_embedding and self.args.tie_embeddings
         ends = stage.has_embedding + (stage.has_output and not tied)
         blocks = sum(count * block.block_params for block, count in self.counted([stage]))
         return blocks + ends * self.vocab_params + stage.has_output * self.dim
