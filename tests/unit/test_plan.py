@@ -12,15 +12,21 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.plans import FULL, H100, NONE, ONE_ROW, OP, SPEC, TINY, product_seconds, workload
+from torchtitan.config import load_config
+from torchtitan.models import families
 from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.spec import ModelArgs
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
+from torchtitan.tools.planner.block import COUNTED
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.memory import memory_of, predict_memory
 from torchtitan.tools.planner.planner import make_plan
-from torchtitan.tools.planner.predict import memory_band, predict
+from torchtitan.tools.planner.predict import derived_workload, memory_band, predict
 from torchtitan.tools.planner.render import run_of
 from torchtitan.tools.planner.traffic import collectives, hardware_flops
-from torchtitan.tools.planner.workload import Stage
+from torchtitan.tools.planner.workload import Stage, Workload
+from torchtitan.utils.errors import UserError
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 # ---- sizes, FLOPs and activations, against the real model
@@ -32,6 +38,42 @@ def test_parameters_are_those_of_the_model(flavor):
     with torch.device("meta"):
         model = SPEC.build(w.args, attention_backend("cpu"))
     assert w.params(w.stages[0]) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("spec", families(), ids=lambda spec: spec.name)
+def test_parameters_of_every_family(spec):
+    config = load_config([f"--model.name={spec.name}"]).config
+    w = derived_workload(config, spec, 1)
+    with torch.device("meta"):
+        model = spec.build(w.args, attention_backend("cpu"))
+    assert sum(map(w.params, w.stages)) == sum(p.numel() for p in model.parameters())
+
+
+def test_every_hyper_parameter_is_counted_or_free_of_cost():
+    assert COUNTED | DecoderArgs.free_of_cost == DecoderArgs.model_fields.keys()
+    assert not COUNTED & DecoderArgs.free_of_cost
+
+
+class LoopedArgs(DecoderArgs):
+    loops: int = 1
+
+
+class CheaplyLoopedArgs(LoopedArgs):
+    free_of_cost = DecoderArgs.free_of_cost | {"loops"}
+
+
+def test_a_hyper_parameter_that_the_forms_do_not_know_is_refused():
+    w = workload()
+    sizes = w.args.model_dump()
+    assert Workload(w.config, LoopedArgs(**sizes), None).block_params == w.block_params
+    Workload(w.config, CheaplyLoopedArgs(**sizes, loops=2), None)
+    with pytest.raises(
+        UserError, match=r"model\.overrides\.loops: the planner's closed forms don't"
+    ):
+        Workload(w.config, LoopedArgs(**sizes, loops=2), None)
+    other = ModelArgs(vocab_size=64, dim=8, max_seq_len=8)
+    with pytest.raises(UserError, match="hyper-parameters of llama3 are no DecoderArgs"):
+        Workload(w.config, other, None)
 
 
 def test_stages_share_the_parameters_out():

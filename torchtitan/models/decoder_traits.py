@@ -153,8 +153,6 @@ def tiny(args: DecoderArgs, layers: int, heads: int) -> dict[str, Any]:
         }
     if args.shared_expert_dim:
         sizes["shared_expert_dim"] = width
-    if args.mup_base_dim:
-        sizes["mup_base_dim"] = width // 2  # wider than its base, as the model may be
     return sizes
 
 

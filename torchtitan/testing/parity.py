@@ -23,6 +23,7 @@ from torchtitan.config.derive import (
 )
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.sections.metrics import Metrics, Notifications
+from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.testing.compare import observe, write_corpus
 from torchtitan.testing.difference import Difference, Tolerances, difference, tolerances_of
 from torchtitan.testing.reference import reference
@@ -80,6 +81,8 @@ def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> l
         tiny["n_experts"] = math.lcm(
             tiny["n_experts"], dist.get_world_size()
         )  # divides under every layout tried
+    if isinstance(setup.args, DecoderArgs) and setup.args.mup_base_dim:
+        tiny["mup_base_dim"] = tiny["dim"] // 2  # wider than its base, as the model may be
     corpus = write_corpus(folder / "corpus.jsonl")
     # Rewritten, because a flag in an old spelling would clash with the ones added here.
     written = folder / "config.toml"
