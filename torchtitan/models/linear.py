@@ -11,7 +11,7 @@ from torch import Tensor, nn
 class PerHead(nn.Module):
     """A parameter with an entry, or some entries, for each head: `forward() -> [heads, ...]`.
 
-    It is a module so that tensor parallelism can give it a style, `per_head`: each rank then holds
+    It is a module so that tensor parallelism can give it a style, `PER_HEAD`: each rank then holds
     and returns the entries of its own heads.
     """
 
@@ -26,7 +26,7 @@ class PerHead(nn.Module):
 class TokenLinear(nn.Module):
     """A linear layer whose output heads share: `[b, s, inputs] -> [b, s, outputs]`.
 
-    Tensor parallelism has each rank apply all of it to its own tokens (style `gate`).
+    Tensor parallelism has each rank apply all of it to its own tokens (style `GATE`).
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False):
