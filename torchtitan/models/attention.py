@@ -149,8 +149,8 @@ class LatentAttention(nn.Module):
             compressed: latent vectors `[b, s, rank]`.
             key: `[b, s, 1, r]`, rotated.
         """
-        found = self.wkv_b(compressed).unflatten(-1, (-1, self.widths[0] + self.value_dim))
-        k, v = found.split((self.widths[0], self.value_dim), dim=-1)
+        expanded = self.wkv_b(compressed).unflatten(-1, (-1, self.widths[0] + self.value_dim))
+        k, v = expanded.split((self.widths[0], self.value_dim), dim=-1)
         return torch.cat([k, key.expand(-1, -1, k.shape[2], -1)], dim=-1), v
 
     def forward(

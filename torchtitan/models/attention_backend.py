@@ -112,8 +112,8 @@ def document_mask(
     mask = _mask_of(documents, positions if attending is None else attending, dtype)
     if not with_documents:
         return mask
-    own = documents[:, positions.cpu()]
-    return DocumentMask(mask, own.to(positions.device, non_blocking=True))
+    local = documents[:, positions.cpu()]
+    return DocumentMask(mask, local.to(positions.device, non_blocking=True))
 
 
 def _mask_of(documents: Tensor, positions: Tensor, dtype: torch.dtype) -> Mask:

@@ -171,14 +171,14 @@ class HFConfig(BaseModel):
         back = cls.read(cls.write(args, "float32"))
         of_back = computed_with(back)
         used = computed_with(args)
-        found = {}
+        fixed = {}
         for name, field in type(args).model_fields.items():
-            own = getattr(args, name)
-            kept = getattr(back, name, field.default)
+            value = getattr(args, name)
+            preserved = getattr(back, name, field.default)
             known = name in of_back or name not in type(back).model_fields
-            lost = name in used and known and used[name] != of_back.get(name, kept)
-            found[name] = kept if lost else own
-        return found
+            lost = name in used and known and used[name] != of_back.get(name, preserved)
+            fixed[name] = preserved if lost else value
+        return fixed
 
     @classmethod
     def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
@@ -202,25 +202,25 @@ class HFConfig(BaseModel):
     @classmethod
     def write_layers(cls, args: DecoderArgs) -> dict[str, Any]:
         """Keys of what layers differ by."""
-        found: dict[str, Any] = {}
+        keys: dict[str, Any] = {}
         if "layer_types" in cls.model_fields:
             known = (kind if kind in cls.kinds else "full" for kind in all_kinds(args))
-            found["layer_types"] = [type_of(kind) for kind in known]
+            keys["layer_types"] = [type_of(kind) for kind in known]
         if "sliding_window" in cls.model_fields:
-            found["sliding_window"] = args.window if "window" in args.kinds else None
-        return found
+            keys["sliding_window"] = args.window if "window" in args.kinds else None
+        return keys
 
     @classmethod
     def write_rope(cls, args: DecoderArgs) -> dict[str, Any]:
         """Keys of RoPE other than its base."""
         scaling = write_scaling(args.rope_scaling)
-        found: dict[str, Any] = {"rope_scaling": scaling}
+        keys: dict[str, Any] = {"rope_scaling": scaling}
         if cls.default_rope.kind != "default":  # which null would mean
             plain = {"rope_type": "default"}
-            found["rope_parameters"] = (scaling or plain) | {"rope_theta": args.rope_theta}
+            keys["rope_parameters"] = (scaling or plain) | {"rope_theta": args.rope_theta}
         if cls.rotates_parts:
-            found["partial_rotary_factor"] = args.rope_fraction
-        return found
+            keys["partial_rotary_factor"] = args.rope_fraction
+        return keys
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> DecoderArgs:
@@ -384,7 +384,7 @@ class RopeByLayer(HFConfig):
         scaling = write_scaling(args.rope_scaling)
         of_window = scaling if args.scale_window_rope else None
         window_theta = args.window_rope_theta or args.rope_theta
-        found: dict[str, Any] = {
+        keys: dict[str, Any] = {
             "rope_scaling": scaling,
             "rope_parameters": {
                 "full_attention": (scaling or plain) | {"rope_theta": args.rope_theta},
@@ -392,8 +392,8 @@ class RopeByLayer(HFConfig):
             },
         }
         if "rope_local_base_freq" in cls.model_fields:
-            found["rope_local_base_freq"] = window_theta
-        return found
+            keys["rope_local_base_freq"] = window_theta
+        return keys
 
 
 # ---- what an export preserves

@@ -24,9 +24,9 @@ def init(fqn: str, args: DecoderArgs) -> Init:
     """
     parts = fqn.split(".")
     if "delta" in parts:
-        own = delta_init(parts[-2], args)
-        if own is not None:
-            return own
+        of_delta = delta_init(parts[-2], args)
+        if of_delta is not None:
+            return of_delta
     if "norm" in parts[-2]:
         return Init("zeros" if args.norm_plus_one else "ones")
     if parts[-1] in ("bias", "b1", "b2", "b3") or parts[-2] == "sinks":

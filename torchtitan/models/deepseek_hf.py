@@ -58,15 +58,15 @@ class SharedExpertsConfig(HFConfig):
 
     @classmethod
     def block_names(cls, args: DecoderArgs, layer: int) -> HFNames:
-        found = super().block_names(args, layer)
+        names = super().block_names(args, layer)
         if not args.has_experts(layer):
-            return found
+            return names
         if cls.has_router_bias:
             bias = "mlp.gate.e_score_correction_bias"
-            found["moe.router.expert_bias"] = Part(bias, buffer=True)
+            names["moe.router.expert_bias"] = Part(bias, buffer=True)
         if args.shared_expert_dim:
-            found |= feed_forward_names(args, "moe.shared", "mlp.shared_experts")
-        return found
+            names |= feed_forward_names(args, "moe.shared", "mlp.shared_experts")
+        return names
 
     @classmethod
     def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
@@ -109,12 +109,12 @@ class LatentConfig(SharedExpertsConfig):
     @classmethod
     def block_names(cls, args: DecoderArgs, layer: int) -> HFNames:
         usual = super().block_names(args, layer)
-        found = {name: their for name, their in usual.items() if not name.startswith("attention.")}
+        names = {name: their for name, their in usual.items() if not name.startswith("attention.")}
         absent = _WITHOUT[args.q_lora_rank > 0]
         for ours, theirs in _LATENT.items():
             if ours not in absent:
-                found[f"latent_attention.{ours}.weight"] = f"self_attn.{theirs}.weight"
-        return found
+                names[f"latent_attention.{ours}.weight"] = f"self_attn.{theirs}.weight"
+        return names
 
     @classmethod
     def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:

@@ -59,44 +59,44 @@ def decoder_names(args: DecoderArgs, block: Callable[[int], HFNames]) -> HFNames
     heads = [f"model.layers.{i}.shared_head.head.weight" for i in args.mtp_layers]
     if args.tie_embeddings:
         embeddings += heads
-    found: HFNames = {
+    names: HFNames = {
         "tok_embeddings.weight": _with_copies(embedding, embeddings),
         "norm.weight": "model.norm.weight",
     }
     for i in range(args.n_layers + args.n_mtp):
-        place = f"model.layers.{i}."
-        found |= {f"layers.{i}.{ours}": _within(place, their) for ours, their in block(i).items()}
+        prefix = f"model.layers.{i}."
+        names |= {f"layers.{i}.{ours}": _within(prefix, their) for ours, their in block(i).items()}
     if not args.tie_embeddings:
-        found["output.weight"] = _with_copies(head, heads)
-    return found
+        names["output.weight"] = _with_copies(head, heads)
+    return names
 
 
 def _with_copies(name: str, copies: list[str]) -> str | Part:
     return Part(name, copies=tuple(copies)) if copies else name
 
 
-def _within(place: str, theirs: Theirs) -> Theirs:
+def _within(prefix: str, theirs: Theirs) -> Theirs:
     if isinstance(theirs, list):
-        return [_within(place, each) for each in theirs]  # type: ignore[return-value]
+        return [_within(prefix, each) for each in theirs]  # type: ignore[return-value]
     if isinstance(theirs, Part):
-        copies = tuple(place + name for name in theirs.copies)
-        return replace(theirs, name=place + theirs.name, copies=copies)
-    return place + theirs
+        copies = tuple(prefix + name for name in theirs.copies)
+        return replace(theirs, name=prefix + theirs.name, copies=copies)
+    return prefix + theirs
 
 
 def block_names(args: DecoderArgs, layer: int) -> HFNames:
     """Names of the weights of one layer, relative to it, as in most classes."""
-    found: HFNames = dict(_NORMS[args.norm_placement])
-    found |= _attention_names(args)
+    names: HFNames = dict(_NORMS[args.norm_placement])
+    names |= _attention_names(args)
     if layer in args.mtp_layers:
-        found |= _MTP
+        names |= _MTP
     if not args.has_experts(layer):
-        return found | feed_forward_names(args, "feed_forward", "mlp")
-    found["moe.router.gate.weight"] = "mlp.gate.weight"
+        return names | feed_forward_names(args, "feed_forward", "mlp")
+    names["moe.router.gate.weight"] = "mlp.gate.weight"
     for ours, theirs in _MATRICES.items():
         parts = [f"mlp.experts.{e}.{theirs}.weight" for e in range(args.n_experts)]
-        found[f"moe.experts.{ours}"] = parts
-    return found
+        names[f"moe.experts.{ours}"] = parts
+    return names
 
 
 def feed_forward_names(args: DecoderArgs, ours: str, theirs: str) -> HFNames:
@@ -110,15 +110,15 @@ def feed_forward_names(args: DecoderArgs, ours: str, theirs: str) -> HFNames:
 
 
 def _attention_names(args: DecoderArgs) -> HFNames:
-    found: HFNames = dict(_ATTENTION)
+    names: HFNames = dict(_ATTENTION)
     if args.qkv_bias:
-        found |= _BIASES
+        names |= _BIASES
     if args.wo_bias:
-        found["attention.wo.bias"] = "self_attn.o_proj.bias"
+        names["attention.wo.bias"] = "self_attn.o_proj.bias"
     if args.qk_norm:
-        own = "w" if args.qk_norm_whole else ""
+        infix = "w" if args.qk_norm_whole else ""
         for x in "qk":
-            found[f"attention.{own}{x}_norm.weight"] = f"self_attn.{x}_norm.weight"
+            names[f"attention.{infix}{x}_norm.weight"] = f"self_attn.{x}_norm.weight"
     if args.sinks:
-        found["attention.sinks.weight"] = "self_attn.sinks"
-    return found
+        names["attention.sinks.weight"] = "self_attn.sinks"
+    return names

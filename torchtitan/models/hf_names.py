@@ -113,8 +113,8 @@ def is_stack(theirs: Theirs) -> bool:
 
 def parts_of(theirs: Theirs) -> list[Part]:
     """The parts that are one tensor for us."""
-    found: Iterable[str | Part] = theirs if isinstance(theirs, list) else [theirs]
-    return [Part(part) if isinstance(part, str) else part for part in found]
+    parts: Iterable[str | Part] = theirs if isinstance(theirs, list) else [theirs]
+    return [Part(part) if isinstance(part, str) else part for part in parts]
 
 
 def is_buffer(theirs: Theirs) -> bool:

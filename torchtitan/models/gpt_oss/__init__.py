@@ -55,21 +55,21 @@ class _Config(HFConfig):
 
     @classmethod
     def block_names(cls, args: DecoderArgs, layer: int) -> HFNames:
-        found = super().block_names(args, layer)
+        names = super().block_names(args, layer)
         for end in ("weight", "bias"):
-            found[f"moe.router.gate.{end}"] = f"mlp.router.{end}"
+            names[f"moe.router.gate.{end}"] = f"mlp.router.{end}"
         stacks = "mlp.experts"
         for column, number in enumerate((1, 3)):  # gate and up alternate
             own = (column, column + 1)
-            found[f"moe.experts.w{number}"] = Part(
+            names[f"moe.experts.w{number}"] = Part(
                 f"{stacks}.gate_up_proj", take=own, of=2, dim=2, transposed=True
             )
-            found[f"moe.experts.b{number}"] = Part(
+            names[f"moe.experts.b{number}"] = Part(
                 f"{stacks}.gate_up_proj_bias", take=own, of=2, dim=1
             )
-        found["moe.experts.w2"] = Part(f"{stacks}.down_proj", transposed=True)
-        found["moe.experts.b2"] = f"{stacks}.down_proj_bias"
-        return found
+        names["moe.experts.w2"] = Part(f"{stacks}.down_proj", transposed=True)
+        names["moe.experts.b2"] = f"{stacks}.down_proj_bias"
+        return names
 
 
 _gpt_oss = partial(

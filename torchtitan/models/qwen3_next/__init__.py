@@ -69,19 +69,19 @@ class _Config(HFConfig):
 
     @classmethod
     def block_names(cls, args: DecoderArgs, layer: int) -> HFNames:
-        found = super().block_names(args, layer)
+        names = super().block_names(args, layer)
         if args.kind(layer) == "delta":
-            found = {name: of for name, of in found.items() if not name.startswith("attention.")}
-            found |= _delta_names(args)
+            names = {name: of for name, of in names.items() if not name.startswith("attention.")}
+            names |= _delta_names(args)
         else:
             size = args.head_dim
             place = "self_attn.q_proj.weight"
-            found["attention.wq.weight"] = Part(place, take=(0, size), of=2 * size)
-            found["attention.wg.weight"] = Part(place, take=(size, 2 * size), of=2 * size)
+            names["attention.wq.weight"] = Part(place, take=(0, size), of=2 * size)
+            names["attention.wg.weight"] = Part(place, take=(size, 2 * size), of=2 * size)
         if args.has_experts(layer):
-            found |= feed_forward_names(args, "moe.shared", "mlp.shared_expert")
-            found["moe.shared_gate.weight"] = "mlp.shared_expert_gate.weight"
-        return found
+            names |= feed_forward_names(args, "moe.shared", "mlp.shared_expert")
+            names["moe.shared_gate.weight"] = "mlp.shared_expert_gate.weight"
+        return names
 
 
 def _delta_names(args: DecoderArgs) -> HFNames:
@@ -89,16 +89,16 @@ def _delta_names(args: DecoderArgs) -> HFNames:
     keys = args.delta_key_heads * args.delta_key_size
     values = args.delta_value_heads * args.delta_value_size
     rows = {"q": (0, keys), "k": (keys, 2 * keys), "v": (2 * keys, 2 * keys + values)}
-    found: HFNames = {
+    names: HFNames = {
         f"delta.{name}.weight": f"linear_attn.{name}.weight"
         for name in ("in_proj_qkvz", "in_proj_ba", "norm", "out_proj")
     }
-    found |= {f"delta.{name}.weight": f"linear_attn.{name}" for name in ("A_log", "dt_bias")}
+    names |= {f"delta.{name}.weight": f"linear_attn.{name}" for name in ("A_log", "dt_bias")}
     for name, own in rows.items():
-        found[f"delta.{name}_conv.weight"] = Part(
+        names[f"delta.{name}_conv.weight"] = Part(
             "linear_attn.conv1d.weight", take=own, of=2 * keys + values, dropped=1
         )
-    return found
+    return names
 
 
 _qwen3_next = partial(
