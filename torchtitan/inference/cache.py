@@ -134,15 +134,16 @@ class CachedAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores = CAUSAL, sinks: Tensor | None = None
     ) -> Tensor:
-        assert scores.mask is None, "generation has no document masks"
-        slots = self.cache.slots(scores.window)
+        mask, window, scale, _ = scores
+        assert mask is None, "generation has no document masks"
+        slots = self.cache.slots(window)
         if not self.buffers:
             # allocated here, as tensor parallelism leaves a rank only some of the heads
             self.buffers = [_empty(self.cache, x, slots.size) for x in (k, v)]
         keys, values = (slots.keep(*pair) for pair in zip(self.buffers, (k, v), strict=True))
         if self.cache.empty:
             return self.plain(q, k, v, scores, sinks)
-        return _attend(q, keys, values, Scores(slots.visible, scale=scores.scale), sinks)
+        return _attend(q, keys, values, Scores(slots.visible, scale=scale), sinks)
 
 
 class CachedLatents:
@@ -171,7 +172,8 @@ class CachedLatents:
         """
         assert mask is None, "generation has no document masks"
         layer = self.layer
-        slots = self.cache.slots(layer.scores.window)
+        _, window, scale, _ = layer.scores.scaled(layer.head_dim)
+        slots = self.cache.slots(window)
         own = _local(compressed)
         new = torch.cat([own, key.squeeze(2)], -1).unsqueeze(1)
         if not self.buffers:
@@ -183,12 +185,11 @@ class CachedLatents:
         weight = _local(layer.wkv_b.weight).unflatten(0, (q.shape[2], -1))
         of_keys, of_values = weight.split([layer.widths[0], layer.value_dim], 1)
         inner = torch.cat([torch.einsum("bshd,hdr->bshr", plain, of_keys), rotated], -1)
-        scores = layer.scores.scaled(layer.head_dim)
         out = _attend(
             inner.transpose(1, 2),
             latents,
             latents[..., : layer.rank],
-            Scores(slots.visible, scale=scores.scale),
+            Scores(slots.visible, scale=scale),
         )
         return torch.einsum("bhsr,her->bshe", out, of_values)
 

@@ -39,14 +39,10 @@ def _attend_dense(
     if not _is_plain(q, v, scores, sinks):
         offset = 0 if q.shape[2] == k.shape[2] else None
         return attend_variant(q, k, v, scores.at(offset), sinks)
+    mask, _, scale, _ = scores
+    grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=scores.mask,
-        is_causal=scores.mask is None,
-        scale=scores.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
 
 

@@ -30,7 +30,8 @@ def reads_documents(model: nn.Module) -> bool:
 class Scores(NamedTuple):
     """Which scores, the products of queries and keys, take part in the softmax, and their scale.
 
-    A query never sees a later key.
+    A query never sees a later key. Code that computes them unpacks all fields, so that a new one it
+    doesn't know is an error.
     """
 
     mask: Mask | None = None

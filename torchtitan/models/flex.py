@@ -34,13 +34,10 @@ def attend_blocks(
     from torch.nn.attention.flex_attention import AuxRequest
 
     grouped = q.shape[1] != k.shape[1]
-    options: dict[str, Any] = {
-        "block_mask": scores.mask,
-        "scale": scores.scale,
-        "enable_gqa": grouped,
-    }
-    if scores.window is not None:
-        options["score_mod"] = _within(scores.window, positions)
+    mask, window, scale, _ = scores
+    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": grouped}
+    if window is not None:
+        options["score_mod"] = _within(window, positions)
     if sinks is None:
         return _flex_attention()(q, k, v, **options)
     out, aux = _flex_attention()(q, k, v, **options, return_aux=AuxRequest(lse=True))

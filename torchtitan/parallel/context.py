@@ -77,16 +77,16 @@ def ring_attention_backend(group: dist.ProcessGroup, rotate: str, balanced: bool
     ) -> Tensor:
         row = layout.ranks * q.shape[2]
         scores = scores.of_keys(row)
-        dense = scores.mask is None or isinstance(scores.mask, Tensor)
-        if scores.window is not None and dense:
+        mask, window, scale, _ = scores.scaled(q.shape[-1])
+        dense = mask is None or isinstance(mask, Tensor)
+        if window is not None and dense:
             return attend_window(q, k, v, scores, sinks, layout)
-        if scores.mask is not None:
+        if mask is not None:
             k, v = _whole_sequence(k, v, layout)
             if dense:
                 return attention_backend(q.device.type)(q, k, v, scores, sinks)
-            positions = None if scores.window is None else layout.positions(row, q.device)
+            positions = None if window is None else layout.positions(row, q.device)
             return attend_blocks(q, k, v, scores, sinks, positions)
-        scale = scores.scaled(q.shape[-1]).scale
         assert scale is not None
         out, _ = ring_attention(q, k, v, sinks, scale, layout.group_name, rotate, balanced)
         return out
