@@ -110,11 +110,10 @@ def test_a_mixture_resumes_on_another_layout(ranks, tmp_path):
 
 
 def train_in_pieces(argv):
-    """Train, taking documents of a thousand bytes for long ones."""
+    """Train, taking documents of a thousand characters for long ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchtitan.data.text.records.LONG", 1000)
-        patch.setattr("torchtitan.data.text.documents.LONG", 1000)
-        patch.setattr("torchtitan.data.text.pieces.PIECE", 300)
+        patch.setattr("torchtitan.data.text.tokenizer.LONG", 1000)
+        patch.setattr("torchtitan.data.text.tokenizer.PIECE", 300)
         return train(argv)
 
 

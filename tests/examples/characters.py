@@ -18,8 +18,6 @@ class Keys(Section):
 
 @tokenizers.register("characters", Keys)
 class Characters(Tokenizer):
-    separable = True
-
     def __init__(self, hf_assets_path: Path, keys: Keys):
         self.characters = keys.alphabet
         self.ids = {character: i for i, character in enumerate(keys.alphabet)}

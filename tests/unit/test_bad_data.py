@@ -77,6 +77,11 @@ BAD = {
         "x.jsonl: line 2: nested too deeply",
     ),
     "deep array": (lines(DEEP, SOUND), "x.jsonl: line 1: nested too deeply"),
+    "deep JSON array": (lines(DEEP, name="x.json"), "x.json: the array is nested too deeply"),
+    "deep value beside the text": (
+        lines(f'{{"text": "a", "x": {DEEP}{"]" * 100_000}}}'),
+        "x.jsonl: line 1: nested too deeply",
+    ),
     "deep key": (lines('{"a":' * 100_000), "x.jsonl: line 1: nested too deeply"),
     "no object": (lines(SOUND, "5"), "x.jsonl: line 2: must be an object"),
     "array of numbers": (lines('["a", 5]', name="x.json"), "x.json: entry 2: must be an object"),
@@ -126,18 +131,8 @@ def test_bad_data_is_named_with_the_key(tmp_path, corpora, case):
     assert "training.dataset_path" in str(error.value)
 
 
-def test_brackets_beside_the_text_are_skipped(tmp_path):
-    """The reader of `datasets` would overflow its stack."""
-    deep = f'{{"text": "a", "x": {"[" * 100_000}{"]" * 100_000}, "y": {{"text": 5}}}}'
-    documents = LocalDocuments(str(lines(deep, SOUND)(tmp_path, None)), "--input")
-    assert [documents[i] for i in range(len(documents))] == ["a", "a"]
-
-
-def test_forms_of_json(tmp_path, monkeypatch):
-    """Batches cut at newlines, a line longer than a batch, an array, strings, a byte-order mark,
-    Windows' newlines.
-    """
-    monkeypatch.setattr("torchtitan.data.text.json_records.BLOCK", 50)
+def test_forms_of_json(tmp_path):
+    """Lines, an array, strings, a byte-order mark, Windows' newlines."""
     texts = ["ä" * n for n in (0, 1, 30, 500, 7)]
     rows = [json.dumps({"n": [1.5, {}], "text": text}) for text in texts]
     forms = {

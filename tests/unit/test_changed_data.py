@@ -20,8 +20,7 @@ from torchtitan.data.text.contents import (
     parse_lists,
     render_lists,
 )
-from torchtitan.data.text.records import LONG
-from torchtitan.data.text.tokenizer import build_tokenizer
+from torchtitan.data.text.tokenizer import LONG, build_tokenizer
 from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.utils.errors import UserError
 
@@ -200,24 +199,11 @@ def test_a_moved_folder_is_the_same_data(tmp_path):
     assert torch.equal(resume(loader(tmp_path / "new/**/*.jsonl"), checkpoint), expected)
 
 
-@pytest.mark.parametrize("make", [text, tokens])
-def test_checkpoints_of_earlier_versions_resume(tmp_path, make, caplog, monkeypatch):
-    """They have names and sizes, or a count of tokens, and no list."""
-    monkeypatch.setattr("torchtitan.utils.logging.logger.propagate", True)
-    caplog.set_level("INFO")
-    make(tmp_path)
-    reading = loader(tmp_path)
-    _, (state, lists) = steps(reading)
-    expected = resume(loader(tmp_path), (state, lists))
-    # sha256("a.jsonl:2880;b.jsonl:2880;"), by hand
-    earlier = {text: "20b009807ecec83d", tokens: "2 files, 1000 tokens"}[make]
-    position = state.sources["data"].model_copy(update={"contents": earlier})
-    old = state.model_copy(update={"sources": {"data": position}})
-    assert torch.equal(resume(loader(tmp_path), (old, b"{}")), expected)
-    assert "recorded no contents of files, so they were not compared" in caplog.text
-    other = state.model_copy(
-        update={"sources": {"data": position.model_copy(update={"contents": "other"})}}
-    )
+def test_a_position_in_data_without_a_list_of_files_is_compared(tmp_path):
+    text(tmp_path)
+    _, (state, _) = steps(loader(tmp_path))
+    position = state.sources["data"].model_copy(update={"contents": "other"})
+    other = state.model_copy(update={"sources": {"data": position}})
     with pytest.raises(
         UserError, match=r"the data has changed .*: it was other, and is 2 files with hash"
     ):
@@ -313,6 +299,36 @@ def test_continuing_within_a_document_that_is_gone(tmp_path, before, after):
     assert resume(loader(tmp_path, on_changed="continue"), checkpoint).shape == beginning.shape
 
 
+def stream(path, on_changed="stop"):
+    return build_loader(
+        DataSpec(
+            sources=[Source(name="data", dataset=str(path))],
+            tokenizer=TOKENIZER,
+            seq_len=16,
+            rows_per_step=4,
+            seed=1,
+            infinite=True,
+            options=DataLoader(retries=0),
+            on_changed_data=on_changed,
+        )
+    )
+
+
+def test_another_stream_starts_at_its_beginning(tmp_path, caplog, monkeypatch):
+    """It isn't data of another kind."""
+    monkeypatch.setattr("torchtitan.utils.logging.logger.propagate", True)
+    for name, seed in (("a", 1), ("b", 7)):
+        (tmp_path / name).mkdir()
+        write_lines(tmp_path / name / "x.jsonl", seed)
+    _, checkpoint = steps(stream(tmp_path / "a"))
+    with pytest.raises(UserError, match=r"it was stream of .*/a, and is stream of .*/b"):
+        resume(stream(tmp_path / "b"), checkpoint)
+    found = resume(stream(tmp_path / "b", on_changed="continue"), checkpoint)
+    assert torch.equal(found, steps(stream(tmp_path / "b"))[0])
+    assert "training.sources: data is another stream, " in caplog.text
+    assert "another kind" not in caplog.text
+
+
 def test_lanes_begin_the_document_that_has_the_number_now(tmp_path):
     """Where they stood in the old one means nothing in it."""
     long_text(tmp_path)
@@ -339,13 +355,13 @@ def test_names_that_are_not_utf8_can_be_saved(tmp_path):
 
 def test_many_changes_are_counted():
     files = [DataFile(f"{i}.jsonl", 10, f"{i:x}") for i in range(100_000)]
-    contents = Contents.of(files, "")
+    contents = Contents.of(files)
     lists = render_lists({"sources": {"data": files}})
     assert len(lists) < 40 * len(files)
     assert parse_lists(lists) == {"sources": {"data": files}}
     others = [file._replace(sample="aa" + file.sample) for file in files]
     assert len(changes(files, others)) == len(files)
-    assert Contents.of(others, "").fingerprint != contents.fingerprint
+    assert Contents.of(others).fingerprint != contents.fingerprint
     assert dataclasses.replace(contents) == contents
 
 

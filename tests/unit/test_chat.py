@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from tests.chats import CHATML, CHATML_MARKED, CHATS, LLAMA3, MISTRAL, PAIRS, say, write_tokenizer
-from torchtitan.data.flags import CONTINUES, PLAIN, UNPREDICTED
 from torchtitan.data.text.chat import Chat
-from torchtitan.data.text.texts import BadDocument
-from torchtitan.data.text.tokenizer import build_tokenizer
+from torchtitan.data.text.opening import BadDocument
+from torchtitan.data.text.tokenizer import CONTINUES, PLAIN, UNPREDICTED, build_tokenizer
 from torchtitan.utils.errors import UserError
 
 

@@ -1,9 +1,7 @@
 """Damage to files of each format is named, with its place."""
 
 import gzip
-import io
 import json
-from random import Random
 
 import numpy as np
 import pyarrow as pa
@@ -12,8 +10,6 @@ import pytest
 
 from tests.corpora import loader, take
 from tests.text_forms import FORMS, read, saved, saved_splits, write
-from torchtitan.data.text.documents import LocalDocuments
-from torchtitan.data.text.json_records import records_of, without_long_strings
 from torchtitan.utils.errors import UserError
 
 
@@ -76,38 +72,38 @@ def two_texts(folder):
 DAMAGED = {
     "two arrays": (
         lambda d: write(d / "x.json", '[{"text": "a"}]\n[{"text": "b"}]'),
-        r"x.json: line 2, byte 17: nothing",
-    ),
-    "lines after": (
-        lambda d: write(d / "x.json", '[{"text": "a"}]{"text": "b"}'),
-        "line 1, byte 16: nothing may follow",
+        r"x.json: the array is not JSON .*: Extra data at character 17",
     ),
     "no comma": (
         lambda d: write(d / "x.json", '["a",\r\n"ä" "c"]'),
-        r'line 2, byte 13: after entry 2 must be "," or',
+        r"x.json: the array is not JSON .*: Expecting ',' delimiter at character 12",
     ),
-    "comma at the end": (
-        lambda d: write(d / "x.json", '["a", ]'),
-        r'byte 7: after "," must be an entry, got "?.]',
+    "cut array": (
+        lambda d: write(d / "x.json", '[{"text": "a"}, {"te'),
+        r"x.json: the array is not JSON \(cut off\?\)",
     ),
-    "two commas": (
-        lambda d: write(d / "x.json", '["a",, "b"]'),
-        'byte 6: after "," must be an entry',
-    ),
-    "comma first": (
-        lambda d: write(d / "x.json", '[, "b"]'),
-        r'byte 2: after "\[" must be an entry',
+    "array that isn't UTF-8": (
+        lambda d: write(d / "x.json", b'["a", "caf\xe9"]'),
+        "x.json: the array is not UTF-8: 0xe9",
     ),
     "a quote that isn't closed": (
         lambda d: write(d / "x.csv", 'text\na\n"b\nc\n'),
-        "x.csv: line 3: not CSV: .*quote",
+        "x.csv: not a CSV file .*EOF inside string",
     ),
-    "a quote in a field": (lambda d: write(d / "x.csv", 'text\n"b" c\n'), "x.csv: line 2: not CSV"),
-    "two columns": (
-        lambda d: write(d / "x.csv", "text,text\na,b\n"),
-        "header has 2 columns 'text'",
+    "CSV that isn't UTF-8": (
+        lambda d: write(d / "x.csv", b"id,text\n1,caf\xe9\n"),
+        "x.csv: not a CSV file .*can't decode byte 0xe9",
     ),
-    "two columns, Arrow": (two_texts, "x.arrow: has 2 columns 'text'"),
+    "too many fields": (
+        lambda d: write(d / "x.csv", "id,text\n1,a\n2,b,c\n"),
+        "x.csv: not a CSV file .*Expected 2 fields in line 3, saw 3",
+    ),
+    "too many fields in every row": (
+        lambda d: write(d / "x.csv", "id,text\n1,a,b\n2,c,d\n"),
+        "x.csv: not a CSV file .*Length of header",
+    ),
+    "an empty CSV file": (lambda d: write(d / "x.csv", ""), "x.csv: not a CSV file"),
+    "two columns, Arrow": (two_texts, "x.arrow: not an Arrow file .*exists 2 times"),
     "cut Arrow file": (
         cut(FORMS["Arrow file"], -30),
         "x.arrow: not an Arrow file .damaged or cut off",
@@ -115,10 +111,6 @@ DAMAGED = {
     "cut Arrow stream": (
         cut(FORMS["Arrow stream"], -300),
         "x.arrow: not an Arrow file .damaged or cut off",
-    ),
-    "Arrow stream without its end": (
-        cut(FORMS["Arrow stream"], -8),
-        "x.arrow: .* doesn't end with the mark",
     ),
     "no Arrow at all": (
         lambda d: write(d / "x.arrow", "text\n" * 50),
@@ -128,7 +120,7 @@ DAMAGED = {
     "places beyond the bytes": (offsets_beyond, "x.arrow: not an Arrow file .*[Oo]ffset"),
     "Feather of version 1": (
         lambda d: write(d / "x.feather", b"FEA1" + bytes(50)),
-        "x.feather: Feather version 1",
+        "x.feather: not an Arrow file",
     ),
     "overwritten Parquet": (
         overwritten(FORMS["parquet"], 40, b"\xff" * 300),
@@ -145,7 +137,7 @@ DAMAGED = {
     ),
     "a shard elsewhere": (
         with_state(_data_files=[{"filename": "../y.arrow"}]),
-        "state.json: _data_files must be",
+        "without its file ../y.arrow",
     ),
     "no list of shards": (
         with_state(_data_files={"filename": "y.arrow"}),
@@ -166,76 +158,5 @@ def test_damage_is_named(tmp_path, case, policy):
 
 def test_damage_is_named_in_a_stream(tmp_path):
     write(tmp_path / "x.json", '[{"text": "a"}]\n[{"text": "b"}]')
-    with pytest.raises(
-        UserError, match=r"^training.dataset: .*x\.json: line 2, byte 17: nothing may follow"
-    ):
+    with pytest.raises(UserError, match=r"^training.dataset: lane 0, .*Trailing data"):
         take(loader(tmp_path, stream=True), 2)
-
-
-def test_sound_arrays_in_small_blocks(monkeypatch):
-    monkeypatch.setattr("torchtitan.data.text.json_records.BLOCK", 5)
-    for content in (
-        "[]",
-        " [ ] \n",
-        '\ufeff["a",\r\n\t"b" ]\n\n',
-        "[12345678, -1.5e3]",
-        '[{"text": "a", "x": [1, {}]}]',
-    ):
-        found = [record.content for record in records_of(io.BytesIO(content.encode()))]
-        assert found == json.loads(content.removeprefix("\ufeff"))
-
-
-def test_long_strings_of_lines_in_blocks(monkeypatch):
-    """As `json` decodes them, from every position, wherever blocks end; among strings that look
-    like their end.
-    """
-    monkeypatch.setattr("torchtitan.data.text.json_records.BLOCK", 16)
-    random = Random(3)
-    pieces = ["a", "\\", '"', "\n", "ä", "日", "🚀", "\\u00e9", "\0", "word " * 3]
-    for trial in range(60):
-        text = "".join(random.choices(pieces, k=40 + trial))
-        row = {'na"me\\': [text, {"x": text[::-1]}], "text": text, "more": "\\"}
-        line = json.dumps(row, ensure_ascii=bool(trial % 2)).encode()
-        short, held = without_long_strings(line, 30)
-        assert len(short) < len(line)
-        found = held[json.loads(short)["text"]]
-        assert str(found) == text
-        assert sum(map(found.size, found.parts())) == len(text)
-        start = random.randrange(len(text) + 1)
-        assert "".join(found.parts(start)) == text[start:]
-
-
-@pytest.mark.parametrize(
-    ("content", "kind"),
-    [
-        (rb"\x" + b"a" * 50, "not JSON"),
-        (b"a" * 50 + b"\t", "not JSON"),
-        (b"a" * 50 + rb"\ud83d", "lone surrogate"),
-        (b"a" * 30 + b"\xff" + b"a" * 30, "not UTF-8"),
-        (b"a" * 50 + b"\xe6\x97", "not UTF-8"),
-    ],
-)
-def test_faults_in_long_strings_of_lines(tmp_path, monkeypatch, content, kind):
-    monkeypatch.setattr("torchtitan.data.text.records.LONG", 20)
-    monkeypatch.setattr("torchtitan.data.text.json_records.BLOCK", 16)
-    write(tmp_path / "x.jsonl", b'{"text": "' + content + b'"}\n"sound"\n')
-    documents = LocalDocuments(str(tmp_path), "key", on_bad_document="skip")
-    assert documents.skipped == {kind: 1}
-    assert read(tmp_path, on_bad_document="skip") == ["sound"]
-
-
-def test_a_bad_entry_is_found_without_reading_the_rest():
-    class Counted(io.BytesIO):
-        def __init__(self, content):
-            super().__init__(content)
-            self.count = 0
-
-        def read1(self, size=-1):
-            part = super().read1(size)
-            self.count += len(part)
-            return part
-
-    file = Counted(b'[{"text": a},' + b'"x",' * 2**21 + b'"x"]')
-    (record,) = records_of(file, array=True)
-    assert "not JSON" in str(record.content)
-    assert file.count < 3 * 2**20

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from torchtitan.data.text import cache as caches
+from torchtitan.data.text import index as caches
 from torchtitan.data.text.documents import LocalDocuments
 from torchtitan.data.text.opening import WHOLE, sample, whole
 

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.data.text import pieces as module
-from torchtitan.data.text.pieces import LLAMA3_PATTERN, pieces
-from torchtitan.data.text.tokenizer import build_tokenizer
+from torchtitan.data.text import tokenizer as module
+from torchtitan.data.text.tokenizer import LLAMA3_PATTERN, build_tokenizer, pieces
 from torchtitan.utils.assets import find_asset
-from torchtitan.utils.errors import UserError
 
 SHIPPED = "./tests/assets/tokenizer"
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -32,29 +30,13 @@ WORDS = {
         ]
     },
 }
-WHOLE = {
-    "metaspace": {
-        "pre_tokenizer": [{"type": "Metaspace", "replacement": "_", "prepend_scheme": "always"}]
-    },
-    "prefix": {"pre_tokenizer": [BYTES | {"use_regex": True, "add_prefix_space": True}]},
-    "other expression": {
-        "pre_tokenizer": [QWEN | {"invert": False, "pattern": {"Regex": r"\w+ \w+"}}, BYTES]
-    },
-    "none": {"pre_tokenizer": [BYTES]},
-    "normalizer": {"normalizer": {"type": "Prepend", "prepend": "_"}},
-    "token with a blank": {"token": {"content": "a b"}},
-    "token that takes blanks": {"token": {"content": "<x>", "rstrip": True}},
-}
 
 
-def variant(folder, pre_tokenizer=None, normalizer=None, token=None):
+def variant(folder, pre_tokenizer=None, normalizer=None):
     """The shipped tokenizer with other words."""
     content = json.loads((find_asset(SHIPPED) / "tokenizer.json").read_text())
     if pre_tokenizer:
         content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": pre_tokenizer}
-    if token:
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
-        content["added_tokens"].append(flags | {"id": 2048} | token)
     (folder / "tokenizer.json").write_text(json.dumps(content | {"normalizer": normalizer}))
     return build_tokenizer(str(folder))
 
@@ -116,20 +98,8 @@ def test_no_word_crosses_a_cut(words, cases, tmp_path, llama_folder):
         if words == "tiktoken"
         else variant(tmp_path, **WORDS[words])
     )
-    assert tokenizer.separable
     bounded = settings(max_examples=cases, derandomize=True, database=None, deadline=None)
     bounded(given(TEXTS)(lambda text: check(tokenizer, text)))()
-
-
-@pytest.mark.parametrize("words", WHOLE)
-def test_tokenizers_of_other_words_get_whole_texts_up_to_a_limit(words, tmp_path, monkeypatch):
-    monkeypatch.setattr("torchtitan.data.text.tokenizer.WHOLE_TEXT_CHARACTERS", 5_000)
-    monkeypatch.setattr(module, "PIECE", 10)
-    tokenizer = variant(tmp_path, **WHOLE[words])
-    text = "a b, c\n" * 100
-    assert tokenizer.encode(text) == tokenizer._ids(text)
-    with pytest.raises(UserError, match=r"one has 7,000 characters \(5,000 at most\); split it"):
-        tokenizer.encode(text * 10)
 
 
 @given(TEXTS)
@@ -140,6 +110,10 @@ def test_pieces_are_short_and_make_up_the_text(text):
         parts = list(pieces(text))
     assert "".join(parts) == text
     assert all(len(part) <= 6 for part in parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PIECE", 3)
+        starts = [0, *itertools.accumulate(map(len, parts))][:-1]
+        assert all(list(pieces(text, start)) == parts[i:] for i, start in enumerate(starts))
 
 
 RUNS = {

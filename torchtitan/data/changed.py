@@ -64,62 +64,58 @@ class ContentsRecord:
             kept = lists().get("sources", {})
             self._lists["sources"] |= {name: kept[name] for name in parked & kept.keys()}
             self._rendered = None
-        found = []
-        for source in self.spec.sources:
-            if source.name in saved:
-                recorded = partial(_files, lists, "sources", source.name)
-                if self._has_changed(self, source, saved[source.name].contents, recorded):
-                    found.append(source.name)
+        compared: list[tuple[ContentsRecord, Source, str, str]] = [
+            (self, source, saved[source.name].contents, "sources")
+            for source in self.spec.sources
+            if source.name in saved
+        ]
         for section, other in self._held_out.items():
             before = state.fingerprint.held_out.get(section)
             # With another name, the set was changed on purpose; no position depends on it.
             if before is not None and before.dataset == self.held_out[section].dataset:
-                recorded = partial(_files, lists, "held_out", section)
-                self._has_changed(other, other.spec.sources[0], before.contents, recorded)
-        return found
+                compared.append((other, other.spec.sources[0], before.contents, "held_out"))
+        changed = []
+        for record, source, fingerprint, section in compared:
+            name = source.name if record is self else record.spec.section
+            key = f"{record.spec.key(source)}.dataset{'_path' if source.dataset_path else ''}"
+            now = record.contents[source.name]
+            recorded = partial(_files, lists, section, name)
+            if problem := _difference(fingerprint, now, recorded):
+                self._report(
+                    f"{key}: the data has changed since the checkpoint was saved: {problem}"
+                )
+                if record is self:
+                    changed.append(name)
+        return changed
 
-    def _has_changed(
-        self,
-        own: "ContentsRecord",
-        source: Source,
-        before: str,
-        files: Callable[[], Sequence[DataFile]],
-    ) -> bool:
+    def _report(self, problem: str) -> None:
         """
-        Args:
-            own: the record that has the source.
-            before: the source's fingerprint at the checkpoint.
-            files: reads the source's files at the checkpoint.
+        Raises:
+            UserError: `on_changed_data` doesn't allow a change.
         """
-        key = f"{own.spec.key(source)}.dataset{'_path' if source.dataset_path else ''}"
-        now = own.contents[source.name]
-        if before == now.fingerprint:
-            return False
-        if before == now.earlier:
-            logger.info(
-                f"{key}: the checkpoint's version recorded no contents of files, so they "
-                "were not compared"
+        if self.spec.on_changed_data != "continue":
+            raise UserError(
+                f'{problem}.\nRestore it, or set training.on_changed_data = "continue" to '
+                "continue with it as it is, or "
+                'restart the data with checkpoint.exclude_from_loading = ["dataloader"].'
             )
-            return False
-        recorded = files() if now.files else ()
-        what = f"it was {before}, and is {now.fingerprint}"
-        same_reading = before.partition("; ")[2] == now.fingerprint.partition("; ")[2]
-        if recorded and same_reading:
-            found = changes(recorded, now.files)
-            if not found:
-                return False
-            what = in_words(found)
-        problem = f"{key}: the data has changed since the checkpoint was saved: {what}"
-        if self.spec.on_changed_data == "continue":
-            logger.warning(
-                f"{problem}. Continuing with it as it is, as training.on_changed_data says"
-            )
-            return True
-        raise UserError(
-            f'{problem}.\nRestore it, or set training.on_changed_data = "continue" to '
-            "continue with it as it is, or "
-            'restart the data with checkpoint.exclude_from_loading = ["dataloader"].'
-        )
+        logger.warning(f"{problem}. Continuing with it as it is, as training.on_changed_data says")
+
+
+def _difference(before: str, now: Contents, files: Callable[[], Sequence[DataFile]]) -> str | None:
+    """How the contents of a source differ from those at the checkpoint; None if they don't.
+
+    Args:
+        before: the fingerprint at the checkpoint.
+        files: reads the files at the checkpoint.
+    """
+    if before == now.fingerprint:
+        return None
+    recorded = files() if now.files else ()
+    same_reading = before.partition("; ")[2] == now.fingerprint.partition("; ")[2]
+    if not (recorded and same_reading):
+        return f"it was {before}, and is {now.fingerprint}"
+    return in_words(differences) if (differences := changes(recorded, now.files)) else None
 
 
 def check_same(what: str, key: str, old: object, now: object) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from torchtitan.data.changed import ContentsRecord, check_packing, check_same
-from torchtitan.data.flags import CONTINUES, PLAIN, UNPREDICTED
 from torchtitan.data.order.mixture import Shares, run_dry, whole_steps
 from torchtitan.data.order.packing import Packed
 from torchtitan.data.order.rows import IGNORE_INDEX, Share, blank_row
@@ -23,6 +22,7 @@ from torchtitan.data.reader import ReadAhead, StepReader, StepRows, Workers
 from torchtitan.data.sources import DocumentSource, TokenSource, open_source
 from torchtitan.data.spec import DataSpec
 from torchtitan.data.text.contents import Lists
+from torchtitan.data.text.tokenizer import CONTINUES, PLAIN, UNPREDICTED
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.text import listed, plural
@@ -156,22 +156,20 @@ class StepLoader:
         now = self.fingerprint
         for name, key in _KEYS.items():
             check_same(name, key, getattr(saved, name), getattr(now, name))
-        positions = {
-            name: source.in_tokens(saved.seq_len) for name, source in state.sources.items()
-        }
+        positions = dict(state.sources)
         for name, position in positions.items():
             if name in self.sources and self.sources[name].kind != "tokens":
                 check_packing(self.spec, position)
         for name in self.record.compare(state, lists):
-            kind = positions[name].kind
-            if kind == self.sources[name].kind and kind != "stream":  # a stream has its own state
-                positions[name] = positions[name].restarted()
+            if positions[name].kind != self.sources[name].kind:
+                why = "is data of another kind"
+            elif positions[name].kind == "stream":
+                why = "is another stream, in which the old position means nothing"
             else:
-                logger.warning(
-                    f"{self.spec.section}.sources: {name} is data of another kind; "
-                    "starting at its beginning"
-                )
-                del positions[name]
+                positions[name] = positions[name].restarted()
+                continue
+            logger.warning(f"{self.spec.section}.sources: {name} {why}; starting at its beginning")
+            del positions[name]
         self._announce_changes(set(saved.sources))
         self._warn_of_joined_windows(positions)
         self.start = state.model_copy(update={"sources": positions})
@@ -191,9 +189,9 @@ class StepLoader:
         plans = self.spec.plans
         left: dict[str, int] = {}
         for name, source in self.sources.items():
-            rest = source.left(self.start.sources.get(name))
-            if rest is not None:
-                left[name] = rest
+            tokens = source.left(self.start.sources.get(name))
+            if tokens is not None:
+                left[name] = tokens
         if left.keys() == self.sources.keys():
             enough = first + whole_steps(plans, sum(left.values()), first)
             if enough < steps:
@@ -222,13 +220,13 @@ class StepLoader:
         Args:
             position: has all lanes; a stream's documents are counted up to it.
         """
-        found = Counter[str]()
+        counts = Counter[str]()
         for name, source in self.sources.items():
             if isinstance(source, DocumentSource):
-                found += source.documents.skipped
+                counts += source.documents.skipped
             elif name in position.sources:
-                found += position.sources[name].skipped
-        return found
+                counts += position.sources[name].skipped
+        return counts
 
     def __iter__(self) -> Iterator[StepBatch]:
         """
@@ -281,8 +279,8 @@ class StepLoader:
         ids = torch.from_numpy(np.stack(rows.rows + [blank_row(plan.seq_len)] * missing))
         # A missing input may be any id: its label is ignored too.
         inputs = ids[:, :-1].clamp(min=0)
-        wanted = ids[:, 1:]
-        labels = (wanted & PLAIN).masked_fill(wanted & UNPREDICTED != 0, IGNORE_INDEX)
+        targets = ids[:, 1:]
+        labels = (targets & PLAIN).masked_fill(targets & UNPREDICTED != 0, IGNORE_INDEX)
         sources = torch.tensor(rows.sources + [0] * missing)
         return StepBatch(
             inputs & PLAIN,

@@ -86,11 +86,21 @@ class SourcePosition(Strict):
     contents: str
     """Fingerprint of the source."""
     rows: Count
-    tokens: Count | None = None
-    """Positions of those rows; None in checkpoints of versions in which all rows had one length."""
+    tokens: Count
+    """Predicted tokens of those rows."""
     windows: WindowsPosition | None = None
     lane_count: Count | None = None
     lanes: dict[str, LanePosition | PackedPosition] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _current(cls, fields: object) -> object:
+        if isinstance(fields, dict) and "tokens" not in fields:
+            raise ValueError(
+                "the data position is of an earlier version, which counted rows of one length; "
+                "resume with the version that wrote it"
+            )
+        return fields
 
     @property
     def kind(self) -> Literal["tokens", "documents", "stream"]:
@@ -118,26 +128,11 @@ class SourcePosition(Strict):
     @property
     def skipped(self) -> Counter[str]:
         """Bad documents that the lanes have skipped, by kind."""
-        found = Counter[str]()
+        counts = Counter[str]()
         for lane in (self.lanes or {}).values():
             if isinstance(lane.cursor, StreamPosition):
-                found.update(lane.cursor.skipped)
-        return found
-
-    def in_tokens(self, seq_len: int) -> "SourcePosition":
-        """This position; if it is of a version in which all rows had one length, in today's terms.
-
-        Args:
-            seq_len: that length.
-        """
-        if self.tokens is not None:
-            return self
-        found: dict[str, object] = {"tokens": self.rows * seq_len}
-        if self.lanes is None:
-            found["windows"] = WindowsPosition(
-                width=seq_len, side=1, first=self.rows, length=0, rows=0, rest=None
-            )
-        return self.model_copy(update=found)
+                counts.update(lane.cursor.skipped)
+        return counts
 
     def restarted(self) -> "SourcePosition":
         """This position for changed contents: each lane restarts its current document or pool, and
@@ -249,8 +244,8 @@ def json_fault(value: object, depth: int = 0) -> tuple[str, str] | None:
     if depth == STATE_LEVELS:
         return "", f"more than {STATE_LEVELS} levels of lists and dicts"
     for place, inner in parts:
-        if found := json_fault(inner, depth + 1):
-            return place + found[0], found[1]
+        if fault := json_fault(inner, depth + 1):
+            return place + fault[0], fault[1]
     return None
 
 

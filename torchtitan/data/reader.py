@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchtitan.data.order.mixture import Shares, divide, place
 from torchtitan.data.order.packing import Packed
-from torchtitan.data.order.rows import Row, Share, SourceReader, blank_row, own_rows
+from torchtitan.data.order.rows import Row, Share, SourceReader, blank_row, local_rows
 from torchtitan.data.positions import DataPosition, joined
-from torchtitan.data.sources import Source, open_source
+from torchtitan.data.sources import OpenSource, open_source
 from torchtitan.data.spec import DataSpec
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.signals import become_stoppable, helpers_shielded
@@ -53,7 +53,7 @@ class StepReader:
     """Reads a share of the rows of every step, in order."""
 
     def __init__(
-        self, spec: DataSpec, sources: Mapping[str, Source], share: Share, start: DataPosition
+        self, spec: DataSpec, sources: Mapping[str, OpenSource], share: Share, start: DataPosition
     ):
         """
         Args:
@@ -92,9 +92,9 @@ class StepReader:
         left: dict[str, int] = {}
         if self.spec.infinite:
             for name, reader in self.readers.items():
-                rest = reader.left(length)
-                if rest is not None:
-                    left[name] = rest
+                rows_left = reader.left(length)
+                if rows_left is not None:
+                    left[name] = rows_left
         counts = divide(self.shares, plan.weights, count, left)
         if sum(counts.values()) < count:
             raise UserError(
@@ -102,21 +102,21 @@ class StepReader:
                 f"{self.step} steps; set training.steps = {self.step}, or raise max_epochs"
             )
         slots = place(counts, self.spec.seed, self.step)
-        found: dict[int, Row] = {}
+        row_of: dict[int, Row] = {}
         source_of: dict[int, int] = {}
         for index, (name, reader) in enumerate(self.readers.items()):
             if name in slots:
                 rows = reader.read(self.step, count, slots[name], length)
-                found.update(rows)
+                row_of.update(rows)
                 source_of.update(dict.fromkeys(rows, index))
-        if not self.spec.infinite and not found:
+        if not self.spec.infinite and not row_of:
             return None
         self.step += 1
-        own = own_rows(count, self.share)
+        local = local_rows(count, self.share)
         blank = blank_row(length)
         return StepRows(
-            [found.get(slot, blank) for slot in own],
-            [source_of.get(slot, 0) for slot in own],
+            [row_of.get(slot, blank) for slot in local],
+            [source_of.get(slot, 0) for slot in local],
             [reader.epochs for reader in self.readers.values()],
             self.position(),
             [reader.packed for reader in self.readers.values()],
@@ -166,17 +166,17 @@ class Workers:
             for part in parts:
                 if isinstance(part, str):
                     raise UserError(part)
-            found = [part for part in parts if isinstance(part, StepRows)]
-            if not found:
+            present = [part for part in parts if isinstance(part, StepRows)]
+            if not present:
                 return
-            sums = map(sum, zip(*(part.epochs for part in found), strict=True))
-            epochs = [total / len(found) for total in sums]
+            sums = map(sum, zip(*(part.epochs for part in present), strict=True))
+            epochs = [total / len(present) for total in sums]
             whole = StepRows(
                 [],
                 [],
                 epochs,
-                joined([part.position for part in found]),
-                [sum(of, Packed()) for of in zip(*(part.packed for part in found), strict=True)],
+                joined([part.position for part in present]),
+                [sum(of, Packed()) for of in zip(*(part.packed for part in present), strict=True)],
             )
             for part, share in zip(parts, self.shares, strict=True):
                 if isinstance(part, StepRows):
@@ -184,7 +184,7 @@ class Workers:
                     whole.sources.extend(part.sources)
                 else:  # its lanes ended before the others'
                     plan = self.spec.at(step)
-                    missing = len(own_rows(plan.rows, share))
+                    missing = len(local_rows(plan.rows, share))
                     whole.rows.extend([blank_row(plan.seq_len)] * missing)
                     whole.sources.extend([0] * missing)
             yield whole

@@ -19,8 +19,8 @@ from typing import Any
 
 from torchtitan.data.text.chat import Chat
 from torchtitan.data.text.contents import Contents
+from torchtitan.data.text.opening import BadDocument
 from torchtitan.data.text.streams import Stream
-from torchtitan.data.text.texts import BadDocument
 from torchtitan.utils.errors import UserError
 
 _CHECKED = 1000

@@ -7,31 +7,32 @@ import math
 from abc import ABC, abstractmethod
 from typing import Literal
 
-from torchtitan.config.sections import data as config
+from torchtitan.config.sections.data import Source
 from torchtitan.data.order.lanes import (
     Cursor,
+    DocumentCursor,
     Lane,
     LaneReader,
     PackedLane,
     StreamLane,
     lanes_within,
 )
-from torchtitan.data.order.rows import Share, SourceReader, TokenReader, own_rows
+from torchtitan.data.order.rows import Share, SourceReader, local_rows
 from torchtitan.data.order.windows import WindowOrder
 from torchtitan.data.positions import SourcePosition
 from torchtitan.data.registered import RegisteredDocuments, open_custom
 from torchtitan.data.spec import DataSpec
 from torchtitan.data.text.chat import Chat
 from torchtitan.data.text.contents import Contents
-from torchtitan.data.text.documents import DocumentCursor, Documents, open_documents
+from torchtitan.data.text.documents import Documents, open_documents
 from torchtitan.data.text.files import find_token_files
-from torchtitan.data.text.retry import Retry
+from torchtitan.data.text.opening import Retry
 from torchtitan.data.text.streams import Stream, StreamCursor, open_stream
-from torchtitan.data.tokens.token_files import TokenFiles
+from torchtitan.data.tokens.token_files import TokenFiles, TokenReader
 from torchtitan.utils.errors import UserError
 
 
-class Source(ABC):
+class OpenSource(ABC):
     """An open data source."""
 
     kind: Literal["tokens", "documents", "stream"]
@@ -53,8 +54,9 @@ class Source(ABC):
         return None
 
 
-def open_source(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
-    """Open token files (`.bin`), local documents, or else a stream from the Hugging Face hub.
+def open_source(spec: DataSpec, source: Source, retry: Retry) -> OpenSource:
+    """Open a registered source, token files (`.bin`), local documents, or else a stream from the
+    Hugging Face hub.
 
     Raises:
         UserError: the data is missing, damaged, empty, or made for another tokenizer.
@@ -62,49 +64,77 @@ def open_source(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
     return retry("the beginning", lambda: _open(spec, source, retry))
 
 
-def _open(spec: DataSpec, source: config.Source, retry: Retry) -> Source:
-    section = spec.key(source)
+def _open(spec: DataSpec, source: Source, retry: Retry) -> OpenSource:
+    for kind in (_open_registered, _open_tokens, _open_documents):
+        if opened := kind(spec, source, retry):
+            return opened
+    return _open_stream(spec, source, retry)
+
+
+def _open_registered(spec: DataSpec, source: Source, retry: Retry) -> OpenSource | None:
     make = spec.custom.get(source.dataset)
-    if make is None and source.dataset_path is not None:
-        key = f"{section}.dataset_path"
-        if found := find_token_files(source.dataset_path, key):
-            if source.messages_column is not None:
-                raise UserError(
-                    f"{section}.messages_column: {source.dataset_path} holds token files, which "
-                    "know what is predicted; remove the key"
-                )
-            files = TokenFiles(found, spec.longest_row, spec.tokenizer, key)
-            _check_packing(files, spec, section)
-            return TokenSource(files, spec, source.max_epochs, retry)
-    if source.max_epochs is not None:
-        raise UserError(
-            f"{section}.max_epochs: the end of a text is known only from its tokens; "
-            "write token files with "
-            f"`torchtitan tokenize` and name them as {section}.dataset_path, or remove max_epochs"
-        )
-    chat = None
+    if make is None:
+        return None
+    chat = _chat(spec, source)
+    made = open_custom(make, source.dataset, source.dataset_path, spec.key(source), chat)
+    if isinstance(made, RegisteredDocuments):
+        return DocumentSource(made, spec, retry, chat)
+    stream = StreamSource(made, spec, source, retry, chat)
+    stream.check()
+    return stream
+
+
+def _open_tokens(spec: DataSpec, source: Source, retry: Retry) -> OpenSource | None:
+    section = spec.key(source)
+    key = f"{section}.dataset_path"
+    paths = find_token_files(source.dataset_path, key) if source.dataset_path else []
+    if not paths:
+        return None
     if source.messages_column is not None:
-        chat = Chat(spec.tokenizer, f"{section}.messages_column")
-    if make is not None:
-        made = open_custom(make, source.dataset, source.dataset_path, section, chat)
-        if isinstance(made, RegisteredDocuments):
-            return DocumentSource(made, spec, retry, chat)
-        stream = StreamSource(made, spec, source, retry, chat)
-        stream.check()
-        return stream
+        raise UserError(
+            f"{section}.messages_column: {source.dataset_path} holds token files, which know what "
+            "is predicted; remove the key"
+        )
+    files = TokenFiles(paths, spec.longest_row, spec.tokenizer, key)
+    _check_packing(files, spec, section)
+    return TokenSource(files, spec, source.max_epochs, retry)
+
+
+def _open_documents(spec: DataSpec, source: Source, retry: Retry) -> OpenSource | None:
+    chat = _chat(spec, source)
     documents = open_documents(
         source.dataset,
         source.dataset_path,
-        section,
+        spec.key(source),
         text_column=source.column,
         on_bad_document=spec.on_bad_document,
         cache_folder=spec.options.cache_folder,
         chat=chat,
     )
-    if documents is not None:
-        return DocumentSource(documents, spec, retry, chat)
-    found_stream = open_stream(source.dataset, section, source.column)
-    return StreamSource(found_stream, spec, source, retry, chat)
+    return DocumentSource(documents, spec, retry, chat) if documents is not None else None
+
+
+def _open_stream(spec: DataSpec, source: Source, retry: Retry) -> OpenSource:
+    stream = open_stream(source.dataset, spec.key(source), source.column)
+    return StreamSource(stream, spec, source, retry, _chat(spec, source))
+
+
+def _chat(spec: DataSpec, source: Source) -> Chat | None:
+    """How a source's conversations are read; None if it holds text.
+
+    Raises:
+        UserError: a source of text has an end, or the tokenizer no chat template.
+    """
+    section = spec.key(source)
+    if source.max_epochs is not None:
+        raise UserError(
+            f"{section}.max_epochs: the end of a text is known only from its tokens; write token "
+            f"files with `torchtitan tokenize` and name them as {section}.dataset_path, or remove "
+            "max_epochs"
+        )
+    if source.messages_column is None:
+        return None
+    return Chat(spec.tokenizer, f"{section}.messages_column")
 
 
 def _check_packing(files: TokenFiles, spec: DataSpec, section: str) -> None:
@@ -129,7 +159,7 @@ def _check_packing(files: TokenFiles, spec: DataSpec, section: str) -> None:
         )
 
 
-class TokenSource(Source):
+class TokenSource(OpenSource):
     """Rows are windows of token files."""
 
     kind = "tokens"
@@ -166,7 +196,7 @@ class TokenSource(Source):
         return WindowOrder(files.width, self.side, count, limit)
 
 
-class _LaneSource(Source):
+class _LaneSource(OpenSource):
     """Rows are cut from lanes of documents."""
 
     def __init__(
@@ -189,11 +219,11 @@ class _LaneSource(Source):
     def reader(self, share: Share, saved: SourcePosition | None = None) -> SourceReader:
         spec = self.spec
         count = (saved and saved.lane_count) or self.lanes
-        own: set[int] = set()
+        numbers: set[int] = set()
         for rows in spec.batch_sizes:
-            own.update(lanes_within(own_rows(rows, share), rows, count))
-        read = {lane: self._lane(self.cursor(lane, count)) for lane in sorted(own)}
-        return LaneReader(self.contents.fingerprint, share, read, count)
+            numbers.update(lanes_within(local_rows(rows, share), rows, count))
+        lanes = {lane: self._lane(self.cursor(lane, count)) for lane in sorted(numbers)}
+        return LaneReader(self.contents.fingerprint, share, lanes, count)
 
     def _lane(self, cursor: Cursor) -> Lane:
         spec = self.spec
@@ -226,12 +256,7 @@ class StreamSource(_LaneSource):
     kind = "stream"
 
     def __init__(
-        self,
-        stream: Stream,
-        spec: DataSpec,
-        source: config.Source,
-        retry: Retry,
-        chat: Chat | None = None,
+        self, stream: Stream, spec: DataSpec, source: Source, retry: Retry, chat: Chat | None = None
     ):
         # Every lane gets whole shards: if the number of lanes didn't divide theirs, each would read
         # the whole stream.

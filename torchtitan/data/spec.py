@@ -14,7 +14,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.config.sections.training import Training, Validation
 from torchtitan.data.order.mixture import StagePlan
 from torchtitan.data.text.documents import OnBad
-from torchtitan.data.text.retry import Retry
+from torchtitan.data.text.opening import Retry
 from torchtitan.data.text.tokenizer import Tokenizer
 
 

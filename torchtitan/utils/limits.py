@@ -32,11 +32,11 @@ SEARCHED_FILES = 1_000_000
 SEARCHED_AT_CHECK = 50_000
 """The same while a configuration is checked. They take half a second."""
 RECORD_BYTES = 1000 * 2**20
-"""A JSON line, array entry or CSV field. It is held in memory."""
+"""A JSON line. It is held in memory."""
 CACHE_RECORD_BYTES = 2**32
 """A record in the cache folder; that of a million files is smaller."""
-WHOLE_TEXT_CHARACTERS = 10_000_000
-"""A text for a tokenizer that can't encode pieces. Each character takes about 0.6 KB."""
+CONVERSATION_CHARACTERS = 10_000_000
+"""A conversation, which is encoded as a whole. Each character takes about 0.6 KB."""
 MESSAGE_LEVELS = 100
 """Levels of lists and objects in a message; templates and encoders recurse."""
 CHAT_TEMPLATE_BYTES = 2**20

@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.checkpoint.commit import write_json
-from torchtitan.data.text.hf_files import post_processor, tokenizer_config
-from torchtitan.data.text.pieces import LLAMA3_PATTERN
-from torchtitan.data.text.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
+from torchtitan.data.text.tokenizer import (
+    LLAMA3_PATTERN,
+    HuggingFaceTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+)
+from torchtitan.data.text.tokenizer_training import post_processor, tokenizer_config
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.formats import read_json_object
 

@@ -12,10 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.flags import UNPREDICTED
-from torchtitan.data.order.mixture import Slots
+from torchtitan.data.order.mixture import Slots, permute
 from torchtitan.data.order.packing import FIRST_POOL_ROWS, POOL_ROWS, Packed, pack
-from torchtitan.data.order.rows import Row, Share, SourceReader, own_rows, padded
+from torchtitan.data.order.rows import Row, Share, SourceReader, local_rows, padded
 from torchtitan.data.positions import (
     DocumentPosition,
     LanePosition,
@@ -23,7 +22,9 @@ from torchtitan.data.positions import (
     SourcePosition,
     StreamPosition,
 )
-from torchtitan.data.text.texts import Text
+from torchtitan.data.text.documents import Documents
+from torchtitan.data.text.opening import Retry
+from torchtitan.data.text.tokenizer import UNPREDICTED
 
 
 class Cursor(Protocol):
@@ -33,7 +34,7 @@ class Cursor(Protocol):
     def epochs(self) -> float:
         """How often the lane's documents have been read."""
 
-    def next(self) -> Text | None:
+    def next(self) -> str | None:
         """The next document; None at the end of a finite pass."""
 
     def position(self) -> DocumentPosition | StreamPosition: ...
@@ -42,10 +43,47 @@ class Cursor(Protocol):
         """Continue from what `position` of such a cursor returned."""
 
 
+class DocumentCursor:
+    """The documents of a lane: every L-th of all epochs, one epoch after another."""
+
+    def __init__(self, documents: Documents, lane: int, lanes: int, seed: int | None, retry: Retry):
+        """
+        Args:
+            seed: shuffles each epoch differently; None makes one pass in order.
+        """
+        self.documents = documents
+        self.lane = lane
+        self.lanes = lanes
+        self.seed = seed
+        self.retry = retry
+        self.upcoming = lane
+        """The next document, counted over all epochs."""
+
+    def next(self) -> str | None:
+        size = len(self.documents)
+        epoch, index = divmod(self.upcoming, size)
+        if self.seed is not None:
+            index = permute(index, size, self.seed, epoch)
+        elif epoch:
+            return None
+        self.upcoming += self.lanes
+        return self.retry(f"document {index}", lambda: self.documents[index])
+
+    @property
+    def epochs(self) -> float:
+        return (self.upcoming - self.lane) / len(self.documents)
+
+    def position(self) -> DocumentPosition:
+        return DocumentPosition(position=self.upcoming)
+
+    def seek(self, position: DocumentPosition) -> None:
+        self.upcoming = position.position
+
+
 class DocumentEncoder(Protocol):
     """Makes documents ids: a tokenizer, or one with its chat template."""
 
-    def encode_in_pieces(self, text: Text, start: int = 0) -> Iterator[tuple[int, Row]]:
+    def encode_in_pieces(self, text: str, start: int = 0) -> Iterator[tuple[int, Row]]:
         """See `Tokenizer.encode_in_pieces`."""
 
 
@@ -240,13 +278,13 @@ class LaneReader(SourceReader):
         self.rows = self.tokens = 0
 
     def read(self, step: int, count: int, slots: Slots, length: int) -> dict[int, Row]:
-        own = own_rows(count, self.share)
+        local = local_rows(count, self.share)
         lanes = lanes_of(slots, step, count, self.count)
         rows = {}
         for slot, lane in zip(slots.tolist(), lanes.tolist(), strict=True):
             if lane in self.lanes:
                 row = self.lanes[lane].row(length)
-                if slot in own and row is not None:
+                if slot in local and row is not None:
                     rows[slot] = row
         self.rows += len(slots)
         self.tokens += len(slots) * length
@@ -272,7 +310,6 @@ class LaneReader(SourceReader):
 
     def seek(self, position: SourcePosition) -> None:
         saved = position.lanes or {}
-        assert position.tokens is not None
         self.rows = position.rows
         self.tokens = position.tokens
         for index, lane in self.lanes.items():
@@ -291,10 +328,10 @@ def lanes_of(slots: Slots, step: int, count: int, lanes: int) -> Slots:
     return (slots * lanes + turn) // count
 
 
-def lanes_within(own: range, count: int, lanes: int) -> range:
-    """Lanes that any of the places `own` of steps of `count` rows may have."""
-    if not own:
+def lanes_within(places: range, count: int, lanes: int) -> range:
+    """Lanes that any of these places of steps of `count` rows may have."""
+    if not places:
         return range(0)
-    first = own.start * lanes // count
-    last = ((own.stop - 1) * lanes + lanes - math.gcd(count, lanes)) // count
+    first = places.start * lanes // count
+    last = ((places.stop - 1) * lanes + lanes - math.gcd(count, lanes)) // count
     return range(first, last + 1)

@@ -17,23 +17,19 @@ the batch has rows, a stream as many as its shards allow (`lanes`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.order.mixture import Slots, permute
+from torchtitan.data.order.mixture import Slots
 from torchtitan.data.order.packing import Packed
-from torchtitan.data.order.windows import Piece, WindowOrder
 from torchtitan.data.positions import SourcePosition
-from torchtitan.data.text.retry import Retry
-from torchtitan.data.tokens.token_files import TokenFiles
 
 IGNORE_INDEX = -100
 """Label of positions that are not predicted."""
 
 Row = NDArray[np.int64]
-"""`[seq_len + 1]` token ids, some of which may be flagged (`flags`)."""
+"""`[seq_len + 1]` token ids, some of which may be flagged (`tokenizer.UNPREDICTED`)."""
 Share = tuple[tuple[int, int], ...]
 """The rows of a step that a reader delivers: part `index` of `count` equal parts, of which the next
 pair takes a part, and so on.
@@ -77,72 +73,7 @@ class SourceReader(ABC):
         """Continue from a position with all lanes."""
 
 
-class TokenReader(SourceReader):
-    """Rows of token files."""
-
-    def __init__(
-        self, files: TokenFiles, share: Share, seed: int | None, order: WindowOrder, retry: Retry
-    ):
-        """
-        Args:
-            seed: shuffles the windows of each epoch; None keeps their order.
-            order: of the windows of `files`.
-        """
-        self.files = files
-        self.share = share
-        self.seed = seed
-        self.order = order
-        self.retry = retry
-        self.rows = self.tokens = 0
-
-    def read(self, step: int, count: int, slots: Slots, length: int) -> dict[int, Row]:
-        own = own_rows(count, self.share)
-        first, after = np.searchsorted(slots, [own.start, own.stop])
-        found = self.order.take(len(slots), length, range(first, after))
-        self.rows += len(slots)
-        self.tokens += len(slots) * length
-        return {int(slots[i]): self._row(pieces, length) for i, pieces in found.items()}
-
-    def _row(self, pieces: Sequence[Piece], length: int) -> Row:
-        parts: list[Row] = []
-        for piece in pieces:
-            ids = self._ids(piece)
-            # Of a further piece, only what is predicted: the id before it may be in another row.
-            parts.append(ids[1:] if any(map(len, parts)) else ids)
-        return padded(np.concatenate(parts), length)
-
-    def _ids(self, piece: Piece) -> Row:
-        epoch, window = divmod(piece.window, len(self.files))
-        if self.seed is not None:
-            window = permute(window, len(self.files), self.seed, epoch)
-        return self.retry(
-            f"window {window}", lambda: self.files.window(window, piece.first, piece.after)
-        )
-
-    def left(self, length: int) -> int | None:
-        return self.order.left(length)
-
-    @property
-    def epochs(self) -> float:
-        return self.order.read / (len(self.files) * self.files.width)
-
-    def position(self) -> SourcePosition:
-        return SourcePosition(
-            contents=self.files.contents.fingerprint,
-            rows=self.rows,
-            tokens=self.tokens,
-            windows=self.order.position(),
-        )
-
-    def seek(self, position: SourcePosition) -> None:
-        assert position.windows is not None
-        assert position.tokens is not None
-        self.rows = position.rows
-        self.tokens = position.tokens
-        self.order.seek(position.windows)
-
-
-def own_rows(count: int, share: Share) -> range:
+def local_rows(count: int, share: Share) -> range:
     """The rows of a step of `count` that a share delivers."""
     rows = range(count)
     for index, of in share:

@@ -50,26 +50,26 @@ class WindowOrder:
     rest: int | None = None
     """Ids read after those, window after window; None: side by side so far."""
 
-    def take(self, rows: int, length: int, wanted: range) -> dict[int, list[Piece]]:
+    def take(self, rows: int, length: int, indices: range) -> dict[int, list[Piece]]:
         """Advance by `rows` rows of `length` predicted ids.
 
         Args:
-            wanted: the indices among them of the rows to return.
+            indices: those among them of the rows to return.
 
         Returns:
             The pieces that each row consists of, together at most `length`; rows after the end are
             missing.
         """
-        found = {}
+        pieces_of = {}
         done = 0
         while done < rows and not self.ended:
             self._open(length)
             part = min(self._rows_of_group(length), rows - done)
-            for index in range(max(done, wanted.start), min(done + part, wanted.stop)):
-                found[index] = self._pieces(index - done, length)
+            for index in range(max(done, indices.start), min(done + part, indices.stop)):
+                pieces_of[index] = self._pieces(index - done, length)
             self._advance(part, length)
             done += part
-        return found
+        return pieces_of
 
     @property
     def ended(self) -> bool:
@@ -86,12 +86,12 @@ class WindowOrder:
             return None
         if self.ended:
             return 0
-        own = 0
+        in_group = 0
         begins = self.first
         if self.length:
-            own = self._rows_of_group(length)
+            in_group = self._rows_of_group(length)
             begins += self._size
-        return own + -(-(self.limit - begins) * self.width // length)
+        return in_group + -(-(self.limit - begins) * self.width // length)
 
     def position(self) -> WindowsPosition:
         return WindowsPosition(

@@ -24,10 +24,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.flags import CONTINUES, UNPREDICTED, flagged
 from torchtitan.data.text.chat_template import BREAK, END, MARKS, START, ChatTemplate
-from torchtitan.data.text.texts import BadDocument, Text
-from torchtitan.data.text.tokenizer import HuggingFaceTokenizer, Tokenizer, rust_errors
+from torchtitan.data.text.opening import BadDocument
+from torchtitan.data.text.tokenizer import (
+    CONTINUES,
+    UNPREDICTED,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    flagged,
+    rust_errors,
+)
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.limits import MESSAGE_LEVELS
 
@@ -95,9 +101,8 @@ class Chat:
         self.rendered(text)
         return text
 
-    def rendered(self, text: Text) -> Rendered:
+    def rendered(self, text: str) -> Rendered:
         """A document's conversation as text."""
-        text = str(text)
         last = self._last
         if last is None or last[0] != text:
             self._last = last = text, self._render(json.loads(text))
@@ -167,7 +172,7 @@ class Chat:
             value = value[: begin + 1] + BREAK + value[begin + 1 :]
         return value
 
-    def encode(self, text: Text) -> NDArray[np.int64]:
+    def encode(self, text: str) -> NDArray[np.int64]:
         """The ids of a document as training sees it, those outside of the assistant's turns
         flagged, as well as each end-of-text but the last. Begin-of-text and end-of-text are added
         unless the template has them.
@@ -214,7 +219,7 @@ class Chat:
         yield begin, len(found.text), not found.spelled
 
     def encode_in_pieces(
-        self, text: Text, start: int = 0
+        self, text: str, start: int = 0
     ) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """As `Tokenizer.encode_in_pieces`; a conversation is one piece."""
         yield 0, self.encode(text)
@@ -222,6 +227,8 @@ class Chat:
 
 class MessageTexts:
     """Reads conversations without a template: what their messages say, a line each."""
+
+    fingerprint = ""
 
     def document(self, value: Any) -> str:
         """

@@ -20,11 +20,11 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from torchtitan.data.text.texts import BadDocument
+from torchtitan.data.text.opening import BadDocument
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import read_regular
 from torchtitan.utils.formats import read_json_object
-from torchtitan.utils.limits import CHAT_TEMPLATE_BYTES, WHOLE_TEXT_CHARACTERS
+from torchtitan.utils.limits import CHAT_TEMPLATE_BYTES, CONVERSATION_CHARACTERS
 
 START, END, BREAK = MARKS = "\ufdd0\ufdd1\ufdd2"
 """Noncharacters that mark the beginning and end of a turn, and a place in a message after the first
@@ -91,16 +91,16 @@ class ChatTemplate:
             ):
                 parts.append(part)
                 length += len(part)
-                if length > WHOLE_TEXT_CHARACTERS:
+                if length > CONVERSATION_CHARACTERS:
                     break
         except Exception as error:  # a template may fail in any way
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise BadDocument(
                 "refused by the chat template", f"refused by the chat template: {reason}"
             ) from None
-        if length > WHOLE_TEXT_CHARACTERS:
+        if length > CONVERSATION_CHARACTERS:
             raise BadDocument(
-                "too long", f"a conversation of more than {WHOLE_TEXT_CHARACTERS:,} characters"
+                "too long", f"a conversation of more than {CONVERSATION_CHARACTERS:,} characters"
             )
         return "".join(parts)
 
@@ -192,7 +192,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         parts = [x for x in (left, right) if isinstance(x, str | list | tuple)]
         times = [abs(x) for x in (left, right) if isinstance(x, int | float)]
-        if parts and times and len(parts[0]) * times[0] > WHOLE_TEXT_CHARACTERS:
+        if parts and times and len(parts[0]) * times[0] > CONVERSATION_CHARACTERS:
             raise SecurityError("a product is too long")
         if operator == "%" and isinstance(left, str) and _WIDE.search(left):
             raise SecurityError("a format is too wide")

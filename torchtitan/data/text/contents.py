@@ -58,11 +58,9 @@ class Contents:
     fingerprint: str
     files: Sequence[DataFile] = ()
     """Empty for streams and registered sources."""
-    earlier: str | None = None
-    """The fingerprint of earlier versions: names and sizes, or a count of tokens."""
 
     @classmethod
-    def of(cls, files: Sequence[DataFile], earlier: str | None, reading: str = "") -> "Contents":
+    def of(cls, files: Sequence[DataFile], reading: str = "") -> "Contents":
         """
         Args:
             reading: options that change the documents of the same files.
@@ -71,7 +69,7 @@ class Contents:
         for file in files:
             digest.update(f"{_kind(file.name)} {file.size} {file.sample} {file.whole}\n".encode())
         words = f"{plural(len(files), 'file')} with hash {digest.hexdigest()}"
-        return cls(f"{words}; {reading}" if reading else words, files, earlier)
+        return cls(f"{words}; {reading}" if reading else words, files)
 
 
 def _kind(name: str) -> str:
@@ -115,8 +113,8 @@ def sampled(
         samples = list(pool.map(one, stamps))
     known = wholes or [""] * len(stamps)
     return [
-        data_file(s.path, folder, s.size, own, all_)
-        for s, own, all_ in zip(stamps, samples, known, strict=True)
+        data_file(s.path, folder, s.size, hash, whole)
+        for s, hash, whole in zip(stamps, samples, known, strict=True)
     ]
 
 
@@ -138,29 +136,31 @@ def changes(old: Sequence[DataFile], new: Sequence[DataFile]) -> list[str]:
         return []
     before = {file.name: file for file in old}
     now = {file.name: file for file in new}
-    held = {(file.size, file.sample): file.name for file in old}
-    found = [_change(before[name], now[name], held) for name in before.keys() & now.keys()]
+    names = {(file.size, file.sample): file.name for file in old}
+    differences = [_change(before[name], now[name], names) for name in before.keys() & now.keys()]
     gone = {file.name for file in old} - now.keys()
     for file in new:
         if file.name not in before:
-            name = held.get((file.size, file.sample))
+            name = names.get((file.size, file.sample))
             if name in gone:
                 gone.remove(name)
-                found.append(
+                differences.append(
                     f"{name} is now called {file.name}, and files are read in the order "
                     "of their names"
                 )
             else:
-                found.append(f"{file.name} is new")
-    found += [f"{name} is missing" for name in gone]
-    found = sorted(words for words in found if words) or ["the files are in another order"]
-    return [printable(words) for words in found]
+                differences.append(f"{file.name} is new")
+    differences += [f"{name} is missing" for name in gone]
+    differences = sorted(words for words in differences if words) or [
+        "the files are in another order"
+    ]
+    return [printable(words) for words in differences]
 
 
-def _change(before: DataFile, now: DataFile, held: Mapping[tuple[int, str], str]) -> str:
+def _change(before: DataFile, now: DataFile, names: Mapping[tuple[int, str], str]) -> str:
     if now.same_as(before):
         return ""
-    other = held.get((now.size, now.sample), now.name)
+    other = names.get((now.size, now.sample), now.name)
     if other != now.name:
         return f"{now.name} has the contents that {other} had"
     if now.size != before.size:
@@ -168,10 +168,14 @@ def _change(before: DataFile, now: DataFile, held: Mapping[tuple[int, str], str]
     return f"{now.name} has other contents of the same size"
 
 
-def in_words(found: Sequence[str]) -> str:
+def in_words(differences: Sequence[str]) -> str:
     """Changes in one line."""
-    more = f", and {plural(len(found) - _SHOWN, 'other change')}" if len(found) > _SHOWN else ""
-    return listed(found[:_SHOWN]) + more
+    more = (
+        f", and {plural(len(differences) - _SHOWN, 'other change')}"
+        if len(differences) > _SHOWN
+        else ""
+    )
+    return listed(differences[:_SHOWN]) + more
 
 
 Lists = Mapping[str, Mapping[str, Sequence[DataFile]]]

@@ -4,21 +4,18 @@ For commands that read a corpus once: `torchtitan tokenize` and `torchtitan toke
 torch.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan.data.text.chat import MessageTexts
 from torchtitan.data.text.contents import Contents, base_of, sampled
 from torchtitan.data.text.documents import DemoDocuments
 from torchtitan.data.text.files import find_text_files
-from torchtitan.data.text.hashing import hash_text
-from torchtitan.data.text.opening import FileStamp
-from torchtitan.data.text.records import decode, place, read_records
-from torchtitan.data.text.retry import DataError
-from torchtitan.data.text.texts import BadDocument, Text
+from torchtitan.data.text.opening import BadDocument, DataError, FileStamp
+from torchtitan.data.text.records import Conversations, decode, place, read_records
 from torchtitan.utils.errors import UserError
 
 _DEMO = (["demo"], ["demo_validation"])
@@ -46,7 +43,7 @@ class Corpus:
         key: str,
         column: str = "text",
         *,
-        chat: MessageTexts | None = None,
+        chat: Conversations | None = None,
         stop: bool = True,
     ):
         """
@@ -88,7 +85,7 @@ class Corpus:
         reading = "" if self.stop else "skip"
         if reading or self.column != "text":
             reading = f"{self.column}: {reading or 'stop'}"
-        return Contents.of(sampled(self.stamps, base_of(self.paths)), None, reading).fingerprint
+        return Contents.of(sampled(self.stamps, base_of(self.paths)), reading).fingerprint
 
     def items(self, advance: Callable[[int], None]) -> Iterator[Item]:
         """All documents, to be decoded in any process.
@@ -114,7 +111,7 @@ class Corpus:
             except OSError as error:
                 raise UserError(f"{self.key}: {stamp.path}: {error}") from error
 
-    def texts(self, advance: Callable[[int], None]) -> Iterator[tuple[Text, int, int]]:
+    def texts(self, advance: Callable[[int], None]) -> Iterator[tuple[str, int, int]]:
         """The text of every sound document, its hash and its size in bytes.
 
         Raises:
@@ -137,3 +134,21 @@ class Corpus:
 def bad_document(key: str, problem: str) -> UserError:
     """The error about a bad document."""
     return UserError(f"{key}: {problem}. --on-bad-document skip leaves such documents out")
+
+
+def hash_text(text: str) -> tuple[int, int]:
+    """A 64-bit hash of a text, the same wherever and how often it occurs, and its size in bytes."""
+    content = text.encode()
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(digest, "little"), len(content)
+
+
+def uniform(hash: int, purpose: str) -> float:
+    """A number in [0, 1) for the text of this hash; independent between purposes.
+
+    Args:
+        purpose: at most 16 bytes.
+    """
+    data = hash.to_bytes(8, "little")
+    digest = hashlib.blake2b(data, digest_size=6, person=purpose.encode())
+    return int.from_bytes(digest.digest(), "little") / 2**48

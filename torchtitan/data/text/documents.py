@@ -1,29 +1,35 @@
 """Documents that can be read in any order: the demo text and local files."""
 
-import hashlib
 import io
 import os
 import sysconfig
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.order.mixture import permute
-from torchtitan.data.positions import DocumentPosition
-from torchtitan.data.text.cache import Cache, default_folder
-from torchtitan.data.text.chat import Chat
 from torchtitan.data.text.contents import Contents, base_of, data_file, sampled
 from torchtitan.data.text.files import find_text_files
-from torchtitan.data.text.index import RANGE, FileIndex, find_documents, new_index
-from torchtitan.data.text.opening import FileStamp, OpenFiles, is_compressed, open_data
-from torchtitan.data.text.records import SKIP_ADVICE, decode, place
-from torchtitan.data.text.retry import DataError, Retry
-from torchtitan.data.text.texts import LONG, BadDocument, FileText, Text
+from torchtitan.data.text.index import (
+    RANGE,
+    Cache,
+    FileIndex,
+    default_folder,
+    find_documents,
+    new_index,
+)
+from torchtitan.data.text.opening import (
+    BadDocument,
+    DataError,
+    FileStamp,
+    OpenFiles,
+    is_compressed,
+    open_data,
+)
+from torchtitan.data.text.records import SKIP_ADVICE, Conversations, decode, place
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.text import plural
@@ -57,7 +63,7 @@ class Documents(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Text: ...
+    def __getitem__(self, index: int) -> str: ...
 
 
 class DemoDocuments:
@@ -79,8 +85,7 @@ class DemoDocuments:
             del files[::_HELD_OUT_EVERY]
         self.files = held_out if validation else files
         stamps = [FileStamp.of(file) for file in self.files]
-        names = [str(file.relative_to(root)) for file in self.files]
-        self.contents = Contents.of(sampled(stamps, root), _listing(names, stamps))
+        self.contents = Contents.of(sampled(stamps, root))
         self.text_bytes = sum(stamp.size for stamp in stamps)
         self.skipped: Counter[str] = Counter()
 
@@ -107,7 +112,7 @@ class LocalDocuments:
         on_bad_document: OnBad = "stop",
         cache_folder: str | None = None,
         cache_key: str = "training.dataloader.cache_folder",
-        chat: Chat | None = None,
+        chat: Conversations | None = None,
     ):
         """
         Args:
@@ -146,9 +151,8 @@ class LocalDocuments:
         if chat is not None:
             reading += f" chat template {chat.fingerprint}"
         base = base_of(path)
-        found = [data_file(i.path, base, i.size, i.sample) for i in self.indexes]
-        earlier = _listing([file.name for file in files], stamps, reading)
-        self.contents = Contents.of(found, earlier, reading)
+        hashed = [data_file(one.path, base, one.size, one.sample) for one in self.indexes]
+        self.contents = Contents.of(hashed, reading)
         if self.skipped:
             first = next(index for index in self.indexes if index.places)
             where = f"{place(Path(first.path), first.places[0][0])}: {first.places[0][1]}"
@@ -183,7 +187,7 @@ class LocalDocuments:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: int) -> Text:
+    def __getitem__(self, index: int) -> str:
         which = int(np.searchsorted(self._ends, index, side="right"))
         file = self.indexes[which]
         number = index - (int(self._ends[which - 1]) if which else 0)
@@ -197,8 +201,6 @@ class LocalDocuments:
                     f"{file.path}: byte {start + 1}: {error} (changed since it was indexed?)"
                 ) from None
         stamp = self._kept(file)["texts"] if file.copied else file.stamp
-        if end - start > LONG:
-            return FileText(stamp.path, start, end, stamp)
         return self._files.read(stamp.path, start, end - start, stamp).decode()
 
     def _range(self, which: int, number: int) -> tuple[int, int]:
@@ -215,54 +217,6 @@ class LocalDocuments:
         return index.kept(self._folder)
 
 
-def _listing(names: Sequence[str], stamps: Sequence[FileStamp], reading: str = "") -> str:
-    """The fingerprint of earlier versions: names and sizes."""
-    sizes = [f"{name}:{stamp.size};" for name, stamp in zip(names, stamps, strict=True)]
-    listing = "".join(sizes) + reading
-    return hashlib.sha256(listing.encode(errors="surrogateescape")).hexdigest()[:16]
-
-
-class DocumentCursor:
-    """The documents of a lane: every L-th of all epochs, one epoch after another."""
-
-    def __init__(self, documents: Documents, lane: int, lanes: int, seed: int | None, retry: Retry):
-        """
-        Args:
-            seed: shuffles each epoch differently; None makes one pass in order.
-        """
-        self.documents = documents
-        self.lane = lane
-        self.lanes = lanes
-        self.seed = seed
-        self.retry = retry
-        self.upcoming = lane
-        """The next document, counted over all epochs."""
-
-    def next(self) -> Text | None:
-        size = len(self.documents)
-        epoch, index = divmod(self.upcoming, size)
-        if self.seed is not None:
-            index = permute(index, size, self.seed, epoch)
-        elif epoch:
-            return None
-        self.upcoming += self.lanes
-        what = f"document {index}"
-        text = self.retry(what, lambda: self.documents[index])
-        if isinstance(text, FileText):
-            text.attempt = partial(self.retry, what)
-        return text
-
-    @property
-    def epochs(self) -> float:
-        return (self.upcoming - self.lane) / len(self.documents)
-
-    def position(self) -> DocumentPosition:
-        return DocumentPosition(position=self.upcoming)
-
-    def seek(self, position: DocumentPosition) -> None:
-        self.upcoming = position.position
-
-
 def counted(kinds: Counter[str]) -> str:
     """`4 bad documents (3 null text, 1 not UTF-8)`."""
     of_kinds = ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
@@ -277,7 +231,7 @@ def open_documents(
     text_column: str = "text",
     on_bad_document: OnBad = "stop",
     cache_folder: str | None = None,
-    chat: Chat | None = None,
+    chat: Conversations | None = None,
 ) -> Documents | None:
     """Open the local files or demo text that the configuration names; None if it names a stream.
 

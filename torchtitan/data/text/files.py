@@ -5,17 +5,11 @@ import heapq
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from torchtitan.data.text.opening import COMPRESSED
-from torchtitan.data.text.retry import DataError
-from torchtitan.data.text.saved_datasets import (
-    in_one_split,
-    saved_files,
-    saved_splits,
-    without_caches,
-)
+from torchtitan.data.text.opening import COMPRESSED, DataError
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.formats import read_json_object
 from torchtitan.utils.limits import SEARCHED_FILES
 from torchtitan.utils.logging import logger
 from torchtitan.utils.text import listed, plural
@@ -48,13 +42,15 @@ _ABOUT = (
 """Files that describe their folder, by the beginnings of their names. They are no documents."""
 REPORT = "-report.json"
 """End of the name of the report that `torchtitan tokenize` writes beside token files."""
-_DESCRIPTIONS = {
-    "dataset_infos.json",
-    "dataset_info.json",
-    "dataset_dict.json",
-    "croissant.json",
-    "state.json",
-}
+_STATE = "state.json"
+"""Lists the Arrow files of a data set saved by `save_to_disk` of the library `datasets`; others
+beside it are caches of `map` and the like.
+"""
+_SPLITS = "dataset_dict.json"
+"""Names the folders of several splits, saved together."""
+_SPLIT = "train"
+"""The split that is read of several."""
+_DESCRIPTIONS = {"dataset_infos.json", "dataset_info.json", "croissant.json", _STATE, _SPLITS}
 
 
 def find_files(path: str | Sequence[str], key: str) -> list[Path]:
@@ -64,38 +60,93 @@ def find_files(path: str | Sequence[str], key: str) -> list[Path]:
         UserError: there are none.
     """
     if not isinstance(path, str):
-        return [file for one in path for file in find_files(one, key)]
-    found = _named_by(path, key)
+        return [file for name in path for file in find_files(name, key)]
+    files = _named_by(path, key)
     expanded = os.path.expanduser(path)
     if not os.path.isfile(expanded):
-        found = _of_saved(found, os.path.isdir(expanded), key)
-        described = {file.with_suffix(".json") for file in found if file.suffix == ".bin"}
-        found = [file for file in found if file not in described]
+        files = _of_saved(files, os.path.isdir(expanded), key)
+        described = {file.with_suffix(".json") for file in files if file.suffix == ".bin"}
+        files = [file for file in files if file not in described]
     if os.path.isdir(expanded):
-        found = [file for file in found if format_of(file)]
-    if not found:
+        files = [file for file in files if format_of(file)]
+    if not files:
         raise UserError(
             f"{key}: no file matches {path!r} (looked for {', '.join(FORMATS)} and .bin "
             "token files)"
         )
-    return found
+    return files
 
 
 def _of_saved(files: Sequence[Path], in_folder: bool, key: str) -> list[Path]:
     """`files` without what `save_to_disk` left beside a data set, and of a folder without splits
     other than `train`.
     """
+    left_out: set[Path] = set()
+    """Files, and folders of splits."""
     try:
-        files, chosen = in_one_split(files) if in_folder else (files, [])
-        files = without_caches(files)
+        for folder in sorted({file.parent for file in files if in_folder and file.name == _SPLITS}):
+            if splits := _saved_splits(folder):
+                left_out |= {folder / name for name in splits if name != _SPLIT}
+                logger.info(
+                    f"{key}: of the saved splits, reading {folder / _SPLIT}; name another's folder "
+                    "to read that"
+                )
+        for folder in {file.parent for file in files if file.suffix == ".arrow"}:
+            if shards := _saved_shards(folder):
+                left_out |= {file for file in folder.glob("*.arrow") if file.name not in shards}
     except DataError as error:
         raise UserError(f"{key}: {error}") from None
-    if chosen:
-        logger.info(
-            f"{key}: of the saved splits, reading {listed(chosen, 6)}; name another's "
-            "folder to read that"
+    return [file for file in files if left_out.isdisjoint([file, *file.parents])]
+
+
+def _saved_splits(folder: Path) -> list[str]:
+    """The splits that are saved in a folder, `train` among them; none if it holds no splits.
+
+    Raises:
+        DataError: `train` is not among them.
+    """
+    splits = [name for name in _saved(folder, _SPLITS, "splits") if isinstance(name, str)]
+    if splits and _SPLIT not in splits:
+        raise DataError(
+            f"{folder} holds the splits {', '.join(splits)} of a saved data set, and none is "
+            f"{_SPLIT!r}; name the folder of one, such as {folder / splits[0]}"
         )
-    return list(files)
+    return splits
+
+
+def _saved_shards(folder: Path) -> list[str]:
+    """The names of a saved data set's files; none if the folder holds no saved data set.
+
+    Raises:
+        DataError: a file is missing, or the rows are chosen by a table beside them.
+    """
+    if _saved(folder, _STATE, "_indices_files") or _saved(folder, _STATE, "_indices_data_files"):
+        raise DataError(
+            f"{folder} is a saved data set whose rows are chosen or ordered by a table of indices "
+            "(select, shuffle, filter); call flatten_indices() on it before save_to_disk()"
+        )
+    entries = _saved(folder, _STATE, "_data_files")
+    names = [str(entry.get("filename")) for entry in entries if isinstance(entry, dict)]
+    for name in names:
+        if not (folder / name).is_file() or "/" in name:
+            raise DataError(
+                f"{folder} is a saved data set without its file {name}, which {_STATE} names; save "
+                "it again"
+            )
+    return names
+
+
+def _saved(folder: Path, name: str, key: str) -> list[Any]:
+    """A list in the description of a saved data set; empty without one."""
+    try:
+        values = read_json_object(folder / name).get(key) if (folder / name).exists() else None
+    except (OSError, ValueError) as error:
+        if not any(folder.glob("*.arrow")):  # another's file of that name
+            return []
+        raise DataError(f"{error}; save the data set again") from None
+    if not isinstance(values, list | None):
+        raise DataError(f"{folder / name}: {key} must be a list; save the data set again")
+    return values or []
 
 
 def find_token_files(path: str, key: str) -> list[Path]:
@@ -105,12 +156,13 @@ def find_token_files(path: str, key: str) -> list[Path]:
     Of a Megatron pair the `.idx` file may be named, too.
 
     Returns:
-        None of them if `path` names documents or doesn't exist.
+        An empty list if `path` names documents or doesn't exist.
     """
     folder = os.path.expanduser(path)
     if not os.path.isdir(folder):
-        own = path.removesuffix(".idx") + ".bin" if path.endswith(".idx") else path
-        return find_files(own, key) if own.endswith(".bin") else []
+        if path.endswith(".idx"):
+            path = path.removesuffix(".idx") + ".bin"
+        return find_files(path, key) if path.endswith(".bin") else []
     files = set(_named_by(path, key))
     tokens = {file for file in files if file.suffix == ".bin"}
     if Path(folder) not in {file.parent for file in tokens}:  # below it may lie other binary files
@@ -133,9 +185,9 @@ def _named_by(path: str, key: str) -> list[Path]:
     sorted.
     """
     skipped: list[str] = []
-    found = matching_files(os.path.expanduser(path), SEARCHED_FILES, skipped)
+    matches = matching_files(os.path.expanduser(path), SEARCHED_FILES, skipped)
     try:
-        files, again = _without_aliases(found)
+        files, again = _without_aliases(matches)
     except TooManyFilesError as error:
         raise UserError(f"{key}: {error}; name a folder closer to the files") from None
     if links := sorted({*skipped, *again}):
@@ -154,15 +206,15 @@ def find_text_files(path: str | Sequence[str], key: str) -> list[Path]:
     """
     chosen: list[Path] = []
     ignored: list[Path] = []
-    for one in [path] if isinstance(path, str) else path:
-        found = find_files(one, key)
-        if os.path.isfile(os.path.expanduser(one)):
-            if format_of(found[0]) is None:
-                raise UserError(f"{key}: {one} has an unknown format; {_FORMATS_READ}")
-            chosen += found
+    for name in [path] if isinstance(path, str) else path:
+        files = find_files(name, key)
+        if os.path.isfile(os.path.expanduser(name)):
+            if format_of(files[0]) is None:
+                raise UserError(f"{key}: {name} has an unknown format; {_FORMATS_READ}")
+            chosen += files
             continue
-        texts = [file for file in found if format_of(file) and not _is_description(file)]
-        ignored += [file for file in found if not format_of(file) or _is_description(file)]
+        texts = [file for file in files if format_of(file) and not _is_description(file)]
+        ignored += [file for file in files if not format_of(file) or _is_description(file)]
         chosen += texts
     if not chosen:
         names = listed(file.name for file in ignored[:4])
@@ -189,8 +241,8 @@ def path_problem(path: str) -> str | None:
         known = format_of(named) or named.suffix in (".bin", ".idx")
         return None if known else f"{path} has an unknown format; {_FORMATS_READ}"
     try:
-        saved_splits(named)
-        saved_files(named)
+        _saved_splits(named)
+        _saved_shards(named)
     except DataError as error:
         return str(error)
     return None
@@ -238,23 +290,23 @@ def matching_files(path: str, most: int, skipped: list[str]) -> Iterator[str]:
             raise TooManyFilesError(f"{path!r} searches more than {most:,} files and folders")
 
     def matching(folder: str, parts: Sequence[str]) -> Iterator[str]:
-        part, *rest = parts
+        part, *below_it = parts
         if part == "**":
             for below, files in _folders_below(folder, skipped):
                 look_at(len(files) + 1)
-                if rest == ["*"]:
+                if below_it == ["*"]:
                     yield from (os.path.join(below, name) for name in files if name[0] != ".")
                 else:
-                    yield from matching(below, rest)
+                    yield from matching(below, below_it)
             return
         for name in glob.iglob(part, root_dir=folder or None):
             look_at(1)
-            found = os.path.join(folder, name)
-            is_folder = os.path.isdir(found)
-            if rest and is_folder:
-                yield from matching(found, rest)
-            elif not rest and not is_folder:
-                yield found
+            inner = os.path.join(folder, name)
+            is_folder = os.path.isdir(inner)
+            if below_it and is_folder:
+                yield from matching(inner, below_it)
+            elif not below_it and not is_folder:
+                yield inner
 
     if os.path.isdir(path):
         return matching(path, ["**", "*"])

@@ -5,46 +5,64 @@
     decode(content, column)     ->  its text, or its conversation as one (`chat.py`); or
                                     `BadDocument`, with the kind of its fault
 
-Only one column is read. One process may find the records and others decode them.
+JSON lines, plain text and Parquet are read here; a JSON array is parsed as a whole, and CSV and
+Arrow are read by the library `datasets` (`tables.py`). Only one column is read. One process may
+find the records and others decode them.
 """
 
-import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, NamedTuple, Protocol
 
-from torchtitan.data.text.chat import Chat, MessageTexts
 from torchtitan.data.text.files import Format, format_of
-from torchtitan.data.text.json_records import is_array, records_of, without_long_strings
-from torchtitan.data.text.opening import FileStamp, is_compressed, is_damage, open_plain
-from torchtitan.data.text.retry import DataError
-from torchtitan.data.text.tables import arrow_rows, csv_rows, parquet_rows
-from torchtitan.data.text.texts import (
-    LONG,
+from torchtitan.data.text.opening import (
     BadDocument,
-    FileText,
-    HeldText,
-    LongText,
-    Record,
-    Text,
-    damaged,
-    missing_column,
-    not_json,
-    not_utf8,
+    DataError,
+    FileStamp,
+    is_compressed,
+    is_damage,
+    open_plain,
 )
+from torchtitan.data.text.tables import missing_column, parquet_rows, rows_by_datasets
+from torchtitan.utils.limits import RECORD_BYTES
 
 SKIP_ADVICE = '. on_bad_document = "skip" leaves such documents out'
-
-
+BOM = b"\xef\xbb\xbf"
 _NOUNS = {
     "json": "line",
     "array": "entry",
-    "csv": "line",
-    "tsv": "line",
+    "csv": "row",
+    "tsv": "row",
     "parquet": "row",
     "arrow": "row",
 }
+
+
+class Record(NamedTuple):
+    """A document as it lies in its file."""
+
+    number: int
+    """Number of its line, entry or row, counted from 1."""
+    content: Any
+    """A JSON line (bytes), an array's entry or a row (dict), a file's text (str), or the
+    `BadDocument` in its place.
+    """
+    start: int = -1
+    """First byte of a JSON line in the decompressed file."""
+
+
+class Conversations(Protocol):
+    """Makes a document of a list of messages (`chat.Chat`)."""
+
+    fingerprint: str
+    """Changes when the documents do."""
+
+    def document(self, value: Any) -> str:
+        """
+        Raises:
+            BadDocument: it is no conversation.
+        """
 
 
 def place(file: Path, number: int) -> str:
@@ -66,7 +84,8 @@ def kind_of(file: Path, stamp: FileStamp | None = None) -> Kind:
         return kind
     try:
         with open_plain(file, stamp=stamp) as content:
-            return "array" if is_array(content.read(4096)) else "json"
+            beginning = content.read(4096).removeprefix(BOM).lstrip()
+            return "array" if beginning.startswith(b"[") else "json"
     except Exception as error:
         if is_damage(error):
             return kind
@@ -88,49 +107,85 @@ def read_records(
     Raises:
         OSError: reading fails.
         DataError: the file's structure is damaged, so that its records can't be told apart; or it
-        is not a regular
-            file, or has changed since `stamp`.
+        is not a regular file, or has changed since `stamp`.
     """
     kind = kind_of(file, stamp)
-    if kind == "text":
-        yield Record(1, FileText(str(file), stamp=stamp))
-        if advance:
-            advance(file.stat().st_size)
-        return
-    tabular = kind in ("parquet", "arrow")  # read at many places of the file
-    if tabular and is_compressed(file):
+    if kind in ("parquet", "arrow") and is_compressed(file):
         raise DataError(
             f"{file}: decompress it; {kind} files are read at many places, and can be "
             "compressed inside"
         )
+    report = advance or (lambda size: None)
     number = 0
     try:
-        with open_plain(file, None if tabular else advance, stamp) as content:
-            try:
-                for record in _records(content, kind, column, advance):
-                    number = record.number
-                    yield record
-            except DataError as error:
-                raise DataError(f"{file}: {error}") from None
+        if kind in ("csv", "tsv", "arrow"):
+            yield from _numbered(rows_by_datasets(file, kind, column, stamp))
+            report(file.stat().st_size)
+            return
+        with open_plain(file, None if kind == "parquet" else report, stamp) as plain:
+            if kind == "parquet":
+                records = _numbered(parquet_rows(plain, column, report))
+            else:
+                records = {"json": _lines, "array": _array, "text": _text}[kind](plain)
+            for record in records:
+                number = record.number
+                yield record
+    except BadDocument as error:
+        yield Record(number + 1, error)
+    except DataError as error:
+        raise DataError(f"{file}: {error}") from None
     except Exception as error:
         if not (is_compressed(file) and is_damage(error)):
             raise
-        yield Record(number + 1, damaged(error))
+        problem = f"can't be decompressed from here on (cut off?): {error}"
+        yield Record(number + 1, BadDocument("damaged compression", problem))
 
 
-def _records(
-    file: IO[bytes], kind: Kind, column: str, advance: Callable[[int], None] | None
-) -> Iterator[Record]:
-    if kind in ("csv", "tsv"):
-        return csv_rows(file, column, "," if kind == "csv" else "\t")
-    if kind == "parquet":
-        return parquet_rows(file, column, advance)
-    if kind == "arrow":
-        return arrow_rows(file, column, advance)
-    return records_of(file, array=kind == "array")
+def _numbered(rows: Iterable[Any]) -> Iterator[Record]:
+    return (Record(number, row) for number, row in enumerate(rows, 1))
 
 
-def decode(content: Any, column: str, chat: Chat | MessageTexts | None = None) -> Text:
+def _text(file: IO[bytes]) -> Iterator[Record]:
+    content = file.read().removeprefix(BOM)
+    try:
+        yield Record(1, content.decode())
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise not_utf8(error, f"line {line}: ") from None
+
+
+def _lines(file: IO[bytes]) -> Iterator[Record]:
+    start = number = 0
+    while line := file.readline(RECORD_BYTES + 1):
+        number += 1
+        begin = start
+        start += len(line)
+        if number == 1 and line.startswith(BOM):
+            line = line[len(BOM) :]
+            begin = len(BOM)
+        if len(line) > RECORD_BYTES:
+            while not line.endswith(b"\n") and (line := file.readline(RECORD_BYTES)):
+                start += len(line)
+            problem = f"longer than {RECORD_BYTES >> 20} MiB; split its text"
+            yield Record(number, BadDocument("too long", problem), begin)
+        elif not line.isspace():
+            yield Record(number, line, begin)
+
+
+def _array(file: IO[bytes]) -> Iterator[Record]:
+    """The entries of a JSON array, which is held in memory as a whole.
+
+    Raises:
+        DataError: it is no JSON.
+    """
+    try:
+        entries = json.loads(file.read().removeprefix(BOM))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the array is {_not_json(error)}") from None
+    yield from _numbered(entries)
+
+
+def decode(content: Any, column: str, chat: Conversations | None = None) -> str:
     """The text of a record's content.
 
     Args:
@@ -141,64 +196,15 @@ def decode(content: Any, column: str, chat: Chat | MessageTexts | None = None) -
     """
     if isinstance(content, BadDocument):
         raise content
-    if chat is not None:
-        return _held(_conversation(content, column, chat))
-    if isinstance(content, FileText):
-        parts = []
-        length = 0
-        for part in content.parts():
-            parts.append(part)
-            length += len(part)
-            if length > LONG:
-                return content
-        return "".join(parts)
-    if isinstance(content, bytes) and len(content) > LONG:
-        line, held = without_long_strings(content, LONG)
-        name = _row_text(_json(line, column), column)
-        return held.get(name, name) if isinstance(name, str) else name
-    text = _row_text(_json(content, column) if isinstance(content, bytes) else content, column)
-    return _held(text)
-
-
-def _held(text: Text) -> Text:
-    return HeldText(text) if isinstance(text, str) and len(text) > LONG else text
-
-
-def _conversation(content: Any, column: str, chat: Chat | MessageTexts) -> Text:
-    if isinstance(content, FileText):
-        raise BadDocument("not an object", "is plain text, not conversations")
-    row = _json(content, column) if isinstance(content, bytes) else content
-    messages = row if isinstance(row, list) else _value(row, column)
-    return _encodable(chat.document(messages))
-
-
-def _json(line: bytes, column: str) -> Any:
-    """The value of a JSON line, or at least its column."""
-    try:
-        return json.loads(line.decode())
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UnicodeDecodeError | json.JSONDecodeError):
-            raise not_json(error) from None
-        # Nested too deeply, or a number with too many digits. Arrow skips these in other columns.
-        import pyarrow
-        import pyarrow.json
-
-        options = pyarrow.json.ParseOptions(
-            explicit_schema=pyarrow.schema({column: pyarrow.string()}),
-            unexpected_field_behavior="ignore",
-        )
-        blocks = pyarrow.json.ReadOptions(block_size=len(line), use_threads=False)
+    row = content
+    if isinstance(content, bytes):
         try:
-            (row,) = pyarrow.json.read_json(io.BytesIO(line), blocks, options).to_pylist()
-        except (pyarrow.ArrowException, ValueError):
-            raise not_json(error) from None
-        return row
-
-
-def _row_text(row: Any, column: str) -> Text:
-    text = row if isinstance(row, str) else _value(row, column)  # or an array of texts
-    if isinstance(text, LongText):
-        return text
+            row = json.loads(content.decode())
+        except (ValueError, RecursionError) as error:
+            raise _not_json(error) from None
+    if chat is not None:
+        return _encodable(chat.document(row if isinstance(row, list) else _value(row, column)))
+    text = row if isinstance(row, str) else _value(row, column)
     if isinstance(text, bytes):
         try:
             return text.decode()
@@ -232,9 +238,26 @@ def _encodable(text: str) -> str:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            where = f"at character {error.start + 1}"
-            # `json_records` and `csv_rows` escape bytes that aren't UTF-8.
-            if 0xDC80 <= ord(text[error.start]) <= 0xDCFF:
-                raise BadDocument("not UTF-8", f"not UTF-8 {where}") from None
-            raise BadDocument("lone surrogate", f"half a surrogate pair {where}") from None
+            problem = f"half a surrogate pair at character {error.start + 1}"
+            raise BadDocument("lone surrogate", problem) from None
     return text
+
+
+def not_utf8(error: UnicodeDecodeError, where: str = "") -> BadDocument:
+    """
+    Args:
+        where: the start of the message.
+    """
+    byte = f"0x{error.object[error.start]:02x}, {error.reason}"
+    return BadDocument("not UTF-8", f"{where}not UTF-8: {byte} at byte {error.start + 1}")
+
+
+def _not_json(error: Exception) -> BadDocument:
+    if isinstance(error, UnicodeDecodeError):
+        return not_utf8(error)
+    if isinstance(error, RecursionError):
+        return BadDocument("not JSON", "nested too deeply")
+    if not isinstance(error, json.JSONDecodeError):
+        return BadDocument("not JSON", f"not JSON: {error}")
+    problem = f"not JSON (cut off?): {error.msg} at character {error.pos + 1}"
+    return BadDocument("not JSON", problem)

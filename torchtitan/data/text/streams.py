@@ -1,20 +1,16 @@
 """Datasets too large to index, streamed from the Hugging Face hub."""
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
 from torchtitan.config.registry import unknown_dataset
 from torchtitan.data.positions import StreamPosition, json_fault
-from torchtitan.data.text.chat import Chat
 from torchtitan.data.text.documents import OnBad
-from torchtitan.data.text.records import SKIP_ADVICE, decode
-from torchtitan.data.text.retry import DataError, Retry
-from torchtitan.data.text.texts import BadDocument, Text
+from torchtitan.data.text.opening import BadDocument, DataError, Retry
+from torchtitan.data.text.records import SKIP_ADVICE, Conversations, decode
+from torchtitan.data.text.tables import import_datasets
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 
@@ -33,21 +29,6 @@ class Stream(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
-def import_datasets() -> ModuleType:
-    """The library `datasets`, quiet, and reading JSON by `json_texts`. Its import takes seconds."""
-    import datasets
-    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
-
-    datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity_error()
-    reader = Path(__file__).with_name("json_texts.py")
-    version = hashlib.sha256(
-        reader.read_bytes()
-    ).hexdigest()  # names its folder in the library's cache
-    _PACKAGED_DATASETS_MODULES["json"] = (f"{__package__}.{reader.stem}", version)
-    return datasets
 
 
 def open_stream(dataset: str, section: str, text_column: str = "text") -> Stream:
@@ -69,6 +50,8 @@ def open_stream(dataset: str, section: str, text_column: str = "text") -> Stream
         builder = datasets.load_dataset_builder(path, name or None)
         if getattr(builder.config, "columns", 0) is None:  # Parquet: skip the others' bytes
             builder.config.columns = [text_column]
+        if hasattr(builder.config, "on_mixed_types"):  # JSON: else texts beside numbers get quotes
+            builder.config.on_mixed_types = None
         return builder.as_streaming_dataset(split=split or "train")
     except DataError as error:
         raise UserError(f"{section}.dataset: {error}") from None
@@ -92,7 +75,7 @@ class StreamCursor:
         retry: Retry,
         text_column: str = "text",
         on_bad_document: OnBad = "stop",
-        chat: Chat | None = None,
+        chat: Conversations | None = None,
     ):
         """
         Args:
@@ -122,7 +105,7 @@ class StreamCursor:
         """Whole epochs, as the length of a stream is unknown."""
         return float(self.epoch)
 
-    def next(self) -> Text | None:
+    def next(self) -> str | None:
         """The next document; None at the end of a finite pass."""
         while True:
             before = self.position()
@@ -147,9 +130,7 @@ class StreamCursor:
             self.iterator = None
             self.has_text = False
 
-    def _read(self) -> Text | BadDocument | None:
-        from torchtitan.data.text.json_texts import content_of, place_of
-
+    def _read(self) -> str | BadDocument | None:
         if self.iterator is None:
             self.stream.set_epoch(self.epoch)
             self.iterator = iter(self.stream)
@@ -157,11 +138,11 @@ class StreamCursor:
         if row is None:
             return None
         try:
-            return decode(content_of(row), self.text_column, self.chat)
+            return decode(row, self.text_column, self.chat)
         except BadDocument as error:
             if self.stop:
-                raise DataError(f"{place_of(row)}{error}{SKIP_ADVICE}") from None
-            return BadDocument(error.kind, f"{place_of(row)}{error}")
+                raise DataError(f"{error}{SKIP_ADVICE}") from None
+            return error
 
     def _place(self, inner: Any) -> str:
         """The stream's state in words."""

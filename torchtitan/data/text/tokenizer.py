@@ -1,10 +1,12 @@
 """Tokenizers: Hugging Face's `tokenizer.json` or Llama 3's tiktoken `.model`.
 
-Text never becomes a special token; only `bos` and `eos` add those. Imports no torch.
+Text never becomes a special token; only `bos` and `eos` add those. A text of more than 200,000
+characters is encoded in pieces, so that memory is bounded (`pieces`). Imports no torch.
 """
 
 import base64
 import hashlib
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -15,12 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.text.pieces import LLAMA3_PATTERN, backend_state, pieces, separable
-from torchtitan.data.text.texts import LongText, Text
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.formats import read_json_object
-from torchtitan.utils.limits import WHOLE_TEXT_CHARACTERS
 
 LLAMA3_SPECIAL = {
     0: "<|begin_of_text|>",
@@ -35,8 +34,57 @@ LLAMA3_SPECIAL = {
 }
 """Named special tokens by their place after the ranks; the rest of the 256 are reserved."""
 
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"  # noqa: E501
+    r"|\s+(?!\S)|\s+"
+)
+"""How Llama 3 splits text before byte-pair merging."""
+
+QWEN2_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
+"""As Llama 3, with every digit by itself."""
+
+# Before a space that follows no blank, and between a letter or digit and a newline or a punctuation
+# mark: there the words of Llama 3, Qwen 2 and GPT-2 end in any text. Only characters that every
+# version of Unicode has, and no marks that are usual within added tokens, as in <tool_call>.
+_CUT = re.compile(
+    r"(?<=\S)(?= )"
+    r"|(?<=[A-Za-z0-9\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3])"
+    r"(?=[\n!\"(),.;=+?{}\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f])"
+)
+PIECE = 100_000
+"""Smallest number of characters of a piece; the largest is twice that."""
+LONG = 4 * 2**20
+"""Documents of more characters are handed on piece by piece: rows begin, and resume, within."""
+
+UNPREDICTED = 1 << 31
+"""Of an id that the model reads but doesn't predict."""
+CONTINUES = 1 << 30
+"""Of an end-of-text that doesn't end its document, such as one that ends a turn."""
+PLAIN = CONTINUES - 1
+"""The bits of the id itself."""
+
 _BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
 _EOS_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
+
+
+def pieces(text: str, start: int = 0) -> Iterator[str]:
+    """The pieces in which a long text is encoded, from a piece's first character on.
+
+    A text of at most `2 * PIECE` characters is one piece. Of a longer one, each piece ends at the
+    first `_CUT` after `PIECE` characters; a run of `2 * PIECE` without one is cut anyway. So most
+    tokenizers give the ids of the whole text: all that split words as Llama 3, Qwen 2 or GPT-2 do.
+    """
+    while len(text) - start > 2 * PIECE:
+        cut = _CUT.search(text, start + PIECE, start + 2 * PIECE)
+        end = cut.start() if cut else start + 2 * PIECE
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def flagged(ids: NDArray[np.int64], flag: int, where: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Ids with a flag where `where` is true."""
+    return np.where(where, ids | flag, ids)
 
 
 class Tokenizer(ABC):
@@ -55,8 +103,6 @@ class Tokenizer(ABC):
     """The tokenizer's file, if it has one."""
     fingerprint: str
     """Equal only for tokenizers that give the same ids; by default, a hash of the file."""
-    separable = False
-    """Whether the ids stay the same when a text is encoded in the pieces of `data.text.pieces`."""
     _origin: tuple[str, Callable[[Path], "Tokenizer"]] | None = None
     """A registered tokenizer's `model.hf_assets_path` and constructor."""
 
@@ -68,20 +114,13 @@ class Tokenizer(ABC):
         """Ids of `text`, with the special tokens if asked. A long text is encoded in pieces.
 
         Raises:
-            UserError: the tokenizer fails on this text, or the text is too long for one that can't
-                encode pieces.
+            UserError: the tokenizer fails on this text.
         """
-        if not self.separable and len(text) > WHOLE_TEXT_CHARACTERS:
-            raise UserError(
-                f"model.hf_assets_path: {self.name} needs whole texts in memory, and one "
-                f"has {len(text):,} characters "
-                f"({WHOLE_TEXT_CHARACTERS:,} at most); split it into several documents"
-            )
         ids: list[int] = []
         if bos and self.bos_id is not None:
             ids.append(self.bos_id)
         with rust_errors(self.name, "can't encode a text"):
-            for piece in pieces(text) if self.separable else [text]:
+            for piece in pieces(text):
                 ids += self._ids(piece)
         if eos:
             ids.append(self.eos_id)
@@ -94,7 +133,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _ids(self, text: str) -> list[int]:
-        """Ids of `text`, encoded as a whole."""
+        """Ids of `text`, which is at most one piece."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -127,21 +166,22 @@ class Tokenizer(ABC):
         return self.encode(text, bos=True, eos=True)
 
     def encode_in_pieces(
-        self, text: Text, start: int = 0
+        self, text: str, start: int = 0
     ) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """The pieces of a document, each with its position in the text and its ids.
+        """A document as training sees it: whole, or piece by piece if it has more than `LONG`
+        characters; each with its first character.
 
         Args:
-            start: the position of the first piece to encode, from an earlier call.
+            start: first character of the first piece to encode, from an earlier call.
         """
-        if not isinstance(text, LongText) or not self.separable:
-            yield 0, np.asarray(self.encode_document(str(text)), np.int64)
+        if len(text) <= LONG:
+            yield 0, np.asarray(self.encode_document(text), np.int64)
             return
-        for piece in pieces(text.parts(start)):
+        for piece in pieces(text, start):
             ids = np.asarray(self.encode(piece, bos=start == 0), np.int64)
             if len(ids):
                 yield start, ids
-            start += text.size(piece)
+            start += len(piece)
         yield start, np.array([self.eos_id])
 
     def encode_batch(self, texts: Sequence[str], dtype: np.dtype[Any]) -> list[NDArray[Any]]:
@@ -189,7 +229,6 @@ class HuggingFaceTokenizer(Tokenizer):
         # Some files have these settings for fine-tuning; they would truncate documents.
         self.backend.no_truncation()
         self.backend.no_padding()
-        self.separable = separable(self.backend)
         self.vocab_size = (
             max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         )
@@ -233,7 +272,7 @@ class HuggingFaceTokenizer(Tokenizer):
         plain = {id: name for name, id in vocabulary.items() if id not in added}
         kinds = set()
         for part in (self.backend.decoder, self.backend.pre_tokenizer):
-            whole = backend_state(part)
+            whole = json.loads(part.__getstate__()) if part is not None else {}
             for step in (whole, *whole.get("decoders", []), *whole.get("pretokenizers", [])):
                 kinds.add(step.get("type"))
         if "ByteLevel" in kinds:
@@ -251,8 +290,6 @@ class HuggingFaceTokenizer(Tokenizer):
 
 class TiktokenTokenizer(Tokenizer):
     """Llama 3's `.model`: lines of a base64 token and its rank, read by `tiktoken`."""
-
-    separable = True
 
     def __init__(self, path: Path):
         import tiktoken
@@ -317,11 +354,11 @@ def tokenizer_file(path: Path) -> Path | None:
     """The tokenizer's file in a folder or its `original/`, or the file at `path`; None if there
     is none.
     """
-    found = [path]
+    candidates = [path]
     if path.is_dir():
         for folder in (path, path / "original"):
-            found += [folder / "tokenizer.json", *folder.glob("*.model")]
-    return next(filter(Path.is_file, found), None)
+            candidates += [folder / "tokenizer.json", *folder.glob("*.model")]
+    return next(filter(Path.is_file, candidates), None)
 
 
 def _incomplete(made: object) -> str | None:

@@ -8,17 +8,14 @@ neither on their order nor on the number of cores. Imports no torch.
 
 import heapq
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchtitan.data.text.corpus import Corpus
+from torchtitan.data.text.corpus import Corpus, uniform
 from torchtitan.data.text.documents import counted
-from torchtitan.data.text.hashing import uniform
-from torchtitan.data.text.hf_files import post_processor, tokenizer_config
-from torchtitan.data.text.pieces import LLAMA3_PATTERN, QWEN2_PATTERN, pieces
-from torchtitan.data.text.texts import Text, parts_of
+from torchtitan.data.text.tokenizer import LLAMA3_PATTERN, QWEN2_PATTERN, pieces
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_all
 
@@ -119,9 +116,7 @@ def train_tokenizer(
     )
     trained = Trained()
     chosen = _sampled(corpus.texts(advance), sample, trained)
-    tokenizer.train_from_iterator(
-        (piece for text in chosen for piece in pieces(parts_of(text))), trainer
-    )
+    tokenizer.train_from_iterator((piece for text in chosen for piece in pieces(text)), trainer)
     _check_has_text(corpus, trained)
     trained.vocab_size = tokenizer.get_vocab_size()
     content = json.loads(tokenizer.to_str()) | {"post_processor": post_processor(BOS, 0)}
@@ -195,11 +190,11 @@ def _check_has_text(corpus: Corpus, trained: Trained) -> None:
 
 
 def _sampled(
-    texts: Iterable[tuple[Text, int, int]], sample: Sample | None, trained: Trained
-) -> Iterator[Text]:
+    texts: Iterable[tuple[str, int, int]], sample: Sample | None, trained: Trained
+) -> Iterator[str]:
     """The texts of the sample. Counts them and all."""
 
-    def read() -> Iterator[tuple[Text, int, int]]:
+    def read() -> Iterator[tuple[str, int, int]]:
         for text, hash, size in texts:
             trained.documents += 1
             trained.bytes += size
@@ -216,11 +211,11 @@ def _sampled(
 
 
 def _lowest(
-    texts: Iterable[tuple[Text, int, int]], sample: Sample
-) -> Iterator[tuple[Text, int, int]]:
+    texts: Iterable[tuple[str, int, int]], sample: Sample
+) -> Iterator[tuple[str, int, int]]:
     """The texts of lowest rank that together reach the sample's bytes."""
     assert sample.bytes is not None
-    highest: list[tuple[float, int, int, Text]] = []
+    highest: list[tuple[float, int, int, str]] = []
     held = 0
     for number, (text, hash, size) in enumerate(texts):
         entry = (-sample.rank(hash), number, size, text)
@@ -232,3 +227,42 @@ def _lowest(
             held -= heapq.heappop(highest)[2]
     for _, _, size, text in sorted(highest, key=lambda entry: entry[:2], reverse=True):
         yield text, 0, size
+
+
+def post_processor(bos: str | None, bos_id: int | None) -> dict[str, Any] | None:
+    """The entry of `tokenizer.json` that adds only begin-of-text, as training does if the tokenizer
+    has it.
+    """
+    if bos is None:
+        return None
+    parts: list[dict[str, Any]] = []
+    for type_id, sequence in enumerate("AB"):
+        parts.append({"SpecialToken": {"id": bos, "type_id": type_id}})
+        parts.append({"Sequence": {"id": sequence, "type_id": type_id}})
+    return {
+        "type": "TemplateProcessing",
+        "single": parts[:2],
+        "pair": parts,
+        "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
+    }
+
+
+def tokenizer_config(
+    given: Mapping[str, Any], bos: str | None, eos: str, max_length: int | None = None
+) -> dict[str, Any]:
+    """`tokenizer_config.json`, naming the class that uses `tokenizer.json` as it is.
+
+    Args:
+        given: its contents so far.
+        max_length: tokens that the model takes, for a file that doesn't say.
+    """
+    own = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": bos is not None,
+        "add_eos_token": False,
+    }
+    usual: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+    if max_length is not None:
+        usual["model_max_length"] = max_length
+    kept = {key: value for key, value in given.items() if key != "auto_map"}
+    return usual | kept | own | {"bos_token": bos, "eos_token": eos}

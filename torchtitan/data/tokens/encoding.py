@@ -11,17 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.data.text.chat import Chat
-from torchtitan.data.text.corpus import Item, bad_document
-from torchtitan.data.text.hashing import hash_text
-from torchtitan.data.text.pieces import PIECE
+from torchtitan.data.text.corpus import Item, bad_document, hash_text
+from torchtitan.data.text.opening import BadDocument
 from torchtitan.data.text.records import decode
-from torchtitan.data.text.retry import DataError
-from torchtitan.data.text.texts import BadDocument, Text
-from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.data.text.tokenizer import PIECE, Tokenizer, build_tokenizer
 from torchtitan.data.tokens.duplicates import HASH
 from torchtitan.data.tokens.near_duplicates import NearDuplicates
 from torchtitan.data.tokens.token_files import token_dtype
-from torchtitan.utils.errors import UserError
 
 
 class Encoded(NamedTuple):
@@ -73,7 +69,7 @@ class Encoder:
     def __call__(self, batch: Sequence[Item]) -> Encoded:
         """
         Raises:
-            UserError: a document is bad and `stop` is set, or a file has changed.
+            UserError: a document is bad and `stop` is set.
         """
         tokenizer = tokenizer_of(self.tokenizer)
         dtype = token_dtype(tokenizer, self.messages)
@@ -83,9 +79,9 @@ class Encoder:
         near: list[list[int]] = []
         bad: list[tuple[str, str]] = []
 
-        def note(text: Text, own_size: int | None = None) -> None:
+        def note(text: str, template_size: int | None = None) -> None:
             hash, size = hash_text(text)
-            hashes.append((hash, size if own_size is None else own_size))
+            hashes.append((hash, size if template_size is None else template_size))
             near.append(self.near.keys(text) if self.near else [])
 
         short: list[str] = []
@@ -94,10 +90,10 @@ class Encoder:
                 text = decode(item.content, self.column, chat)
                 if chat is not None:
                     ids.append(chat.encode(text).astype(dtype))
-                    found = chat.rendered(text)
-                    note(found.text, chat.size(found))
+                    rendered = chat.rendered(text)
+                    note(rendered.text, chat.size(rendered))
                     continue
-                if isinstance(text, str) and len(text) <= 2 * PIECE:
+                if len(text) <= 2 * PIECE:
                     short.append(text)
                     note(text)
                     continue
@@ -111,8 +107,6 @@ class Encoder:
                 if self.stop:
                     raise bad_document(self.key, problem) from None
                 bad.append((error.kind, problem))
-            except DataError as error:
-                raise UserError(f"{self.key}: {error}") from None
         ids += tokenizer.encode_batch(short, dtype)
         joined = np.concatenate(ids) if ids else np.empty(0, dtype)
         lengths = np.array([len(one) for one in ids], np.int64)

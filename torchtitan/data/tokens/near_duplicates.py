@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan.data.text.pieces import pieces
-from torchtitan.data.text.texts import Text, parts_of
+from torchtitan.data.text.tokenizer import pieces
 from torchtitan.utils.errors import UserError
 
 WORDS = 5
@@ -65,12 +64,8 @@ class NearDuplicates:
 
         return f"{self.bands} x {self.rows} rows, rensa {RMinHash.ALGORITHM_VERSION}"
 
-    def keys(self, text: Text) -> list[int]:
-        """64-bit keys of a document, one per band.
-
-        Raises:
-            BadDocument: a long text can't be decoded to its end.
-        """
+    def keys(self, text: str) -> list[int]:
+        """64-bit keys of a document, one per band."""
         from rensa import RMinHash
 
         sketch = RMinHash(self.bands * self.rows, _SEED)
@@ -84,11 +79,11 @@ class NearDuplicates:
         return keys
 
 
-def _sequences(text: Text) -> Iterator[list[str]]:
+def _sequences(text: str) -> Iterator[list[str]]:
     """All sequences of `WORDS` words, piece by piece; of a shorter text, itself."""
     words: list[str] = []
     found = False
-    for piece in pieces(parts_of(text)):
+    for piece in pieces(text):
         words += _WORD.findall(piece.lower())
         sequences = [" ".join(words[i : i + WORDS]) for i in range(len(words) - WORDS + 1)]
         if sequences:
@@ -96,4 +91,4 @@ def _sequences(text: Text) -> Iterator[list[str]]:
             yield sequences
         words = words[-WORDS + 1 :]
     if not found:
-        yield [" ".join(words) or str(text)]
+        yield [" ".join(words) or text]

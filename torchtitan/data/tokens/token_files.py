@@ -1,7 +1,7 @@
 """Pre-tokenized data: flat files of ids, each described by a JSON file.
 
     X.bin    token ids, document after document; written as uint16 or uint32, and as
-             "uint32-flagged" if some are read but not predicted (`data.flags`)
+             "uint32-flagged" if some are read but not predicted (`tokenizer.UNPREDICTED`)
     X.json   {"dtype", "tokens", "documents", "bytes", "vocab_size", "tokenizer", "hash", ...}
 
 Megatron's token files, which have an `.idx` file instead, are read as well (`megatron.py`).
@@ -20,11 +20,13 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
 from torchtitan.config.load.messages import explain_errors
-from torchtitan.data.flags import PLAIN, UNPREDICTED
+from torchtitan.data.order.mixture import Slots, permute
+from torchtitan.data.order.rows import Row, Share, SourceReader, local_rows, padded
+from torchtitan.data.order.windows import Piece, WindowOrder
+from torchtitan.data.positions import SourcePosition
 from torchtitan.data.text.contents import Contents, sampled
-from torchtitan.data.text.opening import EndOfFileError, FileStamp, OpenFiles
-from torchtitan.data.text.retry import DataError
-from torchtitan.data.text.tokenizer import Tokenizer
+from torchtitan.data.text.opening import DataError, EndOfFileError, FileStamp, OpenFiles, Retry
+from torchtitan.data.text.tokenizer import PLAIN, UNPREDICTED, Tokenizer
 from torchtitan.data.tokens.megatron import read_index
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
@@ -170,9 +172,8 @@ class TokenFiles:
             more = f" and {len(files) - 1} more" if len(files) > 1 else ""
             raise UserError(f"{key}: no tokens in {files[0]}{more}")
         self._check_has_text([tokenizer.bos_id, tokenizer.eos_id], key)
-        earlier = f"{len(files)} files, {sum(tokens for *_, tokens in self.files)} tokens"
-        found = sampled(stamps, os.path.commonpath([file.parent for file in files]), wholes)
-        self.contents = Contents.of(found, earlier, ", ".join(sorted(dtypes)))
+        hashed = sampled(stamps, os.path.commonpath([file.parent for file in files]), wholes)
+        self.contents = Contents.of(hashed, ", ".join(sorted(dtypes)))
 
     def _cut(self, width: int) -> None:
         self.width = width
@@ -233,6 +234,70 @@ class TokenFiles:
                 f"tokenizer has only {self.vocab_size}"
             )
         return ids
+
+
+class TokenReader(SourceReader):
+    """Rows of token files."""
+
+    def __init__(
+        self, files: TokenFiles, share: Share, seed: int | None, order: WindowOrder, retry: Retry
+    ):
+        """
+        Args:
+            seed: shuffles the windows of each epoch; None keeps their order.
+            order: of the windows of `files`.
+        """
+        self.files = files
+        self.share = share
+        self.seed = seed
+        self.order = order
+        self.retry = retry
+        self.rows = self.tokens = 0
+
+    def read(self, step: int, count: int, slots: Slots, length: int) -> dict[int, Row]:
+        local = local_rows(count, self.share)
+        first, after = np.searchsorted(slots, [local.start, local.stop])
+        pieces_of = self.order.take(len(slots), length, range(first, after))
+        self.rows += len(slots)
+        self.tokens += len(slots) * length
+        return {int(slots[i]): self._row(pieces, length) for i, pieces in pieces_of.items()}
+
+    def _row(self, pieces: Sequence[Piece], length: int) -> Row:
+        parts: list[Row] = []
+        for piece in pieces:
+            ids = self._ids(piece)
+            # Of a further piece, only what is predicted: the id before it may be in another row.
+            parts.append(ids[1:] if any(map(len, parts)) else ids)
+        return padded(np.concatenate(parts), length)
+
+    def _ids(self, piece: Piece) -> Row:
+        epoch, window = divmod(piece.window, len(self.files))
+        if self.seed is not None:
+            window = permute(window, len(self.files), self.seed, epoch)
+        return self.retry(
+            f"window {window}", lambda: self.files.window(window, piece.first, piece.after)
+        )
+
+    def left(self, length: int) -> int | None:
+        return self.order.left(length)
+
+    @property
+    def epochs(self) -> float:
+        return self.order.read / (len(self.files) * self.files.width)
+
+    def position(self) -> SourcePosition:
+        return SourcePosition(
+            contents=self.files.contents.fingerprint,
+            rows=self.rows,
+            tokens=self.tokens,
+            windows=self.order.position(),
+        )
+
+    def seek(self, position: SourcePosition) -> None:
+        assert position.windows is not None
+        self.rows = position.rows
+        self.tokens = position.tokens
+        self.order.seek(position.windows)
 
 
 def _stamp(file: Path, key: str) -> FileStamp:

@@ -6,7 +6,6 @@ Imports no torch.
 """
 
 import multiprocessing
-import os
 import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,9 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.data.order.packing import Packer
-from torchtitan.data.text.corpus import Item
-from torchtitan.data.text.hashing import uniform
-from torchtitan.data.text.texts import FileText, HeldBytes
+from torchtitan.data.text.corpus import Item, uniform
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.data.tokens.duplicates import HASH, Seen, save_hashes
 from torchtitan.data.tokens.encoding import Encoded, Encoder, open_again
@@ -57,11 +54,9 @@ def batches_of(items: Iterable[Item]) -> Iterator[list[Item]]:
 
 
 def _size(content: Any) -> int:
-    if isinstance(content, FileText):
-        return os.path.getsize(content.path)
     if isinstance(content, dict | list):
         return sum(map(_size, content.values() if isinstance(content, dict) else content))
-    return len(content) if isinstance(content, bytes | str | HeldBytes) else 100
+    return len(content) if isinstance(content, bytes | str) else 100
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 
 from torchtitan.config.sections.data import Source
-from torchtitan.data.flags import PLAIN
 from torchtitan.data.registered import RegisteredDocuments, open_custom
 from torchtitan.data.spec import DataSpec
 from torchtitan.data.text.chat import Chat
 from torchtitan.data.text.corpus import Corpus, Item
 from torchtitan.data.text.files import find_token_files
-from torchtitan.data.text.retry import DataError
+from torchtitan.data.text.opening import DataError
 from torchtitan.data.text.streams import StreamCursor, open_stream
-from torchtitan.data.text.texts import Text
+from torchtitan.data.text.tokenizer import PLAIN
 from torchtitan.data.tokens.encoding import Encoder
 from torchtitan.data.tokens.tokenizing import batches_of, encode_batches
 from torchtitan.tools.corpus.columns import WHOLE, Drawn
@@ -149,9 +148,9 @@ def _stream(spec: DataSpec, source: Source, how: How, stream: Any, chat: Chat | 
     return Reading(tally, "stream, its first documents", None, of_stream=True)
 
 
-def _item(source: Source, number: int, text: Text) -> Item:
+def _item(source: Source, number: int, text: str) -> Item:
     """A document that was decoded, or the JSON of a conversation."""
-    content: Any = text if source.messages_column is None else json.loads(str(text))
+    content: Any = text if source.messages_column is None else json.loads(text)
     return Item(source.dataset, number, {source.column: content})
 
 

@@ -3,7 +3,7 @@
 Of plain JSON lines, text files and token files, documents are drawn by *places*: a byte or token is
 chosen, and the document around it is read. So each is drawn in proportion to its size, which its
 weight undoes. Files that can't be read at any place (compressed, Parquet, Arrow, CSV, JSON arrays)
-are chosen at random, and their *beginnings* are read.
+are chosen at random, and their *beginnings* are read; CSV, Arrow and JSON arrays to their end.
 """
 
 import math
@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from torchtitan.data.text.corpus import Item
-from torchtitan.data.text.opening import FileStamp, OpenFiles, is_compressed
-from torchtitan.data.text.records import kind_of, read_records
-from torchtitan.data.text.texts import BOM, BadDocument, FileText, Record
+from torchtitan.data.text.opening import BadDocument, FileStamp, OpenFiles, is_compressed
+from torchtitan.data.text.records import BOM, Record, kind_of, read_records
 from torchtitan.tools.corpus.columns import WHOLE, Drawn
 from torchtitan.utils.limits import RECORD_BYTES
 
@@ -96,7 +95,8 @@ def _document_at(files: OpenFiles, stamp: FileStamp, offset: int) -> tuple[int, 
     path = Path(stamp.path)
     if kind_of(path, stamp) == "text":
         if stamp.size <= _LONG_TEXT:
-            return 0, stamp.size, FileText(stamp.path, stamp=stamp), 1.0
+            (record,) = read_records(path, "", stamp=stamp)
+            return 0, stamp.size, record.content, 1.0
         length = min(_PIECE_BYTES, stamp.size - offset)
         piece = files.read(stamp.path, offset, length, stamp).decode(errors="ignore")
         return offset, stamp.size, piece or None, stamp.size / max(len(piece.encode()), 1)
@@ -166,7 +166,6 @@ class _Beginning:
         self.items: list[Item] = []
         self._reads: list[int] = []
         self._quota = quota
-        self._afterwards = kind == "arrow"
         records = read_records(path, column, self._advance, stamp)
         seen, size = self._take(stamp, records, count=kind != "parquet")
         if kind == "parquet":
@@ -182,12 +181,12 @@ class _Beginning:
     def _take(self, stamp: FileStamp, records: Iterator[Record], *, count: bool) -> tuple[int, int]:
         """Take the first documents; returns how many were read with them, and in how many bytes.
 
-        Of Arrow files, a read is told after its documents; of others, before.
+        CSV and Arrow files tell a single read, at their end: they are read as a whole.
         """
         seen = known = 0
         for number, content, _ in records:
             if seen >= self._quota and (not count or len(self._reads) > known):
-                return seen, sum(self._reads if self._afterwards else self._reads[:known])
+                return seen, sum(self._reads[:known])
             known = len(self._reads)
             if seen < self._quota:
                 self.items.append(Item(stamp.path, number, content))
