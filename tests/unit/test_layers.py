@@ -64,6 +64,15 @@ def test_models_know_nothing_of_parallelism():
         assert not any(name.startswith("torch.distributed") for name in imports(path)), path
 
 
+def test_files_of_data_import_one_way():
+    """Not in circles: `CycleError` names one."""
+    names = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in FILES}
+    inside = {name: path for name, path in names.items() if name.startswith("torchtitan.data.")}
+    graph = {name: imports(path) & inside.keys() for name, path in inside.items()}
+    assert sum(map(len, graph.values())) > 50
+    TopologicalSorter(graph).prepare()
+
+
 def test_config_imports_no_torch():
     for path in [*(ROOT / "config").rglob("*.py"), ROOT / "train" / "preflight.py"]:
         assert not any(name.split(".")[0] == "torch" for name in imports(path)), path

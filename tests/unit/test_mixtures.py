@@ -17,7 +17,7 @@ from tests.positions import saved
 from tests.runs import write_corpus
 from torchtitan.config.sections.data import DataLoader, DataStage, Source
 from torchtitan.data.loader import build_loader
-from torchtitan.data.order.mixture import Shares, divide, permute, place
+from torchtitan.data.order.mixture import Shares, divide, permute, scatter
 from torchtitan.data.positions import joined
 from torchtitan.data.spec import DataSpec
 from torchtitan.data.tokens.token_files import write_token_file
@@ -96,7 +96,7 @@ def test_places_are_scattered():
     """
     rare = []
     for step in range(50):
-        slots = place({"a": 60, "b": 30, "c": 10}, seed=0, step=step)
+        slots = scatter({"a": 60, "b": 30, "c": 10}, seed=0, step=step)
         assert sorted(np.concatenate(list(slots.values())).tolist()) == list(range(100))
         assert all(0.2 < (part < 50).mean() < 0.8 for part in list(slots.values())[:2])
         rare += slots["c"].tolist()

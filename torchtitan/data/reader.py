@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 import torch.utils.data
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from torchtitan.data.order.mixture import Shares, divide, place
+from torchtitan.data.order.mixture import Shares, divide, scatter
 from torchtitan.data.order.packing import Packed
 from torchtitan.data.order.rows import Row, Share, SourceReader, blank_row, local_rows
 from torchtitan.data.positions import DataPosition, joined
@@ -101,12 +101,12 @@ class StepReader:
                 f"{self.spec.section}.sources: all have been read max_epochs times after "
                 f"{self.step} steps; set training.steps = {self.step}, or raise max_epochs"
             )
-        slots = place(counts, self.spec.seed, self.step)
+        places = scatter(counts, self.spec.seed, self.step)
         row_of: dict[int, Row] = {}
         source_of: dict[int, int] = {}
         for index, (name, reader) in enumerate(self.readers.items()):
-            if name in slots:
-                rows = reader.read(self.step, count, slots[name], length)
+            if name in places:
+                rows = reader.read(self.step, count, places[name], length)
                 row_of.update(rows)
                 source_of.update(dict.fromkeys(rows, index))
         if not self.spec.infinite and not row_of:
@@ -115,8 +115,8 @@ class StepReader:
         local = local_rows(count, self.share)
         blank = blank_row(length)
         return StepRows(
-            [row_of.get(slot, blank) for slot in local],
-            [source_of.get(slot, 0) for slot in local],
+            [row_of.get(place, blank) for place in local],
+            [source_of.get(place, 0) for place in local],
             [reader.epochs for reader in self.readers.values()],
             self.position(),
             [reader.packed for reader in self.readers.values()],

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.order.mixture import Slots, permute
+from torchtitan.data.order.mixture import permute
 from torchtitan.data.order.packing import FIRST_POOL_ROWS, POOL_ROWS, Packed, pack
 from torchtitan.data.order.rows import Row, Share, SourceReader, local_rows, padded
 from torchtitan.data.positions import (
@@ -277,17 +277,17 @@ class LaneReader(SourceReader):
         self.count = count
         self.rows = self.tokens = 0
 
-    def read(self, step: int, count: int, slots: Slots, length: int) -> dict[int, Row]:
+    def read(self, step: int, count: int, places: NDArray[np.int64], length: int) -> dict[int, Row]:
         local = local_rows(count, self.share)
-        lanes = lanes_of(slots, step, count, self.count)
+        lanes = lanes_of(places, step, count, self.count)
         rows = {}
-        for slot, lane in zip(slots.tolist(), lanes.tolist(), strict=True):
+        for place, lane in zip(places.tolist(), lanes.tolist(), strict=True):
             if lane in self.lanes:
                 row = self.lanes[lane].row(length)
-                if slot in local and row is not None:
-                    rows[slot] = row
-        self.rows += len(slots)
-        self.tokens += len(slots) * length
+                if place in local and row is not None:
+                    rows[place] = row
+        self.rows += len(places)
+        self.tokens += len(places) * length
         return rows
 
     @property
@@ -316,7 +316,7 @@ class LaneReader(SourceReader):
             lane.seek(saved[str(index)])
 
 
-def lanes_of(slots: Slots, step: int, count: int, lanes: int) -> Slots:
+def lanes_of(places: NDArray[np.int64], step: int, count: int, lanes: int) -> NDArray[np.int64]:
     """The lane of each place of a step of `count` rows.
 
     Neighbours in a batch are neighbours in lanes, so that a rank's rows come from few lanes. If
@@ -325,7 +325,7 @@ def lanes_of(slots: Slots, step: int, count: int, lanes: int) -> Slots:
     """
     unit = math.gcd(count, lanes)
     turn = step % (lanes // unit) * unit
-    return (slots * lanes + turn) // count
+    return (places * lanes + turn) // count
 
 
 def lanes_within(places: range, count: int, lanes: int) -> range:

@@ -21,9 +21,6 @@ from numpy.typing import NDArray
 
 from torchtitan.data.positions import SharesState
 
-Slots = NDArray[np.int64]
-"""Rows of a step by their index in it, ascending."""
-
 _ROUNDS = 4
 _GOLDEN = 0x9E3779B97F4A7C15
 _64_BITS = 2**64 - 1
@@ -120,8 +117,10 @@ def divide(
     return taken
 
 
-def place(counts: Mapping[str, int], seed: int, step: int) -> dict[str, Slots]:
-    """The rows of a step from each source, scattered over the batch so that all ranks get some."""
+def scatter(counts: Mapping[str, int], seed: int, step: int) -> dict[str, NDArray[np.int64]]:
+    """The places of each source's rows in a step, ascending; scattered over the batch, so that all
+    ranks get some.
+    """
     total = sum(counts.values())
     used = [name for name, count in counts.items() if count]
     if len(used) == 1:

@@ -21,7 +21,6 @@ from abc import ABC, abstractmethod
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.order.mixture import Slots
 from torchtitan.data.order.packing import Packed
 from torchtitan.data.positions import SourcePosition
 
@@ -40,13 +39,13 @@ class SourceReader(ABC):
     """Reads a share of the rows of one source."""
 
     @abstractmethod
-    def read(self, step: int, count: int, slots: Slots, length: int) -> dict[int, Row]:
+    def read(self, step: int, count: int, places: NDArray[np.int64], length: int) -> dict[int, Row]:
         """This reader's rows of a step by their places. After the source's end, rows are missing.
 
         Args:
             step: counted from 0.
             count: rows of the step, over all sources and ranks.
-            slots: all places of the step whose rows come from this source.
+            places: those of the step, ascending, whose rows come from this source.
             length: `seq_len` of the step.
         """
 

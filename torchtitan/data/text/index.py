@@ -40,6 +40,7 @@ from torchtitan.data.text.opening import (
     BadDocument,
     DataError,
     FileStamp,
+    data_handle,
     is_compressed,
     open_data,
     sample,
@@ -211,6 +212,7 @@ def find_documents(
         if ranges is not None and len(places) > 2**18:
             places.tofile(ranges)
             del places[:]
+    os.close(data_handle(file, index.stamp))  # it hasn't changed in the meantime
     index.bad = dict(bad)
     if ranges is not None:
         places.tofile(ranges)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
 from torchtitan.config.load.messages import explain_errors
-from torchtitan.data.order.mixture import Slots, permute
+from torchtitan.data.order.mixture import permute
 from torchtitan.data.order.rows import Row, Share, SourceReader, local_rows, padded
 from torchtitan.data.order.windows import Piece, WindowOrder
 from torchtitan.data.positions import SourcePosition
@@ -254,13 +254,13 @@ class TokenReader(SourceReader):
         self.retry = retry
         self.rows = self.tokens = 0
 
-    def read(self, step: int, count: int, slots: Slots, length: int) -> dict[int, Row]:
+    def read(self, step: int, count: int, places: NDArray[np.int64], length: int) -> dict[int, Row]:
         local = local_rows(count, self.share)
-        first, after = np.searchsorted(slots, [local.start, local.stop])
-        pieces_of = self.order.take(len(slots), length, range(first, after))
-        self.rows += len(slots)
-        self.tokens += len(slots) * length
-        return {int(slots[i]): self._row(pieces, length) for i, pieces in pieces_of.items()}
+        first, after = np.searchsorted(places, [local.start, local.stop])
+        pieces_of = self.order.take(len(places), length, range(first, after))
+        self.rows += len(places)
+        self.tokens += len(places) * length
+        return {int(places[i]): self._row(pieces, length) for i, pieces in pieces_of.items()}
 
     def _row(self, pieces: Sequence[Piece], length: int) -> Row:
         parts: list[Row] = []
