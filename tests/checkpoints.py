@@ -39,6 +39,7 @@ def train_state(step: int) -> dict[str, Any]:
                 "data": {
                     "contents": "x",
                     "rows": 8,
+                    "tokens": 64,
                     "lane_count": 3,
                     "lanes": {str(i): lane(i) for i in range(3)},
                 }

@@ -1,12 +1,10 @@
 """The list of data files that checkpoints keep, from the trainer's save to its resume."""
 
-import hashlib
 import shutil
 
 import pytest
 
-from tests.checkpoints import change, manifest
-from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, train, write_corpus
+from tests.runs import SAVE, SCHEDULE, arguments, train, write_corpus
 from torchtitan.checkpoint.commit import damage
 from torchtitan.checkpoint.index import data_files
 from torchtitan.checkpoint.manifest import read_manifest
@@ -69,20 +67,3 @@ def test_a_changed_file_is_named_by_a_resume(ranks, tmp_path):
         Exception, match=r"validation\.dataset_path: the data has changed .* a\.jsonl has "
     ):
         ranks(2, train, argv)
-
-
-def test_a_checkpoint_of_an_earlier_version_resumes(ranks, tmp_path, uninterrupted):
-    """It has no list, and the old fingerprint: names and sizes of the files."""
-    ranks(1, train, arguments(tmp_path, *SAVE, SCHEDULE, steps=3))
-    step = tmp_path / "out/checkpoint/step-3"
-    state = manifest(step)["train_state"]
-    files = manifest(step)["files"]
-    size = (tmp_path / "corpus.jsonl").stat().st_size
-    state["data"]["sources"]["data"]["contents"] = hashlib.sha256(
-        f"corpus.jsonl:{size};".encode()
-    ).hexdigest()[:16]
-    files.pop("data_files.json")
-    (step / "data_files.json").unlink()
-    change(step, train_state=state, files=files)
-    run = ranks(1, train, arguments(tmp_path, *SAVE, SCHEDULE, steps=8))[0]
-    assert_continues(run, uninterrupted)
