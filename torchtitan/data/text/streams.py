@@ -50,8 +50,6 @@ def open_stream(dataset: str, section: str, text_column: str = "text") -> Stream
         builder = datasets.load_dataset_builder(path, name or None)
         if getattr(builder.config, "columns", 0) is None:  # Parquet: skip the others' bytes
             builder.config.columns = [text_column]
-        if hasattr(builder.config, "on_mixed_types"):  # JSON: else texts beside numbers get quotes
-            builder.config.on_mixed_types = None
         return builder.as_streaming_dataset(split=split or "train")
     except DataError as error:
         raise UserError(f"{section}.dataset: {error}") from None
