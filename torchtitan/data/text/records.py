@@ -116,29 +116,39 @@ def read_records(
             "compressed inside"
         )
     report = advance or (lambda size: None)
+    in_sequence = kind in ("json", "array", "text")
     number = 0
     try:
-        if kind in ("csv", "tsv", "arrow"):
-            yield from _numbered(rows_by_datasets(file, kind, column, stamp))
-            report(file.stat().st_size)
-            return
-        with open_plain(file, None if kind == "parquet" else report, stamp) as plain:
-            if kind == "parquet":
-                records = _numbered(parquet_rows(plain, column, report))
-            else:
-                records = {"json": _lines, "array": _array, "text": _text}[kind](plain)
-            for record in records:
-                number = record.number
-                yield record
-    except BadDocument as error:
-        yield Record(number + 1, error)
-    except DataError as error:
-        raise DataError(f"{file}: {error}") from None
+        with open_plain(file, report if in_sequence else None, stamp) as plain:
+            try:
+                for record in _records(plain, file, kind, column, report):
+                    number = record.number
+                    yield record
+            except BadDocument as error:
+                yield Record(number + 1, error)
+            except DataError as error:
+                raise DataError(f"{file}: {error}") from None
     except Exception as error:
         if not (is_compressed(file) and is_damage(error)):
             raise
         problem = f"can't be decompressed from here on (cut off?): {error}"
         yield Record(number + 1, BadDocument("damaged compression", problem))
+
+
+def _records(
+    plain: IO[bytes], file: Path, kind: Kind, column: str, report: Callable[[int], None]
+) -> Iterator[Record]:
+    if kind == "json":
+        yield from _lines(plain)
+    elif kind == "array":
+        yield from _array(plain)
+    elif kind == "text":
+        yield from _text(plain)
+    elif kind == "parquet":
+        yield from _numbered(parquet_rows(plain, column, report))
+    else:
+        yield from _numbered(rows_by_datasets(file, kind, column))
+        report(file.stat().st_size)
 
 
 def _numbered(rows: Iterable[Any]) -> Iterator[Record]:

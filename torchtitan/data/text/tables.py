@@ -15,13 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
-from torchtitan.data.text.opening import (
-    BadDocument,
-    DataError,
-    FileStamp,
-    is_compressed,
-    open_plain,
-)
+from torchtitan.data.text.opening import BadDocument, DataError, is_compressed, open_plain
 
 _BUFFER = 2**20
 _ROWS = 256
@@ -129,9 +123,7 @@ def import_datasets() -> ModuleType:
     return datasets
 
 
-def rows_by_datasets(
-    file: Path, kind: str, column: str, stamp: FileStamp | None = None
-) -> Iterator[Any]:
+def rows_by_datasets(file: Path, kind: str, column: str) -> Iterator[Any]:
     """The rows of a CSV, TSV or Arrow file, streamed by the library `datasets`.
 
     Raises:
@@ -150,12 +142,11 @@ def rows_by_datasets(
     ):
         # A name of its own: the library takes names as patterns, and decompresses by endings.
         plain = Path(folder, f"data.{kind}")
-        with open_plain(file, stamp=stamp) as content:
-            if is_compressed(file):
-                with plain.open("wb") as copy:
-                    shutil.copyfileobj(content, copy, _BUFFER)
-            else:
-                plain.symlink_to(file.absolute())
+        if is_compressed(file):
+            with open_plain(file) as content, plain.open("wb") as copy:
+                shutil.copyfileobj(content, copy, _BUFFER)
+        else:
+            plain.symlink_to(file.absolute())
         warnings.filterwarnings("error", message="Length of header or names does not match")
         # The builders themselves: `load_dataset` would report each use to a server.
         if kind == "arrow":
