@@ -23,7 +23,7 @@ _ROWS = 256
 _BATCH = 16 * 2**20
 """Bytes of these rows, estimated by the mean of their row group; at least one row is read."""
 _OF_CONTENTS = (OSError, ValueError, RuntimeError, LookupError, TypeError, Warning)
-"""Errors of the libraries about contents. Arrow's own derive from these."""
+"""Errors of the libraries about contents."""
 
 
 def parquet_rows(file: IO[bytes], column: str, advance: Callable[[int], None]) -> Iterator[Any]:
@@ -99,7 +99,7 @@ def _as_binary(values: Any) -> Any:
 @contextmanager
 def _damage(what: str) -> Iterator[None]:
     """Turn a library's errors about contents into `DataError`, but not those of the disk."""
-    from pyarrow import ArrowMemoryError
+    from pyarrow import ArrowException, ArrowMemoryError
 
     try:
         yield
@@ -107,7 +107,7 @@ def _damage(what: str) -> Iterator[None]:
         raise
     except ArrowMemoryError as error:  # of a size that is damaged, or true
         raise DataError(f"a part doesn't fit in memory (damaged?): {error}") from None
-    except _OF_CONTENTS as error:
+    except (ArrowException, *_OF_CONTENTS) as error:
         if isinstance(error, OSError) and error.errno:
             raise
         reason = str(error).strip().splitlines() or [type(error).__name__]
