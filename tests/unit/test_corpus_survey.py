@@ -187,9 +187,8 @@ def test_an_error_names_the_source(tmp_path, monkeypatch):
     file.write_text("text")
 
     def change(items):
-        batch = list(items)
         file.write_text("another text")
-        yield batch
+        yield list(items)
 
     monkeypatch.setattr("torchtitan.tools.corpus.reading.batches_of", change)
     with pytest.raises(UserError, match=f"^{re.escape(str(file))}: .* changed"):
