@@ -154,7 +154,7 @@ def replace(step: Path, name: str, content: bytes) -> None:
     """Replace a file, and its checksum in the manifest or in the file of its rank."""
     (step / name).write_bytes(content)
     entry = {"bytes": len(content), "crc32": zlib.crc32(content)}
-    if name.startswith("__") and "written" in manifest(step):
+    if name.startswith("__"):
         about = rank_file(step)
         seal_rank(step, about | {"files": about["files"] | {name: entry}})
     else:
@@ -162,18 +162,13 @@ def replace(step: Path, name: str, content: bytes) -> None:
 
 
 def index(step: Path) -> dict[str, Any]:
-    """The tensors that rank 0 has written, or all of format 3."""
-    if "written" in manifest(step):
-        return rank_file(step)["tensors"]
-    return json.loads((step / "tensors.json").read_text())
+    """The tensors that rank 0 has written."""
+    return rank_file(step)["tensors"]
 
 
 def replace_index(step: Path, tensors: Any) -> None:
     """Replace what `index` returns, and its checksum."""
-    if "written" in manifest(step):
-        seal_rank(step, rank_file(step) | {"tensors": tensors})
-    else:
-        replace(step, "tensors.json", json.dumps(tensors).encode())
+    seal_rank(step, rank_file(step) | {"tensors": tensors})
 
 
 def replace_tensors(step: Path, pickled: bytes) -> None:
@@ -188,31 +183,16 @@ def replace_tensors(step: Path, pickled: bytes) -> None:
     tensors = index(step)
     for tensor in tensors.values():
         tensor["parts"] = [
-            [[0] * len(tensor["size"]), tensor["size"], "__9_0.distcp", 0, len(file.getvalue())]
+            [
+                [0] * len(tensor["size"]),
+                tensor["size"],
+                "__9_0.distcp",
+                0,
+                len(file.getvalue()),
+                zlib.crc32(file.getvalue()),
+            ]
         ]
     replace_index(step, tensors)
-
-
-def in_format_3(step: Path, *, sums: bool = True) -> None:
-    """Make a checkpoint look like those of versions whose index and manifest listed everything.
-
-    Args:
-        sums: of the parts, which the first of those versions did not have.
-    """
-    about = manifest(step)
-    tensors: dict[str, Any] = {}
-    for rank in range(about["written"]["ranks"]):
-        content = rank_file(step, rank)
-        about["files"] |= content["files"]
-        for name, tensor in content["tensors"].items():
-            del tensor["layout"]
-            parts = [part if sums else part[:5] for part in tensor["parts"]]
-            known = tensors.setdefault(name, tensor | {"parts": []})
-            known["parts"] += parts
-        (step / f"__{rank}.json").unlink()
-    del about["save"], about["written"]
-    seal(step, about | {"format": 3})
-    replace(step, "tensors.json", json.dumps(tensors).encode())
 
 
 def flip(path: Path, position: int) -> None:

@@ -9,8 +9,9 @@ import torch
 
 from tests.families import TINY
 from torchtitan.checkpoint.commit import versions
+from torchtitan.checkpoint.manifest import CheckpointInfo
+from torchtitan.checkpoint.save import write_streamed
 from torchtitan.checkpoint.state import model_state
-from torchtitan.checkpoint.streamed import write_streamed
 from torchtitan.models import get_spec
 from torchtitan.models.attention_backend import attention_backend
 from torchtitan.utils.assets import find_asset
@@ -30,19 +31,19 @@ def write_checkpoint(folder: Path, family: str, assets: Path = SHIPPED, **overri
         for name, param in model.named_parameters():
             param.uniform_(0.5, 1.5) if "norm" in name else param.normal_(std=0.2)
     state = model_state([model])
-    manifest = {
-        "step": 0,
-        "model_only": True,
-        "versions": versions(),
-        "model": {"name": family, **args.model_dump()},
-        "data": {},
-        "config": f"[model]\nname = {json.dumps(family)}\nhf_assets_path = "
-        f"{json.dumps(str(assets))}\n",
-        "train_state": None,
-    }
+    toml = f"[model]\nname = {json.dumps(family)}\nhf_assets_path = {json.dumps(str(assets))}\n"
+    info = CheckpointInfo(
+        step=0,
+        model_only=True,
+        versions=versions(),
+        model={"name": family, **args.model_dump()},
+        data={},
+        config=toml,
+        train_state=None,
+    )
     shapes = {name: value.to("meta") for name, value in state.items()}
     read = lambda key, box: state[key.removeprefix("model.")][box].detach().clone()  # noqa: E731
-    write_streamed(folder / "step-0", manifest, {"model": shapes}, read)
+    write_streamed(folder / "step-0", info, {"model": shapes}, read)
     return model
 
 

@@ -1,11 +1,12 @@
 """Data positions as checkpoints keep them."""
 
 from tests.checkpoints import ABOUT, train_state
-from torchtitan.checkpoint.manifest import parse, render
+from torchtitan.checkpoint.manifest import FORMAT, Manifest, checked, parse, render
 from torchtitan.data.loader import StepLoader
 from torchtitan.data.positions import DataPosition, DataState, completed
 
 MINIMAL = {
+    "format": FORMAT,
     "saved": "",
     "model_only": False,
     "parameters": 0,
@@ -20,7 +21,8 @@ MINIMAL = {
 def manifest_bytes(state: DataState) -> bytes:
     """A manifest with this data position."""
     whole = train_state(state.step) | {"data": state}
-    return render({**ABOUT, **MINIMAL, "step": state.step, "train_state": whole})
+    content = {**ABOUT, **MINIMAL, "step": state.step, "train_state": whole}
+    return render(checked(Manifest, content))
 
 
 def saved(loader: StepLoader, *parts: DataPosition) -> DataState:

@@ -53,10 +53,18 @@ class _Sparse(io.BytesIO):
 
 def write(folder: Path, gb: float, ranks: int) -> None:
     """A checkpoint of about `gb` GB, as `ranks` ranks would write it."""
-    from torchtitan.checkpoint.index import TensorPlaces, render_index
+
+    from torchtitan.checkpoint.index import (
+        RankFile,
+        TensorPart,
+        TensorPlaces,
+        WrittenTensor,
+        name_of,
+        render_index,
+        render_rank,
+    )
     from torchtitan.checkpoint.layout import Cut, Layout
-    from torchtitan.checkpoint.manifest import FileEntry, Written, render
-    from torchtitan.checkpoint.parts import Part, RankFile, WrittenTensor, name_of, render_rank
+    from torchtitan.checkpoint.manifest import FORMAT, FileEntry, Manifest, Written, checked, render
 
     step = folder / "step-1"
     step.mkdir(parents=True)
@@ -99,7 +107,7 @@ def write(folder: Path, gb: float, ranks: int) -> None:
                     whole.write(bytes(piece) if isinstance(piece, int) else piece)
                     whole.pieces.clear()
                 offsets = (rank * rows, *[0] * (len(shape) - 1))
-                place = Part(offsets, shape, name, end, part.length, part.crc32)
+                place = TensorPart(offsets, shape, name, end, part.length, part.crc32)
                 own[key] = WrittenTensor(**about.model_dump(), parts=[place])
                 end += part.length
             file.truncate(end)
@@ -111,6 +119,7 @@ def write(folder: Path, gb: float, ranks: int) -> None:
     (step / "tensors.json").write_bytes(index)
     count = sum(torch.Size(size).numel() for size in shapes.values())
     manifest = {
+        "format": FORMAT,
         "saved": "2026-01-01T00:00:00+00:00",
         "step": 1,
         "model_only": True,
@@ -125,7 +134,7 @@ def write(folder: Path, gb: float, ranks: int) -> None:
         "save": save,
         "written": Written(ranks=ranks, files=2 * ranks, bytes=written),
     }
-    (step / "manifest.json").write_bytes(render(manifest))
+    (step / "manifest.json").write_bytes(render(checked(Manifest, manifest)))
 
 
 PARTS = (("model.", ""), ("optimizer.", ".exp_avg"), ("optimizer.", ".exp_avg_sq"))

@@ -25,7 +25,7 @@ from tests.runs import (
     train,
 )
 from torchtitan.checkpoint.commit import committed_steps
-from torchtitan.checkpoint.staging import Stager
+from torchtitan.checkpoint.save import Stager
 
 AVERAGE = ["--ema.enable", "--ema.decay=0.8", "--ema.warmup=false"]
 REPLICATE = "--parallelism.data_parallel_replicate_degree=2"

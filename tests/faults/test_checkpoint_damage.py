@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from tests.checkpoints import (
     change,
-    in_format_3,
     index,
     lane,
     manifest,
@@ -31,10 +30,11 @@ from tests.checkpoints import (
     small_checkpointer,
     train_state,
 )
-from torchtitan.checkpoint import resume
+from torchtitan.checkpoint import backend, resume
 from torchtitan.checkpoint.commit import disposable
+from torchtitan.checkpoint.hf.export import export_saved
+from torchtitan.checkpoint.index import read_rank
 from torchtitan.checkpoint.manifest import MANIFEST, parse
-from torchtitan.checkpoint.parts import read_rank
 from torchtitan.commands import ckpt
 from torchtitan.utils.errors import CheckpointError, DamageError, UserError
 
@@ -82,16 +82,6 @@ def layout(value):
         tensors = json.loads((step / "tensors.json").read_text())
         next(iter(tensors.values()))["layout"] = value
         replace(step, "tensors.json", json.dumps(tensors).encode())
-
-    return damage
-
-
-def earlier(damage_it):
-    """Damages a checkpoint of format 3."""
-
-    def damage(step):
-        in_format_3(step)
-        damage_it(step)
 
     return damage
 
@@ -154,8 +144,9 @@ DAMAGES = {
     "no files entry": without("files"),
     "no model_only": without("model_only"),
     "no state": without("train_state"),
-    "format 3 of today's content": changed(format=3),
-    "another format": changed(format=5),
+    "an earlier format": changed(format=3),
+    "a later format": changed(format=5),
+    "no format": without("format"),
     "unknown key": changed(more=1),
     "step is text": changed(step="2"),
     "step of another": changed(step=1, train_state=train_state(1)),
@@ -243,7 +234,6 @@ DAMAGES = {
     "no tensors of the rank": rank_entry(tensors={}),
     "rank's file above": rank_entry(files={"../step-1/manifest.json": {"bytes": 1, "crc32": 1}}),
     "no ranks": lambda step: change(step, written=manifest(step)["written"] | {"ranks": 0}),
-    "index in format 3 is a list": earlier(lambda step: replace(step, "tensors.json", b"[]")),
     "no such dtype": tensor(lambda about: about.update(dtype="Tensor")),
     "size beyond memory": tensor(lambda about: about.update(size=[2**62, 2**62])),
     "64 dimensions too many": tensor(lambda about: about.update(size=[1] * 128)),
@@ -255,10 +245,7 @@ DAMAGES = {
     "beyond the end": part(3, 10**6),
     "too short": part(4, 1),
     "elsewhere in the file": part(3, 1),
-    "format 3, part outside": earlier(part(0, [1, 1])),
-    "format 3, shard unlisted": earlier(part(2, "__7_0.distcp")),
-    "format 3, elsewhere": earlier(part(3, 1)),
-    "format 3, shard missing": earlier(lambda step: (step / SHARD).unlink()),
+    "part without a checksum": tensor(lambda about: about["parts"][0].pop()),
     "tensors are text": lambda step: replace_tensors(step, b"\x80\x02X\x02\x00\x00\x00hi."),
     "tensors are garbage": lambda step: replace_tensors(step, b"garbage"),
 }
@@ -304,7 +291,7 @@ FEW = (
     "rank's file of another save",
     "another rank",
     "more pieces than ranks",
-    "format 3, elsewhere",
+    "part without a checksum",
     "tensors are text",
 )
 
@@ -360,7 +347,6 @@ def test_the_tools_refuse_or_report(checkpoint, tmp_path, capsys, name):
 
 PLAUSIBLE = (
     "elsewhere in the file",
-    "format 3, elsewhere",
     "tensors are text",
     "tensors are garbage",
     "step of another",
@@ -433,7 +419,7 @@ def test_another_model_is_no_damage(ranks, tmp_path):
 def late(folder, reads):
     """Rank 1 sees the manifest only after `reads` attempts."""
     save_steps(folder, 1)
-    real = resume.manifest_bytes
+    real = backend.manifest_bytes
     count = 0
 
     def read(path):
@@ -444,7 +430,7 @@ def late(folder, reads):
         return real(path)
 
     with (
-        mock.patch.object(resume, "manifest_bytes", read),
+        mock.patch.object(backend, "manifest_bytes", read),
         mock.patch.object(resume, "VISIBLE_WITHIN", 0.5),
         mock.patch.dict(os.environ, LOCAL_RANK="0"),  # each rank on a node of its own
     ):
@@ -453,8 +439,8 @@ def late(folder, reads):
         checkpointer = small_checkpointer(folder)
         exported = "exported"
         try:
-            with mock.patch("torchtitan.checkpoint.manager.HFExport"):
-                checkpointer.export_hf(1, None, None, None)
+            with mock.patch("torchtitan.checkpoint.hf.export.HFExport"):
+                export_saved(checkpointer, 1, None, None, None)
         except CheckpointError as error:
             exported = str(error)
         checkpointer.close()

@@ -14,7 +14,6 @@ import pytest
 from tests.checkpoints import (
     change,
     flip,
-    in_format_3,
     manifest,
     outcome,
     replace,
@@ -22,7 +21,7 @@ from tests.checkpoints import (
     small_checkpointer,
     train_state,
 )
-from torchtitan.checkpoint import gather, parts, upload
+from torchtitan.checkpoint import index, upload, writer
 from torchtitan.checkpoint.commit import committed_steps, leftovers
 from torchtitan.checkpoint.index import render_index
 from torchtitan.checkpoint.upload import GoneError, Uploader, send
@@ -105,15 +104,15 @@ def test_rank_0_reads_what_others_wrote_at_once(folders):
     """A save at a URL: one file after another would take longer than ranks wait."""
     folder, url = folders
     send(folder / "step-1", url / "step-1")
-    read = gather._read
+    read = writer._read
     both = threading.Barrier(2)
 
     def read_late(*args):
         both.wait(10)
         return read(*args)
 
-    with mock.patch.object(gather, "_read", read_late):
-        tensors, *_ = gather.gathered(url / "step-1", manifest(folder / "step-1")["save"], 2)
+    with mock.patch.object(writer, "_read", read_late):
+        tensors, *_ = writer.gathered(url / "step-1", manifest(folder / "step-1")["save"], 2)
     assert render_index(tensors) == (folder / "step-1/tensors.json").read_bytes()
 
 
@@ -138,14 +137,11 @@ def test_a_step_that_was_saved_again_replaces_its_copy(folders):
     save_again(step, 701)
     assert send(step, copy) == sizes(step)
     assert same(step, copy)
-    in_format_3(step)
-    assert send(step, copy) == sizes(step), "of an earlier version"
-    assert same(step, copy)
 
 
 def test_a_damaged_checkpoint_is_not_uploaded(folders, capsys):
     folder, url = folders
-    unreadable = mock.patch.object(parts, "read_regular", side_effect=OSError(errno.EIO, "faulty"))
+    unreadable = mock.patch.object(index, "read_regular", side_effect=OSError(errno.EIO, "faulty"))
     with unreadable, pytest.raises(OSError, match="faulty"):
         send(folder / "step-1", url / "step-1")
     assert not (url / "step-1/.damaged").exists(), "another attempt may succeed"

@@ -18,8 +18,8 @@ from tests.sparse_folders import (
 )
 from torchtitan.checkpoint.hf.folder import SafetensorsReader
 from torchtitan.checkpoint.hf.weights import check_hf, on_meta
+from torchtitan.checkpoint.save import LazyPlanner
 from torchtitan.checkpoint.state import model_state
-from torchtitan.checkpoint.streamed import LazyPlanner
 from torchtitan.models import parameter_names, spec_of_hf
 
 PIECE = 2**25

@@ -18,7 +18,8 @@ from torchtitan.checkpoint.hf.export import HFExport
 from torchtitan.checkpoint.hf.folder import SafetensorsReader
 from torchtitan.checkpoint.hf.weights import import_hf, load_hf
 from torchtitan.checkpoint.load import Reader, read_tensor
-from torchtitan.checkpoint.streamed import write_streamed
+from torchtitan.checkpoint.manifest import CheckpointInfo
+from torchtitan.checkpoint.save import write_streamed
 from torchtitan.commands import ckpt
 from torchtitan.models import get_spec, parameter_names, register
 from torchtitan.models import spec as models_spec
@@ -42,14 +43,21 @@ def checkpoint(folder, model, dtype):
     state = {n: x.to(dtype) if n in parameters else x for n, x in model.state_dict().items()}
     shapes = {name: value.to("meta") for name, value in state.items()}
     read = lambda key, box: state[key.removeprefix("model.")][box].detach().clone()  # noqa: E731
-    write_streamed(folder / "step-0", manifest(model), {"model": shapes}, read, most=200)
+    write_streamed(folder / "step-0", info(model), {"model": shapes}, read, most=200)
     return state
 
 
-def manifest(model):
+def info(model):
     about = {"name": "packed", **model.args.model_dump()}
-    same = {"step": 0, "model_only": True, "versions": versions(), "data": {}, "config": ""}
-    return {**same, "model": about, "train_state": None}
+    return CheckpointInfo(
+        step=0,
+        model_only=True,
+        versions=versions(),
+        model=about,
+        data={},
+        config="",
+        train_state=None,
+    )
 
 
 def made(spec):
@@ -75,7 +83,7 @@ def test_every_arrangement_goes_both_ways(tmp_path, spec, dtype):
     assert written["e_score_correction_bias"].dtype == torch.float32
     assert written["qkv"].dtype == dtype
     args = (tmp_path / "hf", tmp_path / "back/step-0", spec, model.args)
-    imported = import_hf(*args, manifest(model))
+    imported = import_hf(*args, info(model))
     assert imported.notes == []
     assert imported.parameters == sum(param.numel() for param in model.parameters())
     for name, value in state.items():
@@ -115,7 +123,7 @@ def test_only_what_is_declared_may_be_left_over(tmp_path, spec):
     model = made(spec)
     found = {n: x.detach().clone().contiguous() for n, x in theirs(model.state_dict()).items()}
     del found["layers.9.embed"], found["layers.9.head"]  # copies aren't needed
-    args = (tmp_path, tmp_path / "back/step-0", spec, model.args, manifest(model))
+    args = (tmp_path, tmp_path / "back/step-0", spec, model.args, info(model))
     save_file(found | {"mtp.norm": torch.ones(2)}, tmp_path / "model.safetensors")
     assert import_hf(*args).notes == ["Not read, because the model has no place for it: mtp.norm"]
     save_file(found | {"mtq.norm": torch.ones(2)}, tmp_path / "model.safetensors")

@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 
 import torchtitan
+from torchtitan.checkpoint.index import files_of
 from torchtitan.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_manifest
-from torchtitan.checkpoint.parts import files_of
 from torchtitan.checkpoint.sums import crc32
 from torchtitan.utils.errors import CheckpointError, DamageError
 from torchtitan.utils.logging import event, logger

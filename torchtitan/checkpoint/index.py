@@ -1,21 +1,27 @@
-"""`tensors.json`: dtype and size of each tensor, and which ranks have written which boxes of it.
+"""What a checkpoint's tensors are, and where their parts are.
 
-It is as large on 8 ranks as on 16,384. Places and checksums of the parts are in the ranks' own
-files (`parts.py`), of which a reader opens those that hold what it needs. DCP's `.metadata` says
-all that too, but as a pickle, and reading a pickle runs what it names: it is written for other
-programs, and never read.
+`__N.json` is what rank N wrote: its files, the parts of tensors in them, and their checksums. Each
+rank writes its own, so no rank collects what all have written. The file's last line is the SHA-256
+of all before it, and it repeats the number of the save that the manifest has: so a damaged file, or
+one of another save, is detected.
+
+`tensors.json` has dtype and size of each tensor, and which ranks have written which boxes of it: it
+is as large on 8 ranks as on 16,384. A reader opens the files of the ranks that hold what it needs.
+DCP's `.metadata` says all that too, but as a pickle, and reading a pickle runs what it names: it is
+written for other programs, and never read.
 """
 
 import json
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import torch
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -27,36 +33,167 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchtitan.checkpoint.layout import Layout
-from torchtitan.checkpoint.manifest import Manifest, first_problem, read_manifest
-from torchtitan.checkpoint.parts import (
-    Part,
-    RankFile,
-    TensorShape,
-    WrittenTensor,
-    check_parts,
-    name_of,
-    read_rank,
+from torchtitan.checkpoint.manifest import (
+    FileEntry,
+    FileName,
+    Manifest,
+    SaveNumber,
+    Sum,
+    first_problem,
+    read_manifest,
+    sealed,
+    unsealed,
 )
+from torchtitan.data.positions import DataPosition
 from torchtitan.data.text.contents import CONTENTS, Lists, parse_lists
 from torchtitan.utils.errors import DamageError
 from torchtitan.utils.files import read_regular
+from torchtitan.utils.formats import Count, Strict
 from torchtitan.utils.limits import JSON_BYTES
 from torchtitan.utils.storage import patiently
 
 INDEX = "tensors.json"
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+
+Size = Annotated[tuple[Count, ...], Field(max_length=64)]
+
+
+class TensorPart(NamedTuple):
+    """A box of a tensor, and the bytes that hold it."""
+
+    offsets: Size
+    sizes: Size
+    file: FileName
+    start: Count
+    length: Count
+    crc32: Sum
+    """CRC-32 of those bytes."""
+
+
+class TensorShape(Strict):
+    """One tensor."""
+
+    dtype: str
+    size: Size
+
+
+class WrittenTensor(TensorShape):
+    """One tensor, as a rank wrote it."""
+
+    layout: Layout | None
+    """None if the rank's box isn't where the layout has it."""
+    parts: list[TensorPart]
+
+
+class RankFile(Strict):
+    """The content of `__N.json`."""
+
+    save: SaveNumber
+    rank: Count
+    data: DataPosition | None = None
+    """Where its lanes of the data are; only rank 0 reads it, to write the manifest."""
+    files: dict[FileName, FileEntry]
+    tensors: dict[str, WrittenTensor]
+
+
+def name_of(rank: int) -> str:
+    return f"__{rank}.json"
+
+
+def render_rank(content: RankFile) -> bytes:
+    return sealed(content.model_dump_json().encode())
+
+
+def read_rank(path: Path, save: str, rank: int) -> tuple[RankFile, FileEntry]:
+    """What `rank` wrote into the checkpoint `path`, and the size and checksum of the file about it.
+
+    Args:
+        save: the manifest's `save`.
+
+    Raises:
+        DamageError: it can't be read, or isn't of this save, or is not as it was written.
+    """
+    name = name_of(rank)
+    try:
+        content = patiently(path, lambda: read_regular(path / name, JSON_BYTES))
+        found = RankFile.model_validate_json(unsealed(content))
+        if (found.save, found.rank) != (save, rank):
+            raise ValueError("it belongs to another save, or another rank")
+        sizes = {file: entry.bytes for file, entry in found.files.items()}
+        for key, tensor in found.tensors.items():
+            check_parts(key, tensor, tensor.parts, sizes)
+    except OSError as error:
+        raise DamageError(f"{path} is damaged: {name}: {error.strerror or error}") from error
+    except ValidationError as error:
+        raise DamageError(f"{path} is damaged: {name}: {first_problem(error)}") from None
+    except ValueError as error:
+        raise DamageError(f"{path} is damaged: {name}: {error}") from None
+    return found, FileEntry(bytes=len(content), crc32=zlib.crc32(content))
+
+
+def files_of(
+    path: Path, manifest: Manifest, part: int = 0, parts: int = 1
+) -> Iterator[tuple[str, FileEntry]]:
+    """The files of a checkpoint, but the manifest.
+
+    Args:
+        part: only a share of them, number `part` of `parts`.
+
+    Raises:
+        DamageError: a rank's own list can't be read.
+    """
+    yield from list(manifest.files.items())[part::parts]
+    for rank in range(part, manifest.written.ranks, parts):
+        content, about = read_rank(path, manifest.save, rank)
+        yield name_of(rank), about
+        yield from content.files.items()
+
+
+def check_parts(
+    key: str, shape: TensorShape, parts: list[TensorPart], files: Mapping[str, int]
+) -> torch.dtype:
+    """The dtype of a tensor whose parts are inside it, and in `files`.
+
+    Args:
+        files: sizes in bytes, by name.
+
+    Raises:
+        ValueError: one isn't.
+    """
+    try:
+        return _check(shape, parts, files)
+    except ValueError as error:
+        raise ValueError(f"{key[:200]!a}: {error}") from None
+
+
+def _check(shape: TensorShape, parts: list[TensorPart], files: Mapping[str, int]) -> torch.dtype:
+    if shape.dtype not in _DTYPES:
+        raise ValueError(f"no dtype is called {shape.dtype[:80]!a}")
+    dtype = _DTYPES[shape.dtype]
+    if prod(shape.size) * dtype.itemsize >= 2**63:
+        raise ValueError("its size is beyond any memory")
+    for part in parts:
+        if not len(part.offsets) == len(part.sizes) == len(shape.size):
+            raise ValueError("a part has other dimensions")
+        if any(a + b > c for a, b, c in zip(part.offsets, part.sizes, shape.size, strict=True)):
+            raise ValueError("a part is outside of it")
+        if part.file not in files:
+            raise ValueError(f"the manifest doesn't list its file {part.file}")
+        end = part.start + part.length
+        if end > files[part.file] or prod(part.sizes) * dtype.itemsize > part.length:
+            raise ValueError(f"{part.file} is too short for it")
+    return dtype
 
 
 @dataclass
 class Place(_StorageInfo):
     """Where a part is, with its checksum."""
 
-    crc32: int | None = None
-
-
-class TensorEntry(TensorShape):
-    """One tensor, in format 3. Its parts don't overlap."""
-
-    parts: list[Part]
+    crc32: int = field(kw_only=True)
 
 
 class TensorPlaces(TensorShape):
@@ -66,7 +203,6 @@ class TensorPlaces(TensorShape):
     """The ranks that have written it; None: any."""
 
 
-_PARTS = TypeAdapter(dict[str, TensorEntry])
 _INDEX = TypeAdapter(dict[str, TensorPlaces])
 
 
@@ -85,14 +221,12 @@ def index_bytes(path: Path, manifest: Manifest) -> bytes:
 
 
 def data_files(path: Path, manifest: Manifest) -> Lists:
-    """The data sources' files, as the checkpoint `path` lists them; none in earlier versions.
+    """The data sources' files, as the checkpoint `path` lists them.
 
     Raises:
         DamageError: the list can't be read, or isn't as the manifest says.
     """
-    if CONTENTS not in manifest.files:
-        return {}
-    if manifest.files[CONTENTS].bytes > JSON_BYTES:
+    if CONTENTS in manifest.files and manifest.files[CONTENTS].bytes > JSON_BYTES:
         raise DamageError(f"{path} is damaged: {CONTENTS} is larger than {JSON_BYTES >> 20} MiB")
     content = _listed_bytes(path, manifest, CONTENTS)
     try:
@@ -143,16 +277,13 @@ class Index:
             self.metadata = self._parse(content)
 
     def _parse(self, content: bytes) -> Metadata:
-        if self.manifest.save is None:
-            sizes = {name: file.bytes for name, file in self.manifest.files.items()}
-            return parse_index(content, sizes)
         tensors = {}
         for name, about in _INDEX.validate_json(content).items():
             dtype = check_parts(name, about, [], {})
             layout = about.layout
             if layout is not None:
                 pieces = prod(cut.pieces for cuts in layout.cuts for cut in cuts)
-                ranks = self.manifest.written.ranks if self.manifest.written else 0
+                ranks = self.manifest.written.ranks
                 if len(layout.cuts) != len(about.size) or pieces > ranks:
                     raise ValueError(f"{name[:200]!a}: its layout is not that of {ranks} ranks")
             self._layouts[name] = layout
@@ -175,7 +306,7 @@ class Index:
             DamageError: a rank's file is damaged, or the parts don't fill the box.
         """
         about = self.metadata.state_dict_metadata.get(key)
-        if self.manifest.written is None or about is None:
+        if about is None:
             return
         size = tuple(about.size)
         if box is None:
@@ -208,7 +339,6 @@ class Index:
         if rank not in self._files:
             if rank not in every:
                 raise DamageError(f"{self.path} is damaged: {INDEX}: {key[:200]!a}: no rank {rank}")
-            assert self.manifest.save is not None
             self._files[rank] = read_rank(self.path, self.manifest.save, rank)[0]
         found = self._files[rank].tensors.get(key)
         if found is None:
@@ -231,14 +361,14 @@ def _described(dtype: torch.dtype, about: TensorShape) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype), torch.Size(about.size), [])
 
 
-def _add_part(about: TensorStorageMetadata, key: str, part: Part) -> MetadataIndex:
+def _add_part(about: TensorStorageMetadata, key: str, part: TensorPart) -> MetadataIndex:
     """Add a part to what DCP knows of a tensor; by what it finds the place."""
     offsets = torch.Size(part.offsets)
     about.chunks.append(ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
     return MetadataIndex(key, offsets, len(about.chunks) - 1)
 
 
-def _place(part: Part) -> Place:
+def _place(part: TensorPart) -> Place:
     return Place(part.file, part.start, part.length, crc32=part.crc32)
 
 
@@ -269,26 +399,3 @@ def read_index(path: Path, manifest: Manifest | None = None) -> Metadata:
     index = Index(path, manifest)
     index.locate_all()
     return index.metadata
-
-
-def parse_index(content: bytes, files: Mapping[str, int]) -> Metadata:
-    """What DCP needs to read the tensors, from an index of format 3.
-
-    Args:
-        files: sizes in bytes, by name.
-
-    Raises:
-        ValueError: a tensor has no known dtype, or its parts don't fill it, or are not in `files`.
-    """
-    metadata = Metadata({}, storage_data={})
-    for name, entry in _PARTS.validate_json(content).items():
-        dtype = check_parts(name, entry, entry.parts, files)
-        filled = sum(prod(part.sizes) for part in entry.parts)
-        if filled != prod(entry.size):
-            raise ValueError(
-                f"{name[:200]!a}: its parts hold {filled} elements instead of {prod(entry.size)}"
-            )
-        about = metadata.state_dict_metadata[name] = _described(dtype, entry)
-        for part in entry.parts:
-            metadata.storage_data[_add_part(about, name, part)] = _place(part)
-    return metadata

@@ -3,7 +3,7 @@
 import io
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import FileSystemReader, Metadata, StorageReader
+from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -83,7 +83,7 @@ class Reader(FileSystemReader):
                 self.index.locate(key, box)
 
     def check_files(self, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
-        """Check what reading won't: sizes of all files, and checksums that the index lacks.
+        """Check what reading won't: the sizes of all files.
 
         Args:
             part: check only every `parts`-th file, beginning with this one.
@@ -91,10 +91,19 @@ class Reader(FileSystemReader):
         Raises:
             DamageError: a file isn't as the manifest says.
         """
-        places = self.read_metadata().storage_data.values()
-        summed = all(place.crc32 is not None for place in places)
-        for problem in damage(self.path, manifest, part, parts, contents=not summed):
+        for problem in damage(self.path, manifest, part, parts, contents=False):
             raise DamageError(f"{self.path} is damaged: {problem}")
+
+    def fill(self, state: dict[str, Any]) -> None:
+        """Read this rank's shards of the tensors in `state`, in place. Communicates nothing.
+
+        Raises:
+            DamageError: they can't be found.
+            CheckpointException: DCP's, around the cause: they can't be read.
+        """
+        self.locate(state)
+        with alone():
+            dcp.load(state, storage_reader=self, no_dist=True)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         def fill(item: ReadItem, value: Tensor) -> None:
@@ -209,7 +218,7 @@ class Reader(FileSystemReader):
         start = place.offset
         end = start + place.length
         file = f"{self.path} is damaged: {place.relative_path}"
-        if place.crc32 is not None and part.crc32() != place.crc32:
+        if part.crc32() != place.crc32:
             raise DamageError(f"{file} has a wrong checksum in bytes {start:,} to {end:,}")
         if error is not None:
             raise error
@@ -218,16 +227,15 @@ class Reader(FileSystemReader):
         return tensor
 
 
-def read_tensor(reader: StorageReader, key: str, dtype: torch.dtype | None = None) -> Tensor:
+def read_tensor(reader: Reader, key: str, dtype: torch.dtype | None = None) -> Tensor:
     """One whole tensor of a checkpoint, in its stored dtype or in `dtype`."""
     about = reader.read_metadata().state_dict_metadata[key]
     out = torch.empty(about.size, dtype=dtype or about.properties.dtype)
-    with alone():
-        load({key: out}, reader, no_dist=True)
+    load({key: out}, reader, no_dist=True)
     return out
 
 
-def load(state: dict[str, Any], reader: StorageReader, *, no_dist: bool = False) -> None:
+def load(state: dict[str, Any], reader: Reader, *, no_dist: bool = False) -> None:
     """Fill the tensors of `state` in place, on all ranks together unless `no_dist`.
 
     Each rank reads what it needs. DCP would send every rank's plan to rank 0, to no use.
@@ -237,10 +245,7 @@ def load(state: dict[str, Any], reader: StorageReader, *, no_dist: bool = False)
     """
     cause: BaseException | None = None
     try:
-        with alone():
-            if isinstance(reader, Reader):
-                reader.locate(state)
-            dcp.load(state, storage_reader=reader, no_dist=True)
+        reader.fill(state)
     except CheckpointException as error:  # derives from BaseException
         cause = root_cause(next(iter(error.failures.values()))[0])
     except DamageError as error:
@@ -252,7 +257,7 @@ def load(state: dict[str, Any], reader: StorageReader, *, no_dist: bool = False)
     for rank, problem in enumerate(causes):
         if problem is not None:
             raise DamageError(
-                f"{reader.checkpoint_id} can't be read: rank {rank}: {describe(problem)}"
+                f"{reader.path} can't be read: rank {rank}: {describe(problem)}"
             ) from problem
 
 
@@ -294,3 +299,57 @@ def unwrapped() -> Iterator[None]:
         yield
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from None
+
+
+class BoxReader:
+    """Reads tensors box by box, each element once.
+
+    A part of a tensor, as it was written, is read whole, because its checksum is of all of it. It
+    stays in memory until all its elements were asked for: so boxes in the order of the parts take
+    one part, and other boxes at most the tensor.
+    """
+
+    def __init__(self, reader: Reader):
+        self.reader = reader
+        self._parts: dict[MetadataIndex, Tensor] = {}
+        self._left: dict[MetadataIndex, int] = {}
+        """Elements of each part that were not asked for."""
+
+    def forget(self, besides: Collection[str] = ()) -> None:
+        """Free the parts of all tensors but those of the keys `besides`."""
+        for index in [index for index in self._parts if index.fqn not in besides]:
+            del self._parts[index], self._left[index]
+
+    def read(self, key: str, box: tuple[slice, ...]) -> Tensor:
+        """A box of a tensor, in its stored dtype; a view of a part where it is in a single one.
+
+        Raises:
+            DamageError: it can't be read.
+        """
+        offsets = torch.Size(part.start for part in box)
+        sizes = torch.Size(part.stop - part.start for part in box)
+        chunk = ChunkStorageMetadata(offsets, sizes)
+        self.reader.index.locate(key, chunk)
+        about = self.reader.read_metadata().state_dict_metadata[key]
+        items = create_read_items_for_chunk_list(key, about, [chunk])
+        out = None
+        for item in items:
+            index = item.storage_index
+            if index not in self._parts:
+                self._parts[index] = self.reader.read_part(index)
+                self._left[index] = self._parts[index].numel()
+            value = _narrowed(self._parts[index], item.storage_offsets, item.lengths)
+            self._left[index] -= value.numel()
+            if not self._left[index]:
+                del self._parts[index], self._left[index]
+            if len(items) == 1:
+                return value
+            out = torch.empty(sizes, dtype=value.dtype) if out is None else out
+            _narrowed(out, item.dest_offsets, item.lengths).copy_(value)
+        assert out is not None or not sizes.numel(), f"{key} has no {box}"
+        return torch.empty(sizes, dtype=about.properties.dtype) if out is None else out
+
+
+def _narrowed(tensor: Tensor, offsets: torch.Size, sizes: torch.Size) -> Tensor:
+    ends = zip(offsets, sizes, strict=True)
+    return tensor[tuple(slice(start, start + size) for start, size in ends)]

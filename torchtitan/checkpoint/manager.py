@@ -11,28 +11,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan.checkpoint.commit import committed_steps, discard, prepare, purge, step_folder
-from torchtitan.checkpoint.hf.check import MOST_IN_A_RUN
-from torchtitan.checkpoint.hf.export import HFExport
+from torchtitan.checkpoint.backend import FolderStorage, Storage
+from torchtitan.checkpoint.commit import discard, prepare, purge, step_folder
 from torchtitan.checkpoint.load import RankError, describe
-from torchtitan.checkpoint.manifest import read_manifest
-from torchtitan.checkpoint.resume import (
-    Resumed,
-    agreed_steps,
-    load_initial,
-    load_newest,
-    wait_until_visible,
-)
-from torchtitan.checkpoint.save import save
-from torchtitan.checkpoint.staging import Stager, build_stager
+from torchtitan.checkpoint.manifest import CheckpointInfo, checked
+from torchtitan.checkpoint.resume import Resumed, agreed_steps, load_initial, load_newest
+from torchtitan.checkpoint.save import Stager, Writer, build_stager, save
 from torchtitan.checkpoint.state import Trained
 from torchtitan.checkpoint.upload import Uploader
-from torchtitan.checkpoint.writer import CommittingWriter
 from torchtitan.config.sections import schema
 from torchtitan.data.text.contents import CONTENTS
-from torchtitan.data.text.tokenizer import Tokenizer
-from torchtitan.models import ModelSpec
-from torchtitan.parallel.agree import from_rank_0, together
+from torchtitan.parallel.agree import from_rank_0
 from torchtitan.utils.activity import CHECKPOINT_GROUP, SAVING, phase
 from torchtitan.utils.errors import CheckpointError, FormatBugError, from_another_rank
 from torchtitan.utils.logging import event, logger
@@ -51,6 +40,7 @@ class Checkpointer:
         confirm: Callable[[], object] = lambda: None,
         confirm_copies: Callable[[], object] = lambda: None,
         data_files: Callable[[], bytes] | None = None,
+        storage: Storage | None = None,
     ):
         """
         Args:
@@ -59,6 +49,7 @@ class Checkpointer:
                 taken it.
             confirm_copies: the same for `upload_folder`.
             data_files: renders the list of data files, for checkpoints that can be resumed.
+            storage: where checkpoints are written and read; None: in folders.
 
         Raises:
             CheckpointError: the folder can't be written to, or another program's checkpoints are
@@ -70,6 +61,7 @@ class Checkpointer:
         self.about = about
         self.confirm = confirm
         self.data_files = data_files
+        self.storage = storage or FolderStorage()
         self.exports_average = trained.average is not None and trained.average.config.export
         self.saving = config.enable and not config.load_only
         self._upload: Future[Any] | None = None
@@ -77,7 +69,8 @@ class Checkpointer:
         self._step_in_flight = 0
         self.newest_step = 0
         """The step last saved or resumed from, on rank 0; 0 if there is none."""
-        self._group: dist.ProcessGroup | None = None
+        self.group: dist.ProcessGroup | None = None
+        """Of all ranks, for the collectives of saves and exports."""
         self._stager: Stager | None = None
         self._uploader: Uploader | None = None
         self.copies: Path | None = None
@@ -86,7 +79,7 @@ class Checkpointer:
         if not self.saving:
             return
         # The collectives of a save in the background must not mix with those of training.
-        self._group = dist.new_group(backend="gloo", group_desc=CHECKPOINT_GROUP)
+        self.group = dist.new_group(backend="gloo", group_desc=CHECKPOINT_GROUP)
         self._stager = build_stager(config.async_mode)
         problem = from_rank_0(prepare(self.folder) if dist.get_rank() == 0 else None)
         if problem:
@@ -116,33 +109,36 @@ class Checkpointer:
             CheckpointError: this save failed, or the previous one in the background.
         """
         self.wait()
-        manifest = {
-            "step": step,
-            "model_only": model_only,
-            **self.about,
-            "train_state": train_state,
-        }
+        content = {"step": step, "model_only": model_only, **self.about, "train_state": train_state}
         if model_only:
             dtype = getattr(torch, self.config.export_dtype)
             state = self.trained.weights(dtype, averaged=self.exports_average)
-            manifest["averaged"] = self.exports_average
-            manifest["train_state"] = {k: v for k, v in train_state.items() if k != "ema"}
+            content["averaged"] = self.exports_average
+            content["train_state"] = {k: v for k, v in train_state.items() if k != "ema"}
         else:
             state = self.trained.tensors()
         beside = {}
         if self.data_files is not None and not model_only:
             beside[CONTENTS] = self.data_files()
         target = step_folder(self.folder, step)
-        writer = CommittingWriter(target, manifest, self.confirm, self._committed, beside=beside)
+
+        def open_writer() -> Writer:
+            return self.storage.writer(
+                target,
+                checked(CheckpointInfo, content),
+                self.confirm,
+                self._committed,
+                beside=beside,
+                staged=self._stager is not None,
+            )
+
         self._step_in_flight = step
-        write = partial(save, writer=writer, group=self._group, places=self.trained.places)
+        write = partial(save, open_writer=open_writer, group=self.group, places=self.trained.places)
         if self._stager is None:
             self._guard(lambda: write(state))
             if self._uploader is not None:
                 self._uploader.wake()
             return
-        # Staged tensors are on the host; DCP would create a stream on the first GPU.
-        writer.per_thread_copy_ahead = 0
         staged = self._stager.stage(state)
         if isinstance(staged, Future):
             self._staging = staged
@@ -151,37 +147,6 @@ class Checkpointer:
         thread.shutdown(wait=False)
         if (uploader := self._uploader) is not None:
             self._upload.add_done_callback(lambda _: uploader.wake())
-
-    def export_hf(self, step: int, spec: ModelSpec, args: Any, tokenizer: Tokenizer) -> Path:
-        """Export the checkpoint of `step` as Hugging Face safetensors; returns the folder.
-
-        Raises:
-            CheckpointError: on every rank, if it failed on any or didn't write the model.
-        """
-        self.wait()
-        source = step_folder(self.folder, step)
-        folder = self.folder / f"step-{step}-hf"
-        dtype = getattr(torch, self.config.export_dtype)
-        wait_until_visible(source)
-
-        def export() -> HFExport:
-            averaged = self.exports_average and not read_manifest(source).model_only
-            return HFExport(
-                source,
-                folder,
-                spec,
-                args,
-                dtype,
-                tokenizer,
-                averaged=averaged,
-                most_compared=MOST_IN_A_RUN,
-            )
-
-        exported = together(export)
-        exported.write(self._group)
-        for note in exported.notes:
-            logger.info(note)
-        return folder
 
     def wait_staged(self) -> None:
         """Wait until a save in the background has copied the weights, before they change."""
@@ -218,9 +183,9 @@ class Checkpointer:
             if self._stager is not None:
                 self._stager.release()
                 self._stager = None
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
-                self._group = None
+            if self.group is not None:
+                dist.destroy_process_group(self.group)
+                self.group = None
 
     def end_uploads(self, *, wait: bool) -> None:
         """End the copies to `upload_folder`. Ranks end at different times: no collective follows.
@@ -258,7 +223,7 @@ class Checkpointer:
 
     def last_good(self) -> str:
         """The newest complete checkpoint, in words."""
-        steps = committed_steps(self.folder) if self.config.enable else []
+        steps = self.storage.steps(self.folder) if self.config.enable else []
         if not steps:
             return "no checkpoint exists"
         return f"the last good checkpoint is {step_folder(self.folder, steps[-1])}"
@@ -291,7 +256,9 @@ class Checkpointer:
                     f"checkpoint.load_step: {folder} has no step {wanted} (it has: {have})"
                 )
             steps = [wanted]
-        return self._at(load_newest(folder, steps, self.trained, self.config.exclude_from_loading))
+        return self._at(
+            load_newest(self.storage, folder, steps, self.trained, self.config.exclude_from_loading)
+        )
 
     def _available(self, before: int | None = None) -> tuple[Path, list[int]]:
         """Steps to resume from, oldest first: those in the folder or, if it has none, the copies.
@@ -302,7 +269,11 @@ class Checkpointer:
         for folder in (self.folder, self.copies):
             if folder is None:
                 continue
-            steps = [step for step in agreed_steps(folder) if before is None or step < before]
+            steps = [
+                step
+                for step in agreed_steps(self.storage, folder)
+                if before is None or step < before
+            ]
             if steps and folder != self.folder:
                 logger.info(
                     f"{self.folder} has no checkpoint to resume from: using the copies in {folder}"
@@ -319,7 +290,7 @@ class Checkpointer:
         """
         self.wait()
         folder, steps = self._available(before=step)
-        return self._at(load_newest(folder, steps, self.trained))
+        return self._at(load_newest(self.storage, folder, steps, self.trained))
 
     def _at(self, resumed: Resumed | None) -> Resumed | None:
         self.newest_step = resumed.step if resumed is not None else 0
@@ -331,7 +302,8 @@ class Checkpointer:
         Returns:
             None if only its weights were loaded (`initial_load_model_only`).
         """
-        return load_initial(path, self.trained, model_only=self.config.initial_load_model_only)
+        model_only = self.config.initial_load_model_only
+        return load_initial(self.storage, path, self.trained, model_only=model_only)
 
 
 def _advice(cause: str) -> str:

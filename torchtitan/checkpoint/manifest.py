@@ -1,5 +1,5 @@
 """`manifest.json`: what a checkpoint is, where its run stood, and the size and CRC-32 of each file
-that doesn't belong to a single rank. `__N.json` has those of rank N, see `parts.py`.
+that doesn't belong to a single rank. `__N.json` has those of rank N, see `index.py`.
 
 The models below are the format, with those of the data position in `torchtitan.data.positions`. The
 file's last line is the SHA-256 of all before it, so every flipped bit is found.
@@ -7,18 +7,12 @@ file's last line is the SHA-256 of all before it, so every flipped bit is found.
 
 import hashlib
 import json
+import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import tomli
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    Field,
-    NonNegativeInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, NonNegativeInt, ValidationError, model_validator
 
 from torchtitan.data.positions import DataState
 from torchtitan.utils.errors import DamageError, FormatBugError
@@ -29,7 +23,9 @@ from torchtitan.utils.storage import patiently
 
 MANIFEST = "manifest.json"
 FORMAT = 4
-"""In format 3, `files` and `tensors.json` list everything."""
+"""The only format that this version reads."""
+_FORMAT = re.compile(rb'\{\s*"format": (\d{1,9}),')
+T = TypeVar("T", bound="CheckpointInfo")
 _SEAL = b',\n "sha256": '
 
 Sum = Annotated[int, Field(ge=0, lt=2**32)]
@@ -122,12 +118,9 @@ def _configuration(toml: str) -> str:
     return toml
 
 
-class Manifest(Strict):
-    """The contents of `manifest.json`."""
+class CheckpointInfo(Strict):
+    """What is known of a checkpoint before it is written."""
 
-    format: Literal[3, 4]
-    saved: str
-    """Time, ISO 8601."""
     step: Count
     model_only: bool
     """It has only weights."""
@@ -145,24 +138,34 @@ class Manifest(Strict):
     config: Annotated[str, AfterValidator(_configuration)]
     """TOML."""
     train_state: TrainState | None
-    """None if it comes from no run."""
+    """None if it comes from no run. A rank that saves knows only its own lanes of the data."""
+
+    @model_validator(mode="after")
+    def _has_state(self) -> Self:
+        if self.train_state is None and not self.model_only:
+            raise ValueError("train_state is missing")
+        if self.train_state is not None and self.train_state.progress.step != self.step:
+            raise ValueError(f"train_state is that of step {self.train_state.progress.step}")
+        return self
+
+
+class Manifest(CheckpointInfo):
+    """The contents of `manifest.json`."""
+
+    format: Literal[4]
+    saved: str
+    """Time, ISO 8601."""
     parameters: Count
     """Number of elements in the weights."""
     tensor_bytes: dict[str, dict[str, Count]]
     """Bytes by part (`model`, `optimizer`, `ema`) and dtype."""
     files: Annotated[dict[FileName, FileEntry], Field(min_length=1)]
-    """All files but the manifest and, from format 4 on, the ranks' own."""
-    save: SaveNumber | None = None
-    written: Written | None = None
+    """All files but the manifest and the ranks' own."""
+    save: SaveNumber
+    written: Written
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if {self.save is None, self.written is None} != {self.format == 3}:
-            raise ValueError(f"save and written don't belong to format {self.format}")
-        if self.train_state is None and not self.model_only:
-            raise ValueError("train_state is missing")
-        if self.train_state is not None and self.train_state.progress.step != self.step:
-            raise ValueError(f"train_state is that of step {self.train_state.progress.step}")
+    def _has_average(self) -> Self:
         counted = self.train_state is not None and self.train_state.ema is not None
         if counted != ("ema" in self.tensor_bytes):
             raise ValueError(
@@ -180,41 +183,54 @@ class Manifest(Strict):
 
     def file_bytes(self) -> int:
         """Size of all files but the manifest."""
-        ranks = self.written.bytes if self.written is not None else 0
-        return ranks + sum(file.bytes for file in self.files.values())
+        return self.written.bytes + sum(file.bytes for file in self.files.values())
 
     def file_count(self) -> int:
         """Number of all files but the manifest."""
-        return len(self.files) + (self.written.files if self.written is not None else 0)
+        return self.written.files + len(self.files)
 
     def settings(self) -> dict[str, Any]:
         """The configuration, as sections."""
         return tomli.loads(self.config)
 
 
-def render(content: dict[str, Any]) -> bytes:
-    """The file with this content, of which models are written without their defaults.
+def checked(kind: type[T], content: dict[str, Any]) -> T:
+    """A model of what a run gathered.
+
+    Raises:
+        FormatBugError: the content doesn't fit the format.
+    """
+    problem = ""
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        problem = first_problem(error)
+    raise _bug(problem)  # outside, so that no other error is its context
+
+
+def render(manifest: Manifest) -> bytes:
+    """The file with this content, without the models' defaults.
 
     Raises:
         FormatBugError: `parse` would refuse the file.
     """
     problem = ""
     try:
-        body = (
-            json.dumps({"format": FORMAT, **content}, indent=1, default=_plain)
-            .encode()
-            .removesuffix(b"\n}")
-        )
-        Manifest.model_validate_json(body + b"\n}")
+        content = {"format": FORMAT, **manifest.model_dump(exclude_defaults=True)}
+        body = json.dumps(content, indent=1).encode()
+        Manifest.model_validate_json(body)
+        return sealed(body)
     except ValidationError as error:
         problem = first_problem(error)
     except (TypeError, ValueError) as error:
         problem = str(error)
-    if problem:  # raised here, so that no other error is its context
-        raise FormatBugError(
-            f"{problem} ({MANIFEST}): this is a bug in torchtitan, please report it with this line"
-        )
-    return sealed(body + b"\n}")
+    raise _bug(problem)
+
+
+def _bug(problem: str) -> FormatBugError:
+    return FormatBugError(
+        f"{problem} ({MANIFEST}): this is a bug in torchtitan, please report it with this line"
+    )
 
 
 def sealed(content: bytes) -> bytes:
@@ -237,25 +253,32 @@ def unsealed(file: bytes) -> bytes:
     return body + b"\n}"
 
 
-def _plain(model: Any) -> dict[str, Any]:
-    if not isinstance(model, BaseModel):
-        raise TypeError(f"a value of type {type(model).__name__}")
-    return model.model_dump(exclude_defaults=True)
+class OtherFormatError(ValueError):
+    """A file of another format than this version's."""
+
+    def __init__(self, number: int):
+        if number > FORMAT:
+            advice = "a later torchtitan wrote it: update to the version in its manifest"
+        else:
+            advice = (
+                "an earlier torchtitan wrote it, and only the version in its manifest "
+                "(versions.torchtitan) reads it: export its weights there with `torchtitan ckpt "
+                "to-hf`, and import them here with `torchtitan ckpt from-hf`"
+            )
+        super().__init__(f"has format {number}, and this version reads format {FORMAT}; {advice}")
 
 
 def parse(file: bytes) -> Manifest:
     """The contents of a file from `render`.
 
     Raises:
+        OtherFormatError: it is of another format.
         ValueError: it differs from what `render` would write.
     """
-    if _SEAL not in file and file.startswith(b'{\n "format": 1,'):
-        raise ValueError("format 1, of an earlier version, has no checksum")
-    content = unsealed(file)
-    if content.startswith(b'{\n "format": 2,'):
-        raise ValueError("format 2, of an earlier version, has another data position")
+    if (match := _FORMAT.match(file)) and int(match[1]) != FORMAT:
+        raise OtherFormatError(int(match[1]))
     try:
-        return Manifest.model_validate_json(content)
+        return Manifest.model_validate_json(unsealed(file))
     except ValidationError as error:
         raise ValueError(first_problem(error)) from None
 
@@ -287,7 +310,7 @@ def read_manifest(path: Path, content: bytes | None = None) -> Manifest:
         content: `manifest_bytes`, if they were read already.
 
     Raises:
-        DamageError: there is none, or it is damaged.
+        DamageError: there is none, or it is damaged, or of another format.
     """
     try:
         return parse(manifest_bytes(path) if content is None else content)
@@ -295,5 +318,7 @@ def read_manifest(path: Path, content: bytes | None = None) -> Manifest:
         raise DamageError(
             f"{path} is not a complete checkpoint: {MANIFEST}: {error.strerror or error}"
         ) from None
+    except OtherFormatError as error:
+        raise DamageError(f"{path} {error}") from None
     except ValueError as error:
         raise DamageError(f"{path} is damaged: {MANIFEST}: {error}") from None

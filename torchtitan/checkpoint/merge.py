@@ -13,9 +13,9 @@ from torch import Tensor
 from torchtitan.checkpoint.commit import checkpoints_at, damage, remove, versions
 from torchtitan.checkpoint.index import read_index
 from torchtitan.checkpoint.load import Reader, read_tensor
-from torchtitan.checkpoint.manifest import Manifest, read_manifest
+from torchtitan.checkpoint.manifest import CheckpointInfo, Manifest, Merged, read_manifest
+from torchtitan.checkpoint.save import write_streamed
 from torchtitan.checkpoint.state import check_averaged
-from torchtitan.checkpoint.streamed import write_streamed
 from torchtitan.utils.errors import CheckpointError, ConfigError, UserError
 from torchtitan.utils.storage import is_remote
 
@@ -74,16 +74,16 @@ def merge(
     for source in sources:
         source.reader.check_files(source.manifest)
     newest = sources[-1]
-    manifest = {
-        "step": newest.manifest.step,
-        "model_only": True,
-        "versions": versions(),
-        "model": newest.manifest.model,
-        "data": newest.manifest.data,
-        "config": newest.manifest.config,
-        "train_state": None,
-        "merged": [_record(source) for source in sources],
-    }
+    info = CheckpointInfo(
+        step=newest.manifest.step,
+        model_only=True,
+        versions=versions(),
+        model=newest.manifest.model,
+        data=newest.manifest.data,
+        config=newest.manifest.config,
+        train_state=None,
+        merged=[_record(source) for source in sources],
+    )
     wanted = getattr(torch, dtype)
     stored = newest.reader.read_metadata().state_dict_metadata
     state = {}
@@ -92,7 +92,7 @@ def merge(
         kind = wanted if own.is_floating_point and not name.endswith(_BIAS) else own
         state[name] = torch.empty(stored[name].size, dtype=kind, device="meta")
     make = lambda name, box: _mean(sources, name, state[name].dtype)  # noqa: E731
-    write_streamed(output, manifest, state, make, most=math.inf)
+    write_streamed(output, info, state, make, most=math.inf)
     written = read_manifest(output)
     if problem := next(damage(output, written), None):
         remove(output)
@@ -158,14 +158,14 @@ def _differences(a: _Source, b: _Source) -> Iterator[str]:
             yield f"{name} is {there} instead of {here}"
 
 
-def _record(source: _Source) -> dict[str, object]:
+def _record(source: _Source) -> Merged:
     """What the manifest says about a source."""
-    return {
-        "checkpoint": str(source.path),
-        "step": source.manifest.step,
-        "averaged": source.averaged,
-        "weight": source.weight,
-    }
+    return Merged(
+        checkpoint=str(source.path),
+        step=source.manifest.step,
+        averaged=source.averaged,
+        weight=source.weight,
+    )
 
 
 def _mean(sources: Sequence[_Source], name: str, dtype: torch.dtype) -> Tensor:

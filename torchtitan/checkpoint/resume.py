@@ -1,10 +1,9 @@
 """Finding and loading a checkpoint. Every function is called by all ranks together."""
 
-import json
 import os
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,15 +11,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.checkpoint.commit import committed_steps, step_folder
-from torchtitan.checkpoint.exchange import bytes_from_rank_0
-from torchtitan.checkpoint.gather import VISIBLE_WITHIN
-from torchtitan.checkpoint.index import Index, data_files, index_bytes
+from torchtitan.checkpoint.backend import Storage
+from torchtitan.checkpoint.commit import step_folder
+from torchtitan.checkpoint.index import data_files
 from torchtitan.checkpoint.load import Reader, load
-from torchtitan.checkpoint.manifest import MANIFEST, Manifest, manifest_bytes, read_manifest
+from torchtitan.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from torchtitan.checkpoint.state import Trained, allocate_optimizer_state, check_tensors
+from torchtitan.checkpoint.writer import VISIBLE_WITHIN
 from torchtitan.data.text.contents import Lists
-from torchtitan.parallel.agree import together
+from torchtitan.parallel.agree import from_rank_0, together
 from torchtitan.utils.errors import CheckpointError, DamageError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.process import first_of_node
@@ -47,7 +46,11 @@ class Resumed:
 
 
 def load_newest(
-    folder: Path, steps: Sequence[int], trained: Trained, exclude: Collection[str] = ()
+    storage: Storage,
+    folder: Path,
+    steps: Sequence[int],
+    trained: Trained,
+    exclude: Collection[str] = (),
 ) -> Resumed | None:
     """Load the newest of `steps` that is undamaged and resumable; None if there are no steps.
 
@@ -61,7 +64,7 @@ def load_newest(
     for step in reversed(steps):
         path = step_folder(folder, step)
         try:
-            manifest, reader = _opened(path)
+            manifest, reader = _opened(storage, path)
             if manifest.step != step:
                 raise DamageError(f"{path}: its manifest is that of step {manifest.step}")
             if manifest.model_only:
@@ -82,7 +85,9 @@ def load_newest(
     return None
 
 
-def load_initial(path: Path, trained: Trained, *, model_only: bool) -> Resumed | None:
+def load_initial(
+    storage: Storage, path: Path, trained: Trained, *, model_only: bool
+) -> Resumed | None:
     """Start from a checkpoint of another run.
 
     Returns:
@@ -92,7 +97,7 @@ def load_initial(path: Path, trained: Trained, *, model_only: bool) -> Resumed |
         CheckpointError: it is damaged, of another model, or has only weights where more is needed.
     """
     try:
-        manifest, reader = _opened(path)
+        manifest, reader = _opened(storage, path)
         if manifest.model_only and not model_only:
             raise CheckpointError(
                 f"{path} has only weights; set checkpoint.initial_load_model_only = true"
@@ -103,27 +108,30 @@ def load_initial(path: Path, trained: Trained, *, model_only: bool) -> Resumed |
     return None if model_only else Resumed(manifest.step, manifest.state(), manifest, path)
 
 
-def agreed_steps(folder: Path) -> list[int]:
+def agreed_steps(storage: Storage, folder: Path) -> list[int]:
     """The committed steps, as rank 0 sees them.
 
     Raises:
         CheckpointError: rank 0 can't read the folder.
     """
-    found: list[int] | str = []
+    steps: list[int] | str = []
     if dist.get_rank() == 0:
         try:
-            found = committed_steps(folder)
+            steps = storage.steps(folder)
         except OSError as error:
-            found = f"checkpoint.folder: can't read {folder}: {error.strerror or error}"
-    found = json.loads(bytes_from_rank_0(json.dumps(found).encode()) or b"[]")
-    if isinstance(found, str):
-        raise CheckpointError(found)
-    return found
+            steps = f"checkpoint.folder: can't read {folder}: {error.strerror or error}"
+    steps = from_rank_0(steps)
+    if isinstance(steps, str):
+        raise CheckpointError(steps)
+    return steps
 
 
-def wait_until_visible(path: Path) -> bytes | None:
+def wait_until_visible(path: Path, read: Callable[[Path], bytes]) -> bytes | None:
     """Wait until every node sees the manifest that rank 0 sees. A network file system may show a
     commit late.
+
+    Args:
+        read: reads the manifest.
 
     Returns:
         The manifest's content, damaged or not; None if rank 0 can't read it.
@@ -131,12 +139,12 @@ def wait_until_visible(path: Path) -> bytes | None:
     Raises:
         CheckpointError: on every rank, if a node doesn't within `VISIBLE_WITHIN` seconds.
     """
-    expected = bytes_from_rank_0(_seen(path) if dist.get_rank() == 0 else None)
+    expected = from_rank_0(_seen(path, read) if dist.get_rank() == 0 else None)
 
     def wait() -> None:
         start = time.monotonic()
         pause = 0.05
-        while expected is not None and _seen(path) != expected:
+        while expected is not None and _seen(path, read) != expected:
             if time.monotonic() - start > VISIBLE_WITHIN:
                 raise CheckpointError(
                     f"rank {dist.get_rank()} on {socket.gethostname()} doesn't see "
@@ -150,10 +158,10 @@ def wait_until_visible(path: Path) -> bytes | None:
     return expected
 
 
-def _seen(path: Path) -> bytes | None:
+def _seen(path: Path, read: Callable[[Path], bytes]) -> bytes | None:
     """The manifest as this rank sees it, damaged or not; None if it can't be read."""
     try:
-        return manifest_bytes(path)
+        return read(path)
     except OSError:
         if not is_remote(path):
             with suppress(OSError):
@@ -161,7 +169,7 @@ def _seen(path: Path) -> bytes | None:
         return None
 
 
-def _opened(path: Path) -> tuple[Manifest, Reader]:
+def _opened(storage: Storage, path: Path) -> tuple[Manifest, Reader]:
     """A checkpoint that looks intact: each rank checks the sizes of a share of the files.
 
     Manifest and index are read by rank 0 alone.
@@ -170,16 +178,16 @@ def _opened(path: Path) -> tuple[Manifest, Reader]:
         DamageError: it isn't.
         CheckpointError: a rank doesn't see it.
     """
-    known = wait_until_visible(path)
+    known = wait_until_visible(path, storage.manifest_bytes)
     manifest = together(lambda: read_manifest(path, known))
 
     def fetch() -> bytes | None:
-        return index_bytes(path, manifest) if dist.get_rank() == 0 else None
+        return storage.index_bytes(path, manifest) if dist.get_rank() == 0 else None
 
-    content = bytes_from_rank_0(together(fetch))
+    index = from_rank_0(together(fetch))
 
     def check() -> Reader:
-        reader = Reader(path, Index(path, manifest, content))
+        reader = storage.reader(path, manifest, index)
         reader.check_files(manifest, dist.get_rank(), dist.get_world_size())
         return reader
 

@@ -1,27 +1,105 @@
-"""A save by all ranks, with the planner and writer of `torch.distributed.checkpoint` (DCP) but
-without its collectives: through them, the plans of all ranks would pass through rank 0.
+"""Saves, by all ranks together or by one process.
+
+The planner and the writer are those of `torch.distributed.checkpoint` (DCP), but its collectives
+are not used: through them, the plans of all ranks would pass through rank 0.
 """
 
 import concurrent.futures
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
-from torch.distributed.checkpoint.filesystem import _StoragePrefix
-from torch.distributed.checkpoint.planner import WriteItemType
-from torch.distributed.tensor import DTensor
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from torchtitan.checkpoint.exchange import Exchange
-from torchtitan.checkpoint.layout import Layout, shares
-from torchtitan.checkpoint.manifest import Written
-from torchtitan.checkpoint.writer import CommittingWriter
+from torchtitan.checkpoint.commit import discard
+from torchtitan.checkpoint.load import RankError, describe
+from torchtitan.checkpoint.manifest import CheckpointInfo, Written
+from torchtitan.checkpoint.writer import CommittingWriter, LocalPlan
+from torchtitan.parallel.agree import from_all
 from torchtitan.utils.errors import FormatBugError
+
+NUMBERS = 4
+"""Numbers that ranks exchange after a phase; the first counts the ranks that failed."""
+_TEXT_LENGTH = 1000
+"""Characters of an error's description, at most."""
+
+
+class Phases:
+    """Runs the phases of a save on all ranks. A phase ends on every rank when it has ended on all,
+    and fails on every rank if it failed on any.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False):
+        """
+        Args:
+            group: of all ranks, with gloo; its timeout bounds the wait for the slowest rank. None:
+                the default group.
+            alone: this process saves by itself.
+        """
+        self.group = group
+        self.alone = alone or not dist.is_initialized()
+        self.rank = 0 if self.alone else dist.get_rank()
+        self.world = 1 if self.alone else dist.get_world_size()
+
+    def run(self, action: Callable[[], Sequence[int]]) -> Tensor:
+        """Run one phase, by one all-reduce of `NUMBERS` numbers.
+
+        Args:
+            action: returns fewer than `NUMBERS` numbers below 2^63.
+
+        Returns:
+            The numbers' sums over all ranks, modulo 2^64.
+
+        Raises:
+            RankError: it failed on some rank; on every rank the same. The cause itself if `alone`.
+        """
+        values: Sequence[int] = ()
+        cause = None
+        try:
+            values = action()
+        except Exception as error:
+            if self.alone:
+                raise
+            cause = error
+        padding = [0] * (NUMBERS - 1 - len(values))
+        sums = torch.tensor([int(cause is not None), *values, *padding], dtype=torch.int64)
+        if not self.alone:
+            dist.all_reduce(sums, group=self.group)
+        if cause is not None or sums[0] > 0:
+            texts = from_all("" if cause is None else describe(cause)[:_TEXT_LENGTH], self.group)
+            rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+            raise RankError(f"rank {rank}: {text}") from cause
+        return sums[1:]
+
+
+class Writer(Protocol):
+    """Writes one checkpoint. `CommittingWriter` writes it to a folder."""
+
+    def begin(self) -> int:
+        """Prepare to write, on rank 0; returns the number of the save, of 62 bits."""
+
+    def plan(self, planner: DefaultSavePlanner, rank: int, world: int, places: int) -> LocalPlan:
+        """What this rank writes."""
+
+    def write(self, save: str, rank: int, plan: LocalPlan, planner: SavePlanner) -> tuple[int, int]:
+        """Write what this rank plans; number and bytes of its files."""
+
+    def finish(self, save: str, written: Written) -> None:
+        """Commit, on rank 0."""
 
 
 def save(
     state: dict[str, Any] | concurrent.futures.Future[dict[str, Any]],
-    writer: CommittingWriter,
+    open_writer: Callable[[], Writer],
     planner: DefaultSavePlanner | None = None,
     group: dist.ProcessGroup | None = None,
     *,
@@ -42,79 +120,157 @@ def save(
     Raises:
         RankError: it failed on some rank; on every rank the same.
     """
-    exchange = Exchange(group, alone=alone)
-    rank = exchange.rank
+    phases = Phases(group, alone=alone)
+    rank = phases.rank
     planner = planner or DefaultSavePlanner()
-    layouts: dict[str, Layout | None] = {}
-    plan = SavePlan([])
+    prepared: list[tuple[Writer, LocalPlan]] = []
 
     def prepare() -> tuple[int, int]:
-        nonlocal plan
+        writer = open_writer()
         tensors = state.result() if isinstance(state, concurrent.futures.Future) else state
         planner.set_up_planner(tensors, is_coordinator=rank == 0)
-        plan, agreed = own_plan(planner, rank, exchange.world, places, layouts)
-        return (writer.begin() if rank == 0 else 0), agreed
+        plan = writer.plan(planner, rank, phases.world, places)
+        prepared.append((writer, plan))
+        return (writer.begin() if rank == 0 else 0), plan.agreement
 
-    def write() -> tuple[int, int]:
-        results = writer.write_data(plan, planner).wait()
-        return writer.describe(number, rank, plan, layouts, results)
-
-    def finish() -> tuple[()]:
-        if rank == 0:
-            writer.finish(number, Written(ranks=exchange.world, files=files, bytes=size))
-        return ()
-
-    begun, differs = exchange.step(prepare)[:2]
-    if differs:
+    begun, differences = phases.run(prepare)[:2]
+    if differences != 0:
         raise FormatBugError(
             "ranks hold different tensors: this is a bug in torchtitan, please report it"
         )
-    number = f"{begun:016x}"
-    files, size = exchange.step(write)[:2]
-    exchange.step(finish)
+    ((writer, plan),) = prepared
+    number = f"{int(begun):016x}"
+    files, size = phases.run(lambda: writer.write(number, rank, plan, planner))[:2]
+
+    def finish() -> tuple[()]:
+        if rank == 0:
+            writer.finish(number, Written(ranks=phases.world, files=int(files), bytes=int(size)))
+        return ()
+
+    phases.run(finish)
 
 
-def own_plan(
-    planner: DefaultSavePlanner,
-    rank: int,
-    world: int,
-    places: int,
-    layouts: dict[str, Layout | None],
-) -> tuple[SavePlan, int]:
-    """What this rank writes.
+# ---- copies on the host, for saves in the background
+
+
+def build_stager(async_mode: str) -> "Stager | None":
+    """The stager of `checkpoint.async_mode`; None for `disabled`."""
+    if async_mode == "disabled":
+        return None
+    overlap = async_mode == "async_with_pinned_mem"
+    pinned = overlap and torch.cuda.is_available()
+    return Stager(
+        StagingOptions(
+            use_pinned_memory=pinned,
+            use_shared_memory=False,
+            use_async_staging=overlap,
+            use_non_blocking_copy=pinned,
+        )
+    )
+
+
+class Stager(DefaultStager):
+    """DCP's stager, with workarounds for three faults of torch 2.11 to 2.15. Ends with `release`,
+    not `close`.
+
+    1. Before 2.13, DCP's `close` after each save drops the buffers, so every save allocates them
+       again. Remove `close`, `release` and `_drop_buffers` with support for 2.12.
+    2. Copies run on a stream of their own without waiting for the current one, on which the
+       optimizer's step was only enqueued. Remove `stage` once torch waits.
+    3. The staging thread uses the first GPU, whichever the rank uses, and creates a context there.
+       Remove `_stage` once the thread takes over the rank's device.
+    """
+
+    def __init__(self, options: StagingOptions):
+        super().__init__(options)
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._drop_buffers = self._state_dict_stager.close
+        self._state_dict_stager.close = lambda: None
+
+    def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Any:
+        if self._staging_stream is not None:
+            self._staging_stream.wait_stream(torch.accelerator.current_stream())
+        return super().stage(state_dict, **kwargs)
+
+    def _stage(self, state_dict: dict[str, Any], **kwargs: Any) -> Any:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+        return super()._stage(state_dict, **kwargs)
+
+    def close(self) -> None: ...
+
+    def release(self) -> None:
+        """Stop the thread and free the buffers."""
+        super().close()
+        self._drop_buffers()
+
+
+# ---- one process, with a piece of a tensor in memory at a time
+
+
+class LazyPlanner(DefaultSavePlanner):
+    """Plans a save of meta tensors, and makes each piece of them only when it is written."""
+
+    def __init__(self, make: Callable[[str, tuple[slice, ...]], Tensor], most: float):
+        super().__init__()
+        self.make = make
+        self.most = most
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = [piece for item in plan.items for piece in _rows(item, self.most)]
+        self.plan = replace(plan, items=items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        assert write_item.tensor_data is not None
+        chunk = write_item.tensor_data.chunk
+        ends = zip(chunk.offsets, chunk.sizes, strict=True)
+        box = tuple(slice(start, start + size) for start, size in ends)
+        return self.make(write_item.index.fqn, box)
+
+
+def _rows(item: WriteItem, most: float) -> Iterator[WriteItem]:
+    """An item, cut along its first dimension into such of at most `most` bytes, or one row."""
+    about = item.tensor_data
+    assert about is not None
+    size = about.size.numel() * about.properties.dtype.itemsize
+    if size <= most:
+        yield item
+        return
+    rows = max(1, int(most * about.size[0] / size))
+    for start in range(0, about.size[0], rows):
+        offsets = torch.Size((start, *(0 for _ in about.size[1:])))
+        sizes = torch.Size((min(rows, about.size[0] - start), *about.size[1:]))
+        chunk = ChunkStorageMetadata(offsets, sizes)
+        index = replace(item.index, offset=offsets)
+        data = replace(about, chunk=chunk)
+        yield WriteItem(index, WriteItemType.SHARD, tensor_data=data)
+
+
+def write_streamed(
+    final: Path,
+    info: CheckpointInfo,
+    state: dict[str, Any],
+    make: Callable[[str, tuple[slice, ...]], Tensor],
+    most: float = 2**25,
+) -> None:
+    """Write a checkpoint in one process, a piece of a tensor in memory at a time; a failure leaves
+    nothing.
 
     Args:
-        layouts: receives that of each tensor.
-
-    Returns:
-        The plan, and a number whose sum over all ranks is 0 (modulo 2^64) if all ranks at each
-        place of the pipeline hold the same tensors.
+        final: its folder.
+        info: what its manifest says beside its files.
+        state: the tensors, on the meta device.
+        make: returns a box of a tensor, by its key and a slice of each dimension.
+        most: bytes of the tensors that are made whole. Larger ones are made in rows of the first
+            dimension.
     """
-    count = world // places
-    holders = range(rank // count * count, (rank // count + 1) * count)
-    found, digest = shares(planner.state_dict, rank, holders)
-    items = []
-    plan = planner.create_local_plan()
-    for item in plan.items:
-        share = found[item.index.fqn]
-        about = item.tensor_data
-        assert about is not None, f"{item.index.fqn} is not a tensor"
-        layouts[item.index.fqn] = share.layout
-        whole = item.type is WriteItemType.TENSOR or not isinstance(
-            planner.state_dict[item.index.fqn], DTensor
-        )
-        if not share.writes or not (about.chunk.sizes.numel() or rank == share.layout.first):
-            continue
-        box = share.layout.box(tuple(about.size), rank)
-        if not whole and box != (tuple(about.chunk.offsets), tuple(about.chunk.sizes)):
-            layouts[item.index.fqn] = None
-        items.append(item)
-    place = _StoragePrefix(f"__{rank}_")
-    leads = rank == holders.start
-    agreed = digest * (count - 1) if leads else -digest
-    return replace(plan, items=items, storage_data=place), _wrapped(agreed)
-
-
-def _wrapped(number: int) -> int:
-    """A number modulo 2^64, as an int64."""
-    return (number + 2**63) % 2**64 - 2**63
+    # DCP holds all tensors of a file until it is complete, hence one file per tensor.
+    open_writer = partial(CommittingWriter, final, info, file_per_tensor=True)
+    try:
+        save(state, open_writer, LazyPlanner(make, most), alone=True)
+    except BaseException:
+        with suppress(Exception):
+            discard(final)
+        raise

@@ -29,8 +29,14 @@ from torchtitan.checkpoint.commit import (
     step_folder,
     write_file,
 )
-from torchtitan.checkpoint.manifest import MANIFEST, FileEntry, Manifest, manifest_bytes, parse
-from torchtitan.checkpoint.parts import files_of
+from torchtitan.checkpoint.index import files_of
+from torchtitan.checkpoint.manifest import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    manifest_bytes,
+    read_manifest,
+)
 from torchtitan.utils.errors import DamageError, UserError
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.logging import logger
@@ -79,11 +85,9 @@ def send(
     """
     try:
         content = manifest_bytes(source)
-        manifest = parse(content)
     except FileNotFoundError:
         raise GoneError(f"{source} was deleted") from None
-    except ValueError as error:
-        raise DamageError(f"{source} is damaged: {MANIFEST}: {error}") from None
+    manifest = read_manifest(source, content)
     if _read(target / MANIFEST) == content:
         return 0
     if not _begun(target, hashlib.sha256(content).hexdigest().encode(), rank):
@@ -118,11 +122,7 @@ def _complete(there: Mapping[str, int], manifest: Manifest) -> bool:
     """Whether files of these sizes are all of a checkpoint's but the manifest."""
     if any(there.get(name) != about.bytes for name, about in manifest.files.items()):
         return False
-    others = [
-        size
-        for name, size in there.items()
-        if name.startswith("__") and name not in manifest.files  # in format 3, it lists them
-    ]
+    others = [size for name, size in there.items() if name.startswith("__")]
     return len(others) + len(manifest.files) == manifest.file_count() and (
         sum(others) + sum(file.bytes for file in manifest.files.values()) == manifest.file_bytes()
     )

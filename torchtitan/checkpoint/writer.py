@@ -1,33 +1,67 @@
-"""What a save writes: each rank its files through DCP's writer, then rank 0 the index and the
-manifest, which commit it.
+"""What a save writes: each rank its tensors through DCP's writer, and a file about them; then rank
+0 what all ranks have in common, and the manifest, which commits it.
 """
 
+import concurrent.futures
+import os
 import secrets
+import socket
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan, SavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemBase
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata, SavePlan
+from torch.distributed.checkpoint.filesystem import FileSystemBase, _StoragePrefix
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from torchtitan.checkpoint.commit import begin, commit, temporary_folder, write_file
-from torchtitan.checkpoint.gather import gathered
-from torchtitan.checkpoint.index import INDEX, dtype_name, render_index
-from torchtitan.checkpoint.layout import Layout
-from torchtitan.checkpoint.manifest import MANIFEST, FileEntry, Written, render
-from torchtitan.checkpoint.parts import Part, RankFile, WrittenTensor, name_of, render_rank
+from torchtitan.checkpoint.index import (
+    INDEX,
+    RankFile,
+    TensorPart,
+    TensorPlaces,
+    WrittenTensor,
+    add_written,
+    dtype_name,
+    name_of,
+    read_rank,
+    render_index,
+    render_rank,
+)
+from torchtitan.checkpoint.layout import Layout, shares
+from torchtitan.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    CheckpointInfo,
+    FileEntry,
+    Manifest,
+    TrainState,
+    Written,
+    checked,
+    render,
+)
 from torchtitan.checkpoint.sums import SummedFile
-from torchtitan.data.positions import DataPosition, DataState, completed
+from torchtitan.data.positions import DataPosition, completed
+from torchtitan.utils.errors import CheckpointError, DamageError, FormatBugError
 from torchtitan.utils.storage import is_remote, make_folder, patiently
+
+VISIBLE_WITHIN = 60.0
+"""Seconds in which a rank must see what another one has written; by default NFS caches a folder's
+names this long.
+"""
+_REQUESTS = 32
+"""Files that rank 0 reads from object storage at once."""
 
 
 class _Files(FileSystemBase):
@@ -80,28 +114,32 @@ class CommittingWriter(FileSystemWriter):
     def __init__(
         self,
         final: Path,
-        manifest: dict[str, Any],
+        info: CheckpointInfo,
         confirm: Callable[[], object] = lambda: None,
         committed: Callable[[], None] = lambda: None,
         *,
         beside: Mapping[str, bytes] | None = None,
+        staged: bool = False,
         file_per_tensor: bool = False,
     ):
         """
         Args:
             final: the checkpoint's folder.
-            manifest: what its manifest says beside its files.
+            info: what its manifest says beside its files.
             confirm: called by rank 0 before it writes and before it commits; may raise.
             committed: called by rank 0 afterwards.
             beside: further files, by name.
+            staged: the tensors are on the host; DCP would create a stream on the first GPU.
         """
         self.final = final
-        self.manifest = manifest
+        self.info = info
         self.confirm = confirm
         self.committed = committed
         self.beside = beside or {}
         self.file_per_tensor = file_per_tensor
         super().__init__(str(final), sync_files=not is_remote(final))
+        if staged:
+            self.per_thread_copy_ahead = 0
         self.fs = _Files()
         self.path = temporary_folder(final)
 
@@ -110,6 +148,21 @@ class CommittingWriter(FileSystemWriter):
         self.confirm()
         begin(self.final)
         return secrets.randbits(62)
+
+    def plan(self, planner: DefaultSavePlanner, rank: int, world: int, places: int) -> "LocalPlan":
+        """What this rank writes, see `local_plan`."""
+        return local_plan(planner, rank, world, places)
+
+    def write(
+        self, save: str, rank: int, plan: "LocalPlan", planner: SavePlanner
+    ) -> tuple[int, int]:
+        """Write this rank's tensors, and what they are; number and bytes of its files.
+
+        Args:
+            save: the save's number.
+        """
+        results = self.write_data(plan.items, planner).wait()
+        return self._describe(save, rank, plan, results)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         write = super().write_data
@@ -135,27 +188,18 @@ class CommittingWriter(FileSystemWriter):
             place = replace(plan.storage_data, prefix=f"{prefix}{i}_")
             yield replace(plan, items=items, storage_data=place)
 
-    def describe(
-        self,
-        save: str,
-        rank: int,
-        plan: SavePlan,
-        layouts: Mapping[str, Layout | None],
-        results: Sequence[WriteResult],
+    def _describe(
+        self, save: str, rank: int, plan: "LocalPlan", results: Sequence[WriteResult]
     ) -> tuple[int, int]:
-        """Write what this rank has written; number and bytes of its files.
-
-        Args:
-            save: the save's number.
-        """
+        """Write the file about what this rank has written."""
         places = {result.index: result.storage_data for result in results}
         tensors: dict[str, WrittenTensor] = {}
-        for item in plan.items:
+        for item in plan.items.items:
             key = item.index.fqn
             about = item.tensor_data
             assert about is not None, f"{key} is not a tensor"
             place = places[item.index]
-            part = Part(
+            part = TensorPart(
                 offsets=tuple(about.chunk.offsets),
                 sizes=tuple(about.chunk.sizes),
                 file=place.relative_path,
@@ -167,7 +211,7 @@ class CommittingWriter(FileSystemWriter):
                 tensors[key] = WrittenTensor(
                     dtype=dtype_name(about.properties.dtype),
                     size=tuple(about.size),
-                    layout=layouts[key],
+                    layout=plan.layouts[key],
                     parts=[],
                 )
             tensors[key].parts.append(part)
@@ -179,17 +223,19 @@ class CommittingWriter(FileSystemWriter):
 
     def _lanes(self) -> DataPosition | None:
         """This rank's lanes of the data, of which the manifest has all."""
-        data = (self.manifest["train_state"] or {}).get("data")
-        if not isinstance(data, DataState) or not any(x.lanes for x in data.sources.values()):
+        if self.info.train_state is None:
+            return None
+        data = self.info.train_state.data
+        if not any(source.lanes for source in data.sources.values()):
             return None
         return DataPosition(step=data.step, shares=data.shares, sources=data.sources)
 
-    def _state(self, lanes: Sequence[DataPosition]) -> dict[str, Any] | None:
+    def _state(self, lanes: Sequence[DataPosition]) -> TrainState | None:
         """The state of the run, with the lanes of all ranks."""
-        state = self.manifest["train_state"]
-        if state is None or not isinstance(state["data"], DataState):
-            return state
-        return state | {"data": completed(state["data"], lanes or [state["data"]])}
+        state = self.info.train_state
+        if state is None:
+            return None
+        return state.model_copy(update={"data": completed(state.data, lanes or [state.data])})
 
     def finish(self, save: str, written: Written) -> None:
         """Write what all ranks have in common, and commit; on rank 0.
@@ -205,18 +251,21 @@ class CommittingWriter(FileSystemWriter):
             write_file(self.path / name, content)
             files[name] = FileEntry(bytes=len(content), crc32=zlib.crc32(content))
         self.confirm()  # at a URL, the manifest commits
-        content = render(
-            {
-                "saved": datetime.now(UTC).isoformat(timespec="seconds"),
-                **self.manifest,
-                "train_state": self._state(lanes),
-                **_measure(metadata),
-                "files": dict(sorted(files.items())),
-                "save": save,
-                "written": written,
-            }
-        )
-        write_file(self.path / MANIFEST, content)
+        sizes = {
+            key: (about.size, about.properties.dtype)
+            for key, about in metadata.state_dict_metadata.items()
+        }
+        manifest = {
+            **dict(self.info),
+            "format": FORMAT,
+            "saved": datetime.now(UTC).isoformat(timespec="seconds"),
+            "train_state": self._state(lanes),
+            **measure(sizes),
+            "files": dict(sorted(files.items())),
+            "save": save,
+            "written": written,
+        }
+        write_file(self.path / MANIFEST, render(checked(Manifest, manifest)))
         commit(self.final)
         self.committed()
 
@@ -224,19 +273,17 @@ class CommittingWriter(FileSystemWriter):
         return StorageMeta(save_id=self.save_id)  # DCP would pickle the path as an object
 
 
-def _measure(metadata: Metadata) -> dict[str, Any]:
+def measure(tensors: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Any]:
     """The manifest's `parameters` and `tensor_bytes`, by part and dtype."""
     parameters = 0
     parts: dict[str, dict[str, int]] = {}
-    for key, about in metadata.state_dict_metadata.items():
+    for key, (size, dtype) in tensors.items():
         part = key.split(".")[0]
-        dtype = about.properties.dtype
-        elements = about.size.numel()
         if part == "model":
-            parameters += elements
+            parameters += size.numel()
         sizes = parts.setdefault(part, {})
         name = dtype_name(dtype)
-        sizes[name] = sizes.get(name, 0) + elements * dtype.itemsize
+        sizes[name] = sizes.get(name, 0) + size.numel() * dtype.itemsize
     return {"parameters": parameters, "tensor_bytes": parts}
 
 
@@ -246,3 +293,125 @@ def _wait(
     planner: SavePlanner,
 ) -> list[WriteResult]:
     return write(plan, planner).wait()
+
+
+# ---- what this rank writes
+
+
+class LocalPlan(NamedTuple):
+    """What one rank writes."""
+
+    items: SavePlan
+    layouts: dict[str, Layout | None]
+    """The layout of each tensor of the rank; None if its box isn't where the layout has it."""
+    agreement: int
+    """Sums to 0 (modulo 2^64) over all ranks if all ranks at each place of the pipeline hold the
+    same tensors.
+    """
+
+
+def local_plan(planner: DefaultSavePlanner, rank: int, world: int, places: int) -> LocalPlan:
+    """What this rank writes, as every rank derives it without a message.
+
+    Args:
+        places: of the pipeline.
+    """
+    count = world // places
+    holders = range(rank // count * count, (rank // count + 1) * count)
+    tensor_shares, digest = shares(planner.state_dict, rank, holders)
+    layouts: dict[str, Layout | None] = {}
+    items = []
+    plan = planner.create_local_plan()
+    for item in plan.items:
+        key = item.index.fqn
+        share = tensor_shares[key]
+        about = item.tensor_data
+        assert about is not None, f"{key} is not a tensor"
+        layouts[key] = share.layout
+        whole = item.type is WriteItemType.TENSOR or not isinstance(
+            planner.state_dict[key], DTensor
+        )
+        if not share.writes or not (about.chunk.sizes.numel() or rank == share.layout.first):
+            continue
+        box = share.layout.box(tuple(about.size), rank)
+        if not whole and box != (tuple(about.chunk.offsets), tuple(about.chunk.sizes)):
+            layouts[key] = None
+        items.append(item)
+    prefix = _StoragePrefix(f"__{rank}_")
+    agreement = digest * (count - 1) if rank == holders.start else -digest
+    return LocalPlan(replace(plan, items=items, storage_data=prefix), layouts, _wrapped(agreement))
+
+
+def _wrapped(number: int) -> int:
+    """A number modulo 2^64, as an int64."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+# ---- what all ranks have written
+
+
+def gathered(
+    path: Path, save: str, ranks: int
+) -> tuple[dict[str, TensorPlaces], Metadata, list[WriteResult], list[DataPosition]]:
+    """What all ranks have written: for the index, for DCP's metadata, and for the manifest.
+
+    Raises:
+        FormatBugError: it is not all of every tensor.
+    """
+    tensors: dict[str, TensorPlaces] = {}
+    metadata = Metadata({}, planner_data={})
+    results: list[WriteResult] = []
+    lanes = []
+    for content in _read_all(path, save, ranks):
+        lanes += [] if content.data is None else [content.data]
+        for key, found in content.tensors.items():
+            if key not in tensors:
+                tensors[key] = TensorPlaces(dtype=found.dtype, size=found.size, layout=found.layout)
+            known = tensors[key]
+            if None not in (known.layout, found.layout) and known.layout != found.layout:
+                continue  # another place of the pipeline has it, too
+            if found.layout is None:
+                tensors[key] = known.model_copy(update={"layout": None})
+            results += add_written(metadata, key, found)
+    for key, about in metadata.state_dict_metadata.items():
+        filled = sum(chunk.sizes.numel() for chunk in about.chunks)
+        if filled != about.size.numel():
+            raise FormatBugError(
+                f"{key}: the ranks wrote {filled} elements of {about.size.numel()}: this is a bug "
+                "in torchtitan, please report it with this line"
+            )
+    return tensors, metadata, results, lanes
+
+
+def _read_all(path: Path, save: str, ranks: int) -> Iterator[RankFile]:
+    """What each rank has written. Object storage takes long to answer, so it is asked for many."""
+    read = partial(_read, path, save)
+    if not is_remote(path):
+        yield from map(read, range(ranks))
+        return
+    with concurrent.futures.ThreadPoolExecutor(_REQUESTS) as pool:
+        for start in range(0, ranks, _REQUESTS):
+            yield from pool.map(read, range(start, min(start + _REQUESTS, ranks)))
+
+
+def _read(path: Path, save: str, rank: int) -> RankFile:
+    """What `rank` has just written. A network file system may show it late."""
+    start = time.monotonic()
+    pause = 0.05
+    while True:
+        try:
+            return read_rank(path, save, rank)[0]
+        except DamageError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            if time.monotonic() - start > VISIBLE_WITHIN:
+                raise CheckpointError(
+                    f"{socket.gethostname()} doesn't see {path / name_of(rank)}, which rank {rank} "
+                    "has written; checkpoint.folder must be in a folder that all nodes share, or "
+                    "at a URL"
+                ) from error
+        if not is_remote(path):
+            with suppress(OSError):
+                os.listdir(path)  # makes NFS ask the server for the folder's names
+        time.sleep(pause)
+        pause = min(2 * pause, 5.0)

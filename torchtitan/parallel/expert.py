@@ -9,11 +9,11 @@ Shapes: n rows, a row for each token and expert.
 
 from collections.abc import Callable
 from functools import cache
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import all_reduce, all_to_all_single
 from torch.distributed.tensor import DTensor, Shard
 
@@ -25,11 +25,27 @@ from torchtitan.parallel.collectives import distribute
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.travel import finish, start
 
+Splits: TypeAlias = Callable[[Tensor, Tensor, int], tuple[list[int], list[int]]]
+"""A function like `count_splits`."""
+
+
+def count_splits(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """How many rows go to each rank, and how many come from each.
+
+    Args:
+        sent, received: rows for each expert, `[ranks, local experts]`.
+        rows: the number of rows that this rank sends.
+    """
+    to_ranks, from_ranks = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+    return to_ranks, from_ranks
+
 
 class ShardedExperts(Experts):
     """Experts of which each rank of `group` holds an equal part: `[n, dim] -> [n, dim]`."""
 
     group: dist.ProcessGroup
+    splits: Splits = staticmethod(count_splits)
+    """Tells how many rows go to each rank, and how many come from each."""
 
     def forward(
         self, rows: Tensor, ends: Tensor, meanwhile: Callable[[], None] = lambda: None
@@ -43,7 +59,7 @@ class ShardedExperts(Experts):
         ranks = self.group.size()
         to_experts = ends.diff(prepend=ends.new_zeros(1))  # rows for each expert
         arriving = all_to_all_single(to_experts, None, None, self.group).view(ranks, -1)
-        sent, received = _splits(to_experts.view_as(arriving), arriving, len(rows))
+        sent, received = self.splits(to_experts.view_as(arriving), arriving, len(rows))
         travelling = start(rows, sent, received, self.group)
         meanwhile()
         arrived = finish(travelling)
@@ -59,20 +75,6 @@ class ShardedExperts(Experts):
         travelling = start(results, received, sent, self.group)
         del results
         return finish(travelling)
-
-
-def _splits(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """How many rows go to each rank, and how many come from each.
-
-    Args:
-        sent, received: `[ranks, local experts]`.
-    """
-    if isinstance(sent, FakeTensor):  # while the planner traces: equal loads
-        ranks = len(sent)
-        equal = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
-        return equal, equal
-    to_ranks, from_ranks = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-    return to_ranks, from_ranks
 
 
 def _by_expert(received: Tensor, rows: int) -> Tensor:
@@ -97,8 +99,14 @@ def balance_of(config: Config) -> Balance:
     )
 
 
-def apply_expert_parallel(model: Model, mesh: Mesh, balance: Balance) -> None:
-    """Shard the experts of `model`, on the meta device, over `mesh.ep`, and set up its routers."""
+def apply_expert_parallel(
+    model: Model, mesh: Mesh, balance: Balance, splits: Splits = count_splits
+) -> None:
+    """Shard the experts of `model`, on the meta device, over `mesh.ep`, and set up its routers.
+
+    Args:
+        splits: tells how many rows ranks exchange; called as `count_splits` is.
+    """
     along_rows = [group for axis in ("cp", "tp") if (group := mesh.group(axis)) is not None]
     for module in model.modules():
         if isinstance(module, Router):
@@ -111,6 +119,7 @@ def apply_expert_parallel(model: Model, mesh: Mesh, balance: Balance) -> None:
             # mypy doubts that classes are hashable
             module.__class__ = _sharded(type(module))  # type: ignore[arg-type]
             module.group = mesh.ep.get_group()
+            module.splits = splits
 
 
 def _sum_over(groups: list[dist.ProcessGroup]) -> Callable[[Tensor], Tensor]:

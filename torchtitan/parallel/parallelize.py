@@ -14,7 +14,7 @@ from torchtitan.parallel.activation_offload import apply_activation_offload
 from torchtitan.parallel.compile import apply_compile, configure_compiler
 from torchtitan.parallel.context import build_attention
 from torchtitan.parallel.delta_context import apply_delta_context
-from torchtitan.parallel.expert import apply_expert_parallel, balance_of
+from torchtitan.parallel.expert import Splits, apply_expert_parallel, balance_of, count_splits
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.init import materialize
 from torchtitan.parallel.mesh import Mesh
@@ -35,6 +35,8 @@ def parallelize(
     device: torch.device,
     *,
     fill: Callable[..., None] = materialize,
+    splits: Splits = count_splits,
+    modules_of: Callable[[StagePlan | None, int], list[tuple[str, ...] | None]] = stage_modules,
 ) -> list[FSDPModule]:
     """This rank's part of the model, sharded and initialized: a module for each pipeline stage.
 
@@ -43,6 +45,8 @@ def parallelize(
     Args:
         device: where this rank computes.
         fill: allocates and initializes the sharded model; called as `materialize` is.
+        splits: tells how many rows experts' ranks exchange; called as `count_splits` is.
+        modules_of: names the modules of each stage of a rank; called as `stage_modules` is.
     """
     training = config.training
     p = config.parallelism
@@ -54,14 +58,14 @@ def parallelize(
     attend = build_attention(mesh, p, device)  # context parallelism
     models = []
     parameters = 0
-    for modules in stage_modules(stages, mesh.rank("pp")):
+    for modules in modules_of(stages, mesh.rank("pp")):
         with torch.device("meta"):
             model = spec.build(args, attend)
         parameters = sum(weight.numel() for weight in model.parameters())
         keep_modules(model, modules)
         model.to(getattr(torch, training.dtype))
         quantize(model, config, tp_degree)
-        apply_expert_parallel(model, mesh, balance_of(config))
+        apply_expert_parallel(model, mesh, balance_of(config), splits)
         apply_tensor_parallel(
             model,
             mesh.tp,

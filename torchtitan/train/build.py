@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from torchtitan.checkpoint.backend import Storage
 from torchtitan.config.derive import replace, stages_of, validation_rows
 from torchtitan.config.sections.data import ValidationSet
 from torchtitan.config.sections.schema import Comm, Config, Debug
@@ -366,3 +367,5 @@ class Builders:
     mesh: Callable[..., Mesh] = build_mesh
     data: Callable[..., StepLoader] = build_data
     models: Callable[..., list[FSDPModule]] = parallelize
+    storage: Storage | None = None
+    """Where checkpoints are written and read; None: in folders."""

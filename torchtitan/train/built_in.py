@@ -4,6 +4,7 @@ import gc
 import time
 from collections.abc import Sequence
 
+from torchtitan.checkpoint.hf.export import export_saved
 from torchtitan.config.load.render import to_toml_value
 from torchtitan.config.sections.schema import Guard
 from torchtitan.health.replicas import check_replicas
@@ -277,7 +278,7 @@ class Save(Callback):
         self.checkpointer.save(step, self.engine.state.share(), model_only=model_only)
         if last and config.last_save_in_hf:
             args = trained_args(run.config, setup, stage)
-            folder = self.checkpointer.export_hf(step, setup.spec, args, setup.tokenizer)
+            folder = export_saved(self.checkpointer, step, setup.spec, args, setup.tokenizer)
             logger.info(f"Exported Hugging Face weights to {folder}")
 
 

@@ -138,6 +138,7 @@ class Trainer:
             confirm=lambda: self.folders.confirm(remote=True),
             confirm_copies=self.folders.confirm_copies,
             data_files=self.parts.loader.record.lists,
+            storage=builders.storage,
         )
         guard = Guard(
             config.guard,

@@ -2,7 +2,7 @@
 `distributed_compat`, those for torchao in `torchao_compat`.
 
 Every docstring states the fault, the releases it was seen in, and when to delete the function.
-Those of DCP's staging are methods of one class in `torchtitan.checkpoint.staging`. torch is
+Those of DCP's staging are methods of one class in `torchtitan.checkpoint.save`. torch is
 imported inside the functions, because the configuration asks for its version without loading it.
 """
 

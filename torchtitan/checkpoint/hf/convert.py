@@ -15,7 +15,7 @@ from torchtitan.checkpoint.hf.export import HFExport
 from torchtitan.checkpoint.hf.folder import read_hf_config
 from torchtitan.checkpoint.hf.weights import import_hf
 from torchtitan.checkpoint.load import Reader
-from torchtitan.checkpoint.manifest import read_manifest
+from torchtitan.checkpoint.manifest import CheckpointInfo, read_manifest
 from torchtitan.checkpoint.state import check_averaged, check_own_model, model_of
 from torchtitan.config.load.decode import load_config
 from torchtitan.config.load.extend import recorded_tokenizer
@@ -132,16 +132,16 @@ def from_hf(
         draft = Path(folder, file.name)
         draft.write_text(text)
         without = _check_recipe(draft, source, spec, args, check)
-    manifest = {
-        "step": 0,
-        "model_only": True,
-        "versions": versions(),
-        "model": {"name": spec.name, **args.model_dump()},
-        "data": {},
-        "config": text,
-        "train_state": None,
-    }
-    imported = import_hf(source, step, spec, args, manifest)
+    info = CheckpointInfo(
+        step=0,
+        model_only=True,
+        versions=versions(),
+        model={"name": spec.name, **args.model_dump()},
+        data={},
+        config=text,
+        train_state=None,
+    )
+    imported = import_hf(source, step, spec, args, info)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, text.encode())
     flavor = nearest_flavor(spec, args)[0]

@@ -12,21 +12,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.checkpoint.boxes import BoxReader
-from torchtitan.checkpoint.commit import begin, commit, discard, fsync, temporary_folder, write_json
-from torchtitan.checkpoint.exchange import Exchange
+from torchtitan.checkpoint.commit import (
+    begin,
+    commit,
+    discard,
+    fsync,
+    step_folder,
+    temporary_folder,
+    write_json,
+)
 from torchtitan.checkpoint.hf import check as hf_check
-from torchtitan.checkpoint.hf.arrange import Theirs, arrange
 from torchtitan.checkpoint.hf.folder import batches
-from torchtitan.checkpoint.hf.pieces import blocks, whole
+from torchtitan.checkpoint.hf.pieces import HFTensor, arrange, blocks, whole
 from torchtitan.checkpoint.hf.stored import DTYPES, Box, Entry, OpenFiles
 from torchtitan.checkpoint.hf.tokenizer import write_tokenizer
 from torchtitan.checkpoint.hf.weights import on_meta
-from torchtitan.checkpoint.load import RankError, Reader, describe, read_tensor
+from torchtitan.checkpoint.load import BoxReader, RankError, Reader, describe, read_tensor
+from torchtitan.checkpoint.manager import Checkpointer
+from torchtitan.checkpoint.manifest import read_manifest
+from torchtitan.checkpoint.resume import wait_until_visible
+from torchtitan.checkpoint.save import Phases
 from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec, export_problems, hf_map
 from torchtitan.models.hf_names import is_buffer, parts_of
+from torchtitan.parallel.agree import together
 from torchtitan.utils.errors import CheckpointError, UserError, from_another_rank
+from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 
 _PIECE = 16 * 2**20
@@ -159,7 +170,7 @@ class HFExport:
 
     def _together(self, phase: Callable[[], None], group: dist.ProcessGroup | None) -> None:
         """Run a phase on every rank and wait for all."""
-        exchange = Exchange(group)
+        phases = Phases(group)
 
         def act() -> tuple[()]:
             try:
@@ -169,11 +180,11 @@ class HFExport:
             return ()
 
         try:
-            exchange.step(act)
+            phases.run(act)
         except Exception as error:
             if from_another_rank(error) and not isinstance(error, RankError):
                 raise  # that rank's end is the cause, not this export
-            rank = "rank 0: " if exchange.alone else ""
+            rank = "rank 0: " if phases.alone else ""
             raise CheckpointError(
                 f"can't export to Hugging Face: {rank}{describe(error)}; nothing is left of the "
                 f"export; {self.reader.path} stays"
@@ -254,7 +265,7 @@ class HFExport:
         first = parts_of(self.names[ours])[0].name
         return read_tensor(self.reader, self._key(ours), self.tensors[first].dtype)
 
-    def _read(self, tensor: Theirs) -> Iterator[tuple[Box, Tensor]]:
+    def _read(self, tensor: HFTensor) -> Iterator[tuple[Box, Tensor]]:
         """One of Hugging Face's tensors, in boxes in the order of its elements."""
         self._boxes.forget(besides={self._key(source.ours) for source in tensor.sources})
         most = _PIECE // tensor.dtype.itemsize
@@ -276,8 +287,8 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 def _write_safetensors(
     path: Path,
-    tensors: Mapping[str, Theirs],
-    read: Callable[[Theirs], Iterable[tuple[Box, Tensor]]],
+    tensors: Mapping[str, HFTensor],
+    read: Callable[[HFTensor], Iterable[tuple[Box, Tensor]]],
 ) -> None:
     """Write a safetensors file with a piece of a tensor in memory at a time; other writers hold
     whole files.
@@ -308,3 +319,37 @@ def _write_safetensors(
                 file.write(piece.flatten().view(torch.uint8).numpy().data)
     if not is_remote(path):
         fsync(path)
+
+
+def export_saved(
+    checkpointer: Checkpointer, step: int, spec: ModelSpec, args: Any, tokenizer: Tokenizer
+) -> Path:
+    """Export the checkpoint that a run has saved at `step`, on all ranks together; returns the
+    folder.
+
+    Raises:
+        CheckpointError: on every rank, if it failed on any or didn't write the model.
+    """
+    checkpointer.wait()
+    source = step_folder(checkpointer.folder, step)
+    folder = checkpointer.folder / f"step-{step}-hf"
+    wait_until_visible(source, checkpointer.storage.manifest_bytes)
+
+    def open_export() -> HFExport:
+        averaged = checkpointer.exports_average and not read_manifest(source).model_only
+        return HFExport(
+            source,
+            folder,
+            spec,
+            args,
+            dtype=getattr(torch, checkpointer.config.export_dtype),
+            tokenizer=tokenizer,
+            averaged=averaged,
+            most_compared=hf_check.MOST_IN_A_RUN,
+        )
+
+    export = together(open_export)
+    export.write(checkpointer.group)
+    for note in export.notes:
+        logger.info(note)
+    return folder

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from torchtitan.checkpoint.hf.folder import SafetensorsReader
 from torchtitan.checkpoint.hf.stored import Box
+from torchtitan.checkpoint.manifest import CheckpointInfo
+from torchtitan.checkpoint.save import write_streamed
 from torchtitan.checkpoint.state import model_state
-from torchtitan.checkpoint.streamed import write_streamed
 from torchtitan.models import HFNames, ModelSpec, hf_map
 from torchtitan.models.hf_names import parameters_of
 from torchtitan.utils.errors import CheckpointError
@@ -86,14 +87,14 @@ class Imported(NamedTuple):
 
 
 def import_hf(
-    source: Path, target: Path, spec: ModelSpec, args: Any, manifest: dict[str, Any]
+    source: Path, target: Path, spec: ModelSpec, args: Any, info: CheckpointInfo
 ) -> Imported:
     """Write the weights in a folder of safetensors as a checkpoint of the same dtypes; quantized
     ones as bfloat16.
 
     Args:
         target: the checkpoint, `.../step-0`.
-        manifest: the contents of its manifest.
+        info: what its manifest says beside its files.
 
     Raises:
         CheckpointError: a weight is missing, unknown, not finite, or of another shape than `args`
@@ -113,7 +114,7 @@ def import_hf(
         # What Hugging Face doesn't store are buffers, which start at zero.
         return torch.zeros([part.stop - part.start for part in box], dtype=state[name].dtype)
 
-    write_streamed(target, manifest, {"model": state}, read)
+    write_streamed(target, info, {"model": state}, read)
     sizes = (stored[name].size.numel() for name in parameters_of(reader.names))
     return Imported(sum(sizes), _notes(reader, ignored))
 

@@ -2,15 +2,14 @@
 
 PyTorch's `fake` backend replaces the network and `FakeTensorMode` the device. Tensors are nominally
 on the CPU, since autograd needs a device that this build of torch supports; what CUDA does
-differently is patched in here.
+differently is substituted here.
 """
 
 import functools
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from torchtitan.models import attention_backend, norms
 from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel import mesh as meshes
 from torchtitan.parallel.collectives import local, sharded_like
+from torchtitan.tools.planner.substitution import Substitution, substituted
 from torchtitan.tools.planner.tracer import Tracer
 
 
@@ -49,19 +49,17 @@ def start_group(world: int, rank: int) -> None:
 
 @contextmanager
 def no_network() -> Iterator[FakeTensorMode]:
-    """Patches under which a rank of this project runs on a fake process group."""
+    """Substitutions under which a rank of this project runs on a fake process group."""
     known = set(meshes._meshes)
-    with ExitStack() as stack:
-        propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-        # DTensor runs each operation on fake tensors of global shape, which no rank ever holds.
-        stack.enter_context(
-            patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", aside(propagate))
-        )
-        # torch 2.12 to 2.14: ranks exchange shapes first.
-        if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
-            stack.enter_context(
-                patch.object(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known)
-            )
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+    # DTensor runs each operation on fake tensors of global shape, which no rank ever holds.
+    substitutions = [
+        Substitution(ShardingPropagator, "_propagate_tensor_meta_non_cached", aside(propagate))
+    ]
+    schedule = schedules._PipelineSchedule
+    if hasattr(schedule, "_warmup_p2p"):  # torch 2.12 to 2.14: ranks exchange shapes first
+        substitutions.append(Substitution(schedule, "_warmup_p2p", _shapes_are_known))
+    with substituted(*substitutions):
         try:
             yield FakeTensorMode(allow_non_fake_inputs=True)
         finally:
@@ -144,37 +142,39 @@ def recording(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
     Args:
         cuda: behave as on CUDA: streams of their own, fused RMSNorm.
     """
-    with ExitStack() as stack:
-        resize = torch.UntypedStorage.resize_
+    resize = torch.UntypedStorage.resize_
 
-        def seen(storage: torch.UntypedStorage, size: int) -> Any:
-            out = resize(storage, size)
-            tracer.resized(storage, int(size))
-            return out
+    def seen(storage: torch.UntypedStorage, size: int) -> Any:
+        out = resize(storage, size)
+        tracer.resized(storage, int(size))
+        return out
 
-        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", seen))
-        if cuda:
-            numbers = iter(range(1, 1000))
-            stack.enter_context(
-                patch.multiple(
-                    torch.cpu,
-                    Stream=lambda *args, **kwargs: _Stream(tracer, f"stream {next(numbers)}"),
-                    current_stream=lambda *args: _Stream(tracer, tracer.stream),
-                    stream=lambda stream: stream or nullcontext(),
-                    Event=_Event,
-                    create=True,
-                )
-            )
-            stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
-            # What the CPU does in its own way, since fake tensors are on it.
-            stack.enter_context(patch.object(norms.RMSNorm, "forward", nn.RMSNorm.forward))
-            stack.enter_context(
-                patch.object(attention_backend, "_gains_on_cpu", lambda q, mask: False)
-            )
-        stack.enter_context(tracer)
+    substitutions = [Substitution(torch.UntypedStorage, "resize_", seen)]
+    if cuda:
+        substitutions += _cuda(tracer)
+    with substituted(*substitutions), tracer:
         gc.disable()  # as in training; a collection would free what training keeps
-        stack.callback(gc.enable)
-        yield
+        try:
+            yield
+        finally:
+            gc.enable()
+
+
+def _cuda(tracer: Tracer) -> Iterator[Substitution]:
+    """What CUDA does differently from the CPU, on which fake tensors nominally are."""
+    numbers = iter(range(1, 1000))
+    streams: dict[str, Any] = {
+        "Stream": lambda *args, **kwargs: _Stream(tracer, f"stream {next(numbers)}"),
+        "current_stream": lambda *args: _Stream(tracer, tracer.stream),
+        "stream": lambda stream: stream or nullcontext(),
+        "Event": _Event,
+    }
+    for name, replacement in streams.items():
+        yield Substitution(torch.cpu, name, replacement)
+    yield Substitution(F, "rms_norm", _rms_norm)
+    # What the CPU does in its own way.
+    yield Substitution(norms.RMSNorm, "forward", nn.RMSNorm.forward)
+    yield Substitution(attention_backend, "_gains_on_cpu", lambda q, mask: False)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +38,7 @@ from torchtitan.tools.planner.allocator import peak_by_part, replay
 from torchtitan.tools.planner.fake import LOSSES, fake_cluster, recording, take_fake_memory
 from torchtitan.tools.planner.linears import experts_in_eight_bits
 from torchtitan.tools.planner.memory import PARTS, TRACED_BATCHES
+from torchtitan.tools.planner.substitution import Substitution, substituted
 from torchtitan.tools.planner.tracer import Tracer
 from torchtitan.train.build import build_compute
 from torchtitan.train.forward import Compute
@@ -190,7 +190,9 @@ def _record(
         shapes.update({name: _gathered_shape(param) for name, param in model.named_parameters()})
         take_fake_memory(mode, model)
 
-    models = parallelize(eager, setup.spec, setup.args, setup.stages, mesh, device, fill=fill)
+    models = parallelize(
+        eager, setup.spec, setup.args, setup.stages, mesh, device, fill=fill, splits=_equal_splits
+    )
     vocabulary = setup.args.vocab_size
     tracer = Tracer(
         _axes(mesh),
@@ -267,6 +269,13 @@ def _eager(config: Config, cuda: bool) -> Config:
     return config.model_copy(update={"model": model, "compile": compile_, "training": training})
 
 
+def _equal_splits(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """Numbers of rows, as in `count_splits`, where all ranks are sent equally many."""
+    ranks = len(sent)
+    equal = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+    return equal, equal
+
+
 @contextmanager
 def _scaled(tracer: Tracer, compute: Compute, batches: int) -> Iterator[int]:
     """Trace at most three batches; the middle one stands for those left out."""
@@ -278,7 +287,7 @@ def _scaled(tracer: Tracer, compute: Compute, batches: int) -> Iterator[int]:
         marks.append(tracer.counts.copy())
         return run(*args, **kwargs)
 
-    with patch.object(compute, "forward_backward", marked):
+    with substituted(Substitution(compute, "forward_backward", marked)):
         yield traced
     if batches > traced:
         tracer.counts.repeat(marks[1], marks[2], batches - traced)

@@ -5,19 +5,17 @@ Without them, the results would be data that no rank has sent.
 
 import functools
 import pickle
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchtitan.checkpoint import resume
-from torchtitan.checkpoint.exchange import NUMBERS, Exchange
 from torchtitan.parallel import agree
+from torchtitan.tools.planner.substitution import Substitution, substituted
 from torchtitan.tools.planner.tracer import nbytes
 from torchtitan.tools.rehearsal.events import Message
 from torchtitan.tools.rehearsal.recorder import Recorder, describe, mark, reduction
@@ -138,23 +136,6 @@ class Network:
         self._object("merge_objects", None, _size(value))
         return value
 
-    def bytes_from_rank_0(self, content: bytes | None) -> bytes | None:
-        box = [content]
-        size = len(content or b"") if self.recorder.record.rank == 0 else 0
-        self._number("broadcast", None, "int64 []", 8)
-        self._number("broadcast", None, "uint8 [any]", size)
-        self._keep(box)
-        return box[0]
-
-    def sums(self, exchange: Exchange, values: Sequence[int]) -> list[int]:
-        """No rank fails unless this one does, and all hold the same tensors."""
-        self._number("all_reduce", exchange.group, f"int64 [{NUMBERS}] sum", 8 * NUMBERS)
-        return [values[0], *[0] * (NUMBERS - 1)]
-
-    def _number(self, op: str, group: ProcessGroup | None, what: str, size: int) -> None:
-        root = 0 if op == "broadcast" else None
-        self.recorder.entered(self.recorder.slot(group), op, what, size, root)
-
     def _global(self, rank: int | None, in_group: int | None, group: ProcessGroup | None) -> int:
         if in_group is not None:
             return self.recorder.record.groups[self.recorder.slot(group)].ranks[in_group]
@@ -218,9 +199,35 @@ def _size(value: object) -> int:
 
 @contextmanager
 def recording(recorder: Recorder, broadcasts: list[Any] | None) -> Iterator[None]:
-    """Replace what makes groups, exchanges objects, sends and receives, and record the rest."""
+    """Substitute what makes groups, exchanges objects, sends and receives, and record the rest.
+
+    Of torch.distributed, these are the functions in `_OBJECTS`, `_MESSAGES` and `_REDUCTIONS`, and
+    the one that all of its ways to make a group end in. Of this project it is `agree.merged_on_0`,
+    whose tree would pair ranks that aren't rehearsed.
+    """
     network = Network(recorder, broadcasts)
-    create = distributed_c10d._new_process_group_helper
+    replacements: dict[str, Callable[..., Any]] = {
+        name: getattr(network, name) for name in (*_OBJECTS, *_MESSAGES)
+    }
+    for name in ("isend", "irecv"):  # compared by identity
+        replacements[name] = functools.partial(replacements[name])
+    for name in _REDUCTIONS:
+        replacements[name] = network.reducing(getattr(dist, name))
+    create = _recorded_creation(recorder, distributed_c10d._new_process_group_helper)
+    with substituted(
+        Substitution(distributed_c10d, "_new_process_group_helper", create),
+        Substitution(agree, "merged_on_0", network.merged_on_0),
+        *(
+            Substitution(module, name, replacement)
+            for name, replacement in replacements.items()
+            for module in (dist, distributed_c10d)
+        ),
+    ):
+        yield
+
+
+def _recorded_creation(recorder: Recorder, create: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's creation of a group, whose group is a fake one and recorded."""
 
     @functools.wraps(create)
     def created(
@@ -240,20 +247,4 @@ def recording(recorder: Recorder, broadcasts: list[Any] | None) -> Iterator[None
         recorder.created(members, kwargs.get("group_desc") or "default_pg", own)
         return result
 
-    replacements: dict[str, Callable[..., Any]] = {
-        name: getattr(network, name) for name in (*_OBJECTS, *_MESSAGES)
-    }
-    for name in ("isend", "irecv"):  # compared by identity
-        replacements[name] = functools.partial(replacements[name])
-    for name in _REDUCTIONS:
-        replacements[name] = network.reducing(getattr(dist, name))
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(distributed_c10d, "_new_process_group_helper", created))
-        stack.enter_context(patch.object(agree, "merged_on_0", network.merged_on_0))
-        stack.enter_context(patch.object(resume, "bytes_from_rank_0", network.bytes_from_rank_0))
-        stack.enter_context(patch.object(Exchange, "_sums", lambda *args: network.sums(*args)))
-        stack.enter_context(patch.object(Exchange, "_texts", lambda _, text: [text]))
-        for name, replacement in replacements.items():
-            for module in (dist, distributed_c10d):
-                stack.enter_context(patch.object(module, name, replacement))
-        yield
+    return created

@@ -2,7 +2,7 @@
 a resume, the end.
 
 It is the code of a run, from the first process group to the last barrier. Replaced are the network,
-the memory, the data (rows without content) and the files of checkpoints.
+the memory, the data (rows without content) and the storage of checkpoints.
 """
 
 import logging
@@ -26,26 +26,25 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 import torchtitan.train
-from torchtitan.checkpoint.index import add_written
+from torchtitan.checkpoint.index import TensorPart, WrittenTensor, add_written
 from torchtitan.checkpoint.layout import Cut, Layout
-from torchtitan.checkpoint.parts import Part, WrittenTensor
 from torchtitan.config.derive import axis_degrees, gradient_accumulation_steps
 from torchtitan.config.sections.schema import Config
 from torchtitan.health.rank_dumps import is_library, where
-from torchtitan.parallel import parallelize
 from torchtitan.parallel.mesh import build_mesh
+from torchtitan.parallel.parallelize import parallelize
 from torchtitan.tools.planner.fake import aside, no_network, start_group, take_fake_memory
 from torchtitan.tools.rehearsal.events import Record
 from torchtitan.tools.rehearsal.network import recording
 from torchtitan.tools.rehearsal.recorder import EndlessLoopError, Recorder
-from torchtitan.tools.rehearsal.replaced import blank_data, replaced, stored_checkpoint
+from torchtitan.tools.rehearsal.replaced import NoFiles, blank_data, few_modules, unequal_splits
 from torchtitan.tools.rehearsal.requests import CountedStore, count_files, counted_store
-from torchtitan.train import restore
 from torchtitan.train.build import Builders
 from torchtitan.train.built_in import Report, Save
 from torchtitan.train.callbacks import Callback, Run
 from torchtitan.train.evaluations import Validate
 from torchtitan.train.preflight import Setup, preflight
+from torchtitan.train.restore import restore
 from torchtitan.train.step import StepResult
 from torchtitan.train.trainer import Trainer
 from torchtitan.utils import activity as phase
@@ -88,11 +87,10 @@ def rehearse_rank(
             no_network() as mode,
             counted_store(rank, world) as store,
             recording(recorder, broadcasts),
-            replaced(setup, recorder, layers),
         ):
             try:
                 with mode, recorder:
-                    _run(config, setup, world, recorder, mode, store)
+                    _run(config, setup, world, recorder, mode, store, layers)
             except EndlessLoopError as loop:
                 recorder.record.loop = str(loop)
             except Exception as error:
@@ -182,6 +180,7 @@ def _run(
     recorder: Recorder,
     mode: FakeTensorMode,
     store: CountedStore,
+    layers: int | None,
 ) -> None:
     def connect(*_: Any) -> None:
         with torch.utils._python_dispatch._disable_current_modes():
@@ -206,7 +205,15 @@ def _run(
             connect=connect,
             mesh=aside(build_mesh),
             data=blank_data,
-            models=aside(partial(parallelize.parallelize, fill=fill)),
+            models=aside(
+                partial(
+                    parallelize,
+                    fill=fill,
+                    splits=partial(unequal_splits, recorder),
+                    modules_of=partial(few_modules, setup, recorder, layers),
+                )
+            ),
+            storage=NoFiles(),
         ),
         device=torch.device("cpu"),
     )
@@ -217,8 +224,7 @@ def _run(
     recorder.record.metadata = _metadata_bytes()
     if run.checkpointer.config.enable:
         recorder.during = "resume"
-        with stored_checkpoint(run.checkpointer):
-            restore.restore(config, setup, run.parts.models, run.checkpointer, state=run.state)
+        restore(config, setup, run.parts.models, run.checkpointer, state=run.state)
     recorder.during = "end"
     run.close()
 
@@ -258,7 +264,9 @@ def _metadata_bytes() -> float:
     metadata = Metadata({}, planner_data={})
     total = 0
     for i in range(parts):
-        part = Part((size * i, 0), (size, 2**14), f"__{i}_0.distcp", size * i, size, 2**32 - 1)
+        part = TensorPart(
+            (size * i, 0), (size, 2**14), f"__{i}_0.distcp", size * i, size, 2**32 - 1
+        )
         written = WrittenTensor(
             dtype="float32",
             size=(size * parts, 2**14),

@@ -50,7 +50,7 @@ _HELPERS = (
     "found",
     "merged_on_0",
     "together",
-    "Exchange.step",
+    "Phases.run",
     "redistribute_and_wait",
     "AnyRank.__init__",
 )

@@ -1,82 +1,63 @@
-"""What a rehearsal replaces: layers that don't run, sizes of exchanges, the data, and the files of
-checkpoints.
+"""What a rehearsal gives to the trainer instead of a run's own: fewer layers, sizes of exchanges
+that follow from no data, rows without content, and a storage of checkpoints without files.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import LoadPlanner, SavePlanner
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.futures import Future
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlanner
 
-from torchtitan.checkpoint import resume as resuming
-from torchtitan.checkpoint import save as saving
-from torchtitan.checkpoint.index import TensorPlaces, dtype_name, render_index
-from torchtitan.checkpoint.layout import shares
+from torchtitan.checkpoint.index import Index, TensorPlaces, dtype_name, render_index
 from torchtitan.checkpoint.load import Reader
-from torchtitan.checkpoint.writer import CommittingWriter
+from torchtitan.checkpoint.manifest import (
+    FORMAT,
+    CheckpointInfo,
+    FileEntry,
+    Manifest,
+    Written,
+    checked,
+    render,
+)
+from torchtitan.checkpoint.writer import LocalPlan, local_plan, measure
 from torchtitan.config.derive import validation_rows
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepBatch
-from torchtitan.data.positions import DataFingerprint, DataPosition, SharesState, SourcePosition
-from torchtitan.parallel import expert, parallelize, pipeline
+from torchtitan.data.positions import (
+    DataFingerprint,
+    DataPosition,
+    DataState,
+    SharesState,
+    SourcePosition,
+)
+from torchtitan.parallel.pipeline import stage_modules
+from torchtitan.parallel.pipeline_stages import StagePlan
 from torchtitan.tools.planner.fake import aside
 from torchtitan.tools.rehearsal.recorder import Recorder
 from torchtitan.train.preflight import Setup
-from torchtitan.train.restore import RunState
+
+# ---- layers
 
 
-@contextmanager
-def replaced(setup: Setup, recorder: Recorder, layers: int | None) -> Iterator[None]:
-    """Fewer layers, sizes of exchanges without data, and checkpoints without files."""
+def few_modules(
+    setup: Setup, recorder: Recorder, layers: int | None, stages: StagePlan | None, pp_rank: int
+) -> list[tuple[str, ...] | None]:
+    """The modules of a rank's stages, as `stage_modules` names them, with at most `layers` layers
+    each; None: all.
+    """
+    every = tuple(setup.spec.module_flops(setup.args, 1))
+    whole = [stage or every for stage in stage_modules(stages, pp_rank)]
+    kept = whole if layers is None else [_fewer(stage, layers) for stage in whole]
+    recorder.record.layers = _count_layers(kept), _count_layers(whole)
+    return list(kept)
 
-    def stage_modules(*args: Any) -> list[Any]:
-        stages = [
-            stage or tuple(setup.spec.module_flops(setup.args, 1)) for stage in all_modules(*args)
-        ]
-        kept = stages if layers is None else [_fewer(stage, layers) for stage in stages]
-        run, of = (
-            sum(name.startswith("layers.") for stage in part for name in stage)
-            for part in (kept, stages)
-        )
-        recorder.record.layers = run, of
-        return kept
 
-    all_modules = pipeline.stage_modules
-    with ExitStack() as stack:
-        for module, name, replacement in (
-            (parallelize, "stage_modules", stage_modules),
-            (expert, "_splits", partial(_splits, recorder)),
-            (saving, "own_plan", aside(saving.own_plan)),
-            (CommittingWriter, "write_data", _write_nothing),
-            (CommittingWriter, "describe", lambda *_: (0, 0)),
-            (CommittingWriter, "finish", lambda *_, **__: None),
-            (Reader, "locate", lambda *_: None),
-            (Reader, "read_data", _read_nothing),
-            (
-                dcp.DefaultLoadPlanner,
-                "create_local_plan",
-                aside(dcp.DefaultLoadPlanner.create_local_plan),
-            ),
-        ):
-            stack.enter_context(patch.object(module, name, replacement))
-        yield
+def _count_layers(stages: Sequence[tuple[str, ...]]) -> int:
+    return sum(name.startswith("layers.") for stage in stages for name in stage)
 
 
 def _fewer(modules: tuple[str, ...], layers: int) -> tuple[str, ...]:
@@ -88,7 +69,10 @@ def _fewer(modules: tuple[str, ...], layers: int) -> tuple[str, ...]:
     return tuple(name for name in modules if name in kept or not name.startswith("layers."))
 
 
-def _splits(
+# ---- exchanges
+
+
+def unequal_splits(
     recorder: Recorder, sent: Tensor, received: Tensor, rows: int
 ) -> tuple[list[int], list[int]]:
     """Unequal numbers of rows that each rank sends to each other, the same in the eyes of both."""
@@ -105,6 +89,9 @@ def _splits(
     return [rows_of(own, other) for other in range(ranks)], [
         rows_of(other, own) for other in range(ranks)
     ]
+
+
+# ---- data
 
 
 class _Loader:
@@ -142,8 +129,13 @@ class _Loader:
 
     def check_enough(self, *_: Any) -> None: ...
 
-    def own_state(self, position: DataPosition) -> DataPosition:
-        return position
+    def own_state(self, position: DataPosition) -> DataState:
+        return DataState(
+            step=position.step,
+            shares=position.shares,
+            sources=position.sources,
+            fingerprint=self.fingerprint,
+        )
 
     def seek(self, *_: Any) -> None: ...
 
@@ -160,54 +152,91 @@ def blank_data(config: Config, key: str, _: Any, share: tuple[int, int] = (0, 1)
     return _Loader(config, section, rows, [source.name for source in config.training.sources])
 
 
-def _write_nothing(writer: Any, plan: Any, planner: SavePlanner) -> Future[list[Any]]:
-    future: Future[list[Any]] = Future()
-    future.set_result([])
-    return future
+# ---- checkpoints
 
 
-def _read_nothing(reader: Any, plan: Any, planner: LoadPlanner) -> Future[None]:
-    future: Future[None] = Future()
-    future.set_result(None)
-    return future
+class NoFiles:
+    """Stands for the storage of checkpoints: the last save is kept as its manifest and this rank's
+    index, and reading it leaves tensors as they are.
+    """
+
+    def __init__(self) -> None:
+        self._manifest: Manifest | None = None
+        self._index = b""
+
+    def keep(self, manifest: Manifest, index: bytes) -> None:
+        self._manifest = manifest
+        self._index = index
+
+    def steps(self, folder: Path) -> list[int]:
+        return [] if self._manifest is None else [self._manifest.step]
+
+    def manifest_bytes(self, path: Path) -> bytes:
+        assert self._manifest is not None
+        return render(self._manifest)
+
+    def index_bytes(self, path: Path, manifest: Manifest) -> bytes:
+        return self._index
+
+    def reader(self, path: Path, manifest: Manifest, index: bytes | None) -> Reader:
+        """Knows the tensors of this rank; rank 0's index lacks those of other pipeline stages."""
+        return _NothingRead(path, Index(path, manifest, self._index))
+
+    def writer(
+        self,
+        path: Path,
+        info: CheckpointInfo,
+        confirm: Callable[[], object],
+        committed: Callable[[], None],
+        *,
+        beside: Mapping[str, bytes],
+        staged: bool,
+    ) -> "_NothingWritten":
+        return _NothingWritten(self, info)
 
 
-@contextmanager
-def stored_checkpoint(checkpointer: Any) -> Iterator[None]:
-    """A checkpoint of step 1, which holds what this rank has."""
-    state = flatten_state_dict(checkpointer.trained.tensors())[0]
-    found = {}
-    ranks = range(dist.get_world_size() // checkpointer.trained.places)
-    with _disable_current_modes():
-        layouts = shares(state, dist.get_rank(), ranks)[0]
-    index = render_index(
-        {
-            name: TensorPlaces(
-                dtype=dtype_name(value.dtype), size=tuple(value.size()), layout=layouts[name].layout
-            )
-            for name, value in state.items()
+class _NothingWritten:
+    """Plans a save as each rank does, and keeps what it plans."""
+
+    def __init__(self, storage: NoFiles, info: CheckpointInfo):
+        self.storage = storage
+        self.info = info
+
+    def begin(self) -> int:
+        return 0
+
+    def plan(self, planner: DefaultSavePlanner, rank: int, world: int, places: int) -> LocalPlan:
+        plan: LocalPlan = aside(local_plan)(planner, rank, world, places)
+        tensors = planner.state_dict
+        index = render_index(
+            {
+                key: TensorPlaces(
+                    dtype=dtype_name(value.dtype), size=tuple(value.shape), layout=plan.layouts[key]
+                )
+                for key, value in tensors.items()
+            }
+        )
+        manifest = {
+            **dict(self.info),
+            "format": FORMAT,
+            "saved": "",
+            **measure({key: (value.shape, value.dtype) for key, value in tensors.items()}),
+            "files": {".metadata": FileEntry(bytes=0, crc32=0)},
+            "save": f"{0:016x}",
+            "written": Written(ranks=world, files=world, bytes=0),
         }
-    )
-    for name, value in state.items():
-        properties = TensorProperties(dtype=value.dtype)
-        whole = torch.Size([0] * value.dim())
-        chunk = ChunkStorageMetadata(whole, value.size())
-        found[name] = TensorStorageMetadata(properties, value.size(), [chunk])
-    metadata = Metadata(found, storage_data={})
-    manifest = SimpleNamespace(
-        step=1, model_only=False, tensor_bytes=checkpointer.trained.tensors()
-    )
-    manifest.state = lambda: None
-    manifest.model_dump = dict
-    with ExitStack() as stack:
-        for module, name, replacement in (
-            (resuming, "committed_steps", lambda *_: [1]),
-            (resuming, "read_manifest", lambda *_: manifest),
-            (resuming, "index_bytes", lambda *_: index),
-            (resuming, "Index", lambda *_: SimpleNamespace(metadata=metadata)),
-            (Reader, "check_files", lambda *_: None),
-            (resuming, "manifest_bytes", lambda *_: b""),
-            (RunState, "load", lambda *_: None),
-        ):
-            stack.enter_context(patch.object(module, name, replacement))
-        yield
+        self.storage.keep(checked(Manifest, manifest), index)
+        return plan
+
+    def write(self, save: str, rank: int, plan: LocalPlan, planner: SavePlanner) -> tuple[int, int]:
+        return 0, 0
+
+    def finish(self, save: str, written: Written) -> None: ...
+
+
+class _NothingRead(Reader):
+    """Leaves the tensors that it would read as they are."""
+
+    def check_files(self, manifest: Manifest, part: int = 0, parts: int = 1) -> None: ...
+
+    def fill(self, state: dict[str, Any]) -> None: ...

@@ -4,15 +4,15 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
-from unittest.mock import patch
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from torchtitan.health.rank_dumps import is_library
+from torchtitan.tools.planner.substitution import Substitution, substituted
 from torchtitan.utils.distributed_compat import store_of_this_attempt
 
 _ELSEWHERE = ("/dev/", "/proc/", "/sys/")
@@ -80,17 +80,22 @@ def counted_store(rank: int, world: int) -> Iterator[CountedStore]:
     does before there are process groups.
     """
     store = CountedStore()
-    with ExitStack() as stack:
-        stack.enter_context(
-            patch.dict(os.environ, {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"})
-        )
-        stack.enter_context(patch.object(distributed_c10d, "_get_default_store", lambda: store))
-        with (
-            patch.object(dist, "TCPStore", lambda *_, **__: store),
-            store_of_this_attempt(rank, world, timedelta(seconds=1)),
-        ):
+    job = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    before = {name: os.environ.get(name) for name in job}
+    connects = Substitution(dist, "TCPStore", lambda *_, **__: store)
+    default = Substitution(distributed_c10d, "_get_default_store", lambda: store)
+    os.environ.update(job)
+    try:
+        with substituted(connects), store_of_this_attempt(rank, world, timedelta(seconds=1)):
             pass
-        yield store
+        with substituted(default):
+            yield store
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def count_files(counts: Callable[[], bool]) -> list[str]:

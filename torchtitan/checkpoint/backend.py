@@ -1,0 +1,68 @@
+"""Where checkpoints are kept, as a run needs it."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from torchtitan.checkpoint.commit import committed_steps
+from torchtitan.checkpoint.index import Index, index_bytes
+from torchtitan.checkpoint.load import Reader
+from torchtitan.checkpoint.manifest import CheckpointInfo, Manifest, manifest_bytes
+from torchtitan.checkpoint.save import Writer
+from torchtitan.checkpoint.writer import CommittingWriter
+
+
+class Storage(Protocol):
+    """What saves write to and resumes read from. A rehearsal's has no files."""
+
+    def steps(self, folder: Path) -> list[int]:
+        """Steps with a complete checkpoint, oldest first."""
+
+    def manifest_bytes(self, path: Path) -> bytes:
+        """The manifest of the checkpoint `path`. Raises OSError if it can't be read."""
+
+    def index_bytes(self, path: Path, manifest: Manifest) -> bytes:
+        """Its index. Raises DamageError if it can't be read."""
+
+    def reader(self, path: Path, manifest: Manifest, index: bytes | None) -> Reader:
+        """Reads its tensors. Raises DamageError if the index is damaged."""
+
+    def writer(
+        self,
+        path: Path,
+        info: CheckpointInfo,
+        confirm: Callable[[], object],
+        committed: Callable[[], None],
+        *,
+        beside: Mapping[str, bytes],
+        staged: bool,
+    ) -> Writer:
+        """Writes it; the arguments are those of `CommittingWriter`."""
+
+
+class FolderStorage:
+    """Folders of checkpoints, local or at a URL."""
+
+    def steps(self, folder: Path) -> list[int]:
+        return committed_steps(folder)
+
+    def manifest_bytes(self, path: Path) -> bytes:
+        return manifest_bytes(path)
+
+    def index_bytes(self, path: Path, manifest: Manifest) -> bytes:
+        return index_bytes(path, manifest)
+
+    def reader(self, path: Path, manifest: Manifest, index: bytes | None) -> Reader:
+        return Reader(path, Index(path, manifest, index))
+
+    def writer(
+        self,
+        path: Path,
+        info: CheckpointInfo,
+        confirm: Callable[[], object],
+        committed: Callable[[], None],
+        *,
+        beside: Mapping[str, bytes],
+        staged: bool,
+    ) -> Writer:
+        return CommittingWriter(path, info, confirm, committed, beside=beside, staged=staged)
