@@ -9,7 +9,7 @@ from torchtitan.config.registry import Custom
 from torchtitan.config.sections.metrics import Metrics as Config
 from torchtitan.config.sections.schema import Job
 from torchtitan.telemetry.run_record import RunRecord
-from torchtitan.telemetry.trackers.build import Trackers
+from torchtitan.telemetry.tracker_set import Trackers
 
 
 class Start:

@@ -34,7 +34,7 @@ from torchtitan.checkpoint import backend, resume
 from torchtitan.checkpoint.commit import disposable
 from torchtitan.checkpoint.hf.export import export_saved
 from torchtitan.checkpoint.index import read_rank
-from torchtitan.checkpoint.manifest import MANIFEST, parse
+from torchtitan.checkpoint.manifest import MANIFEST, parse, read_manifest
 from torchtitan.commands import ckpt
 from torchtitan.utils.errors import CheckpointError, DamageError, UserError
 
@@ -353,6 +353,22 @@ PLAUSIBLE = (
     "rank's file of another save",
 )
 """Only reading the tensors, or the folder's name, tells."""
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (3, "torchtitan 0.1.2, which wrote it, reads it: export its weights there with "),
+        (5, "torchtitan 0.1.2 wrote it: update to that version"),
+    ],
+)
+def test_another_format_is_refused_by_its_number(checkpoint, tmp_path, number, advice):
+    step = shutil.copytree(checkpoint, tmp_path / "step-2")
+    change(step, format=number, versions={"torchtitan": "0.1.2"})
+    with pytest.raises(DamageError) as error:
+        read_manifest(step)
+    text = f"{step} has format {number}, and this version reads format 4; {advice}"
+    assert str(error.value).startswith(text)
 
 
 def test_verify_counts_the_files_of_all_ranks(checkpoint, tmp_path, capsys):

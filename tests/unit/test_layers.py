@@ -3,6 +3,7 @@ included.
 """
 
 import ast
+import re
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -71,6 +72,25 @@ def test_files_of_data_import_one_way():
     graph = {name: imports(path) & inside.keys() for name, path in inside.items()}
     assert sum(map(len, graph.values())) > 50
     TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize(
+    ("files", "above"),
+    [
+        ("checkpoint/*.py", r"torchtitan\.checkpoint\.hf"),
+        ("telemetry/trackers/*.py", r"torchtitan\.telemetry\.(?!trackers)"),
+    ],
+)
+def test_a_folder_and_its_subfolder_import_one_way(files, above):
+    paths = list(ROOT.glob(files))
+    assert paths
+    for path in paths:
+        assert not any(re.match(above, name) for name in imports(path)), path
+
+
+def test_nothing_shipped_patches_as_tests_do():
+    for path in FILES:
+        assert not any(name.split(".")[0] == "unittest" for name in imports(path)), path
 
 
 def test_config_imports_no_torch():

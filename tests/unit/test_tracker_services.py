@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.tracker_runs import Start, free_port, history, recorded, wandb_records
-from torchtitan.telemetry.trackers import build
+from torchtitan.telemetry import tracker_set
 from torchtitan.telemetry.trackers.mlflow import artifact_location
 from torchtitan.telemetry.trackers.tensorboard import TensorBoardSink
 
@@ -89,10 +89,10 @@ import logging, sys, time
 from pathlib import Path
 import torch.distributed as dist
 from tests.tracker_runs import Start
-from torchtitan.telemetry.trackers import build
+from torchtitan.telemetry import tracker_set
 dist.get_rank, dist.get_world_size = lambda: 0, lambda: 1
 logging.basicConfig(stream=sys.stdout)
-build.CLOSE_SECONDS = 10.0
+tracker_set.CLOSE_SECONDS = 10.0
 began = time.monotonic()
 start = Start(Path(sys.argv[1]), "wandb").log(1, 2)
 print("returned after", time.monotonic() - began)
@@ -208,7 +208,7 @@ def test_mlflow_in_its_default_file_and_on_a_server(tmp_path, monkeypatch):
     """
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
-    monkeypatch.setattr(build, "CLOSE_SECONDS", 200.0)  # making the database takes a while
+    monkeypatch.setattr(tracker_set, "CLOSE_SECONDS", 200.0)  # making the database takes a while
     start = Start(tmp_path / "local", "mlflow").log(1, 2)
     start.trackers.call("log_samples", 2, [{"prompt": "Once", "text": " upon"}])
     start.close()

@@ -10,7 +10,7 @@ Object storage can't rename. There, a checkpoint is written under its own name, 
 last; without it, it doesn't count as one. Deletion removes the manifest first. `.incomplete` marks
 a checkpoint being written or deleted.
 
-`save.py` commits from DCP's storage writer, so saves in the background commit in the same way.
+`writer.py` commits from DCP's storage writer, so saves in the background commit in the same way.
 """
 
 import json

@@ -25,6 +25,7 @@ MANIFEST = "manifest.json"
 FORMAT = 4
 """The only format that this version reads."""
 _FORMAT = re.compile(rb'\{\s*"format": (\d{1,9}),')
+_WRITTEN_BY = re.compile(rb'"torchtitan": "([\w.+-]{1,40})"')
 T = TypeVar("T", bound="CheckpointInfo")
 _SEAL = b',\n "sha256": '
 
@@ -256,14 +257,15 @@ def unsealed(file: bytes) -> bytes:
 class OtherFormatError(ValueError):
     """A file of another format than this version's."""
 
-    def __init__(self, number: int):
+    def __init__(self, number: int, file: bytes):
+        match = _WRITTEN_BY.search(file)
+        writer = f"torchtitan {match[1].decode()}" if match else "another torchtitan"
         if number > FORMAT:
-            advice = "a later torchtitan wrote it: update to the version in its manifest"
+            advice = f"{writer} wrote it: update to that version"
         else:
             advice = (
-                "an earlier torchtitan wrote it, and only the version in its manifest "
-                "(versions.torchtitan) reads it: export its weights there with `torchtitan ckpt "
-                "to-hf`, and import them here with `torchtitan ckpt from-hf`"
+                f"{writer}, which wrote it, reads it: export its weights there with `torchtitan "
+                "ckpt to-hf`, and import them here with `torchtitan ckpt from-hf`"
             )
         super().__init__(f"has format {number}, and this version reads format {FORMAT}; {advice}")
 
@@ -275,10 +277,14 @@ def parse(file: bytes) -> Manifest:
         OtherFormatError: it is of another format.
         ValueError: it differs from what `render` would write.
     """
-    if (match := _FORMAT.match(file)) and int(match[1]) != FORMAT:
-        raise OtherFormatError(int(match[1]))
+    match = _FORMAT.match(file)
+    number = int(match[1]) if match else FORMAT
+    if _SEAL in file or number == FORMAT:  # format 1 has no checksum
+        content = unsealed(file)
+    if number != FORMAT:
+        raise OtherFormatError(number, file)
     try:
-        return Manifest.model_validate_json(unsealed(file))
+        return Manifest.model_validate_json(content)
     except ValidationError as error:
         raise ValueError(first_problem(error)) from None
 

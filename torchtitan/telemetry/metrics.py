@@ -18,8 +18,8 @@ from torchtitan.telemetry.console import ConsoleSink, StageCost
 from torchtitan.telemetry.experts import DeadExperts, ExpertLoads, Overload, read_loads
 from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.telemetry.scores import FILE as SCORES
+from torchtitan.telemetry.tracker_set import Trackers
 from torchtitan.telemetry.trackers import Record
-from torchtitan.telemetry.trackers.build import Trackers
 from torchtitan.telemetry.trackers.jsonl import JsonlSink, drop_after
 from torchtitan.utils.activity import Stopwatch
 from torchtitan.utils.device import peak_memory

@@ -13,8 +13,8 @@ from torchtitan.utils.process import CONNECTED_RANKS
 
 _RANKS_PER_NODE = 8
 """Merged objects name each node once."""
-_INDEX = 1000
-"""Bytes; what is larger lists the tensors of the layers that ran."""
+_OPENS = " in _opened"
+"""Where the place of a resume's broadcast of the index ends; it lists the layers that ran."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,11 @@ def _objects(record: Record, during: str) -> int:
 def _exchanged(record: Record, during: str) -> tuple[int, int]:
     """Collectives of rank 0 during a part of the rehearsal, and their bytes."""
     found = [event for event in record.collectives if event.during == during]
-    indexes = sum(event.bytes for event in found if event.bytes > _INDEX)
+    indexes = sum(
+        event.bytes
+        for event in found
+        if event.op.startswith("broadcast") and event.at.endswith(_OPENS)
+    )
     others = sum(event.bytes for event in found) - indexes
     return len(found), round(others + indexes * _scale(record))
 
