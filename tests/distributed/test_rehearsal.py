@@ -43,6 +43,7 @@ NO_FILES = f"--model.hf_assets_path={ROOT / 'tests/assets/tokenizer'}"
 CUT = {
     "deepseek_v3_256xh200": 256,
     "glm4_5_air_64xh200": 64,
+    "qwen3_next_80b_32xh200": 32,
     "llama3_405b": 512,
     "llama3_70b": 64,
     "qwen3_moe_235b_a22b": 256,

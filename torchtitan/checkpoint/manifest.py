@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import tomli
-from pydantic import AfterValidator, Field, NonNegativeInt, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from torchtitan.data.positions import DataState
 from torchtitan.utils.errors import DamageError, FormatBugError
@@ -70,12 +78,17 @@ class AverageState(Strict):
     counted: Count
 
 
+def _share(value: object, validate: ValidatorFunctionWrapHandler) -> DataState:
+    """Accept a rank's share, which lacks other ranks' lanes; `render` checks the whole."""
+    return value if isinstance(value, DataState) else validate(value)
+
+
 class TrainState(Strict):
     """Everything but tensors that a run continues from."""
 
     progress: ProgressState
     lr_scheduler: ScheduleState
-    data: DataState
+    data: Annotated[DataState, WrapValidator(_share)]
     guard: GuardState
     ema: AverageState | None = None
     """None if the run has no average of the weights."""
