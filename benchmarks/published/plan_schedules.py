@@ -24,7 +24,6 @@ and `kept` per
 """
 
 import csv
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +34,13 @@ from torchtitan.config import resolve
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.hardware import find_hardware
 from torchtitan.tools.planner.memory import GIB, LOGIT_BYTES, predict_memory
-from torchtitan.tools.planner.pipeline_orders import NAMES, as_csv, orders_of
 from torchtitan.tools.planner.pipeline_timeline import program
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.preflight import preflight
 
 FILE = Path(__file__).with_name("published_schedules.csv")
 MICROBATCHES = 32
+"""Also those of the files in `schedules/`, whose schedules torch lacks."""
 LLAMA_2 = {"n_kv_heads": 32, "ffn_dim": 11008, "vocab_size": 32000, "rope_theta": 10000.0}
 
 
@@ -63,7 +62,7 @@ class Row:
     """
 
 
-def workload(row: dict[str, str], microbatches: int, folder: Path) -> Workload:
+def workload(row: dict[str, str]) -> Workload:
     """A row's settings as a configuration of this project."""
     degree = int(row["pp"])
     settings = {
@@ -74,13 +73,12 @@ def workload(row: dict[str, str], microbatches: int, folder: Path) -> Workload:
         "parallelism.pipeline_parallel_first_stage_less_layers": 0,
         "parallelism.pipeline_parallel_last_stage_less_layers": 0,
         "training.seq_len": row["seq"],
-        "training.local_batch_size": microbatches,
+        "training.local_batch_size": MICROBATCHES,
         "activation_checkpoint.mode": "none",
         "compile.enable": "false",
     }
-    if row["schedule"] in NAMES:
-        file = folder / f"{row['schedule']}-{microbatches}.csv"
-        file.write_text(as_csv(orders_of(row["schedule"], degree, microbatches)))
+    file = FILE.parent / "schedules" / f"{row['schedule']}.csv"
+    if file.exists():
         settings["parallelism.pipeline_parallel_schedule_csv"] = file
     else:
         settings["parallelism.pipeline_parallel_schedule"] = row["schedule"]
@@ -111,15 +109,14 @@ def counts(w: Workload) -> list[tuple[float, float, float]]:
     return out
 
 
-def rows(microbatches: int = MICROBATCHES, file: Path = FILE) -> list[Row]:
+def rows(file: Path = FILE) -> list[Row]:
     """Every published row with its plan."""
     published = list(csv.DictReader(file.open()))
     hw = find_hardware("mi300x")
-    with tempfile.TemporaryDirectory() as folder:
-        loads = [workload(row, microbatches, Path(folder)) for row in published]
-        counted = [counts(w) for w in loads]
-        speeds = [step_time(w, hw).tokens_per_second for w in loads]
-        here = [predict_memory(w).reserved / GIB for w in loads]
+    loads = [workload(row) for row in published]
+    counted = [counts(w) for w in loads]
+    speeds = [step_time(w, hw).tokens_per_second for w in loads]
+    here = [predict_memory(w).reserved / GIB for w in loads]
     # The rank that keeps most, without the loss, decides both fitted rows.
     fitted = [i for i, row in enumerate(published) if row["fit"]]
     first = np.array([counted[i][0][:2] for i in fitted])
@@ -138,14 +135,14 @@ def rows(microbatches: int = MICROBATCHES, file: Path = FILE) -> list[Row]:
     ]
 
 
-def table(microbatches: int = MICROBATCHES) -> Iterator[str]:
+def table() -> Iterator[str]:
     """Every row with its errors, as Markdown."""
     yield (
         "| schedule | speed, published | planned | error | GiB, published | planned | error "
         "| GiB here, planned |"
     )
     yield "|---|---|---|---|---|---|---|---|"
-    for row in rows(microbatches):
+    for row in rows():
         speed = row.planned / row.published - 1
         space = row.planned_gib / row.published_gib - 1
         cells = [row.schedule, f"{row.published:.2f}", f"{row.planned:.2f}", f"{speed:+.1%}"]
@@ -158,5 +155,4 @@ def table(microbatches: int = MICROBATCHES) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    for n in (MICROBATCHES // 2, MICROBATCHES, 2 * MICROBATCHES):
-        print(f"\n{n} microbatches\n", *table(n), sep="\n")
+    print(*table(), sep="\n")

@@ -13,14 +13,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, losses, train, write_corpus
-from torchtitan.commands import pipeline_schedule
+from tests.zero_bubble import zb_h1
 from torchtitan.config import resolve
+from torchtitan.config.pipeline_schedules import NAMED_SCHEDULES
 from torchtitan.models.attention_backend import attention_backend
 from torchtitan.parallel.init import materialize
-from torchtitan.parallel.pipeline_stages import SCHEDULES as SCHEDULE_NAMES
 from torchtitan.parallel.stage import Stage
-from torchtitan.tools.planner.pipeline_orders import NAMES as OWN_SCHEDULES
-from torchtitan.tools.planner.pipeline_orders import as_csv, orders_of
 from torchtitan.tools.planner.pipeline_timeline import program
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
@@ -216,29 +214,11 @@ def one_step(argv, schedules):
     return out
 
 
-@pytest.mark.parametrize(
-    "schedule", [name for name in SCHEDULE_NAMES if not name.startswith("PipelineSchedule")]
-)
+@pytest.mark.parametrize("schedule", NAMED_SCHEDULES)
 def test_every_count_of_microbatches_that_is_accepted_is_right(ranks, tmp_path, schedule):
     schedules = dict.fromkeys(range(1, 8), f"schedule={schedule}")
     for results in ranks(2, one_step, arguments(tmp_path, *PP), schedules):
         assert len(results) >= 4
-        for n, (measured, expected) in results.items():
-            assert measured == pytest.approx(expected, rel=1e-5), n
-
-
-@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", OWN_SCHEDULES)
-def test_schedules_that_torch_lacks_are_right(ranks, tmp_path, capsys, name, degree):
-    schedules = {}
-    for n in (1, degree, 2 * degree + 1):
-        file = tmp_path / f"{n}.csv"
-        written = [name, f"--pp={degree}", f"--microbatches={n}", f"--output={file}"]
-        assert pipeline_schedule.main(written) == 0
-        schedules[n] = f"schedule_csv={file}"
-    argv = [f"{P}degree={degree}", f"--model.overrides.n_layers={2 * degree}"]
-    for results in ranks(degree, one_step, arguments(tmp_path, *argv), schedules):
-        assert set(results) == set(schedules)
         for n, (measured, expected) in results.items():
             assert measured == pytest.approx(expected, rel=1e-5), n
 
@@ -326,19 +306,14 @@ def test_a_stage_holds_what_its_schedule_keeps_in_flight(ranks, tmp_path):
     """As many tensors as the planner counts, not one per microbatch and direction; and no logits
     beyond their loss.
     """
-    orders = {
-        name: [f"{P}schedule={name}"]
-        for name in SCHEDULE_NAMES
-        if not name.startswith("PipelineSchedule")
-    }
+    orders = {name: [f"{P}schedule={name}"] for name in NAMED_SCHEDULES}
     file = tmp_path / "mine.csv"
     file.write_text(
         "\n".join(",".join(f"{stage}F{m},{stage}B{m}" for m in range(6)) for stage in range(2))
     )
     orders["file"] = [f"{P}schedule_csv={file}"]
-    for name in OWN_SCHEDULES:
-        (tmp_path / name).write_text(as_csv(orders_of(name, 2, 6)))
-        orders[name] = [f"{P}schedule_csv={tmp_path / name}"]
+    (tmp_path / "zb-h1.csv").write_text(zb_h1(2, 6))
+    orders["zb-h1"] = [f"{P}schedule_csv={tmp_path / 'zb-h1.csv'}"]
     for results in ranks(2, held_by_every_schedule, arguments(tmp_path, *PP), orders, 6):
         measured = {name: trained["transfers"] for name, (trained, _, _) in results.items()}
         assert measured == {name: expected for name, (_, _, expected) in results.items()}

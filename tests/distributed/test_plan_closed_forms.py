@@ -6,10 +6,10 @@ import pytest
 
 from tests.plans import FULL, OP
 from tests.runs import arguments, train
+from tests.zero_bubble import zb_h1
 from torchtitan.commands.plan import main
 from torchtitan.config import resolve
 from torchtitan.tools.planner.memory import memory_of
-from torchtitan.tools.planner.pipeline_orders import as_csv, orders_of
 from torchtitan.tools.planner.trace import trace_ranks
 from torchtitan.tools.planner.traffic import collectives, hardware_flops
 from torchtitan.tools.planner.workload import Workload
@@ -60,7 +60,7 @@ def test_closed_forms_agree_with_a_trace(argv, world):
 def test_closed_forms_agree_with_a_trace_of_postponed_backwards(tmp_path, mode):
     """The third of four ranks under ZB-H1 keeps two microbatches until their weights' backward."""
     file = tmp_path / "zb-h1.csv"
-    file.write_text(as_csv(orders_of("zb-h1", 4, 8)))
+    file.write_text(zb_h1(4, 8))
     shape = ["--model.flavor=8B", "--model.overrides.n_layers=8", "--training.seq_len=4096"]
     pipeline = [f"{P}pipeline_parallel_degree=4", f"{P}pipeline_parallel_schedule_csv={file}"]
     split = [f"{P}pipeline_parallel_{end}_stage_less_layers=0" for end in ("first", "last")]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support_matrix.cells import NAMED_SCHEDULES
 from torchtitan.config import resolve
 from torchtitan.config.derive import AXES, DEGREE_KEYS, divisors
-from torchtitan.parallel.pipeline_stages import SCHEDULES
+from torchtitan.config.pipeline_schedules import SCHEDULES
 from torchtitan.testing.compare import write_corpus
 from torchtitan.testing.difference import tolerances_of
 from torchtitan.testing.parity import compare
@@ -329,7 +329,9 @@ def communication(draw) -> Flags:
 def pipelines(draw, degree: int) -> Flags:
     """A schedule, how many layers there are, and how they are put on stages."""
     name = draw(st.sampled_from(NAMED_SCHEDULES))
-    per_rank = {"one": [1], "two": [2], "several": [2, 2, 3]}[SCHEDULES[name].stages_per_rank]
+    per_rank = {"one": [1], "two in a V": [2], "several": [2, 2, 3]}[
+        SCHEDULES[name].stages_per_rank
+    ]
     stages = degree * pick(draw, *per_rank)
     layers = stages - 1 + pick(draw, *range(4))
     flags: Flags = {"schedule": name}

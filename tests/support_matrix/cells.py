@@ -9,8 +9,8 @@ import torch
 
 from torchtitan.config import load_config, resolve
 from torchtitan.config.derive import AXES, DEGREE_KEYS, layout_name
+from torchtitan.config.pipeline_schedules import NAMED_SCHEDULES
 from torchtitan.models import get_spec
-from torchtitan.parallel.pipeline_stages import SCHEDULES
 from torchtitan.testing.difference import Tolerances, tolerances_of
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
@@ -231,7 +231,6 @@ PAIRWISE = {
 """Slow features: measured with every pair of axes and with all four, but not with three."""
 BAD = ("WRONG", "FAILS")
 """Texts of cells that differ from the reference, and of those whose run fails."""
-NAMED_SCHEDULES = tuple(name for name in SCHEDULES if not name.startswith("PipelineSchedule"))
 
 
 @dataclass(frozen=True)

@@ -46,12 +46,6 @@ def test_a_misspelt_command(monkeypatch, capsys):
     assert capsys.readouterr().err == "error: no command 'trian'; did you mean 'train'?\n"
 
 
-def test_a_renamed_command(monkeypatch, capsys):
-    assert run(monkeypatch, "schedule", "v-half") == 2
-    error = capsys.readouterr().err
-    assert error == "error: no command 'schedule'; it is called 'pipeline-schedule' now\n"
-
-
 @pytest.mark.parametrize(
     ("rank", "world"),
     [("x", "2"), ("0", "abc"), ("-1", "2"), ("2", "2"), ("9" * 5000, "1"), ("٣", "4")],

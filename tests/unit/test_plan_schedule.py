@@ -4,9 +4,9 @@ flight.
 
 import pytest
 
-from torchtitan.parallel.pipeline_csv import Action
+from tests.zero_bubble import zb_h1
+from torchtitan.parallel.pipeline_schedules import Action
 from torchtitan.parallel.pipeline_stages import StagePlan
-from torchtitan.tools.planner.pipeline_orders import orders_of
 from torchtitan.tools.planner.pipeline_timeline import Held, Program, program, simulate
 
 
@@ -90,11 +90,37 @@ def test_microbatches_in_flight():
     assert Action(0, "F", 0) in program(stages("GPipe", 2), 1).orders[0]
 
 
-def test_microbatches_that_wait_for_their_weights_only():
+def test_the_first_stage_runs_its_whole_backward_with_the_weights():
+    """As torch does (`backward_one_chunk` of a first stage), so a split backward of it costs one
+    backward.
+    """
+    program = Program([[Action(0, kind, 0) for kind in "FIW"]], ())
+    assert (
+        simulate(
+            program, lambda stage, kind: {"F": 1.0, "B": 2.0, "I": 2.0, "W": 2.0}[kind], 0.0
+        ).length
+        == 3
+    )
+
+
+def test_microbatches_that_wait_for_their_weights_only(tmp_path):
     """Under ZB-H1, the last of 4 ranks postpones all 4 microbatches that it keeps; the first
     postpones none, since no stage waits for its inputs' gradients.
     """
-    orders = orders_of("zb-h1", 4, 8)
-    first, *_, last = Program(orders, range(4)).held
+    file = tmp_path / "zb-h1.csv"
+    file.write_text(zb_h1(4, 8))
+    first, *_, last = program(stages("1F1B", 4, csv_file=str(file)), 8).held
     assert [(held.microbatches, held.postponed) for held in last] == [({3: 4}, {3: 4})]
     assert not any(held.postponed for held in first)
+
+
+@pytest.mark.parametrize(("degree", "microbatches"), [(2, 4), (4, 8), (8, 32)])
+@pytest.mark.parametrize("weights", [0.7, 1.0])
+def test_bubble_of_zb_h1(tmp_path, degree, microbatches, weights):
+    """(p - 1)(F + I - W): arXiv:2401.10241, table 2."""
+    file = tmp_path / "zb-h1.csv"
+    file.write_text(zb_h1(degree, microbatches))
+    pipeline = stages("1F1B", degree, csv_file=str(file))
+    length = run(pipeline, microbatches, backward=1.2 + weights, weights=weights).length
+    work = microbatches * (1 + 1.2 + weights)
+    assert length == pytest.approx(work + (degree - 1) * (1 + 1.2 - weights))

@@ -2,14 +2,17 @@
 
 import itertools
 import re
+from typing import get_args
 
 import pytest
 
 from torchtitan.config import resolve
+from torchtitan.config.pipeline_schedules import NAMED_SCHEDULES, SCHEDULES
+from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.models import get_spec
-from torchtitan.parallel.pipeline_stages import SCHEDULES, balanced, pipeline_stages
+from torchtitan.parallel.pipeline_stages import balanced, pipeline_stages
 from torchtitan.tools.planner.pipeline_timeline import program
-from torchtitan.utils.errors import ConfigError, UserError
+from torchtitan.utils.errors import ConfigError
 
 SPEC = get_spec("llama3")
 ALL = ["tok_embeddings", *(f"layers.{i}" for i in range(6)), "norm", "output"]
@@ -87,10 +90,6 @@ def test_defaults():
     v = plan("--parallelism.pipeline_parallel_schedule=DualPipeV", degree=3)
     assert v.ranks == (0, 1, 2, 2, 1, 0)
     assert v.stages_of(0) == [0, 5]
-    assert (
-        plan("--parallelism.pipeline_parallel_schedule=FlexibleInterleaved1F1B").schedule
-        == "Interleaved1F1B"
-    )
     assert plan(degree=1) is None
 
 
@@ -313,9 +312,7 @@ def test_refusals(extra, options, text, fix):
 
 def test_microbatch_advice_is_legal():
     """Whatever a refusal proposes is accepted."""
-    for name in SCHEDULES:
-        if name.startswith("PipelineSchedule"):
-            continue
+    for name in NAMED_SCHEDULES:
         for rows, degree in itertools.product(range(1, 12), (2, 3)):
             argv = [
                 f"--parallelism.pipeline_parallel_schedule={name}",
@@ -335,6 +332,11 @@ def test_microbatch_advice_is_legal():
                 else:
                     more = re.search(r"raise training.local_batch_size to (\d+)", text)[1]
                     plan(argv[0], f"--training.local_batch_size={more}", degree=degree)
+
+
+def test_every_schedule_that_the_configuration_names_is_in_the_table():
+    names = Parallelism.model_fields["pipeline_parallel_schedule"].annotation
+    assert get_args(names) == tuple(SCHEDULES)
 
 
 # ---- schedules from a file
@@ -365,7 +367,7 @@ def test_a_schedule_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "rows", "sentence"),
     [
-        ("0F0,0B0\n", 1, "has 1 rows, one per rank"),
+        ("0F0,0B0\n", 1, "has 1 row; write one per rank"),
         ("0F0,1F0,1B0,0B0\n\n", 1, ":2: rank 1 computes nothing"),
         ("0F0,0X0\n1F0,1B0\n", 1, ":1: '0X0' is not a computation"),
         ("0F0,0SEND_F0,0B0\n1F0,1B0\n", 1, "leave out communication"),
@@ -392,8 +394,8 @@ def test_schedules_that_cannot_work(tmp_path, text, rows, sentence):
     ],
 )
 def test_parts_of_a_pair_begin_together(tmp_path, text, rows):
-    with pytest.raises(UserError, match=r"schedule_csv: .*one can only follow the other"):
-        program(csv(tmp_path, text, rows), rows)
+    with pytest.raises(ConfigError, match=r"schedule_csv: .*one can only follow the other"):
+        csv(tmp_path, text, rows)
 
 
 def test_a_missing_file():

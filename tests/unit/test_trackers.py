@@ -7,8 +7,7 @@ import pytest
 
 from tests.tracker_runs import Start
 from torchtitan.config import resolve
-from torchtitan.config.features import TRACKER_PACKAGES
-from torchtitan.config.registry import metric_sinks
+from torchtitan.config.registry import TRACKER_PACKAGES, metric_sinks
 from torchtitan.config.rules import Facts, problems
 from torchtitan.config.sections.metrics import Metrics as Config
 from torchtitan.config.sections.schema import Config as WholeConfig

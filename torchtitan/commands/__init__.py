@@ -26,7 +26,6 @@ GROUPS = {
         "config": "Check and explain a configuration.",
         "data": "Report what a tokenizer makes of data, and what a mixture reads of it.",
         "plan": "Predict memory and speed, and find the fastest layout, without a GPU.",
-        "pipeline-schedule": "Write a pipeline schedule that torch doesn't have, as a CSV file.",
         "rehearse": "Check without a GPU that the ranks of a cluster can't hang.",
         "parity": "Check that a distributed configuration computes what one process does.",
     },
@@ -46,7 +45,6 @@ GROUPS = {
 """What each command does, as `torchtitan --help` lists it."""
 
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
-_RENAMED = {"schedule": "pipeline-schedule"}
 
 
 def main() -> int:
@@ -69,8 +67,6 @@ def _dispatch(argv: list[str]) -> int | None:
         return 0
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or "; `torchtitan --help` lists them"
-        if name in _RENAMED:
-            hint = f"; it is called {_RENAMED[name]!r} now"
         print(f"error: no command {name!r}{hint}", file=sys.stderr)
         return 2
     if name == "train":

@@ -260,6 +260,16 @@ def data_parallel_degree(config: Config) -> int:
     return p.data_parallel_replicate_degree * p.data_parallel_shard_degree
 
 
+def compiles_blocks(config: Config) -> bool:
+    """Whether each transformer block is a compiled graph."""
+    return config.compile.enable and "model" in config.compile.components
+
+
+def selects_operations(ac: ActivationCheckpoint) -> bool:
+    """Whether activation checkpointing chooses what to keep by operation, not by block."""
+    return ac.mode == "selective" and ac.selective_ac_option == "op"
+
+
 def offloaded_blocks(ac: ActivationCheckpoint, blocks: int) -> int:
     """Number of a pipeline stage's first blocks whose activations wait in host memory."""
     return blocks if ac.offload_blocks < 0 else min(ac.offload_blocks, blocks)

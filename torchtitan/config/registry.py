@@ -190,11 +190,16 @@ data_sources = Functions(
 """`make(dataset_path[, keys])`: documents by number, or a stream; see `data.registered`."""
 tokenizers = Functions("model.tokenizer", "tokenizer")
 """`make(hf_assets_path[, keys])`: a `torchtitan.data.text.tokenizer.Tokenizer`."""
-metric_sinks = Functions(
-    "metrics.sinks",
-    "metric sink",
-    ("jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus"),
-)
+
+TRACKER_PACKAGES = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "prometheus": "prometheus_client",
+}
+"""Built-in tracker, which is also the name of its extra, to the module it imports."""
+metric_sinks = Functions("metrics.sinks", "metric sink", ("jsonl", *TRACKER_PACKAGES))
 """`make(dump_folder, start_step[, keys])`: a `torchtitan.telemetry.trackers.Sink`."""
 
 callbacks = Functions("training.callbacks", "callback")

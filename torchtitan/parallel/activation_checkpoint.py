@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from torchtitan.config.features import selects_operations
+from torchtitan.config.derive import selects_operations
 from torchtitan.config.sections.parallelism import ActivationCheckpoint
 from torchtitan.models.protocols import Model
 from torchtitan.parallel.collectives import local

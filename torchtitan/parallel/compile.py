@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.config.features import compiles_blocks
+from torchtitan.config.derive import compiles_blocks
 from torchtitan.config.sections.parallelism import Compile
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.protocols import Model

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan.config.derive import layout_degrees, layout_name
-from torchtitan.config.features import FLOAT8, compiles_blocks, uses
+from torchtitan.config.converters import FLOAT8, uses
+from torchtitan.config.derive import compiles_blocks, layout_degrees, layout_name
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.spec import ModelArgs, ModelSpec
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint

@@ -1,9 +1,9 @@
 """Pipeline parallelism on `torch.distributed.pipelining`: a rank's stages and their schedules.
 
 All schedules use one runtime of torch's: a schedule is an order of computations, to which the
-runtime adds communication and FSDP's all-gathers. GPipe is breadth-first with one stage per rank.
-1F1B (Narayanan et al., arXiv:2104.04473) is defined here, because torch's class for it has a
-separate runtime that can't evaluate.
+runtime adds communication and FSDP's all-gathers. 1F1B (Narayanan et al., arXiv:2104.04473) is
+defined here, because torch's class for it has a separate runtime that can't evaluate.
+`config/pipeline_schedules.py` has the table of all schedules; rules and planner read it, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,20 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import (
-    ScheduleLoopedBFS,
     _Action,
     _ComputationType,
     _PipelineScheduleRuntime,
-    get_schedule_class,
 )
 
+from torchtitan.config.pipeline_schedules import SCHEDULES
 from torchtitan.models.attention_backend import document_mask
 from torchtitan.models.attention_interface import Mask, reads_documents
 from torchtitan.models.protocols import Model
 from torchtitan.parallel.pipeline_stages import StagePlan
 from torchtitan.parallel.stage import Masks, Sends, Stage, send_through
-from torchtitan.utils.errors import UserError
 
 Loss = Callable[[Tensor, Tensor, int], Tensor]
 """A microbatch's share of the loss, from the output of the last stage, the labels
@@ -281,25 +280,17 @@ def build_schedule(
     """The schedule of this name, or of this file, with its communication.
 
     Args:
+        name: in `config.pipeline_schedules.SCHEDULES`.
+        csv_file: checked by `pipeline_schedules.schedule_file`.
         own: this rank's stages, as torch's schedules take them.
         options: further arguments of torch's schedule.
-
-    Raises:
-        UserError: a pair of the file can never run.
     """
-    if name is not None and name != "1F1B":
-        kind = ScheduleLoopedBFS if name == "GPipe" else get_schedule_class(name)
-        return kind(own, microbatches, scale_grads=False, **options)
+    if name is not None and (torch_class := SCHEDULES[name].torch_class):
+        schedule_class = getattr(schedules, torch_class)
+        return schedule_class(own, microbatches, scale_grads=False, **options)
     schedule = _runtime(own, microbatches, **options)
     if name is None:
-        try:
-            schedule._load_csv(csv_file)
-        except AssertionError as error:  # the rules have simulated the parts of pairs
-            raise UserError(
-                f"parallelism.pipeline_parallel_schedule_csv: {csv_file}: both parts of a pair "
-                "(OVERLAP_F_B) begin together, but one can only follow the other; write them as "
-                "two entries"
-            ) from error
+        schedule._load_csv(csv_file)
         return schedule
     ranks = own[0].group_size
     orders = {rank: one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks)}

@@ -10,21 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from torchtitan.config.pipeline_schedules import schedule_of
 from torchtitan.config.rules import Facts, check
 from torchtitan.config.rules.pipeline import (
-    SCHEDULES,
     layers_of,
     layers_per_stage,
     parts_of,
-    schedule_of,
     splits_by_layers,
     stage_count,
 )
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.config.sections.schema import Config
-from torchtitan.parallel.pipeline_csv import schedule_file
-
-__all__ = ["SCHEDULES", "StagePlan", "assign_stages", "balanced", "pipeline_stages"]
+from torchtitan.parallel.pipeline_schedules import schedule_file
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class StagePlan:
     ranks: tuple[int, ...]
     """Each stage's rank along `pp`."""
     schedule: str | None
-    """Name of the schedule in torch; None if `csv_file` holds it."""
+    """Name in `config.pipeline_schedules.SCHEDULES`; None if `csv_file` holds it."""
     csv_file: str | None
     microbatch_size: int
 
@@ -73,14 +70,11 @@ def assign_stages(config: Config, facts: Facts) -> StagePlan | None:
     modules = tuple(_split(p, facts))
     size = p.pipeline_parallel_microbatch_size
     if facts.schedule_file is not None:
-        owner = {
-            action.stage: rank for rank, order in enumerate(facts.schedule_file) for action in order
-        }
-        ranks = tuple(owner[stage] for stage in range(len(modules)))
-        return StagePlan(modules, ranks, None, p.pipeline_parallel_schedule_csv, size)
-    schedule = schedule_of(p)
-    ranks = tuple(_rank_of(stage, degree, schedule.v_shaped) for stage in range(len(modules)))
-    return StagePlan(modules, ranks, schedule.name, None, size)
+        csv_file = p.pipeline_parallel_schedule_csv
+        return StagePlan(modules, facts.schedule_file.ranks, None, csv_file, size)
+    v_shaped = schedule_of(p).v_shaped
+    ranks = tuple(_rank_of(stage, degree, v_shaped) for stage in range(len(modules)))
+    return StagePlan(modules, ranks, p.pipeline_parallel_schedule, None, size)
 
 
 def _rank_of(stage: int, degree: int, v_shaped: bool) -> int:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from torchtitan.config.features import FLOAT8, MX, SMALL_LAYERS, gains_by_float8, uses
+from torchtitan.config.converters import FLOAT8, MX, SMALL_LAYERS, gains_by_float8, uses
 from torchtitan.config.rules import Accelerator, Facts, check
 from torchtitan.config.sections.quantize import MXFP8, Float8
 from torchtitan.config.sections.schema import Config

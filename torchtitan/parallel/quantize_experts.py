@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchtitan.config.features import GROUPED_FLOAT8, GROUPED_MX, names_any, uses
+from torchtitan.config.converters import GROUPED_FLOAT8, GROUPED_MX, names_any, uses
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.grouped import grouped_mm
 from torchtitan.models.moe import Experts

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtitan.config.features import TRACKER_PACKAGES, chosen_trackers
-from torchtitan.config.registry import Custom, metric_sinks
+from torchtitan.config.registry import TRACKER_PACKAGES, Custom, metric_sinks
 from torchtitan.config.sections.metrics import Metrics
 from torchtitan.config.sections.schema import Job
 from torchtitan.telemetry.run_record import RunRecord
@@ -49,7 +48,7 @@ class Trackers:
         if each and dist.get_world_size() > 1:
             dist.broadcast_object_list(ids)
         self.all: list[Background] = []
-        for name in chosen_trackers(config):
+        for name in config.trackers:
             everywhere = each and (name not in TRACKER_PACKAGES or name in ON_ALL_RANKS)
             if rank != 0 and not everywhere:
                 continue

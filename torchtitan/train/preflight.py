@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.derive import stages_of
-from torchtitan.config.features import TRACKER_PACKAGES
-from torchtitan.config.registry import data_sources, tokenizers
+from torchtitan.config.registry import TRACKER_PACKAGES, data_sources, tokenizers
 from torchtitan.config.rules import Facts, problems
 from torchtitan.config.sections.data import Source, ValidationSet
 from torchtitan.config.sections.parallelism import Compile
@@ -32,7 +31,7 @@ from torchtitan.models import (
 )
 from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.models.decoder_traits import is_decoder
-from torchtitan.parallel.pipeline_csv import schedule_file
+from torchtitan.parallel.pipeline_schedules import schedule_file
 from torchtitan.parallel.pipeline_stages import StagePlan, assign_stages
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.limits import SEARCHED_AT_CHECK

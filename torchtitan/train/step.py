@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan.config.features import FLOAT8, uses
+from torchtitan.config.converters import FLOAT8, uses
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepBatch
 from torchtitan.data.order.rows import IGNORE_INDEX

@@ -1,16 +1,12 @@
 """Features that exclude each other."""
 
-from torchtitan.config.derive import gradient_accumulation_steps
-from torchtitan.config.features import (
-    FLOAT8,
-    GROUPED_FLOAT8,
-    GROUPED_MX,
-    MX,
+from torchtitan.config.converters import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX, uses
+from torchtitan.config.derive import (
     compiles_blocks,
+    gradient_accumulation_steps,
     selects_operations,
-    splits_backward,
-    uses,
 )
+from torchtitan.config.pipeline_schedules import splits_backward
 from torchtitan.config.rules.table import Facts, refuse, rule
 from torchtitan.config.sections.schema import Config
 
@@ -87,7 +83,7 @@ refuse(
     "parallelism.pipeline_parallel_schedule",
     when=lambda c: (
         selects_operations(c.activation_checkpoint)
-        and splits_backward(c)
+        and splits_backward(c.parallelism)
         and not compiles_blocks(c)
     ),
     because=(
@@ -115,7 +111,7 @@ refuse(
 def old_torch_cannot_split_every_backward(config: Config, facts: Facts) -> str | None:
     chunked = config.training.loss_chunks > 1
     changed = compiles_blocks(config) or chunked or bool(config.model.converters)
-    if not (facts.old_torch and splits_backward(config) and changed):
+    if not (facts.old_torch and splits_backward(config.parallelism) and changed):
         return None
     return (
         "parallelism.pipeline_parallel_schedule: with torch before 2.13, the backward of compiled "
@@ -222,7 +218,7 @@ refuse(
 refuse(
     "activation_checkpoint.offload_blocks",
     "parallelism.pipeline_parallel_schedule",
-    when=lambda c: c.activation_checkpoint.offload_blocks != 0 and splits_backward(c),
+    when=lambda c: c.activation_checkpoint.offload_blocks != 0 and splits_backward(c.parallelism),
     because=(
         "activation_checkpoint.offload_blocks: a schedule that splits the backward needs "
         "activations twice, and would keep them on the device in between; set it to 0, or choose "

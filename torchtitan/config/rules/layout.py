@@ -12,7 +12,7 @@ from torchtitan.config.derive import (
     expert_ranks,
     expert_shard_dim,
 )
-from torchtitan.config.features import splits_backward
+from torchtitan.config.pipeline_schedules import splits_backward
 from torchtitan.config.rules.table import Facts, rule
 from torchtitan.config.sections.schema import Config
 from torchtitan.config.sections.training import MoE
@@ -248,7 +248,7 @@ def dense_models_have_no_experts(config: Config, facts: Facts) -> Iterator[str]:
 
 @rule("parallelism.pipeline_parallel_schedule", needs=["expert_sizes", "old_torch"])
 def experts_can_split_their_backward(config: Config, facts: Facts) -> str | None:
-    if not (facts.expert_sizes and facts.old_torch and splits_backward(config)):
+    if not (facts.expert_sizes and facts.old_torch and splits_backward(config.parallelism)):
         return None
     return (
         "parallelism.pipeline_parallel_schedule: with torch before 2.13, the backward of experts "

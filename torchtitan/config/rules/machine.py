@@ -3,7 +3,7 @@
 import urllib.parse
 from collections.abc import Iterator
 
-from torchtitan.config.features import TRACKER_PACKAGES, chosen_trackers
+from torchtitan.config.registry import TRACKER_PACKAGES
 from torchtitan.config.rules.table import Facts, rule
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.errors import did_you_mean
@@ -45,7 +45,7 @@ def evals_have_their_package(config: Config, facts: Facts) -> str | None:
 
 @rule("metrics.sinks", "metrics.enable_wandb", "metrics.enable_tensorboard", needs=["packages"])
 def trackers_have_their_packages(config: Config, facts: Facts) -> Iterator[str]:
-    for name, key in chosen_trackers(config.metrics).items():
+    for name, key in config.metrics.trackers.items():
         package = TRACKER_PACKAGES.get(name)
         if package is None or package in facts.packages:
             continue

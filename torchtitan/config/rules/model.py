@@ -4,7 +4,7 @@ import fnmatch
 import re
 from collections.abc import Iterator
 
-from torchtitan.config.features import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX, names_any, uses
+from torchtitan.config.converters import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX, names_any, uses
 from torchtitan.config.rules.layout import model_name
 from torchtitan.config.rules.table import Facts, rule
 from torchtitan.config.sections.schema import Config

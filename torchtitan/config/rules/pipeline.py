@@ -4,10 +4,10 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torchtitan.config.derive import divisors
+from torchtitan.config.pipeline_schedules import Schedule, schedule_of
 from torchtitan.config.rules.table import Facts, rule
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.config.sections.schema import Config
@@ -17,46 +17,7 @@ _P = "parallelism.pipeline_parallel"
 _PARTS = "parallelism.module_fqns_per_model_part"
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """A pipeline schedule: its name in `torch.distributed.pipelining`, and what it requires."""
-
-    name: str
-    stages_per_rank: Literal["one", "several", "two"]
-    whole_rounds: bool = False
-    """It runs the microbatches in n // pp rounds of equal size."""
-    fills_stages: bool = False
-    """It needs at least as many microbatches as stages."""
-
-    @property
-    def v_shaped(self) -> bool:
-        return self.stages_per_rank == "two"
-
-
-SCHEDULES = {
-    "GPipe": Schedule("GPipe", "one"),
-    "1F1B": Schedule("1F1B", "one", fills_stages=True),
-    "Interleaved1F1B": Schedule("Interleaved1F1B", "several", whole_rounds=True),
-    "FlexibleInterleaved1F1B": Schedule("Interleaved1F1B", "several", whole_rounds=True),
-    "LoopedBFS": Schedule("LoopedBFS", "several"),
-    "InterleavedZeroBubble": Schedule("InterleavedZeroBubble", "several", whole_rounds=True),
-    "ZBVZeroBubble": Schedule("ZBVZeroBubble", "two"),
-    "DualPipeV": Schedule("DualPipeV", "two", fills_stages=True),
-    # these two need a CSV file
-    "PipelineScheduleSingle": Schedule("PipelineScheduleSingle", "one"),
-    "PipelineScheduleMulti": Schedule("PipelineScheduleMulti", "several"),
-}
-"""Schedules by their name in the configuration. torch merged FlexibleInterleaved1F1B into
-Interleaved1F1B.
-"""
-
-
 # ---- shapes that a configuration asks for
-
-
-def schedule_of(p: Parallelism) -> Schedule:
-    """The schedule that is named; a file takes precedence over it."""
-    return SCHEDULES[p.pipeline_parallel_schedule]
 
 
 def stage_count(p: Parallelism, facts: Facts) -> tuple[int, str]:
@@ -64,12 +25,11 @@ def stage_count(p: Parallelism, facts: Facts) -> tuple[int, str]:
     if p.module_fqns_per_model_part:
         return len(parts_of(p.module_fqns_per_model_part, facts)), _PARTS
     if facts.schedule_file is not None:
-        return max(_stages_in(facts.schedule_file), default=0) + 1, f"{_P}_schedule_csv"
+        return len(facts.schedule_file.ranks), f"{_P}_schedule_csv"
     if p.pipeline_parallel_layers_per_stage:
         size = len(layers_of(facts)) + sum(less_layers(p))
         return math.ceil(size / p.pipeline_parallel_layers_per_stage), f"{_P}_layers_per_stage"
-    per_rank = 1 if schedule_of(p).stages_per_rank == "one" else 2
-    return p.pipeline_parallel_degree * per_rank, f"{_P}_degree"
+    return p.pipeline_parallel_degree * schedule_of(p).default_stages, f"{_P}_degree"
 
 
 def layers_of(facts: Facts) -> list[str]:
@@ -114,10 +74,6 @@ def parts_of(given: Sequence[Any], facts: Facts) -> list[list[str]]:
     names = list(facts.module_flops)
     cuts = [names.index(name) for name in given if name in facts.module_flops]
     return [names[a:b] for a, b in itertools.pairwise([0, *cuts, len(names)])]
-
-
-def _stages_in(file: Sequence[Sequence[Any]]) -> set[int]:
-    return {action.stage for order in file for action in order}
 
 
 # ---- rules
@@ -198,9 +154,9 @@ def _most_stages(facts: Facts) -> int:
 
 def _count_problems(count: int, key: str, p: Parallelism, facts: Facts) -> Iterator[str]:
     if facts.schedule_file is not None:
-        stages = _stages_in(facts.schedule_file)
-        if key == _PARTS and len(stages) != count:
-            yield f"{key}: {count} stages, but the schedule of {_P}_schedule_csv has {len(stages)}"
+        stages = len(facts.schedule_file.ranks)
+        if stages != count:
+            yield f"{key}: {count} stages, but the schedule of {_P}_schedule_csv has {stages}"
         return
     schedule = schedule_of(p)
     degree = p.pipeline_parallel_degree
@@ -208,7 +164,7 @@ def _count_problems(count: int, key: str, p: Parallelism, facts: Facts) -> Itera
     if schedule.stages_per_rank == "one":
         fits = per_rank == 1
         legal = f"1 stage per rank ({degree} stages)"
-    elif schedule.stages_per_rank == "two":
+    elif schedule.v_shaped:
         fits = per_rank == 2
         legal = f"2 stages per rank ({2 * degree} stages)"
     else:
@@ -216,8 +172,8 @@ def _count_problems(count: int, key: str, p: Parallelism, facts: Facts) -> Itera
         legal = f"2 or more stages per rank ({2 * degree}, {3 * degree}, ... stages)"
     if rest or not fits:
         yield (
-            f"{key}: gives {count} stages on {degree} ranks, but schedule {schedule.name} takes "
-            f"{legal}"
+            f"{key}: gives {count} stages on {degree} ranks, but schedule "
+            f"{p.pipeline_parallel_schedule} takes {legal}"
         )
 
 
@@ -287,13 +243,13 @@ def schedule_runs_the_microbatches(config: Config, facts: Facts) -> str | None:
     if degree == 1 or rows % size or model_splits_into_stages(config, facts):
         return None
     if facts.schedule_file is not None:
-        wanted = len({a.microbatch for order in facts.schedule_file for a in order})
-        if rows == wanted * size:
+        microbatches = facts.schedule_file.microbatches
+        if rows == microbatches * size:
             return None
         return (
-            f"{_P}_schedule_csv: the schedule has {wanted} microbatches, but "
+            f"{_P}_schedule_csv: the schedule has {microbatches} microbatches, but "
             f"training.local_batch_size {rows} / {_P}_microbatch_size {size} is {rows // size}; "
-            f"set training.local_batch_size = {wanted * size}"
+            f"set training.local_batch_size = {microbatches * size}"
         )
     schedule = schedule_of(p)
     stages, _ = stage_count(p, facts)
@@ -310,13 +266,13 @@ def schedule_runs_the_microbatches(config: Config, facts: Facts) -> str | None:
         while _reason_against(schedule, more, stages, degree):
             more += 1
         advice = f"raise training.local_batch_size to {more * size}"
-    return f"{_P}_schedule: {schedule.name} {reason}; {advice}"
+    return f"{_P}_schedule: {p.pipeline_parallel_schedule} {reason}; {advice}"
 
 
 def _reason_against(schedule: Schedule, microbatches: int, stages: int, degree: int) -> str | None:
     rounds = max(1, microbatches // degree)
-    if schedule.whole_rounds and microbatches % rounds:
+    if schedule.microbatches == "whole rounds" and microbatches % rounds:
         return f"can't run {microbatches} microbatches on {degree} ranks in {rounds} equal rounds"
-    if schedule.fills_stages and microbatches < stages:
+    if schedule.microbatches == "one per stage" and microbatches < stages:
         return f"needs at least as many microbatches as its {stages} stages, got {microbatches}"
     return None

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from torchtitan.config.derive import stages_of
+from torchtitan.config.pipeline_schedules import FileSchedule
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.errors import ConfigError
 
@@ -60,16 +61,6 @@ class TextEncoder(Protocol):
     def vocab_size(self) -> int: ...
 
     def encode(self, text: str, *, bos: bool = ...) -> list[int]: ...
-
-
-class Computation(Protocol):
-    """What rules need of an entry in a pipeline schedule's file."""
-
-    @property
-    def stage(self) -> int: ...
-
-    @property
-    def microbatch(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -134,8 +125,8 @@ class Facts:
     """FLOPs per token of each module that can be on its own pipeline stage, in execution order."""
     tied_modules: Sequence[str] = ABSENT
     """Modules that share a weight."""
-    schedule_file: Sequence[Sequence[Computation]] | None = ABSENT
-    """Each pipeline rank's computations, if a file lists them."""
+    schedule_file: FileSchedule | None = ABSENT
+    """The pipeline schedule, if it comes from a file."""
     tokenizer: TextEncoder = ABSENT
 
     # ---- this machine

@@ -47,6 +47,16 @@ class Metrics(Section):
     """
     prometheus: Prometheus = Prometheus()
 
+    @property
+    def trackers(self) -> dict[str, str]:
+        """Names of the chosen trackers, each with the key that chooses it."""
+        names = {name: "metrics.sinks" for name in self.sinks if name != "jsonl"}
+        if self.enable_wandb:
+            names["wandb"] = "metrics.enable_wandb"
+        if self.enable_tensorboard:
+            names["tensorboard"] = "metrics.enable_tensorboard"
+        return names
+
 
 NotifiedEvent = Literal["failed", "preempted", "resumed", "spike", "straggler", "finished"]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config.features import selects_operations
+from torchtitan.config.derive import selects_operations
 from torchtitan.config.rules import Facts, check
 from torchtitan.tools.planner.axes import applied
 from torchtitan.tools.planner.costs import BUBBLE, REPEATED

@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from torchtitan.config.derive import DEGREE_KEYS, divisors
-from torchtitan.config.features import compiles_blocks
+from torchtitan.config.derive import DEGREE_KEYS, compiles_blocks, divisors
 from torchtitan.config.rules import Facts, problems
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.config.sections.schema import Config

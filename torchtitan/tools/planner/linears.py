@@ -5,19 +5,17 @@ backward computes again.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from torchtitan.config.derive import layout_degrees
-from torchtitan.config.features import (
+from torchtitan.config.converters import (
     FLOAT8,
     GROUPED_FLOAT8,
     GROUPED_MX,
     MX,
     SMALL_LAYERS,
-    compiles_blocks,
     gains_by_float8,
     names_any,
-    selects_operations,
     uses,
 )
+from torchtitan.config.derive import compiles_blocks, layout_degrees, selects_operations
 from torchtitan.config.sections.parallelism import ActivationCheckpoint
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.decoder_args import DecoderArgs

@@ -14,8 +14,7 @@ there are marked "adjusted".
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchtitan.config.derive import offloaded_blocks
-from torchtitan.config.features import selects_operations
+from torchtitan.config.derive import offloaded_blocks, selects_operations
 from torchtitan.tools.planner.linears import experts_in_eight_bits
 from torchtitan.tools.planner.pipeline_timeline import Held, program
 from torchtitan.tools.planner.workload import BYTES, FP32, Stage, Workload

@@ -11,7 +11,7 @@ from functools import cache, cached_property, partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from torchtitan.parallel.pipeline_csv import Action, Step, execute
+from torchtitan.parallel.pipeline_schedules import Action, Step, execute
 from torchtitan.parallel.pipeline_stages import StagePlan
 
 
@@ -46,7 +46,7 @@ class Program:
     @cached_property
     def steps(self) -> list[Step]:
         """Every computation, after the one it waits for."""
-        return execute(self.orders)
+        return execute([[(action,) for action in order] for order in self.orders])
 
     @cached_property
     def held(self) -> tuple[tuple[Held, ...], ...]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.config.derive import divisors, replace
+from torchtitan.config.pipeline_schedules import schedule_of
 from torchtitan.config.rules import validate
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
@@ -45,10 +46,6 @@ LIKELY = 0.9
 _WORTHWHILE = 0.6
 """Relative speed below which a layout isn't proposed, however little memory it takes."""
 _SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
-_CHUNKS = {"1F1B": 1, "Interleaved1F1B": 2, "ZBVZeroBubble": 6}
-"""Parts that a rank's share of a microbatch is cut into, between which it can start another: by
-stages, and for ZBVZeroBubble also forward, inputs and weights.
-"""
 _LEEWAY = 1.2
 """How much faster than all before a layout may be without its bubble."""
 _MAX_COMPUTATIONS = 4096
@@ -239,7 +236,7 @@ class _Search:
         """
         p = config.parallelism
         n = config.training.local_batch_size // p.pipeline_parallel_microbatch_size
-        rounds = n * _CHUNKS[p.pipeline_parallel_schedule]
+        rounds = n * schedule_of(p).chunks
         return (
             _LEEWAY
             * (self._unhindered or math.inf)

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtitan.config.derive import gradient_accumulation_steps, replace
-from torchtitan.config.features import GROUPED_MX, MX, compiles_blocks, uses
+from torchtitan.config.converters import GROUPED_MX, MX, uses
+from torchtitan.config.derive import compiles_blocks, gradient_accumulation_steps, replace
 from torchtitan.config.registry import import_custom
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.attention_backend import attention_backend

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torchtitan.config.converters import FLOAT8, MX, uses
 from torchtitan.config.derive import (
     axis_degrees,
+    compiles_blocks,
     gradient_accumulation_steps,
     sums_on_replicas,
     sums_whole_gradients,
 )
-from torchtitan.config.features import FLOAT8, MX, compiles_blocks, uses
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.decoder_args import DecoderArgs
 from torchtitan.parallel.pipeline_stages import StagePlan
