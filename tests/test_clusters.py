@@ -1,5 +1,6 @@
 """Jobs for Kubernetes and SkyPilot: valid by the published schemas, and what containers run."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -8,15 +9,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jinja2
 import jsonschema
 import pytest
 import tomli
 import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
 from kubeflow_trainer_api import models
 
 from tests.slurm_stand_ins import BASE, ROOT
 from torchtitan.commands.submit import main
 from torchtitan.config import load_config
+from torchtitan.tools.launch.cluster_jobs import block, lines, scalar
 from torchtitan.utils.errors import ConfigError
 
 JOBSET = ["--to=jobset", "--container=reg/image:1", "--volume=runs:/runs"]
@@ -216,9 +221,9 @@ def test_text_that_kubectl_reads_as_a_number_or_truth_is_quoted():
     labels = [f"--node-selector={key}={value}" for key, value in selector.items()]
     submit(*JOBSET, "--nodes=1", "--namespace=1e3", *labels)
     text = Path("debug-model.jobset.yaml").read_text()
-    assert text.count("namespace: '1e3'\n") == 2
+    assert text.count('namespace: "1e3"\n') == 2
     for value in ("1e3", "0o17", "off", "1.5", "y"):
-        assert f": '{value}'\n" in text
+        assert f': "{value}"\n' in text
     assert job_of(documents()[1])["template"]["spec"]["nodeSelector"] == selector
 
 
@@ -572,3 +577,51 @@ def test_the_script_of_a_machine(tmp_path, stopped):
     assert words[5:8] == ["--grace=290", "--", f"--job.description={HOSTILE}"]
     assert tomli.loads(text)["job"]["description"] == "Llama 3 debug model"
     assert not list(tmp_path.rglob("injected"))
+
+
+# ---- templates
+
+
+@given(text=st.text(max_size=40))
+@example(text="a\n- b: c\n---\n")
+@example(text='": x\n')
+@example(text=" a\n b\n")
+@example(text="a\n\n")
+@example(text="a\u0085b\u2028c\n")
+def test_no_text_changes_the_structure_of_a_file(text):
+    for inserted in (scalar(text), block(text, 6)):
+        file = f"a:\n  - b: {inserted}\n    c: 1\nd: {scalar(text)}\n"
+        assert yaml.safe_load(file) == {"a": [{"b": text, "c": 1}], "d": text}
+    with contextlib.suppress(jinja2.TemplateError):
+        file = f"a: |\n  begin\n  {lines(text, 2)}\n  end\nb: 1\n"
+        assert yaml.safe_load(file) == {"a": f"begin\n{text.rstrip(chr(10))}\nend\n", "b": 1}
+
+
+def test_a_template_of_the_user(tmp_path):
+    template = tmp_path / "mine.j2"
+    shipped = (ROOT / "torchtitan/tools/launch/jobset.yaml.j2").read_text()
+    limits = "                  nvidia.com/gpu: {{ run.ranks }}\n"
+    assert limits in shipped
+    template.write_text(shipped.replace(limits, f"{limits}                  rdma/hca: 8\n"))
+    submit(*JOBSET, "--nodes=2", f"--template={template}", "--output=job")
+    resources = container_of(documents("job")[1])["resources"]
+    assert resources == {"limits": {"nvidia.com/gpu": 8, "rdma/hca": 8}}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: 1\n{% if x %}\n", "mine.j2:2: Unexpected end of template"),
+        ("name: {{ nmae }}\n", "'nmae' is undefined"),
+        ("a: [1\n", "expected ',' or ']'"),
+        ("a: |\n  {{ config | line }}\n", "has several lines"),
+    ],
+)
+def test_a_template_that_is_wrong(tmp_path, monkeypatch, text, problem):
+    template = tmp_path / "mine.j2"
+    template.write_text(text)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    (said,) = refused(*JOBSET, "--nodes=1", f"--template={template}")
+    assert str(template) in said
+    assert problem in said

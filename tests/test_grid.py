@@ -303,6 +303,33 @@ def test_runs_here_go_on_after_a_failure(tmp_path, monkeypatch, capfd):
             signal.signal(number, handler)
 
 
+@pytest.mark.parametrize("moment", ["before a run exists", "before a run is known"])
+def test_a_signal_that_no_run_receives_is_not_lost(tmp_path, monkeypatch, capfd, moment):
+    log = tmp_path / "log"
+    fake = tmp_path / "python"
+    fake.write_text(f'#!/bin/sh\necho "$@" >>{log}\ncase "$*" in *two*) exec sleep 30;; esac\n')
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+
+    class Popen(subprocess.Popen):
+        def __init__(self, command):
+            if moment == "before a run exists" and "two" in command:
+                signal.raise_signal(signal.SIGTERM)
+            super().__init__(command)
+            if moment == "before a run is known" and "two" in command:
+                signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    try:
+        assert run_in_turn(["1", "2"], [["train", "one"], ["train", "two"]], tmp_path) == 75
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert "Stopped in run 2 of 2; the same command resumes" in capfd.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_grid_trains_here_and_stops_when_asked(tmp_path):
     command = [

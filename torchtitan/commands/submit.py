@@ -22,6 +22,12 @@ from torchtitan.commands.train import check, count_gpus, node_range
 from torchtitan.config import Config, load_config
 from torchtitan.config.load.command_line import parse_args
 from torchtitan.tools.launch import jobs
+from torchtitan.tools.launch.cluster_jobs import (
+    LONGEST_TASK_NAME,
+    jobset_files,
+    longest_name,
+    skypilot_files,
+)
 from torchtitan.tools.launch.container import ClusterRun, check_outputs, config_text, needed_files
 from torchtitan.tools.launch.container_options import (
     JOBSET,
@@ -47,8 +53,6 @@ from torchtitan.tools.launch.job import (
     one_line,
     script,
 )
-from torchtitan.tools.launch.jobset import jobset_files, longest_name
-from torchtitan.tools.launch.skypilot import LONGEST_NAME, skypilot_files
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import write_output
 from torchtitan.utils.text import aligned, count, plural, printable
@@ -286,7 +290,7 @@ def _write_cluster(options: argparse.Namespace, batch: _Batch) -> int:
     files_of = jobset_files if options.to == JOBSET else skypilot_files
     relative = "image" if options.to == JOBSET else "this folder, which is sent"
     most = max(size.nodes[1] for size in batch.sizes)
-    longest = longest_name(most, len(batch.runs)) if options.to == JOBSET else LONGEST_NAME
+    longest = longest_name(most, len(batch.runs)) if options.to == JOBSET else LONGEST_TASK_NAME
     if options.job_name is None:
         options.job_name = cluster_name(Path(batch.config).stem, longest)
     check_name(options.job_name, longest)

@@ -1,13 +1,11 @@
-"""Containers of jobs: the files that they need, the launcher's command, and the job as YAML."""
+"""Containers of jobs: the files that they need, and the launcher's command."""
 
 import posixpath
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel
 
 from torchtitan.config import Config
@@ -28,7 +26,6 @@ _LAUNCHER_SECONDS = 10
 _NO_INPUTS = {"job.config_file", "job.dump_folder", "checkpoint.folder", "checkpoint.upload_folder"}
 _PATH = get_args(LocalPath)[-1]
 """What marks a key as a path."""
-_OTHER_THAN_TEXT = re.compile(r"[-+]?\.?[0-9]|[yYnN]$")
 
 
 @dataclass(frozen=True)
@@ -167,29 +164,3 @@ def train_words(run: ClusterRun, file: str, endpoint: str, flags: Sequence[str])
 def launcher_grace(seconds: int) -> str:
     """The launcher's option for a container that is killed after `seconds`."""
     return f"--grace={seconds - _LAUNCHER_SECONDS}"
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as such, quotes what kubectl doesn't read as text though PyYAML
-    does (`1e3`, `0o17`, `y`), and never refers to an earlier node.
-    """
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = "'" if _OTHER_THAN_TEXT.match(text) else None
-    return dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else style
-    )
-
-
-_Dumper.add_representer(str, _text)
-
-
-def to_yaml(documents: list[dict[str, Any]], comments: Sequence[str]) -> str:
-    """Documents below comments of a line each."""
-    head = "".join(f"# {line}\n" for line in comments)
-    body = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
-    return head + body

@@ -4,7 +4,7 @@ import argparse
 import re
 from dataclasses import dataclass
 from functools import partial
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from torchtitan.tools.launch.job import one_line
 from torchtitan.tools.launch.ranks import ELASTIC_RESTARTS
@@ -37,6 +37,7 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
     "volume": {SLURM: "nodes share a file system; for a container, set CONTAINER_MOUNTS"},
     "max_restarts": {SLURM: "set MAX_RESTARTS in the job's environment"},
     "grace": {SLURM: "use --sbatch=--signal=B:USR1@SECONDS"},
+    "template": {SLURM: "edit the script that is written"},
     "queue": {SLURM: "use --partition", SKYPILOT: "only Kubernetes has queues of Kueue"},
     "namespace": {SLURM: "use --account", SKYPILOT: "it belongs to SkyPilot's configuration"},
     "node_selector": {SLURM: "use --sbatch=--constraint=...", SKYPILOT: "use --infra"},
@@ -79,6 +80,12 @@ def add_container_options(parser: argparse.ArgumentParser) -> None:
         type=partial(count, fewest=30, most=7 * 24 * 3600),
         metavar="SECONDS",
         help=f"time to save when stopped ({GRACE_SECONDS})",
+    )
+    both.add_argument(
+        "--template",
+        type=Path,
+        metavar="FILE",
+        help="Jinja template of the file (TARGET.yaml.j2 in torchtitan/tools/launch)",
     )
     jobset = parser.add_argument_group("--to jobset")
     jobset.add_argument("--namespace", type=dns_label, metavar="NAME")

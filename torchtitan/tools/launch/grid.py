@@ -282,23 +282,39 @@ def _some(names: Sequence[str]) -> str:
 # ---- on this machine
 
 
-class _Stop:
-    """Passes signals that ask to stop on to the current run, which saves; none follows."""
+class _Runner:
+    """Runs one command at a time, and passes signals that ask to stop on to it: it saves, and none
+    follows.
+    """
 
     def __init__(self) -> None:
-        self.requested = False
-        self.run: subprocess.Popen[bytes] | None = None
+        self.stop_requested = False
+        self._run: subprocess.Popen[bytes] | None = None
+        self._undelivered: int | None = None
+        """A signal that came between two runs, or while one was starting; the next one gets it."""
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._handle)
         signal.signal(signal.SIGINT, self._interrupted)
 
+    def status_of(self, command: Sequence[str]) -> int:
+        """Run a command until it ends."""
+        run = subprocess.Popen(command)
+        self._run = run
+        if self._undelivered is not None:
+            run.send_signal(self._undelivered)
+        status = run.wait()
+        self._run = None
+        return status
+
     def _handle(self, number: int, _: FrameType | None) -> None:
-        self.requested = True
-        if self.run:
-            self.run.send_signal(number)
+        self.stop_requested = True
+        if self._run:
+            self._run.send_signal(number)
+        else:
+            self._undelivered = number
 
     def _interrupted(self, number: int, _: FrameType | None) -> None:
-        self.requested = True  # Ctrl-C reaches the run, too
+        self.stop_requested = True  # Ctrl-C reaches the run, too
 
 
 def run_in_turn(names: Sequence[str], commands: Sequence[Sequence[str]], folder: Path) -> int:
@@ -310,18 +326,17 @@ def run_in_turn(names: Sequence[str], commands: Sequence[Sequence[str]], folder:
     Returns:
         75 if asked to stop, 130 after a second Ctrl-C, 1 if a run failed, else 0.
     """
-    stop = _Stop()
+    runner = _Runner()
     failed = []
     for i, (name, words) in enumerate(zip(names, commands, strict=True), 1):
         print(f"\n== run {i} of {len(names)}: {name}", file=sys.stderr, flush=True)
-        stop.run = subprocess.Popen([sys.executable, "-m", "torchtitan", *words])
-        status = stop.run.wait()
+        status = runner.status_of([sys.executable, "-m", "torchtitan", *words])
         if status == INTERRUPTED:
             print(
                 f"Interrupted in run {i} of {len(names)}; the same command resumes", file=sys.stderr
             )
             return INTERRUPTED
-        if stop.requested or status == os.EX_TEMPFAIL:
+        if runner.stop_requested or status == os.EX_TEMPFAIL:
             print(f"Stopped in run {i} of {len(names)}; the same command resumes", file=sys.stderr)
             return os.EX_TEMPFAIL
         if status:

@@ -126,7 +126,7 @@ def _ask(command: Sequence[str], without: str) -> str:
     """What a command of Slurm prints.
 
     Args:
-        without: the end of the message if there is no such command.
+        without: what to do if there is no such command; may be empty.
 
     Raises:
         UserError: there is none, or it fails.
@@ -136,7 +136,8 @@ def _ask(command: Sequence[str], without: str) -> str:
             command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT
         )
     except FileNotFoundError:
-        raise UserError(f"this machine has no {command[0]}; {without}") from None
+        advice = f"; {without}" if without else ""
+        raise UserError(f"this machine has no {command[0]}{advice}") from None
     except subprocess.TimeoutExpired:
         raise UserError(
             f"{command[0]} did not answer within {_TIMEOUT} s; try again later"
@@ -206,12 +207,7 @@ def _ended(jobs: set[str]) -> tuple[list[Entry], str | None]:
     try:
         answer = _ask([*command, f"--format={_ENDED}"], "")
     except UserError as error:
-        return (
-            [],
-            f"jobs that have ended are not shown, since there is no accounting ({error})".replace(
-                "; )", ")"
-            ),
-        )
+        return [], f"jobs that have ended are not shown, since there is no accounting ({error})"
     return [entry for line in answer.splitlines() if (entry := _entry(line))], None
 
 
