@@ -1,5 +1,7 @@
 """Features that exclude each other."""
 
+from collections.abc import Callable
+
 from torchtitan.config.converters import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX, uses
 from torchtitan.config.derive import (
     compiles_blocks,
@@ -10,29 +12,46 @@ from torchtitan.config.pipeline_schedules import splits_backward
 from torchtitan.config.rules.table import Facts, refuse, rule
 from torchtitan.config.sections.schema import Config
 
-refuse(
-    "optimizer.early_step_in_backward",
-    "parallelism.pipeline_parallel_degree",
-    when=lambda c: (
-        c.optimizer.early_step_in_backward and c.parallelism.pipeline_parallel_degree > 1
+_EARLY_STEP = "optimizer.early_step_in_backward"
+_EXCLUDED_BY_EARLY_STEP: list[tuple[str, Callable[[Config], bool], str]] = [
+    (
+        "parallelism.pipeline_parallel_degree",
+        lambda c: c.parallelism.pipeline_parallel_degree > 1,
+        "a pipeline schedule accumulates gradients over microbatches, so none is complete before "
+        "the last backward ends; set it to false, or parallelism.pipeline_parallel_degree = 1",
     ),
-    because=(
-        "optimizer.early_step_in_backward: a pipeline schedule accumulates gradients over "
-        "microbatches, so none is complete before the last backward ends; set it to false, or "
-        "parallelism.pipeline_parallel_degree = 1"
+    (
+        "training.max_norm",
+        lambda c: c.training.max_norm > 0,
+        "gradients can't be clipped to training.max_norm, because the global norm is known only "
+        "after the backward; set training.max_norm = 0, or early_step_in_backward = false",
     ),
-)
-
-refuse(
-    "optimizer.early_step_in_backward",
-    "training.max_norm",
-    when=lambda c: c.optimizer.early_step_in_backward and c.training.max_norm > 0,
-    because=(
-        "optimizer.early_step_in_backward: gradients can't be clipped to training.max_norm, "
-        "because the global norm is known only after the backward; set training.max_norm = 0, or "
-        "early_step_in_backward = false"
+    (
+        "fault_tolerance.elastic",
+        lambda c: c.fault_tolerance.elastic,
+        "fewer ranks would need to accumulate gradients, but each backward applies and frees "
+        "them; set it to false, or fault_tolerance.elastic = false",
     ),
-)
+    (
+        "training.on_nonfinite",
+        lambda c: c.training.on_nonfinite == "skip",
+        'a bad step is applied before it can be detected; set training.on_nonfinite = "stop", or '
+        "early_step_in_backward = false",
+    ),
+    (
+        "guard.policy",
+        lambda c: c.guard.policy == "skip",
+        'a spike is applied before it can be detected; set guard.policy = "rewind", or '
+        "early_step_in_backward = false",
+    ),
+]
+for _key, _conflicts, _why in _EXCLUDED_BY_EARLY_STEP:
+    refuse(
+        _EARLY_STEP,
+        _key,
+        when=lambda c, conflicts=_conflicts: c.optimizer.early_step_in_backward and conflicts(c),
+        because=f"{_EARLY_STEP}: {_why}",
+    )
 
 refuse(
     "optimizer.early_step_in_backward",
@@ -44,36 +63,6 @@ refuse(
         "global_batch_size, or set early_step_in_backward = false"
     ),
     needs=["layout"],
-)
-
-refuse(
-    "optimizer.early_step_in_backward",
-    "fault_tolerance.elastic",
-    when=lambda c: c.optimizer.early_step_in_backward and c.fault_tolerance.elastic,
-    because=(
-        "optimizer.early_step_in_backward: fewer ranks would need to accumulate gradients, but "
-        "each backward applies and frees them; set it to false, or fault_tolerance.elastic = false"
-    ),
-)
-
-refuse(
-    "optimizer.early_step_in_backward",
-    "training.on_nonfinite",
-    when=lambda c: c.optimizer.early_step_in_backward and c.training.on_nonfinite == "skip",
-    because=(
-        "optimizer.early_step_in_backward: a bad step is applied before it can be detected; set "
-        'training.on_nonfinite = "stop", or early_step_in_backward = false'
-    ),
-)
-
-refuse(
-    "optimizer.early_step_in_backward",
-    "guard.policy",
-    when=lambda c: c.optimizer.early_step_in_backward and c.guard.policy == "skip",
-    because=(
-        "optimizer.early_step_in_backward: a spike is applied before it can be detected; set "
-        'guard.policy = "rewind", or early_step_in_backward = false'
-    ),
 )
 
 refuse(
