@@ -9,7 +9,7 @@ import time
 import pytest
 
 from torchtitan.telemetry.console import ConsoleSink, Pace
-from torchtitan.utils.text import show_date
+from torchtitan.utils.wording import show_date
 
 
 def estimates(seconds, total, at):

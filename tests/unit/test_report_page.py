@@ -9,7 +9,7 @@ import pytest
 from tests.browser import CHROMIUM, browser
 from tests.run_folders import BEGAN, FLOPS_PER_TOKEN, PROMPTS, STEP_TOKENS, write_run, write_scores
 from torchtitan.commands.report import main
-from torchtitan.utils import text
+from torchtitan.utils import wording
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")]
 HOSTILE = "<img src=x onerror=alert(1)> </script><script>alert(2)</script><!--<script>"
@@ -99,12 +99,12 @@ def test_the_curves_are_the_files(runs, pages, tab):
     assert shown == {
         "state": "completed",
         "step": "300",
-        "loss": text.show_loss(last["loss"]),
-        "tokens": text.show_tokens(last["tokens"]),
-        "tokens_per_second": text.show_rate(last["tokens_per_second"]),
-        "mfu": text.show_percent(last["mfu"]),
-        "memory_gib": text.show_gib(last["memory_gib"]),
-        "goodput": text.show_percent(goodput["percent"]),
+        "loss": wording.show_loss(last["loss"]),
+        "tokens": wording.show_tokens(last["tokens"]),
+        "tokens_per_second": wording.show_rate(last["tokens_per_second"]),
+        "mfu": wording.show_percent(last["mfu"]),
+        "memory_gib": wording.show_gib(last["memory_gib"]),
+        "goodput": wording.show_percent(goodput["percent"]),
     }
 
 
@@ -148,7 +148,7 @@ def test_the_keyboard_reads_and_zooms(runs, pages, tab):
     scales = "charts.map(chart => [chart.plot.scales.x.min, chart.plot.scales.x.max])"
     tab.evaluate(f"{box}.focus()")
     tab.press("ArrowRight")
-    assert f"{text.show_loss(training[0]['loss'])}" in tab.evaluate(tip)
+    assert f"{wording.show_loss(training[0]['loss'])}" in tab.evaluate(tip)
     assert tab.evaluate(tip).startswith("step 1\n")
     tab.press("ArrowRight")
     assert tab.evaluate(tip).startswith("step 4\n")  # a hundredth of the run
@@ -301,7 +301,7 @@ def test_figures_look_as_in_logs(pages, tab):
     values += [10 ** numbers.uniform(-2, 13) for _ in range(200)]
     for name in ("tokens", "loss", "percent", "gib", "rate", "duration"):
         said = tab.evaluate(f"{json.dumps(values)}.map(x => show.{name}(x))")
-        expected = [getattr(text, f"show_{name}")(value) for value in values]
+        expected = [getattr(wording, f"show_{name}")(value) for value in values]
         if name in ("loss", "percent"):  # without or with commas in numbers that they never have
             said, expected = ([one.replace(",", "") for one in some] for some in (said, expected))
         assert said == expected, name

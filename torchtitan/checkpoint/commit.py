@@ -31,7 +31,7 @@ from torchtitan.checkpoint.sums import crc32
 from torchtitan.utils.errors import CheckpointError, DamageError
 from torchtitan.utils.logging import event, logger
 from torchtitan.utils.storage import delete_tree, is_remote, make_folder, patiently
-from torchtitan.utils.text import listed
+from torchtitan.utils.wording import listed
 
 MARK = ".incomplete"
 """At a URL, in a checkpoint that is being written or deleted."""

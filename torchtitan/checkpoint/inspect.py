@@ -11,7 +11,7 @@ import torch
 from torchtitan.checkpoint.load import Reader
 from torchtitan.checkpoint.manifest import Manifest, read_manifest
 from torchtitan.config.load.keys import FIELDS
-from torchtitan.utils.text import aligned, flat, show_size
+from torchtitan.utils.wording import aligned, flat, show_size
 
 _PIECE = 1 << 18
 """Elements compared at a time."""

@@ -41,7 +41,7 @@ from torchtitan.utils.errors import DamageError, UserError
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import delete_tree, patiently
-from torchtitan.utils.text import listed, plural, show_duration
+from torchtitan.utils.wording import listed, plural, show_duration
 
 _CHUNK = 1 << 22
 _BLOCK = 1 << 25

@@ -15,12 +15,15 @@ gs://), except the source of from-hf. At most two tensors are in memory at a tim
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.errors import CheckpointError, ConfigError, DamageError, UserError
 from torchtitan.utils.lock import FolderLock
 from torchtitan.utils.storage import is_remote, path_argument
-from torchtitan.utils.text import count, plural
+from torchtitan.utils.wording import plural
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -186,127 +189,96 @@ def _share(text: str) -> float:
     return value
 
 
+_CHECKPOINTS: dict[str, Any] = {"type": path_argument, "help": "checkpoint, or folder of them"}
+_EMA: dict[str, Any] = {
+    "action": "store_true",
+    "help": "take the average of the weights, which the run kept with ema.enable",
+}
+_DTYPES = ["float32", "bfloat16", "float16"]
+
+
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan ckpt",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("ckpt", __doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    averages = "take the average of the weights, which the run kept with ema.enable"
 
-    command = commands.add_parser("inspect", help="list checkpoints, or the contents of one")
-    command.add_argument("path", type=path_argument, help="checkpoint, or folder of them")
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.set_defaults(run=inspect)
+    def command(
+        name: str, run: Callable[[argparse.Namespace], int], help: str
+    ) -> Callable[..., Any]:
+        """Add a command; its arguments are added with what this returns."""
+        command = commands.add_parser(name, help=help)
+        command.set_defaults(run=run)
+        return command.add_argument
 
-    command = commands.add_parser(
-        "verify", help="compare every file with its checksum; exit code 1 if one differs"
+    add = command("inspect", inspect, "list checkpoints, or the contents of one")
+    add("path", **_CHECKPOINTS)
+    add("--json", action="store_true", help="print JSON")
+
+    add = command(
+        "verify", verify, "compare every file with its checksum; exit code 1 if one differs"
     )
-    command.add_argument("path", type=path_argument, help="checkpoint, or folder of them")
-    command.set_defaults(run=verify)
+    add("path", **_CHECKPOINTS)
 
-    command = commands.add_parser(
-        "diff", help="compare two checkpoints; exit code 1 if they differ"
-    )
-    command.add_argument("a", type=path_argument, help="checkpoint, or folder of them")
-    command.add_argument("b", type=path_argument, help="checkpoint, or folder of them")
-    command.add_argument(
+    add = command("diff", diff, "compare two checkpoints; exit code 1 if they differ")
+    add("a", **_CHECKPOINTS)
+    add("b", **_CHECKPOINTS)
+    add(
         "--tolerance", type=float, default=0.0, help="largest |a - b| of equal tensors (default: 0)"
     )
     parts = ["config", "train_state", "tensors"]
-    command.add_argument(
-        "--only", nargs="+", choices=parts, default=parts, help="parts to compare (default: all)"
-    )
-    command.set_defaults(run=diff)
+    add("--only", nargs="+", choices=parts, default=parts, help="parts to compare (default: all)")
 
-    command = commands.add_parser(
-        "prune", help="delete old checkpoints, never the newest that can be resumed"
-    )
-    command.add_argument("path", type=path_argument, help="folder of checkpoints")
-    command.add_argument(
-        "--keep-latest", type=count, required=True, metavar="K", help="keep the K newest"
-    )
-    command.add_argument(
-        "--keep-every", type=count, default=0, metavar="N", help="also keep multiples of N"
-    )
-    command.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
-    command.set_defaults(run=prune)
+    add = command("prune", prune, "delete old checkpoints, never the newest that can be resumed")
+    add("path", type=path_argument, help="folder of checkpoints")
+    add("--keep-latest", type=count, required=True, metavar="K", help="keep the K newest")
+    add("--keep-every", type=count, default=0, metavar="N", help="also keep multiples of N")
+    add("--dry-run", action="store_true", help="only print what would be deleted")
 
-    command = commands.add_parser(
-        "upload", help="copy checkpoints to object storage, as far as they aren't there"
+    add = command(
+        "upload", upload, "copy checkpoints to object storage, as far as they aren't there"
     )
-    command.add_argument("path", type=path_argument, help="checkpoint, or folder of them")
-    command.add_argument(
-        "target", type=path_argument, metavar="URL", help="as checkpoint.upload_folder"
-    )
-    command.set_defaults(run=upload)
+    add("path", **_CHECKPOINTS)
+    add("target", type=path_argument, metavar="URL", help="as checkpoint.upload_folder")
 
-    command = commands.add_parser("to-hf", help="export Hugging Face safetensors")
-    command.add_argument("source", type=path_argument, help="checkpoint, or folder of them")
-    command.add_argument("target", type=path_argument, help="folder to create")
-    command.add_argument("--ema", action="store_true", help=averages)
-    dtypes = ["float32", "bfloat16", "float16"]
-    command.add_argument(
-        "--dtype", choices=dtypes, help="dtype of the weights (default: as stored)"
-    )
-    command.add_argument(
-        "--assets", help="folder of the tokenizer (default: model.hf_assets_path of the run)"
-    )
-    command.add_argument(
-        "--max-file-gb", type=float, default=5.0, help="largest file size (default: %(default)s)"
-    )
-    command.add_argument(
+    add = command("to-hf", to_hf, "export Hugging Face safetensors")
+    add("source", **_CHECKPOINTS)
+    add("target", type=path_argument, help="folder to create")
+    add("--ema", **_EMA)
+    add("--dtype", choices=_DTYPES, help="dtype of the weights (default: as stored)")
+    add("--assets", help="folder of the tokenizer (default: model.hf_assets_path of the run)")
+    add("--max-file-gb", type=float, default=5.0, help="largest file size (default: %(default)s)")
+    add(
         "--check",
         action=argparse.BooleanOptionalAction,
-        help="read the export back, and compare logits and token ids with those of "
-        "transformers (default: as far as it "
-        "is installed and memory suffices)",
+        help="read the export back, and compare logits and token ids with those of transformers "
+        "(default: as far as it is installed and memory suffices)",
     )
-    command.add_argument(
+    add(
         "--model", help="export as the class of this family, which has the same code (default: own)"
     )
-    command.add_argument(
+    add(
         "--custom-import",
         metavar="MODULE",
         help="module that registers the model's family or its tokenizer",
     )
-    command.set_defaults(run=to_hf)
 
-    command = commands.add_parser(
-        "from-hf", help="convert a Hugging Face model, to start a run from"
-    )
-    command.add_argument("source", type=Path, help="folder with config.json and safetensors")
-    command.add_argument(
-        "target", type=path_argument, help="folder to create, for step-0 and train.toml"
-    )
-    command.add_argument(
-        "--model", help="model family, as in model.name (default: that of config.json)"
-    )
-    command.add_argument("--toml", help="TOML file to write (default: train.toml in the target)")
-    command.set_defaults(run=from_hf)
+    add = command("from-hf", from_hf, "convert a Hugging Face model, to start a run from")
+    add("source", type=Path, help="folder with config.json and safetensors")
+    add("target", type=path_argument, help="folder to create, for step-0 and train.toml")
+    add("--model", help="model family, as in model.name (default: that of config.json)")
+    add("--toml", help="TOML file to write (default: train.toml in the target)")
 
-    command = commands.add_parser(
-        "merge", help="average the weights of checkpoints of the same model"
-    )
-    command.add_argument(
-        "checkpoints", type=path_argument, nargs="+", help="checkpoints, or folders of them"
-    )
-    command.add_argument(
-        "--output", type=path_argument, required=True, help="folder to create, itself a checkpoint"
-    )
-    command.add_argument(
+    add = command("merge", merge, "average the weights of checkpoints of the same model")
+    add("checkpoints", type=path_argument, nargs="+", help="checkpoints, or folders of them")
+    add("--output", type=path_argument, required=True, help="folder to create, itself a checkpoint")
+    add(
         "--weights",
         type=_share,
         nargs="+",
         default=[],
         help="shares in the mean, in their order (default: equal)",
     )
-    command.add_argument("--ema", action="store_true", help=averages)
-    command.add_argument(
-        "--dtype", choices=dtypes, default="float32", help="dtype to write (default: %(default)s)"
-    )
-    command.set_defaults(run=merge)
+    add("--ema", **_EMA)
+    add("--dtype", choices=_DTYPES, default="float32", help="dtype to write (default: %(default)s)")
     return parser
 
 

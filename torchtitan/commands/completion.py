@@ -9,6 +9,7 @@ import argparse
 
 from torchtitan.commands import COMMANDS, command_module
 from torchtitan.config.load.keys import FIELDS
+from torchtitan.utils.argument_types import command_parser
 from torchtitan.utils.assets import shipped_configs
 
 CONFIGURED = ("init", "train", "data", "plan", "rehearse", "config", "parity", "submit")
@@ -73,11 +74,7 @@ def script(shell: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan completion",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("completion", __doc__)
     parser.add_argument("shell", choices=["bash", "zsh"])
     return parser
 

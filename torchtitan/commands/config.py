@@ -10,8 +10,9 @@ from torchtitan.config.load.command_line import parse_args
 from torchtitan.config.load.keys import FIELDS
 from torchtitan.config.load.render import json_schema, markdown, to_toml, to_toml_value
 from torchtitan.train.preflight import preflight
+from torchtitan.utils.argument_types import count
 from torchtitan.utils.errors import show_warnings
-from torchtitan.utils.text import aligned, count, plural
+from torchtitan.utils.wording import aligned, plural
 
 
 def explain(resolved: Resolved) -> str:

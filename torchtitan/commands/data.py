@@ -26,20 +26,17 @@ from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.tools.corpus.survey import survey, survey_page
 from torchtitan.tools.corpus.tally import How
 from torchtitan.tools.corpus.text import as_text
+from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import ConfigError, UserError, show_warnings
 from torchtitan.utils.files import write_output
-from torchtitan.utils.text import count
 
 _SEQ_LEN = 2048
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan data",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Of a configuration, --section.key value overrides a key.",
+    parser = command_parser(
+        "data", __doc__, epilog="Of a configuration, --section.key value overrides a key."
     )
     add = parser.add_argument
     add(

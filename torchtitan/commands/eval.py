@@ -17,12 +17,12 @@ from typing import Any
 
 from torchtitan.inference.options import add_model_options, reported_once
 from torchtitan.telemetry.scores import record_scores, run_of
+from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import write_output
 from torchtitan.utils.logging import logger
 from torchtitan.utils.process import rank_and_world
 from torchtitan.utils.storage import is_remote
-from torchtitan.utils.text import count
 
 _BOOTSTRAP = 100_000
 """Bootstrap samples for the error of a metric that isn't a mean, as lm-eval's default."""
@@ -113,11 +113,7 @@ def _report(
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan eval",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("eval", __doc__)
     add_model_options(
         parser,
         average="score",

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.inference.options import add_model_options, reported_once
+from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.process import rank_and_world
-from torchtitan.utils.text import count, show_rate
+from torchtitan.utils.wording import show_rate
 
 if TYPE_CHECKING:
     from torchtitan.data.text.tokenizer import Tokenizer
@@ -158,11 +159,7 @@ def _model_problems(
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan generate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("generate", __doc__)
     add_model_options(
         parser,
         average="take",

@@ -24,16 +24,13 @@ from torchtitan.tools.launch.layouts import best_layouts, table
 from torchtitan.tools.launch.questions import CPU, devices_per_host, local_gpus
 from torchtitan.tools.launch.request import Choice, Choices, Request
 from torchtitan.tools.planner.hardware import load_hardware
+from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.errors import ConfigError, UserError
-from torchtitan.utils.text import count
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan init",
-        usage="torchtitan init [FOLDER] [options] [--section.key value ...]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "init", __doc__, usage="torchtitan init [FOLDER] [options] [--section.key value ...]"
     )
     add = parser.add_argument
     add("folder", nargs="?", metavar="FOLDER", help="of the project (named after the model)")

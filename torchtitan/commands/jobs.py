@@ -8,15 +8,11 @@ torchtitan jobs 123_4 --logs --follow
 import argparse
 
 from torchtitan.tools.launch.jobs import entries, find, held, log_files, show_logs, state_table
-from torchtitan.utils.text import count
+from torchtitan.utils.argument_types import command_parser, count
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan jobs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("jobs", __doc__)
     add = parser.add_argument
     add(
         "target",

@@ -18,7 +18,7 @@ import tempfile
 from torchtitan.config import resolve
 from torchtitan.config.load.command_line import parse_args
 from torchtitan.train.preflight import preflight
-from torchtitan.utils.text import count
+from torchtitan.utils.argument_types import count
 
 TIMEOUT = 3600
 """Seconds for all comparisons together."""

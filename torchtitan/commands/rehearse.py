@@ -15,17 +15,13 @@ from torchtitan.tools.planner.planner import without_missing_files
 from torchtitan.tools.rehearsal.rehearsal import few_layers, few_ranks, rehearse
 from torchtitan.tools.rehearsal.render import as_data, as_text
 from torchtitan.train.preflight import preflight
+from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.errors import show_warnings
 from torchtitan.utils.files import write_output
-from torchtitan.utils.text import count
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan rehearse",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("rehearse", __doc__)
     add = parser.add_argument
     add("--world", type=count, default=1, metavar="N", help="number of ranks (default: 1)")
     add(

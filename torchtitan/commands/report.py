@@ -15,9 +15,10 @@ from typing import Any
 from torchtitan.tools.reports.collect import collect, report_page
 from torchtitan.tools.reports.folder import Runs
 from torchtitan.tools.reports.text import as_text
+from torchtitan.utils.argument_types import command_parser
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_output
-from torchtitan.utils.text import plural
+from torchtitan.utils.wording import plural
 
 _AXES = ("step", "tokens", "hours", "flops")
 _METRICS = ("loss", "tokens_per_second")
@@ -26,11 +27,7 @@ _WIDTH = 100
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan report",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("report", __doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of several")
     plotted = f"plot this metric, and others given likewise (default: {', '.join(_METRICS)})"

@@ -11,19 +11,16 @@ from pathlib import Path
 
 from torchtitan.tools.reports.folder import STATES, Runs
 from torchtitan.tools.reports.table import ORDERS, as_data, as_text, read_rows
+from torchtitan.utils.argument_types import command_parser
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.text import listed, plural
+from torchtitan.utils.wording import listed, plural
 
 _DEFAULT = Path("outputs")
 _NAMED = 3
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan runs",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("runs", __doc__)
     add = parser.add_argument
     add(
         "folders",

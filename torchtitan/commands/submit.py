@@ -53,17 +53,14 @@ from torchtitan.tools.launch.job import (
     one_line,
     script,
 )
+from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import write_output
-from torchtitan.utils.text import aligned, count, plural, printable
+from torchtitan.utils.wording import aligned, plural, printable
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan submit",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("submit", __doc__)
     add = parser.add_argument
     add(
         "--to",

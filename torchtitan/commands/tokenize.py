@@ -30,11 +30,12 @@ from torchtitan.data.tokens.duplicates import count_duplicates
 from torchtitan.data.tokens.encoding import Encoder
 from torchtitan.data.tokens.near_duplicates import NearDuplicates
 from torchtitan.data.tokens.tokenizing import HeldOut, Output, is_done, tokenize
+from torchtitan.utils.argument_types import command_parser, count, share
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.formats import read_json_object
 from torchtitan.utils.meter import Meter
-from torchtitan.utils.text import count, cut, plural, share, show_rate
+from torchtitan.utils.wording import cut, plural, show_rate
 
 
 class _Progress:
@@ -53,11 +54,7 @@ class _Progress:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan tokenize",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("tokenize", __doc__)
     parser.add_argument(
         "--input", required=True, nargs="+", metavar="PATH", help="files, folders or globs; or demo"
     )

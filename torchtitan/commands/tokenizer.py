@@ -23,17 +23,14 @@ from torchtitan.data.text.tokenizer_training import (
     Trained,
     train_tokenizer,
 )
+from torchtitan.utils.argument_types import command_parser, count, share, size
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.meter import Meter
-from torchtitan.utils.text import count, plural, share, show_size, size
+from torchtitan.utils.wording import plural, show_size
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan tokenizer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("tokenizer", __doc__)
     parser.add_argument(
         "input",
         nargs="+",

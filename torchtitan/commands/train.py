@@ -28,11 +28,12 @@ from torchtitan.tools.launch.torchrun import (
 )
 from torchtitan.train.preflight import preflight
 from torchtitan.train.rank_main import main as train
+from torchtitan.utils.argument_types import count
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import ConfigError, OutOfMemoryError, did_you_mean
 from torchtitan.utils.limits import NODE_RANGE, NODES, RANKS_PER_NODE
 from torchtitan.utils.lock import used_by_a_neighbor
-from torchtitan.utils.text import brief, count
+from torchtitan.utils.wording import brief
 
 RENDEZVOUS = "last_call_timeout=3,join_timeout=600,keep_alive_interval=2,keep_alive_max_attempt=5"
 """Late nodes join within 3 seconds; a node that is silent for 10 is dropped."""

@@ -18,8 +18,9 @@ from torchtitan.commands.report import find_runs
 from torchtitan.tools.reports.folder import Runs
 from torchtitan.tools.reports.live import Live
 from torchtitan.tools.reports.serve import LOOPBACK, Server, close
+from torchtitan.utils.argument_types import count
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.text import count, listed, printable
+from torchtitan.utils.wording import listed, printable
 
 PORT = 8787
 """Unless it is taken and no other is asked for."""

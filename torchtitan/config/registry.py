@@ -31,7 +31,7 @@ from pydantic import ConfigDict
 
 from torchtitan.config.sections.types import Section
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
-from torchtitan.utils.text import brief, cut
+from torchtitan.utils.wording import brief, cut
 
 __all__ = [
     "Section",

@@ -25,7 +25,7 @@ from torchtitan.data.text.contents import Lists
 from torchtitan.data.text.tokenizer import CONTINUES, PLAIN, UNPREDICTED
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
-from torchtitan.utils.text import listed, plural
+from torchtitan.utils.wording import listed, plural
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 import argparse
 from collections.abc import Callable
 
+from torchtitan.utils.argument_types import count
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.text import count
 
 
 def add_model_options(

@@ -19,7 +19,7 @@ from torchtitan.models.hf_rope import Rope, write_scaling
 from torchtitan.models.quantization import check_quantization
 from torchtitan.models.spec import HFMap
 from torchtitan.utils.errors import ConfigError
-from torchtitan.utils.text import brief
+from torchtitan.utils.wording import brief
 
 
 def _number_of_first(layers: Any) -> int:

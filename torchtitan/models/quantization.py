@@ -5,7 +5,7 @@ torch.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torchtitan.utils.text import brief
+from torchtitan.utils.wording import brief
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torchtitan.config.registry import Registry, model_families
 from torchtitan.config.sections.types import Section, SeqLen, VocabSize, Width
 from torchtitan.models.hf_names import HFNames
 from torchtitan.utils.errors import ConfigError, did_you_mean
-from torchtitan.utils.text import brief
+from torchtitan.utils.wording import brief
 
 if TYPE_CHECKING:
     from torchtitan.models.protocols import Model

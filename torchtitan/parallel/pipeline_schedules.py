@@ -19,7 +19,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import read_regular
 from torchtitan.utils.limits import PIPELINE_SCHEDULE_BYTES
-from torchtitan.utils.text import brief, plural
+from torchtitan.utils.wording import brief, plural
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torchtitan.telemetry.trackers import Record
 from torchtitan.utils.logging import logger
-from torchtitan.utils.text import (
+from torchtitan.utils.wording import (
     show_date,
     show_duration,
     show_gib,

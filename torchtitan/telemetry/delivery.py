@@ -14,7 +14,7 @@ from contextlib import suppress
 from torchtitan.config.rules.machine import url_problem
 from torchtitan.telemetry.events import Event
 from torchtitan.utils.retry import retry
-from torchtitan.utils.text import cut
+from torchtitan.utils.wording import cut
 
 _ATTEMPTS = 3
 _PAUSE = 0.5

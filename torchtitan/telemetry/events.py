@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.utils.logging import EVENT, event, logger
-from torchtitan.utils.text import show_loss
+from torchtitan.utils.wording import show_loss
 
 FILE = "events.jsonl"
 Event = Mapping[str, Any]

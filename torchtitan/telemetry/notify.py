@@ -25,7 +25,7 @@ from torchtitan.utils.errors import failure_of
 from torchtitan.utils.limits import NOTIFICATIONS_TAIL
 from torchtitan.utils.logging import logger
 from torchtitan.utils.process import launcher_reports, rank_and_world
-from torchtitan.utils.text import cut
+from torchtitan.utils.wording import cut
 
 FILE = "notifications.jsonl"
 FLUSH_SECONDS = 5.0

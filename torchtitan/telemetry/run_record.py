@@ -20,7 +20,7 @@ from torchtitan.utils.assets import CHECKOUT
 from torchtitan.utils.errors import failure_of
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.logging import logger
-from torchtitan.utils.text import flat, plural, show_duration, show_percent
+from torchtitan.utils.wording import flat, plural, show_duration, show_percent
 
 KINDS = {
     "steps": "steps",

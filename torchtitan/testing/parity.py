@@ -28,7 +28,7 @@ from torchtitan.testing.compare import observe, write_corpus
 from torchtitan.testing.difference import Difference, Tolerances, difference, tolerances_of
 from torchtitan.testing.reference import reference
 from torchtitan.train.preflight import Setup, preflight
-from torchtitan.utils.text import plural
+from torchtitan.utils.wording import plural
 
 STEPS = 3
 

@@ -21,7 +21,7 @@ from torchtitan.train.state import Parts
 from torchtitan.train.step import StepResult, max_over_ranks
 from torchtitan.utils.activity import SAVING, phase
 from torchtitan.utils.logging import event, logger
-from torchtitan.utils.text import show_duration
+from torchtitan.utils.wording import show_duration
 
 
 def all_callbacks(

@@ -20,7 +20,7 @@ from torchtitan.models.attention_backend import attention_backend
 from torchtitan.models.moe import Experts
 from torchtitan.models.spec import ModelSpec
 from torchtitan.parallel.pipeline import keep_modules
-from torchtitan.utils.text import cut, plural, printable
+from torchtitan.utils.wording import cut, plural, printable
 
 _LAYERS = 2
 _VOCABULARY = 64

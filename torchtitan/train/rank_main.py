@@ -21,8 +21,8 @@ from torchtitan.utils.logging import init_logging, log_failure, logger
 from torchtitan.utils.process import rank_and_world
 from torchtitan.utils.signals import INTERRUPTED, StopRequest, die_with_parent
 from torchtitan.utils.storage import is_url, storage_path
-from torchtitan.utils.text import plural, show_loss, show_tokens
 from torchtitan.utils.torch_versions import installed_torch, too_new
+from torchtitan.utils.wording import plural, show_loss, show_tokens
 
 if TYPE_CHECKING:
     from torchtitan.train.state import Progress

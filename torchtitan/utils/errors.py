@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from torchtitan.utils.limits import PROBLEM_CHARACTERS
-from torchtitan.utils.text import cut
+from torchtitan.utils.wording import cut
 
 DEBUG_ENV = "TORCHTITAN_DEBUG"
 

@@ -12,7 +12,7 @@ from typing import IO, Any, cast
 
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.storage import is_remote
-from torchtitan.utils.text import listed
+from torchtitan.utils.wording import listed
 
 _LEFT_SECONDS = 3600
 """Age of a temporary file that nobody writes any more."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from torchtitan.utils.errors import failure_of
 from torchtitan.utils.limits import PENDING_LOG_LINES
-from torchtitan.utils.text import DATE
+from torchtitan.utils.wording import DATE
 
 logger = logging.getLogger("torchtitan")
 logger.setLevel(logging.INFO)  # on all ranks: files have what standard output may not show

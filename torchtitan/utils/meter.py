@@ -3,7 +3,7 @@
 import sys
 import time
 
-from torchtitan.utils.text import show_duration
+from torchtitan.utils.wording import show_duration
 
 _REPORT_SECONDS = 30.0
 

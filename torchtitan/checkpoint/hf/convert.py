@@ -25,7 +25,7 @@ from torchtitan.models import ModelSpec, get_spec, hf_map, spec_of_hf
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.storage import is_remote
-from torchtitan.utils.text import brief
+from torchtitan.utils.wording import brief
 
 
 def to_hf(

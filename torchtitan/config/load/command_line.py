@@ -18,7 +18,7 @@ from torchtitan.config.load.toml_file import excess
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.limits import TOML_VALUES
-from torchtitan.utils.text import brief, cut
+from torchtitan.utils.wording import brief, cut
 
 _FILE = "job.config_file"
 _SHORT = {"config": _FILE, "config_file": _FILE}

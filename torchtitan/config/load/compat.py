@@ -17,7 +17,7 @@ from torchtitan.config.load.keys import FIELDS, Setting, place
 from torchtitan.config.load.messages import explain_value, suggest_key
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.errors import SHOWN_PROBLEMS
-from torchtitan.utils.text import brief
+from torchtitan.utils.wording import brief
 
 RENAMED = {
     "model.tokenizer_path": "model.hf_assets_path",

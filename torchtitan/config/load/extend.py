@@ -19,7 +19,7 @@ from torchtitan.config.registry import (
 )
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
-from torchtitan.utils.text import brief
+from torchtitan.utils.wording import brief
 
 
 def unknown_names(settings: Mapping[str, Setting]) -> Iterator[str]:

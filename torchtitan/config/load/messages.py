@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from torchtitan.config.load.keys import fields_of, prefixes
 from torchtitan.utils.errors import SHOWN_PROBLEMS, did_you_mean
-from torchtitan.utils.text import brief
+from torchtitan.utils.wording import brief
 
 _TYPES = {
     "int": "an integer",

@@ -16,7 +16,7 @@ from torchtitan.utils.assets import find_config, shipped_configs
 from torchtitan.utils.errors import did_you_mean
 from torchtitan.utils.files import read_regular
 from torchtitan.utils.limits import KEY_LENGTH, NEAR_FILES, TOML_BYTES, TOML_DEPTH, TOML_VALUES
-from torchtitan.utils.text import brief
+from torchtitan.utils.wording import brief
 
 HERE = "{here}"
 """Stands for the folder of the file at the start of any string of it, as in `"{here}/tokens"`, so

@@ -6,7 +6,7 @@ from pathlib import Path
 from torchtitan.config.rules.table import Facts, refuse, rule
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.storage import is_url, storage_problem
-from torchtitan.utils.text import brief
+from torchtitan.utils.wording import brief
 
 
 @rule("checkpoint.keep_latest_k", "checkpoint.keep_every_n")

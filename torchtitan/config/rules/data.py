@@ -11,7 +11,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.config.sections.training import Training, Validation
 from torchtitan.utils.errors import did_you_mean
 from torchtitan.utils.storage import is_url
-from torchtitan.utils.text import brief
+from torchtitan.utils.wording import brief
 
 _NAME_DATA = ("dataset", "dataset_path", "text_column", "messages_column")
 """Keys of a section that has one data set."""

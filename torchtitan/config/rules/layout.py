@@ -16,7 +16,7 @@ from torchtitan.config.pipeline_schedules import splits_backward
 from torchtitan.config.rules.table import Facts, rule
 from torchtitan.config.sections.schema import Config
 from torchtitan.config.sections.training import MoE
-from torchtitan.utils.text import listed
+from torchtitan.utils.wording import listed
 
 
 def multiples_near(number: int, unit: int) -> str:

@@ -7,8 +7,8 @@ from torchtitan.config.registry import TRACKER_PACKAGES
 from torchtitan.config.rules.table import Facts, rule
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.errors import did_you_mean
-from torchtitan.utils.text import brief
 from torchtitan.utils.torch_versions import too_old
+from torchtitan.utils.wording import brief
 
 _BACKENDS = (
     "inductor",

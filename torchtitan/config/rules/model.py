@@ -9,7 +9,7 @@ from torchtitan.config.rules.layout import model_name
 from torchtitan.config.rules.table import Facts, rule
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.errors import did_you_mean
-from torchtitan.utils.text import brief, plural
+from torchtitan.utils.wording import brief, plural
 
 
 @rule("model.hf_assets_path", "model.overrides", needs=["tokenizer", "args"])

@@ -11,7 +11,7 @@ from torchtitan.config.pipeline_schedules import Schedule, schedule_of
 from torchtitan.config.rules.table import Facts, rule
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.config.sections.schema import Config
-from torchtitan.utils.text import brief, listed
+from torchtitan.utils.wording import brief, listed
 
 _P = "parallelism.pipeline_parallel"
 _PARTS = "parallelism.module_fqns_per_model_part"

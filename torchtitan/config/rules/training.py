@@ -7,7 +7,7 @@ from torchtitan.config.derive import SHAPES
 from torchtitan.config.rules.table import Facts, refuse, rule
 from torchtitan.config.sections.metrics import Notifications, Prometheus
 from torchtitan.config.sections.schema import Config
-from torchtitan.utils.text import brief
+from torchtitan.utils.wording import brief
 
 refuse(
     "debug.deterministic_warn_only",

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from torchtitan.utils.limits import FILE_NAME_BYTES
-from torchtitan.utils.text import brief
+from torchtitan.utils.wording import brief
 
 
 class Section(BaseModel):

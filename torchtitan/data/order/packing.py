@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.data.text.tokenizer import UNPREDICTED
-from torchtitan.utils.text import plural
+from torchtitan.utils.wording import plural
 
 FIRST_POOL_ROWS = 4
 """Rows that a lane's first pool fills, about, so that the first step needn't wait for more. Each

@@ -21,7 +21,7 @@ from pydantic import Field, TypeAdapter
 from torchtitan.data.text.files import FORMATS
 from torchtitan.data.text.opening import COMPRESSED, FileStamp, open_data, sample
 from torchtitan.utils.formats import Count
-from torchtitan.utils.text import listed, plural, printable
+from torchtitan.utils.wording import listed, plural, printable
 
 CONTENTS = "data_files.json"
 """Name of the file in a checkpoint."""

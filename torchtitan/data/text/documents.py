@@ -32,7 +32,7 @@ from torchtitan.data.text.opening import (
 from torchtitan.data.text.records import SKIP_ADVICE, Conversations, decode, place
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
-from torchtitan.utils.text import plural
+from torchtitan.utils.wording import plural
 
 OnBad = Literal["stop", "skip"]
 

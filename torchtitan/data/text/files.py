@@ -12,7 +12,7 @@ from torchtitan.utils.errors import UserError
 from torchtitan.utils.formats import read_json_object
 from torchtitan.utils.limits import SEARCHED_FILES
 from torchtitan.utils.logging import logger
-from torchtitan.utils.text import listed, plural
+from torchtitan.utils.wording import listed, plural
 
 Format = Literal["lines", "json", "text", "csv", "tsv", "parquet", "arrow"]
 FORMATS: dict[str, Format] = {

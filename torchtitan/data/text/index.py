@@ -58,7 +58,7 @@ from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import read_regular, write_whole
 from torchtitan.utils.limits import CACHE_RECORD_BYTES
 from torchtitan.utils.logging import logger
-from torchtitan.utils.text import listed, plural, show_size
+from torchtitan.utils.wording import listed, plural, show_size
 
 _CANT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 _REPORT_SECONDS = 10.0

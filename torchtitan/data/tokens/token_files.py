@@ -32,7 +32,7 @@ from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.formats import read_json_object
 from torchtitan.utils.logging import logger
-from torchtitan.utils.text import plural
+from torchtitan.utils.wording import plural
 
 
 class _Meta(BaseModel):

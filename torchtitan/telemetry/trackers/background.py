@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchtitan.utils.logging import logger
-from torchtitan.utils.text import cut
+from torchtitan.utils.wording import cut
 
 QUEUED = 10_000
 """Maximum number of calls that wait for a tracker; then the oldest are dropped."""

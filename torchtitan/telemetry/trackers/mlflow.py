@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torchtitan.telemetry.trackers.base import Record, Tracked, scalars
 from torchtitan.utils.logging import logger
-from torchtitan.utils.text import flat
+from torchtitan.utils.wording import flat
 
 TAG = "torchtitan.run_id"
 _LONGEST_VALUE = 500

@@ -25,7 +25,7 @@ from torchtitan.tools.corpus.tally import How, Reading, Tally
 from torchtitan.tools.corpus.token_reading import read_tokens
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.meter import Meter
-from torchtitan.utils.text import plural, show_rate
+from torchtitan.utils.wording import plural, show_rate
 
 _ALONE = 8 * 2**20
 """Bytes that this process encodes sooner than others have started."""

@@ -13,7 +13,7 @@ from torchtitan.tools.corpus.reading import read
 from torchtitan.tools.corpus.tally import How, Reading
 from torchtitan.tools.corpus.vocabulary import Vocabulary
 from torchtitan.tools.web import web_page
-from torchtitan.utils.text import listed
+from torchtitan.utils.wording import listed
 
 
 def survey(spec: DataSpec, how: How, steps: int | None = None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from torchtitan.utils.text import aligned, cut, plural, printable, show_tokens
+from torchtitan.utils.wording import aligned, cut, plural, printable, show_tokens
 
 _BAR = 30
 """Characters of the longest bar of a histogram."""

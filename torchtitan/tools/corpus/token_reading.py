@@ -19,7 +19,7 @@ from torchtitan.tools.corpus.tally import How, Reading, Tally
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import read_regular
 from torchtitan.utils.limits import JSON_BYTES
-from torchtitan.utils.text import plural
+from torchtitan.utils.wording import plural
 
 _WINDOW = 2**20
 """Tokens of a token file that are read at once."""

@@ -8,8 +8,9 @@ from pathlib import Path, PurePosixPath
 
 from torchtitan.tools.launch.job import one_line
 from torchtitan.tools.launch.ranks import ELASTIC_RESTARTS
+from torchtitan.utils.argument_types import count
 from torchtitan.utils.errors import ConfigError
-from torchtitan.utils.text import brief, count
+from torchtitan.utils.wording import brief
 
 SLURM, JOBSET, SKYPILOT = "slurm", "jobset", "skypilot"
 TARGETS = (SLURM, JOBSET, SKYPILOT)

@@ -24,7 +24,7 @@ from torchtitan.utils.files import read_regular
 from torchtitan.utils.limits import GRID_FILE_BYTES
 from torchtitan.utils.signals import INTERRUPTED
 from torchtitan.utils.storage import is_url
-from torchtitan.utils.text import brief, flat, plural
+from torchtitan.utils.wording import brief, flat, plural
 
 MOST_RUNS = 1000
 """Slurm's default of `MaxArraySize` allows as many."""

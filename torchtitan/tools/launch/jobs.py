@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_output
 from torchtitan.utils.formats import read_json_object
-from torchtitan.utils.text import aligned, plural, printable
+from torchtitan.utils.wording import aligned, plural, printable
 
 RECORD = "job.json"
 _TIMEOUT = 60

@@ -11,7 +11,14 @@ from torchtitan.tools.planner.proposals import Proposal
 from torchtitan.tools.planner.render import band_ends, likelihood, run_of
 from torchtitan.tools.planner.search import Found
 from torchtitan.utils.errors import ConfigError, UserError
-from torchtitan.utils.text import aligned, plural, show_duration, show_gib, show_rate, show_tokens
+from torchtitan.utils.wording import (
+    aligned,
+    plural,
+    show_duration,
+    show_gib,
+    show_rate,
+    show_tokens,
+)
 
 SHOWN = 3
 _FEW = 8

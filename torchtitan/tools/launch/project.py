@@ -20,7 +20,7 @@ from torchtitan.tools.planner.render import band_ends, likelihood, run_of
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_output
-from torchtitan.utils.text import show_duration, show_rate, show_tokens
+from torchtitan.utils.wording import show_duration, show_rate, show_tokens
 
 CONFIG = "train.toml"
 SCRIPT = "train.sbatch"

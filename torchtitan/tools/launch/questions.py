@@ -14,8 +14,9 @@ from torchtitan.tools.launch.models import DEBUG, Model, find_model, offered
 from torchtitan.tools.launch.preparation import Step
 from torchtitan.tools.launch.recipe import TOKENS_PER_PARAMETER, default_seq_len, suggested_tokens
 from torchtitan.tools.planner.hardware import Hardware, find_hardware, load_hardware
+from torchtitan.utils.argument_types import count
 from torchtitan.utils.errors import ConfigError
-from torchtitan.utils.text import brief, count, show_size, show_tokens
+from torchtitan.utils.wording import brief, show_size, show_tokens
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _HOURS = {"m": 1 / 60, "min": 1 / 60, "h": 1.0, "d": 24.0}

@@ -14,7 +14,7 @@ from torchtitan.tools.planner.axes import read
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.render import run_of
-from torchtitan.utils.text import show_duration, show_tokens
+from torchtitan.utils.wording import show_duration, show_tokens
 
 TOKENS_PER_PARAMETER = 20
 """Hoffmann et al., "Training Compute-Optimal Large Language Models", arXiv:2203.15556."""

@@ -19,7 +19,7 @@ from torchtitan.tools.planner.memory import GIB, memory_of
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.render import TrainingRun, rounded, run_of
 from torchtitan.tools.planner.workload import Workload
-from torchtitan.utils.text import plural, show_duration, show_gib, show_percent, show_tokens
+from torchtitan.utils.wording import plural, show_duration, show_gib, show_percent, show_tokens
 
 
 @dataclass(frozen=True)

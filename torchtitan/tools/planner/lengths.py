@@ -9,7 +9,7 @@ from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.predict import Plan, predict
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.preflight import Setup
-from torchtitan.utils.text import plural, show_gib, show_rate
+from torchtitan.utils.wording import plural, show_gib, show_rate
 
 
 def plan_of_stages(config: Config, setup: Setup, hardware: Hardware) -> Plan:

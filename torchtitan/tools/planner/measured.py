@@ -20,7 +20,7 @@ from torchtitan.tools.planner.profile import (
     traced_parts,
 )
 from torchtitan.utils.errors import ConfigError, UserError
-from torchtitan.utils.text import aligned, plural
+from torchtitan.utils.wording import aligned, plural
 
 _RATES = {
     PRODUCTS: ("gemm_bf16", "gemm_fp8", "gemm_fp8_rowwise"),

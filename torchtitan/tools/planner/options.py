@@ -6,16 +6,12 @@ from collections.abc import Iterator
 from torchtitan.config.load.command_line import parse_args
 from torchtitan.tools.planner.axes import AXES
 from torchtitan.tools.planner.hardware import load_hardware
+from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.assets import shipped_configs
-from torchtitan.utils.text import count
 
 
 def options_of(description: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchtitan plan",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("plan", description)
     add = parser.add_argument
     add("--world", type=count, metavar="N", help="number of ranks; required")
     add(

@@ -10,7 +10,7 @@ from torchtitan.tools.planner.costs import StepTime
 from torchtitan.tools.planner.predict import Plan, derived_workload, predict
 from torchtitan.tools.web import web_page
 from torchtitan.utils.errors import ConfigError
-from torchtitan.utils.text import plural
+from torchtitan.utils.wording import plural
 
 _COLORS = {"F": "#4477aa", "B": "#ddaa33", "I": "#cc6677", "W": "#44aa99"}
 """Colors of computations, distinct to color-blind readers and in gray."""

@@ -18,7 +18,7 @@ from torchtitan.tools.planner.predict import Plan, trace_memory
 from torchtitan.tools.planner.search import LIKELY, Found, search
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError, show_warnings
-from torchtitan.utils.text import plural, show_gib, show_rate
+from torchtitan.utils.wording import plural, show_gib, show_rate
 
 _PROPOSALS = 3
 """Plans that are traced until one fits; if none does, the first is the answer."""

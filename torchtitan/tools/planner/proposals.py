@@ -9,7 +9,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.tools.planner.axes import burdens
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.workload import Workload
-from torchtitan.utils.text import show_rate
+from torchtitan.utils.wording import show_rate
 
 ALIKE = 0.98
 """Relative speed from which two layouts count as equally fast: the model can't tell them apart."""

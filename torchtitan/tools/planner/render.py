@@ -15,7 +15,7 @@ from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.savings import advice
 from torchtitan.tools.planner.search import Found
 from torchtitan.tools.planner.traffic import collectives, hardware_flops
-from torchtitan.utils.text import (
+from torchtitan.utils.wording import (
     aligned,
     plural,
     show_duration,

@@ -11,7 +11,7 @@ from torchtitan.tools.planner.axes import applied
 from torchtitan.tools.planner.memory import GIB, predict_memory
 from torchtitan.tools.planner.predict import derived_workload
 from torchtitan.utils.errors import ConfigError
-from torchtitan.utils.text import show_gib
+from torchtitan.utils.wording import show_gib
 
 SHOWN = 5
 _WORTHWHILE = 0.02

@@ -8,7 +8,7 @@ from torchtitan.health.collectives import name_ranks
 from torchtitan.tools.rehearsal.events import Record
 from torchtitan.tools.rehearsal.rehearsal import Rehearsal
 from torchtitan.tools.rehearsal.startup import rows, startup
-from torchtitan.utils.text import aligned, plural, show_gib
+from torchtitan.utils.wording import aligned, plural, show_gib
 
 
 def as_text(rehearsal: Rehearsal) -> str:

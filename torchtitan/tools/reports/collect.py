@@ -13,7 +13,7 @@ from torchtitan.tools.reports.samples import read_samples
 from torchtitan.tools.reports.scores import read_scores
 from torchtitan.tools.reports.series import POINTS, Curves, read_curves, read_window
 from torchtitan.tools.web import web_page
-from torchtitan.utils.text import listed, path_text
+from torchtitan.utils.wording import listed, path_text
 
 
 def collect(folders: Sequence[Path], *, points: int = POINTS) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torchtitan.tools.reports.folder import Folder
 from torchtitan.tools.reports.noise import Gap, at_points, paired, unpaired
 from torchtitan.tools.reports.scores import Curve
 from torchtitan.tools.reports.series import Curves, read_window
-from torchtitan.utils.text import cut, plural, show_loss, show_rate, show_tokens
+from torchtitan.utils.wording import cut, plural, show_loss, show_rate, show_tokens
 
 SHARE = 0.25
 """Part of the common tokens over which losses are compared: the last ones."""

@@ -18,7 +18,7 @@ from torchtitan.tools.reports.lines import number
 from torchtitan.utils.files import open_regular, read_regular
 from torchtitan.utils.limits import EVENTS_TAIL_BYTES, RUN_FILE_BYTES
 from torchtitan.utils.lock import EXPIRY_SECONDS, NAME, current_holder, read_holder
-from torchtitan.utils.text import cut, flat
+from torchtitan.utils.wording import cut, flat
 
 RECORD = "run.json"
 METRICS = "metrics.jsonl"

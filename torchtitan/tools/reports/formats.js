@@ -1,4 +1,4 @@
-// Numbers as people read them, the same as those of torchtitan/utils/text.py.
+// Numbers as people read them, the same as those of torchtitan/utils/wording.py.
 
 const pad = n => String(n).padStart(2, "0");
 const fixed = (x, digits) => number(Number(x.toFixed(digits)), digits);  // rounds as Python does

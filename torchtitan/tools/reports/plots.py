@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torchtitan.tools.reports.noise import smooth
-from torchtitan.utils.text import printable, show_tokens
+from torchtitan.utils.wording import printable, show_tokens
 
 HEIGHT = 14
 SMOOTHED = {"loss": 0.95, "grad_norm": 0.9, "tokens_per_second": 0.9, "mfu": 0.9}

@@ -13,7 +13,7 @@ from torchtitan.tools.reports.lines import step_of
 from torchtitan.tools.reports.scores import Curve
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.limits import SAMPLES_READ_BYTES
-from torchtitan.utils.text import cut
+from torchtitan.utils.wording import cut
 
 _PARTS = 64
 """Evenly spaced parts that are read of a file that is too large."""

@@ -13,7 +13,7 @@ from torchtitan.tools.reports.compare import differences
 from torchtitan.tools.reports.folder import METRICS, STATES, Folder, read_folder
 from torchtitan.tools.reports.lines import JsonLines, Record
 from torchtitan.tools.reports.series import is_training
-from torchtitan.utils.text import (
+from torchtitan.utils.wording import (
     aligned,
     cut,
     plural,

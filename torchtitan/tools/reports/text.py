@@ -7,7 +7,7 @@ from typing import Any
 from torchtitan.config.derive import layout_name
 from torchtitan.telemetry.run_record import KINDS
 from torchtitan.tools.reports.plots import SMOOTHED, lines_of, plot
-from torchtitan.utils.text import (
+from torchtitan.utils.wording import (
     aligned,
     cut,
     plural,

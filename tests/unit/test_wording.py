@@ -3,7 +3,7 @@
 import pytest
 
 from torchtitan.utils.retry import retry
-from torchtitan.utils.text import (
+from torchtitan.utils.wording import (
     flat,
     show_date,
     show_duration,

@@ -1,0 +1,47 @@
+"""Parsers of commands, and types of their arguments, for `argparse`."""
+
+import argparse
+import re
+
+from torchtitan.utils.wording import cut
+
+
+def command_parser(
+    name: str, description: str | None, **options: str | None
+) -> argparse.ArgumentParser:
+    """The parser of `torchtitan NAME`, whose description keeps its lines."""
+    return argparse.ArgumentParser(
+        prog=f"torchtitan {name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **options,
+    )
+
+
+def count(text: str, *, fewest: int = 1, most: int = 10**9) -> int:
+    """Argument type of a number of things, for `argparse`."""
+    if not re.fullmatch("[0-9]{1,10}", text) or not fewest <= int(text) <= most:
+        raise argparse.ArgumentTypeError(
+            f"{cut(text, 40)}: must be {fewest} or more, and at most {most:,}"
+        )
+    return int(text)
+
+
+def share(text: str) -> float:
+    """Argument type of a percentage, such as `0.5%`: a fraction between 0 and 1."""
+    number = text.removesuffix("%")
+    if number == text or not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,9})?", number):
+        raise argparse.ArgumentTypeError(f"{cut(text, 40)}: must be a percentage, such as 0.5%")
+    if not 0 < float(number) < 100:
+        raise argparse.ArgumentTypeError(f"{cut(text, 40)}: must be between 0% and 100%")
+    return float(number) / 100
+
+
+def size(text: str) -> int:
+    """Argument type of a number of bytes, as `wording.show_size` writes it: `500 MB`, `2GB`."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?) ?(kB|KB|MB|GB|TB)", text)
+    if not match or not float(match[1]):
+        raise argparse.ArgumentTypeError(
+            f"{cut(text, 40)}: must be a size in kB, MB, GB or TB, such as 500MB"
+        )
+    return round(float(match[1]) * 1000 ** (1 + "KMGT".index(match[2][0].upper())))
