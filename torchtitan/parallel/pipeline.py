@@ -136,7 +136,7 @@ class Pipeline:
         self.attending = attending
         self.group = group
         self.microbatches = shapes.rows // stages.microbatch_size
-        self.own_stages = stages.stages_of(group.rank())
+        self.local_stages = stages.stages_of(group.rank())
         self._sends = Sends()
 
     def forward_backward(
@@ -192,9 +192,9 @@ class Pipeline:
         inputs = None
         targets = None
         losses: list[Tensor] | None = None
-        if 0 in self.own_stages:
+        if 0 in self.local_stages:
             inputs = [(part,) for part in tokens.split(size)]
-        if len(self.stages.modules) - 1 in self.own_stages:
+        if len(self.stages.modules) - 1 in self.local_stages:
             targets = [(loss, part, i * size) for i, part in enumerate(labels.split(size))]
             losses = []
         schedule._step_microbatches(inputs, None, targets, losses, return_outputs=False)
@@ -217,11 +217,11 @@ class Pipeline:
 
         return Masks(make, users=sum(len(model.layers) > 0 for model in self.models))
 
-    def _own(self) -> list[Stage]:
+    def _make_stages(self) -> list[Stage]:
         """Stages for one schedule, which are prepared with or without a backward."""
         stages = []
         count = len(self.stages.modules)
-        for index, model in zip(self.own_stages, self.models, strict=True):
+        for index, model in zip(self.local_stages, self.models, strict=True):
             ends = self.shapes.ends(
                 self.stages.microbatch_size, first=index == 0, last=index == count - 1
             )
@@ -237,7 +237,7 @@ class Pipeline:
         schedule = build_schedule(
             self.stages.schedule,
             self.stages.csv_file,
-            self._own(),
+            self._make_stages(),
             self.microbatches,
             loss_fn=_loss_of,
         )
@@ -250,15 +250,15 @@ class Pipeline:
 
         torch's `eval` of a training schedule fails for V shapes and divides existing gradients.
         """
-        schedule = _runtime(self._own(), self.microbatches, loss_fn=_loss_of)
+        schedule = _runtime(self._make_stages(), self.microbatches, loss_fn=_loss_of)
         orders = {}
         for rank in range(self.group.size()):
-            own = self.stages.stages_of(rank)
+            stages = self.stages.stages_of(rank)
             order = []
-            for stage in own:
+            for stage in stages:
                 order += _passes(stage, _ComputationType.FORWARD, self.microbatches)
             # torch only accepts complete orders; the backwards are removed below.
-            for stage in reversed(own):
+            for stage in reversed(stages):
                 order += _passes(stage, _ComputationType.FULL_BACKWARD, self.microbatches)
             orders[rank] = order
         schedule._prepare_schedule_with_comms(orders)
@@ -275,24 +275,24 @@ _runtime = partial(_PipelineScheduleRuntime, scale_grads=False)
 
 
 def build_schedule(
-    name: str | None, csv_file: str | None, own: Sequence[Any], microbatches: int, **options: Any
+    name: str | None, csv_file: str | None, stages: Sequence[Any], microbatches: int, **options: Any
 ) -> _PipelineScheduleRuntime:
     """The schedule of this name, or of this file, with its communication.
 
     Args:
         name: in `config.pipeline_schedules.SCHEDULES`.
         csv_file: checked by `pipeline_schedules.schedule_file`.
-        own: this rank's stages, as torch's schedules take them.
+        stages: this rank's, as torch's schedules take them.
         options: further arguments of torch's schedule.
     """
     if name is not None and (torch_class := SCHEDULES[name].torch_class):
         schedule_class = getattr(schedules, torch_class)
-        return schedule_class(own, microbatches, scale_grads=False, **options)
-    schedule = _runtime(own, microbatches, **options)
+        return schedule_class(stages, microbatches, scale_grads=False, **options)
+    schedule = _runtime(stages, microbatches, **options)
     if name is None:
         schedule._load_csv(csv_file)
         return schedule
-    ranks = own[0].group_size
+    ranks = stages[0].group_size
     orders = {rank: one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks)}
     schedule._prepare_schedule_with_comms(orders)
     return schedule
