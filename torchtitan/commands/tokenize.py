@@ -55,13 +55,12 @@ class _Progress:
 
 def parser() -> argparse.ArgumentParser:
     parser = command_parser("tokenize", __doc__)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--input", required=True, nargs="+", metavar="PATH", help="files, folders or globs; or demo"
     )
-    parser.add_argument(
-        "--output", required=True, type=Path, metavar="DIR", help="folder for the token files"
-    )
-    parser.add_argument(
+    add("--output", required=True, type=Path, metavar="DIR", help="folder for the token files")
+    add(
         "--tokenizer", default=Model().hf_assets_path, metavar="DIR", help="as model.hf_assets_path"
     )
     column = parser.add_mutually_exclusive_group()
@@ -77,18 +76,18 @@ def parser() -> argparse.ArgumentParser:
         help="column or JSON key of conversations, instead of text: rendered by the tokenizer's "
         "chat template, with the assistant's turns alone predicted",
     )
-    parser.add_argument(
+    add(
         "--on-bad-document",
         choices=("stop", "skip"),
         default="stop",
         help="what to do with a document that can't be decoded or has no text (stop)",
     )
-    parser.add_argument(
+    add(
         "--drop-duplicates",
         action="store_true",
         help="leave out documents whose text equals that of an earlier one",
     )
-    parser.add_argument(
+    add(
         "--drop-near-duplicates",
         type=_similarity,
         nargs="?",
@@ -97,33 +96,29 @@ def parser() -> argparse.ArgumentParser:
         help="also leave out documents that share this part of their sequences of five words with "
         "an earlier one (80%%)",
     )
-    parser.add_argument(
+    add(
         "--held-out",
         type=share,
         metavar="SHARE",
         help="write this share of the documents, such as 0.5%%, to DIR-held-out, for validation; "
         "chosen by a hash of the text",
     )
-    parser.add_argument(
+    add(
         "--best-fit",
         type=partial(count, fewest=2, most=2**30),
         metavar="SEQ_LEN",
         help="pack documents into rows of SEQ_LEN tokens, which each begin with a document, as "
         "training.packing does; training then needs that seq_len",
     )
-    parser.add_argument(
+    add(
         "--workers",
         type=count,
         default=os.cpu_count() or 1,
         metavar="N",
         help="processes (all cores)",
     )
-    parser.add_argument(
-        "--part", type=count, default=100_000, metavar="N", help="documents per file (100000)"
-    )
-    parser.add_argument(
-        "--name", type=_file_name, default="tokens", help="prefix of the files' names (tokens)"
-    )
+    add("--part", type=count, default=100_000, metavar="N", help="documents per file (100000)")
+    add("--name", type=_file_name, default="tokens", help="prefix of the files' names (tokens)")
     return parser
 
 

@@ -31,73 +31,72 @@ from torchtitan.utils.wording import plural, show_size
 
 def parser() -> argparse.ArgumentParser:
     parser = command_parser("tokenizer", __doc__)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "input",
         nargs="+",
         metavar="PATH",
         help="files, folders or globs, as training.dataset_path; or demo",
     )
-    parser.add_argument(
+    add(
         "--vocab-size",
         required=True,
         type=count,
         metavar="N",
         help="entries, special tokens included",
     )
-    parser.add_argument(
-        "--output", required=True, type=Path, metavar="DIR", help="folder for the tokenizer"
-    )
-    parser.add_argument(
+    add("--output", required=True, type=Path, metavar="DIR", help="folder for the tokenizer")
+    add(
         "--text-column",
         default="text",
         metavar="NAME",
         help="column or JSON key of the text (text)",
     )
-    parser.add_argument(
+    add(
         "--messages-column",
         metavar="NAME",
         help="train on what the messages of conversations in this column or JSON key say; the "
         "chat template is chatml unless given",
     )
-    parser.add_argument(
+    add(
         "--on-bad-document",
         choices=("stop", "skip"),
         default="stop",
         help="what to do with a document that can't be decoded or has no text (stop)",
     )
-    parser.add_argument(
+    add(
         "--sample",
         type=_sample,
         metavar="SIZE",
         help="train on some documents, chosen by hash: 5%% of them, or 2GB of text (all)",
     )
-    parser.add_argument(
+    add(
         "--seed",
         type=lambda text: count(text, fewest=0),
         default=0,
         metavar="N",
         help="chooses another sample (0)",
     )
-    parser.add_argument(
+    add(
         "--pattern",
         choices=get_args(Pattern),
         default="llama3",
         help="how to split text into words: up to three digits together (llama3), "
         "each by itself (qwen2), or all (gpt2)",
     )
-    parser.add_argument(
+    add(
         "--special-token",
         action="append",
         default=[],
         metavar="TOKEN",
         help=f"a special token beside {BOS} and {EOS}; may be repeated",
     )
-    parser.add_argument(
+    add(
         "--chat-template",
         choices=tuple(CHAT_TEMPLATES),
         help="write a chat template, and add its special tokens",
     )
-    parser.add_argument("--force", action="store_true", help="replace a tokenizer in the folder")
+    add("--force", action="store_true", help="replace a tokenizer in the folder")
     return parser
 
 

@@ -47,38 +47,37 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="torchtitan train", description=__doc__, allow_abbrev=False
     )
+    add = parser.add_argument
     ranks = partial(count, most=RANKS_PER_NODE)
-    parser.add_argument(
-        "--nproc-per-node", type=ranks, metavar="N", help="ranks on this node (its GPUs, else 1)"
-    )
-    parser.add_argument(
+    add("--nproc-per-node", type=ranks, metavar="N", help="ranks on this node (its GPUs, else 1)")
+    add(
         "--nnodes",
         type=node_range,
         default=(1, 1),
         metavar="N|MIN:MAX",
         help="number of nodes, or a range (1)",
     )
-    parser.add_argument(
+    add(
         "--rdzv-endpoint",
         default="",
         type=_endpoints,
         metavar="HOST:PORT[,...]",
         help="the first node, if there are several; more, which take over when it is lost",
     )
-    parser.add_argument(
+    add(
         "--rdzv-conf",
         default=RENDEZVOUS,
         metavar="KEY=VALUE,...",
         help=f"rendezvous ({RENDEZVOUS})",
     )
-    parser.add_argument(
+    add(
         "--max-restarts",
         type=partial(count, fewest=0),
         metavar="N",
         help=f"restarts after a failure, from the last checkpoint (0; {ELASTIC_RESTARTS} with "
         "a range of nodes)",
     )
-    parser.add_argument(
+    add(
         "--grace",
         type=_seconds,
         default=600,

@@ -30,29 +30,30 @@ POLL_SECONDS = 1.0
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torchtitan watch", description=__doc__)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "folders",
         type=Path,
         nargs="+",
         metavar="FOLDER",
         help="folder of a run (job.dump_folder), or of several",
     )
-    parser.add_argument(
+    add(
         "--port", type=lambda text: count(text, fewest=0, most=65535), metavar="N",
         help=f"listen on this port; 0 takes a free one (default: {PORT}, or a free one)",
     )  # fmt: skip
-    parser.add_argument(
+    add(
         "--host", default=LOOPBACK[0],
         help="listen on this address; any but loopback needs the token in the address that is "
         "printed (%(default)s)",
     )  # fmt: skip
-    parser.add_argument(
+    add(
         "--socket",
         type=Path,
         metavar="PATH",
         help="listen on this Unix socket, which only you can use",
     )
-    parser.add_argument(
+    add(
         "--token",
         action="store_true",
         help="need a token on loopback, too: others use this machine",
