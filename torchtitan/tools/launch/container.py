@@ -16,9 +16,9 @@ from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.storage import is_url
 
 PORT = 29500
-"""Of the rendezvous. A pod or machine has its own address, so jobs don't compete for it."""
+"""The port of the rendezvous. A pod or machine has its own address, so jobs don't compete."""
 SECRET = "RDZV_SECRET"
-"""Environment variable of the launcher."""
+"""Environment variable of the launcher that holds the secret of the rendezvous."""
 _CONFIG_BYTES = 1_000_000
 """A ConfigMap holds at most 1 MiB."""
 _LAUNCHER_SECONDS = 10
@@ -79,17 +79,19 @@ def needed_files(
         workdir: folder that relative paths start from; None: one that is on no volume.
         relative: what that one is.
     """
-    found = []
+    inputs = []
     for key, path in _local_paths(config):
         if key in _NO_INPUTS or is_url(path) or not path:
             continue
-        place = "image" if workdir or path.startswith("/") else relative
-        if mount := _mount_of(path, volumes, workdir):
-            place = f"volume {mount}"
-        found.append(f"{key} = {path} ({place})")
+        location = "image" if workdir or path.startswith("/") else relative
+        if name := _volume_of(path, volumes, workdir):
+            location = f"volume {name}"
+        inputs.append(f"{key} = {path} ({location})")
     if config.experimental.custom_import:
-        found.append(f"experimental.custom_import = {config.experimental.custom_import} (a module)")
-    return found
+        inputs.append(
+            f"experimental.custom_import = {config.experimental.custom_import} (a module)"
+        )
+    return inputs
 
 
 def check_outputs(config: Config, volumes: list[Volume], workdir: str | None) -> None:
@@ -101,8 +103,8 @@ def check_outputs(config: Config, volumes: list[Volume], workdir: str | None) ->
     if not settings.enable:
         return
     folder = str(PurePosixPath(config.job.dump_folder, settings.folder))
-    places = [settings.folder if is_url(settings.folder) else folder, settings.upload_folder or ""]
-    if not any(is_url(place) or _mount_of(place, volumes, workdir) for place in places):
+    targets = [settings.folder if is_url(settings.folder) else folder, settings.upload_folder or ""]
+    if not any(is_url(target) or _volume_of(target, volumes, workdir) for target in targets):
         raise ConfigError(
             [
                 f"checkpoint.folder: {folder} is in the container and lost with it; mount a "
@@ -112,13 +114,13 @@ def check_outputs(config: Config, volumes: list[Volume], workdir: str | None) ->
         )
 
 
-def _mount_of(path: str, volumes: list[Volume], workdir: str | None) -> str | None:
-    """The volume that holds a path."""
+def _volume_of(path: str, volumes: list[Volume], workdir: str | None) -> str | None:
+    """The name of the volume that holds a path."""
     if not path or (workdir is None and not path.startswith("/")):
         return None
     whole = PurePosixPath(posixpath.normpath(PurePosixPath(workdir or "/", path)))
-    inner = [one for one in volumes if whole.is_relative_to(one.path)]
-    return max(inner, key=lambda one: len(one.path)).name if inner else None
+    holding = [volume for volume in volumes if whole.is_relative_to(volume.path)]
+    return max(holding, key=lambda volume: len(volume.path)).name if holding else None
 
 
 def _local_paths(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ TARGETS = (SLURM, JOBSET, SKYPILOT)
 RESTARTS = 3
 """A node that is lost may count as a failure, so there are some by default."""
 GRACE_SECONDS = 300
-"""From the signal to stop until the container is killed."""
+"""Seconds from the signal to stop until the container is killed."""
 
 _EDIT = "edit the file that is written"
 _ELSEWHERE: dict[str, dict[str, str]] = {
@@ -136,7 +136,7 @@ def check_target(options: argparse.Namespace) -> None:
         )
     elif to != SLURM and "://" in (options.container or ""):
         problems.append("--container: name the image without docker://")
-    paths = [one.path for one in options.volume]
+    paths = [volume.path for volume in options.volume]
     if len(set(paths)) < len(paths):
         problems.append("--volume: two are at one path")
     if problems:
