@@ -69,6 +69,8 @@ def render(template: Path, values: dict[str, Any], comments: Sequence[str]) -> s
 
 def _inserted(value: object) -> str:
     """What a template writes for a value."""
+    if isinstance(value, jinja2.Undefined):
+        return str(value)  # raises the error that names it
     return value if isinstance(value, Yaml) else scalar(value)
 
 
