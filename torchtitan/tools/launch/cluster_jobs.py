@@ -107,7 +107,7 @@ def lines(text: str, indent: int) -> Yaml:
     """Filter: text as it is, for lines of a block that is indented by this much."""
     if match := _NOT_IN_A_BLOCK.search(text):
         raise jinja2.TemplateRuntimeError(f"a script can't hold the character {match[0]!r}")
-    return Yaml(text.rstrip("\n").replace("\n", "\n" + " " * indent))
+    return Yaml(re.sub("\n(?!\n)", "\n" + " " * indent, text.rstrip("\n")))
 
 
 # ---- Kubernetes
