@@ -7,14 +7,15 @@ from torchtitan.utils.wording import cut
 
 
 def command_parser(
-    name: str, description: str | None, **options: str | None
+    name: str, description: str | None, *, usage: str | None = None, epilog: str | None = None
 ) -> argparse.ArgumentParser:
     """The parser of `torchtitan NAME`, whose description keeps its lines."""
     return argparse.ArgumentParser(
         prog=f"torchtitan {name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        **options,
+        usage=usage,
+        epilog=epilog,
     )
 
 
