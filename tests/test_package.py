@@ -161,15 +161,7 @@ def test_a_job_is_written_and_a_run_planned(torchtitan, environment, tmp_path):
     torchtitan("submit", "debug_model", "--gpus-per-node", "8", *cluster, *layout)
     assert "kind: JobSet" in (tmp_path / "debug-model.jobset.yaml").read_text()
     assert "GiB" in torchtitan(
-        "plan",
-        "llama3_8b",
-        "--world",
-        "8",
-        "--hardware",
-        "h100-sxm",
-        "--fast",
-        "--html",
-        "plan.html",
+        "plan", "llama3_8b", "--world", "8", "--hardware", "h100-sxm", "--html", "plan.html"
     )
     assert "uPlot" in (tmp_path / "plan.html").read_text()
 

@@ -11,6 +11,7 @@ largest of the first, largest and last pipeline ranks); those of the debug model
 import argparse
 import json
 import logging
+import sys
 from itertools import accumulate
 from pathlib import Path
 
@@ -20,13 +21,13 @@ import torch.distributed as dist
 from torchtitan.config import resolve
 from torchtitan.testing.ranks import RankPool
 from torchtitan.tools.planner.memory import GIB, memory_of
-from torchtitan.tools.planner.trace import trace_ranks
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import HostUpdate, forward_backward
 
-CONFIGS = Path(__file__).parents[2] / "train_configs"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "train_configs"
 T = "--training."
 P = "--parallelism."
 LONG = f"{T}seq_len=8192"
@@ -94,6 +95,9 @@ DEBUG = [
 
 def traced(world: int, argv: list[str]) -> float:
     """GiB."""
+    sys.path.append(str(ROOT))
+    from tests.traced_step.trace import trace_ranks
+
     config = resolve(argv, world).config
     setup = preflight(config, output=False)
     w = Workload(config, setup.args, setup.stages)

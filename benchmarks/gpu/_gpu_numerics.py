@@ -1,6 +1,5 @@
 """Stages of `gpu.py` that compare the GPU's numbers with the CPU's, or with higher precision."""
 
-import json
 from functools import partial
 from typing import Any
 
@@ -263,26 +262,3 @@ def float8(bench: Bench) -> Figures:
         figures[f"{recipe}_to_emulation"] = furthest(ours, theirs)
         limits |= {f"{recipe}_to_bf16": BF16_LOSS, f"{recipe}_to_emulation": BF16_LOSS}
     return within(figures, limits)
-
-
-def calibration(bench: Bench) -> Figures:
-    """`torchtitan plan --calibrate`: this machine's rates, and the hardware file that it writes."""
-    from torchtitan.tools.planner import calibrate
-    from torchtitan.tools.planner.hardware import find_hardware
-
-    if bench.dry:
-        calibrate._SECONDS = 0.01
-    file = bench.kept / "hardware.toml"
-    file.write_text(calibrate.calibrate() or "")
-    made = json.loads(find_hardware(str(file)).model_dump_json())
-    keys = (
-        "bf16",
-        "fp8",
-        "fp32",
-        "gemm_bf16",
-        "gemm_fp8",
-        "attention",
-        "memory_bandwidth",
-        "memory_efficiency",
-    )
-    return {key: made[key] for key in keys}

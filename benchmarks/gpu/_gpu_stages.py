@@ -67,6 +67,5 @@ _TABLE = [
     Stage("stopped", 90, faults.stopped),
     *(Stage(f"ranks_{axis}", 120, partial(faults.layout, axis=axis)) for axis in faults.LAYOUTS),
     Stage("ranks_watch", 90, faults.watch),
-    Stage("calibration", 60, numerics.calibration),
 ]
 STAGES = {stage.name: stage for stage in _TABLE}

@@ -18,16 +18,12 @@ FLOAT8_GOAL = 1.35
 """Tokens/s of Float8 over bf16's."""
 
 
-def write_tables(files: Iterable[Path], *, fast: bool = False, page: Path = PAGE) -> Path:
-    """Put the tables of `files` between the marks of `page`, and return it.
-
-    Args:
-        fast: compute the memory of the plans instead of tracing it.
-    """
+def write_tables(files: Iterable[Path], *, page: Path = PAGE) -> Path:
+    """Put the tables of `files` between the marks of `page`, and return it."""
     text = page.read_text()
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    page.write_text(f"{before}{BEGIN}\n{tables(load(files), fast=fast)}\n{END}{after}")
+    page.write_text(f"{before}{BEGIN}\n{tables(load(files))}\n{END}{after}")
     return page
 
 
@@ -43,7 +39,7 @@ def load(files: Iterable[Path]) -> list[Figures]:
     return [found[name] for name in STAGES if name in found]
 
 
-def tables(found: Sequence[Figures], *, fast: bool = False) -> str:
+def tables(found: Sequence[Figures]) -> str:
     """The page's section: machine, date and command, then speed, numbers, and all else."""
     ran = [line for line in found if line.get("figures")]
     if not ran:
@@ -51,7 +47,7 @@ def tables(found: Sequence[Figures], *, fast: bool = False) -> str:
     parts = ["\n".join(_machines(ran))]
     speed = [line for line in ran if "tokens_per_second" in line["figures"]]
     if speed:
-        parts += ["\n".join(_speed(speed, fast)), "\n".join(_kernels(speed))]
+        parts += ["\n".join(_speed(speed)), "\n".join(_kernels(speed))]
     limited = [line for line in ran if "limits" in line["figures"]]
     if limited:
         parts.append("\n".join(_limits(limited)))
@@ -83,7 +79,7 @@ def _row(*cells: Any) -> str:
     return f"| {' | '.join(str(cell) for cell in cells)} |"
 
 
-def _speed(found: Sequence[Figures], fast: bool) -> Iterator[str]:
+def _speed(found: Sequence[Figures]) -> Iterator[str]:
     """Speed and memory, beside the plan and the goals."""
     rates = {line["stage"]: line["figures"]["tokens_per_second"] for line in found}
     yield _row("", "tokens/s", "planned", "MFU, %", "goal", "peak memory, GiB", "planned")
@@ -91,7 +87,7 @@ def _speed(found: Sequence[Figures], fast: bool) -> Iterator[str]:
     for line in found:
         name = line["stage"]
         figures = line["figures"]
-        planned_rate, planned_gib = _planned(line, fast)
+        planned_rate, planned_gib = _planned(line)
         base, _, recipe = name.partition("_float8")
         mfu = f"{figures['mfu']:.1f}" if figures["mfu"] else "unknown"
         goal = f"{GOALS[name]:g} %" if name in GOALS else ""
@@ -114,7 +110,7 @@ def _speed(found: Sequence[Figures], fast: bool) -> Iterator[str]:
         )
 
 
-def _planned(line: Figures, fast: bool) -> tuple[str, str]:
+def _planned(line: Figures) -> tuple[str, str]:
     """The planner's tokens/s and GiB for the run of `line` on its GPU; nothing if it doesn't know
     the GPU.
     """
@@ -126,9 +122,7 @@ def _planned(line: Figures, fast: bool) -> tuple[str, str]:
     if hardware is None:
         return "", ""
     flags = [*line["figures"]["flags"], f"--model.hf_assets_path={ROOT / 'tests/assets/tokenizer'}"]
-    plan, _ = make_plan(
-        [*flags, "--training.dataset=demo"], line["figures"]["world"], hardware, tracing=not fast
-    )
+    plan, _ = make_plan([*flags, "--training.dataset=demo"], line["figures"]["world"], hardware)
     return f"{plan.tokens_per_second:,.0f}", f"{plan.peak_gib:.1f}"
 
 

@@ -78,9 +78,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="JSONL",
         help="write docs/reference/performance.md from results",
     )
-    made.add_argument(
-        "--fast", action="store_true", help="with --tables: don't trace the planned memory"
-    )
     return made
 
 
@@ -105,7 +102,7 @@ def main() -> None:
         print("\n".join(f"{stage.name:30} {stage.seconds:4} s" for stage in STAGES.values()))
         return
     if options.tables:
-        print(f"wrote {write_tables(options.tables, fast=options.fast)}")
+        print(f"wrote {write_tables(options.tables)}")
         return
     options.out = options.out.resolve()
     options.wheels = options.wheels.resolve()

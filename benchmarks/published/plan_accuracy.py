@@ -15,6 +15,7 @@ import io
 import itertools
 import math
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,9 +28,8 @@ from scipy.optimize import least_squares, minimize
 from scipy.stats import spearmanr
 
 from torchtitan.tools.planner.hardware import load_hardware
-from torchtitan.tools.planner.memory import hidden_bytes, in_flight, memory_of
+from torchtitan.tools.planner.memory import hidden_bytes, memory_of, pipeline_bytes
 from torchtitan.tools.planner.predict import SPEED_DEVIATIONS, features, memory_band
-from torchtitan.tools.planner.trace import trace_ranks
 from torchtitan.tools.planner.workload import Workload
 
 COLUMNS = (
@@ -177,7 +177,7 @@ def held_then(w: Workload, pp_rank: int) -> float:
     if w.pipeline is None:
         return 0.0
     every = 2 * w.microbatches * hidden_bytes(w) * len(w.stages_of(pp_rank))
-    return every - in_flight(w, pp_rank)[1]
+    return every - pipeline_bytes(w, pp_rank)[1]
 
 
 def memory_then(w: Workload) -> list[float]:
@@ -341,6 +341,9 @@ def ordering(speed: Errors) -> str:
 
 def traces(rows: list[Row]) -> Iterator[str]:
     """Memory of the first, largest and last pipeline ranks, computed and traced."""
+    sys.path.append(str(Path(__file__).parents[2]))
+    from tests.traced_step.trace import trace_ranks
+
     yield (
         "| row | GiB | pp rank | closed form | error | traced | error "
         "|\n|---|---|---|---|---|---|---|"

@@ -34,7 +34,7 @@ from torchtitan.config import resolve
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.hardware import find_hardware
 from torchtitan.tools.planner.memory import GIB, LOGIT_BYTES, predict_memory
-from torchtitan.tools.planner.pipeline_timeline import program
+from torchtitan.tools.planner.pipeline_costs import in_flight
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.preflight import preflight
 
@@ -94,13 +94,12 @@ def counts(w: Workload) -> list[tuple[float, float, float]]:
     in its loss.
     """
     assert w.pipeline is not None
-    held = program(w.pipeline, w.microbatches).held
     out = []
     for rank in range(w.pp):
         stages = w.stages_of(rank)
         kept = max(
-            sum(w.stages[s].layers * n for s, n in moment.microbatches.items())
-            for moment in held[rank]
+            sum(w.stages[stage].layers * count for stage, count in held.microbatches.items())
+            for held in in_flight(w.pipeline, w.microbatches, rank)
         )
         logits = (
             LOGIT_BYTES["compiled"] * w.tokens * w.vocab * any(stage.has_output for stage in stages)

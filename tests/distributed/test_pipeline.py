@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from tests.pipeline_moments import holds
 from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, losses, train, write_corpus
 from tests.zero_bubble import zb_h1
 from torchtitan.config import resolve
@@ -296,7 +297,7 @@ def held_by_every_schedule(argv, orders, rows):
         expected = max(
             sum(count for stage, count in held.microbatches.items() if stage in remote)
             + held.transfers
-            for held in program(setup.stages, rows).holds(dist.get_rank())
+            for held in holds(program(setup.stages, rows), dist.get_rank())
         )
         out[name] = trained, evaluated, expected
     return out

@@ -13,15 +13,15 @@ import torch.distributed as dist
 
 from tests.plans import OP
 from tests.runs import arguments, storages
+from tests.traced_step.cuda import recording
+from tests.traced_step.trace import trace_ranks
 from torchtitan.config import resolve
 from torchtitan.config.derive import axis_degrees
 from torchtitan.models import get_spec
 from torchtitan.models.attention_backend import attention_backend
 from torchtitan.models.norms import RMSNorm
-from torchtitan.tools.planner.fake import recording
 from torchtitan.tools.planner.memory import PARTS
 from torchtitan.tools.planner.predict import derived_workload
-from torchtitan.tools.planner.trace import trace_ranks
 from torchtitan.tools.planner.traffic import collectives
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight

@@ -117,14 +117,7 @@ def test_a_budget_adds_failures_and_money():
 
 
 def test_the_command(capsys):
-    argv = [
-        "--model.flavor=8B",
-        *ONE_ROW,
-        "--world=8",
-        "--hardware=h100-sxm",
-        "--fast",
-        "--tokens=1e12",
-    ]
+    argv = ["--model.flavor=8B", *ONE_ROW, "--world=8", "--hardware=h100-sxm", "--tokens=1e12"]
     assert main([*argv, "--money=2", "--mtbf=50700", "--storage=10"]) == 0
     out = capsys.readouterr().out
     assert "Goodput 9" in out

@@ -12,12 +12,12 @@ from torchtitan.config.derive import layout_degrees
 from torchtitan.models import get_spec
 from torchtitan.models.attention_backend import attention_backend
 from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
+from torchtitan.tools.planner.advice import smaller
 from torchtitan.tools.planner.block_time import EXPERT_TILE
 from torchtitan.tools.planner.comm_time import HOST_WAIT
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.memory import memory_of
 from torchtitan.tools.planner.predict import derived_workload, predict
-from torchtitan.tools.planner.savings import savings
 from torchtitan.tools.planner.search import search
 from torchtitan.tools.planner.traffic import collectives, hardware_flops
 from torchtitan.train.preflight import preflight
@@ -211,7 +211,7 @@ def test_dense_layers_are_a_kind_of_their_own():
 
 def test_savings_name_expert_parallelism():
     config = workload(*LARGE, FULL, world=8).config
-    keys = [key for saving in savings(config, SPEC, 8) for key in saving.settings]
+    keys = [key for saving in smaller(config, SPEC, 8) for key in saving.settings]
     assert "parallelism.expert_parallel_degree" in keys
 
 

@@ -11,8 +11,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from tests.plans import NONE, ONE_ROW, SPEC, workload
 from torchtitan.commands import train as command
 from torchtitan.config import load_config
+from torchtitan.tools.planner.advice import advice, smaller
 from torchtitan.tools.planner.memory import GIB, predict_memory
-from torchtitan.tools.planner.savings import advice, savings
 from torchtitan.utils.errors import OutOfMemoryError
 
 BASE = ["--model.flavor=8B", NONE, "--training.seq_len=8192", "--training.local_batch_size=2",
@@ -21,7 +21,7 @@ BASE = ["--model.flavor=8B", NONE, "--training.seq_len=8192", "--training.local_
 
 def test_savings_are_those_of_the_formulas():
     config = workload(*BASE, world=8).config
-    found = savings(config, SPEC, 8)
+    found = smaller(config, SPEC, 8)
     keys = [key for saving in found for key in saving.settings]
     for key in ("activation_checkpoint.mode", "training.loss_chunks", "training.local_batch_size",
                 "parallelism.fsdp_reduce_once_per_step", "parallelism.data_parallel_shard_degree",
@@ -55,7 +55,7 @@ def test_accumulation_is_advised_only_where_it_saves():
     ).config
     (saving,) = [
         s
-        for s in savings(config, SPEC, 8)
+        for s in smaller(config, SPEC, 8)
         if "training.local_batch_size" in s.settings and s.ranks == 8
     ]
     assert saving.after < saving.before - 10

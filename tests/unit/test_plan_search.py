@@ -13,6 +13,7 @@ from tests.plans import H100, SPEC
 from torchtitan.commands.plan import main
 from torchtitan.config import load_config, resolve
 from torchtitan.config.derive import AXES, DEGREE_KEYS, layout_degrees
+from torchtitan.config.rules import table
 from torchtitan.tools.planner.axes import settings_of
 from torchtitan.tools.planner.layouts import any_layout
 from torchtitan.tools.planner.planner import make_plan
@@ -104,6 +105,23 @@ def degrees_of(config):
     return tuple(layout_degrees(config.parallelism).values())
 
 
+def test_every_rule_is_asked_of_every_layout(monkeypatch):
+    """Whatever it depends on, as this one on the number of shards."""
+    because = "parallelism.data_parallel_shard_degree: not a multiple of 3"
+    monkeypatch.setattr(table, "RULES", [*table.RULES])
+    table.refuse(
+        "parallelism.data_parallel_shard_degree",
+        when=lambda c: c.parallelism.data_parallel_shard_degree % 3 != 0,
+        because=because,
+    )
+    argv = ["--model.flavor=1B", "--training.seq_len=4096", "--training.global_batch_size=24"]
+    found = found_for(argv, 12)
+    shards = {proposal.plan.workload.dp_shard for proposal in found.best}
+    assert shards
+    assert all(degree % 3 == 0 for degree in shards)
+    assert because in found.refused
+
+
 def test_proposals_differ_and_none_beats_another(found):
     """In speed, memory and simplicity; but for the last ones, the fastest of other kinds."""
     assert found.best[0].plan.tokens_per_second >= 0.97 * max(speed for _, speed in found.points)
@@ -164,7 +182,7 @@ def test_a_search_starts_from_any_file(tmp_path, capsys):
         "pipeline_parallel_degree = 8\npipeline_parallel_schedule = 'Interleaved1F1B'\n"
         "pipeline_parallel_layers_per_stage = 1\n[activation_checkpoint]\nmode = 'full'\n"
     )
-    assert main([str(file), "--world=96", HARDWARE, "--search", "--fast", f"--write={out}"]) == 0
+    assert main([str(file), "--world=96", HARDWARE, "--search", f"--write={out}"]) == 0
     printed = capsys.readouterr().out
     assert "the file's own layout is refused on 96 ranks" in printed
     assert "all layouts train on 6 rows" in printed  # 4 rows on each of 96 / 64 ranks
@@ -181,13 +199,7 @@ def test_a_batch_that_cant_be_divided_is_said():
 
 
 def test_a_world_too_small_is_said():
-    argv = [
-        str(ROOT / "train_configs/llama3_70b.toml"),
-        "--world=8",
-        HARDWARE,
-        "--search",
-        "--fast",
-    ]
+    argv = [str(ROOT / "train_configs/llama3_70b.toml"), "--world=8", HARDWARE, "--search"]
     with pytest.raises(
         UserError,
         match=r"none of .* is likely to fit .* the leanest takes [\d.]+ GiB; use more ranks",

@@ -37,21 +37,14 @@ def main(argv: list[str]) -> int:
     options, flags = parse(parser(), argv or ["--help"])
     if options.from_run:
         return _compare_run(options, flags)
-    if options.calibrate:
-        return _calibrate(options.calibrate)
     hardware = find_hardware(options.hardware)
     plan, found = make_plan(
-        flags,
-        options.world,
-        hardware,
-        searching=options.search,
-        tracing=not options.fast,
-        axes=options.axes,
+        flags, options.world, hardware, searching=options.search, axes=options.axes
     )
     other = None
     if options.compare:
         other_flags = [*flags, f"--job.config_file={options.compare[-1]}"]  # the last file counts
-        other, _ = make_plan(other_flags, options.world, hardware, tracing=not options.fast)
+        other, _ = make_plan(other_flags, options.world, hardware)
     if options.write:
         _write(options.write, planned_toml(plan, flags))
     data: dict[str, Any] = as_data(plan, options.tokens) | origin(argv, planned_toml(plan, flags))
@@ -73,12 +66,12 @@ def main(argv: list[str]) -> int:
         _write(options.html, page(shown))
         _write(str(Path(options.html).with_suffix(".json")), json.dumps(shown, indent=1) + "\n")
     if options.schedule_svg:
-        if plan.time.timeline is None:
+        if plan.workload.pipeline is None:
             raise UserError(
                 "--schedule-svg: there is no pipeline; set "
                 "parallelism.pipeline_parallel_degree, or drop it"
             )
-        _write(options.schedule_svg, schedule_svg(plan.time))
+        _write(options.schedule_svg, schedule_svg(plan))
     if options.json == _TERMINAL:
         print(json.dumps(data, indent=1))
     else:
@@ -93,35 +86,21 @@ def main(argv: list[str]) -> int:
     return 0 if plan.fits else 1
 
 
-def _calibrate(file: str) -> int:
-    from torchtitan.tools.planner.calibrate import calibrate, unmeasured
-
-    if (text := calibrate()) is not None:
-        _write(file, text)
-        print(f"Measured this machine. To plan for it: --hardware {file}")
-        for key in unmeasured(text):
-            print(
-                f"note: {key} could not be measured by this start; fill it in for plans "
-                f"that need it (see {file})"
-            )
-    return 0
-
-
 def _compare_run(options: argparse.Namespace, flags: list[str]) -> int:
-    from torchtitan.tools.planner import measured
+    from torchtitan.tools.planner import calibrate
 
-    run = measured.read_run(Path(options.from_run))
-    hardware = find_hardware(options.hardware) if options.hardware else measured.hardware_of(run)
-    plan = measured.plan_run(run, flags, hardware, tracing=not options.fast)
+    run = calibrate.read_run(Path(options.from_run))
+    hardware = find_hardware(options.hardware) if options.hardware else calibrate.hardware_of(run)
+    plan = calibrate.plan_run(run, flags, hardware)
     if options.calibrate:
-        _write(options.calibrate, measured.fitted_file(run, plan))
-    data = as_data(plan, options.tokens) | {"measured": measured.comparison_data(run, plan)}
+        _write(options.calibrate, calibrate.fitted_file(run, plan))
+    data = as_data(plan, options.tokens) | {"measured": calibrate.comparison_data(run, plan)}
     if options.json == _TERMINAL:
         print(json.dumps(data, indent=1))
         return 0
     if options.json:
         _write(options.json, json.dumps(data, indent=1) + "\n")
-    print("\n\n".join([measured.comparison_text(run, plan), as_text(plan, options.tokens)]))
+    print("\n\n".join([calibrate.comparison_text(run, plan), as_text(plan, options.tokens)]))
     for file in filter(None, (options.calibrate, options.json)):
         print(f"wrote {file}")
     return 0

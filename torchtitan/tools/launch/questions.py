@@ -57,7 +57,7 @@ def hardware_question(gpus: str | None) -> Question[tuple[Hardware, str | None]]
     names = [
         f"{CPU} (this machine's)",
         *load_hardware(),
-        "or a TOML file (`torchtitan plan --calibrate` writes one)",
+        "or a TOML file (`torchtitan plan --from-run` writes one)",
     ]
     return Question("--hardware NAME", "On which hardware?", in_lines(names), parse, gpus or CPU)
 

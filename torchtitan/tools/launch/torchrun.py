@@ -155,6 +155,6 @@ def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
 def what_lowers_memory(config: Config, world: int) -> str:
     """The planner's advice for a run that was out of memory; empty if it has none."""
     from torchtitan.models import get_spec
-    from torchtitan.tools.planner.savings import advice
+    from torchtitan.tools.planner.advice import advice
 
     return advice(config, get_spec(config.model.name), world)

@@ -1,36 +1,155 @@
-"""The largest costs of a plan, and the changes to its configuration that would lower each."""
+"""Small changes of a configuration, each priced by a plan: what would make a run faster, and what
+would make it fit.
+"""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from torchtitan.config.derive import selects_operations
+from torchtitan.config.derive import divisors
 from torchtitan.config.rules import Facts, check
-from torchtitan.tools.planner.axes import applied
-from torchtitan.tools.planner.costs import BUBBLE, REPEATED
-from torchtitan.tools.planner.hardware import Hardware
+from torchtitan.config.sections.schema import Config
+from torchtitan.models import ModelSpec
+from torchtitan.tools.planner.axes import Settings, applied
+from torchtitan.tools.planner.memory import GIB, predict_memory
 from torchtitan.tools.planner.predict import Plan, derived_workload, predict
+from torchtitan.tools.planner.search import SCHEDULES
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.wording import show_gib
 
 COSTS = 3
 """Costs that a plan lists."""
 CHANGES = 2
 """Changes listed for each."""
-_WORTHWHILE = 1.005
+SAVINGS = 6
+"""Changes listed for a run that doesn't fit."""
+_FASTER = 1.005
 """Speed-up from which a change is suggested."""
+_SMALLER = 0.98
+"""Relative peak below which a change is suggested."""
+_LOSS_CHUNKS = 8
+_CHANGES_TRAINING = ("training.seq_len", "optimizer.state_dtype")
+"""Keys that change what is trained: never suggested for speed, and last for memory."""
+
+_MODE = "activation_checkpoint.mode"
+_COMPILE: Settings = {"compile.enable": True, "compile.components": ["model", "loss"]}
+
+
+def neighbours(w: Workload) -> Iterator[tuple[str, Settings, int]]:
+    """Changes of one aspect, legal or not: its name, the keys to set, and the ranks it needs."""
+    config = w.config
+    world = w.world
+    p = config.parallelism
+    t = config.training
+    for text, settings in (*_recomputation(config), *_precision(config), *_pipeline(config)):
+        yield text, settings, world
+    yield "compile", _COMPILE, world
+    tokens = t.seq_len // (p.context_parallel_degree * p.tensor_parallel_degree)
+    if more := [n for n in divisors(tokens, _LOSS_CHUNKS) if n > t.loss_chunks]:
+        yield "the loss in chunks", {"training.loss_chunks": more[-1]}, world
+    half = {"training.local_batch_size": max(1, t.local_batch_size // 2)}
+    yield "half the rows at a time", half, world
+    yield (
+        "double the batch",
+        {
+            "training.global_batch_size": 2 * t.global_batch_size,
+            "training.local_batch_size": 2 * t.local_batch_size,
+        },
+        world,
+    )
+    yield "reduce every batch", {"parallelism.fsdp_reduce_once_per_step": False}, world
+    yield "free gathered weights", {"parallelism.fsdp_reshard_after_forward": "default"}, world
+    yield from _layouts(w)
+    yield "state on the host", {"training.enable_cpu_offload": True}, world
+    yield "update in the backward", {"optimizer.early_step_in_backward": True}, world
+    yield "the optimizer's state in bf16", {"optimizer.state_dtype": "bfloat16"}, world
+    yield "half the row length", {"training.seq_len": max(1, t.seq_len // 2)}, world
+
+
+def _recomputation(config: Config) -> Iterator[tuple[str, Settings]]:
+    operations = {_MODE: "selective", "activation_checkpoint.selective_ac_option": "op"}
+    yield "keep attention and every second product", operations
+    yield "recompute nothing", {_MODE: "none"}
+    yield "recompute everything", {_MODE: "full"}
+    for text, blocks in (("offload nothing", 0), ("offload activations", -1)):
+        yield text, {"activation_checkpoint.offload_blocks": blocks}
+
+
+def _precision(config: Config) -> Iterator[tuple[str, Settings]]:
+    float8 = {"model.converters": ["float8"]}
+    recipe = "quantize.linear.float8.recipe_name"
+    if not config.model.converters:
+        yield "Float8", float8
+    if config.model.converters in ([], ["float8"]):
+        yield "tensorwise Float8", float8 | {recipe: "tensorwise"}
+
+
+def _pipeline(config: Config) -> Iterator[tuple[str, Settings]]:
+    p = config.parallelism
+    if p.pipeline_parallel_degree == 1:
+        return
+    size = max(1, p.pipeline_parallel_microbatch_size // 2)
+    yield "smaller microbatches", {"parallelism.pipeline_parallel_microbatch_size": size}
+    if not p.pipeline_parallel_schedule_csv:
+        for schedule in SCHEDULES:
+            yield f"schedule {schedule}", {"parallelism.pipeline_parallel_schedule": schedule}
+
+
+def _layouts(w: Workload) -> Iterator[tuple[str, Settings, int]]:
+    p = w.config.parallelism
+    world = w.world
+    rows = w.config.training.local_batch_size
+    half_rows = {"training.local_batch_size": max(1, rows // 2)}
+    twice = {"parallelism.data_parallel_shard_degree": 2 * p.data_parallel_shard_degree}
+    if p.tensor_parallel_degree > 1:
+        settings = _COMPILE | {"parallelism.enable_async_tensor_parallel": True}
+        yield "asynchronous TP", settings, world
+        half = {"parallelism.tensor_parallel_degree": p.tensor_parallel_degree // 2}
+        yield "half the TP, twice the shards", half | twice | half_rows, world
+    if p.context_parallel_degree > 1:
+        ring = {"parallelism.context_parallel_rotate_method": "alltoall"}
+        yield "send keys around a ring", ring, world
+    if w.experts:  # more ranks that share the experts gather less of them; fewer copy fewer rows
+        ep = "parallelism.expert_parallel_degree"
+        yield "twice the expert parallelism", {ep: 2 * w.ep}, world
+        yield "half the expert parallelism", {ep: max(1, w.ep // 2)}, world
+    if p.data_parallel_replicate_degree % 2 == 0:
+        half = {"parallelism.data_parallel_replicate_degree": p.data_parallel_replicate_degree // 2}
+        yield "shards in place of replicas", half | twice, world
+    if w.accumulation % 2 == 0:
+        yield "twice the ranks", twice, 2 * world
+    elif rows % 2 == 0:
+        yield "twice the ranks", twice | half_rows, 2 * world
+
+
+def show_settings(settings: Settings) -> str:
+    """Settings as they are written in TOML."""
+    return ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
+
+
+def _changing(w: Workload) -> Iterator[tuple[str, Settings, int, Config]]:
+    """The neighbours that differ, with the configuration that each makes."""
+    for text, settings, ranks in neighbours(w):
+        changed = applied(w.config, settings)
+        if changed != w.config:
+            yield text, settings, ranks, changed
+
+
+# ---- speed
 
 
 @dataclass(frozen=True)
 class Change:
-    """A legal change of the configuration that makes training faster."""
+    """A legal change that makes training faster."""
 
     text: str
-    settings: dict[str, Any]
-    """Key to value."""
+    settings: Settings
     after: Plan
     gain: float
     """Relative gain in tokens per second."""
+    part: str
+    """The part of the step that it shortens most, per token."""
 
 
 @dataclass(frozen=True)
@@ -40,113 +159,99 @@ class Cost:
     part: str
     share: float
     changes: list[Change]
-    otherwise: str
-    """What to say if `changes` is empty."""
 
 
 def largest_costs(plan: Plan) -> list[Cost]:
-    """The largest parts of the step, each with changes that no larger one lists."""
-    costs: list[Cost] = []
-    listed: set[str] = set()
-    for part, seconds in list(plan.time.parts.items())[:COSTS]:
-        found = changes(plan, part)
-        new = [change for change in found if change.text not in listed][:CHANGES]
-        listed |= {change.text for change in new}
-        otherwise = "the changes above lower this too" if found else "no setting lowers this"
-        costs.append(Cost(part, seconds / plan.time.seconds, new, otherwise))
-    return costs
+    """The largest parts of the step, with the best changes that shorten each most."""
+    possible = faster(plan)
+    return [
+        Cost(
+            part,
+            seconds / plan.time.seconds,
+            [change for change in possible if change.part == part][:CHANGES],
+        )
+        for part, seconds in list(plan.time.parts.items())[:COSTS]
+    ]
 
 
-def changes(plan: Plan, part: str) -> list[Change]:
-    """Legal changes that target `part` and speed up training, the best first, misfits last."""
-    found = []
-    for text, settings in _candidates(plan.workload, plan.hardware, part):
-        config = applied(plan.config, settings)
+def faster(plan: Plan) -> list[Change]:
+    """Legal changes that speed up training on the same ranks, the best first, misfits last."""
+    world = plan.workload.world
+    changes = []
+    for text, settings, ranks, config in _changing(plan.workload):
+        if ranks != world or not settings.keys().isdisjoint(_CHANGES_TRAINING):
+            continue
         try:
             check(config, Facts(device=plan.hardware.accelerator))
-            after = predict(
-                derived_workload(config, plan.spec, plan.workload.world), plan.spec, plan.hardware
-            )
+            after = predict(derived_workload(config, plan.spec, ranks), plan.spec, plan.hardware)
         except ConfigError:
             continue
         speedup = after.tokens_per_second / plan.tokens_per_second
-        if speedup > _WORTHWHILE:
-            found.append(Change(text, settings, after, speedup - 1))
-    return sorted(found, key=lambda change: (not change.after.fits, -change.gain))
+        if speedup > _FASTER:
+            changes.append(Change(text, settings, after, speedup - 1, _shortened(plan, after)))
+    return sorted(changes, key=lambda change: (not change.after.fits, -change.gain))
 
 
-def _candidates(w: Workload, hw: Hardware, part: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Changes that may lower `part`: a description, and the keys to set."""
-    t = w.config.training
-    checkpointing = w.config.activation_checkpoint.mode
-    compiled = {"compile.enable": True, "compile.components": ["model", "loss"]}
-    double_batch = {
-        "training.global_batch_size": 2 * t.global_batch_size,
-        "training.local_batch_size": 2 * t.local_batch_size,
-    }
-    if part in ("matrix products", "pointwise", "attention") and checkpointing != "none":
-        mode = "activation_checkpoint.mode"
-        option = "activation_checkpoint.selective_ac_option"
-        if not selects_operations(w.config.activation_checkpoint):
-            yield "keep attention and every second product", {mode: "selective", option: "op"}
-        yield "recompute nothing", {mode: "none"}
-    if part == "matrix products" and hw.fp8 and not (w.float8 or w.mx):
-        yield "Float8", {"model.converters": ["float8"]}
-    recipe = w.config.quantize.linear.float8.recipe_name
-    if (
-        part in ("matrix products", "8-bit casts")
-        and hw.fp8
-        and not w.mx
-        and recipe not in (None, "tensorwise")
-    ):
-        key = "quantize.linear.float8.recipe_name"
-        yield "tensorwise Float8", {"model.converters": ["float8"], key: "tensorwise"}
-    if part in ("pointwise", "head and loss", "8-bit casts") and not (
-        w.compiled and w.loss_compiled
-    ):
-        yield "compile", compiled
-    if part == "communication: tp":
-        if not w.async_tp:
-            yield "asynchronous TP", compiled | {"parallelism.enable_async_tensor_parallel": True}
-        yield (
-            "half the TP, twice the shards",
-            {
-                "parallelism.tensor_parallel_degree": w.tp // 2,
-                "parallelism.data_parallel_shard_degree": 2 * w.dp_shard,
-                "training.local_batch_size": max(1, t.local_batch_size // 2),
-            },
-        )
-    if part == "communication: cp" and not w.by_heads:
-        yield "send keys around a ring", {"parallelism.context_parallel_rotate_method": "alltoall"}
-    if part == "communication: ep":
-        yield (
-            "half the expert parallelism",
-            {"parallelism.expert_parallel_degree": max(1, w.ep // 2)},
-        )
-    if w.experts and part in ("communication: dp", "slowed by communication", "matrix products"):
-        # Fewer ranks hold each expert: less to gather, and more rows for it.
-        yield "twice the expert parallelism", {"parallelism.expert_parallel_degree": 2 * w.ep}
-    if part in (BUBBLE, REPEATED):
-        yield from _pipeline_candidates(w, part, double_batch)
-    if part == "activation offload":
-        yield "offload nothing", {"activation_checkpoint.offload_blocks": 0}
-        yield "offload the blocks' inputs", {"activation_checkpoint.mode": "full"}
-    if part in ("communication: dp", "slowed by communication", "optimizer", "host"):
-        yield "double the batch", double_batch
+def _shortened(before: Plan, after: Plan) -> str:
+    """The part of the step on which most time per token is saved."""
+    scale = before.workload.tokens_per_step / after.workload.tokens_per_step
+    later = after.time.parts
+    return max(
+        before.time.parts, key=lambda part: before.time.parts[part] - scale * later.get(part, 0.0)
+    )
 
 
-def _pipeline_candidates(
-    w: Workload, part: str, double_batch: dict[str, Any]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    p = w.config.parallelism
-    t = w.config.training
-    if part == BUBBLE:
-        if t.local_batch_size > p.pipeline_parallel_microbatch_size:
-            size = max(1, p.pipeline_parallel_microbatch_size // 2)
-            yield "smaller microbatches", {"parallelism.pipeline_parallel_microbatch_size": size}
-        yield "double the batch", double_batch
-        for schedule in ("Interleaved1F1B", "ZBVZeroBubble"):
-            yield f"schedule {schedule}", {"parallelism.pipeline_parallel_schedule": schedule}
-    if part == REPEATED:
-        for schedule in ("Interleaved1F1B", "1F1B"):
-            yield f"schedule {schedule}", {"parallelism.pipeline_parallel_schedule": schedule}
+# ---- memory
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A legal change that lowers the peak."""
+
+    settings: Settings
+    ranks: int
+    before: float
+    """Peak of the pipeline rank that needs most, in GiB."""
+    after: float
+
+    def __str__(self) -> str:
+        effect = f"{show_gib(self.after)} ({self.after - self.before:+.1f})"
+        return f"{show_settings(self.settings)}: {effect}"
+
+
+def smaller(config: Config, spec: ModelSpec, world: int) -> list[Saving]:
+    """Changes that lower the predicted peak, largest saving first, changes of training last.
+
+    Args:
+        config: derived and validated for `world` ranks.
+    """
+    now = derived_workload(config, spec, world)
+    before = predict_memory(now).reserved / GIB
+    savings = []
+    for _, settings, ranks, changed in _changing(now):
+        try:
+            after = predict_memory(derived_workload(changed, spec, ranks)).reserved / GIB
+        except ConfigError:
+            continue
+        if after < _SMALLER * before:
+            savings.append(Saving(settings, ranks, before, after))
+    return sorted(
+        savings,
+        key=lambda saving: (not saving.settings.keys().isdisjoint(_CHANGES_TRAINING), saving.after),
+    )
+
+
+def advice(config: Config, spec: ModelSpec, world: int) -> str:
+    """The best of `smaller` under a heading, one a line; empty if the planner can't tell."""
+    try:
+        savings = smaller(config, spec, world)
+    except Exception:  # the run has failed already; the planner's own failure is no news
+        return ""
+    if not savings:
+        return ""
+    lines = [
+        f"  {saving}{f' on {saving.ranks} ranks' if saving.ranks > world else ''}"
+        for saving in savings[:SAVINGS]
+    ]
+    heading = f"What lowers the planned peak of {show_gib(savings[0].before)}:"
+    return "\n".join([heading, *lines])

@@ -1,8 +1,8 @@
 """The performance model: seconds of one training step, by what they are spent on.
 
 Blocks and the model's ends (`block_time.py`) add up along the step. Communication is bytes over the
-bandwidth of its ring, less what compute hides (`comm_time.py`). A pipeline's bubble comes from
-simulating its schedule (`pipeline_timeline.py`). What depends on the hardware is in `hardware.py`;
+bandwidth of its ring, less what compute hides (`comm_time.py`). `pipeline_costs.py` has the wait of
+a pipeline's ranks for each other. What depends on the hardware is in `hardware.py`;
 `docs/internals/plan-formulas.md` lists the formulas with their sources.
 """
 
@@ -15,6 +15,7 @@ from torchtitan.tools.planner.block import block_layers
 from torchtitan.tools.planner.block_time import Pass, block_time, ends_time
 from torchtitan.tools.planner.comm_time import activation_offload, data_parallel, transfer
 from torchtitan.tools.planner.hardware import Hardware
+from torchtitan.tools.planner.pipeline_costs import batch_time
 from torchtitan.tools.planner.pipeline_timeline import Timeline, program, simulate
 from torchtitan.tools.planner.workload import FP32, Workload
 
@@ -40,8 +41,6 @@ class StepTime:
     """Seconds by what they are spent on, the largest first; they add up to `seconds`. In a
     pipeline, compute is that of the average rank; what follows the pipeline, that of the slowest.
     """
-    timeline: Timeline | None
-    """One batch of the pipeline; None without one."""
     tokens_per_second: float
     """Per GPU."""
 
@@ -56,7 +55,6 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
     blocks = [block_time(block, hw) for block in w.blocks]
     ends = ends_time(w, hw)
     parts: defaultdict[str, float] = defaultdict(float)
-    timeline = None
     slowest = 0
     counts = [sum(column) for column in zip(*(stage.kinds for stage in w.stages), strict=True)]
     outputs = sum(stage.has_output for stage in w.stages)
@@ -64,12 +62,11 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
         for part, seconds in work.both:
             parts[part] += count * seconds * w.microbatches * w.accumulation / w.pp
     if w.pipeline is not None:
-        duration = _durations(w, blocks, ends)
-        timeline = simulate(program(w.pipeline, w.microbatches), duration, transfer(w, hw))
-        slowest = max(range(w.pp), key=timeline.busy.__getitem__)
-        repeated = sum(timeline.busy) / w.pp * w.accumulation - sum(parts.values())
-        parts[BUBBLE] = timeline.idle * timeline.length * w.accumulation
-        if repeated > 1e-9 * timeline.length:  # beyond rounding
+        batch = batch_time(w.pipeline, w.microbatches, _durations(w, blocks, ends), transfer(w, hw))
+        slowest = max(range(w.pp), key=batch.busy.__getitem__)
+        repeated = sum(batch.busy) / w.pp * w.accumulation - sum(parts.values())
+        parts[BUBBLE] = batch.bubble * w.accumulation
+        if repeated > 1e-9 * batch.length:  # beyond rounding
             parts[REPEATED] = repeated
     times = [(sum(x.forward.values()), sum(x.backward.values())) for x in blocks]
     stage = max(w.stages_of(slowest), key=lambda stage: stage.layers)
@@ -83,10 +80,18 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
     seconds = sum(parts.values())
     slowest_first = sorted(parts.items(), key=lambda item: -item[1])
     ordered = {part: spent for part, spent in slowest_first if spent > 0}
-    return StepTime(seconds, ordered, timeline, w.tokens_per_step / seconds / w.world)
+    return StepTime(seconds, ordered, w.tokens_per_step / seconds / w.world)
 
 
 # ---- the pipeline
+
+
+def timeline(w: Workload, hw: Hardware) -> Timeline:
+    """One batch of a pipeline as the trainer runs it: when each rank computes what."""
+    assert w.pipeline is not None, "a timeline needs a pipeline"
+    blocks = [block_time(block, hw) for block in w.blocks]
+    durations = _durations(w, blocks, ends_time(w, hw))
+    return simulate(program(w.pipeline, w.microbatches), durations, transfer(w, hw))
 
 
 def _durations(w: Workload, blocks: Sequence[Pass], ends: Pass) -> Callable[[int, str], float]:

@@ -1,4 +1,4 @@
-"""Hardware that a plan can target: `hardware.toml`, or a file that `--calibrate` writes."""
+"""Hardware that a plan can target: a table of `hardware.toml`, or of another file."""
 
 import json
 import math
@@ -92,8 +92,7 @@ class Hardware(BaseModel):
         needed["network"] = ("between nodes", world > self.gpus_per_node)
         problems = [
             f"--hardware: {self.name} has no {key}, the bytes/s of a GPU {where}, which "
-            f"{world} ranks need; fill it "
-            "in, or measure it by starting `torchtitan plan --calibrate FILE` with torchrun"
+            f"{world} ranks need; fill it in"
             for key, (where, needs) in needed.items()
             if needs and math.isinf(getattr(self, key))
         ]
@@ -153,7 +152,7 @@ def load_hardware(path: Path = FILE) -> dict[str, Hardware]:
         raise ConfigError(
             [f"--hardware: can't read {path}: {getattr(error, 'strerror', None) or error}"]
         ) from None
-    shared = load_shared() | tables.pop("shared", {})
+    shared = tomli.loads(FILE.read_text(encoding="utf-8"))["shared"] | tables.pop("shared", {})
     tables.pop("peak_bf16", None)
     found = {}
     problems = []
@@ -170,11 +169,6 @@ def load_hardware(path: Path = FILE) -> dict[str, Hardware]:
     return found
 
 
-def load_shared() -> dict[str, float]:
-    """The constants that apply unless a table overrides them."""
-    return tomli.loads(FILE.read_text(encoding="utf-8"))["shared"]
-
-
 def find_hardware(name: str) -> Hardware:
     """The built-in hardware called `name`, or the first in the TOML file `name`.
 
@@ -184,9 +178,7 @@ def find_hardware(name: str) -> Hardware:
     if name.endswith(".toml"):
         found = load_hardware(Path(name))
         if not found:
-            raise ConfigError(
-                [f"--hardware: {name} describes no hardware; write one with --calibrate {name}"]
-            )
+            raise ConfigError([f"--hardware: {name} describes no hardware"])
         return next(iter(found.values()))
     known = load_hardware()
     if name not in known:

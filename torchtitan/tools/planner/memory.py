@@ -1,14 +1,13 @@
 """Peak memory in closed form, by part: what the allocator reserves on each pipeline rank.
 
 The caching allocator keeps a pool for each stream, and FSDP's streams can't use what the compute
-stream has freed, so parts that peak at different times still add up. A plan's answer is traced
-(`trace.py`); these formulas are for the thousands of layouts that a search visits.
+stream has freed, so parts that peak at different times still add up.
 
 State and kept activations follow from the code to the byte (tests hold them to autograd). The
 working set of a block, and what is held beyond the tensors, were adjusted by hand until eager runs
-met traces, and compiled pipelines the published runs
-(`python benchmarks/published/plan_accuracy.py --trace repo paper`); constants from
-there are marked "adjusted".
+met traced steps (`tests/traced_step`), and compiled pipelines the published runs
+(`python benchmarks/published/plan_accuracy.py --trace repo paper`); constants from there are marked
+"adjusted".
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 
 from torchtitan.config.derive import offloaded_blocks, selects_operations
 from torchtitan.tools.planner.linears import experts_in_eight_bits
-from torchtitan.tools.planner.pipeline_timeline import Held, program
+from torchtitan.tools.planner.pipeline_costs import InFlight, in_flight
 from torchtitan.tools.planner.workload import BYTES, FP32, Stage, Workload
 
 GIB = 2**30
@@ -31,8 +30,6 @@ PARTS = (
     "other",
 )
 
-TRACED_BATCHES = 3
-"""Batches of an accumulated step that a trace runs: the first, one in the middle, and the last."""
 LIBRARY_BYTES = 0.5 * GIB
 """Workspaces of matrix products, rotary tables and small tensors, on every rank. Estimate."""
 PREFETCHED_BLOCKS = 2
@@ -71,6 +68,10 @@ alternating forwards and backwards leave holes. Adjusted.
 COMPILED_PIPELINE_BUFFERS = 2
 """Blocks in gathered type, and in fp32, that a compiled pipeline's communication holds. Adjusted.
 """
+
+
+Counted = Sequence[tuple[Workload, int]]
+"""Kinds of blocks of a stage, with how many there are of each."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
         elif w.accumulation > 1 and w.replicas_apart and not parts["gradients"]:
             parts["communication"] += FP32 * sum(map(w.shard, stages))
         return Memory(parts)
-    kept, transfers = in_flight(w, pp_rank)
+    kept, transfers = pipeline_bytes(w, pp_rank)
     parts["activations"] = kept + max(0.0, working - logits)
     if has_output:
         parts["logits"] += _waiting_losses(w, pp_rank)
@@ -171,7 +172,7 @@ def hidden_bytes(w: Workload) -> float:
     return w.element * w.tokens * w.predictions * w.dim / w.tp
 
 
-def in_flight(w: Workload, pp_rank: int) -> tuple[float, float]:
+def pipeline_bytes(w: Workload, pp_rank: int) -> tuple[float, float]:
     """Activations of the microbatches that the schedule keeps at a time, and what is then received
     ahead or sent.
 
@@ -179,31 +180,29 @@ def in_flight(w: Workload, pp_rank: int) -> tuple[float, float]:
     """
     assert w.pipeline is not None
     hidden = hidden_bytes(w)
-    own = {stage: w.counted([w.stages[stage]]) for stage in w.pipeline.stages_of(pp_rank)}
+    moments = in_flight(w.pipeline, w.microbatches, pp_rank)
+    return max(((_moment_bytes(w, m), m.transfers * hidden) for m in moments), key=sum)
 
-    def summed(of: Callable[[Workload], float]) -> dict[int, float]:
-        """Bytes of one microbatch by stage."""
-        return {
-            stage: sum(count * of(block) * block.tokens for block, count in blocks)
-            for stage, blocks in own.items()
-        }
 
-    kept = summed(_kept_bytes)
-    size = {stage: kept[stage] - _offloaded_bytes(blocks) + hidden for stage, blocks in own.items()}
-    transit = max(map(_in_transit_bytes, own.values()))
-    waiting = summed(_postponed_bytes)
-    again = dict.fromkeys(own, 0.0)
-    if not w.compiled:
-        again = summed(lambda b: RECOMPUTED_COPIES * b.recompute.pointwise * _block_bytes(b))
+def _moment_bytes(w: Workload, held: InFlight) -> float:
+    """Activations that are in flight at a moment."""
+    activations = recomputed = transit = 0.0
+    for stage, count in held.microbatches.items():
+        blocks = w.counted([w.stages[stage]])
+        kept = _summed(_kept_bytes, blocks) - _offloaded_bytes(blocks) + hidden_bytes(w)
+        activations += count * kept
+        transit = max(transit, _in_transit_bytes(blocks))
+        if postponed := held.postponed.get(stage, 0):
+            activations += postponed * _summed(_postponed_bytes, blocks)
+            if not w.compiled:
+                again = _summed(lambda b: b.recompute.pointwise * _block_bytes(b), blocks)
+                recomputed = max(recomputed, RECOMPUTED_COPIES * again)
+    return transit + activations + recomputed
 
-    def activations(held: Held) -> float:
-        kept = sum(count * size[stage] for stage, count in held.microbatches.items())
-        postponed = sum(count * waiting[stage] for stage, count in held.postponed.items())
-        recomputed = max((again[stage] for stage in held.postponed), default=0.0)
-        return transit + kept + postponed + recomputed
 
-    moments = program(w.pipeline, w.microbatches).held[pp_rank]
-    return max(((activations(held), held.transfers * hidden) for held in moments), key=sum)
+def _summed(per_token: Callable[[Workload], float], blocks: Counted) -> float:
+    """Bytes of one microbatch in all blocks of a stage."""
+    return sum(count * per_token(block) * block.tokens for block, count in blocks)
 
 
 def _postponed_bytes(w: Workload) -> float:
@@ -237,7 +236,7 @@ def _waiting_losses(w: Workload, pp_rank: int) -> float:
     """
     assert w.pipeline is not None
     last = len(w.stages) - 1
-    moments = program(w.pipeline, w.microbatches).held[pp_rank]
+    moments = in_flight(w.pipeline, w.microbatches, pp_rank)
     if w.config.training.loss_chunks > 1:
         most = max(held.microbatches[last] for held in moments)
         return (most - 1) * (hidden_bytes(w) + w.element * w.vocab_params)
@@ -245,12 +244,12 @@ def _waiting_losses(w: Workload, pp_rank: int) -> float:
     # weight.
     logits = w.tokens * w.vocab / (w.tp if w.sharded_loss else 1)
     loss = w.element if w.loss_compiled else FP32
-    most = 0
+    kept = 0
     for held in moments:
         postponed = held.postponed.get(last, 0)
         waiting = max(0, held.microbatches[last] - postponed - 1)
-        most = max(most, waiting * loss + postponed * w.element)
-    return logits * most
+        kept = max(kept, waiting * loss + postponed * w.element)
+    return logits * kept
 
 
 def _attention_bytes(w: Workload) -> float:
@@ -335,10 +334,6 @@ def offloaded_per_block(w: Workload) -> float:
     # torch keeps results of operations out of the hooks' sight.
     seen = w.compiled or not selects_operations(w.config.activation_checkpoint)
     return w.tokens * (_kept_bytes(w) if seen else w.element * w.dim / w.tp)
-
-
-Counted = Sequence[tuple[Workload, int]]
-"""Kinds of blocks of a stage, with how many there are of each."""
 
 
 def _offloaded(blocks: Counted) -> tuple[int, float]:

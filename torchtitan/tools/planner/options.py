@@ -78,7 +78,6 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,...",
         help=f"what else --search varies. {varied}",
     )
-    add("--fast", action="store_true", help="compute the memory of the plan instead of tracing it")
     add(
         "--compare",
         nargs="+",
@@ -103,8 +102,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     add(
         "--calibrate",
         metavar="FILE",
-        help="measure this machine, and write a file for --hardware; with --from-run, fit one "
-        "to the run",
+        help="with --from-run: write a file for --hardware whose rates are fitted to the run",
     )
 
 
@@ -127,7 +125,9 @@ def parse(own: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Names
             "--from-run takes the configuration and the number of ranks from the run; "
             "drop them and --search"
         )
-    if not (options.calibrate or options.from_run) and (missing := list(_missing(options, flags))):
+    if options.calibrate and not options.from_run:
+        own.error("--calibrate needs --from-run: a hardware file is fitted to a run")
+    if not options.from_run and (missing := list(_missing(options, flags))):
         own.error("name\n" + "\n".join(f"  {line}" for line in missing))
     return options, flags
 
@@ -141,7 +141,7 @@ def _missing(options: argparse.Namespace, flags: list[str]) -> Iterator[str]:
     if options.hardware is None:
         yield (
             f"--hardware NAME: one of {', '.join(load_hardware())}, or a TOML file "
-            "(--calibrate FILE writes one)"
+            "(--from-run DIR --calibrate FILE writes one)"
         )
 
 

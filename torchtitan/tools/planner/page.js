@@ -55,7 +55,7 @@ function figures() {
   card("gpu_hours", significant(run.gpu_hours), "GPU-hours", range(run.range_gpu_hours, significant));
   card("hours", duration(run.hours), `for ${large(run.tokens, "tokens")}, ${plural(Math.round(run.steps), "step")}`, range(run.range_hours, duration));
   element(main, "p", {class: "dim"}, "9 of 10 such runs are within the ranges: " +
-    `speed ±${percent(time.band)}, memory ±${percent(memory.band)} (${memory.source}).`);
+    `speed ±${percent(time.band)}, memory ±${percent(memory.band)}.`);
 }
 
 function origin() {
@@ -100,7 +100,7 @@ function costs() {
   const made = section("The largest costs, and what would lower them");
   for (const cost of data.costs) {
     element(made, "h3", {}, `${percent(cost.share, 1)} ${cost.part}`);
-    if (!cost.changes.length) { element(made, "p", {class: "dim"}, cost.otherwise); continue; }
+    if (!cost.changes.length) continue;
     const settings = change => Object.entries(change.settings).map(([key, value]) => `${key} = ${value}`).join(", ");
     table(made, [["change", "left wrap code"], ["speed"], ["GiB"], ["", "left"]], cost.changes.map(c => [[c.text, settings(c)],
       `${c.gain < 0 ? "" : "+"}${percent(c.gain, 1)}`, number(c.peak_gib, 1), c.fits ? "✓ fits" : "✗ too large"]),

@@ -6,7 +6,8 @@ from typing import Any
 
 from torchtitan.config.derive import layout_name, replace
 from torchtitan.config.sections.schema import Config
-from torchtitan.tools.planner.costs import StepTime
+from torchtitan.tools.planner.costs import timeline
+from torchtitan.tools.planner.pipeline_timeline import Timeline
 from torchtitan.tools.planner.predict import Plan, derived_workload, predict
 from torchtitan.tools.web import web_page
 from torchtitan.utils.errors import ConfigError
@@ -45,7 +46,7 @@ def pictures(plan: Plan, proposals: Sequence[Plan] = ()) -> dict[str, Any]:
     Args:
         proposals: of a search.
     """
-    schedule = {"schedule_svg": schedule_svg(plan.time, legible=True)} if plan.time.timeline else {}
+    schedule = {"schedule_svg": schedule_svg(plan, legible=True)} if plan.workload.pipeline else {}
     return {"scaling": _scaling(plan), "too_large": _too_large(proposals)} | schedule
 
 
@@ -101,25 +102,23 @@ def _scaling(plan: Plan) -> list[dict[str, float]]:
 # ---- the schedule
 
 
-def schedule_svg(time: StepTime, width: float = 960, *, legible: bool = False) -> str:
+def schedule_svg(plan: Plan, width: float = 960, *, legible: bool = False) -> str:
     """The pipeline's schedule as an SVG: a row per rank, time to the right, the bubble white.
 
     Args:
         width: in pixels.
         legible: as wide as it takes to number every computation, if that is more than `width`.
     """
-    timeline = time.timeline
-    assert timeline is not None, "a schedule needs a pipeline"
+    batch = timeline(plan.workload, plan.hardware)
     left = 56
     below = 26
-    rows = len(timeline.busy)
-    scale = (width - left) / timeline.length
+    rows = len(batch.busy)
+    scale = (width - left) / batch.length
     if legible:
         scale = max(
-            scale,
-            _LEGIBLE / min(end - begin for _, _, begin, end in timeline.events if end > begin),
+            scale, _LEGIBLE / min(end - begin for _, _, begin, end in batch.events if end > begin)
         )
-        width = left + timeline.length * scale
+        width = left + batch.length * scale
     size = f'viewBox="0 0 {width:.0f} {rows * _ROW + below}"'
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="10">'
@@ -132,7 +131,7 @@ def schedule_svg(time: StepTime, width: float = 960, *, legible: bool = False) -
             f'<text class="rank" x="0" y="{rank * _ROW + 15}" fill="#888">rank {rank}</text>'
         )
         out.append(f'<rect class="bubble" {frame} fill="#fff" stroke="#8886" stroke-width="0.6"/>')
-    for rank, action, begin, end in sorted(timeline.events, key=lambda event: (event[0], event[2])):
+    for rank, action, begin, end in sorted(batch.events, key=lambda event: (event[0], event[2])):
         x = left + begin * scale
         y = rank * _ROW + 2
         w = (end - begin) * scale
@@ -158,19 +157,18 @@ def schedule_svg(time: StepTime, width: float = 960, *, legible: bool = False) -
             out.append(
                 f'<text {place} fill="{ink}" pointer-events="none">{action.microbatch}</text>'
             )
-    out += _legend(time, left, rows * _ROW + 8, width)
+    out += _legend(batch, plan.time.bubble, left, y=rows * _ROW + 8, width=width)
     return "\n".join([*out, "</svg>", ""])
 
 
-def _legend(time: StepTime, left: int, y: int, width: float) -> list[str]:
-    assert time.timeline is not None
-    kinds = {action.kind for _, action, _, _ in time.timeline.events}
+def _legend(batch: Timeline, bubble: float, left: int, *, y: int, width: float) -> list[str]:
+    kinds = {action.kind for _, action, _, _ in batch.events}
     out = ['<g class="legend">']
     for i, kind in enumerate(kind for kind in _COLORS if kind in kinds):
         x = left + i * 130
         out.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{_COLORS[kind]}"/>')
         out.append(f'<text x="{x + 16}" y="{y + 10}" fill="#888">{_NAMES[kind]}</text>')
-    summary = f"{time.timeline.length:.3g} s; bubble {time.bubble:.1%} of the step"
+    summary = f"{batch.length:.3g} s; bubble {bubble:.1%} of the step"
     return [
         *out,
         f'<text x="{width:.0f}" y="{y + 10}" fill="#888" text-anchor="end">{summary}</text>',

@@ -1,31 +1,17 @@
-"""The timeline of a pipeline schedule, and the activations it keeps.
+"""The timeline of a pipeline schedule: for its picture, and for a schedule from a file.
 
 The orders of computations are those that the trainer runs: this project's 1F1B, torch's for every
 other name, or those of a CSV file.
 """
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from torchtitan.parallel.pipeline_schedules import Action, Step, execute
 from torchtitan.parallel.pipeline_stages import StagePlan
-
-
-class Held(NamedTuple):
-    """What a rank holds at a moment."""
-
-    microbatches: dict[int, int]
-    """Microbatches by stage that wait for their backward, or the rest of it."""
-    transfers: int
-    """Hidden states and gradients that have arrived, or may arrive, for a later computation, or are
-    being sent.
-    """
-    postponed: Mapping[int, int] = MappingProxyType({})
-    """Microbatches by stage that wait for their weights' backward only."""
 
 
 class Program:
@@ -37,8 +23,8 @@ class Program:
             orders: of each rank, with communication (`RECV_F`, `SEND_B`, ...).
             ranks: of each stage.
         """
-        self._orders = orders
-        self._ranks = ranks
+        self.ranks = ranks
+        self.communicating = orders
         self.orders = tuple(
             tuple(action for action in order if action.kind in "FBIW") for order in orders
         )
@@ -47,15 +33,6 @@ class Program:
     def steps(self) -> list[Step]:
         """Every computation, after the one it waits for."""
         return execute([[(action,) for action in order] for order in self.orders])
-
-    @cached_property
-    def held(self) -> tuple[tuple[Held, ...], ...]:
-        """What each rank holds at those computations that can need the most memory."""
-        return tuple(_most(self.holds(rank)) for rank in range(len(self.orders)))
-
-    def holds(self, rank: int) -> Iterator[Held]:
-        """What a rank holds at each of its computations, in order."""
-        return _holds(self._orders[rank], self._ranks)
 
 
 @dataclass(frozen=True)
@@ -148,60 +125,3 @@ def _seconds(duration: Callable[[int, str], float], stage: int, kind: str) -> fl
     if stage > 0 or kind in "FB":
         return duration(stage, kind)
     return duration(stage, "B") if kind == "W" else 0.0
-
-
-def _holds(order: Sequence[Action], ranks: Sequence[int]) -> Iterator[Held]:
-    kept = dict.fromkeys(sorted({action.stage for action in order}), 0)
-    arriving: dict[tuple[str, int, int], tuple[int, int]] = {}
-    """(direction, stage, microbatch) of a posted receive to its rank and time."""
-    sent: defaultdict[int, deque[int]] = defaultdict(deque)
-    """Times of the gradients under way to each rank (see `torchtitan.parallel.stage.Sends`).
-    Hidden states that are sent wait for their backward as well, so they are counted there.
-    """
-    postponed: Counter[int] = Counter()
-    for time, action in enumerate(order):
-        stage = action.stage
-        kind = action.kind
-        microbatch = action.microbatch
-        if kind in ("RECV_F", "RECV_B"):
-            arriving[kind, stage, microbatch] = (
-                ranks[stage - 1 if kind == "RECV_F" else stage + 1],
-                time,
-            )
-        elif kind == "SEND_B":
-            sent[ranks[stage - 1]].append(time)
-        elif kind in ("F", "B", "I", "W"):
-            what = "RECV_F" if kind == "F" else "RECV_B", stage, microbatch
-            sender, posted = arriving.get(what, (-1, -1))
-            while sent[sender] and sent[sender][0] < posted:
-                sent[sender].popleft()
-            if kind == "F":
-                kept[stage] += 1
-                arriving.pop(what, None)
-            yield Held(dict(kept), len(arriving) + sum(map(len, sent.values())), dict(+postponed))
-            if stage and kind in "IW":
-                postponed[stage] += 1 if kind == "I" else -1
-            # A residual stream hands its gradient to its last product: weights need it too.
-            if kind in "BW":
-                kept[stage] -= 1
-                arriving.pop(what, None)
-
-
-def _most(moments: Iterable[Held]) -> tuple[Held, ...]:
-    """Maximal moments: a microbatch keeps a stage's output or more, a transfer is as large."""
-    front: dict[tuple[int, ...], Held] = {}
-    for held in moments:
-        postponed = (held.postponed.get(stage, 0) for stage in held.microbatches)
-        counts = (
-            *held.microbatches.values(),
-            *postponed,
-            held.transfers + sum(held.microbatches.values()),
-        )
-        if not any(all(x <= y for x, y in zip(counts, other, strict=True)) for other in front):
-            front = {
-                other: value
-                for other, value in front.items()
-                if any(x > y for x, y in zip(other, counts, strict=True))
-            }
-            front[counts] = held
-    return tuple(front.values())

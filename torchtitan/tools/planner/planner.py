@@ -14,14 +14,11 @@ from torchtitan.tools.planner.axes import KEYS, read
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.layouts import any_layout
 from torchtitan.tools.planner.lengths import plan_of_stages
-from torchtitan.tools.planner.predict import Plan, trace_memory
-from torchtitan.tools.planner.search import LIKELY, Found, search
+from torchtitan.tools.planner.predict import Plan
+from torchtitan.tools.planner.search import Found, search
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError, show_warnings
 from torchtitan.utils.wording import plural, show_gib, show_rate
-
-_PROPOSALS = 3
-"""Plans that are traced until one fits; if none does, the first is the answer."""
 
 
 def make_plan(
@@ -30,14 +27,12 @@ def make_plan(
     hardware: Hardware,
     *,
     searching: bool = False,
-    tracing: bool = False,
     axes: tuple[str, ...] = (),
 ) -> tuple[Plan, Found | None]:
     """Plan the configuration of `argv`, or the best that a search finds from it.
 
     Args:
         argv: configuration flags.
-        tracing: trace the memory of the plan instead of computing it.
         axes: what the search varies beside the layout, from `axes.AXES`.
 
     Returns:
@@ -59,13 +54,9 @@ def make_plan(
                 "loss_chunks,state_dtype,offload to "
                 "try those"
             )
-        plans = [proposal.plan for proposal in found.best if proposal.plan.chance_to_fit >= LIKELY]
+        plan = found.best[0].plan
     else:
         plan, notes = _plan_of(complete(load_config(argv), world), hardware)
-        plans = [plan]
-    if tracing:
-        plans = _traced_until_one_fits(plans[:_PROPOSALS])
-    plan = next((plan for plan in plans if plan.fits), plans[0])
     return dataclasses.replace(plan, notes=(*plan.notes, *notes)), found
 
 
@@ -135,17 +126,6 @@ def nothing_fits(found: Found, world: int, hardware: Hardware) -> str:
         f"{show_gib(hardware.usable_gib)} of {hardware.name}: the leanest takes "
         f"{show_gib(found.smallest_gib)}"
     )
-
-
-def _traced_until_one_fits(proposals: list[Plan]) -> list[Plan]:
-    traced = []
-    for proposal in proposals:
-        here, _ = without_missing_files((proposal.tightest or proposal).config)
-        preflight(here, output=False)
-        traced.append(trace_memory(proposal, here))
-        if traced[-1].fits:
-            break
-    return traced
 
 
 def without_missing_files(config: Config) -> tuple[Config, list[str]]:

@@ -1,9 +1,7 @@
 """A plan: the time and memory predicted for one configuration on one hardware."""
 
-import dataclasses
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import NormalDist
 
 from torchtitan.config.derive import axis_degrees, derive, layout_degrees
@@ -13,13 +11,9 @@ from torchtitan.models import ModelSpec
 from torchtitan.parallel.pipeline_stages import pipeline_stages
 from torchtitan.tools.planner.costs import StepTime, step_time
 from torchtitan.tools.planner.hardware import Hardware
-from torchtitan.tools.planner.memory import GIB, TRACED_BATCHES, Memory, memory_of
+from torchtitan.tools.planner.memory import GIB, Memory, memory_of
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.preflight import split_facts
-
-_MAX_TRACED = 320
-"""Layers x microbatches x batches of a rank that are traced: each takes about a tenth of a second.
-"""
 
 
 @dataclass(frozen=True)
@@ -32,9 +26,6 @@ class Plan:
     time: StepTime
     memory: tuple[Memory, ...]
     """Memory of each pipeline rank."""
-    traced_gib: Mapping[int, float] = field(default_factory=dict)
-    """What a trace found the tensors of some pipeline ranks to take, with the holes between them.
-    """
     notes: tuple[str, ...] = ()
     tightest: "Plan | None" = None
     """The plan of the later stage of the data whose memory it is; None: of the first."""
@@ -61,17 +52,6 @@ class Plan:
         return max(memory.reserved for memory in self.memory) / GIB
 
     @property
-    def memory_source(self) -> str:
-        """Where the figures come from."""
-        if not self.traced_gib:
-            return "computed"
-        checks = ", ".join(f"{gib:.1f} on pp rank {rank}" for rank, gib in self.traced_gib.items())
-        return (
-            "computed; traced tensors: "
-            f"{checks if self.workload.pp > 1 else f'{self.traced_gib[0]:.1f}'}"
-        )
-
-    @property
     def speed_band(self) -> float:
         """Relative error within which 90 % of such plans' throughputs are."""
         return speed_band(self.workload, self.hardware)
@@ -85,8 +65,7 @@ class Plan:
     def chance_to_fit(self) -> float:
         """Probability that the run fits in memory, by a normal distribution of the peak's error."""
         deviation = self.memory_band / NormalDist().inv_cdf(0.95)
-        needed = max(self.peak_gib, *self.traced_gib.values(), 0.0)
-        return NormalDist(needed, deviation * needed).cdf(self.hardware.usable_gib)
+        return NormalDist(self.peak_gib, deviation * self.peak_gib).cdf(self.hardware.usable_gib)
 
     @property
     def fits(self) -> bool:
@@ -155,50 +134,6 @@ def predict(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Plan:
             "time and memory"
         )
     return Plan(workload, spec, hardware, step_time(workload, hardware), memory, notes=tuple(notes))
-
-
-# ---- traced memory
-
-
-def is_traceable(w: Workload, pp_rank: int) -> bool:
-    """Whether a trace takes half a minute or less."""
-    layers = sum(stage.layers for stage in w.stages_of(pp_rank))
-    return layers * w.microbatches * min(w.accumulation, TRACED_BATCHES) <= _MAX_TRACED
-
-
-def trace_memory(plan: Plan, config: Config) -> Plan:
-    """The same plan, checked by a trace of its first, largest and last pipeline ranks.
-
-    The plan's memory stays that of the closed forms: a trace knows every tensor, but not what
-    compiled and tensor-parallel runs hold beyond theirs, so it is further from published figures
-    (`docs/internals/plan-memory.md` has both).
-
-    Args:
-        config: the plan's, naming only files that are on this machine.
-    """
-    from torchtitan.tools.planner.trace import trace_ranks
-
-    w = plan.workload
-    device = plan.hardware.device
-    largest = max(range(w.pp), key=lambda rank: plan.memory[rank].reserved)
-    ranks = sorted({0, largest, w.pp - 1})
-    if config.activation_checkpoint.offload_blocks:
-        note = "not traced: a trace can't tell activations on the host from those on the device"
-        return dataclasses.replace(plan, notes=(*plan.notes, note))
-    if not all(is_traceable(w, rank) for rank in ranks):
-        note = "not traced: this many layers and microbatches would take minutes"
-        return dataclasses.replace(plan, notes=(*plan.notes, note))
-    traced = {
-        of.pp_rank: of.peak_reserved / GIB
-        for of in trace_ranks(config, w.world, ranks, device_type=device)
-    }
-    notes = [
-        f"pp rank {rank}: the tensors of a trace take {gib:.1f} GiB, more than the "
-        f"{computed:.1f} GiB computed"
-        for rank, gib in traced.items()
-        if gib > (computed := plan.memory[rank].reserved / GIB) * (1 + plan.memory_band)
-    ]
-    return dataclasses.replace(plan, traced_gib=traced, notes=(*plan.notes, *notes))
 
 
 # ---- how far off a plan may be

@@ -2,17 +2,17 @@
 
 import math
 import shlex
+import textwrap
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from torchtitan.config.derive import layout_name
-from torchtitan.tools.planner.advice import Change, largest_costs
+from torchtitan.tools.planner.advice import Change, advice, largest_costs, show_settings
 from torchtitan.tools.planner.axes import changes
 from torchtitan.tools.planner.memory import GIB, PARTS
 from torchtitan.tools.planner.predict import Plan
-from torchtitan.tools.planner.savings import advice
 from torchtitan.tools.planner.search import Found
 from torchtitan.tools.planner.traffic import collectives, hardware_flops
 from torchtitan.utils.wording import (
@@ -24,6 +24,9 @@ from torchtitan.utils.wording import (
     show_rate,
     show_tokens,
 )
+
+_WIDTH = 100
+"""Columns of text for a terminal."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
             "",
             _memory_table(plan),
             "",
-            f"{step}, {speed}{mfu}{bubble}",
+            _wrapped(f"{step}, {speed}{mfu}{bubble}"),
             f"{show_tokens(run.tokens)} tokens: {plural(round(run.steps), 'step')}, "
             f"{show_duration(run.hours * 3600)}, "
             f"{rounded(run.gpu_hours)} GPU-hours "
@@ -110,8 +113,8 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
             "",
             "Largest costs:",
             *_cost_lines(plan),
-            *advised,
-            *(f"note: {note}" for note in plan.notes),
+            *map(_wrapped, advised),
+            *(_wrapped(f"note: {note}") for note in plan.notes),
         ]
     )
 
@@ -124,16 +127,19 @@ def _heading(plan: Plan) -> list[str]:
     return [
         f"{_model(plan)} on {w.world} x {plan.hardware.name} ({plural(_nodes(plan), 'node')}): "
         f"{layout_name(plan.layout)}",
-        f"  {t.global_batch_size} x {w.seq_len} tokens per step; "
-        f"{plural(t.local_batch_size, 'row')} per rank"
-        f"{batches}{pipeline}; activation checkpointing {plan.checkpointing}",
+        _wrapped(
+            f"  {t.global_batch_size} x {w.seq_len} tokens per step; "
+            f"{plural(t.local_batch_size, 'row')} per rank"
+            f"{batches}{pipeline}; activation checkpointing {plan.checkpointing}"
+        ),
     ]
 
 
 def _memory_table(plan: Plan) -> str:
     """GiB by part. Consecutive pipeline ranks with the same figures share a line."""
     usable = plan.hardware.usable_gib
-    rows = [["pp rank", *PARTS, "peak", "headroom"]]
+    parts = ["comm" if part == "communication" else part for part in PARTS]
+    rows = [["pp", *parts, "peak", "headroom"]]
     for rank, memory in enumerate(plan.memory):
         peak = memory.reserved / GIB
         cells = [
@@ -149,10 +155,7 @@ def _memory_table(plan: Plan) -> str:
     verdict += (
         f" {usable:.1f} of {plan.hardware.memory_gib:.1f}, chance {likelihood(plan.chance_to_fit)}"
     )
-    return (
-        f"Memory, GiB: {verdict}; peak {plan.peak_gib:.1f} ({ends}), "
-        f"{plan.memory_source}\n{aligned(rows)}"
-    )
+    return f"Memory, GiB: {verdict}; peak {plan.peak_gib:.1f} ({ends})\n{aligned(rows)}"
 
 
 def _cost_lines(plan: Plan) -> list[str]:
@@ -160,13 +163,19 @@ def _cost_lines(plan: Plan) -> list[str]:
     for cost in largest_costs(plan):
         lines.append(f"  {cost.share:4.0%}  {cost.part}")
         for change in cost.changes:
-            settings = ", ".join(f"{key} = {value}" for key, value in change.settings.items())
             fit = "" if change.after.fits else ", DOES NOT FIT"
             effect = f"{change.gain:+.0%} speed, {show_gib(change.after.peak_gib)}{fit}"
-            lines.append(f"        {change.text}: {effect}  ({settings})")
-        if not cost.changes:
-            lines.append(f"        {cost.otherwise}")
+            lines.append(f"        {change.text}: {effect}")
+            lines += [
+                f"            {show_settings({key: value})}"
+                for key, value in change.settings.items()
+            ]
     return lines
+
+
+def _wrapped(text: str) -> str:
+    indent = " " * (len(text) - len(text.lstrip()))
+    return textwrap.fill(text, _WIDTH, subsequent_indent=f"{indent}  ", break_long_words=False)
 
 
 def search_table(found: Found) -> str:
@@ -179,19 +188,24 @@ def search_table(found: Found) -> str:
         ", ".join(f"{key} {value}" for key, value in changes(p.plan.config, given).items())
         for p in found.best
     ]
-    rows = [["layout", "batch", "schedule", "checkpointing", "tokens/s/GPU", "GiB", "fits", "why"]]
+    rows = [["layout", "batch", "schedule", "recomputes", "tokens/s", "GiB", "fits"]]
+    reasons = []
     for proposal, changed in zip(found.best, settings, strict=True):
         plan = proposal.plan
         w = proposal.plan.workload
         batch = f"{plan.config.training.local_batch_size} x {w.accumulation}"
-        schedule = f"{plan.schedule}, {plural(w.microbatches, 'microbatch')}" if w.pipeline else "-"
+        schedule = f"{plan.schedule} x {w.microbatches}" if w.pipeline else "-"
         speed = show_rate(plan.tokens_per_second)
         peak = f"{plan.peak_gib:.1f}"
         chance = likelihood(plan.chance_to_fit)
         layout = layout_name(plan.layout)
-        why = f"{proposal.why}{f' ({changed})' if changed else ''}"
-        rows.append([layout, batch, schedule, plan.checkpointing, speed, peak, chance, why])
-    return f"Best of {plural(found.seen, 'legal configuration')}:\n{aligned(rows)}"
+        reasons.append(_wrapped(f"  {proposal.why}{f' ({changed})' if changed else ''}"))
+        recomputed = {"none": "nothing"}.get(plan.checkpointing, plan.checkpointing)
+        rows.append([layout, batch, schedule, recomputed, speed, peak, chance])
+    head, *lines = aligned(rows).splitlines()
+    listed = [text for pair in zip(lines, reasons, strict=True) for text in pair]
+    count = plural(found.seen, "legal configuration")
+    return "\n".join([f"Best of {count} (tokens/s per GPU):", head, *listed])
 
 
 def comparison(this: Plan, other: Plan) -> str:
@@ -286,7 +300,6 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
                 "part": cost.part,
                 "share": cost.share,
                 "changes": [_change_data(change) for change in cost.changes],
-                "otherwise": cost.otherwise,
             }
             for cost in largest_costs(plan)
         ],
@@ -309,9 +322,7 @@ def _memory_data(plan: Plan) -> dict[str, Any]:
         "usable_gib": plan.hardware.usable_gib,
         "peak_gib": plan.peak_gib,
         "chance_to_fit": plan.chance_to_fit,
-        "source": plan.memory_source,
         "band": plan.memory_band,
-        "traced_gib": dict(plan.traced_gib),
         "range_gib": band_ends(plan.peak_gib, plan.memory_band),
         "ranks": ranks,
     }

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.config.derive import divisors, replace
-from torchtitan.config.pipeline_schedules import schedule_of
 from torchtitan.config.rules import validate
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
-from torchtitan.parallel.pipeline_stages import StagePlan, pipeline_stages
+from torchtitan.parallel.pipeline_stages import pipeline_stages
 from torchtitan.tools.planner.axes import (
     Settings,
     applied,
@@ -30,7 +29,6 @@ from torchtitan.tools.planner.layouts import layouts
 from torchtitan.tools.planner.memory import GIB, Memory, memory_of
 from torchtitan.tools.planner.predict import Plan, predict
 from torchtitan.tools.planner.proposals import (
-    ALIKE,
     Candidate,
     Frontier,
     Proposal,
@@ -45,15 +43,10 @@ LIKELY = 0.9
 """Chance to fit that a proposal must have."""
 _WORTHWHILE = 0.6
 """Relative speed below which a layout isn't proposed, however little memory it takes."""
-_SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
-_LEEWAY = 1.2
-"""How much faster than all before a layout may be without its bubble."""
-_MAX_COMPUTATIONS = 4096
-"""Microbatches of a batch times pipeline ranks. Longer schedules take seconds to build; their rows
-are cut into several batches.
-"""
+SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+"""Schedules to try."""
 _REASONS = 4
-"""Why layouts are illegal, if none is legal."""
+"""Reasons shown if no layout is legal."""
 _MAX_EXPANDED = 200
 """Layouts and batches for which all combinations of the requested axes are priced: those with the
 highest bounds.
@@ -116,7 +109,7 @@ def search(
 
 
 class _Search:
-    """One search, which computes once what layouts share: legality and the split of layers."""
+    """One search."""
 
     def __init__(
         self,
@@ -138,13 +131,10 @@ class _Search:
         self.refused: Counter[str] = Counter()
         self.seen = 0
         self.smallest = math.inf
-        self._unhindered = 0.0
-        """The highest speed so far, not counting bubbles."""
         self._modes = checkpointing_modes(axes)
         self._settings = settings_of(config, axes)
         self._flops = spec.module_flops(args, config.training.seq_len)
-        self._problems: dict[tuple[Any, ...], str] = {}
-        self._pipelines: dict[tuple[Any, ...], StagePlan | str] = {}
+        self._tied = spec.tied_modules(args)
         self._expandable: list[tuple[float, Config]] = []
         """With axes: a layout and batch, and the speed that it has with the fastest settings."""
 
@@ -158,7 +148,7 @@ class _Search:
             if bound < _WORTHWHILE * self.frontier.speed:
                 break
             for settings in self._settings[1:]:
-                self._price(applied(config, settings), settings)
+                self._price(applied(config, settings))
 
     def _batches(self, layout: Config) -> Iterator[Config]:
         """Ways to cut the global batch: rows at a time, or the size of microbatches."""
@@ -179,94 +169,37 @@ class _Search:
         for size in divisors(rows):
             if pp == 1:
                 yield replace(layout, "training.local_batch_size", size)
-            elif rows // size >= pp:
-                counts = [
-                    n for n in divisors(rows // size) if pp <= n <= max(pp, _MAX_COMPUTATIONS // pp)
-                ]
-                if counts:
-                    sized = replace(layout, "parallelism.pipeline_parallel_microbatch_size", size)
-                    yield replace(sized, "training.local_batch_size", size * counts[-1])
+            elif rows // size >= pp:  # one batch of as many microbatches as there are
+                sized = replace(layout, "parallelism.pipeline_parallel_microbatch_size", size)
+                yield replace(sized, "training.local_batch_size", rows)
 
     def _price_schedules(self, batch: Config) -> None:
         """All schedules and checkpointing modes of a layout and batch."""
-        bounds: dict[int, tuple[float, float]] = {}
-        """Mode to the speed of the first schedule that fits, and that speed without a bubble."""
-        hopeless = {i for i, mode in enumerate(self._modes) if not self._may_fit(batch, mode)}
-        for schedule in _SCHEDULES if batch.parallelism.pipeline_parallel_degree > 1 else (None,):
-            ordered = (
-                replace(batch, "parallelism.pipeline_parallel_schedule", schedule)
-                if schedule
-                else batch
-            )
-            if schedule and self._ideal(ordered) < _WORTHWHILE * self.frontier.speed:
-                continue
-            for i, mode in enumerate(self._modes):
+        pipelined = batch.parallelism.pipeline_parallel_degree > 1
+        key = "parallelism.pipeline_parallel_schedule"
+        for schedule in SCHEDULES if pipelined else (None,):
+            ordered = replace(batch, key, schedule) if schedule else batch
+            for mode in self._modes:
                 config = applied(_checkpointed(ordered, mode), self._settings[0])
-                if i in hopeless:
-                    self.seen += self._legal(config, self._settings[0])[0]
-                    continue
-                # Another order of the same work can do no more than to close the bubble.
-                speed, bound = bounds.get(i, (0.0, math.inf))
-                if bound < _WORTHWHILE * self.frontier.speed or speed > ALIKE * bound:
-                    continue
-                if priced := self._price(config, self._settings[0], leanest=self._settings[-1]):
-                    bounds[i] = priced
-                    self._unhindered = max(self._unhindered, priced[1])
+                self._price(config, leanest=self._settings[-1])
 
-    def _may_fit(self, batch: Config, mode: Settings) -> bool:
-        """Whether 1F1B with the fewest microbatches fits: the schedule that keeps least."""
-        p = batch.parallelism
-        if p.pipeline_parallel_degree == 1:
-            return True
-        rows = p.pipeline_parallel_microbatch_size * p.pipeline_parallel_degree
-        fewest = replace(batch, "training.local_batch_size", rows)
-        fewest = replace(fewest, "parallelism.pipeline_parallel_schedule", "1F1B")
-        stages = self._stages(fewest)
-        leanest = applied(_checkpointed(fewest, mode), self._settings[-1])
-        return (
-            isinstance(stages, str)
-            or self._memory(Workload(leanest, self.args, stages)) is not None
-        )
-
-    def _ideal(self, config: Config) -> float:
-        """Upper bound of a pipeline's speed: the best without a bubble, less the least bubble.
-
-        1F1B waits for pp - 1 of its microbatches, and interleaving halves that (Narayanan et al.,
-        arXiv:2104.04473).
-        """
-        p = config.parallelism
-        n = config.training.local_batch_size // p.pipeline_parallel_microbatch_size
-        rounds = n * schedule_of(p).chunks
-        return (
-            _LEEWAY
-            * (self._unhindered or math.inf)
-            * rounds
-            / (rounds + p.pipeline_parallel_degree - 1)
-        )
-
-    def _price(
-        self, config: Config, settings: Settings, leanest: Settings | None = None
-    ) -> tuple[float, float] | None:
+    def _price(self, config: Config, leanest: Settings | None = None) -> None:
         """Price a configuration, and keep it if it is likely to fit.
 
         Args:
             leanest: settings by which a configuration that doesn't fit may do so; it is then kept
             for `_expandable`.
-
-        Returns:
-            Its tokens/s per GPU, with and without a bubble; None if it is illegal or doesn't fit.
         """
-        w = self._workload(config, settings)
+        w = self._workload(config)
         if w is None:
-            return None
+            return
         self.seen += 1
         memory = self._memory(w)
         several = leanest is not None and len(self._settings) > 1
         if memory is None and not (several and self._fits_with(config, leanest or {})):
-            return None
+            return
         time = step_time(w, self.hardware)
         speed = time.tokens_per_second
-        busy = time.seconds - time.parts.get("pipeline bubble", 0.0)
         if several:
             self._expandable.append((speed, config))
         if memory is not None:
@@ -276,10 +209,9 @@ class _Search:
                 self.frontier.add(
                     Candidate(speed, plan.peak_gib, complexity(config, self.config), w)
                 )
-        return speed, w.tokens_per_step / busy / w.world
 
     def _fits_with(self, config: Config, settings: Settings) -> bool:
-        w = self._workload(applied(config, settings), settings)
+        w = self._workload(applied(config, settings))
         return w is not None and self._memory(w) is not None
 
     def _memory(self, w: Workload) -> tuple[Memory, ...] | None:
@@ -295,72 +227,20 @@ class _Search:
 
     # ---- legality
 
-    def _workload(self, config: Config, settings: Settings) -> Workload | None:
+    def _workload(self, config: Config) -> Workload | None:
         """The workload of a configuration; None if it is illegal."""
-        legal, stages = self._legal(config, settings)
-        return Workload(config, self.args, stages) if legal else None
-
-    def _legal(self, config: Config, settings: Settings) -> tuple[bool, StagePlan | None]:
-        """Whether a configuration is legal, and its pipeline, if any."""
-        p = config.parallelism
-        t = config.training
-        ac = config.activation_checkpoint
-        dp = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
-        pp = p.pipeline_parallel_degree
-        # All that a rule can depend on: the degrees and the batch fit together by construction.
-        key = (
-            p.context_parallel_degree,
-            p.tensor_parallel_degree,
-            p.expert_parallel_degree,
-            pp > 1 and p.pipeline_parallel_schedule,
-            p.pipeline_parallel_microbatch_size if pp > 1 else t.local_batch_size,
-            t.global_batch_size > t.local_batch_size * math.prod(dp),
-            tuple(degree > 1 for degree in dp),
-            ac.mode,
-            ac.selective_ac_option,
-            ac.memory_budget,
-            tuple(settings.items()),
-        )
-        if key not in self._problems:
-            self._problems[key] = _problem(config, self.world)
-        stages = self._problems[key] or (self._stages(config) if pp > 1 else None)
-        if isinstance(stages, str):
-            self.refused[stages] += 1
-            return False, None
-        return True, stages
-
-    def _stages(self, config: Config) -> StagePlan | str:
-        """The pipeline of a configuration, or why there is none."""
-        p = config.parallelism
-        size = p.pipeline_parallel_microbatch_size
-        key = (
-            p.pipeline_parallel_degree,
-            p.pipeline_parallel_schedule,
-            size,
-            config.training.local_batch_size,
-        )
-        if key not in self._pipelines:
-            try:
-                stages = pipeline_stages(config, self._flops, self.spec.tied_modules(self.args))
-                assert stages is not None
-                self._pipelines[key] = stages
-            except ConfigError as error:
-                self._pipelines[key] = error.problems[0]
-        return self._pipelines[key]
+        try:
+            validate(config, self.world)
+            stages = pipeline_stages(config, self._flops, self._tied)
+        except ConfigError as error:
+            self.refused[error.problems[0]] += 1
+            return None
+        return Workload(config, self.args, stages)
 
 
 def _checkpointed(config: Config, mode: Settings) -> Config:
     ac = config.activation_checkpoint.model_copy(update=mode)
     return config.model_copy(update={"activation_checkpoint": ac})
-
-
-def _problem(config: Config, world: int) -> str:
-    """Why a configuration is illegal; empty if it is not."""
-    try:
-        validate(config, world)
-    except ConfigError as error:
-        return error.problems[0]
-    return ""
 
 
 def _near(rows: int, unit: int) -> str:

@@ -8,7 +8,7 @@ import functools
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.health.collectives import Group, describe_group
 from torchtitan.health.rank_dumps import is_library, where
-from torchtitan.tools.planner.tracer import INSIDE, group_name, nbytes, tensors
+from torchtitan.parallel.context import ring_attention, ring_attention_backward
 from torchtitan.tools.rehearsal.events import Creation, Entered, Message, Post, Read, Record, Wait
 from torchtitan.tools.rehearsal.rank_sample import coordinates
 
@@ -57,6 +57,10 @@ _HELPERS = (
 """Functions that communicate for others: the place of a collective is their caller's."""
 _ROOTED = ("broadcast", "gather", "scatter", "reduce")
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+INSIDE = {op._qualname: op._init_fn for op in (ring_attention, ring_attention_backward)}
+"""Implementations of our own operators that are composed of others; their fake versions would hide
+what they do.
+"""
 _ENDLESS_READS = 20_000
 """A line that reads more values is in an endless loop. The optimizer reads a few per parameter."""
 
@@ -299,3 +303,30 @@ def _shared(inputs: Any) -> frozenset[str]:
 def mark(tensor: Tensor, axes: frozenset[str]) -> None:
     if axes or hasattr(tensor, "_rehearsed"):
         tensor._rehearsed = axes
+
+
+# ---- operands of an operator
+
+
+def nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def tensors(value: Any) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors(item)
+
+
+def group_name(args: tuple[Any, ...]) -> str:
+    for arg in reversed(args):
+        if isinstance(arg, str) and arg not in ("sum", "avg", "max", "min"):
+            return arg
+        if isinstance(arg, torch.ScriptObject):
+            try:
+                return ProcessGroup.unbox(arg).group_name
+            except (RuntimeError, TypeError):  # a reduction operator is a ScriptObject too
+                continue
+    return ""

@@ -1,6 +1,6 @@
 """The replayed caching allocator against sequences worked out by hand."""
 
-from torchtitan.tools.planner.allocator import reserved
+from tests.traced_step.allocator import reserved
 
 MIB = 2**20
 PAGE = 20 * MIB

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from torchtitan.parallel.collectives import local
-from torchtitan.parallel.context import ring_attention, ring_attention_backward
+from torchtitan.tools.rehearsal.recorder import INSIDE, group_name, nbytes, tensors
 
 MAIN = "main"
 """The compute stream."""
@@ -279,12 +278,6 @@ class Tracer(TorchDispatchMode):
                     self.blocks[found[1]].part = "communication"
 
 
-INSIDE = {op._qualname: op._init_fn for op in (ring_attention, ring_attention_backward)}
-"""Implementations of our own operators that are composed of others; their fake versions would hide
-what they do.
-"""
-
-
 def _axis(axes: Collection[str], namespace: str, kind: str, inputs: Sequence[Tensor]) -> str:
     """Which of the axes that share a process group a collective is for."""
     if len(axes) < 2:
@@ -302,27 +295,3 @@ def _axis(axes: Collection[str], namespace: str, kind: str, inputs: Sequence[Ten
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def tensors(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors(item)
-
-
-def group_name(args: tuple[Any, ...]) -> str:
-    for arg in reversed(args):
-        if isinstance(arg, str) and arg not in ("sum", "avg", "max", "min"):
-            return arg
-        if isinstance(arg, torch.ScriptObject):
-            try:
-                return ProcessGroup.unbox(arg).group_name
-            except (RuntimeError, TypeError):  # a reduction operator is a ScriptObject too
-                continue
-    return ""

@@ -10,8 +10,8 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from tests.traced_step.tracer import Block
 from torchtitan.tools.planner.memory import PARTS
-from torchtitan.tools.planner.tracer import Block
 
 ROUND = 512
 SMALL = 2**20

@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.traced_step.allocator import peak_by_part, replay
+from tests.traced_step.cuda import LOSSES, recording
+from tests.traced_step.tracer import Tracer
 from torchtitan.config.converters import GROUPED_MX, MX, uses
 from torchtitan.config.derive import compiles_blocks, gradient_accumulation_steps, replace
 from torchtitan.config.registry import import_custom
@@ -34,17 +37,18 @@ from torchtitan.parallel.fsdp import accumulation
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.quantize import quantize
-from torchtitan.tools.planner.allocator import peak_by_part, replay
-from torchtitan.tools.planner.fake import LOSSES, fake_cluster, recording, take_fake_memory
+from torchtitan.tools.planner.fake import fake_cluster, take_fake_memory
 from torchtitan.tools.planner.linears import experts_in_eight_bits
-from torchtitan.tools.planner.memory import PARTS, TRACED_BATCHES
+from torchtitan.tools.planner.memory import PARTS
 from torchtitan.tools.planner.substitution import Substitution, substituted
-from torchtitan.tools.planner.tracer import Tracer
 from torchtitan.train.build import build_compute
 from torchtitan.train.forward import Compute
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.train.state import Parts
 from torchtitan.train.step import build_update, device_step
+
+_TRACED_BATCHES = 3
+"""Batches of an accumulated step that are traced: the first, one in the middle, and the last."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +283,7 @@ def _equal_splits(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int],
 @contextmanager
 def _scaled(tracer: Tracer, compute: Compute, batches: int) -> Iterator[int]:
     """Trace at most three batches; the middle one stands for those left out."""
-    traced = min(batches, TRACED_BATCHES)
+    traced = min(batches, _TRACED_BATCHES)
     marks = []
     run = compute.forward_backward
 

@@ -1,0 +1,162 @@
+"""What a pipeline's schedule costs, in closed form: how long ranks wait, and what they keep.
+
+p ranks with v stages each run m microbatches. A schedule from a file is executed instead. Tests
+hold the formulas to the orders of computations that the trainer runs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from torchtitan.config.pipeline_schedules import SCHEDULES
+from torchtitan.parallel.pipeline_stages import StagePlan
+from torchtitan.tools.planner.pipeline_timeline import program, simulate
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What a rank keeps at a moment that can need the most memory."""
+
+    microbatches: dict[int, int]
+    """Microbatches by stage that wait for their backward, or the rest of it."""
+    transfers: int
+    """Hidden states and gradients that are received ahead, or being sent."""
+    postponed: dict[int, int] = field(default_factory=dict)
+    """Microbatches by stage that wait for their weights' backward only."""
+
+
+def in_flight(pipeline: StagePlan, microbatches: int, rank: int) -> list[InFlight]:
+    """What a pipeline rank keeps of a batch, at one moment or, where the backward is split, two.
+
+    1F1B keeps a microbatch for each rank from here on; interleaving runs ahead by the rounds of all
+    stages but the last (Narayanan et al., arXiv:2104.04473, section 2.2). The V-shaped schedules
+    keep 2 p stages' worth on every rank (Qi et al., arXiv:2405.15362).
+    """
+    p = max(pipeline.ranks) + 1
+    m = microbatches
+    stages = pipeline.stages_of(rank)
+    v = len(stages)
+    neighbours = 2 * any(stages), any(stage < len(pipeline.ranks) - 1 for stage in stages)
+    transfers = sum(neighbours)
+    postponed: dict[int, int] = {}
+    if pipeline.csv_file:
+        return [_in_flight_of_file(pipeline, m, rank, transfers)]
+    schedule = SCHEDULES[pipeline.schedule or "1F1B"]
+    if schedule.torch_class == "ScheduleLoopedBFS":
+        counts = [m] * v
+        transfers = 1
+    elif pipeline.schedule == "1F1B":
+        counts = [min(m, p - rank)]
+    elif pipeline.schedule == "InterleavedZeroBubble":
+        counts = [min(m, p)] * v
+        postponed[stages[-1]] = min(m, rank + 1)
+    elif schedule.splits_backward:
+        less = pipeline.schedule == "ZBVZeroBubble"
+        counts = [min(m, 2 * p - rank - less), min(m, rank + 1)]
+        postponed[stages[-1]] = 1
+    else:
+        per_round = m // max(1, m // p)
+        ahead = min(v * m, (v - 1) * per_round + 2 * (p - rank) - 1)
+        rounds, rest = divmod(ahead, v * per_round)
+        counts = [
+            rounds * per_round + min(max(rest - chunk * per_round, 0), per_round)
+            for chunk in range(v)
+        ]
+    moments = [InFlight(dict(zip(stages, counts, strict=True)), transfers, postponed)]
+    if pipeline.schedule == "ZBVZeroBubble" and rank:  # the batch's end, when weights are left
+        first, second = stages
+        waiting = {first: min(m, rank + 1), second: min(m, rank)}
+        kept = {first: min(m, p), second: min(m, rank)}
+        moments.append(InFlight(kept, transfers, waiting))
+    return moments
+
+
+def _in_flight_of_file(pipeline: StagePlan, microbatches: int, rank: int, sent: int) -> InFlight:
+    """The moment of a file's order with the most microbatches, then the most of them postponed."""
+    kept = dict.fromkeys(pipeline.stages_of(rank), 0)
+    postponed = dict.fromkeys(kept, 0)
+    moments = []
+    for action in program(pipeline, microbatches).orders[rank]:
+        kept[action.stage] += action.kind == "F"
+        moments.append((sum(kept.values()), sum(postponed.values()), dict(kept), dict(postponed)))
+        if action.stage:
+            postponed[action.stage] += (action.kind == "I") - (action.kind == "W")
+        kept[action.stage] -= action.kind in "BW"
+    _, _, most, waiting = max(moments, key=lambda moment: moment[:2])
+    return InFlight(most, sent, waiting)
+
+
+@dataclass(frozen=True)
+class BatchTime:
+    """Seconds of one batch."""
+
+    length: float
+    busy: tuple[float, ...]
+    """Seconds that each rank computes."""
+
+    @property
+    def bubble(self) -> float:
+        """Seconds that the average rank waits."""
+        return self.length - fmean(self.busy)
+
+
+def batch_time(
+    pipeline: StagePlan, microbatches: int, duration: Callable[[int, str], float], transfer: float
+) -> BatchTime:
+    """Seconds of one batch.
+
+    Beside its own work the slowest rank waits for one microbatch to pass the others: their forward
+    and backward, a stage's worth of it if stages are interleaved. Where the backward is split, work
+    on weights fills the wait (Qi et al., arXiv:2401.10241, table 2).
+
+    Args:
+        duration: seconds of a computation, by stage and kind (`F`, `B`, `I`, `W`).
+        transfer: seconds to send the result of a computation to another rank.
+    """
+    if pipeline.csv_file:
+        timeline = simulate(program(pipeline, microbatches), duration, transfer)
+        return BatchTime(timeline.length, timeline.busy)
+    p = max(pipeline.ranks) + 1
+    m = microbatches
+    count = len(pipeline.ranks)
+    whole = [duration(stage, "F") + duration(stage, "B") for stage in range(count)]
+    share = _split_share(pipeline.schedule, p, m)
+    again = [0.0] + [
+        share * (duration(stage, "I") + duration(stage, "W") - duration(stage, "B"))
+        for stage in range(1, count)  # no stage waits for the first one's inputs: it isn't split
+    ]
+    busy = [0.0] * p
+    for stage, rank in enumerate(pipeline.ranks):
+        busy[rank] += m * (whole[stage] + again[stage])
+    hops = 2.0 * (count - 1)
+    if SCHEDULES[pipeline.schedule or "1F1B"].splits_backward:
+        waits = [_wait_of_split(pipeline.schedule, duration, stage) for stage in range(1, count)]
+        wait = (p - 1) * fmean(waits)
+    else:
+        slowest = max(range(p), key=busy.__getitem__)
+        others = [rank != slowest for rank in pipeline.ranks]
+        wait = sum(duration(stage, "F") * others[stage] for stage in range(p))
+        wait += sum(duration(stage, "B") * others[stage] for stage in range(count - p, count))
+        if pipeline.schedule == "1F1B":
+            # A transfer arrives just as it is needed, so it delays ranks that are equally busy.
+            slack = max(busy) - fmean(busy)
+            wait += max(0.0, 2 * transfer * (p - 1) / p * m - slack)
+    return BatchTime(max(busy) + wait + hops * transfer, tuple(busy))
+
+
+def _split_share(schedule: str | None, ranks: int, microbatches: int) -> float:
+    """Share of the backwards that a schedule splits. DualPipeV does so at the batch's ends only."""
+    if schedule == "DualPipeV":
+        return min(1.0, (3 * ranks - 1) / (4 * microbatches))
+    return float(SCHEDULES[schedule or "1F1B"].splits_backward)
+
+
+def _wait_of_split(
+    schedule: str | None, duration: Callable[[int, str], float], stage: int
+) -> float:
+    """Seconds that a stage adds to the wait of a schedule that splits the backward. ZBVZeroBubble
+    would wait for nothing, but the whole backward of the first stage delays its last rounds.
+    """
+    if schedule == "ZBVZeroBubble":
+        return duration(stage, "I")
+    return max(0.0, duration(stage, "F") + duration(stage, "I") - duration(stage, "W"))
