@@ -90,6 +90,11 @@ class Browser:
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 
+    def wait(self, condition: str) -> None:
+        """Wait until a JavaScript expression is true."""
+        pause = "await new Promise(done => setTimeout(done, 20))"
+        self.evaluate(f"(async () => {{ while (!({condition})) {pause}; }})()")
+
     def press(self, key: str) -> None:
         codes = {
             "Tab": 9,

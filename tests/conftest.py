@@ -154,14 +154,6 @@ def working_folder(
 
 
 @pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of a watched run are read for every request."""
-    from torchtitan.tools.reports import live
-
-    monkeypatch.setattr(live, "LEAST_SECONDS", 0.0)
-
-
-@pytest.fixture
 def init_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """`torchtitan init` works in this folder, on a machine without GPUs."""
     from tests.init_runs import CPU

@@ -97,8 +97,6 @@ def main() -> None:
         size = (run / "metrics.jsonl").stat().st_size
         print(f"{options.records:,} records, {size / 2**20:.0f} MiB")
         timed("collect", lambda: report.collect([run]))
-        half = options.records // 2
-        timed("window of 10,000 steps", lambda: report.window(run, half, half + 10_000))
         for i in range(options.runs):
             write_run(Path(folder, "many", str(i)), 200)
         many = Path(folder, "many")

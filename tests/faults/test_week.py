@@ -1,6 +1,4 @@
-"""The week, with somebody watching: the live page shows each event, and at the end what the files
-hold.
-"""
+"""The week, watched: an open page shows each event, and at the end what the files hold."""
 
 import json
 import time
@@ -11,8 +9,8 @@ import pytest
 
 from tests.browser import CHROMIUM, browser
 from tests.faults.week import Week
-from torchtitan.tools.reports.live import Live
-from torchtitan.tools.reports.serve import Server, serving
+from torchtitan.tools.reports.collect import collect, report_page
+from torchtitan.utils.files import write_output
 
 STEPS_PER_DAY = 24
 SHOWN = {
@@ -31,18 +29,23 @@ SHOWN = {
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 def test_a_week_is_shown_as_it_happens(tmp_path):
     happened: Counter[str] = Counter()
+    page = tmp_path / "page.html"
     tab = None
+
+    def write():  # as `torchtitan watch` does
+        write_output({page: report_page(collect([week.dump]), every=0.2).encode()})
 
     def look(kind):
         nonlocal tab
         happened[kind] += 1
         if tab is None:
-            server = stack.enter_context(serving(Server(Live([week.dump]), ("127.0.0.1", 0))))
+            write()
             tab = stack.enter_context(browser(tmp_path / "profile"))
-            tab.open(f"http://127.0.0.1:{server.server_address[1]}/", 1200)
+            tab.open(page.as_uri(), 1200)
         deadline = time.monotonic() + 30
         tables = "[...document.querySelectorAll('table')].map(table => table.textContent).join(' ')"
         while (text := tab.evaluate(tables)).count(SHOWN[kind]) < happened[kind]:
+            write()
             assert time.monotonic() < deadline, (
                 f"{kind} for the {happened[kind]}. time is not in\n{text}"
             )
@@ -53,12 +56,13 @@ def test_a_week_is_shown_as_it_happens(tmp_path):
         week.run()
         deadline = time.monotonic() + 30
         while tab.evaluate("report.runs[0].state") != "completed":
+            write()
             assert time.monotonic() < deadline
             time.sleep(0.2)
         shown = tab.evaluate(
             "[report.runs[0].axes.step, report.runs[0].metrics.loss, report.runs[0].starts.length]"
         )
-        own = [url for url in tab.problems if not url.startswith("http://127.0.0.1")]
+        own = [url for url in tab.problems if not url.startswith(page.as_uri())]
     records = [record for record in week.lines("metrics.jsonl") if "loss" in record]
     assert [record["step"] for record in records] == list(range(1, 7 * STEPS_PER_DAY + 1))
     assert shown[0] == [record["step"] for record in records]

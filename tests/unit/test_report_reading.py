@@ -1,19 +1,17 @@
-"""Reading the folders of runs: curves equal to the files', at a cost that doesn't grow with
-them.
-"""
+"""Reading the folders of runs: curves equal to the files', in little memory."""
 
 import json
 import os
 import tracemalloc
-from itertools import pairwise
-from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.short_runs import BEGAN, collected, record, write, write_run
-from torchtitan.tools.reports import collect as report
-from torchtitan.tools.reports import lines as lines_module
-from torchtitan.tools.reports.lines import JsonLines
+from torchtitan.tools.reports import records as records_module
+from torchtitan.tools.reports.records import Record, last_training, read_records
+from torchtitan.tools.reports.series import Thinned
 
 
 def test_a_short_run_is_shown_whole(tmp_path):
@@ -55,81 +53,37 @@ def test_a_short_run_is_shown_whole(tmp_path):
     assert run["experts"] == {"step": [2], "load_max": [1.5], "entropy": [0.9]}
 
 
-@pytest.fixture(scope="module")
-def long(tmp_path_factory):
-    """Runs of 20,000 and 80,000 steps, each with 80 validations."""
-    folder = tmp_path_factory.mktemp("long")
-    for name, steps in (("short", 20_000), ("long", 80_000)):
-        freq = steps // 80
-        records = []
-        for step in range(1, steps + 1):
-            records += [record(step)] + (
-                [] if step % freq else [{"step": step, "validation_loss": step / 7}]
-            )
-        write_run(folder / name, records, config=f"[validation]\nenable = true\nfreq = {freq}\n")
-    return folder
-
-
-def test_a_long_run_is_thinned_evenly(long):
-    run = collected(long / "long", points=400)
-    steps = run["axes"]["step"]
-    assert (steps[0], steps[-1]) == (1, 80_000)
-    assert 380 <= len(steps) <= 400
-    assert run["sampled"] == pytest.approx(200, rel=0.05)
-    gaps = [b - a for a, b in pairwise(steps)]
-    assert max(gaps) < 1.2 * run["sampled"]
-    assert min(gaps[:-1]) > 0.8 * run["sampled"]
-    assert run["metrics"]["loss"] == [10 - step / 10**5 for step in steps]
-    assert run["latest"]["loss"] == 10 - 0.8
+@pytest.mark.parametrize("steps", [800, 801, 20_000])
+def test_a_long_run_is_thinned_evenly(tmp_path, steps):
+    records = []
+    for step in range(1, steps + 1):
+        checked = step % 250 == 0
+        records += [record(step)] + [{"step": step, "validation_loss": step / 7}] * checked
+    run = collected(write_run(tmp_path / "a", records), points=400)
+    every = {800: 1, 801: 2, 20_000: 32}[steps]
+    assert run["sampled"] == every
+    assert run["axes"]["step"] == sorted({*range(1, steps + 1, every), steps})
+    assert run["metrics"]["loss"] == [10 - step / 10**5 for step in run["axes"]["step"]]
+    assert run["latest"]["loss"] == 10 - steps / 10**5
     checks = run["validation"][""]
-    assert checks["step"] == list(range(1000, 80_001, 1000))
+    assert checks["step"] == list(range(250, steps + 1, 250))
     assert checks["loss"] == [step / 7 for step in checks["step"]]
     assert checks["tokens"] == [1000 * step for step in checks["step"]]
 
 
-def test_the_cost_does_not_grow_with_the_file(long, monkeypatch):
-    sizes = []
-    pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda *args: sizes.append(len(data := pread(*args))) or data)
-
-    def cost(action, name):
-        sizes.clear()
-        action(long / name)
-        return sum(sizes)
-
-    size = (long / "long" / "metrics.jsonl").stat().st_size
-    for action in (
-        lambda f: report.collect([f], points=100),
-        lambda f: report.window(f, 15_000, 15_010, 50),
-    ):
-        few = cost(action, "short")
-        many = cost(action, "long")
-        assert many < 2**21 < size / 4
-        assert many < 1.2 * few + 2**15  # and two steps more of a search
-
-
-def test_a_window_shows_every_record(long):
-    zoomed = report.window(long / "long", 41_000, 41_020)
-    assert zoomed["axes"]["step"] == list(range(41_000, 41_021))
-    assert zoomed["axes"]["hours"][0] == 41_060 / 3600
-    assert zoomed["sampled"] == 1
-    wide = report.window(long / "long", 1000, 60_999, 100)
-    assert (wide["axes"]["step"][0], wide["axes"]["step"][-1]) == (1000, 60_999)
-    assert wide["sampled"] == pytest.approx(600, rel=0.05)
-    assert report.window(long / "long", 10**6, 2 * 10**6)["axes"]["step"] == []
-
-
-@pytest.mark.parametrize("step", [0, 1, 2, 249, 250, 251, 19_999, 20_000, 20_001])
-def test_search_by_step(long, step):
-    path = long / "short" / "metrics.jsonl"
-    with JsonLines(path) as lines:
-        place = next(lines.places(lines.find(step)), None)
-    expected = next(
-        (json.loads(line) for line in path.open() if json.loads(line)["step"] >= step), None
-    )
-    assert (place and (place.step, place.record.get("loss"))) == (
-        expected and (expected["step"], expected["loss"])
-    )
+@given(st.lists(st.integers(0, 40), max_size=200), st.integers(1, 5))
+def test_thinned_records_are_those_that_count(steps, points):
+    """No step twice, nothing that was trained again, and the last one always."""
+    thinned = Thinned(points)
+    counting: list[int] = []
+    for i, step in enumerate(steps):
+        thinned.add(Record(step, {"i": i}))
+        counting = [one for one in counting if one < step] + [step]
+    left = [one.step for one in thinned.records()]
+    assert left == sorted(set(left) & set(counting))
+    assert left[-1:] == counting[-1:]
+    assert len(left) <= 2 * points + 1
+    assert all(steps[one.values["i"]] == one.step for one in thinned.records())
 
 
 def test_hours_and_tokens_continue_across_restarts(tmp_path):
@@ -188,65 +142,39 @@ def test_a_line_that_is_being_written_does_not_count_yet(tmp_path):
 def test_a_file_that_is_replaced_or_cut_while_it_is_read(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, map(record, range(1, 1001)))
-    with JsonLines(path) as lines:
-        places = lines.places()
-        assert next(places).step == 1
-        write(tmp_path / "new", [record(1)])
-        os.replace(tmp_path / "new", path)  # as a rewind does
-        assert [place.step for place in places] == list(range(2, 1001))
+    records = read_records(path)
+    assert next(records).step == 1
+    write(tmp_path / "new", [record(1)])
+    os.replace(tmp_path / "new", path)  # as a rewind does
+    assert [one.step for one in records] == list(range(2, 1001))
     write(path, map(record, range(1, 1001)))
-    with JsonLines(path) as lines:
-        os.truncate(path, 1000)
-        assert len(list(lines.places())) < 10
-        assert [place.step for place in lines.last(lambda _: True)] == [7]
-        assert lines.find(500) == lines.size
+    records = read_records(path)
+    assert next(records).step == 1
+    os.truncate(path, 1000)
+    assert len(list(records)) < 1000
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_any_part_of_any_file(tmp_path, seed, monkeypatch):
-    """Against splitting the whole file, with blocks and limits so small that every line crosses
-    some.
-    """
-    monkeypatch.setattr(lines_module, "_BLOCK", 16)
-    monkeypatch.setattr(lines_module, "METRICS_LINE_BYTES", 100)
-    random = Random(seed)
-    step = 0
-    content = []
-    for _ in range(120):
-        step += random.choice([0, 1, 1, 2, 50])
-        padding = random.choice([0, 0, 5, 30, 300])  # the last makes a line too long
-        junk = random.choice([b"", b"x" * 99, b"{" * 250])
-        content.append(
-            json.dumps({"step": step, "x": "y" * padding}).encode()
-            if random.random() < 0.8
-            else junk
-        )
-    data = b"\n".join([*content, b'{"step": 10'])
-    (tmp_path / "lines").write_bytes(data)
-    expected = []
-    begin = 0
-    for line in content:
-        if line.startswith(b'{"') and len(line) <= 100:
-            expected.append((begin, begin + len(line) + 1, json.loads(line)["step"]))
-        begin += len(line) + 1
-    with JsonLines(tmp_path / "lines") as lines:
-        for first in range(0, len(data), 7):
-            after = random.choice([None, first + 200])
-            found = [
-                (place.begin, place.end, place.step)
-                for place in lines.places(first, after, reach=10**6)
-            ]
-            assert found == [
-                one for one in expected if one[0] >= first and (after is None or one[0] < after)
-            ]
-        for wanted in range(0, step + 5, 3):
-            assert lines.find(wanted) == next(
-                (begin for begin, _, at in expected if at >= wanted), lines.size
-            )
-        last = lines.last(lambda record: True, 3)
-        assert [place.step for place in last] == [
-            at for _, _, at in expected[len(expected) - len(last) :]
-        ]
+def test_lines_that_are_too_long_are_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(records_module, "METRICS_LINE_BYTES", 100)
+    lengths = {2: 98, 3: 99, 4: 100, 5: 101, 6: 200, 7: 1000, 8: 98}
+    content = b""
+    for step, length in lengths.items():
+        line = json.dumps({"step": step, "x": ""}).encode()
+        content += line[:-2] + b"y" * (length - len(line)) + b'"}\n'
+    (tmp_path / "lines").write_bytes(content)
+    assert [one.step for one in read_records(tmp_path / "lines")] == [2, 3, 8]
+
+
+def test_the_last_training_record(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [record(1), record(2), {"step": 2, "validation_loss": 1.0}])
+    with path.open("a") as file:
+        file.write('{"step": 3, "loss"')
+    assert last_training(path).step == 2
+    monkeypatch.setattr(records_module, "METRICS_TAIL_BYTES", 100)
+    assert last_training(path) is None
+    write(path, [record(7)] * 9 + [{"step": 8, "loss": 1.0}])
+    assert last_training(path).step == 8
 
 
 HOSTILE = [
@@ -286,24 +214,17 @@ def test_lines_that_are_no_records(tmp_path):
     assert len(run["metrics"]) < 1100
 
 
-@pytest.mark.parametrize("filler", ["zeros", "lines"])
-def test_a_gigabyte_that_is_no_record(tmp_path, filler, monkeypatch):
+def test_a_gigabyte_without_a_line(tmp_path):
     path = write_run(tmp_path / "a", [record(1), record(2)]) / "metrics.jsonl"
-    if filler == "zeros":  # one line, of a file with a hole
-        os.truncate(path, 2**30)
-        end = b"\n"
-    else:
-        monkeypatch.setattr(lines_module, "METRICS_READ_BYTES", 2**23)
-        end = b"{\n" * 2**22
+    os.truncate(path, 2**30)  # zeros
     with path.open("ab") as file:
-        file.write(end + json.dumps(record(9)).encode() + b"\n")
+        file.write(b"\n" + json.dumps(record(9)).encode() + b"\n")
     tracemalloc.start()
-    run = collected(tmp_path / "a", points=200)
+    run = collected(tmp_path / "a")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 32 * 2**20
-    assert run["axes"]["step"][0] == 1
-    assert run["axes"]["step"][-1] == 9 or filler == "lines"
+    assert run["axes"]["step"] == [1, 2, 9]
 
 
 @pytest.mark.parametrize(

@@ -57,15 +57,13 @@ NOTIFICATIONS_TAIL = 256 * 1024
 RUN_FILE_BYTES = 16 * 2**20
 """A run's run.json or config.toml."""
 EVENTS_TAIL_BYTES = 4 * 2**20
-"""The end of a run's events that is read, or of what was appended to its metrics."""
+"""The end of a run's events that is read."""
 METRICS_LINE_BYTES = 2**20
 """Longer lines of metrics.jsonl are skipped."""
-METRICS_READ_BYTES = 64 * 2**20
-"""Read of one metrics.jsonl."""
+METRICS_TAIL_BYTES = 2**18
+"""The end of a run's metrics, in which its last record is looked for."""
 GRID_FILE_BYTES = 2**20
 """A file for `submit --runs`."""
-QUERY_FIELDS = 8
-"""A request to `torchtitan watch`."""
 SAMPLES_READ_BYTES = 16 * 2**20
 """Read of one samples.jsonl or evals.jsonl."""
 

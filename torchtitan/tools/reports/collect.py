@@ -1,6 +1,7 @@
 """Runs as data: for a page, for `torchtitan report --json`, and for comparisons."""
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,10 @@ from typing import Any
 from torchtitan.telemetry.run_record import KINDS
 from torchtitan.tools.reports.compare import LoadedRun, compare, differences
 from torchtitan.tools.reports.folder import Folder, Start, read_events, read_folder
-from torchtitan.tools.reports.lines import number
+from torchtitan.tools.reports.records import number
 from torchtitan.tools.reports.samples import read_samples
 from torchtitan.tools.reports.scores import read_scores
-from torchtitan.tools.reports.series import POINTS, Curves, read_curves, read_window
+from torchtitan.tools.reports.series import POINTS, Curves, read_curves
 from torchtitan.tools.web import web_page
 from torchtitan.utils.wording import listed, path_text
 
@@ -21,39 +22,19 @@ def collect(folders: Sequence[Path], *, points: int = POINTS) -> dict[str, Any]:
 
     Args:
         folders: dump folders; later runs are compared with the first.
-        points: of each curve, about.
+        points: minimum number of points of a longer curve; at most twice as many.
     """
-    return as_report(read_runs(folders, points=points))
-
-
-def read_runs(folders: Sequence[Path], *, points: int = POINTS) -> list[LoadedRun]:
-    """What `collect` reads."""
     runs = []
     for name, path in zip(run_names(folders), folders, strict=True):
         folder = read_folder(path)
         began = folder.starts[0].time if folder.starts else None
-        curves = read_curves(path, folder.config, points=points, began=began)
-        scores = read_scores(path)
-        samples = read_samples(path)
-        runs.append(LoadedRun(name, folder, curves, scores, samples))
-    return runs
-
-
-def as_report(runs: Sequence[LoadedRun]) -> dict[str, Any]:
-    """What `collect` returns."""
+        curves = read_curves(path, points=points, began=began)
+        runs.append(LoadedRun(name, folder, curves, read_scores(path), read_samples(path)))
     return {
-        "runs": [describe(run) for run in runs],
+        "runs": [_describe(run) for run in runs],
         "differences": differences([run.folder for run in runs]),
         "comparison": compare(runs),
     }
-
-
-def window(folder: Path, first_step: int, last_step: int, points: int = POINTS) -> dict[str, Any]:
-    """The curves of a run between two steps, in as much detail as `points` allow."""
-    starts = read_folder(folder).starts
-    began = starts[0].time if starts else None
-    curves = read_window(folder, first_step, last_step, points, began=began)
-    return {"axes": curves.axes(), "metrics": curves.metrics(), "sampled": curves.sampled}
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
@@ -65,7 +46,7 @@ def run_names(folders: Sequence[Path]) -> list[str]:
     return [path_text(path.relative_to(common)) for path in paths]
 
 
-def describe(run: LoadedRun) -> dict[str, Any]:
+def _describe(run: LoadedRun) -> dict[str, Any]:
     """One run of a report."""
     folder = run.folder
     curves = run.curves
@@ -143,12 +124,12 @@ _SCRIPTS = [
 _STYLES = [_FOLDER / "page.css"]
 
 
-def report_page(report: dict[str, Any]) -> str:
-    """A self-contained page that shows `report`, what `collect` returns."""
+def report_page(report: dict[str, Any], *, every: float | None = None) -> str:
+    """A self-contained page that shows `report`, what `collect` returns.
+
+    Args:
+        every: seconds after which the page reads its own file again.
+    """
     title = listed([run["name"] for run in report["runs"]], 4) or "no runs"
-    return web_page(title, {"kinds": KINDS, "report": report}, _SCRIPTS, _STYLES)
-
-
-def live_page(names: list[str]) -> str:
-    """The page that fetches its data from the server it came from."""
-    return web_page(listed(names, 4), {"kinds": KINDS, "report": None}, _SCRIPTS, _STYLES)
+    data = {"kinds": KINDS, "report": report, "written": time.time(), "every": every}
+    return web_page(title, data, _SCRIPTS, _STYLES)

@@ -2,17 +2,18 @@
 
 import json
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchtitan.tools.reports.folder import Folder
 from torchtitan.tools.reports.noise import Gap, at_points, paired, unpaired
 from torchtitan.tools.reports.scores import Curve
-from torchtitan.tools.reports.series import Curves, read_window
+from torchtitan.tools.reports.series import Curves
 from torchtitan.utils.wording import cut, plural, show_loss, show_rate, show_tokens
 
 SHARE = 0.25
@@ -25,16 +26,6 @@ _NORMAL = 1.96
 """Standard errors in half of a 95 % confidence interval."""
 _LOSS = ("lower", "higher")
 _SPEED = ("slower", "faster")
-
-
-class Point(NamedTuple):
-    """What is compared of a record."""
-
-    step: int
-    tokens: float | None
-    loss: float | None
-    rate: float | None
-    """Tokens per second and device."""
 
 
 @dataclass
@@ -55,22 +46,17 @@ class LoadedRun:
         return self.curves.evals() | self.scores
 
     @cached_property
-    def tail(self) -> list[Point]:
+    def tail(self) -> slice:
         """The records of the last `SHARE` of its steps and tokens."""
         last = self.curves.last_step
         by_steps = round((1 - SHARE) * last)
         by_tokens = self.curves.step_at((1 - SHARE) * self.curves.last_tokens)
-        return self.read(min(by_steps, by_tokens) + 1, last)
+        return self.between(min(by_steps, by_tokens) + 1, last)
 
-    def read(self, first: int, last: int) -> list[Point]:
-        """The records of some steps; the last `_MOST` if there are more."""
-        first = max(first, last - round(_MOST * self.curves.steps_per_record))
-        places = read_window(self.folder.path, first, last, 2 * _MOST, began=None).training
-        points = []
-        for place in places:
-            get = place.record.get
-            points.append(Point(place.step, get("tokens"), get("loss"), get("tokens_per_second")))
-        return points
+    def between(self, first: int, last: int) -> slice:
+        """The records of some steps in `curves.columns`; the last `_MOST` if there are more."""
+        end = bisect_right(self.curves.columns.step, last)
+        return slice(max(bisect_left(self.curves.columns.step, first), end - _MOST), end)
 
 
 def compare(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
@@ -129,16 +115,12 @@ def _losses(run: LoadedRun, tokens: float) -> dict[float, float]:
     """Tokens to loss of the run's records in the last `SHARE` of `tokens`."""
     begin = (1 - SHARE) * tokens
     last = run.curves.step_at(tokens)
-    points = run.tail
+    records = run.tail
     if last < run.curves.last_step:
-        points = run.read(run.curves.step_at(begin) + 1, last)
-    losses = {}
-    for point in points:
-        if point.tokens is None or point.loss is None:
-            continue
-        if begin < point.tokens <= tokens:
-            losses[point.tokens] = point.loss
-    return losses
+        records = run.between(run.curves.step_at(begin) + 1, last)
+    columns = run.curves.columns
+    losses = zip(columns.tokens[records], columns.loss[records], strict=True)
+    return {at: loss for at, loss in losses if begin < at <= tokens and not math.isnan(loss)}
 
 
 # ---- validation
@@ -210,8 +192,11 @@ def _rates(run: LoadedRun) -> list[float]:
     """The rates of the last records, without the first of each start, which compiles."""
     first = (1 - SHARE) * run.curves.last_step
     begun = {start.resumed_step + 1 for start in run.folder.starts} | {1}
-    steady = (point for point in run.tail if point.step > first and point.step not in begun)
-    return [point.rate for point in steady if point.rate is not None]
+    columns = run.curves.columns
+    rates = zip(columns.step[run.tail], columns.rate[run.tail], strict=True)
+    return [
+        rate for step, rate in rates if step > first and step not in begun and not math.isnan(rate)
+    ]
 
 
 # ---- words

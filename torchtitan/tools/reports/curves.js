@@ -34,16 +34,6 @@ const nearest = (xs, x) => {
   return i < 0 ? 0 : i + 1 < xs.length && xs[i + 1] - x < x - xs[i] ? i + 1 : i;
 };
 
-// The curves of a run; where it was zoomed into, its details instead of a sample.
-function pieces(run) {
-  const detail = run.detail;
-  if (!detail || !detail.axes.step.length) return run;
-  const steps = run.axes.step, first = indexOf(steps, detail.axes.step[0] - 1) + 1, after = indexOf(steps, detail.axes.step.at(-1)) + 1;
-  const join = (own, more) => own && more ? [...own.slice(0, first), ...more, ...own.slice(after)] : own;
-  const both = (own, more) => Object.fromEntries(Object.keys(own).map(key =>
-    [key, join(own[key], more[key] || (own[key] && new Array(detail.axes.step.length).fill(null)))]));
-  return {axes: both(run.axes, detail.axes), metrics: both(run.metrics, detail.metrics)};
-}
 const place = (run, step) => view.x === "step" ? step : interpolate(run.axes.step, run.axes[view.x] || [], step);
 const known = axis => report.runs.every(run => run.axes[axis]);
 
@@ -74,7 +64,6 @@ function zoomTo(range) {
   const [low, high] = whole();
   view.zoom = range && range[1] > range[0] ? [Math.max(range[0], low), Math.min(range[1], high)] : null;
   if (view.zoom && (view.zoom[1] <= view.zoom[0] || (view.zoom[0] === low && view.zoom[1] === high))) view.zoom = null;
-  if (!view.zoom) for (const run of report.runs) delete run.detail;
   charts.forEach(chart => chart.update());
   listeners.zoom.forEach(listen => listen());
 }

@@ -14,7 +14,7 @@ from typing import Any
 import tomli
 
 from torchtitan.telemetry.run_record import KINDS
-from torchtitan.tools.reports.lines import number
+from torchtitan.tools.reports.records import number
 from torchtitan.utils.files import open_regular, read_regular
 from torchtitan.utils.limits import EVENTS_TAIL_BYTES, RUN_FILE_BYTES
 from torchtitan.utils.lock import EXPIRY_SECONDS, NAME, current_holder, read_holder

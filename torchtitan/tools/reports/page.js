@@ -35,8 +35,7 @@ function redraw(box, state, draw) {
 
 function start() {
   parts = {};
-  if (data.report) element(main, "h1", {}, "");
-  else main.prepend(element(main, "h1", {}, ""));
+  element(main, "h1", {}, "");
   for (const name of ["heads", "comparison", "controls", "curves", "scores", "samples", "events", "time"]) parts[name] = element(main, "section", {class: name});
   addEventListener("beforeprint", () => paper(true));
   addEventListener("afterprint", () => paper(false));
@@ -190,7 +189,7 @@ function available() {
 
 // Curves of a metric, one for each run.
 const ofMetric = (key, plain) => () => visible().flatMap(run => {
-  const {axes, metrics} = pieces(run);
+  const {axes, metrics} = run;
   return metrics[key] && axes[view.x] ? [{name: run.name, run: run.path, color: run.color, dash: run.dash, steps: axes.step, xs: axes[view.x], ys: metrics[key], mean: !plain}] : [];
 });
 // Curves by name of each run, such as those of validation sets. Of a single run, names have colors; of several, dashes.
@@ -325,4 +324,4 @@ function time(box) {
     ["total", ...runs.map(run => show.duration(total(run)))]], {label: "Time by kind"});
 }
 
-if (report) { prepare(); refresh(); } else startLive();
+if (isFrame) passOn(); else { prepare(); refresh(); if (data.every) follow(); }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.tools.reports.folder import SAMPLES
-from torchtitan.tools.reports.lines import step_of
+from torchtitan.tools.reports.records import step_of
 from torchtitan.tools.reports.scores import Curve
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.limits import SAMPLES_READ_BYTES

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.telemetry.scores import FILE
-from torchtitan.tools.reports.lines import number, step_of
+from torchtitan.tools.reports.records import number, step_of
 from torchtitan.utils.files import read_regular
 from torchtitan.utils.limits import SAMPLES_READ_BYTES
 

@@ -1,21 +1,21 @@
 """Curves of a run, from its `metrics.jsonl`: metrics over steps, tokens, hours and FLOPs."""
 
 import math
-from bisect import bisect_left, bisect_right
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from torchtitan.tools.reports.folder import METRICS
-from torchtitan.tools.reports.lines import JsonLines, PlacedRecord, Record, number
-from torchtitan.tools.reports.scores import score_curves
+from torchtitan.tools.reports.records import Record, number, read_records
+from torchtitan.tools.reports.scores import Curve, score_curves
 
 POINTS = 2000
-"""Points of a curve, about."""
-_CHECKS = 500
-"""Validations and benchmarks shown, at most."""
+"""Minimum number of points of a longer curve; at most twice as many."""
 _AXES = ("step", "tokens", "time")
 _VALIDATION = "validation_loss"
 _EVAL = "eval/"
@@ -23,33 +23,117 @@ _SOURCE = "loss/"
 _EXPERTS = {"load_max": "expert_load_max", "entropy": "expert_entropy"}
 
 
+class Thinned:
+    """Records in the order of their steps: every n-th, and the last one.
+
+    n doubles whenever `2 * points` records are held. A record of a step that was already recorded
+    replaces it and all later ones: a rewind or a resume has trained them again.
+    """
+
+    def __init__(self, points: int):
+        self.every = 1
+        self._points = points
+        self._kept: list[Record] = []
+        self._last: Record | None = None
+        self._count = 0
+
+    def add(self, record: Record) -> None:
+        """Add the next record of the file. Records of one step, one after another, are merged."""
+        if self._last is not None and record.step == self._last.step:
+            self._last.values.update(record.values)
+            return
+        if self._last is not None and record.step < self._last.step:
+            while self._kept and self._kept[-1].step >= record.step:
+                self._kept.pop()
+            self._count = len(self._kept) * self.every
+        self._last = record
+        if self._count % self.every == 0:
+            self._kept.append(record)
+        self._count += 1
+        if len(self._kept) > 2 * self._points:
+            self._kept = self._kept[::2]
+            self.every *= 2
+
+    def records(self) -> list[Record]:
+        """The records that are left."""
+        if self._last is None or self._last is self._kept[-1]:
+            return self._kept
+        return [*self._kept, self._last]
+
+
+class Columns:
+    """Step, tokens, loss and tokens per second of all training records, to compare runs by."""
+
+    def __init__(self) -> None:
+        self.step = array("q")
+        self.tokens = array("d")
+        self.loss = array("d")
+        self.rate = array("d")
+
+    def add(self, record: Record) -> None:
+        """Add the next record; it replaces those of its step and later ones."""
+        if self.step and record.step <= self.step[-1]:
+            first = bisect_left(self.step, record.step)
+            for column in (self.step, self.tokens, self.loss, self.rate):
+                del column[first:]
+        self.step.append(record.step)
+        keys = ("tokens", "loss", "tokens_per_second")
+        for column, key in zip((self.tokens, self.loss, self.rate), keys, strict=True):
+            value = record.values.get(key)
+            column.append(math.nan if value is None else value)
+
+
 class Curves:
     """A run's records: training, evenly thinned, and validations and benchmarks."""
 
-    def __init__(
-        self,
-        training: Sequence[PlacedRecord] = (),
-        others: Iterable[PlacedRecord] = (),
-        sampled: int = 1,
-        began: float | None = None,
-    ):
+    def __init__(self, *, points: int = POINTS, began: float | None = None):
         """
         Args:
-            sampled: every so many records are in `training`.
-            began: seconds since the epoch from which hours count.
+            began: seconds since the epoch from which hours count; by default the first record.
         """
-        self.training = _in_order(training)
-        self.others = sorted({p.begin: p for p in others}.values(), key=lambda p: (p.step, p.begin))
-        self.sampled = sampled
-        self._steps = [p.step for p in self.training]
-        self._tokens = _filled(self._column("tokens"))
-        if began is None:
-            times = self._column("time")
-            began = next((time for time in times if time is not None), 0.0)
-        self.began = began
+        self._training = Thinned(points)
+        self._validations = Thinned(points)
+        self._evals = Thinned(points)
+        self._began = began
+        self.columns = Columns()
+
+    def add(self, record: Record) -> None:
+        """Add the next record of the file."""
+        if record.is_training:
+            self._training.add(record)
+            self.columns.add(record)
+        elif any(key.startswith(_EVAL) for key in record.values):
+            self._evals.add(record)
+        else:
+            self._validations.add(record)
+
+    @cached_property
+    def training(self) -> list[Record]:
+        """The training records, thinned."""
+        return self._training.records()
+
+    @property
+    def sampled(self) -> int:
+        """How many training records of the file there are for each of `training`."""
+        return self._training.every
+
+    @cached_property
+    def began(self) -> float:
+        """Seconds since the epoch from which hours count."""
+        if self._began is not None:
+            return self._began
+        return next((time for time in self._column("time") if time is not None), 0.0)
+
+    @cached_property
+    def _steps(self) -> list[int]:
+        return [record.step for record in self.training]
+
+    @cached_property
+    def _tokens(self) -> list[float]:
+        return _filled(self._column("tokens"))
 
     def _column(self, key: str) -> list[float | None]:
-        return [p.record.get(key) for p in self.training]
+        return [record.values.get(key) for record in self.training]
 
     def axes(self) -> dict[str, list[Any] | None]:
         """A value of each axis for every training record."""
@@ -60,66 +144,67 @@ class Curves:
         return {
             "step": self._steps,
             "tokens": self._tokens,
-            "hours": _filled(self._hours(p) for p in self.training),
+            "hours": _filled(self._hours(record) for record in self.training),
             "flops": flops,
         }
 
     def metrics(self) -> dict[str, list[float | None]]:
         """The values of each metric, None where a record lacks it."""
-        names = {name: None for p in self.training for name in p.record}
+        names = {name: None for record in self.training for name in record.values}
         shown = [name for name in names if name not in _AXES and "/" not in name]
         return {name: self._column(name) for name in shown}
 
     def flops_per_token(self) -> float | None:
         """What the run's TFLOP/s count for each token."""
-        for place in reversed(self.training):
-            rate = place.record.get("tokens_per_second")
-            tflops = place.record.get("tflops")
+        for record in reversed(self.training):
+            rate = record.values.get("tokens_per_second")
+            tflops = record.values.get("tflops")
             if rate and tflops:
                 return tflops * 1e12 / rate
         return None
 
-    def validation(self) -> dict[str, dict[str, list[Any]]]:
+    def validation(self) -> dict[str, Curve]:
         """The losses of each validation set; '' is the name of the only one."""
-        found: dict[str, dict[str, list[Any]]] = {}
-        for place in self.others:
-            for key, loss in place.record.items():
+        curves: dict[str, Curve] = {}
+        for record in self._validations.records():
+            for key, loss in record.values.items():
                 name = key.removeprefix(_VALIDATION)
                 if loss is None or name == key or name[:1] not in ("", "/"):
                     continue
-                empty: dict[str, list[Any]] = {"step": [], "loss": [], "tokens": [], "hours": []}
-                curve = found.setdefault(name[1:], empty)
-                curve["step"].append(place.step)
+                empty: Curve = {"step": [], "loss": [], "tokens": [], "hours": []}
+                curve = curves.setdefault(name[1:], empty)
+                curve["step"].append(record.step)
                 curve["loss"].append(loss)
-                curve["tokens"].append(self._tokens_at(place.step))
-                curve["hours"].append(self._hours(place))
-        return found
+                curve["tokens"].append(self._tokens_at(record.step))
+                curve["hours"].append(self._hours(record))
+        return curves
 
-    def evals(self) -> dict[str, dict[str, list[Any]]]:
+    def evals(self) -> dict[str, Curve]:
         """The scores of each benchmark, with their standard errors."""
-        found: list[tuple[int, Record]] = []
-        for place in self.others:
-            scores = {
+        scores = []
+        for record in self._evals.records():
+            named = {
                 key.removeprefix(_EVAL): value
-                for key, value in place.record.items()
+                for key, value in record.values.items()
                 if key.startswith(_EVAL)
             }
-            found.append((place.step, scores))
-        return score_curves(found)
+            scores.append((record.step, named))
+        return score_curves(scores)
 
-    def sources(self) -> dict[str, dict[str, list[Any]]]:
+    def sources(self) -> dict[str, Curve]:
         """The losses of each data source."""
-        names = {key: None for p in self.training for key in p.record if key.startswith(_SOURCE)}
+        keys = (key for record in self.training for key in record.values)
+        names = dict.fromkeys(key for key in keys if key.startswith(_SOURCE))
         return {key.removeprefix(_SOURCE): _curve(self.training, {"loss": key}) for key in names}
 
-    def experts(self) -> dict[str, list[Any]] | None:
+    def experts(self) -> Curve | None:
         """How evenly experts are loaded; None for a dense model."""
         curve = _curve(self.training, _EXPERTS)
         return curve if curve["step"] else None
 
     def latest(self) -> dict[str, float | None]:
         """The last training record."""
-        return dict(self.training[-1].record) if self.training else {}
+        return dict(self.training[-1].values) if self.training else {}
 
     @property
     def last_step(self) -> int:
@@ -130,13 +215,6 @@ class Curves:
     def last_tokens(self) -> float:
         """Tokens trained on up to the last record."""
         return self._tokens[-1] if self._tokens else 0.0
-
-    @property
-    def steps_per_record(self) -> float:
-        """Mean number of steps from one record in the file to the next."""
-        if not self._steps:
-            return 0.0
-        return (self._steps[-1] - self._steps[0]) / (len(self._steps) * self.sampled)
 
     def step_at(self, tokens: float) -> int:
         """The step after which so many tokens were trained on."""
@@ -156,8 +234,8 @@ class Curves:
             return None
         return (last_time - first_time) / (last_step - first_step)
 
-    def _hours(self, place: PlacedRecord) -> float | None:
-        time = place.record.get("time")
+    def _hours(self, record: Record) -> float | None:
+        time = record.values.get("time")
         if time is None:
             return None
         return (time - self.began) / 3600
@@ -169,79 +247,13 @@ class Curves:
         return round(_interpolated(step, self._steps, self._tokens))
 
 
-def read_curves(
-    path: Path, config: Mapping[str, Any], *, points: int = POINTS, began: float | None = None
-) -> Curves:
-    """The curves of the run in a folder; empty if it has none.
-
-    Args:
-        config: of the run, by dotted key. It says at which steps to look for validations in a large
-        file.
-        began: from which hours count; by default the first record.
-    """
-    with suppress(OSError), JsonLines(path / METRICS) as lines:
-        sample = lines.sample(points, is_training)
-        others = sample.others
-        if not sample.whole:
-            others = [*others, *_checks(lines, sample.found, config)]
-        return Curves(sample.found, others, sample.every, began)
-    return Curves(began=began)
-
-
-def read_window(
-    path: Path, first_step: int, last_step: int, points: int, *, began: float | None
-) -> Curves:
-    """The training records from `first_step` to `last_step`, thinned to about `points`."""
-    with suppress(OSError), JsonLines(path / METRICS) as lines:
-        begin = lines.find(first_step)
-        after = max(begin, lines.find(last_step + 1))
-        sample = lines.sample(points, is_training, begin, after)
-        return Curves(sample.found, [], sample.every, began)
-    return Curves(began=began)
-
-
-def is_training(record: Record) -> bool:
-    """Whether this is what a step of training reports."""
-    return "loss" in record
-
-
-def _checks(
-    lines: JsonLines, sample: Sequence[PlacedRecord], config: Mapping[str, Any]
-) -> list[PlacedRecord]:
-    """Records of validations and benchmarks, found by the steps that the configuration implies.
-
-    Args:
-        sample: training records, whose places narrow the search.
-    """
-    last = sample[-1].step if sample else 0
-    steps: set[int] = {last}
-    for section in ("validation", "eval"):
-        freq = config.get(f"{section}.freq")
-        enabled = config.get(f"{section}.enable") is True
-        if last and enabled and type(freq) is int and freq > 0:
-            every = freq * math.ceil(last / (freq * _CHECKS))
-            steps |= set(range(every, last + 1, every))
-    known = [place.step for place in sample]
-    found: list[PlacedRecord] = []
-    for step in sorted(steps):
-        at = bisect_left(known, step)
-        beyond = bisect_right(known, step)
-        below = sample[at - 1] if at else None
-        above = sample[beyond] if beyond < len(sample) else None
-        for place in lines.of_step(step, below, above):
-            if not is_training(place.record):
-                found.append(place)
-    return found
-
-
-def _in_order(places: Iterable[PlacedRecord]) -> list[PlacedRecord]:
-    """The places with ascending steps; of records for the same steps, what was written last."""
-    kept: list[PlacedRecord] = []
-    for place in places:
-        while kept and kept[-1].step >= place.step:
-            kept.pop()
-        kept.append(place)
-    return kept
+def read_curves(path: Path, *, points: int = POINTS, began: float | None = None) -> Curves:
+    """The curves of the run in a folder; empty if it has none."""
+    curves = Curves(points=points, began=began)
+    with suppress(OSError):
+        for record in read_records(path / METRICS):
+            curves.add(record)
+    return curves
 
 
 def _interpolated(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
@@ -262,14 +274,14 @@ def _filled(values: Iterable[float | None]) -> list[float]:
     return list(accumulate(known, max))
 
 
-def _curve(places: Iterable[PlacedRecord], keys: Mapping[str, str]) -> dict[str, list[Any]]:
-    """The steps and values of those records that have all of `keys`; name in the result to key."""
-    curve: dict[str, list[Any]] = {"step": [], **{name: [] for name in keys}}
-    for place in places:
-        values = {name: place.record.get(key) for name, key in keys.items()}
+def _curve(records: Iterable[Record], keys: Mapping[str, str]) -> Curve:
+    """The steps and values of the records that have all of `keys` (name in the result to key)."""
+    curve: Curve = {"step": [], **{name: [] for name in keys}}
+    for record in records:
+        values = {name: record.values.get(key) for name, key in keys.items()}
         if None in values.values():
             continue
-        curve["step"].append(place.step)
+        curve["step"].append(record.step)
         for name, value in values.items():
             curve[name].append(value)
     return curve

@@ -11,8 +11,7 @@ from torchtitan.config.derive import layout_name
 from torchtitan.tools.reports.collect import run_names
 from torchtitan.tools.reports.compare import differences
 from torchtitan.tools.reports.folder import METRICS, STATES, Folder, read_folder
-from torchtitan.tools.reports.lines import JsonLines, Record
-from torchtitan.tools.reports.series import is_training
+from torchtitan.tools.reports.records import last_training
 from torchtitan.utils.wording import (
     aligned,
     cut,
@@ -80,32 +79,28 @@ def read_rows(paths: Sequence[Path], *, with_differences: bool = False) -> list[
 
 
 def _row(name: str, folder: Folder, settings: dict[str, Any]) -> Row:
-    step, record = _last_record(folder.path)
+    record = None
+    with suppress(OSError):
+        record = last_training(folder.path / METRICS)
+    values = record.values if record else {}
     last = folder.starts[-1] if folder.starts else None
     return Row(
         name=name,
         path=str(folder.path),
         state=folder.state,
         message=folder.message,
-        step=max(step, last.step if last else 0),
+        step=max(record.step if record else 0, last.step if last else 0),
         total_steps=folder.total_steps,
-        tokens=record.get("tokens"),
-        loss=record.get("loss"),
-        tokens_per_second=record.get("tokens_per_second"),
-        mfu=record.get("mfu"),
+        tokens=values.get("tokens"),
+        loss=values.get("loss"),
+        tokens_per_second=values.get("tokens_per_second"),
+        mfu=values.get("mfu"),
         goodput=folder.goodput["percent"],
         last_seen=folder.last_seen,
         ranks=last.ranks if last else None,
         layout=last.layout if last else {},
         settings=settings,
     )
-
-
-def _last_record(path: Path) -> tuple[int, Record]:
-    with suppress(OSError), JsonLines(path / METRICS) as lines:
-        for place in lines.last(is_training):
-            return place.step, place.record
-    return 0, {}
 
 
 def _descending(value: float | None) -> tuple[bool, float]:

@@ -5,11 +5,8 @@ share (numbers, tables, stacked bars, tooltips that the keyboard reaches), `char
 two axes, drawn by uPlot.
 """
 
-import base64
-import hashlib
 import html
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,29 +40,6 @@ def web_page(
     }
     pieces = _read(_FOLDER / "page.html").split("__")
     return "".join(parts.get(piece, piece) for piece in pieces)
-
-
-def content_security_policy(page: str) -> str:
-    """The strictest policy under which a page of `web_page` works when a server sends it: its own
-    scripts and styles, and requests to that server. Nothing else is run, loaded, framed or
-    submitted.
-    """
-    sources = []
-    for name in ("script", "style"):
-        hashes = [
-            base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-            for text in _inline(page, name)
-        ]
-        sources.append(" ".join([f"{name}-src", *(f"'sha256-{one}'" for one in hashes)]))
-    rest = (
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
-    )
-    return "; ".join(["default-src 'none'", *sources, rest])
-
-
-def _inline(page: str, name: str) -> list[str]:
-    return re.findall(f"<{name}>(.*?)</{name}>", page, re.DOTALL)
 
 
 def _read(path: Path) -> str:

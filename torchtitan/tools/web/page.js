@@ -7,8 +7,7 @@ const SVG = ["svg", "rect", "text", "line", "path", "circle", "title", "g"];
 function element(parent, name, attributes = {}, text) {
   const made = SVG.includes(name) ? document.createElementNS("http://www.w3.org/2000/svg", name) : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
-    if (key === "style") made.style.cssText = value;  // as an attribute, a strict policy of the server would refuse it
-    else if (value !== undefined && value !== null) made.setAttribute(key, value);
+    if (value !== undefined && value !== null) made.setAttribute(key, value);
   }
   if (text !== undefined) made.textContent = text;
   parent.append(made);
