@@ -109,6 +109,14 @@ def test_example_is_the_tested_one():
     assert shown.text == (ROOT / "torchtitan/models/smollm3/__init__.py").read_text()
 
 
+def test_the_loop_in_the_readme_is_the_example():
+    (shown,) = (b for b in BLOCKS if b.page == "README.md" and b.language == "python")
+    example = (ROOT / "examples/loop.py").read_text()
+    pieces = shown.text.split("    ...\n")
+    assert len(pieces) == 3
+    assert [piece for piece in pieces if piece not in example] == []
+
+
 def test_site_builds(tmp_path):
     command = [
         sys.executable,
