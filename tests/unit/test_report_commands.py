@@ -84,13 +84,14 @@ def test_the_table(runs, monkeypatch, capsys):
     ).out.splitlines()
     headings = (
         "run state step loss tokens/s MFU goodput last seen ranks layout training.steps "
-        "optimizer.lr message"
+        "optimizer.lr"
     )
     assert " ".join(lines[0].split()) == headings
     names = [line.split()[0] for line in lines[1:5]]
     assert names == ["outputs/grid/lr=2", "outputs/grid/lr=1", "outputs/live", "outputs"]
     assert lines[1].split()[1:4] == ["failed", "2", "2.5000"]
-    assert lines[1].endswith("2.0  no memory")
+    assert lines[1].endswith("2.0")
+    assert lines[-3] == "outputs/grid/lr=2: no memory"
     assert lines[3].split()[1:7] == ["running", "3/2,000", "4.0000", "500", "40.0%", "90.0%"]
     assert lines[-1] == "4 runs: 1 running, 2 completed, 1 failed"
 

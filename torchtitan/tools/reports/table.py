@@ -113,11 +113,10 @@ def as_data(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def as_text(rows: Sequence[Row], *, now: float | None = None) -> str:
-    """The rows as a table, and how many runs are in which state."""
+    """The rows as a table, their messages, and how many runs are in which state."""
     now = time.time() if now is None else now
     differing = list(rows[0].settings) if rows else []
     keys = differing[:_COLUMNS]
-    messages = any(row.message for row in rows)
     heading = [
         "run",
         "state",
@@ -132,17 +131,20 @@ def as_text(rows: Sequence[Row], *, now: float | None = None) -> str:
         *keys,
     ]
     cells = [[*_cells(row, now), *(_setting(row.settings[key]) for key in keys)] for row in rows]
-    if messages:
-        heading.append("message")
-        cells = [[*line, cut(row.message, _MESSAGE)] for line, row in zip(cells, rows, strict=True)]
     counts = {state: sum(row.state == state for row in rows) for state in STATES}
     states = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count)
     table = aligned([heading, *([printable(cell) for cell in line] for line in cells)])
+    messages = [
+        f"{printable(row.name)}: {printable(cut(row.message, _MESSAGE))}"
+        for row in rows
+        if row.message
+    ]
+    summary = f"{plural(len(rows), 'run')}{': ' if states else ''}{states}"
     more = len(differing) - len(keys)
-    note = ""
     if more:
-        note = f"\n{plural(more, 'more setting')} differ; `torchtitan report` and --json list them"
-    return f"{table}\n\n{plural(len(rows), 'run')}{': ' if states else ''}{states}{note}"
+        note = f"{plural(more, 'more setting')} differ; `torchtitan report` and --json list them"
+        summary = f"{summary}\n{note}"
+    return "\n\n".join(filter(None, [table, "\n".join(messages), summary]))
 
 
 def _cells(row: Row, now: float) -> list[str]:
@@ -154,7 +156,7 @@ def _cells(row: Row, now: float) -> list[str]:
         _shown(row.tokens_per_second, show_rate),
         _shown(row.mfu, show_percent),
         _shown(row.goodput, show_percent),
-        _shown(row.last_seen, lambda at: f"{show_duration(max(now - at, 0))} ago"),
+        _shown(row.last_seen, lambda at: show_duration(max(now - at, 0))),
         _shown(row.ranks, str),
         layout_name(row.layout) if row.ranks is not None and row.ranks > 1 else "",
     ]

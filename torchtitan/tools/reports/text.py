@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from textwrap import fill
 from typing import Any
 
 from torchtitan.config.derive import layout_name
@@ -54,7 +55,7 @@ def as_text(
         if run["starts"]
     ]
     if len(runs) > 1:
-        parts += [_differences(data), _comparison(data)]
+        parts += [_differences(data), _comparison(data, width)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -204,9 +205,14 @@ def _value(value: Any) -> str:
     return printable(cut(text, _VALUE))
 
 
-def _comparison(data: dict[str, Any]) -> str | None:
+def _comparison(data: dict[str, Any], width: int) -> str | None:
     lines = [
-        f"  {printable(one['run'])} against {printable(one['base'])}: {one['text']}"
+        fill(
+            f"{printable(one['run'])} against {printable(one['base'])}: {one['text']}",
+            width,
+            initial_indent="  ",
+            subsequent_indent="      ",
+        )
         for one in data["comparison"]
     ]
     return "\n".join(["Differences, with 95 % confidence", *lines]) if lines else None
