@@ -25,22 +25,12 @@ _FEW = 8
 _SAVING = ("--optimizer.state_dtype=bfloat16", "--training.enable_cpu_offload=true")
 """What makes a model fit on few GPUs, the faster first."""
 _LEGEND = (
-    "9 of 10 runs are within the ranges. Batch: rows at a time x times per step and rank "
+    "9 of 10 runs are within the ranges. Batch: rows at a time x times per step and rank\n"
     "(docs/guides/init.md)."
 )
 
 
-_HEADINGS = [
-    "",
-    "layout",
-    "batch",
-    "recomputes",
-    "tokens/s per device",
-    "GiB",
-    "fits",
-    "whole run, tokens",
-    "why",
-]
+_HEADINGS = ["", "layout", "batch", "recomputes", "tokens/s per device", "GiB", "fits", "whole run"]
 
 
 def best_layouts(request: Request) -> tuple[list[Proposal], int]:
@@ -99,14 +89,14 @@ def table(proposals: Sequence[Proposal], seen: int, request: Request) -> str:
                 layout_name(plan.layout) + schedule,
                 batch,
                 {"none": "nothing"}.get(plan.checkpointing, plan.checkpointing),
-                f"{show_rate(plan.tokens_per_second)} ({show_rate(slow)} to {show_rate(fast)})",
-                f"{plan.peak_gib:.1f} ({least:.1f} to {most:.1f})",
+                f"{show_rate(plan.tokens_per_second)} ({show_rate(slow)}-{show_rate(fast)})",
+                f"{plan.peak_gib:.1f} ({least:.1f}-{most:.1f})",
                 likelihood(plan.chance_to_fit),
                 length,
-                proposal.why,
             ]
         )
+    reasons = "\n".join(f"{i}: {proposal.why}" for i, proposal in enumerate(proposals, 1))
     memory = show_gib(request.hardware.usable_gib)
     hardware = f"{request.devices} x {request.hardware.name}, {memory} each"
     best = f"The best of {plural(seen, 'legal layout')}" if seen > 1 else "The layout"
-    return f"{best} on {hardware}:\n{aligned(rows)}\n{_LEGEND}"
+    return f"{best} on {hardware}:\n{aligned(rows)}\n{reasons}\n{_LEGEND}"
