@@ -3,13 +3,12 @@ included.
 """
 
 import ast
-import re
-from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2] / "torchtitan"
+from tests.import_graph import ROOT, files_that_import_torch, imports, modules, reachable_in
+
+PACKAGE = ROOT / "torchtitan"
 CORE = (
     *("utils", "config"),
     *("models", "parallel", "data", "optim"),
@@ -17,84 +16,110 @@ CORE = (
 )
 BESIDE = ("testing", "tools", "commands", "__main__")
 LAYERS = {name: layer for layer, name in enumerate((*CORE, *BESIDE))}
-FILES = sorted(ROOT.rglob("*.py"))
+FILES = {name: path for name, path in modules().items() if path.is_relative_to(PACKAGE)}
+GRAPH = {name: imports(path) & (FILES.keys() - {name}) for name, path in FILES.items()}
+"""The package's modules that each of its modules imports."""
+
+CIRCLES = [{"models.decoder_args", "models.decoder_checks", "models.mup"}]
+"""Modules that import one another. The list may only get shorter."""
+TWO_WAY = [
+    ("checkpoint", "checkpoint.hf"),
+    ("config", "config.load"),
+    ("config", "config.rules"),
+    ("config", "config.sections"),
+    ("data", "data.order"),
+    ("data", "data.text"),
+    ("data", "data.tokens"),
+    ("data.order", "data.text"),
+    ("data.order", "data.tokens"),
+    ("telemetry", "telemetry.trackers"),
+]
+"""Folders that import each other. The list may only get shorter."""
 
 
-def imports(path: Path) -> set[str]:
-    """Full names of the modules a file imports, wherever the statement stands."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
-
-
-def unit(name: str) -> str | None:
+def layer(name: str) -> str | None:
     parts = name.split(".")
-    return parts[1] if len(parts) > 1 and parts[0] == "torchtitan" and parts[1] in LAYERS else None
+    return parts[1] if len(parts) > 1 else None
 
 
-def own_unit(path: Path) -> str | None:
-    return unit(".".join(("torchtitan", *path.relative_to(ROOT).with_suffix("").parts)))
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """The largest sets of nodes that all reach one another."""
+    reached = {name: reachable_in(graph, name) for name in graph}
+    found = {
+        frozenset(other for other in reached[name] if name in reached.get(other, ()))
+        for name in graph
+        if name in reached[name]
+    }
+    return sorted(map(set, found), key=sorted)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_go_down(path):
-    own = own_unit(path)
-    if own is None:
-        assert path.name == "__init__.py"
-        return
-    for name in imports(path):
-        other = unit(name)
-        assert other is None or LAYERS[other] <= LAYERS[own], (
-            f"{path.name} (layer {own}) imports {name}"
-        )
+def folder_graph() -> dict[str, set[str]]:
+    """The folders that each folder imports. The package itself, where the version is, is none."""
+    folders = {
+        name: name if path.name == "__init__.py" else name.rpartition(".")[0]
+        for name, path in FILES.items()
+    }
+    graph: dict[str, set[str]] = {folder: set() for folder in folders.values()}
+    for name, imported in GRAPH.items():
+        graph[folders[name]] |= {folders[other] for other in imported} - {folders[name]}
+    del graph["torchtitan"]
+    return {short(name): {short(x) for x in graph[name] & graph.keys()} for name in graph}
 
 
-def test_every_file_has_a_layer():
+def short(name: str) -> str:
+    return name.removeprefix("torchtitan.")
+
+
+def test_imports_go_down():
+    wrong = [
+        f"{name} imports {other}"
+        for name, imported in GRAPH.items()
+        for other in imported
+        if layer(name) and layer(other) and LAYERS[layer(other)] > LAYERS[layer(name)]
+    ]
+    assert wrong == []
+
+
+def test_every_module_has_a_layer():
     """Guards the test above: a new folder must be given its place."""
     assert len(FILES) > 30
-    assert {own_unit(path) for path in FILES} - {None} == set(LAYERS)
+    assert sum(map(len, GRAPH.values())) > 100
+    assert {layer(name) for name in FILES} - {None} == LAYERS.keys()
+
+
+def test_no_modules_import_in_a_circle():
+    graph = {short(name): set(map(short, imported)) for name, imported in GRAPH.items()}
+    assert circles(graph) == CIRCLES, "a new circle, or one that is gone: take it off the list"
+
+
+def test_no_folder_imports_back():
+    graph = folder_graph()
+    two_way = [(a, b) for a in graph for b in sorted(graph[a]) if a < b and a in graph[b]]
+    assert sorted(two_way) == TWO_WAY, "a new pair, or one that is gone: take it off the list"
+    for one, other in two_way:
+        graph[one].remove(other)
+        graph[other].remove(one)
+    assert circles(graph) == []
+
+
+def test_circles_are_found():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e"}}
+    assert circles(graph) == [{"b", "c"}, {"e"}]
+
+
+def test_unit_tests_of_torch_are_told_from_the_rest():
+    names = {path.stem for path in files_that_import_torch(ROOT / "tests/unit")}
+    assert {"test_model", "test_optimizer", "test_hf_export", "test_torch_faults"} <= names
+    assert not {"test_layers", "test_command_line", "test_report_reading"} & names
 
 
 def test_models_know_nothing_of_parallelism():
-    for path in (ROOT / "models").rglob("*.py"):
+    for path in (PACKAGE / "models").rglob("*.py"):
         assert not any(name.startswith("torch.distributed") for name in imports(path)), path
 
 
-def test_files_of_data_import_one_way():
-    """Not in circles: `CycleError` names one."""
-    names = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in FILES}
-    inside = {name: path for name, path in names.items() if name.startswith("torchtitan.data.")}
-    graph = {name: imports(path) & inside.keys() for name, path in inside.items()}
-    assert sum(map(len, graph.values())) > 50
-    TopologicalSorter(graph).prepare()
-
-
-@pytest.mark.parametrize(
-    ("files", "above"),
-    [
-        ("checkpoint/*.py", r"torchtitan\.checkpoint\.hf"),
-        ("telemetry/trackers/*.py", r"torchtitan\.telemetry\.(?!trackers)"),
-    ],
-)
-def test_a_folder_and_its_subfolder_import_one_way(files, above):
-    paths = list(ROOT.glob(files))
-    assert paths
-    for path in paths:
-        assert not any(re.match(above, name) for name in imports(path)), path
-
-
-def test_nothing_shipped_patches_as_tests_do():
-    for path in FILES:
-        assert not any(name.split(".")[0] == "unittest" for name in imports(path)), path
-
-
 def test_config_imports_no_torch():
-    for path in [*(ROOT / "config").rglob("*.py"), ROOT / "train" / "preflight.py"]:
+    for path in [*(PACKAGE / "config").rglob("*.py"), PACKAGE / "train" / "preflight.py"]:
         assert not any(name.split(".")[0] == "torch" for name in imports(path)), path
 
 
@@ -120,7 +145,7 @@ RUNS_WHAT_IT_READS = {
 @pytest.mark.parametrize("folder", ["torchtitan", "benchmarks", "scripts"])
 def test_nothing_that_is_read_is_run(folder):
     """Pickles are read in one place, which refuses whatever they name."""
-    for path in (ROOT.parent / folder).rglob("*.py"):
+    for path in (ROOT / folder).rglob("*.py"):
         names = {
             ast.unparse(node)
             for node in ast.walk(ast.parse(path.read_text()))
@@ -133,16 +158,10 @@ def test_nothing_that_is_read_is_run(folder):
         }
         found = (names | calls) & RUNS_WHAT_IT_READS
         assert not found or (
-            path == ROOT / "utils/formats.py" and found == {"pickle.Unpickler", "torch.load"}
+            path == PACKAGE / "utils/formats.py" and found == {"pickle.Unpickler", "torch.load"}
         ), path
 
 
-def test_files_of_models_import_no_circles():
-    files = {}
+def test_nothing_shipped_patches_as_tests_do():
     for path in FILES:
-        parts = path.relative_to(ROOT.parent).with_suffix("").parts
-        files[".".join(parts).removesuffix(".__init__")] = path
-    models = {name for name in files if name.startswith("torchtitan.models.")}
-    graph = {name: (imports(files[name]) & models) - {name} for name in models}
-    assert sum(map(len, graph.values())) > len(graph), "imports are not found"
-    TopologicalSorter(graph).prepare()  # which raises an error that names a circle
+        assert not any(name.split(".")[0] == "unittest" for name in imports(path)), path
