@@ -4,6 +4,7 @@
 #   scripts/test.sh --fast    tests that start no processes: a minute
 #   scripts/test.sh           the suite
 #   scripts/test.sh --all     and the long tests: the whole support matrix, the long soak
+#   scripts/test.sh --long    the long tests alone; with --share 2/8 the second of eight equal shares
 #   scripts/test.sh --corner  unit tests that import torch, and a cell of the support matrix per feature: what a release of
 #                             torch breaks
 #
@@ -29,6 +30,7 @@ case ${1:-} in
         shift
         ;;
     --all) marks= && shift ;;
+    --long) marks=slow && shift ;;
 esac
 python=$("$root/scripts/setup.sh" --dev "${release[@]}")
 cd "$root"

@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ if (
 
 _CACHE = os.environ["TORCHTITAN_CACHE"] = tempfile.mkdtemp(prefix="torchtitan-tests-")
 
-from tests.long_tier import mark_long_tier
+from tests.long_tier import mark_long_tier, share_of
 from torchtitan.testing.ranks import RankPool
 
 
@@ -39,12 +39,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if "mark.clock" not in collection_path.read_text() else None
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses by markers
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", metavar="I/N", help="run the I-th of N equal shares of the tests")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
     mark_long_tier(items, whole_files=not any("::" in argument for argument in config.args))
     for item in items:
         if "pools" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
+    yield  # -m chooses by markers
+    if config.option.share:
+        items[:] = share_of(items, config.option.share)
 
 
 def pytest_collection_finish() -> None:

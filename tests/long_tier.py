@@ -4,6 +4,10 @@ Of each test, the cases whose ids begin as listed get the marker `slow`; with no
 that are long by themselves have the marker in their own file.
 """
 
+import re
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 LONG_TIER: dict[str, dict[str, tuple[str, ...]]] = {
@@ -191,3 +195,15 @@ def mark_long_tier(items: list[pytest.Item], whole_files: bool) -> None:
 def id_of(item: pytest.Function) -> str:
     """The id of a case, with the bracket that closes it; empty for a test without cases."""
     return item.name[len(item.originalname) + 1 :]
+
+
+def share_of(items: Sequence[Any], share: str) -> list[Any]:
+    """Every N-th item, for the share `I/N`.
+
+    Raises:
+        UsageError: there is no such share.
+    """
+    match = re.fullmatch(r"(\d+)/(\d+)", share)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise pytest.UsageError(f"--share is I/N with I from 1 to N, such as 2/8, not {share}")
+    return list(items[int(match[1]) - 1 :: int(match[2])])

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 SETUP = """#!/bin/sh
@@ -72,7 +73,9 @@ def test_the_gate_opens_when_all_passes(gate):
     assert "tests/unit/test_model.py tests/distributed/test_matrix.py::test_corner" in tests[2]
 
 
-@pytest.mark.parametrize("step", ["ruff", "format", "mypy", "size", "clock", "import_graph", "corner"])
+@pytest.mark.parametrize(
+    "step", ["ruff", "format", "mypy", "size", "clock", "import_graph", "corner"]
+)
 def test_one_failure_closes_the_gate_and_is_not_tried_again(gate, step):
     status, calls = gate.run(".ci/run", **{step: 1})
     assert status != 0
@@ -96,3 +99,18 @@ def test_a_newest_torch_that_cannot_be_installed_closes_the_gate(gate):
 def test_no_test_chosen_is_told_from_a_failure(gate, statuses, expected):
     cases = {word.strip("'").replace(" ", "?"): status for word, status in statuses.items()}
     assert gate.run("scripts/test.sh", **cases)[0] == expected
+
+
+def test_the_long_tier_runs_every_share_within_a_job_of_six_hours():
+    job = yaml.safe_load((ROOT / ".github/workflows/long-tier.yml").read_text())["jobs"]["test"]
+    shares = job["strategy"]["matrix"]["share"]
+    assert shares == [f"{index}/{len(shares)}" for index in range(1, len(shares) + 1)]
+    assert job["timeout-minutes"] < 6 * 60
+    assert job["steps"][-1]["run"] == "scripts/test.sh --long --share ${{ matrix.share }}"
+
+
+def test_the_long_tier_is_the_slow_tests(gate):
+    _, calls = gate.run("scripts/test.sh", "--long", "--share", "2/8")
+    tests = [call for call in calls if "pytest" in call]
+    assert ["-m slow and not clock --share 2/8" in call for call in tests] == [True, False]
+    assert "-m slow and clock --share 2/8" in tests[1]
