@@ -89,13 +89,16 @@ def parsed(
         raise AssertionError(complaint.getvalue()) from None
 
 
-def check_torchtitan(words: list[str], launched: int = 1) -> None:
+def check_torchtitan(words: list[str], launched: int = 1, *, imports: bool = False) -> None:
     """Check `words` after `torchtitan`.
 
     Args:
         launched: number of ranks that torchrun starts.
+        imports: the configuration imports the reader's own code, and so isn't resolved here.
     """
     command, *rest = words
+    if command == "--help":
+        return
     parser = parser_of(command)
     own, flags = split_args(rest)
     if command in CONFIGURED and command != "init":
@@ -106,7 +109,7 @@ def check_torchtitan(words: list[str], launched: int = 1) -> None:
     assert not unknown, f"{command} has no {unknown[0]}"
     check_flags(flags)
     check_names(options)
-    if getattr(options, "config", None):
+    if getattr(options, "config", None) and not imports:
         resolve(["--job.config_file", options.config, *flags], launched * world_of(options))
     write_files(command, options)
 
@@ -148,9 +151,10 @@ def write_files(command: str, options: argparse.Namespace) -> None:
     if getattr(options, "run", None) and options.run.__name__ == "from_hf":
         folder = Path(options.target)
     if folder:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "train.toml").write_text(EXAMPLE)
     if getattr(options, "write", None):
+        Path(options.write).parent.mkdir(exist_ok=True)
         Path(options.write).write_text(f'extends = "train_configs/{options.config}.toml"\n')
 
 
@@ -258,7 +262,11 @@ def check_command(line: str) -> None:
     if program == RUN_TRAIN:
         check_run_train(rest, env)
         return
-    assert not env, f"only {RUN_TRAIN} takes variables in the documents"
+    if env.keys() == {"PYTHONPATH"}:
+        assert program == "torchtitan", program
+        check_torchtitan(rest, imports=True)
+        return
+    assert not env, f"only {RUN_TRAIN} takes other variables in the documents"
     assert program in CHECKS or program in OF_THE_SHELL, f"unknown program {program}"
     if program in CHECKS:
         CHECKS[program](rest)
