@@ -48,14 +48,9 @@ if ((${#release[@]} == 0)); then
     nice "$python" -m mypy >"$types" 2>&1 &
     trap 'kill "$!" 2>/dev/null || true; rm -f "$types"' EXIT
 fi
-# Two workers: many tests wait for processes, and most others use one core. A busy machine loses races against a clock:
-# tests with the marker `clock` run alone, after the rest. Exit status 5 says that none was chosen.
+# Two workers: many tests wait for processes, and most others use one core.
 status=0
-"$python" -m pytest -n 2 --dist worksteal -m "${marks:+$marks and }not clock" "${tests[@]}" "$@" || status=$?
-((status == 0 || status == 1 || status == 5)) || exit "$status"
-alone=0
-"$python" -m pytest -m "${marks:+$marks and }clock" "${tests[@]}" "$@" || alone=$?
-((alone == 5)) || status=$((status % 5 + alone))
+"$python" -m pytest -n 2 --dist worksteal -m "$marks" "${tests[@]}" "$@" || status=$?
 if ((${#release[@]} == 0)); then
     wait "$!" || status=1
     cat "$types"

@@ -31,14 +31,6 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(_CACHE, ignore_errors=True)
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Import only files with a test that races a clock for the run of those."""
-    chosen = config.option.markexpr.split(" and ")[-1]
-    if chosen != "clock" or collection_path.suffix != ".py":
-        return None
-    return True if "mark.clock" not in collection_path.read_text() else None
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", metavar="I/N", help="run the I-th of N equal shares of the tests")
 

@@ -52,26 +52,38 @@ def recorded(folder):
 
 
 def wandb_records(folder):
-    """What the files of W&B hold, oldest first: a log in LevelDB's format, of protocol buffers."""
+    """What the files of W&B hold, oldest first, once its process has written their ends."""
+    deadline = time.monotonic() + 60
+    while True:
+        files = [read_wandb(path) for path in sorted(folder.glob("wandb/*run-*/*.wandb"))]
+        if all(any(record.HasField("exit") for record in records) for records in files):
+            return files
+        assert time.monotonic() < deadline, "a file without an end"
+        time.sleep(0.1)
+
+
+def read_wandb(path):
+    """The records of a log in LevelDB's format, of protocol buffers, as far as it is written."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    for path in sorted(folder.glob("wandb/*run-*/*.wandb")):
-        data = path.read_bytes()
-        at = 7
-        parts = b""
-        found = []
-        while at + 7 <= len(data):
-            left = 32768 - at % 32768
-            if left < 7:
-                at += left
-                continue
-            _, length, kind = struct.unpack_from("<IHB", data, at)
-            parts += data[at + 7 : at + 7 + length]
-            at += 7 + length
-            if kind in (1, 4):  # whole, or the last of several
-                found.append(Record.FromString(parts))
-                parts = b""
-        yield found
+    data = path.read_bytes()
+    at = 7
+    fragments = b""
+    records = []
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        if at + 7 + length > len(data):
+            break
+        fragments += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last of several
+            records.append(Record.FromString(fragments))
+            fragments = b""
+    return records
 
 
 def history(records):

@@ -27,7 +27,6 @@ from torchtitan.train.trainer import Trainer
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.clock
 
 
 def train_with(argv, fault):

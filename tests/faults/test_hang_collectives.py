@@ -12,16 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.hangs import until_diagnosed, watched
+from tests.hangs import say_that_it_hangs, until_diagnosed, watched
 from torchtitan.utils.activity import begin
 
 HERE = "tests/faults/test_hang_collectives.py"
-pytestmark = pytest.mark.clock
 
 
 def small_group():
     """A group whose collectives give up after some seconds, as tensor parallelism's would."""
-    group = dist.new_group(timeout=timedelta(seconds=6), group_desc="mesh_tp")
+    group = dist.new_group(timeout=timedelta(seconds=7), group_desc="mesh_tp")
     begin("step", "running forward and backward", 7)
     dist.all_reduce(torch.ones(8), group=group)
     return group
@@ -30,6 +29,7 @@ def small_group():
 def skip_one(folder):
     with watched(folder):
         group = small_group()
+        say_that_it_hangs(folder)
         if dist.get_rank() != 1:
             with pytest.raises(
                 RuntimeError
@@ -80,6 +80,7 @@ def test_a_rank_that_raises(ranks, tmp_path):
 def stop_one(folder):
     with watched(folder) as watch:
         group = small_group()
+        say_that_it_hangs(folder)
         pid = json.loads(watch._store.get("process/1"))[0]
 
         def release():

@@ -142,7 +142,6 @@ def stalled(argv):
     train(argv)
 
 
-@pytest.mark.clock
 def test_a_stall_is_an_error_of_its_rank_before_any_collective_times_out(ranks, tmp_path):
     argv = arguments(
         tmp_path,
@@ -157,7 +156,6 @@ def test_a_stall_is_an_error_of_its_rank_before_any_collective_times_out(ranks, 
     assert "training.dataloader.timeout_seconds" in str(error.value)
 
 
-@pytest.mark.clock
 def test_a_worker_that_hangs_is_an_error(corpora):
     others = set(multiprocessing.active_children())
     batches = iter(loader(corpora["jsonl"], num_workers=1, timeout_seconds=2.0))

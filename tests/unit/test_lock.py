@@ -186,7 +186,7 @@ def _claim(folder, barrier, answers):
 
 @pytest.mark.e2e
 def test_of_runs_that_start_together_one_wins(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     barrier = context.Barrier(3)
     answers = context.Queue()
     runs = [

