@@ -118,6 +118,10 @@ LONG_TIER: dict[str, dict[str, tuple[str, ...]]] = {
     "distributed/test_random_layouts.py": {
         "test_a_random_layout_equals_one_process_or_is_refused": ("runs-3", "runs-4", "mixtures-4")
     },
+    # The eager block stays, and a compiled model in the corner of the matrix.
+    "distributed/test_regather.py": {
+        "test_a_block_keeps_shards_and_gathers_them_again": ("compiled",)
+    },
     "distributed/test_step.py": {"test_update_before_the_host_knows_the_norm": ("tp",)},
     "distributed/test_examples.py": {"test_gated_attention_trains_as_on_one_process": ("4",)},
     "distributed/test_ema.py": {"test_average_wherever_weights_are": ("bf16, offload",)},

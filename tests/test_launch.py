@@ -16,6 +16,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from tests.processes import run_module
 from tests.runs import arguments, read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -47,7 +48,7 @@ def addresses_that_listen(launcher):
                 found |= {
                     socket.laddr.ip for socket in sockets if socket.status == psutil.CONN_LISTEN
                 }
-        time.sleep(0.1)
+        time.sleep(0.5)
     return found
 
 
@@ -293,7 +294,7 @@ def test_bad_input_is_one_message_without_a_traceback(tmp_path, case):
     argv = [
         a for a in arguments(tmp_path) if a.split("=")[0] not in {e.split("=")[0] for e in extra}
     ]
-    done = start(sys.executable, "-m", "torchtitan.train", *argv, *extra, cwd=tmp_path)
+    done = run_module("torchtitan.train", *argv, *extra, cwd=tmp_path)
     assert done.returncode == status, done.stderr
     assert text in done.stderr
     assert "Traceback" not in done.stderr + done.stdout
@@ -322,9 +323,7 @@ BAD_LAYOUTS = {
 def test_a_bad_layout_is_refused_before_any_rank_starts(tmp_path, case):
     extra, text = BAD_LAYOUTS[case]
     argv = [*arguments(tmp_path), "--parallelism.pipeline_parallel_degree=2", *extra]
-    done = start(
-        sys.executable, "-m", "torchtitan", "train", *argv, "--nproc-per-node", "2", cwd=tmp_path
-    )
+    done = run_module("torchtitan", "train", *argv, "--nproc-per-node", "2", cwd=tmp_path)
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr

@@ -388,7 +388,7 @@ def outcome(ranks, world: int, argv: list[str], timeout: float = 200) -> str:
     return f"differs: {problems}" if problems else "equal"
 
 
-SUITE = [(runs, 3, 2), (runs, 4, 2), (mixtures, 4, 2), (kinds, 4, 2)]
+SUITE = [(runs, 3, 2), (runs, 4, 2), (mixtures, 4, 2), (kinds, 4, 1)]
 REST = [
     pytest.param(kind, world, 30, marks=pytest.mark.slow)
     for kind in (runs, mixtures, kinds)

@@ -46,9 +46,9 @@ def test_async_modes_write_the_same_checkpoint(ranks, tmp_path, uninterrupted, m
         ((4, []), (1, [])),
         ((2, []), (4, [REPLICATE])),
         ((4, [REPLICATE]), (2, [])),
-        ((2, [REPLICATE]), (2, ["--training.dataloader.num_workers=2"])),
+        ((2, [REPLICATE]), (2, [])),
     ],
-    ids=["1 to fsdp4", "fsdp4 to 1", "fsdp2 to hsdp", "hsdp to fsdp2", "ddp to fsdp with workers"],
+    ids=["1 to fsdp4", "fsdp4 to 1", "fsdp2 to hsdp", "hsdp to fsdp2", "ddp to fsdp"],
 )
 def test_resume_under_another_layout(ranks, tmp_path, uninterrupted, before, after):
     (world, extra), (new_world, new_extra) = before, after

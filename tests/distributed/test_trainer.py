@@ -87,8 +87,6 @@ def all_rows(argv, world):
 
 LAYOUTS = [
     (1, "validation.local_batch_size=4"),
-    (2, "validation.local_batch_size=2"),
-    (4, "validation.local_batch_size=1"),
     (4, "parallelism.context_parallel_degree=2"),
     (2, "parallelism.tensor_parallel_degree=2"),
     (2, "parallelism.pipeline_parallel_degree=2"),
