@@ -73,19 +73,11 @@ def test_attention_in_the_types_of_training(dtype):
         assert (a - b).abs().max() < limit * b.abs().max()
 
 
-def test_short_rows_on_the_cpu_are_computed_in_halves(monkeypatch):
-    """Of 20 queries to 20 keys the kernel computes 5 x 5 four times, then 5 x 5 twice, 10 x 10."""
-    monkeypatch.setattr(attention_kernel, "_HALVED", range(9, 41))
-    qkv = inputs(s=20, grad=True)[:3]
-    attend = attention_backend("cpu")
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    kernel = getattr(torch.ops.aten, name)
-    with patch.object(attention_kernel.aten, name, wraps=kernel) as calls:
-        out = attend(*qkv)
-    rows = [
-        (call.args[0].shape[2], call.args[1].shape[2], call.args[4]) for call in calls.mock_calls
-    ]
-    assert rows == [(5, 5, True), (5, 5, False), (10, 10, False)]
+@pytest.mark.parametrize("s", [256, 257, 258, 520, 1024, 1026])
+def test_rows_of_any_length_on_the_cpu(s):
+    """Whole, in halves, or in quarters: the kernel computes blocks of 512 keys whole."""
+    qkv = inputs(s=s, grad=True)[:3]
+    out = attention_backend("cpu")(*qkv)
     expected = reference(*qkv)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
     results = [[x, *torch.autograd.grad((x * weights).sum(), qkv)] for x in (out, expected)]

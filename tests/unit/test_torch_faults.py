@@ -1,7 +1,5 @@
-"""Workarounds say what they are for, and end where they should."""
+"""Workarounds end where they should."""
 
-import inspect
-import re
 import shutil
 import sys
 from datetime import timedelta
@@ -11,41 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchtitan.utils import distributed_compat, torch_compat, torchao_compat
 from torchtitan.utils.distributed_compat import run_gloo_in_order
 from torchtitan.utils.torch_compat import (
     gathers_without_views,
     micro_pipeline_without_nccl,
     replaced,
 )
-
-GENERAL = {"replaced"}
-
-
-def workarounds():
-    """All of them; `inspect.isfunction` is false for a cached one."""
-    own = [
-        function
-        for module in (torch_compat, distributed_compat, torchao_compat)
-        for name, function in inspect.getmembers(module, inspect.isroutine)
-        if not name.startswith("_") and function.__module__ == module.__name__
-    ]
-    return [f for f in own if f.__name__ not in GENERAL]
-
-
-@pytest.mark.parametrize("function", workarounds(), ids=lambda f: f.__name__)
-def test_each_names_its_releases_and_the_condition_for_deleting_it(function):
-    text = " ".join(function.__doc__.split())
-    assert "Delete " in text
-    assert re.search(r"torch (2\.1\d|before 2\.1\d)|Each entry of", text)
-
-
-def test_each_silenced_warning_does_too():
-    source = inspect.getsource(torch_compat)
-    table = source[source.index("_WARNINGS") : source.index("def silence_false_alarms")]
-    table = re.sub(r"\s+(# )?", " ", table)  # comments of several lines
-    entries = len(torch_compat._WARNINGS) + len(torch_compat._LOGGERS)
-    assert len(re.findall(r"torch(?:ao)? \d[^,()]*?\. Delete once", table)) == entries
 
 
 def test_replaced_values_are_restored_after_an_error():
