@@ -4,13 +4,11 @@ can tell.
 
 import contextlib
 import math
-import multiprocessing as mp
 import os
 import re
 import shlex
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ import pytest
 
 from tests.doc_blocks import CHECKED, PAGES, ROOT, RUN, Block, workspace
 from tests.doc_commands import check_command, options_of, parser_of, script_options
-from torchtitan.commands import main
+from tests.processes import run_module
 from torchtitan.utils.errors import UserError
 
 # ---- ```bash: commands run, and print what the page says
@@ -124,24 +122,8 @@ def run_command(line: str, folder: Path, env: dict[str, str]) -> tuple[int, str]
             stderr=subprocess.STDOUT,
         )
         return done.returncode, done.stdout
-    with tempfile.NamedTemporaryFile() as output:
-        process = mp.get_context("forkserver").Process(
-            target=_torchtitan, args=(words, folder, output.name)
-        )
-        process.start()
-        process.join()
-        return process.exitcode, Path(output.name).read_text()
-
-
-def _torchtitan(argv: list[str], folder: Path, output: str) -> None:
-    file = os.open(output, os.O_WRONLY)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.stdout.reconfigure(line_buffering=True)
-    os.chdir(folder)
-    sys.path.insert(0, str(folder))
-    sys.argv = argv
-    sys.exit(main())
+    done = run_module(*words, cwd=folder, merged=True)
+    return done.returncode, done.stdout
 
 
 MASKS = {

@@ -55,7 +55,7 @@ def test_the_page_is_written_again_until_it_ends(run, number):
         pass
     assert data["written"] > first["written"]
     process.send_signal(number)
-    assert process.communicate(timeout=20)[0] == f"ended; the page stays: {page}\n"
+    assert process.communicate(timeout=120)[0] == f"ended; the page stays: {page}\n"
     assert process.returncode == 0
     assert written(page)["every"] is None
     assert [path.name for path in run.iterdir() if path.suffix in (".html", ".tmp")] == [page.name]
