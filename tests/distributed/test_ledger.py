@@ -46,7 +46,7 @@ def test_a_resumed_run_has_one_account(ranks, tmp_path):
         assert first["seconds"][kind] > 0, kind
     assert second["seconds"]["validation"] == second["seconds"]["restart"] == 0
     spent = sum(first["seconds"].values())
-    assert spent == pytest.approx(first["last_seen"] - first["time"], rel=1e-4), (
+    assert spent == pytest.approx(first["last_seen"] - first["time"], rel=1e-2), (
         "every second, once"
     )
     events = [json.loads(line) for line in (tmp_path / "out/events.jsonl").read_text().splitlines()]
