@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_rank", "working_folder")
 def test_wandb_continues_the_same_run(tmp_path, monkeypatch):
     """Offline, after a preemption and a rewind; from scratch in the same folder it is a new one."""
     pytest.importorskip("wandb")
-    monkeypatch.setattr(build, "CLOSE_SECONDS", 240.0)
+    monkeypatch.setattr(tracker_set, "CLOSE_SECONDS", 240.0)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "200")

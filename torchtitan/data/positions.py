@@ -235,17 +235,17 @@ def json_fault(value: object, depth: int = 0) -> tuple[str, str] | None:
                 return "", f"a key of type {_name(type(key))}"
             if fault := _scalar_fault(key):
                 return "", f"as a key, {fault}"
-        parts = [(f".{key}", inner) for key, inner in value.items()]
+        items = [(f".{key}", inner) for key, inner in value.items()]
     elif type(value) is list:
-        parts = [(f"[{index}]", inner) for index, inner in enumerate(value)]
+        items = [(f"[{index}]", inner) for index, inner in enumerate(value)]
     else:
-        fault = _scalar_fault(value)
-        return ("", fault) if fault else None
+        scalar_fault = _scalar_fault(value)
+        return ("", scalar_fault) if scalar_fault else None
     if depth == STATE_LEVELS:
         return "", f"more than {STATE_LEVELS} levels of lists and dicts"
-    for place, inner in parts:
+    for key, inner in items:
         if fault := json_fault(inner, depth + 1):
-            return place + fault[0], fault[1]
+            return key + fault[0], fault[1]
     return None
 
 
