@@ -13,14 +13,14 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from torchtitan.config import Config, resolve
-from torchtitan.data.text.tokenizer import build_tokenizer
+from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.models import get_spec
 from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.parallel.groups import init_distributed
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.parallel.parallelize import parallelize
-from torchtitan.parallel.pipeline_stages import pipeline_stages
+from torchtitan.parallel.pipeline.split import pipeline_stages
 from torchtitan.train.build import build_compute, build_data, set_determinism
 from torchtitan.train.preflight import Setup
 from torchtitan.train.state import Parts, seed_step

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from torchtitan.config.sections.data import DataLoader, Source
+from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.loader import build_loader
-from torchtitan.data.positions import completed
+from torchtitan.data.read.positions import completed
 from torchtitan.data.spec import DataSpec
-from torchtitan.data.text.tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
 TEXTS = ["", "a, b\tc", "two\nlines\r\nand a third", 'say "so"', "ä日本🚀", "\ufeff x"] + [

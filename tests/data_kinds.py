@@ -8,9 +8,9 @@ import numpy as np
 from tests.runs import write_corpus
 from torchtitan.commands import tokenize
 from torchtitan.config.sections.data import DataLoader, Source
+from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.loader import build_loader
 from torchtitan.data.spec import DataSpec
-from torchtitan.data.text.tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
 SEQ = 24

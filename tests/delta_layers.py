@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from torchtitan.models.attention_interface import DocumentMask
-from torchtitan.models.delta import GatedDeltaNet
+from torchtitan.models.attention.interface import DocumentMask
+from torchtitan.models.delta.layer import GatedDeltaNet
 
 ARGS = SimpleNamespace(
     dim=32,

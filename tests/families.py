@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torchtitan.checkpoint.hf.folder import SafetensorsReader
 from torchtitan.models import HFNames, get_spec
-from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.attention.backend import attention_backend
 
 TINY = {
     "vocab_size": 160,

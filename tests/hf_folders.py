@@ -9,11 +9,11 @@ import torch
 
 from tests.families import TINY
 from torchtitan.checkpoint.commit import versions
-from torchtitan.checkpoint.manifest import CheckpointInfo
+from torchtitan.checkpoint.format.manifest import CheckpointInfo
 from torchtitan.checkpoint.save import write_streamed
 from torchtitan.checkpoint.state import model_state
 from torchtitan.models import get_spec
-from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.attention.backend import attention_backend
 from torchtitan.utils.assets import find_asset
 
 SHIPPED = find_asset("./tests/assets/tokenizer")

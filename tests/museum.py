@@ -21,13 +21,16 @@ from tests.planted_mistakes import planted as planted_in_parallel
 from tests.runs import EXPERTS
 from torchtitan.checkpoint.hf.export import HFExport
 from torchtitan.data.loader import StepLoader
-from torchtitan.models import attention_backend, attention_dense
-from torchtitan.models.delta import GatedDeltaNet
+from torchtitan.models.attention import backend as attention_backend
+from torchtitan.models.attention import dense as attention_dense
+from torchtitan.models.delta.layer import GatedDeltaNet
+from torchtitan.models.moe.router import Router
 from torchtitan.models.rope_scaling import YarnScaling
-from torchtitan.models.router import Router
 from torchtitan.optim.expert_balance import ExpertBalance
-from torchtitan.parallel import collectives, context, init, tensor
+from torchtitan.parallel import collectives, init
+from torchtitan.parallel.context import attention as context
 from torchtitan.parallel.parallelize import parallelize
+from torchtitan.parallel.tensor import styles as tensor
 from torchtitan.testing import parity
 from torchtitan.testing.difference import Tolerances
 from torchtitan.train import step

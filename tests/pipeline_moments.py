@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from torchtitan.parallel.pipeline_schedules import Action
+from torchtitan.parallel.pipeline.schedules import Action
 from torchtitan.tools.planner.pipeline_timeline import Program
 
 
@@ -40,7 +40,7 @@ def _holds(order: Sequence[Action], ranks: Sequence[int]) -> Iterator[Held]:
     arriving: dict[tuple[str, int, int], tuple[int, int]] = {}
     """(direction, stage, microbatch) of a posted receive to its rank and time."""
     sent: defaultdict[int, deque[int]] = defaultdict(deque)
-    """Times of the gradients under way to each rank (see `torchtitan.parallel.stage.Sends`).
+    """Times of the gradients under way to each rank (`parallel/pipeline/stage.py`).
     Hidden states that are sent wait for their backward as well, so they are counted there.
     """
     postponed: Counter[int] = Counter()

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from torchtitan.models.moe import Experts
-from torchtitan.models.router import Router
+from torchtitan.models.moe.moe import Experts
+from torchtitan.models.moe.router import Router
 from torchtitan.optim.expert_balance import ExpertBalance
-from torchtitan.parallel import expert
 from torchtitan.parallel.collectives import local
+from torchtitan.parallel.experts import shard as expert
 from torchtitan.testing import parity
 from torchtitan.train import build, trainer
 from torchtitan.train.forward import Compute

@@ -1,9 +1,9 @@
 """Data positions as checkpoints keep them."""
 
 from tests.checkpoints import ABOUT, train_state
-from torchtitan.checkpoint.manifest import FORMAT, Manifest, checked, parse, render
+from torchtitan.checkpoint.format.manifest import FORMAT, Manifest, checked, parse, render
 from torchtitan.data.loader import StepLoader
-from torchtitan.data.positions import DataPosition, DataState, completed
+from torchtitan.data.read.positions import DataPosition, DataState, completed
 
 MINIMAL = {
     "format": FORMAT,

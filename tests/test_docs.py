@@ -106,7 +106,7 @@ def test_example_is_the_tested_one():
         for block in BLOCKS
         if block.page == "adding-a-model.md" and block.language == "python"
     )
-    assert shown.text == (ROOT / "torchtitan/models/smollm3/__init__.py").read_text()
+    assert shown.text == (ROOT / "torchtitan/models/families/smollm3.py").read_text()
 
 
 def test_the_loop_in_the_readme_is_the_example():

@@ -9,7 +9,7 @@ import pyarrow.feather
 import pyarrow.parquet as pq
 
 from tests.corpora import TEXTS, write_json_lines
-from torchtitan.data.text.documents import LocalDocuments
+from torchtitan.data.read.documents import LocalDocuments
 
 
 def read(path, **options):

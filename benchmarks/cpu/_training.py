@@ -95,9 +95,9 @@ class Meter:
 def loader(rank: int, ranks: int) -> Any:
     """The rows that our trainer reads on `rank`."""
     from torchtitan.config.sections.data import DataLoader, Source
+    from torchtitan.data.encode.tokenizer import build_tokenizer
     from torchtitan.data.loader import build_loader
     from torchtitan.data.spec import DataSpec
-    from torchtitan.data.text.tokenizer import build_tokenizer
 
     spec = DataSpec(
         sources=[Source(name="data", dataset="demo")],

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchtitan.models.attention_backend import attention_backend
-from torchtitan.models.attention_interface import CAUSAL, Scores
+from torchtitan.models.attention.backend import attention_backend
+from torchtitan.models.attention.interface import CAUSAL, Scores
 
 HEADS = 4
 KV_HEADS = 2

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtitan.models.attention_backend import block_mask, document_mask
-from torchtitan.models.packed_attention import pack_documents
-from torchtitan.parallel.context import merge_blocks
-from torchtitan.parallel.context_layout import RowLayout
+from torchtitan.models.attention.backend import block_mask, document_mask
+from torchtitan.models.attention.packed import pack_documents
+from torchtitan.parallel.context.attention import merge_blocks
+from torchtitan.parallel.context.layout import RowLayout
 
 SEQ_LEN = 131_072
 RANKS = 8

@@ -54,7 +54,7 @@ class _Sparse(io.BytesIO):
 def write(folder: Path, gb: float, ranks: int) -> None:
     """A checkpoint of about `gb` GB, as `ranks` ranks would write it."""
 
-    from torchtitan.checkpoint.index import (
+    from torchtitan.checkpoint.format.index import (
         RankFile,
         TensorPart,
         TensorPlaces,
@@ -63,8 +63,15 @@ def write(folder: Path, gb: float, ranks: int) -> None:
         render_index,
         render_rank,
     )
-    from torchtitan.checkpoint.layout import Cut, Layout
-    from torchtitan.checkpoint.manifest import FORMAT, FileEntry, Manifest, Written, checked, render
+    from torchtitan.checkpoint.format.layout import Cut, Layout
+    from torchtitan.checkpoint.format.manifest import (
+        FORMAT,
+        FileEntry,
+        Manifest,
+        Written,
+        checked,
+        render,
+    )
 
     step = folder / "step-1"
     step.mkdir(parents=True)

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from torchtitan.commands import tokenize
 from torchtitan.config.sections.data import DataLoader, Source
+from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.loader import build_loader
+from torchtitan.data.read.documents import DemoDocuments
 from torchtitan.data.spec import DataSpec
-from torchtitan.data.text.documents import DemoDocuments
-from torchtitan.data.text.tokenizer import build_tokenizer
 
 ROWS = 8
 SEQ_LEN = 2048

@@ -53,7 +53,7 @@ def prepare(run: Run) -> None:
     from safetensors.torch import save_file
 
     from torchtitan.models import get_spec
-    from torchtitan.models.attention_backend import attention_backend
+    from torchtitan.models.attention.backend import attention_backend
     from torchtitan.parallel.init import materialize
 
     spec = get_spec("llama3")

@@ -67,7 +67,7 @@ def our_model() -> Any:
     import torch
 
     from torchtitan.models import get_spec
-    from torchtitan.models.attention_backend import attention_backend
+    from torchtitan.models.attention.backend import attention_backend
     from torchtitan.parallel.init import materialize
 
     spec = get_spec("qwen3_moe")
@@ -182,8 +182,9 @@ def dispatched(n_experts: int) -> Counter[str]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from torchtitan.models import get_spec, grouped
-    from torchtitan.models.moe import MoE
+    from torchtitan.models import get_spec
+    from torchtitan.models.moe import grouped
+    from torchtitan.models.moe.moe import MoE
 
     class Count(TorchDispatchMode):
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):

@@ -33,8 +33,8 @@ TOKENIZER = "./tests/assets/tokenizer"
 
 def make_jsonl(folder: Path, cache: Path) -> None:
     """Files of JSON lines, and what a first start finds out about them."""
-    from torchtitan.data.text.index import KeptFile, find_documents, new_index
-    from torchtitan.data.text.opening import FileStamp, open_data, sample
+    from torchtitan.data.read.index import KeptFile, find_documents, new_index
+    from torchtitan.data.read.opening import FileStamp, open_data, sample
 
     lines = [
         json.dumps({"text": f"document {i} " + "of some words " * (DOCUMENT // 14)})
@@ -68,7 +68,7 @@ def make_jsonl(folder: Path, cache: Path) -> None:
 
 
 def make_tokens(folder: Path) -> None:
-    from torchtitan.data.text.tokenizer import build_tokenizer
+    from torchtitan.data.encode.tokenizer import build_tokenizer
     from torchtitan.data.tokens.token_files import write_token_file
 
     tokens = SIZE // 2
@@ -90,9 +90,9 @@ def make_tokens(folder: Path) -> None:
 def start(folder: Path, cache: Path) -> None:
     """Open all sources, read some steps, and print what it took."""
     from torchtitan.config.sections.data import DataLoader, Source
+    from torchtitan.data.encode.tokenizer import build_tokenizer
     from torchtitan.data.loader import build_loader
     from torchtitan.data.spec import DataSpec
-    from torchtitan.data.text.tokenizer import build_tokenizer
     from torchtitan.tools.rehearsal.requests import count_files
 
     tokenizer = build_tokenizer(TOKENIZER)

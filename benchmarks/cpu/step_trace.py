@@ -329,7 +329,7 @@ def trace_step(
     from torchtitan.data.loader import StepBatch
     from torchtitan.parallel import parallelize as parallel
     from torchtitan.parallel.mesh import build_mesh
-    from torchtitan.tools.planner.fake import aside, fake_cluster, take_fake_memory
+    from torchtitan.tools.rehearsal.fake import aside, fake_cluster, take_fake_memory
     from torchtitan.train import build, preflight, state, step
 
     config = resolve([*arguments, "--compile.enable=false"], world).config

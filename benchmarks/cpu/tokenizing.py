@@ -112,7 +112,7 @@ def main() -> None:
         return
     from _sides import alternate, median, ratios
 
-    from torchtitan.data.text.documents import DemoDocuments
+    from torchtitan.data.read.documents import DemoDocuments
 
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder, "corpus.jsonl")

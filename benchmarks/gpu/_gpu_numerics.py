@@ -68,8 +68,8 @@ def ring(bench: Bench) -> Figures:
     import torch
     import torch.distributed as dist
 
-    from torchtitan.parallel.context import ring_attention_backend
-    from torchtitan.tools.planner.fake import fake_cluster
+    from torchtitan.parallel.context.attention import ring_attention_backend
+    from torchtitan.tools.rehearsal.fake import fake_cluster
     from torchtitan.utils.torch_compat import torch_is_before_2_13
 
     heads, kv_heads, length, size = (4, 2, 64, 32) if bench.dry else (8, 2, 2048, 128)

@@ -197,7 +197,7 @@ def _measuring(found: list[Figures], *, last: bool) -> Iterator[None]:
 def _one_of(world: int) -> Iterator[None]:
     """Be rank 0 of `world` ranks, of which more than one are simulated, with any weights."""
     from torchtitan.parallel import agree
-    from torchtitan.tools.planner.fake import fake_cluster
+    from torchtitan.tools.rehearsal.fake import fake_cluster
 
     with ExitStack() as stack:
         stack.enter_context(patch("torchtitan.parallel.init._fill", _fill))

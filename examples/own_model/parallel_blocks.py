@@ -4,10 +4,11 @@ feed-forward read the same norm, and both are added at once.
 
 from torch import Tensor
 
-from torchtitan.models import llama3, register
-from torchtitan.models.attention_interface import Attend, Mask
-from torchtitan.models.decoder import Block, Decoder
-from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models import register
+from torchtitan.models.args import DecoderArgs
+from torchtitan.models.attention.interface import Attend, Mask
+from torchtitan.models.decoder.model import Block, Decoder
+from torchtitan.models.families import llama3
 
 
 class ParallelBlock(Block):

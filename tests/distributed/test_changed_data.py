@@ -6,8 +6,8 @@ import pytest
 
 from tests.runs import SAVE, SCHEDULE, arguments, train, write_corpus
 from torchtitan.checkpoint.commit import damage
-from torchtitan.checkpoint.index import data_files
-from torchtitan.checkpoint.manifest import read_manifest
+from torchtitan.checkpoint.format.index import data_files
+from torchtitan.checkpoint.format.manifest import read_manifest
 from torchtitan.utils.errors import DamageError
 
 CONTINUE = "--training.on_changed_data=continue"

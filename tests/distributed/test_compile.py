@@ -136,7 +136,7 @@ def test_every_collective_at_a_matrix_product_is_fused(ranks, tmp_path, rows):
 def without_the_remedy(argv):
     from unittest import mock
 
-    from torchtitan.parallel import async_tensor
+    from torchtitan.parallel.tensor import async_tensor
 
     with mock.patch.object(async_tensor, "gathers_without_views", nullcontext):
         return compared(argv)

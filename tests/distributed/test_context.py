@@ -12,13 +12,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtitan.models import attention_kernel
-from torchtitan.models.attention_backend import document_mask
-from torchtitan.models.attention_interface import Scores
-from torchtitan.models.attention_kernel import BlockScores, block_backward, block_forward
-from torchtitan.parallel import context
-from torchtitan.parallel.context import merge_blocks, ring_attention, ring_attention_backend
-from torchtitan.parallel.context_layout import local_positions
+from torchtitan.models.attention import kernels as attention_kernel
+from torchtitan.models.attention.backend import document_mask
+from torchtitan.models.attention.interface import Scores
+from torchtitan.models.attention.kernels import BlockScores, block_backward, block_forward
+from torchtitan.parallel.context import attention as context
+from torchtitan.parallel.context.attention import (
+    merge_blocks,
+    ring_attention,
+    ring_attention_backend,
+)
+from torchtitan.parallel.context.layout import local_positions
 from torchtitan.testing.difference import rounding
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "seq": 32, "size": 8}

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.attention import documents, inputs, reference
-from torchtitan.models import attention_dense
-from torchtitan.models.attention_backend import attention_backend, document_mask
-from torchtitan.models.attention_interface import Scores
-from torchtitan.parallel import context
-from torchtitan.parallel.context import layout_of, ring_attention_backend
-from torchtitan.parallel.context_layout import RowLayout
-from torchtitan.parallel.context_window import needed
-from torchtitan.parallel.ulysses import copies_of_keys, ulysses_attention_backend
+from torchtitan.models.attention import dense as attention_dense
+from torchtitan.models.attention.backend import attention_backend, document_mask
+from torchtitan.models.attention.interface import Scores
+from torchtitan.parallel.context import attention as context
+from torchtitan.parallel.context.attention import layout_of, ring_attention_backend
+from torchtitan.parallel.context.layout import RowLayout
+from torchtitan.parallel.context.ulysses import copies_of_keys, ulysses_attention_backend
+from torchtitan.parallel.context.window import needed
 
 ROW = 32
 KINDS = [

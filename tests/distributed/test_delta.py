@@ -7,10 +7,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.delta_layers import GRADIENT, batch, filled, mask_of, relative, trained
-from torchtitan.models.delta_args import TENSOR_PARALLEL_STYLES
-from torchtitan.parallel.context_layout import RowLayout
-from torchtitan.parallel.delta_context import mix_across
-from torchtitan.parallel.tensor import apply_tensor_parallel
+from torchtitan.models.delta.args import TENSOR_PARALLEL_STYLES
+from torchtitan.parallel.context.delta import mix_across
+from torchtitan.parallel.context.layout import RowLayout
+from torchtitan.parallel.tensor.styles import apply_tensor_parallel
 from torchtitan.testing import parity
 
 SEQ = 136

@@ -21,14 +21,14 @@ from tests.examples import (
 )
 from tests.rounding import assert_rounds
 from tests.runs import SAVE, SCHEDULE, arguments, losses, train
+from torchtitan.checkpoint.format.manifest import read_manifest
 from torchtitan.checkpoint.inspect import settings
-from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.config import resolve
 from torchtitan.config.registry import data_sources, tokenizers
-from torchtitan.data.text.tokenizer import build_tokenizer
+from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.inference.load import find, open_tokenizer
 from torchtitan.models import get_spec
-from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.attention.backend import attention_backend
 from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.testing import parity

@@ -127,7 +127,7 @@ def waits(argv, layers):
 
         def counted(self, *args):
             frame = sys._getframe(1)
-            if not frame.f_code.co_filename.endswith("models/grouped.py"):
+            if not frame.f_code.co_filename.endswith("models/moe/grouped.py"):
                 places.append(f"{name} in {frame.f_code.co_qualname}")
             return read(self, *args)
 

@@ -13,12 +13,12 @@ from tests import families
 from tests.runs import arguments, train
 from torchtitan.commands import ckpt
 from torchtitan.commands import generate as command
-from torchtitan.data.text.tokenizer import build_tokenizer
+from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.inference import load as sources
 from torchtitan.inference.generator import Sampling, TextGenerator, sample
 from torchtitan.models import get_spec
-from torchtitan.models.attention_backend import attention_backend
-from torchtitan.parallel.tensor import apply_tensor_parallel
+from torchtitan.models.attention.backend import attention_backend
+from torchtitan.parallel.tensor.styles import apply_tensor_parallel
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.process import run_main
 

@@ -6,8 +6,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torchtitan.inference.generator import Sampling, TextGenerator
 from torchtitan.models import get_spec
-from torchtitan.models.attention_backend import attention_backend
-from torchtitan.parallel.tensor import apply_tensor_parallel
+from torchtitan.models.attention.backend import attention_backend
+from torchtitan.parallel.tensor.styles import apply_tensor_parallel
 
 SPEC = get_spec("llama3")
 TINY = {

@@ -22,8 +22,8 @@ from torchtitan.checkpoint.hf.folder import SafetensorsReader
 from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.commands import ckpt
 from torchtitan.models import get_spec
-from torchtitan.models.decoder_hf import computed_with
-from torchtitan.models.moe import Experts
+from torchtitan.models.hf.config import computed_with
+from torchtitan.models.moe.moe import Experts
 
 
 @pytest.mark.parametrize("family", families.SIZES)

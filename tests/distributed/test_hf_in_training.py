@@ -29,7 +29,7 @@ def test_hf_export_loads_in_transformers_and_here(ranks, tmp_path):
     theirs = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
     argv = arguments(tmp_path)
     setup = preflight(resolve(argv, 1).config)
-    from torchtitan.models.attention_backend import attention_backend
+    from torchtitan.models.attention.backend import attention_backend
 
     ours = setup.spec.build(setup.args, attention_backend("cpu"))
     ours.load_state_dict(run["weights"])

@@ -8,10 +8,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from torchtitan.models.linear import PerHead
+from torchtitan.models.layers.linear import PerHead
 from torchtitan.models.spec import Init
 from torchtitan.parallel.init import ROWS_PER_BLOCK, materialize
-from torchtitan.parallel.tensor import apply_tensor_parallel
+from torchtitan.parallel.tensor.styles import apply_tensor_parallel
 
 CPU = torch.device("cpu")
 

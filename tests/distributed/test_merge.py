@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from tests.checkpoints import change
 from tests.runs import EXPERTS, arguments, train, weights
 from torchtitan.checkpoint import merge as module
+from torchtitan.checkpoint.format.manifest import read_manifest
 from torchtitan.checkpoint.load import Reader, alone, read_tensor
-from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.commands import ckpt
 from torchtitan.inference import load as sources
 from torchtitan.models import get_spec

@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 from tests.runs import EXPERTS, SAVE, arguments, assert_continues, train
 from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.inference import load
-from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.attention.backend import attention_backend
 from torchtitan.testing.difference import Tolerances
 from torchtitan.testing.parity import compare
-from torchtitan.train import mtp, step
+from torchtitan.train import mtp_loss as mtp
+from torchtitan.train import step
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 MTP = ["--model.overrides.n_mtp=2", "--training.document_mask", "--training.seq_len=96"]

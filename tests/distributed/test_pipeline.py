@@ -17,9 +17,9 @@ from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, losses, trai
 from tests.zero_bubble import zb_h1
 from torchtitan.config import resolve
 from torchtitan.config.pipeline_schedules import NAMED_SCHEDULES
-from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.attention.backend import attention_backend
 from torchtitan.parallel.init import materialize
-from torchtitan.parallel.stage import Stage
+from torchtitan.parallel.pipeline.stage import Stage
 from torchtitan.tools.planner.pipeline_timeline import program
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight

@@ -18,8 +18,8 @@ from tests.traced_step.trace import trace_ranks
 from torchtitan.config import resolve
 from torchtitan.config.derive import axis_degrees
 from torchtitan.models import get_spec
-from torchtitan.models.attention_backend import attention_backend
-from torchtitan.models.norms import RMSNorm
+from torchtitan.models.attention.backend import attention_backend
+from torchtitan.models.layers.norms import RMSNorm
 from torchtitan.tools.planner.memory import PARTS
 from torchtitan.tools.planner.predict import derived_workload
 from torchtitan.tools.planner.traffic import collectives

@@ -11,10 +11,12 @@ from torch.profiler import ProfilerActivity, profile
 from tests.runs import EXPERTS, arguments, losses, train
 from torchtitan.config import resolve
 from torchtitan.models import get_spec
-from torchtitan.models.attention_backend import attention_backend
-from torchtitan.parallel import quantize, regather, tensor
+from torchtitan.models.attention.backend import attention_backend
 from torchtitan.parallel.compile import apply_compile
+from torchtitan.parallel.memory import regather
 from torchtitan.parallel.mesh import build_mesh
+from torchtitan.parallel.precision import dense as quantize
+from torchtitan.parallel.tensor import styles as tensor
 
 P = "--parallelism."
 TP = f"{P}tensor_parallel_degree=2"

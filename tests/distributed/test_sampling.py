@@ -9,7 +9,7 @@ import torch
 
 from tests.runs import EXPERTS, arguments, losses, train
 from torchtitan.config import resolve
-from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.attention.backend import attention_backend
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
 

@@ -28,12 +28,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.checkpoints import ABOUT, manifest, outcome, rank_file, save_steps, small_checkpointer
 from tests.checkpoints import train_state as state_of
 from torchtitan.checkpoint import Checkpointer, Trained, manager
-from torchtitan.checkpoint import layout as layouts
 from torchtitan.checkpoint import save as saving
 from torchtitan.checkpoint import writer as writing
-from torchtitan.checkpoint.index import Index
-from torchtitan.checkpoint.layout import Cut, Layout
-from torchtitan.checkpoint.manifest import CheckpointInfo, read_manifest
+from torchtitan.checkpoint.format import layout as layouts
+from torchtitan.checkpoint.format.index import Index
+from torchtitan.checkpoint.format.layout import Cut, Layout
+from torchtitan.checkpoint.format.manifest import CheckpointInfo, read_manifest
 from torchtitan.checkpoint.writer import CommittingWriter
 from torchtitan.commands import ckpt
 from torchtitan.config.sections import schema

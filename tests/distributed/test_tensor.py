@@ -10,9 +10,9 @@ from tests.rounding import assert_trained_alike
 from tests.runs import LR, arguments, losses, train
 from torchtitan.config import resolve
 from torchtitan.models import get_spec
-from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.attention.backend import attention_backend
 from torchtitan.parallel.mesh import build_mesh
-from torchtitan.parallel.tensor import apply_tensor_parallel
+from torchtitan.parallel.tensor.styles import apply_tensor_parallel
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import HostUpdate, forward_backward

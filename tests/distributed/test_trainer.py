@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from tests.runs import arguments, full, losses, read_metrics, train, write_corpus
 from torchtitan.config import resolve
+from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.order.rows import IGNORE_INDEX
-from torchtitan.data.text.tokenizer import build_tokenizer
-from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.attention.backend import attention_backend
 from torchtitan.parallel.groups import limit_groups
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.train.preflight import preflight

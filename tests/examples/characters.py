@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.config.registry import Section, tokenizers
-from torchtitan.data.text.tokenizer import Tokenizer
+from torchtitan.data.encode.tokenizer import Tokenizer
 
 
 class Keys(Section):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torchtitan.config.registry import Section, schedules
 from torchtitan.config.sections.optim import LRScheduler
-from torchtitan.config.sections.types import Steps
+from torchtitan.config.types import Steps
 
 
 class Keys(Section):

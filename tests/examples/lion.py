@@ -11,7 +11,7 @@ import torch
 
 from torchtitan.config.registry import Section, optimizers
 from torchtitan.config.sections.optim import Optimizer
-from torchtitan.config.sections.types import Decay
+from torchtitan.config.types import Decay
 from torchtitan.parallel.collectives import local
 
 

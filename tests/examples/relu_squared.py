@@ -8,12 +8,13 @@ torchtitan train CONFIG.toml --experimental.custom_import relu_squared --model.n
 import torch
 from torch import Tensor
 
-from torchtitan.models import qwen3_moe, register
-from torchtitan.models.attention_interface import Mask
-from torchtitan.models.decoder import Attention, Decoder, MoEBlock
-from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.decoder_traits import module_flops
-from torchtitan.models.moe import Experts, MoE
+from torchtitan.models import register
+from torchtitan.models.args import DecoderArgs
+from torchtitan.models.attention.interface import Mask
+from torchtitan.models.decoder.model import Attention, Decoder, MoEBlock
+from torchtitan.models.decoder.traits import module_flops
+from torchtitan.models.families import qwen3_moe
+from torchtitan.models.moe.moe import Experts, MoE
 
 
 class NoPositions(Attention):

@@ -9,9 +9,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from torchtitan.models import llama3, register
-from torchtitan.models.decoder import Decoder
-from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models import register
+from torchtitan.models.args import DecoderArgs
+from torchtitan.models.decoder.model import Decoder
+from torchtitan.models.families import llama3
 
 
 class CappedArgs(DecoderArgs):

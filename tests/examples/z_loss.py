@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan.config.registry import Section, losses
-from torchtitan.config.sections.types import Factor
+from torchtitan.config.types import Factor
 from torchtitan.optim.loss import IGNORE_INDEX, RowLoss
 from torchtitan.parallel.collectives import unsharded
 

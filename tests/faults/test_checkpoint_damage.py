@@ -32,9 +32,9 @@ from tests.checkpoints import (
 )
 from torchtitan.checkpoint import backend, resume
 from torchtitan.checkpoint.commit import disposable
+from torchtitan.checkpoint.format.index import read_rank
+from torchtitan.checkpoint.format.manifest import MANIFEST, parse, read_manifest
 from torchtitan.checkpoint.hf.export import export_saved
-from torchtitan.checkpoint.index import read_rank
-from torchtitan.checkpoint.manifest import MANIFEST, parse, read_manifest
 from torchtitan.commands import ckpt
 from torchtitan.utils.errors import CheckpointError, DamageError, UserError
 

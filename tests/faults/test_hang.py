@@ -20,7 +20,7 @@ from tests.runs import EXPERTS, arguments, losses, read_metrics, train
 from torchtitan.config import resolve
 from torchtitan.config.derive import layout_degrees
 from torchtitan.health.rank_dumps import read_dumps
-from torchtitan.parallel import expert
+from torchtitan.parallel.experts import shard as expert
 from torchtitan.testing.ranks import RankError
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer

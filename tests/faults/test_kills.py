@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, train
 from torchtitan.checkpoint import writer
 from torchtitan.checkpoint.commit import committed_steps, damage
-from torchtitan.checkpoint.manifest import MANIFEST, read_manifest
+from torchtitan.checkpoint.format.manifest import MANIFEST, read_manifest
 from torchtitan.checkpoint.writer import CommittingWriter
 from torchtitan.config import resolve
 from torchtitan.train import step

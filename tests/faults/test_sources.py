@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.data_kinds import loader, open_kind, take
 from tests.runs import arguments, train
-from torchtitan.data.text.documents import LocalDocuments
+from torchtitan.data.read.documents import LocalDocuments
 from torchtitan.utils.errors import UserError
 
 QUICK = {"retry_pause_seconds": 0.01}

@@ -21,9 +21,10 @@ from tests.checkpoints import (
     small_checkpointer,
     train_state,
 )
-from torchtitan.checkpoint import index, upload, writer
+from torchtitan.checkpoint import upload, writer
 from torchtitan.checkpoint.commit import committed_steps, leftovers
-from torchtitan.checkpoint.index import render_index
+from torchtitan.checkpoint.format import index
+from torchtitan.checkpoint.format.index import render_index
 from torchtitan.checkpoint.upload import GoneError, Uploader, send
 from torchtitan.commands import ckpt
 from torchtitan.utils import storage

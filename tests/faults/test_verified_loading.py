@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.checkpoints import ABOUT, flip, on_rank_0, rank_file, train_state
-from torchtitan.checkpoint import Checkpointer, Trained, sums
+from torchtitan.checkpoint import Checkpointer, Trained
 from torchtitan.checkpoint import load as loading
-from torchtitan.checkpoint.sums import SummedFile, SummedPart, crc32_of_end
+from torchtitan.checkpoint.format import sums
+from torchtitan.checkpoint.format.sums import SummedFile, SummedPart, crc32_of_end
 from torchtitan.config.sections import schema
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.storage import storage_path

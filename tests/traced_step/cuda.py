@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.traced_step.tracer import Tracer
-from torchtitan.models import attention_backend, norms
+from torchtitan.models.attention import backend as attention_backend
+from torchtitan.models.layers import norms
 from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel.collectives import sharded_like
 

@@ -29,18 +29,18 @@ from torchtitan.config.converters import GROUPED_MX, MX, uses
 from torchtitan.config.derive import compiles_blocks, gradient_accumulation_steps, replace
 from torchtitan.config.registry import import_custom
 from torchtitan.config.sections.schema import Config
-from torchtitan.models.attention_backend import attention_backend
-from torchtitan.models.decoder import MoEBlock
+from torchtitan.models.attention.backend import attention_backend
+from torchtitan.models.decoder.model import MoEBlock
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.parallel.fsdp import accumulation
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
-from torchtitan.parallel.quantize import quantize
-from torchtitan.tools.planner.fake import fake_cluster, take_fake_memory
+from torchtitan.parallel.precision.dense import quantize
 from torchtitan.tools.planner.linears import experts_in_eight_bits
 from torchtitan.tools.planner.memory import PARTS
-from torchtitan.tools.planner.substitution import Substitution, substituted
+from torchtitan.tools.rehearsal.fake import fake_cluster, take_fake_memory
+from torchtitan.tools.rehearsal.substitution import Substitution, substituted
 from torchtitan.train.build import build_compute
 from torchtitan.train.forward import Compute
 from torchtitan.train.preflight import Setup, preflight

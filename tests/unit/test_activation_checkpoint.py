@@ -7,16 +7,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config.sections.parallelism import ActivationCheckpoint, Compile
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import get_spec
-from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.attention.backend import attention_backend
 from torchtitan.optim.loss import cross_entropy
-from torchtitan.parallel.activation_checkpoint import (
+from torchtitan.parallel.compile import apply_compile
+from torchtitan.parallel.memory.checkpoint import (
     _ATTENTION,
     _COMMUNICATION,
     _MATMULS,
     apply_activation_checkpoint,
     memory_budget,
 )
-from torchtitan.parallel.compile import apply_compile
 
 SPEC = get_spec("llama3")
 TINY = {
@@ -126,7 +126,7 @@ def test_what_is_kept_by_name_exists_under_that_name():
     import torch.nn.attention.flex_attention
     import torch.nn.attention.varlen
 
-    import torchtitan.parallel.context  # noqa: F401
+    import torchtitan.parallel.context.attention  # noqa: F401
 
     known = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     known.add(torch.ops.higher_order.flex_attention.name())

@@ -9,11 +9,11 @@ import torch
 from tests.plans import workload
 from torchtitan.config import load_config
 from torchtitan.models import get_spec
-from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.attention.backend import attention_backend
 from torchtitan.optim.loss import cross_entropy
-from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
-from torchtitan.parallel.activation_offload import Offload, _Copy, apply_activation_offload
 from torchtitan.parallel.compile import apply_compile
+from torchtitan.parallel.memory.checkpoint import apply_activation_checkpoint
+from torchtitan.parallel.memory.offload import Offload, _Copy, apply_activation_offload
 from torchtitan.tools.planner.memory import memory_of, offloaded_per_block
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 

@@ -9,9 +9,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.attention import documents, inputs, reference
-from torchtitan.models import attention_dense, attention_kernel
-from torchtitan.models.attention_backend import attention_backend, block_mask, document_mask
-from torchtitan.models.attention_dense import (
+from torchtitan.models.attention import dense as attention_dense
+from torchtitan.models.attention import kernels as attention_kernel
+from torchtitan.models.attention.backend import attention_backend, block_mask, document_mask
+from torchtitan.models.attention.dense import (
     attend_variant,
     attention,
     band_backward,
@@ -19,7 +20,7 @@ from torchtitan.models.attention_dense import (
     counted_pairs,
     seen,
 )
-from torchtitan.models.attention_interface import Scores
+from torchtitan.models.attention.interface import Scores
 
 CASES = [
     {"scale": 0.3},
@@ -144,7 +145,7 @@ def test_what_a_window_leaves_of_a_block(offset, window):
 
 def test_what_is_plain_stays_sdpa():
     q, k, v, _ = inputs(torch.float32, e=12)
-    with patch("torchtitan.models.attention_backend.attend_variant") as variant:
+    with patch("torchtitan.models.attention.backend.attend_variant") as variant:
         attention_backend("cpu")(q, k, v, Scores(window=40))
         attention_backend("cpu")(q, k, v, Scores(scale=0.5))
         assert not variant.called
@@ -294,7 +295,7 @@ def test_attention_under_a_block_mask(options):
     """FlexAttention has no backward on the CPU but in its slow implementation."""
     from torch.nn.attention import flex_attention
 
-    from torchtitan.models import flex
+    from torchtitan.models.attention import flex
 
     positions = torch.cat([torch.arange(10), torch.arange(30, 40)])  # of one rank
     *qkv, logits = inputs(torch.float32, grad=True)

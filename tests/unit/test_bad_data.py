@@ -8,7 +8,7 @@ import pytest
 
 from tests.data_kinds import TOKENIZER, loader, open_kind, take
 from tests.positions import saved
-from torchtitan.data.text.documents import DemoDocuments, LocalDocuments
+from torchtitan.data.read.documents import DemoDocuments, LocalDocuments
 from torchtitan.utils.errors import UserError
 
 

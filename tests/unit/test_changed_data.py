@@ -10,9 +10,9 @@ import torch
 
 from tests.positions import saved
 from torchtitan.config.sections.data import DataLoader, Source
+from torchtitan.data.encode.tokenizer import LONG, build_tokenizer
 from torchtitan.data.loader import build_loader
-from torchtitan.data.spec import DataSpec
-from torchtitan.data.text.contents import (
+from torchtitan.data.read.contents import (
     Contents,
     DataFile,
     base_of,
@@ -20,7 +20,7 @@ from torchtitan.data.text.contents import (
     parse_lists,
     render_lists,
 )
-from torchtitan.data.text.tokenizer import LONG, build_tokenizer
+from torchtitan.data.spec import DataSpec
 from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.utils.errors import UserError
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tests.chats import CHATML, CHATML_MARKED, CHATS, LLAMA3, MISTRAL, PAIRS, say, write_tokenizer
-from torchtitan.data.text.chat import Chat
-from torchtitan.data.text.opening import BadDocument
-from torchtitan.data.text.tokenizer import CONTINUES, PLAIN, UNPREDICTED, build_tokenizer
+from torchtitan.data.encode.chat import Chat
+from torchtitan.data.encode.tokenizer import CONTINUES, PLAIN, UNPREDICTED, build_tokenizer
+from torchtitan.data.read.opening import BadDocument
 from torchtitan.utils.errors import UserError
 
 

@@ -14,13 +14,13 @@ from tests.chats import CHATML, CHATML_MARKED, CHATS, LLAMA3, say, write_chats, 
 from torchtitan.commands import data, tokenize
 from torchtitan.config import resolve
 from torchtitan.config.sections.data import DataLoader, Source
+from torchtitan.data.encode.chat import Chat
+from torchtitan.data.encode.tokenizer import PLAIN, UNPREDICTED, build_tokenizer
 from torchtitan.data.loader import build_loader
 from torchtitan.data.order.rows import IGNORE_INDEX
-from torchtitan.data.positions import completed
+from torchtitan.data.read.positions import completed
 from torchtitan.data.registered import RegisteredDocuments
 from torchtitan.data.spec import DataSpec
-from torchtitan.data.text.chat import Chat
-from torchtitan.data.text.tokenizer import PLAIN, UNPREDICTED, build_tokenizer
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
 

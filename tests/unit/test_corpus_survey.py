@@ -22,9 +22,9 @@ from tests.chats import CHATML, write_tokenizer
 from torchtitan.commands import data as command
 from torchtitan.commands import tokenize as tokenize_command
 from torchtitan.config.sections.data import DataLoader, DataStage, Source
+from torchtitan.data.encode.tokenizer import build_tokenizer
+from torchtitan.data.read.opening import FileStamp
 from torchtitan.data.spec import DataSpec
-from torchtitan.data.text.opening import FileStamp
-from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.data.tokens.token_files import TokenFiles, write_token_file
 from torchtitan.tools.corpus import sampling, tally
 from torchtitan.tools.corpus.columns import Columns, Drawn

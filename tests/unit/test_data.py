@@ -16,7 +16,7 @@ from tests.runs import write_corpus
 from torchtitan.commands import tokenize
 from torchtitan.data.order.mixture import permute
 from torchtitan.data.order.rows import IGNORE_INDEX
-from torchtitan.data.text.documents import DemoDocuments, LocalDocuments
+from torchtitan.data.read.documents import DemoDocuments, LocalDocuments
 from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.utils.errors import UserError
 

@@ -8,9 +8,9 @@ import shutil
 import numpy as np
 import pytest
 
-from torchtitan.data.text import index as caches
-from torchtitan.data.text.documents import LocalDocuments
-from torchtitan.data.text.opening import WHOLE, sample, whole
+from torchtitan.data.read import index as caches
+from torchtitan.data.read.documents import LocalDocuments
+from torchtitan.data.read.opening import WHOLE, sample, whole
 
 TEXTS = [f"document {i} of words" for i in range(40)]
 

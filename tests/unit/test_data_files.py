@@ -10,11 +10,11 @@ import pytest
 
 from tests.corpora import TOKENIZER, loader
 from torchtitan.commands import tokenize
-from torchtitan.data.text.documents import LocalDocuments
-from torchtitan.data.text.files import find_text_files, find_token_files
-from torchtitan.data.text.opening import DataError, FileStamp, open_plain
-from torchtitan.data.text.records import read_records
-from torchtitan.data.text.tokenizer import LONG
+from torchtitan.data.encode.tokenizer import LONG
+from torchtitan.data.read.documents import LocalDocuments
+from torchtitan.data.read.files import find_text_files, find_token_files
+from torchtitan.data.read.opening import DataError, FileStamp, open_plain
+from torchtitan.data.read.records import read_records
 from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.utils.errors import UserError
 

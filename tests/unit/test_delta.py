@@ -8,9 +8,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.delta_layers import ARGS, GRADIENT, SEQ, filled, relative, trained
-from torchtitan.models.delta import GatedDeltaNet
-from torchtitan.models.delta_args import TENSOR_PARALLEL_STYLES, delta_flops, delta_init
-from torchtitan.models.delta_rule import (
+from torchtitan.models.delta.args import TENSOR_PARALLEL_STYLES, delta_flops, delta_init
+from torchtitan.models.delta.layer import GatedDeltaNet
+from torchtitan.models.delta.rule import (
     chunk_states,
     chunked_delta_rule,
     normalize,

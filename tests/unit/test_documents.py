@@ -11,13 +11,13 @@ from tests.attention import inputs, reference
 from torchtitan.config.sections.parallelism import ActivationCheckpoint, Compile
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import get_spec
-from torchtitan.models.attention_backend import attention_backend, document_mask
-from torchtitan.models.attention_interface import Scores
-from torchtitan.models.packed_attention import attend_documents, pack_documents
+from torchtitan.models.attention.backend import attention_backend, document_mask
+from torchtitan.models.attention.interface import Scores
+from torchtitan.models.attention.packed import attend_documents, pack_documents
 from torchtitan.optim.loss import cross_entropy
-from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.compile import apply_compile
-from torchtitan.parallel.stage import Masks
+from torchtitan.parallel.memory.checkpoint import apply_activation_checkpoint
+from torchtitan.parallel.pipeline.stage import Masks
 
 SPEC = get_spec("llama3")
 TINY = {

@@ -21,7 +21,7 @@ from torchtitan.config.load.decode import load_config
 from torchtitan.config.registry import model_families
 from torchtitan.models import export_problems, get_spec, parameter_names, spec_of_hf
 from torchtitan.models import families as families_of_models
-from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.attention.backend import attention_backend
 from torchtitan.optim.loss import cross_entropy
 
 TINY_MODELS = sorted((Path(__file__).parents[1] / "assets/tiny_models").glob("*.json"))

@@ -11,10 +11,10 @@ from torchtitan.commands import config as config_command
 from torchtitan.commands import plan
 from torchtitan.config import resolve
 from torchtitan.models import families, get_spec
-from torchtitan.models.attention_backend import attention_backend
-from torchtitan.models.decoder import Block, Decoder
-from torchtitan.models.feed_forward import FeedForward
-from torchtitan.models.moe import Experts
+from torchtitan.models.attention.backend import attention_backend
+from torchtitan.models.decoder.model import Block, Decoder
+from torchtitan.models.layers.feed_forward import FeedForward
+from torchtitan.models.moe.moe import Experts
 from torchtitan.train.family import Findings, check_family
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError

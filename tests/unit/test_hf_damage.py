@@ -21,7 +21,7 @@ from tests.damaged_models import (
 )
 from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.commands import ckpt, generate
-from torchtitan.data.text.tokenizer import build_tokenizer
+from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.models import get_spec
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError

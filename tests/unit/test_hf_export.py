@@ -16,11 +16,11 @@ from torchtitan.checkpoint.hf import check as hf_check
 from torchtitan.checkpoint.hf import export as hf_export
 from torchtitan.commands import ckpt
 from torchtitan.config import resolve
-from torchtitan.data.text.tokenizer import build_tokenizer
+from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.models import get_spec, hf_map, parameter_names, register, spec_of_hf
 from torchtitan.models import spec as models_spec
-from torchtitan.models.decoder import Decoder
-from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.args import DecoderArgs
+from torchtitan.models.decoder.model import Decoder
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import CheckpointError, ConfigError
 

@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 from tests import families
 from tests.packed_model import WIDE, E, Packed, names, theirs
 from torchtitan.checkpoint.commit import versions
+from torchtitan.checkpoint.format.manifest import CheckpointInfo
 from torchtitan.checkpoint.hf.export import HFExport
 from torchtitan.checkpoint.hf.folder import SafetensorsReader
 from torchtitan.checkpoint.hf.weights import import_hf, load_hf
 from torchtitan.checkpoint.load import Reader, read_tensor
-from torchtitan.checkpoint.manifest import CheckpointInfo
 from torchtitan.checkpoint.save import write_streamed
 from torchtitan.commands import ckpt
 from torchtitan.models import get_spec, parameter_names, register

@@ -15,7 +15,7 @@ from torchtitan.config import complete, load_config
 from torchtitan.config.load.keys import FIELDS
 from torchtitan.models import get_spec
 from torchtitan.tools.launch.data_choice import find_data
-from torchtitan.tools.launch.models import find_model
+from torchtitan.tools.launch.model_choice import find_model
 from torchtitan.tools.launch.preparation import prepared_by, prepared_settings
 from torchtitan.tools.launch.questions import parse_length
 from torchtitan.tools.launch.recipe import suggested_tokens

@@ -17,7 +17,7 @@ from torchtitan.config.load.decode import LoadedConfig
 from torchtitan.config.rules import Facts
 from torchtitan.tools.launch import questions
 from torchtitan.tools.launch.data_choice import find_data
-from torchtitan.tools.launch.models import find_model, offered
+from torchtitan.tools.launch.model_choice import find_model, offered
 from torchtitan.tools.launch.recipe import Request, as_flags, draft
 from torchtitan.tools.planner.hardware import find_hardware, load_hardware
 from torchtitan.tools.planner.planner import any_layout, without_missing_files

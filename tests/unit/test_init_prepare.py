@@ -8,7 +8,7 @@ import pytest
 
 from tests.init_runs import H100, SMALL
 from torchtitan.commands import init, tokenize, tokenizer
-from torchtitan.data.text.corpus import Corpus
+from torchtitan.data.read.corpus import Corpus
 from torchtitan.tools.launch import ask
 from torchtitan.utils.errors import ConfigError, UserError
 

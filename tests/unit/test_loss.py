@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.rounding import assert_rounds
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.models import get_spec
-from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.attention.backend import attention_backend
 from torchtitan.optim.loss import chunked_loss, cross_entropy, with_z_loss
 
 SPEC = get_spec("llama3")

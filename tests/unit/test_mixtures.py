@@ -18,7 +18,7 @@ from tests.runs import write_corpus
 from torchtitan.config.sections.data import DataLoader, DataStage, Source
 from torchtitan.data.loader import build_loader
 from torchtitan.data.order.mixture import Shares, divide, permute, scatter
-from torchtitan.data.positions import joined
+from torchtitan.data.read.positions import joined
 from torchtitan.data.spec import DataSpec
 from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.optim.lr_schedule import LRSchedule

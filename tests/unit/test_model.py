@@ -9,11 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.families import as_ours, build, twin
 from tests.rounding import assert_rounds
-from torchtitan.models import attention_backend as backend
 from torchtitan.models import get_spec, parameter_names
-from torchtitan.models.attention_backend import attention_backend, block_mask, document_mask
-from torchtitan.models.attention_interface import Scores
-from torchtitan.models.norms import RMSNorm
+from torchtitan.models.attention import backend
+from torchtitan.models.attention.backend import attention_backend, block_mask, document_mask
+from torchtitan.models.attention.interface import Scores
+from torchtitan.models.layers.norms import RMSNorm
 from torchtitan.models.rope_scaling import RopeScaling
 from torchtitan.optim.loss import cross_entropy
 from torchtitan.utils.errors import ConfigError

@@ -13,12 +13,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.rounding import assert_rounds
-from torchtitan.models import get_spec, grouped
-from torchtitan.models.attention_backend import attention_backend
-from torchtitan.models.decoder import MoEBlock
-from torchtitan.models.grouped import grouped_mm, grouped_swiglu
-from torchtitan.models.moe import MoE
-from torchtitan.models.router import Balance, Router, top_k
+from torchtitan.models import get_spec
+from torchtitan.models.attention.backend import attention_backend
+from torchtitan.models.decoder.model import MoEBlock
+from torchtitan.models.moe import grouped
+from torchtitan.models.moe.grouped import grouped_mm, grouped_swiglu
+from torchtitan.models.moe.moe import MoE
+from torchtitan.models.moe.router import Balance, Router, top_k
 
 SPEC = get_spec("qwen3_moe")
 SIZES = {

@@ -13,11 +13,11 @@ from tests.rounding import assert_rounds
 from torchtitan.config import resolve
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.models import get_spec, parameter_names
-from torchtitan.models.decoder import Decoder
-from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.decoder_traits import module_flops
-from torchtitan.parallel.pipeline_stages import pipeline_stages
-from torchtitan.train.mtp import with_next
+from torchtitan.models.args import DecoderArgs
+from torchtitan.models.decoder.model import Decoder
+from torchtitan.models.decoder.traits import module_flops
+from torchtitan.parallel.pipeline.split import pipeline_stages
+from torchtitan.train.mtp_loss import with_next
 
 MODULES = 2
 

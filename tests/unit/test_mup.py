@@ -9,8 +9,8 @@ from torchtitan.commands import parity
 from torchtitan.config import resolve
 from torchtitan.config.sections.optim import Optimizer, ParamGroup
 from torchtitan.models import export_problems, get_spec
-from torchtitan.models.attention_backend import attention_backend
-from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.args import DecoderArgs
+from torchtitan.models.attention.backend import attention_backend
 from torchtitan.optim import optimizer as optimizers
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.parallel.init import materialize
@@ -58,7 +58,7 @@ def test_sizes_stay_in_mup_and_grow_in_the_standard_parametrization(argv):
 
 
 def unscaled_init(patch):
-    patch.setattr("torchtitan.models.mup.std_factor", lambda fqn, args: 1.0)
+    patch.setattr("torchtitan.models.decoder.mup.std_factor", lambda fqn, args: 1.0)
 
 
 def unscaled_rates(patch):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from tests.doc_blocks import ROOT
 from torchtitan.config import resolve
 from torchtitan.models import get_spec
-from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.attention.backend import attention_backend
 from torchtitan.parallel.init import materialize
 from torchtitan.train.preflight import preflight
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.rounding import assert_rounds
 from torchtitan.config import resolve
 from torchtitan.config.sections.optim import LRScheduler, Optimizer, ParamGroup
-from torchtitan.models.linear import PerHead
+from torchtitan.models.layers.linear import PerHead
 from torchtitan.optim.lr_schedule import LRSchedule, lr_factor
 from torchtitan.optim.optimizer import build_optimizer
 

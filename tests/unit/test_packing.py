@@ -17,13 +17,13 @@ from tests.corpora import write_megatron
 from tests.data_kinds import ROWS, TOKENIZER, write_kinds
 from torchtitan.commands import data, tokenize
 from torchtitan.config.sections.data import DataLoader, DataStage, Source
+from torchtitan.data.encode.tokenizer import PLAIN, UNPREDICTED, build_tokenizer
 from torchtitan.data.loader import build_loader
 from torchtitan.data.order.lanes import PackedLane
 from torchtitan.data.order.packing import best_fit, pack
 from torchtitan.data.order.rows import IGNORE_INDEX
-from torchtitan.data.positions import StreamPosition, completed
+from torchtitan.data.read.positions import StreamPosition, completed
 from torchtitan.data.spec import DataSpec
-from torchtitan.data.text.tokenizer import PLAIN, UNPREDICTED, build_tokenizer
 from torchtitan.utils.errors import UserError
 
 SEQ = 48

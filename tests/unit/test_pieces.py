@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.data.text import tokenizer as module
-from torchtitan.data.text.tokenizer import LLAMA3_PATTERN, build_tokenizer, pieces
+from torchtitan.data.encode import tokenizer as module
+from torchtitan.data.encode.tokenizer import LLAMA3_PATTERN, build_tokenizer, pieces
 from torchtitan.utils.assets import find_asset
 
 SHIPPED = "./tests/assets/tokenizer"

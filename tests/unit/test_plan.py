@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.plans import FULL, H100, NONE, ONE_ROW, OP, SPEC, TINY, product_seconds, workload
 from torchtitan.config import load_config
 from torchtitan.models import families
-from torchtitan.models.attention_backend import attention_backend
-from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.args import DecoderArgs
+from torchtitan.models.attention.backend import attention_backend
 from torchtitan.models.spec import ModelArgs
-from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
+from torchtitan.parallel.memory.checkpoint import apply_activation_checkpoint
 from torchtitan.tools.planner.block import COUNTED
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.memory import memory_of, predict_memory

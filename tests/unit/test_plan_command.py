@@ -13,7 +13,7 @@ import torch
 from tests.plans import FULL, H100, NONE, ONE_ROW, SPEC, TINY, workload
 from torchtitan.commands.plan import main
 from torchtitan.config import resolve
-from torchtitan.parallel.quantize import check_hardware
+from torchtitan.parallel.precision.dense import check_hardware
 from torchtitan.telemetry.metrics import peak_flops
 from torchtitan.tools.planner import calibrate
 from torchtitan.tools.planner.advice import faster

@@ -10,8 +10,8 @@ from tests.plans import FULL, H100, NONE, OP, product_seconds
 from torchtitan.config import load_config, resolve
 from torchtitan.config.derive import layout_degrees
 from torchtitan.models import get_spec
-from torchtitan.models.attention_backend import attention_backend
-from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
+from torchtitan.models.attention.backend import attention_backend
+from torchtitan.parallel.memory.checkpoint import apply_activation_checkpoint
 from torchtitan.tools.planner.advice import smaller
 from torchtitan.tools.planner.block_time import EXPERT_TILE
 from torchtitan.tools.planner.comm_time import HOST_WAIT

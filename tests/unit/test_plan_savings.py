@@ -79,7 +79,7 @@ def test_the_launcher_adds_the_advice(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(command, "Stop", lambda grace: SimpleNamespace())
     monkeypatch.setattr(command, "train", run_out)
     monkeypatch.setattr("torch.distributed.run.main", fail)
-    monkeypatch.setattr("torchtitan.parallel.rendezvous.register", lambda secret: None)
+    monkeypatch.setattr("torchtitan.tools.launch.rendezvous.register", lambda secret: None)
     monkeypatch.setattr(os, "environ", {**os.environ})
     os.environ.pop("RANK", None)
     argv = ["--", f"--job.dump_folder={tmp_path}", "--training.seq_len=8192"]

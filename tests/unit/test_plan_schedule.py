@@ -6,8 +6,8 @@ import pytest
 
 from tests.pipeline_moments import Held, held
 from tests.zero_bubble import zb_h1
-from torchtitan.parallel.pipeline_schedules import Action
-from torchtitan.parallel.pipeline_stages import StagePlan
+from torchtitan.parallel.pipeline.schedules import Action
+from torchtitan.parallel.pipeline.split import StagePlan
 from torchtitan.tools.planner.pipeline_costs import batch_time, in_flight
 from torchtitan.tools.planner.pipeline_timeline import Program, program, simulate
 

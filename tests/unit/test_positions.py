@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 from tests.checkpoints import ABOUT, train_state
 from tests.positions import MINIMAL, manifest_bytes
-from torchtitan.checkpoint.manifest import Manifest, checked, parse
+from torchtitan.checkpoint.format.manifest import Manifest, checked, parse
 from torchtitan.config.sections.data import DataLoader, DataStage, Source
+from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.loader import build_loader
-from torchtitan.data.positions import SourcePosition, completed, joined
+from torchtitan.data.read.documents import LocalDocuments
+from torchtitan.data.read.positions import SourcePosition, completed, joined
 from torchtitan.data.reader import StepReader
 from torchtitan.data.spec import DataSpec
-from torchtitan.data.text.documents import LocalDocuments
-from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.utils.errors import FormatBugError, UserError
 
@@ -52,8 +52,8 @@ def lines(texts, *bad):
 def short_pieces():
     """Let the documents of some hundred characters be long ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchtitan.data.text.tokenizer.LONG", 500)
-        patch.setattr("torchtitan.data.text.tokenizer.PIECE", 60)
+        patch.setattr("torchtitan.data.encode.tokenizer.LONG", 500)
+        patch.setattr("torchtitan.data.encode.tokenizer.PIECE", 60)
         yield
 
 

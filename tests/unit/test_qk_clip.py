@@ -6,10 +6,10 @@ import torch
 from tests.runs import TINY
 from torchtitan.config import resolve
 from torchtitan.models import get_spec
-from torchtitan.models.attention_backend import attention_backend, document_mask
-from torchtitan.models.packed_attention import pack_documents
+from torchtitan.models.attention.backend import attention_backend, document_mask
+from torchtitan.models.attention.packed import pack_documents
+from torchtitan.optim.max_logits import record_max_logits
 from torchtitan.optim.qk_clip import QKClip
-from torchtitan.parallel.max_logits import record_max_logits
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
 
@@ -112,7 +112,7 @@ def test_projections_of_other_sizes_are_refused():
 
 def test_scores_are_recorded_in_blocks(monkeypatch):
     """Of queries, with positions of context parallelism, as from all scores at once."""
-    monkeypatch.setattr("torchtitan.parallel.max_logits._AT_ONCE", 1)
+    monkeypatch.setattr("torchtitan.optim.max_logits._AT_ONCE", 1)
     torch.manual_seed(0)
     q = torch.randn(2, 4, 20, 8)
     k = torch.randn(2, 2, 40, 8)

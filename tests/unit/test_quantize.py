@@ -10,8 +10,8 @@ from tests.rounding import assert_rounds
 from torchtitan.config import resolve
 from torchtitan.config.sections.quantize import Quantize
 from torchtitan.models import get_spec
-from torchtitan.models.attention_backend import attention_backend
-from torchtitan.parallel.quantize import check_hardware, quantize
+from torchtitan.models.attention.backend import attention_backend
+from torchtitan.parallel.precision.dense import check_hardware, quantize
 from torchtitan.utils.errors import ConfigError
 
 SPEC = get_spec("llama3")

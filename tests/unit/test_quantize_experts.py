@@ -7,11 +7,11 @@ from torch import nn
 from torchtitan.config import resolve
 from torchtitan.config.rules import Facts, problems
 from torchtitan.models import get_spec
-from torchtitan.models.attention_backend import attention_backend
-from torchtitan.models.grouped import grouped_mm
-from torchtitan.models.moe import Experts
-from torchtitan.parallel.quantize import check_hardware, quantize
-from torchtitan.parallel.quantize_experts import emulated_float8, mxfp8, padded
+from torchtitan.models.attention.backend import attention_backend
+from torchtitan.models.moe.grouped import grouped_mm
+from torchtitan.models.moe.moe import Experts
+from torchtitan.parallel.precision.dense import check_hardware, quantize
+from torchtitan.parallel.precision.experts import emulated_float8, mxfp8, padded
 from torchtitan.utils.errors import ConfigError
 
 SPEC = get_spec("qwen3_moe")

@@ -18,10 +18,10 @@ import torch
 from tests.data_kinds import SEQ, TOKENIZER, loader, read, take, token_file_ids
 from tests.positions import saved
 from torchtitan.commands import tokenize
-from torchtitan.data.text import index
-from torchtitan.data.text import tokenizer as tokenizer_module
-from torchtitan.data.text.documents import LocalDocuments
-from torchtitan.data.text.index import Cache
+from torchtitan.data.encode import tokenizer as tokenizer_module
+from torchtitan.data.read import index
+from torchtitan.data.read.documents import LocalDocuments
+from torchtitan.data.read.index import Cache
 from torchtitan.data.tokens.duplicates import HASH, count_duplicates, save_hashes
 from torchtitan.utils.errors import UserError
 
@@ -122,7 +122,7 @@ def test_processes_share_the_work_of_indexing(corpus, tmp_path, monkeypatch):
     folder, texts = corpus
     made = []
     find = index.find_documents
-    module = "torchtitan.data.text.index"
+    module = "torchtitan.data.read.index"
     monkeypatch.setattr(
         f"{module}.find_documents", lambda one, *a: made.append(one.path) or find(one, *a)
     )

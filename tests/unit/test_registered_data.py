@@ -8,10 +8,10 @@ import torch
 
 from tests.positions import saved
 from torchtitan.config.sections.data import DataLoader, Source
+from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.data.loader import build_loader
 from torchtitan.data.registered import open_custom
 from torchtitan.data.spec import DataSpec
-from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.utils.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("registered")

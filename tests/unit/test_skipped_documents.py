@@ -16,7 +16,7 @@ from tests.data_kinds import SEQ, TOKENIZER, loader, read, take, token_file_ids
 from tests.positions import saved
 from tests.runs import SAVE, arguments, train
 from torchtitan.commands import tokenize
-from torchtitan.data.text.documents import LocalDocuments
+from torchtitan.data.read.documents import LocalDocuments
 from torchtitan.utils.errors import UserError
 
 BAD_LINES = {

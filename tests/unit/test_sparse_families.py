@@ -17,7 +17,7 @@ from tests import families
 from torchtitan.checkpoint.hf.export import HFExport
 from torchtitan.commands import ckpt
 from torchtitan.models import get_spec, parameter_names, spec_of_hf
-from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.attention.backend import attention_backend
 from torchtitan.models.hf_names import parts_of
 from torchtitan.optim.loss import cross_entropy
 from torchtitan.utils.errors import ConfigError

@@ -10,7 +10,7 @@ from torchtitan.config import resolve
 from torchtitan.config.pipeline_schedules import NAMED_SCHEDULES, SCHEDULES
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.models import get_spec
-from torchtitan.parallel.pipeline_stages import balanced, pipeline_stages
+from torchtitan.parallel.pipeline.split import balanced, pipeline_stages
 from torchtitan.tools.planner.pipeline_timeline import program
 from torchtitan.utils.errors import ConfigError
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchtitan.tools.planner.substitution import Substitution, substituted
+from torchtitan.tools.rehearsal.substitution import Substitution, substituted
 
 
 class Base:

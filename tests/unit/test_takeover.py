@@ -13,8 +13,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from tests.runs import free_ports
-from torchtitan.parallel import takeover
-from torchtitan.parallel.takeover import Endpoint, Takeover, _Found
+from torchtitan.tools.launch import takeover
+from torchtitan.tools.launch.takeover import Endpoint, Takeover, _Found
 
 
 class Meeting:

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from torchtitan.commands import data, tokenize
-from torchtitan.data.text.corpus import Corpus
-from torchtitan.data.text.files import find_token_files
-from torchtitan.data.text.tokenizer import build_tokenizer
-from torchtitan.data.text.tokenizer_training import train_tokenizer
+from torchtitan.data.encode.tokenizer import build_tokenizer
+from torchtitan.data.encode.tokenizer_training import train_tokenizer
+from torchtitan.data.read.corpus import Corpus
+from torchtitan.data.read.files import find_token_files
 from torchtitan.data.tokens.duplicates import Seen
 from torchtitan.data.tokens.near_duplicates import NearDuplicates
 from torchtitan.utils.errors import UserError
@@ -270,7 +270,7 @@ def test_case_punctuation_and_pieces_change_no_keys(monkeypatch):
     assert NEAR.keys("日本語の文章です") == NEAR.keys("日 本、語 の文章です。")
     assert NEAR.keys("") != NEAR.keys("!") != NEAR.keys("?")
     assert NEAR.keys("one two") == NEAR.keys("One, two.") != NEAR.keys("one three")
-    monkeypatch.setattr("torchtitan.data.text.tokenizer.PIECE", 50)
+    monkeypatch.setattr("torchtitan.data.encode.tokenizer.PIECE", 50)
     assert NEAR.keys(" ".join(words)) == keys
 
 

@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 
-from torchtitan.data.text.documents import DemoDocuments
-from torchtitan.data.text.tokenizer import LLAMA3_SPECIAL, build_tokenizer
+from torchtitan.data.encode.tokenizer import LLAMA3_SPECIAL, build_tokenizer
+from torchtitan.data.read.documents import DemoDocuments
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError
 

@@ -10,9 +10,9 @@ from itertools import pairwise
 import pytest
 
 from torchtitan.commands import tokenizer as command
-from torchtitan.data.text.corpus import Corpus
-from torchtitan.data.text.tokenizer import build_tokenizer
-from torchtitan.data.text.tokenizer_training import Sample, Trained, _sampled, train_tokenizer
+from torchtitan.data.encode.tokenizer import build_tokenizer
+from torchtitan.data.encode.tokenizer_training import Sample, Trained, _sampled, train_tokenizer
+from torchtitan.data.read.corpus import Corpus
 from torchtitan.utils.errors import UserError
 
 WORDS = [

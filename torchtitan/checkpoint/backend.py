@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Protocol
 
 from torchtitan.checkpoint.commit import committed_steps
-from torchtitan.checkpoint.index import Index, index_bytes
+from torchtitan.checkpoint.format.index import Index, index_bytes
+from torchtitan.checkpoint.format.manifest import CheckpointInfo, Manifest, manifest_bytes
 from torchtitan.checkpoint.load import Reader
-from torchtitan.checkpoint.manifest import CheckpointInfo, Manifest, manifest_bytes
 from torchtitan.checkpoint.save import Writer
 from torchtitan.checkpoint.writer import CommittingWriter
 

@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 
 import torchtitan
-from torchtitan.checkpoint.index import files_of
-from torchtitan.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_manifest
-from torchtitan.checkpoint.sums import crc32
+from torchtitan.checkpoint.format.index import files_of
+from torchtitan.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from torchtitan.checkpoint.format.sums import crc32
 from torchtitan.utils.errors import CheckpointError, DamageError
 from torchtitan.utils.logging import event, logger
 from torchtitan.utils.storage import delete_tree, is_remote, make_folder, patiently

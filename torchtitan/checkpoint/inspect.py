@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from torchtitan.checkpoint.format.manifest import Manifest, read_manifest
 from torchtitan.checkpoint.load import Reader
-from torchtitan.checkpoint.manifest import Manifest, read_manifest
 from torchtitan.config.load.keys import FIELDS
 from torchtitan.utils.wording import aligned, flat, show_size
 

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.planner_helpers import (
 from torch.futures import Future
 
 from torchtitan.checkpoint.commit import damage
-from torchtitan.checkpoint.index import Index, Place
-from torchtitan.checkpoint.manifest import Manifest
-from torchtitan.checkpoint.sums import SummedPart
+from torchtitan.checkpoint.format.index import Index, Place
+from torchtitan.checkpoint.format.manifest import Manifest
+from torchtitan.checkpoint.format.sums import SummedPart
 from torchtitan.parallel import agree
 from torchtitan.utils.errors import DamageError, UserError
 from torchtitan.utils.files import open_regular

@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from torchtitan.checkpoint.backend import FolderStorage, Storage
 from torchtitan.checkpoint.commit import discard, prepare, purge, step_folder
+from torchtitan.checkpoint.format.manifest import CheckpointInfo, checked
 from torchtitan.checkpoint.load import RankError, describe
-from torchtitan.checkpoint.manifest import CheckpointInfo, checked
 from torchtitan.checkpoint.resume import Resumed, agreed_steps, load_initial, load_newest
 from torchtitan.checkpoint.save import Stager, Writer, build_stager, save
 from torchtitan.checkpoint.state import Trained
 from torchtitan.checkpoint.upload import Uploader
 from torchtitan.config.sections import schema
-from torchtitan.data.text.contents import CONTENTS
+from torchtitan.data.read.contents import CONTENTS
 from torchtitan.parallel.agree import from_rank_0
 from torchtitan.utils.activity import CHECKPOINT_GROUP, SAVING, phase
 from torchtitan.utils.errors import CheckpointError, FormatBugError, from_another_rank

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.commit import checkpoints_at, damage, remove, versions
-from torchtitan.checkpoint.index import read_index
+from torchtitan.checkpoint.format.index import read_index
+from torchtitan.checkpoint.format.manifest import CheckpointInfo, Manifest, Merged, read_manifest
 from torchtitan.checkpoint.load import Reader, read_tensor
-from torchtitan.checkpoint.manifest import CheckpointInfo, Manifest, Merged, read_manifest
 from torchtitan.checkpoint.save import write_streamed
 from torchtitan.checkpoint.state import check_averaged
 from torchtitan.utils.errors import CheckpointError, ConfigError, UserError

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from torchtitan.checkpoint.backend import Storage
 from torchtitan.checkpoint.commit import step_folder
-from torchtitan.checkpoint.index import data_files
+from torchtitan.checkpoint.format.index import data_files
+from torchtitan.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
 from torchtitan.checkpoint.load import Reader, load
-from torchtitan.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from torchtitan.checkpoint.state import Trained, allocate_optimizer_state, check_tensors
 from torchtitan.checkpoint.writer import VISIBLE_WITHIN
-from torchtitan.data.text.contents import Lists
+from torchtitan.data.read.contents import Lists
 from torchtitan.parallel.agree import from_rank_0, together
 from torchtitan.utils.errors import CheckpointError, DamageError
 from torchtitan.utils.logging import logger

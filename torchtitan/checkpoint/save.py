@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchtitan.checkpoint.commit import discard
+from torchtitan.checkpoint.format.manifest import CheckpointInfo, Written
 from torchtitan.checkpoint.load import RankError, describe
-from torchtitan.checkpoint.manifest import CheckpointInfo, Written
 from torchtitan.checkpoint.writer import CommittingWriter, LocalPlan
 from torchtitan.parallel.agree import from_all
 from torchtitan.utils.errors import FormatBugError

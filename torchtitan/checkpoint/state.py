@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
+from torchtitan.checkpoint.format.manifest import Manifest, first_problem
 from torchtitan.checkpoint.load import Reader, load
-from torchtitan.checkpoint.manifest import Manifest, first_problem
 from torchtitan.config.registry import import_custom
 from torchtitan.models import ModelSpec, get_spec
 from torchtitan.optim.ema import WeightAverage

@@ -29,8 +29,8 @@ from torchtitan.checkpoint.commit import (
     step_folder,
     write_file,
 )
-from torchtitan.checkpoint.index import files_of
-from torchtitan.checkpoint.manifest import (
+from torchtitan.checkpoint.format.index import files_of
+from torchtitan.checkpoint.format.manifest import (
     MANIFEST,
     FileEntry,
     Manifest,

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from torchtitan.checkpoint.commit import begin, commit, temporary_folder, write_file
-from torchtitan.checkpoint.index import (
+from torchtitan.checkpoint.format.index import (
     INDEX,
     RankFile,
     TensorPart,
@@ -39,8 +39,8 @@ from torchtitan.checkpoint.index import (
     render_index,
     render_rank,
 )
-from torchtitan.checkpoint.layout import Layout, shares
-from torchtitan.checkpoint.manifest import (
+from torchtitan.checkpoint.format.layout import Layout, shares
+from torchtitan.checkpoint.format.manifest import (
     FORMAT,
     MANIFEST,
     CheckpointInfo,
@@ -51,8 +51,8 @@ from torchtitan.checkpoint.manifest import (
     checked,
     render,
 )
-from torchtitan.checkpoint.sums import SummedFile
-from torchtitan.data.positions import DataPosition, completed
+from torchtitan.checkpoint.format.sums import SummedFile
+from torchtitan.data.read.positions import DataPosition, completed
 from torchtitan.utils.errors import CheckpointError, DamageError, FormatBugError
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 

@@ -28,8 +28,8 @@ from torchtitan.utils.wording import plural
 
 def inspect(options: argparse.Namespace) -> int:
     from torchtitan.checkpoint.commit import checkpoints_at
+    from torchtitan.checkpoint.format.manifest import read_manifest
     from torchtitan.checkpoint.inspect import as_data, overview
-    from torchtitan.checkpoint.manifest import read_manifest
 
     found = []
     damaged = []
@@ -49,8 +49,8 @@ def inspect(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     from torchtitan.checkpoint.commit import checkpoints_at, damage, leftovers
-    from torchtitan.checkpoint.index import read_index
-    from torchtitan.checkpoint.manifest import read_manifest
+    from torchtitan.checkpoint.format.index import read_index
+    from torchtitan.checkpoint.format.manifest import read_manifest
 
     bad = 0
     for step in checkpoints_at(options.path):

@@ -21,8 +21,8 @@ from torchtitan.config.load.command_line import split_args
 from torchtitan.config.registry import tokenizers
 from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.config.sections.schema import Model
+from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.spec import DataSpec, data_spec
-from torchtitan.data.text.tokenizer import build_tokenizer
 from torchtitan.tools.corpus.survey import survey, survey_page
 from torchtitan.tools.corpus.tally import How
 from torchtitan.tools.corpus.text import as_text

@@ -80,7 +80,7 @@ def _eval(argv: list[str], rank: int) -> int:
 
 def _record(checkpoint: Path, scores: dict[str, float], options: argparse.Namespace) -> None:
     """Add the scores to the folder of the checkpoint's run, for `torchtitan report`."""
-    from torchtitan.checkpoint.manifest import read_manifest  # imports torch
+    from torchtitan.checkpoint.format.manifest import read_manifest  # imports torch
 
     run = None if is_remote(checkpoint) else run_of(checkpoint)
     if run is None:

@@ -22,7 +22,7 @@ from torchtitan.utils.process import rank_and_world
 from torchtitan.utils.wording import show_rate
 
 if TYPE_CHECKING:
-    from torchtitan.data.text.tokenizer import Tokenizer
+    from torchtitan.data.encode.tokenizer import Tokenizer
     from torchtitan.inference.generator import Continuation
     from torchtitan.inference.load import ModelSource
 

@@ -20,7 +20,7 @@ from torchtitan.tools.launch import project as projects
 from torchtitan.tools.launch import questions
 from torchtitan.tools.launch.ask import Asker, discard_typed
 from torchtitan.tools.launch.job import add_job_options, check_words
-from torchtitan.tools.launch.layouts import best_layouts, table
+from torchtitan.tools.launch.layout_choice import best_layouts, table
 from torchtitan.tools.launch.questions import CPU, devices_per_host, local_gpus
 from torchtitan.tools.launch.request import Choice, Choices, Request
 from torchtitan.tools.planner.hardware import load_hardware

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.sections.schema import Model
+from torchtitan.data.encode.chat import Chat
+from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.order.packing import Packed
-from torchtitan.data.text.chat import Chat
-from torchtitan.data.text.corpus import Corpus
-from torchtitan.data.text.documents import counted
-from torchtitan.data.text.files import REPORT
-from torchtitan.data.text.tokenizer import build_tokenizer
+from torchtitan.data.read.corpus import Corpus
+from torchtitan.data.read.documents import counted
+from torchtitan.data.read.files import REPORT
 from torchtitan.data.tokens.duplicates import count_duplicates
 from torchtitan.data.tokens.encoding import Encoder
 from torchtitan.data.tokens.near_duplicates import NearDuplicates

@@ -11,10 +11,8 @@ import argparse
 from pathlib import Path
 from typing import get_args
 
-from torchtitan.data.text.chat import MessageTexts
-from torchtitan.data.text.corpus import Corpus
-from torchtitan.data.text.documents import counted
-from torchtitan.data.text.tokenizer_training import (
+from torchtitan.data.encode.chat import MessageTexts
+from torchtitan.data.encode.tokenizer_training import (
     BOS,
     CHAT_TEMPLATES,
     EOS,
@@ -23,6 +21,8 @@ from torchtitan.data.text.tokenizer_training import (
     Trained,
     train_tokenizer,
 )
+from torchtitan.data.read.corpus import Corpus
+from torchtitan.data.read.documents import counted
 from torchtitan.utils.argument_types import command_parser, count, share, size
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.meter import Meter

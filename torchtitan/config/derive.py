@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from torchtitan.config.sections.parallelism import ActivationCheckpoint, Parallelism
 from torchtitan.config.sections.schema import Config
-from torchtitan.config.sections.types import Section
+from torchtitan.config.types import Section
 
 Nested = TypeVar("Nested", bound=Section)
 Derived = tuple[str, Any, str]

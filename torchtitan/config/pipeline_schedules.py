@@ -1,7 +1,7 @@
 """The pipeline schedules, one table for the rules, the runtime and the planner. Imports no torch.
 
-`parallel/pipeline.py` turns a name into torch's class, `parallel/pipeline_stages.py` assigns stages
-to ranks, and `parallel/pipeline_schedules.py` reads and checks a schedule from a file.
+In `parallel/pipeline`, `pipeline.py` turns a name into torch's class, `split.py` assigns stages to
+ranks, and `schedules.py` reads and checks a schedule from a file.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class Schedule:
     """A schedule: the class that orders its computations, and what it requires of a run."""
 
     torch_class: str | None
-    """Name in `torch.distributed.pipelining.schedules`. None: `parallel/pipeline.py` has the order,
-    or a file.
+    """Name in `torch.distributed.pipelining.schedules`. None: the order is in
+    `parallel/pipeline/pipeline.py`, or in a file.
     """
     stages_per_rank: Literal["one", "several", "two in a V"]
     microbatches: Literal["any", "whole rounds", "one per stage"] = "any"

@@ -29,7 +29,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ConfigDict
 
-from torchtitan.config.sections.types import Section
+from torchtitan.config.types import Section
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.wording import brief, cut
 
@@ -189,7 +189,7 @@ data_sources = Functions(
 )
 """`make(dataset_path[, keys])`: documents by number, or a stream; see `data.registered`."""
 tokenizers = Functions("model.tokenizer", "tokenizer")
-"""`make(hf_assets_path[, keys])`: a `torchtitan.data.text.tokenizer.Tokenizer`."""
+"""`make(hf_assets_path[, keys])`: a `torchtitan.data.encode.tokenizer.Tokenizer`."""
 
 TRACKER_PACKAGES = {
     "tensorboard": "tensorboard",
@@ -205,13 +205,12 @@ metric_sinks = Functions("metrics.sinks", "metric sink", ("jsonl", *TRACKER_PACK
 callbacks = Functions("training.callbacks", "callback")
 """`make([keys])`: a `torchtitan.train.callbacks.Callback`."""
 
-_MODELS = Path(__file__).parents[1] / "models"
+_FAMILIES = Path(__file__).parents[1] / "models/families"
 model_families: Registry[Any] = Registry(
-    "model.name",
-    "model family",
-    {module.name for module in pkgutil.iter_modules([str(_MODELS)]) if module.ispkg},
+    "model.name", "model family", {module.name for module in pkgutil.iter_modules([str(_FAMILIES)])}
 )
-"""Specs of model families; `torchtitan.models.register` adds them. The built-in ones are folders.
+"""Specs of model families; `torchtitan.models.register` adds them. The built-in ones are
+files of `models/families/`.
 """
 
 REGISTRIES: tuple[Functions, ...] = (

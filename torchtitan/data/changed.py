@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from torchtitan.config.sections.data import Source
-from torchtitan.data.positions import DataState, SourceFingerprint, SourcePosition
+from torchtitan.data.read.contents import Contents, DataFile, Lists, changes, in_words, render_lists
+from torchtitan.data.read.positions import DataState, SourceFingerprint, SourcePosition
 from torchtitan.data.spec import DataSpec
-from torchtitan.data.text.contents import Contents, DataFile, Lists, changes, in_words, render_lists
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 

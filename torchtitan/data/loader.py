@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from torchtitan.data.changed import ContentsRecord, check_packing, check_same
+from torchtitan.data.encode.tokenizer import CONTINUES, PLAIN, UNPREDICTED
 from torchtitan.data.order.mixture import Shares, run_dry, whole_steps
 from torchtitan.data.order.packing import Packed
 from torchtitan.data.order.rows import IGNORE_INDEX, Share, blank_row
-from torchtitan.data.positions import DataFingerprint, DataPosition, DataState, SourcePosition
+from torchtitan.data.read.contents import Lists
+from torchtitan.data.read.positions import DataFingerprint, DataPosition, DataState, SourcePosition
 from torchtitan.data.reader import ReadAhead, StepReader, StepRows, Workers
 from torchtitan.data.sources import DocumentSource, TokenSource, open_source
 from torchtitan.data.spec import DataSpec
-from torchtitan.data.text.contents import Lists
-from torchtitan.data.text.tokenizer import CONTINUES, PLAIN, UNPREDICTED
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.wording import listed, plural

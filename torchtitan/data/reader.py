@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchtitan.data.order.mixture import Shares, divide, scatter
 from torchtitan.data.order.packing import Packed
 from torchtitan.data.order.rows import Row, Share, SourceReader, blank_row, local_rows
-from torchtitan.data.positions import DataPosition, joined
+from torchtitan.data.read.positions import DataPosition, joined
 from torchtitan.data.sources import OpenSource, open_source
 from torchtitan.data.spec import DataSpec
 from torchtitan.utils.errors import UserError

@@ -17,10 +17,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan.data.text.chat import Chat
-from torchtitan.data.text.contents import Contents
-from torchtitan.data.text.opening import BadDocument
-from torchtitan.data.text.streams import Stream
+from torchtitan.data.encode.chat import Chat
+from torchtitan.data.read.contents import Contents
+from torchtitan.data.read.opening import BadDocument
+from torchtitan.data.read.streams import Stream
 from torchtitan.utils.errors import UserError
 
 _CHECKED = 1000

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from typing import Literal
 
 from torchtitan.config.sections.data import Source
+from torchtitan.data.encode.chat import Chat
 from torchtitan.data.order.lanes import (
     Cursor,
     DocumentCursor,
@@ -19,15 +20,14 @@ from torchtitan.data.order.lanes import (
 )
 from torchtitan.data.order.rows import Share, SourceReader, local_rows
 from torchtitan.data.order.windows import WindowOrder
-from torchtitan.data.positions import SourcePosition
+from torchtitan.data.read.contents import Contents
+from torchtitan.data.read.documents import Documents, open_documents
+from torchtitan.data.read.files import find_token_files
+from torchtitan.data.read.opening import Retry
+from torchtitan.data.read.positions import SourcePosition
+from torchtitan.data.read.streams import Stream, StreamCursor, open_stream
 from torchtitan.data.registered import RegisteredDocuments, open_custom
 from torchtitan.data.spec import DataSpec
-from torchtitan.data.text.chat import Chat
-from torchtitan.data.text.contents import Contents
-from torchtitan.data.text.documents import Documents, open_documents
-from torchtitan.data.text.files import find_token_files
-from torchtitan.data.text.opening import Retry
-from torchtitan.data.text.streams import Stream, StreamCursor, open_stream
 from torchtitan.data.tokens.token_files import TokenFiles, TokenReader
 from torchtitan.utils.errors import UserError
 

@@ -12,10 +12,10 @@ from torchtitan.config.registry import data_sources
 from torchtitan.config.sections.data import DataLoader, DataStage, Source, ValidationSet
 from torchtitan.config.sections.schema import Config
 from torchtitan.config.sections.training import Training, Validation
+from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.data.order.mixture import StagePlan
-from torchtitan.data.text.documents import OnBad
-from torchtitan.data.text.opening import Retry
-from torchtitan.data.text.tokenizer import Tokenizer
+from torchtitan.data.read.documents import OnBad
+from torchtitan.data.read.opening import Retry
 
 
 @dataclass(frozen=True, kw_only=True)

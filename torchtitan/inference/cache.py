@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan.models.attention import LatentAttention
-from torchtitan.models.attention_dense import attend_variant
-from torchtitan.models.attention_interface import CAUSAL, Attend, Scores
-from torchtitan.models.delta import DeltaWeights, GatedDeltaNet, convolve, gates
-from torchtitan.models.delta_rule import chunked_delta_rule, normalize, recurrent_delta_rule
+from torchtitan.models.attention.dense import attend_variant
+from torchtitan.models.attention.interface import CAUSAL, Attend, Scores
+from torchtitan.models.attention.modules import LatentAttention
+from torchtitan.models.delta.layer import DeltaWeights, GatedDeltaNet, convolve, gates
+from torchtitan.models.delta.rule import chunked_delta_rule, normalize, recurrent_delta_rule
 
 
 class Cache:

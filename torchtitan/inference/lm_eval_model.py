@@ -20,7 +20,7 @@ from lm_eval.models.utils import (
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from torchtitan.data.text.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
+from torchtitan.data.encode.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
 from torchtitan.inference.generator import Continuation, Sampling, continue_prompts
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.formats import read_json_object

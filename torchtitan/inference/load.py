@@ -11,22 +11,22 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchtitan.checkpoint.commit import checkpoints_at, damage
+from torchtitan.checkpoint.format.manifest import read_manifest
 from torchtitan.checkpoint.hf.folder import SafetensorsReader, read_hf_config
 from torchtitan.checkpoint.hf.weights import check_hf, load_hf
 from torchtitan.checkpoint.load import Reader, alone
-from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.state import check_averaged, check_own_model, model_of, read_weights
 from torchtitan.config.load.decode import load_config
 from torchtitan.config.load.extend import recorded_tokenizer
 from torchtitan.config.registry import import_custom
 from torchtitan.config.sections.schema import Comm
-from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.inference.generator import TextGenerator
 from torchtitan.models import ModelSpec, hf_map, spec_of_hf
-from torchtitan.models.attention_backend import attention_backend
-from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.args import DecoderArgs
+from torchtitan.models.attention.backend import attention_backend
 from torchtitan.parallel.groups import init_distributed
-from torchtitan.parallel.tensor import apply_tensor_parallel
+from torchtitan.parallel.tensor.styles import apply_tensor_parallel
 from torchtitan.utils.device import current_device, tune_cpu, usual_dtype
 from torchtitan.utils.errors import CheckpointError, ConfigError, UserError
 from torchtitan.utils.storage import is_remote, path_argument, storage_path

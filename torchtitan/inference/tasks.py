@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan.data.text.tokenizer import Tokenizer
+from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.parallel import agree
 from torchtitan.utils.errors import UserError, did_you_mean
 from torchtitan.utils.torch_compat import replaced

@@ -1,8 +1,8 @@
-"""Model families. A family is a folder that registers a `ModelSpec`; nothing outside the folder
-names it.
+"""Model families. A family is a file of `families/` that registers a `ModelSpec`; nothing outside
+the file names it.
 """
 
-from torchtitan.models.hf import export_problems, exported_buffers, hf_map, parameter_names
+from torchtitan.models.hf.mapping import export_problems, exported_buffers, hf_map, parameter_names
 from torchtitan.models.hf_names import HFNames
 from torchtitan.models.spec import HFMap, ModelSpec, families, get_spec, register, spec_of_hf
 

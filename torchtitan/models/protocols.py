@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from torchtitan.models.attention_interface import Mask
-
 
 class Model(Protocol):
     """A built model, or the part of it on a pipeline stage: an `nn.Module` with these attributes.
@@ -45,12 +43,16 @@ class Model(Protocol):
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
-        mask: Mask | None = None,
+        mask: Any = None,
         *,
         project: bool = True,
         **token_weights: Tensor,
     ) -> Tensor:
-        """`[b, s] -> [b, s, vocab]`. Models with experts also take `token_weights`, `[b, s]`."""
+        """`[b, s] -> [b, s, vocab]`. Models with experts also take `token_weights`, `[b, s]`.
+
+        Args:
+            mask: a `Mask` of `attention/interface.py`.
+        """
 
     def __getattr__(self, name: str) -> Any:
         """The rest of `nn.Module`."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
-from torchtitan.config.sections.types import SeqLen
+from torchtitan.config.types import SeqLen
 from torchtitan.models.spec import ModelArgs
 
 Scale = Annotated[float, Field(gt=0, le=10**6)]

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 
 from torchtitan.config.load.messages import explain_errors
 from torchtitan.config.registry import Registry, model_families
-from torchtitan.config.sections.types import Section, SeqLen, VocabSize, Width
+from torchtitan.config.types import Section, SeqLen, VocabSize, Width
 from torchtitan.models.hf_names import HFNames
 from torchtitan.utils.errors import ConfigError, did_you_mean
 from torchtitan.utils.wording import brief
@@ -50,7 +50,7 @@ Args = TypeVar("Args", bound=ModelArgs)
 """A family's hyper-parameters."""
 Build = Callable[[Args, Any], "Model"]
 """`build(args, attend)`: the model, for one device. `attend` is an `Attend` of
-`torchtitan.models.attention_interface`, or None for a model that never runs.
+`torchtitan.models.attention.interface`, or None for a model that never runs.
 """
 
 
@@ -256,7 +256,7 @@ def get_spec(name: str) -> ModelSpec:
         raise ConfigError([f"model.name: {problem}"])
     spec = _families.find(name)
     if spec is None:
-        importlib.import_module(f"torchtitan.models.{name}")
+        importlib.import_module(f"torchtitan.models.families.{name}")
         spec = _families.find(name)
     assert spec is not None, f"torchtitan.models.{name} must register {name}"
     return spec

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan.models.router import Router
+from torchtitan.models.moe.router import Router
 from torchtitan.parallel.collectives import all_reduce
 
 

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchtitan.models.attention import Attention, LatentAttention
-from torchtitan.models.delta import GatedDeltaNet
+from torchtitan.models.attention.modules import Attention, LatentAttention
+from torchtitan.models.delta.layer import GatedDeltaNet
+from torchtitan.optim.max_logits import RecordMaxLogits
 from torchtitan.parallel.collectives import all_reduce, storage_of
-from torchtitan.parallel.context_layout import RowLayout
+from torchtitan.parallel.context.layout import RowLayout
 from torchtitan.parallel.init import owned
-from torchtitan.parallel.max_logits import RecordMaxLogits
 from torchtitan.utils.errors import UserError
 
 
@@ -83,7 +83,7 @@ class QKClip:
         if not self._records and not all(map(_has_no_scores, blocks)):
             raise UserError(
                 "optimizer.qk_clip: found no attention in the model; set it to 0, or build the "
-                "model's attention on torchtitan.models.attention"
+                "model's attention on torchtitan.models.attention.modules"
             )
 
     @torch.no_grad()

@@ -13,9 +13,9 @@ from torchtitan.config.derive import compiles_blocks
 from torchtitan.config.sections.parallelism import Compile
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.protocols import Model
-from torchtitan.parallel.activation_checkpoint import memory_budget
+from torchtitan.parallel.memory.checkpoint import memory_budget
+from torchtitan.parallel.memory.regions import regions, replace_method
 from torchtitan.parallel.mesh import Mesh
-from torchtitan.parallel.regions import regions, replace_method
 from torchtitan.utils.torch_compat import (
     forget_equal_meshes,
     keep_buffers_of_backward,
@@ -44,7 +44,7 @@ def configure_compiler(config: Config, mesh: Mesh) -> None:
     _settings.enter_context(memory_budget(config.activation_checkpoint, folder))
     if config.parallelism.enable_async_tensor_parallel and mesh.tp is not None:
         # imports inductor: half a second
-        from torchtitan.parallel.async_tensor import fused_collectives
+        from torchtitan.parallel.tensor.async_tensor import fused_collectives
 
         _settings.enter_context(fused_collectives(mesh.tp))
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torchtitan.config.derive import expert_shard_dim, sums_on_replicas, sums_whole_gradients
 from torchtitan.config.sections.schema import Config
 from torchtitan.config.sections.training import Training
-from torchtitan.models.moe import Experts
+from torchtitan.models.moe.moe import Experts
 from torchtitan.models.protocols import Model
 from torchtitan.parallel.collectives import local
 from torchtitan.parallel.mesh import Mesh

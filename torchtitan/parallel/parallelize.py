@@ -9,19 +9,24 @@ from torchtitan.config.converters import FLOAT8, uses
 from torchtitan.config.derive import compiles_blocks, layout_degrees, layout_name
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.spec import ModelArgs, ModelSpec
-from torchtitan.parallel.activation_checkpoint import apply_activation_checkpoint
-from torchtitan.parallel.activation_offload import apply_activation_offload
 from torchtitan.parallel.compile import apply_compile, configure_compiler
-from torchtitan.parallel.context import build_attention
-from torchtitan.parallel.delta_context import apply_delta_context
-from torchtitan.parallel.expert import Splits, apply_expert_parallel, balance_of, count_splits
+from torchtitan.parallel.context.attention import build_attention
+from torchtitan.parallel.context.delta import apply_delta_context
+from torchtitan.parallel.experts.shard import (
+    Splits,
+    apply_expert_parallel,
+    balance_of,
+    count_splits,
+)
 from torchtitan.parallel.fsdp import apply_fsdp
 from torchtitan.parallel.init import materialize
+from torchtitan.parallel.memory.checkpoint import apply_activation_checkpoint
+from torchtitan.parallel.memory.offload import apply_activation_offload
 from torchtitan.parallel.mesh import Mesh
-from torchtitan.parallel.pipeline import keep_modules, stage_modules
-from torchtitan.parallel.pipeline_stages import StagePlan
-from torchtitan.parallel.quantize import quantize
-from torchtitan.parallel.tensor import apply_tensor_parallel
+from torchtitan.parallel.pipeline.pipeline import keep_modules, stage_modules
+from torchtitan.parallel.pipeline.split import StagePlan
+from torchtitan.parallel.precision.dense import quantize
+from torchtitan.parallel.tensor.styles import apply_tensor_parallel
 from torchtitan.utils.logging import logger
 from torchtitan.utils.torch_compat import must_save_attention, silence_false_alarms
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtitan.config.sections.schema import Config
-from torchtitan.models.attention_backend import attention_backend
+from torchtitan.models.attention.backend import attention_backend
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.parallel.init import materialize
 from torchtitan.train.preflight import Setup

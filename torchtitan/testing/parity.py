@@ -23,7 +23,7 @@ from torchtitan.config.derive import (
 )
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.sections.metrics import Metrics, Notifications
-from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.args import DecoderArgs
 from torchtitan.testing.compare import observe, write_corpus
 from torchtitan.testing.difference import Difference, Tolerances, difference, tolerances_of
 from torchtitan.testing.reference import reference

@@ -11,7 +11,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ranks use gloo
 gc.disable()
 import tokenizers  # noqa: E402, F401
 
-import torchtitan.models.llama3  # noqa: E402
+import torchtitan.models.families.llama3  # noqa: E402
 import torchtitan.train.rank_main  # noqa: E402
 import torchtitan.train.trainer  # noqa: E402, F401
 from torchtitan.train.built_in import CollectGarbage  # noqa: E402

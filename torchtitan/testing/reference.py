@@ -23,12 +23,12 @@ from torchtitan.config.sections.optim import Optimizer
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepBatch
 from torchtitan.data.order.rows import IGNORE_INDEX
-from torchtitan.models.attention_backend import attention_backend, document_mask
-from torchtitan.models.attention_interface import reads_documents
+from torchtitan.models.attention.backend import attention_backend, document_mask
+from torchtitan.models.attention.interface import reads_documents
 from torchtitan.models.spec import is_matrix
 from torchtitan.optim.loss import RowLoss, build_loss
 from torchtitan.optim.lr_schedule import build_shape, lr_factor, stage_scale
-from torchtitan.parallel.expert import balance_of
+from torchtitan.parallel.experts.shard import balance_of
 from torchtitan.parallel.init import materialize
 from torchtitan.testing.compare import Observation, pad_labels, trained_tensors
 from torchtitan.train.build import build_data

@@ -16,9 +16,9 @@ from torchtitan.config.derive import replace, stages_of, validation_rows
 from torchtitan.config.sections.data import ValidationSet
 from torchtitan.config.sections.schema import Comm, Config, Debug
 from torchtitan.config.sections.training import Training, Validation
+from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.data.loader import StepLoader, build_loader
 from torchtitan.data.spec import data_spec
-from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.optim.loss import RowLoss, SourceTally, build_loss
@@ -26,16 +26,16 @@ from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.qk_clip import QKClip
 from torchtitan.parallel.compile import compiled_loss
-from torchtitan.parallel.context import layout_of
-from torchtitan.parallel.context_layout import attending_positions, local_positions
+from torchtitan.parallel.context.attention import layout_of
+from torchtitan.parallel.context.layout import attending_positions, local_positions
 from torchtitan.parallel.fsdp import accumulation
 from torchtitan.parallel.groups import init_distributed
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
-from torchtitan.parallel.pipeline import Pipeline, StageShapes
+from torchtitan.parallel.pipeline.pipeline import Pipeline, StageShapes
 from torchtitan.train.forward import Compute, ModelLoss
 from torchtitan.train.logits import Probe
-from torchtitan.train.mtp import MTPLoss
+from torchtitan.train.mtp_loss import MTPLoss
 from torchtitan.train.preflight import Setup
 from torchtitan.train.state import Parts
 from torchtitan.train.validation import HeldOut, Validator

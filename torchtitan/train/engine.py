@@ -10,8 +10,8 @@ from torchtitan.train.callbacks import Callback, Run
 from torchtitan.train.folder_locks import HeldFolders
 from torchtitan.train.preflight import Setup
 from torchtitan.train.restore import RunState
+from torchtitan.train.run_telemetry import Telemetry
 from torchtitan.train.state import Parts
-from torchtitan.train.telemetry import Telemetry
 
 
 @dataclass

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtitan.config.sections.schema import Config
-from torchtitan.models.attention_backend import attention_backend
-from torchtitan.models.moe import Experts
+from torchtitan.models.attention.backend import attention_backend
+from torchtitan.models.moe.moe import Experts
 from torchtitan.models.spec import ModelSpec
-from torchtitan.parallel.pipeline import keep_modules
+from torchtitan.parallel.pipeline.pipeline import keep_modules
 from torchtitan.utils.wording import cut, plural, printable
 
 _LAYERS = 2

@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.data.order.rows import IGNORE_INDEX
-from torchtitan.models.attention_backend import document_mask
-from torchtitan.models.attention_interface import reads_documents
+from torchtitan.models.attention.backend import document_mask
+from torchtitan.models.attention.interface import reads_documents
 from torchtitan.optim.loss import RowLoss, SourceTally, chunked_loss
 from torchtitan.parallel.fsdp import Accumulation
-from torchtitan.parallel.pipeline import Pipeline
-from torchtitan.parallel.tensor import loss_context
-from torchtitan.train.mtp import MTPLoss, with_next
+from torchtitan.parallel.pipeline.pipeline import Pipeline
+from torchtitan.parallel.tensor.styles import loss_context
+from torchtitan.train.mtp_loss import MTPLoss, with_next
 
 
 @dataclass(frozen=True)

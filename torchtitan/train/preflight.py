@@ -19,9 +19,9 @@ from torchtitan.config.sections.data import Source, ValidationSet
 from torchtitan.config.sections.parallelism import Compile
 from torchtitan.config.sections.schema import Config
 from torchtitan.config.sections.training import Training, Validation
-from torchtitan.data.text.chat import Chat
-from torchtitan.data.text.files import TooManyFilesError, matching_files, path_problem
-from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.data.encode.chat import Chat
+from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.data.read.files import TooManyFilesError, matching_files, path_problem
 from torchtitan.models import (
     ModelSpec,
     export_problems,
@@ -29,10 +29,10 @@ from torchtitan.models import (
     get_spec,
     parameter_names,
 )
-from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.decoder_traits import is_decoder
-from torchtitan.parallel.pipeline_schedules import schedule_file
-from torchtitan.parallel.pipeline_stages import StagePlan, assign_stages
+from torchtitan.models.args import DecoderArgs
+from torchtitan.models.decoder.traits import is_decoder
+from torchtitan.parallel.pipeline.schedules import schedule_file
+from torchtitan.parallel.pipeline.split import StagePlan, assign_stages
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.limits import SEARCHED_AT_CHECK
 from torchtitan.utils.storage import is_url, storage_path

@@ -13,7 +13,7 @@ from torchtitan.checkpoint import Checkpointer
 from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepLoader
-from torchtitan.data.text.contents import Lists
+from torchtitan.data.read.contents import Lists
 from torchtitan.health.guard import Guard
 from torchtitan.models import hf_map
 from torchtitan.optim.ema import WeightAverage

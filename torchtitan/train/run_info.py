@@ -17,8 +17,8 @@ from torchtitan.config.load.render import to_toml
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepLoader
-from torchtitan.data.positions import DataFingerprint, DataPosition, joined
-from torchtitan.data.text.documents import counted
+from torchtitan.data.read.documents import counted
+from torchtitan.data.read.positions import DataFingerprint, DataPosition, joined
 from torchtitan.parallel import agree
 from torchtitan.telemetry.run_record import git_revision
 from torchtitan.train.preflight import Setup

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.data.loader import StepLoader
-from torchtitan.data.positions import DataPosition
+from torchtitan.data.read.positions import DataPosition
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.optim.lr_schedule import LRSchedule

@@ -22,7 +22,7 @@ from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.optim.optimizer import OptimizerInBackward, ShardedAdam
 from torchtitan.parallel.collectives import AnyRank, SquaredNorm, all_reduce, scale
 from torchtitan.parallel.mesh import Mesh
-from torchtitan.parallel.quantize import refresh_scales
+from torchtitan.parallel.precision.dense import refresh_scales
 from torchtitan.train.forward import LocalBatch
 from torchtitan.train.state import Parts
 from torchtitan.utils.activity import note

@@ -11,7 +11,7 @@ from torchtitan.config.derive import replace
 from torchtitan.config.load.decode import load_config
 from torchtitan.config.rules import check
 from torchtitan.config.sections.schema import Comm, Config
-from torchtitan.data.text.tokenizer import Tokenizer
+from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.inference.load import ModelSource, load_weights
 from torchtitan.models.protocols import Model
 from torchtitan.models.spec import Init
@@ -19,7 +19,7 @@ from torchtitan.parallel.groups import init_distributed
 from torchtitan.parallel.init import materialize
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.parallel.parallelize import parallelize
-from torchtitan.parallel.pipeline_stages import pipeline_stages
+from torchtitan.parallel.pipeline.split import pipeline_stages
 from torchtitan.train.build import build_probe, row_unit
 from torchtitan.train.logits import Probe
 from torchtitan.train.preflight import Setup, split_facts

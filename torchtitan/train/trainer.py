@@ -18,7 +18,7 @@ from torchtitan.health.hang_watch import Watch
 from torchtitan.inference.tasks import Tasks
 from torchtitan.parallel.collectives import AnyRank
 from torchtitan.parallel.groups import limit_groups
-from torchtitan.parallel.quantize import check_hardware
+from torchtitan.parallel.precision.dense import check_hardware
 from torchtitan.train.build import Builders, build, set_determinism
 from torchtitan.train.built_in import all_callbacks
 from torchtitan.train.callbacks import (
@@ -35,9 +35,9 @@ from torchtitan.train.folder_locks import hold_folders, open_log
 from torchtitan.train.preflight import Setup
 from torchtitan.train.restore import RunState, restore
 from torchtitan.train.run_info import describe_run, skipped_documents, write_config
+from torchtitan.train.run_telemetry import Telemetry
 from torchtitan.train.state import Progress, seed_step
 from torchtitan.train.step import build_update, prepare_weights, train_step
-from torchtitan.train.telemetry import Telemetry
 from torchtitan.utils.activity import DATA, SAVING, begin, note, phase
 from torchtitan.utils.device import (
     current_device,

@@ -49,9 +49,9 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 # ---- false alarms
 
 _WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
-    # FSDP2 of torch 2.13 and torchtitan.parallel.context call collectives by names that are
+    # FSDP2 of torch 2.13 and parallel/context/attention.py call collectives by names that are
     # deprecated since, and of which 2.11 knows no others. torch 2.13 to 2.15. Delete once
-    # pyproject.toml requires 2.14 and torchtitan.parallel.context calls the new names.
+    # pyproject.toml requires 2.14 and parallel/context/attention.py calls the new names.
     (
         ".*(all_gather_into_tensor|all_gather_tensor_autograd|reduce_scatter_tensor).*",
         FutureWarning,

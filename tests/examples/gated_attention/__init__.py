@@ -6,11 +6,12 @@ torchtitan train CONFIG.toml --experimental.custom_import gated_attention --mode
 
 from torch import Tensor, nn
 
-from torchtitan.models import llama3, register
-from torchtitan.models.attention_interface import Attend, Mask
-from torchtitan.models.decoder import Attention, Block, Decoder
-from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.models.rope import apply_rope
+from torchtitan.models import register
+from torchtitan.models.args import DecoderArgs
+from torchtitan.models.attention.interface import Attend, Mask
+from torchtitan.models.decoder.model import Attention, Block, Decoder
+from torchtitan.models.families import llama3
+from torchtitan.models.layers.rope import apply_rope
 from torchtitan.models.spec import ShardingStyle
 
 

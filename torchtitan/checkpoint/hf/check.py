@@ -12,10 +12,10 @@ from torch import Tensor
 from torchtitan.checkpoint.hf.folder import SafetensorsReader, read_hf_config
 from torchtitan.checkpoint.hf.tokenizer import differing_text, file_problem, is_own
 from torchtitan.checkpoint.hf.weights import check_hf, on_meta
-from torchtitan.data.text.tokenizer import Tokenizer
+from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec, hf_map
-from torchtitan.models.attention_backend import attention_backend
-from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.args import DecoderArgs
+from torchtitan.models.attention.backend import attention_backend
 from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.torch_compat import silence_false_alarms
 

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from torchtitan.checkpoint.commit import checkpoints_at, committed_steps, step_folder, versions
+from torchtitan.checkpoint.format.manifest import CheckpointInfo, read_manifest
 from torchtitan.checkpoint.hf.export import HFExport
 from torchtitan.checkpoint.hf.folder import read_hf_config
 from torchtitan.checkpoint.hf.weights import import_hf
 from torchtitan.checkpoint.load import Reader
-from torchtitan.checkpoint.manifest import CheckpointInfo, read_manifest
 from torchtitan.checkpoint.state import check_averaged, check_own_model, model_of
 from torchtitan.config.load.decode import load_config
 from torchtitan.config.load.extend import recorded_tokenizer
 from torchtitan.config.load.render import to_toml_value
-from torchtitan.data.text.tokenizer import Tokenizer, build_tokenizer, tokenizer_file
+from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer, tokenizer_file
 from torchtitan.models import ModelSpec, get_spec, hf_map, spec_of_hf
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.files import write_whole

@@ -21,6 +21,7 @@ from torchtitan.checkpoint.commit import (
     temporary_folder,
     write_json,
 )
+from torchtitan.checkpoint.format.manifest import read_manifest
 from torchtitan.checkpoint.hf import check as hf_check
 from torchtitan.checkpoint.hf.folder import batches
 from torchtitan.checkpoint.hf.pieces import HFTensor, arrange, blocks, whole
@@ -29,10 +30,9 @@ from torchtitan.checkpoint.hf.tokenizer import write_tokenizer
 from torchtitan.checkpoint.hf.weights import on_meta
 from torchtitan.checkpoint.load import BoxReader, RankError, Reader, describe, read_tensor
 from torchtitan.checkpoint.manager import Checkpointer
-from torchtitan.checkpoint.manifest import read_manifest
 from torchtitan.checkpoint.resume import wait_until_visible
 from torchtitan.checkpoint.save import Phases
-from torchtitan.data.text.tokenizer import Tokenizer
+from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec, export_problems, hf_map
 from torchtitan.models.hf_names import is_buffer, parts_of
 from torchtitan.parallel.agree import together

@@ -27,8 +27,8 @@ from torch.futures import Future
 from torchtitan.checkpoint.hf.pieces import blocks, their_box, to_ours, whole, within
 from torchtitan.checkpoint.hf.stored import NAMED, Box, Entry, OpenFiles, Stored, dequantized
 from torchtitan.checkpoint.load import alone, unwrapped
+from torchtitan.models.hf.quantization import Quantization, read_quantization
 from torchtitan.models.hf_names import HFNames, Part, is_stack, parts_of
-from torchtitan.models.quantization import Quantization, read_quantization
 from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.formats import read_json_object
 

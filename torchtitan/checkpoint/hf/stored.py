@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from torchtitan.models.quantization import Quantization
+from torchtitan.models.hf.quantization import Quantization
 from torchtitan.utils.errors import CheckpointError
 
 Box = tuple[slice, ...]

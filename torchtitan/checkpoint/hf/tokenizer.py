@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.checkpoint.commit import write_json
-from torchtitan.data.text.tokenizer import (
+from torchtitan.data.encode.tokenizer import (
     LLAMA3_PATTERN,
     HuggingFaceTokenizer,
     TiktokenTokenizer,
     Tokenizer,
 )
-from torchtitan.data.text.tokenizer_training import post_processor, tokenizer_config
+from torchtitan.data.encode.tokenizer_training import post_processor, tokenizer_config
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.formats import read_json_object
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchtitan.checkpoint.format.manifest import CheckpointInfo
 from torchtitan.checkpoint.hf.folder import SafetensorsReader
 from torchtitan.checkpoint.hf.stored import Box
-from torchtitan.checkpoint.manifest import CheckpointInfo
 from torchtitan.checkpoint.save import write_streamed
 from torchtitan.checkpoint.state import model_state
 from torchtitan.models import HFNames, ModelSpec, hf_map

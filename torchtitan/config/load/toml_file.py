@@ -11,7 +11,7 @@ import tomli
 
 from torchtitan.config.load.compat import RENAMED_SECTIONS, UNSUPPORTED, rename_old_keys
 from torchtitan.config.load.keys import FIELDS, Setting, prefixes
-from torchtitan.config.sections.types import path_problem
+from torchtitan.config.types import path_problem
 from torchtitan.utils.assets import find_config, shipped_configs
 from torchtitan.utils.errors import did_you_mean
 from torchtitan.utils.files import read_regular

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from torchtitan.config.sections.types import (
+from torchtitan.config.types import (
     Factor,
     Few,
     FewOrZero,

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from torchtitan.config.sections.types import (
+from torchtitan.config.types import (
     Factor,
     FewOrZero,
     LocalPath,

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from torchtitan.config.sections.types import InDumpFolder, LocalPath, Name, Seconds, Section, Steps
+from torchtitan.config.types import InDumpFolder, LocalPath, Name, Seconds, Section, Steps
 
 
 class Prometheus(Section):

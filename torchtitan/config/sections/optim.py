@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from torchtitan.config.registry import optimizers, schedules
-from torchtitan.config.sections.types import (
+from torchtitan.config.types import (
     Decay,
     Dtype,
     Factor,

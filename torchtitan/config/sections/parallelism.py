@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from torchtitan.config.sections.types import (
+from torchtitan.config.types import (
     Degree,
     Fraction,
     Layers,

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from torchtitan.config.sections.types import Name, Section, split_names
+from torchtitan.config.types import Name, Section, split_names
 
 
 class Float8(Section):

@@ -16,7 +16,7 @@ from torchtitan.config.sections.optim import EMA, LRScheduler, Optimizer
 from torchtitan.config.sections.parallelism import ActivationCheckpoint, Compile, Parallelism
 from torchtitan.config.sections.quantize import Quantize
 from torchtitan.config.sections.training import MoE, Training, Validation
-from torchtitan.config.sections.types import (
+from torchtitan.config.types import (
     Factor,
     Few,
     FilePrefix,

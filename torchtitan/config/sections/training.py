@@ -6,7 +6,7 @@ from pydantic import Field
 
 from torchtitan.config.registry import losses
 from torchtitan.config.sections.data import DataLoader, DataStage, Source, ValidationSet
-from torchtitan.config.sections.types import (
+from torchtitan.config.types import (
     Dtype,
     Factor,
     LocalPath,

@@ -12,19 +12,19 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from torchtitan.data.encode.tokenizer import UNPREDICTED
 from torchtitan.data.order.mixture import permute
 from torchtitan.data.order.packing import FIRST_POOL_ROWS, POOL_ROWS, Packed, pack
 from torchtitan.data.order.rows import Row, Share, SourceReader, local_rows, padded
-from torchtitan.data.positions import (
+from torchtitan.data.read.documents import Documents
+from torchtitan.data.read.opening import Retry
+from torchtitan.data.read.positions import (
     DocumentPosition,
     LanePosition,
     PackedPosition,
     SourcePosition,
     StreamPosition,
 )
-from torchtitan.data.text.documents import Documents
-from torchtitan.data.text.opening import Retry
-from torchtitan.data.text.tokenizer import UNPREDICTED
 
 
 class Cursor(Protocol):

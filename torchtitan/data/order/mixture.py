@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.positions import SharesState
+from torchtitan.data.read.positions import SharesState
 
 _ROUNDS = 4
 _GOLDEN = 0x9E3779B97F4A7C15

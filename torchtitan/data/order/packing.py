@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.text.tokenizer import UNPREDICTED
+from torchtitan.data.encode.tokenizer import UNPREDICTED
 from torchtitan.utils.wording import plural
 
 FIRST_POOL_ROWS = 4

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.data.order.packing import Packed
-from torchtitan.data.positions import SourcePosition
+from torchtitan.data.read.positions import SourcePosition
 
 IGNORE_INDEX = -100
 """Label of positions that are not predicted."""

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchtitan.data.positions import WindowsPosition
+from torchtitan.data.read.positions import WindowsPosition
 
 
 class Piece(NamedTuple):

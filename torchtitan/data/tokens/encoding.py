@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.text.chat import Chat
-from torchtitan.data.text.corpus import Item, bad_document, hash_text
-from torchtitan.data.text.opening import BadDocument
-from torchtitan.data.text.records import decode
-from torchtitan.data.text.tokenizer import PIECE, Tokenizer, build_tokenizer
+from torchtitan.data.encode.chat import Chat
+from torchtitan.data.encode.tokenizer import PIECE, Tokenizer, build_tokenizer
+from torchtitan.data.read.corpus import Item, bad_document, hash_text
+from torchtitan.data.read.opening import BadDocument
+from torchtitan.data.read.records import decode
 from torchtitan.data.tokens.duplicates import HASH
 from torchtitan.data.tokens.near_duplicates import NearDuplicates
 from torchtitan.data.tokens.token_files import token_dtype

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.data.text.opening import DataError, FileStamp, OpenFiles
+from torchtitan.data.read.opening import DataError, FileStamp, OpenFiles
 
 _MAGIC = b"MMIDIDX\0\0"
 _OLD_MAGIC = b"TNTIDX\0\0"

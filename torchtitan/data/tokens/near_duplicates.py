@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan.data.text.tokenizer import pieces
+from torchtitan.data.encode.tokenizer import pieces
 from torchtitan.utils.errors import UserError
 
 WORDS = 5

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field, ValidationError
 
 from torchtitan.config.load.messages import explain_errors
+from torchtitan.data.encode.tokenizer import PLAIN, UNPREDICTED, Tokenizer
 from torchtitan.data.order.mixture import permute
 from torchtitan.data.order.rows import Row, Share, SourceReader, local_rows, padded
 from torchtitan.data.order.windows import Piece, WindowOrder
-from torchtitan.data.positions import SourcePosition
-from torchtitan.data.text.contents import Contents, sampled
-from torchtitan.data.text.opening import DataError, EndOfFileError, FileStamp, OpenFiles, Retry
-from torchtitan.data.text.tokenizer import PLAIN, UNPREDICTED, Tokenizer
+from torchtitan.data.read.contents import Contents, sampled
+from torchtitan.data.read.opening import DataError, EndOfFileError, FileStamp, OpenFiles, Retry
+from torchtitan.data.read.positions import SourcePosition
 from torchtitan.data.tokens.megatron import read_index
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole

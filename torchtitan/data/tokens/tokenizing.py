@@ -20,9 +20,9 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.data.order.packing import Packer
-from torchtitan.data.text.corpus import Item, uniform
-from torchtitan.data.text.tokenizer import Tokenizer
+from torchtitan.data.read.corpus import Item, uniform
 from torchtitan.data.tokens.duplicates import HASH, Seen, save_hashes
 from torchtitan.data.tokens.encoding import Encoded, Encoder, open_again
 from torchtitan.data.tokens.token_files import token_dtype, write_token_file

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from torchtitan.config.sections.data import Source
+from torchtitan.data.encode.chat import Chat
+from torchtitan.data.encode.tokenizer import PLAIN
+from torchtitan.data.read.corpus import Corpus, Item
+from torchtitan.data.read.files import find_token_files
+from torchtitan.data.read.opening import DataError
+from torchtitan.data.read.streams import StreamCursor, open_stream
 from torchtitan.data.registered import RegisteredDocuments, open_custom
 from torchtitan.data.spec import DataSpec
-from torchtitan.data.text.chat import Chat
-from torchtitan.data.text.corpus import Corpus, Item
-from torchtitan.data.text.files import find_token_files
-from torchtitan.data.text.opening import DataError
-from torchtitan.data.text.streams import StreamCursor, open_stream
-from torchtitan.data.text.tokenizer import PLAIN
 from torchtitan.data.tokens.encoding import Encoder
 from torchtitan.data.tokens.tokenizing import batches_of, encode_batches
 from torchtitan.tools.corpus.columns import WHOLE, Drawn

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.data.text.corpus import Item
-from torchtitan.data.text.opening import BadDocument, FileStamp, OpenFiles, is_compressed
-from torchtitan.data.text.records import BOM, Record, kind_of, read_records
+from torchtitan.data.read.corpus import Item
+from torchtitan.data.read.opening import BadDocument, FileStamp, OpenFiles, is_compressed
+from torchtitan.data.read.records import BOM, Record, kind_of, read_records
 from torchtitan.tools.corpus.columns import WHOLE, Drawn
 from torchtitan.utils.limits import RECORD_BYTES
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.sections.data import Source
+from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.data.spec import DataSpec
-from torchtitan.data.text.tokenizer import Tokenizer
 from torchtitan.tools.corpus.columns import Columns, Estimate
 from torchtitan.tools.corpus.mixture import mixture
 from torchtitan.tools.corpus.reading import read

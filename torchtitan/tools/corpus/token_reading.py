@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchtitan.data.encode.tokenizer import PLAIN, UNPREDICTED
+from torchtitan.data.read.files import REPORT
 from torchtitan.data.spec import DataSpec
-from torchtitan.data.text.files import REPORT
-from torchtitan.data.text.tokenizer import PLAIN, UNPREDICTED
 from torchtitan.data.tokens.token_files import TokenFiles
 from torchtitan.tools.corpus.columns import Drawn
 from torchtitan.tools.corpus.sampling import WHOLE_BELOW, draw_positions

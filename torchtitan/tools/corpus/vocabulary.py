@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.text.tokenizer import HuggingFaceTokenizer, Tokenizer
+from torchtitan.data.encode.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 _FREQUENT = 20
 _UNSEEN = 40

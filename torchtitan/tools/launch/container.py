@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from torchtitan.config import Config
 from torchtitan.config.load.render import to_toml
-from torchtitan.config.sections.types import LocalPath
+from torchtitan.config.types import LocalPath
 from torchtitan.tools.launch.container_options import Volume
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.storage import is_url

@@ -4,7 +4,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from torchtitan.data.text.files import find_text_files, find_token_files
+from torchtitan.data.read.files import find_text_files, find_token_files
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 
 _HELD_OUT = {"demo": "demo_validation", "c4": "c4_validation"}

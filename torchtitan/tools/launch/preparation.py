@@ -9,7 +9,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.tools.launch.models import DEBUG
+from torchtitan.tools.launch.model_choice import DEBUG
 from torchtitan.tools.launch.request import Choice, Choices, Request
 from torchtitan.utils.errors import ConfigError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torchtitan.tools.launch.ask import Question, discard_typed, in_lines
 from torchtitan.tools.launch.data_choice import Data, find_data
-from torchtitan.tools.launch.models import DEBUG, Model, find_model, offered
+from torchtitan.tools.launch.model_choice import DEBUG, Model, find_model, offered
 from torchtitan.tools.launch.preparation import Step
 from torchtitan.tools.launch.recipe import TOKENS_PER_PARAMETER, default_seq_len, suggested_tokens
 from torchtitan.tools.planner.hardware import Hardware, find_hardware, load_hardware

@@ -7,7 +7,7 @@ from torchtitan.config.derive import DEGREE_KEYS, divisors
 from torchtitan.config.load.decode import load_config
 from torchtitan.config.load.render import to_toml_value
 from torchtitan.config.sections.schema import Config
-from torchtitan.tools.launch.models import Model
+from torchtitan.tools.launch.model_choice import Model
 from torchtitan.tools.launch.preparation import has_held_out, prepared_settings
 from torchtitan.tools.launch.request import Choice, Choices, Request
 from torchtitan.tools.planner.axes import read

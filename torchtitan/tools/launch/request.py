@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.tools.launch.data_choice import Data
-from torchtitan.tools.launch.models import Model
+from torchtitan.tools.launch.model_choice import Model
 from torchtitan.tools.planner.hardware import Hardware
 
 _OF_LAYOUT = ("activation_checkpoint.mode", "training.local_batch_size")

@@ -56,7 +56,7 @@ def run_ranks(
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main as torchrun
 
-    from torchtitan.parallel.rendezvous import explain, register
+    from torchtitan.tools.launch.rendezvous import explain, register
 
     _set_environment(options)
     arguments = [
@@ -113,7 +113,7 @@ def _set_environment(options: argparse.Namespace) -> None:
 
 
 def _torchrun_options(options: argparse.Namespace) -> list[str]:
-    from torchtitan.parallel.rendezvous import BACKEND
+    from torchtitan.tools.launch.rendezvous import BACKEND
 
     fewest, most = options.nnodes
     return [

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtitan.models.decoder_args import DecoderArgs, LayerKind, Mixer
-from torchtitan.models.delta_args import delta_flops
+from torchtitan.models.args import DecoderArgs, LayerKind, Mixer
+from torchtitan.models.delta.args import delta_flops
 
 Split = Literal["columns", "rows", "tokens", "experts"]
 """How ranks share a linear layer: its outputs, its inputs, the tokens, or the experts."""

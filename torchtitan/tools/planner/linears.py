@@ -18,7 +18,7 @@ from torchtitan.config.converters import (
 from torchtitan.config.derive import compiles_blocks, layout_degrees, selects_operations
 from torchtitan.config.sections.parallelism import ActivationCheckpoint
 from torchtitan.config.sections.schema import Config
-from torchtitan.models.decoder_args import DecoderArgs
+from torchtitan.models.args import DecoderArgs
 from torchtitan.tools.planner.block import Kind, Mixing, block_layers
 
 FLOAT8_MULTIPLE = 16

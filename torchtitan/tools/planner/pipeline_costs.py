@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from torchtitan.config.pipeline_schedules import SCHEDULES
-from torchtitan.parallel.pipeline_stages import StagePlan
+from torchtitan.parallel.pipeline.split import StagePlan
 from torchtitan.tools.planner.pipeline_timeline import program, simulate
 
 

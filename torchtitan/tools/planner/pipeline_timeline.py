@@ -10,8 +10,8 @@ from functools import cache, cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan.parallel.pipeline_schedules import Action, Step, execute
-from torchtitan.parallel.pipeline_stages import StagePlan
+from torchtitan.parallel.pipeline.schedules import Action, Step, execute
+from torchtitan.parallel.pipeline.split import StagePlan
 
 
 class Program:
@@ -60,7 +60,7 @@ def program(stages: StagePlan, microbatches: int) -> Program:
 def _program(
     name: str | None, csv_file: str | None, ranks: tuple[int, ...], microbatches: int
 ) -> Program:
-    from torchtitan.parallel.pipeline import build_schedule
+    from torchtitan.parallel.pipeline.pipeline import build_schedule
 
     # A schedule only asks its stages for their place in the pipeline.
     own = [_place(stage, ranks) for stage, rank in enumerate(ranks) if rank == 0]

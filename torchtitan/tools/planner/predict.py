@@ -8,7 +8,7 @@ from torchtitan.config.derive import axis_degrees, derive, layout_degrees
 from torchtitan.config.rules import check, validate
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
-from torchtitan.parallel.pipeline_stages import pipeline_stages
+from torchtitan.parallel.pipeline.split import pipeline_stages
 from torchtitan.tools.planner.costs import StepTime, step_time
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.memory import GIB, Memory, memory_of

@@ -15,7 +15,7 @@ from torchtitan.config.derive import divisors, replace
 from torchtitan.config.rules import validate
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
-from torchtitan.parallel.pipeline_stages import pipeline_stages
+from torchtitan.parallel.pipeline.split import pipeline_stages
 from torchtitan.tools.planner.axes import (
     Settings,
     applied,

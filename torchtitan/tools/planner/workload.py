@@ -23,8 +23,8 @@ from torchtitan.config.derive import (
     sums_whole_gradients,
 )
 from torchtitan.config.sections.schema import Config
-from torchtitan.models.decoder_args import DecoderArgs
-from torchtitan.parallel.pipeline_stages import StagePlan
+from torchtitan.models.args import DecoderArgs
+from torchtitan.parallel.pipeline.split import StagePlan
 from torchtitan.tools.planner.block import COUNTED, Mixing, kind_of, mixing_of, vector_params
 from torchtitan.tools.planner.linears import Linear, block_linears, in_eight_bits, recompute_of
 from torchtitan.utils.errors import UserError

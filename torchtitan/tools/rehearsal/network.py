@@ -15,9 +15,9 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtitan.parallel import agree
-from torchtitan.tools.planner.substitution import Substitution, substituted
 from torchtitan.tools.rehearsal.events import Message
 from torchtitan.tools.rehearsal.recorder import Recorder, describe, mark, nbytes, reduction
+from torchtitan.tools.rehearsal.substitution import Substitution, substituted
 
 _OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 _MESSAGES = ("isend", "irecv", "send", "recv", "batch_isend_irecv")

@@ -26,15 +26,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 import torchtitan.train
-from torchtitan.checkpoint.index import TensorPart, WrittenTensor, add_written
-from torchtitan.checkpoint.layout import Cut, Layout
+from torchtitan.checkpoint.format.index import TensorPart, WrittenTensor, add_written
+from torchtitan.checkpoint.format.layout import Cut, Layout
 from torchtitan.config.derive import axis_degrees, gradient_accumulation_steps
 from torchtitan.config.sections.schema import Config
 from torchtitan.health.rank_dumps import is_library, where
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.parallel.parallelize import parallelize
-from torchtitan.tools.planner.fake import aside, no_network, start_group, take_fake_memory
 from torchtitan.tools.rehearsal.events import Record
+from torchtitan.tools.rehearsal.fake import aside, no_network, start_group, take_fake_memory
 from torchtitan.tools.rehearsal.network import recording
 from torchtitan.tools.rehearsal.recorder import EndlessLoopError, Recorder
 from torchtitan.tools.rehearsal.replaced import NoFiles, blank_data, few_modules, unequal_splits

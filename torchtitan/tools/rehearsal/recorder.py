@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.health.collectives import Group, describe_group
 from torchtitan.health.rank_dumps import is_library, where
-from torchtitan.parallel.context import ring_attention, ring_attention_backward
+from torchtitan.parallel.context.attention import ring_attention, ring_attention_backward
 from torchtitan.tools.rehearsal.events import Creation, Entered, Message, Post, Read, Record, Wait
 from torchtitan.tools.rehearsal.rank_sample import coordinates
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlanner
 
-from torchtitan.checkpoint.index import Index, TensorPlaces, dtype_name, render_index
-from torchtitan.checkpoint.load import Reader
-from torchtitan.checkpoint.manifest import (
+from torchtitan.checkpoint.format.index import Index, TensorPlaces, dtype_name, render_index
+from torchtitan.checkpoint.format.manifest import (
     FORMAT,
     CheckpointInfo,
     FileEntry,
@@ -23,20 +22,21 @@ from torchtitan.checkpoint.manifest import (
     checked,
     render,
 )
+from torchtitan.checkpoint.load import Reader
 from torchtitan.checkpoint.writer import LocalPlan, local_plan, measure
 from torchtitan.config.derive import validation_rows
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepBatch
-from torchtitan.data.positions import (
+from torchtitan.data.read.positions import (
     DataFingerprint,
     DataPosition,
     DataState,
     SharesState,
     SourcePosition,
 )
-from torchtitan.parallel.pipeline import stage_modules
-from torchtitan.parallel.pipeline_stages import StagePlan
-from torchtitan.tools.planner.fake import aside
+from torchtitan.parallel.pipeline.pipeline import stage_modules
+from torchtitan.parallel.pipeline.split import StagePlan
+from torchtitan.tools.rehearsal.fake import aside
 from torchtitan.tools.rehearsal.recorder import Recorder
 from torchtitan.train.preflight import Setup
 

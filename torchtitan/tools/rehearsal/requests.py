@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from torchtitan.health.rank_dumps import is_library
-from torchtitan.tools.planner.substitution import Substitution, substituted
+from torchtitan.tools.rehearsal.substitution import Substitution, substituted
 from torchtitan.utils.distributed_compat import store_of_this_attempt
 
 _ELSEWHERE = ("/dev/", "/proc/", "/sys/")

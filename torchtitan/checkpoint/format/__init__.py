@@ -1,0 +1,1 @@
+"""The files of a checkpoint: manifest, index of tensors, layout and checksums."""

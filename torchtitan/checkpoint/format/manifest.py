@@ -1,0 +1,344 @@
+"""`manifest.json`: what a checkpoint is, where its run stood, and the size and CRC-32 of each file
+that doesn't belong to a single rank. `__N.json` has those of rank N, see `index.py`.
+
+The models below are the format, with those of the data position in
+`torchtitan.data.read.positions`. The file's last line is the SHA-256 of all before it, so every
+flipped bit is found.
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import tomli
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+
+from torchtitan.data.read.positions import DataState
+from torchtitan.utils.errors import DamageError, FormatBugError
+from torchtitan.utils.files import read_regular
+from torchtitan.utils.formats import Count, Strict
+from torchtitan.utils.limits import CONFIG_TABLE_LEVELS, JSON_BYTES
+from torchtitan.utils.storage import patiently
+
+MANIFEST = "manifest.json"
+FORMAT = 4
+"""The only format that this version reads."""
+_FORMAT = re.compile(rb'\{\s*"format": (\d{1,9}),')
+_WRITTEN_BY = re.compile(rb'"torchtitan": "([\w.+-]{1,40})"')
+T = TypeVar("T", bound="CheckpointInfo")
+_SEAL = b',\n "sha256": '
+
+Sum = Annotated[int, Field(ge=0, lt=2**32)]
+"""CRC-32."""
+FileName = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)
+]
+"""Plain and relative: no slash, and more than dots."""
+
+
+SaveNumber = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+"""Random; the same in all files of one save."""
+
+
+class FileEntry(Strict):
+    """One file of the checkpoint."""
+
+    bytes: Count
+    crc32: Sum
+
+
+class ProgressState(Strict):
+    step: Count
+    tokens: Count
+    skipped: Count
+
+
+class ScheduleState(Strict):
+    steps: Count
+
+
+class GuardState(Strict):
+    windows: dict[str, list[float]]
+    streak: Count
+    calm: Count
+    rows: Count
+    skipped: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]
+
+
+class AverageState(Strict):
+    counted: Count
+
+
+def _share(value: object, validate: ValidatorFunctionWrapHandler) -> DataState:
+    """Accept a rank's share, which lacks other ranks' lanes; `render` checks the whole."""
+    return value if isinstance(value, DataState) else validate(value)
+
+
+class TrainState(Strict):
+    """Everything but tensors that a run continues from."""
+
+    progress: ProgressState
+    lr_scheduler: ScheduleState
+    data: Annotated[DataState, WrapValidator(_share)]
+    guard: GuardState
+    ema: AverageState | None = None
+    """None if the run has no average of the weights."""
+    callbacks: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """States of the user's callbacks, by name."""
+
+
+class Written(Strict):
+    """What the ranks have written, each its own files."""
+
+    ranks: Annotated[int, Field(ge=1, lt=2**31)]
+    """Each has a file `__N.json`."""
+    files: Count
+    """Number of their files, those included."""
+    bytes: Count
+
+
+class Merged(Strict):
+    """One of the checkpoints whose weights were averaged."""
+
+    checkpoint: str
+    step: Count
+    averaged: bool
+    """The average that its run kept was taken, instead of the weights."""
+    weight: Annotated[float, Field(gt=0, le=1)]
+
+
+def _configuration(toml: str) -> str:
+    """A configuration whose sections are tables, and not nested endlessly."""
+    try:
+        sections = tomli.loads(toml)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if wrong := [name for name, section in sections.items() if not isinstance(section, dict)]:
+        raise ValueError(f"no section {wrong[0]!a}")
+    tables = [sections]
+    for _ in range(CONFIG_TABLE_LEVELS):
+        tables = [value for table in tables for value in table.values() if isinstance(value, dict)]
+    if tables:
+        raise ValueError("nested too deeply")
+    return toml
+
+
+class CheckpointInfo(Strict):
+    """What is known of a checkpoint before it is written."""
+
+    step: Count
+    model_only: bool
+    """It has only weights."""
+    averaged: bool = False
+    """The weights are the average that the run kept (`ema.export`)."""
+    merged: list[Merged] | None = None
+    """What `torchtitan ckpt merge` made it of."""
+    versions: dict[str, str]
+    model: dict[str, Any]
+    """`name` of the family, and the hyper-parameters."""
+    git: str | None = None
+    ranks: NonNegativeInt | None = None
+    data: dict[str, Any]
+    """Fingerprint of the training data."""
+    config: Annotated[str, AfterValidator(_configuration)]
+    """TOML."""
+    train_state: TrainState | None
+    """None if it comes from no run. A rank that saves knows only its own lanes of the data."""
+
+    @model_validator(mode="after")
+    def _has_state(self) -> Self:
+        if self.train_state is None and not self.model_only:
+            raise ValueError("train_state is missing")
+        if self.train_state is not None and self.train_state.progress.step != self.step:
+            raise ValueError(f"train_state is that of step {self.train_state.progress.step}")
+        return self
+
+
+class Manifest(CheckpointInfo):
+    """The contents of `manifest.json`."""
+
+    format: Literal[4]
+    saved: str
+    """Time, ISO 8601."""
+    parameters: Count
+    """Number of elements in the weights."""
+    tensor_bytes: dict[str, dict[str, Count]]
+    """Bytes by part (`model`, `optimizer`, `ema`) and dtype."""
+    files: Annotated[dict[FileName, FileEntry], Field(min_length=1)]
+    """All files but the manifest and the ranks' own."""
+    save: SaveNumber
+    written: Written
+
+    @model_validator(mode="after")
+    def _has_average(self) -> Self:
+        counted = self.train_state is not None and self.train_state.ema is not None
+        if counted != ("ema" in self.tensor_bytes):
+            raise ValueError(
+                "train_state and tensor_bytes disagree about the average of the weights"
+            )
+        return self
+
+    def state(self) -> dict[str, Any]:
+        """`train_state` as the run gathered it, with a model of the data position."""
+        if self.train_state is None:
+            return {}
+        return self.train_state.model_dump(exclude_unset=True, exclude={"data"}) | {
+            "data": self.train_state.data
+        }
+
+    def file_bytes(self) -> int:
+        """Size of all files but the manifest."""
+        return self.written.bytes + sum(file.bytes for file in self.files.values())
+
+    def file_count(self) -> int:
+        """Number of all files but the manifest."""
+        return self.written.files + len(self.files)
+
+    def settings(self) -> dict[str, Any]:
+        """The configuration, as sections."""
+        return tomli.loads(self.config)
+
+
+def checked(kind: type[T], content: dict[str, Any]) -> T:
+    """A model of what a run gathered.
+
+    Raises:
+        FormatBugError: the content doesn't fit the format.
+    """
+    problem = ""
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        problem = first_problem(error)
+    raise _bug(problem)  # outside, so that no other error is its context
+
+
+def render(manifest: Manifest) -> bytes:
+    """The file with this content, without the models' defaults.
+
+    Raises:
+        FormatBugError: `parse` would refuse the file.
+    """
+    problem = ""
+    try:
+        content = {"format": FORMAT, **manifest.model_dump(exclude_defaults=True)}
+        body = json.dumps(content, indent=1).encode()
+        Manifest.model_validate_json(body)
+        return sealed(body)
+    except ValidationError as error:
+        problem = first_problem(error)
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    raise _bug(problem)
+
+
+def _bug(problem: str) -> FormatBugError:
+    return FormatBugError(
+        f"{problem} ({MANIFEST}): this is a bug in torchtitan, please report it with this line"
+    )
+
+
+def sealed(content: bytes) -> bytes:
+    """A JSON object with the SHA-256 of all before it as its last entry."""
+    body = content.removesuffix(b"}").removesuffix(b"\n")
+    return body + _SEAL + _checksum(body)
+
+
+def unsealed(file: bytes) -> bytes:
+    """The JSON object that was sealed.
+
+    Raises:
+        ValueError: the checksum is missing or wrong.
+    """
+    body, seal, checksum = file.rpartition(_SEAL)
+    if not seal:
+        raise ValueError("it is cut, or has no checksum")
+    if checksum != _checksum(body):
+        raise ValueError("its checksum is wrong")
+    return body + b"\n}"
+
+
+class OtherFormatError(ValueError):
+    """A file of another format than this version's."""
+
+    def __init__(self, number: int, file: bytes):
+        match = _WRITTEN_BY.search(file)
+        writer = f"torchtitan {match[1].decode()}" if match else "another torchtitan"
+        if number > FORMAT:
+            advice = f"{writer} wrote it: update to that version"
+        else:
+            advice = (
+                f"{writer}, which wrote it, reads it: export its weights there with `torchtitan "
+                "ckpt to-hf`, and import them here with `torchtitan ckpt from-hf`"
+            )
+        super().__init__(f"has format {number}, and this version reads format {FORMAT}; {advice}")
+
+
+def parse(file: bytes) -> Manifest:
+    """The contents of a file from `render`.
+
+    Raises:
+        OtherFormatError: it is of another format.
+        ValueError: it differs from what `render` would write.
+    """
+    match = _FORMAT.match(file)
+    number = int(match[1]) if match else FORMAT
+    if _SEAL in file or number == FORMAT:  # format 1 has no checksum
+        content = unsealed(file)
+    if number != FORMAT:
+        raise OtherFormatError(number, file)
+    try:
+        return Manifest.model_validate_json(content)
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first of pydantic's complaints, in one line that is safe to print."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return ascii(f"{place}: {first['msg']}" if place else first["msg"])[1:-1][:300]
+
+
+def _checksum(body: bytes) -> bytes:
+    return f'"{hashlib.sha256(body).hexdigest()}"\n}}\n'.encode()
+
+
+def manifest_bytes(path: Path) -> bytes:
+    """The manifest of a checkpoint, as it is on disk.
+
+    Raises:
+        OSError: it can't be read.
+    """
+    return patiently(path, lambda: read_regular(path / MANIFEST, JSON_BYTES))
+
+
+def read_manifest(path: Path, content: bytes | None = None) -> Manifest:
+    """The manifest of a committed checkpoint.
+
+    Args:
+        content: `manifest_bytes`, if they were read already.
+
+    Raises:
+        DamageError: there is none, or it is damaged, or of another format.
+    """
+    try:
+        return parse(manifest_bytes(path) if content is None else content)
+    except OSError as error:
+        raise DamageError(
+            f"{path} is not a complete checkpoint: {MANIFEST}: {error.strerror or error}"
+        ) from None
+    except OtherFormatError as error:
+        raise DamageError(f"{path} {error}") from None
+    except ValueError as error:
+        raise DamageError(f"{path} is damaged: {MANIFEST}: {error}") from None

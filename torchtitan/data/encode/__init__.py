@@ -1,0 +1,1 @@
+"""What the tokens of a document are: tokenizers and chat templates."""

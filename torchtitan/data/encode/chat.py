@@ -1,0 +1,303 @@
+"""Conversations as documents: rendered by the tokenizer's chat template, predicted in the
+assistant's turns.
+
+    [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+
+    <|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n4<|im_end|>\\n
+                                                              -----------
+
+Between reading and encoding a conversation is the JSON of its messages, so that whatever carries
+texts carries conversations too. The assistant's turns are what the template has between
+`{% generation %}` and `{% endgeneration %}`. In a template without these, a turn is what it adds to
+the conversation before it, rendered with the prompt for the assistant.
+
+Special tokens in the template are ids of their own. Their spelling in a message stays text: before
+rendering, a mark is put into it, which is removed before encoding. Imports no torch.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchtitan.data.encode.chat_template import BREAK, END, MARKS, START, ChatTemplate
+from torchtitan.data.encode.tokenizer import (
+    CONTINUES,
+    UNPREDICTED,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    flagged,
+    rust_errors,
+)
+from torchtitan.data.read.opening import BadDocument
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.limits import MESSAGE_LEVELS
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Rendered(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    turns: list[tuple[int, int]]
+    """First character of each of the assistant's turns, and the one after its last."""
+    spelled: set[int]
+    """Characters in messages at which the spelling of a special token begins."""
+
+
+class Chat:
+    """Checks, renders and encodes conversations; to readers it is like a tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer, key: str):
+        """
+        Args:
+            key: the configuration key that asks for conversations, for errors.
+
+        Raises:
+            UserError: the tokenizer has no chat template, or one that can't be parsed.
+        """
+        if not isinstance(tokenizer, HuggingFaceTokenizer) or tokenizer.path is None:
+            raise UserError(
+                f"{key}: {tokenizer.name} has no chat template; conversations need a "
+                "tokenizer.json with one"
+            )
+        self.tokenizer = tokenizer
+        named = {"eos_token": tokenizer.decode([tokenizer.eos_id])}
+        if tokenizer.bos_id is not None:
+            named["bos_token"] = tokenizer.decode([tokenizer.bos_id])
+        self.template = ChatTemplate(tokenizer.path, named, key)
+        self.fingerprint = self.template.fingerprint
+        tokens = tokenizer.backend.get_added_tokens_decoder().values()
+        self.special = sorted((one.content for one in tokens if one.special), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, self.special)) or r"(?!)")
+        self._starts = {name[:size] for name in self.special for size in range(1, len(name))}
+        self._longest = max(map(len, self.special), default=0)
+        self._last: tuple[str, Rendered] | None = None
+
+    @cached_property
+    def _backend(self) -> Any:
+        """The tokenizer's library, reading special tokens."""
+        from tokenizers import Tokenizer as Backend
+
+        backend = Backend.from_str(self.tokenizer.backend.to_str())
+        backend.encode_special_tokens = False
+        return backend
+
+    def document(self, value: Any) -> str:
+        """The document of a list of messages.
+
+        Raises:
+            BadDocument: it is no conversation, has nothing to predict, or the template refuses it.
+        """
+        messages = _checked(value)
+        text = json.dumps(messages, ensure_ascii=False)
+        if any(mark in text for mark in MARKS):
+            raise BadDocument("noncharacter", "has one of the noncharacters U+FDD0 to U+FDD2")
+        self.rendered(text)
+        return text
+
+    def rendered(self, text: str) -> Rendered:
+        """A document's conversation as text."""
+        last = self._last
+        if last is None or last[0] != text:
+            self._last = last = text, self._render(json.loads(text))
+        return last[1]
+
+    def size(self, found: Rendered) -> int:
+        """Bytes of a conversation without the special tokens of its template."""
+        special = (
+            match[0]
+            for match in self._pattern.finditer(found.text)
+            if match.start() not in found.spelled
+        )
+        return len(found.text.encode()) - sum(len(token.encode()) for token in special)
+
+    def _render(self, messages: Messages) -> Rendered:
+        marked = [self._marked(message) for message in messages]
+        if self.template.marks_turns:
+            whole = self.template.render(marked)
+        else:
+            whole = self._with_turns(marked)
+        found = _without_marks(whole)
+        if not any(begin < end for begin, end in found.turns):
+            raise BadDocument(
+                "no assistant turn", "the chat template renders no turn of the assistant"
+            )
+        return found
+
+    def _with_turns(self, messages: Messages) -> str:
+        """The text, with marks around the turns that the template doesn't mark."""
+        whole = self.template.render(messages)
+        parts = []
+        done = 0
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = self.template.render(messages[:i], prompt=True)
+                after = self.template.render(messages[: i + 1])
+                if not (whole.startswith(after) and after.startswith(before)):
+                    raise UserError(self.template.not_by_prefixes)
+                end = self._end_of_turn(after)
+                parts += [whole[done : len(before)], START, whole[len(before) : end], END]
+                done = end
+        return "".join([*parts, whole[done:]])
+
+    def _end_of_turn(self, text: str) -> int:
+        """Where a text ends, without the line break after an end-of-turn token."""
+        short = text.rstrip()
+        return len(short if short.endswith(tuple(self.special)) else text)
+
+    def _marked(self, value: Any) -> Any:
+        """Part of a message, with a mark in each spelling of a special token."""
+        if isinstance(value, dict):
+            return {name: self._marked(part) for name, part in value.items()}
+        if isinstance(value, list):
+            return [self._marked(part) for part in value]
+        if not isinstance(value, str):
+            return value
+        starts = []
+        at = -1
+        while found := self._pattern.search(value, at + 1):
+            at = found.start()
+            starts.append(at)
+        # A beginning at the end could be completed by what the template puts behind it.
+        for begin in range(max(len(value) - self._longest, at + 1, 0), len(value)):
+            if value[begin:] in self._starts:
+                starts.append(begin)
+        for begin in reversed(starts):
+            value = value[: begin + 1] + BREAK + value[begin + 1 :]
+        return value
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        """The ids of a document as training sees it, those outside of the assistant's turns
+        flagged, as well as each end-of-text but the last. Begin-of-text and end-of-text are added
+        unless the template has them.
+
+        Raises:
+            UserError: the tokenizer fails on this text.
+        """
+        found = self.rendered(text)
+        ids: list[int] = []
+        places: list[NDArray[np.int64]] = []
+        for begin, end, special in self._pieces(found):
+            backend = self._backend if special else self.tokenizer.backend
+            with rust_errors(self.tokenizer.name, "can't encode a conversation"):
+                encoding = backend.encode(found.text[begin:end], add_special_tokens=False)
+            ids += encoding.ids
+            places.append(np.asarray(encoding.offsets, np.int64).reshape(-1, 2) + begin)
+        first, after = np.concatenate(places).T
+        predicted = np.zeros(len(ids), bool)
+        for begin, end in found.turns:
+            predicted |= (first < end) & (after > begin)
+        bos = self.tokenizer.bos_id
+        before = [bos] if bos is not None and ids[:1] != [bos] else []
+        behind = [self.tokenizer.eos_id] if ids[-1:] != [self.tokenizer.eos_id] else []
+        predicted = np.pad(predicted, (len(before), len(behind)))
+        whole = np.asarray([*before, *ids, *behind], np.int64)
+        continues = whole == self.tokenizer.eos_id
+        continues[-1] = False
+        return flagged(flagged(whole, UNPREDICTED, ~predicted), CONTINUES, continues)
+
+    def _pieces(self, found: Rendered) -> Iterator[tuple[int, int, bool]]:
+        """Parts of a text: first and last character, and whether to read special tokens there.
+
+        A text without their spelling in messages is one part. Else it is cut at the special tokens
+        of the template.
+        """
+        begin = at = 0
+        while found.spelled and (match := self._pattern.search(found.text, at)):
+            at = match.start() + 1
+            if match.start() not in found.spelled:
+                at = match.end()
+                yield begin, match.start(), False
+                yield match.start(), at, True
+                begin = at
+        yield begin, len(found.text), not found.spelled
+
+    def encode_in_pieces(
+        self, text: str, start: int = 0
+    ) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """As `Tokenizer.encode_in_pieces`; a conversation is one piece."""
+        yield 0, self.encode(text)
+
+
+class MessageTexts:
+    """Reads conversations without a template: what their messages say, a line each."""
+
+    fingerprint = ""
+
+    def document(self, value: Any) -> str:
+        """
+        Raises:
+            BadDocument: it is no conversation.
+        """
+        return "\n".join(message.get("content") or "" for message in _checked(value))
+
+
+def _without_marks(text: str) -> Rendered:
+    parts = []
+    length = begin = 0
+    turns: list[tuple[int, int]] = []
+    spelled: set[int] = set()
+    for part in re.split(f"([{START}{END}{BREAK}])", text):
+        if part == START:
+            begin = length
+        elif part == END:
+            turns.append((begin, length))
+        elif part == BREAK:
+            spelled.add(length - 1)
+        else:
+            parts.append(part)
+            length += len(part)
+    return Rendered("".join(parts), turns, spelled)
+
+
+def _checked(value: Any) -> list[dict[str, Any]]:
+    """A conversation, without keys that are null: columns of tables have all keys in all messages.
+
+    Raises:
+        BadDocument: it is none, or has no turn of the assistant.
+    """
+    if not isinstance(value, list) or not value:
+        what = "an empty list" if value == [] else type(value).__name__
+        raise BadDocument("no messages", f"must be a list of messages, got {what}")
+    messages = []
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadDocument(
+                "no messages",
+                f'message {number} must be an object with a "role" and a "content"; conversations '
+                "in other forms, such as from/value, must be converted",
+            )
+        content = message.get("content")
+        if content is None and not message.get("tool_calls"):
+            raise BadDocument("no content", f'message {number} has no "content"')
+        if not isinstance(content, str | None):
+            raise BadDocument(
+                "content not text",
+                f"message {number} has content of type {type(content).__name__}; only strings can "
+                "be trained on: join a list of text parts ahead, images are not supported",
+            )
+        messages.append({key: _plain(part) for key, part in message.items() if part is not None})
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadDocument("no assistant turn", 'no message has the role "assistant"')
+    return messages
+
+
+def _plain(value: Any, level: int = 1) -> Any:
+    """Part of a message as JSON holds it: dates and other values that tables have become strings.
+
+    Raises:
+        BadDocument: it is nested too deeply.
+    """
+    if level > MESSAGE_LEVELS:
+        raise BadDocument("nested too deeply", "a message is nested too deeply")
+    if isinstance(value, dict):
+        return {str(name): _plain(part, level + 1) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part, level + 1) for part in value]
+    return value if isinstance(value, str | int | float | None) else str(value)

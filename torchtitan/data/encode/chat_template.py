@@ -1,0 +1,231 @@
+"""A tokenizer's chat template: a Jinja file, which runs in a sandbox.
+
+It has what transformers gives a template: `messages`, `tools` (none), the special tokens by their
+names, `add_generation_prompt`, `raise_exception`, `tojson`, `{% generation %}`. Except the date:
+`strftime_now` returns that of Llama 3's templates, because a row must not depend on the day on
+which it is read.
+"""
+
+import datetime
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from torchtitan.data.read.opening import BadDocument
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import read_regular
+from torchtitan.utils.formats import read_json_object
+from torchtitan.utils.limits import CHAT_TEMPLATE_BYTES, CONVERSATION_CHARACTERS
+
+START, END, BREAK = MARKS = "\ufdd0\ufdd1\ufdd2"
+"""Noncharacters that mark the beginning and end of a turn, and a place in a message after the first
+character of a special token's spelling.
+"""
+_PADDING = {"center", "expandtabs", "ljust", "rjust", "zfill"}
+"""Methods of strings that make them as long as they are told."""
+_WIDE = re.compile(r"[0-9]{5}|\*")
+"""Widths in a format that are too large, or may be."""
+_TODAY = datetime.date(2024, 7, 26)
+_FILE = "chat_template.jinja"
+_ABOUT = "tokenizer_config.json"
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+
+class ChatTemplate:
+    """Renders messages."""
+
+    def __init__(self, tokenizer: Path, special: Mapping[str, str], key: str):
+        """
+        Args:
+            tokenizer: its file; the template is beside it.
+            special: special tokens by the names that templates use, such as `eos_token`, if
+                `tokenizer_config.json` doesn't name them.
+            key: a configuration key, for errors.
+
+        Raises:
+            UserError: there is no template, or it can't be parsed.
+        """
+        about = _read_about(tokenizer, key)
+        self.place, source = _find(tokenizer, about, key)
+        self.special = {**special, **_special_names(about)}
+        self.marks_turns = bool(_GENERATION.search(source))
+        """Whether it says which text is the assistant's."""
+        content = json.dumps([source, sorted(self.special.items())])
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise UserError(
+                f"{key}: the chat template in {self.place} can't be parsed: line {error.lineno}: "
+                f"{error.message}"
+            ) from None
+        except RecursionError:
+            raise UserError(
+                f"{key}: the chat template in {self.place} can't be parsed: it is nested too deeply"
+            ) from None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False) -> str:
+        """The text of messages, and with `prompt` the beginning of the assistant's turn.
+
+        Raises:
+            BadDocument: the template refuses them, fails, or writes too much.
+        """
+        parts = []
+        length = 0
+        try:
+            for part in self._template.generate(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=prompt,
+                **self.special,
+            ):
+                parts.append(part)
+                length += len(part)
+                if length > CONVERSATION_CHARACTERS:
+                    break
+        except Exception as error:  # a template may fail in any way
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise BadDocument(
+                "refused by the chat template", f"refused by the chat template: {reason}"
+            ) from None
+        if length > CONVERSATION_CHARACTERS:
+            raise BadDocument(
+                "too long", f"a conversation of more than {CONVERSATION_CHARACTERS:,} characters"
+            )
+        return "".join(parts)
+
+    @property
+    def not_by_prefixes(self) -> str:
+        """The error about turns that can't be found."""
+        return (
+            f"model.hf_assets_path: the chat template in {self.place} renders turns differently "
+            "once others follow, or begins the assistant's turn differently in its prompt, so the "
+            "text of the assistant can't be told. Mark it in the template: {% generation %} before "
+            "the content and {% endgeneration %} after the token that ends the turn"
+        )
+
+
+def _read_about(tokenizer: Path, key: str) -> dict[str, Any]:
+    about = tokenizer.with_name(_ABOUT)
+    try:
+        return read_json_object(about) if about.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: {error}") from None
+
+
+def _special_names(about: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by their names in `tokenizer_config.json`."""
+    found = {}
+    for name, value in about.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            found[name] = content
+    return found
+
+
+def _find(tokenizer: Path, about: Mapping[str, Any], key: str) -> tuple[Path, str]:
+    """The file of a template, and the template."""
+    file = tokenizer.with_name(_FILE)
+    if file.is_file():
+        try:
+            return file, read_regular(file, CHAT_TEMPLATE_BYTES, links=True).decode()
+        except (OSError, ValueError) as error:
+            raise UserError(f"{key}: can't read {file}: {error}") from None
+    found = about.get("chat_template")
+    place = tokenizer.with_name(_ABOUT)
+    if isinstance(found, list):
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        if "default" not in named:
+            raise UserError(
+                f'{key}: none of the chat templates in {place} is named "default"; there are '
+                f"{', '.join(map(str, named)) or 'none'}. Write the one to use to {file}"
+            )
+        found = named["default"]
+    if not isinstance(found, str):
+        raise UserError(
+            f"{key}: the tokenizer of model.hf_assets_path has no chat template; write one to "
+            f'{file}, or as "chat_template" to {_ABOUT}'
+        )
+    if len(found) > CHAT_TEMPLATE_BYTES:
+        raise UserError(
+            f"{key}: the chat template in {place} is longer than {CHAT_TEMPLATE_BYTES:,} characters"
+        )
+    return place, found
+
+
+class _Generation(Extension):
+    """`{% generation %}`: puts marks around what it encloses."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_marked")
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+    def _marked(self, caller: Any) -> str:
+        return f"{START}{caller()}{END}"
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Also refuses what would fill the memory; `range` has a limit already."""
+
+    intercepted_binops = frozenset(["*", "**", "%"])
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        wide = attr in ("format", "format_map") and isinstance(obj, str) and _WIDE.search(obj)
+        if wide or attr in _PADDING:
+            return False
+        return super().is_safe_attribute(obj, attr, value)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        parts = [x for x in (left, right) if isinstance(x, str | list | tuple)]
+        times = [abs(x) for x in (left, right) if isinstance(x, int | float)]
+        if parts and times and len(parts[0]) * times[0] > CONVERSATION_CHARACTERS:
+            raise SecurityError("a product is too long")
+        if operator == "%" and isinstance(left, str) and _WIDE.search(left):
+            raise SecurityError("a format is too wide")
+        if operator == "**" and max(times, default=0) > 100:
+            raise SecurityError("a power of too large numbers")
+        return super().call_binop(context, operator, left, right)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    for name in ("center", "format"):
+        del environment.filters[name]
+    del environment.globals["lipsum"]
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _TODAY.strftime
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own escapes HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,268 @@
+"""Trains a byte-level byte-pair tokenizer (Sennrich et al., arXiv:1508.07909) on a corpus.
+
+    documents -> a sample, by hash of the text -> words -> the most frequent pairs, merged in turn
+
+The library `tokenizers` counts words and merges pairs. The result depends on the documents alone:
+neither on their order nor on the number of cores. Imports no torch.
+"""
+
+import heapq
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torchtitan.data.encode.tokenizer import LLAMA3_PATTERN, QWEN2_PATTERN, pieces
+from torchtitan.data.read.corpus import Corpus, uniform
+from torchtitan.data.read.documents import counted
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import write_all
+
+if TYPE_CHECKING:
+    from tokenizers.pre_tokenizers import PreTokenizer
+
+BOS = "<|begin_of_text|>"
+EOS = "<|end_of_text|>"
+BYTES = 256
+"""Entries that every vocabulary has: one for each byte, so that it can encode any text."""
+
+Pattern = Literal["llama3", "qwen2", "gpt2"]
+CHAT_TEMPLATES = {
+    "chatml": (
+        ("<|im_start|>", "<|im_end|>"),
+        "{{ bos_token }}{% for message in messages %}"
+        "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+        "{% if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}"
+        "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+    )
+}
+"""Special tokens and Jinja source of each template. What `generation` encloses is to be predicted;
+transformers reads it as well.
+"""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The documents to train on, chosen by hash: the same in any order and any number of files."""
+
+    share: float | None = None
+    """Fraction of the documents."""
+    bytes: int | None = None
+    """Bytes of text, reached by whole documents, which are held in memory."""
+    seed: int = 0
+
+    def rank(self, hash: int) -> float:
+        return uniform(hash, f"seed {self.seed}")
+
+
+@dataclass
+class Trained:
+    """What a tokenizer was trained on, and its size."""
+
+    documents: int = 0
+    """Documents of the corpus."""
+    bytes: int = 0
+    sampled_documents: int = 0
+    sampled_bytes: int = 0
+    vocab_size: int = 0
+    """Entries; fewer than asked for if no pair was left to merge."""
+
+
+def train_tokenizer(
+    corpus: Corpus,
+    output: Path,
+    vocab_size: int,
+    *,
+    pattern: Pattern = "llama3",
+    special_tokens: Sequence[str] = (),
+    chat_template: str | None = None,
+    sample: Sample | None = None,
+    advance: Callable[[int], None] = lambda size: None,
+) -> Trained:
+    """Write `tokenizer.json` and `tokenizer_config.json` to the folder `output`.
+
+    The first ids are those of begin-of-text, end-of-text and `special_tokens`.
+
+    Args:
+        vocab_size: largest number of entries, special tokens included.
+        pattern: the model whose way to split text into words to use.
+        special_tokens: beside `BOS` and `EOS`.
+        chat_template: a name of `CHAT_TEMPLATES`, whose special tokens are added.
+        sample: None trains on all documents.
+        advance: called with the number of bytes of every read.
+
+    Raises:
+        UserError: the corpus can't be read or has no text, a special token could be the word of a
+            text, or `vocab_size` is too small.
+        OSError: writing fails.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    chat_tokens, template = CHAT_TEMPLATES[chat_template] if chat_template else ((), None)
+    special = [BOS, EOS, *chat_tokens, *special_tokens]
+    words = _words(pattern)
+    _check(special, words, vocab_size)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = words
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    trained = Trained()
+    chosen = _sampled(corpus.texts(advance), sample, trained)
+    tokenizer.train_from_iterator((piece for text in chosen for piece in pieces(text)), trainer)
+    _check_has_text(corpus, trained)
+    trained.vocab_size = tokenizer.get_vocab_size()
+    content = json.loads(tokenizer.to_str()) | {"post_processor": post_processor(BOS, 0)}
+    given: dict[str, Any] = {"chat_template": template} if template else {}
+    config = tokenizer_config(given, BOS, EOS)
+    output.mkdir(parents=True, exist_ok=True)
+    write_all(
+        {
+            output / "tokenizer.json": json.dumps(content, ensure_ascii=False).encode(),
+            output / "tokenizer_config.json": (json.dumps(config, indent=1) + "\n").encode(),
+        }
+    )
+    return trained
+
+
+def _words(pattern: Pattern) -> "PreTokenizer":
+    """Splits text into words, within which pairs are merged; such as `encode` can cut."""
+    from tokenizers import Regex, pre_tokenizers
+
+    if pattern == "gpt2":
+        return pre_tokenizers.ByteLevel(add_prefix_space=False)
+    expression = LLAMA3_PATTERN if pattern == "llama3" else QWEN2_PATTERN
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(expression), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _check(special: Sequence[str], words: "PreTokenizer", vocab_size: int) -> None:
+    """
+    Raises:
+        UserError: a special token can't be one, or `vocab_size` is too small.
+    """
+    for i, token in enumerate(special):
+        if token in special[:i]:
+            raise UserError(f"--special-token: {token!r} is there twice")
+        if len(words.pre_tokenize_str(token)) < 2:
+            raise UserError(
+                f"--special-token: {token!r} could be a word of a text, whose ids would then be "
+                f"the special token's; enclose it in marks, such as <|{token.strip() or 'name'}|>"
+            )
+    if vocab_size < BYTES + len(special):
+        raise UserError(
+            f"--vocab-size: {vocab_size:,} is too small: {BYTES} bytes and {len(special)} special "
+            f"tokens need {BYTES + len(special)}"
+        )
+
+
+def _check_has_text(corpus: Corpus, trained: Trained) -> None:
+    """
+    Raises:
+        UserError: no text was read, or none is in the sample.
+    """
+    names = ", ".join(corpus.paths)
+    if not trained.bytes:
+        what = (
+            f"all {trained.documents:,} documents are empty"
+            if trained.documents
+            else "no documents"
+        )
+        raise UserError(
+            f"{corpus.key}: {names} holds no text: {what}; {counted(corpus.skipped)} skipped"
+        )
+    if not trained.sampled_bytes:
+        raise UserError(
+            f"--sample: none of the {trained.documents:,} documents of {names} with text is in the "
+            "sample; choose a larger one"
+        )
+
+
+def _sampled(
+    texts: Iterable[tuple[str, int, int]], sample: Sample | None, trained: Trained
+) -> Iterator[str]:
+    """The texts of the sample. Counts them and all."""
+
+    def read() -> Iterator[tuple[str, int, int]]:
+        for text, hash, size in texts:
+            trained.documents += 1
+            trained.bytes += size
+            if sample is None or sample.share is None or sample.rank(hash) < sample.share:
+                yield text, hash, size
+
+    chosen = read()
+    if sample is not None and sample.bytes is not None:
+        chosen = _lowest(chosen, sample)
+    for text, _, size in chosen:
+        trained.sampled_documents += 1
+        trained.sampled_bytes += size
+        yield text
+
+
+def _lowest(
+    texts: Iterable[tuple[str, int, int]], sample: Sample
+) -> Iterator[tuple[str, int, int]]:
+    """The texts of lowest rank that together reach the sample's bytes."""
+    assert sample.bytes is not None
+    highest: list[tuple[float, int, int, str]] = []
+    held = 0
+    for number, (text, hash, size) in enumerate(texts):
+        entry = (-sample.rank(hash), number, size, text)
+        if held >= sample.bytes and entry < highest[0]:
+            continue
+        heapq.heappush(highest, entry)
+        held += size
+        while held - highest[0][2] >= sample.bytes:
+            held -= heapq.heappop(highest)[2]
+    for _, _, size, text in sorted(highest, key=lambda entry: entry[:2], reverse=True):
+        yield text, 0, size
+
+
+def post_processor(bos: str | None, bos_id: int | None) -> dict[str, Any] | None:
+    """The entry of `tokenizer.json` that adds only begin-of-text, as training does if the tokenizer
+    has it.
+    """
+    if bos is None:
+        return None
+    parts: list[dict[str, Any]] = []
+    for type_id, sequence in enumerate("AB"):
+        parts.append({"SpecialToken": {"id": bos, "type_id": type_id}})
+        parts.append({"Sequence": {"id": sequence, "type_id": type_id}})
+    return {
+        "type": "TemplateProcessing",
+        "single": parts[:2],
+        "pair": parts,
+        "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
+    }
+
+
+def tokenizer_config(
+    given: Mapping[str, Any], bos: str | None, eos: str, max_length: int | None = None
+) -> dict[str, Any]:
+    """`tokenizer_config.json`, naming the class that uses `tokenizer.json` as it is.
+
+    Args:
+        given: its contents so far.
+        max_length: tokens that the model takes, for a file that doesn't say.
+    """
+    own = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "add_bos_token": bos is not None,
+        "add_eos_token": False,
+    }
+    usual: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+    if max_length is not None:
+        usual["model_max_length"] = max_length
+    kept = {key: value for key, value in given.items() if key != "auto_map"}
+    return usual | kept | own | {"bos_token": bos, "eos_token": eos}

@@ -1,0 +1,462 @@
+"""The range of bytes of each sound document of a local file, to read them in any order; and the
+cache folder that keeps these indexes from run to run.
+
+A file that can't be read at any place (compressed, Parquet, Arrow, CSV, a JSON array) is copied as
+plain text at the same time. Documents that can't be decoded are left out and counted.
+
+    <key>.ranges        first byte of each sound document and the one after its last, two int64
+    <key>.texts         a copy of the texts, only of a file that can't be read at any place
+    <key>.json          the `FileIndex`; written last: if it exists, the others are complete
+    <key>.corpus.json   the indexes of all files of a source, to open thousands by reading one
+
+Keys are hashes of the files' paths, sizes and times and of the column. Any number of processes
+share a folder: each makes the index of a file that no other is making, and waits for the others.
+
+`<key>.json` has the size, time, inode and hash of the first two. If their time or inode differs,
+their contents are compared with the hash: all of `.ranges`, samples of `.texts`. A file is indexed
+again if the hash differs.
+"""
+
+import array
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel
+
+from torchtitan.data.read.opening import (
+    BadDocument,
+    DataError,
+    FileStamp,
+    data_handle,
+    is_compressed,
+    open_data,
+    sample,
+    whole,
+)
+from torchtitan.data.read.records import (
+    SKIP_ADVICE,
+    Conversations,
+    decode,
+    kind_of,
+    place,
+    read_records,
+)
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import read_regular, write_whole
+from torchtitan.utils.limits import CACHE_RECORD_BYTES
+from torchtitan.utils.logging import logger
+from torchtitan.utils.wording import listed, plural, show_size
+
+_CANT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+_REPORT_SECONDS = 10.0
+_WAIT_SECONDS = 0.2
+_DOCUMENT = 2000
+"""Assumed mean size of a document in bytes (for the disk estimate)."""
+_COMPRESSION = 4
+"""Assumed compression ratio (for the disk estimate)."""
+_VERSION = 3
+"""Version of the index, and of what counts as a document."""
+RANGE = 16
+"""Bytes of a document in `.ranges`."""
+_PLACES = 1000
+"""Number of a file's bad documents whose places are kept."""
+
+
+class KeptFile(BaseModel):
+    """A file of the cache, as it was written."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+    sum: str
+
+    def stamp(self, path: Path, hasher: Callable[[int], str]) -> FileStamp:
+        """
+        Args:
+            hasher: makes `sum` of the open file.
+        """
+        return FileStamp(
+            str(path), self.size, self.mtime_ns, self.inode, self.sum, hasher, copies=True
+        )
+
+
+class FileIndex(BaseModel):
+    """The documents of a file."""
+
+    key: str
+    path: str
+    size: int
+    mtime_ns: int
+    inode: int
+    sample: str = ""
+    """`opening.sample` of the contents."""
+    column: str
+    chat: str = ""
+    """`Chat.fingerprint` if the documents are conversations."""
+    kind: str
+    """See `records.kind_of`."""
+    copied: bool
+    """Whether the texts are read from a copy."""
+    documents: int = 0
+    text_bytes: int = 0
+    bad: dict[str, int] = {}
+    """Numbers of documents left out, by kind."""
+    places: list[tuple[int, str]] = []
+    """Number and problem of the first documents left out."""
+    ranges: KeptFile | None = None
+    """None if they are in memory."""
+    texts: KeptFile | None = None
+    """None if the texts are read from the file itself."""
+
+    @property
+    def stamp(self) -> FileStamp:
+        """The file when it was indexed."""
+        return FileStamp(self.path, self.size, self.mtime_ns, self.inode, self.sample)
+
+    def kept(self, folder: Path) -> dict[str, FileStamp]:
+        """The files of the cache that belong to it, by their endings."""
+        stamps = {}
+        if self.ranges is not None:
+            stamps["ranges"] = self.ranges.stamp(folder / f"{self.key}.ranges", whole)
+        if self.texts is not None:
+            stamps["texts"] = self.texts.stamp(folder / f"{self.key}.texts", sample)
+        return stamps
+
+
+def new_index(stamp: FileStamp, column: str, chat: str = "") -> FileIndex:
+    """The index of a file, before its documents are looked for."""
+    kind = kind_of(Path(stamp.path), stamp)
+    copied = kind not in ("json", "text") or is_compressed(Path(stamp.path))
+    return FileIndex(
+        key=key_of([stamp], column, chat),
+        path=stamp.path,
+        size=stamp.size,
+        mtime_ns=stamp.mtime_ns,
+        inode=stamp.inode,
+        column=column,
+        chat=chat,
+        kind=kind,
+        copied=copied,
+    )
+
+
+def key_of(stamps: Sequence[FileStamp], column: str, chat: str = "") -> str:
+    """A name that changes when the files do. The inode is left out, see `FileStamp.hash`."""
+    named = [(stamp.path, stamp.size, stamp.mtime_ns) for stamp in stamps]
+    name = json.dumps([named, column, _VERSION, *([chat] if chat else [])])
+    return hashlib.sha256(name.encode()).hexdigest()[:32]
+
+
+def find_documents(
+    index: FileIndex,
+    stop: bool,
+    ranges: IO[bytes] | None = None,
+    texts: IO[bytes] | None = None,
+    advance: Callable[[], None] = lambda: None,
+    chat: Conversations | None = None,
+) -> NDArray[np.int64]:
+    """Read a file and complete its index.
+
+    Args:
+        stop: whether a bad document is an error.
+        ranges: the documents' ranges are written to it instead of returned.
+        texts: takes the copy of the texts, if one is needed.
+        advance: called after every document.
+        chat: the documents are conversations.
+
+    Returns:
+        `[documents, 2]`: the first byte and the one after the last; empty with `ranges`.
+
+    Raises:
+        BadDocument: the first bad document, if `stop`; with its file and line.
+    """
+    file = Path(index.path)
+    with open_data(file, index.stamp) as content:
+        index.sample = sample(content.fileno())
+    places: array.array[int] = array.array("q")
+    bad: Counter[str] = Counter()
+    for record in read_records(file, index.column, stamp=index.stamp):
+        advance()
+        try:
+            text = decode(record.content, index.column, chat).encode()
+        except BadDocument as error:
+            if stop:
+                problem = f"{place(file, record.number)}: {error}{SKIP_ADVICE}"
+                raise BadDocument(error.kind, problem) from None
+            if bad.total() < _PLACES:
+                index.places.append((record.number, str(error)))
+            bad[error.kind] += 1
+            continue
+        if texts is not None:
+            places.extend((index.text_bytes, index.text_bytes + len(text)))
+            texts.write(text)
+        elif index.kind == "text":
+            places.extend((index.size - len(text), index.size))
+        else:
+            places.extend((record.start, record.start + len(record.content)))
+        index.documents += 1
+        index.text_bytes += len(text)
+        if ranges is not None and len(places) > 2**18:
+            places.tofile(ranges)
+            del places[:]
+    os.close(data_handle(file, index.stamp))  # it hasn't changed in the meantime
+    index.bad = dict(bad)
+    if ranges is not None:
+        places.tofile(ranges)
+        del places[:]
+    return np.asarray(places, np.int64).reshape(-1, 2)
+
+
+def default_folder() -> Path:
+    """`$TORCHTITAN_CACHE`, or `torchtitan` in the user's cache folder."""
+    if chosen := os.environ.get("TORCHTITAN_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "torchtitan")
+
+
+class Cache:
+    """Makes and finds the indexes of files."""
+
+    def __init__(self, folder: Path, key: str, chat: Conversations | None = None):
+        """
+        Args:
+            key: the configuration key that sets the folder, for messages.
+            chat: the documents are conversations.
+        """
+        self.folder = folder
+        self.key = key
+        self.chat = chat
+        self._template = chat.fingerprint if chat else ""
+        self._reported = time.monotonic()
+
+    def _path(self, index: FileIndex, ending: str) -> Path:
+        return self.folder / f"{index.key}.{ending}"
+
+    def open(self, stamps: Sequence[FileStamp], column: str, stop: bool) -> list[FileIndex]:
+        """The indexes of files; the missing ones are made.
+
+        Raises:
+            UserError: the folder can't be written to, or has too little space.
+            DataError: a file can't be read, or has a bad document and `stop` is set.
+        """
+        corpus = self.folder / f"{key_of(stamps, column, self._template)}.corpus.json"
+        if (complete := self._read_corpus(corpus, stamps, column)) is not None:
+            return complete
+        with self._errors():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            new = [new_index(stamp, column, self._template) for stamp in stamps]
+            todo = {index.key: index for index in new}
+            done = {key: known for key, index in todo.items() if (known := self._read(index))}
+            if missing := [index for key, index in todo.items() if key not in done]:
+                self._warn_of_damage(missing)
+                self._announce(missing)
+                self._make_all(missing, done, stop)
+            indexes = [done[index.key] for index in new]
+            with _locked(corpus.with_suffix(".lock")) as ending:
+                if ending is not None:  # else another writes the same
+                    content = [index.model_dump() for index in indexes]
+                    write_whole(corpus, json.dumps(content).encode())
+        return indexes
+
+    def _read_corpus(
+        self, corpus: Path, stamps: Sequence[FileStamp], column: str
+    ) -> list[FileIndex] | None:
+        try:
+            entries = json.loads(read_regular(corpus, CACHE_RECORD_BYTES))
+            indexes = [FileIndex.model_validate(entry) for entry in entries]
+        except (OSError, ValueError, TypeError, RecursionError):
+            return None
+        by_key = {index.key: index for index in indexes}
+        known = []
+        for stamp in stamps:
+            index = self._sound(by_key.get(key_of([stamp], column, self._template)), stamp)
+            if index is None:
+                return None
+            known.append(index)
+        return known
+
+    def _read(self, new: FileIndex) -> FileIndex | None:
+        """The index of a file, if it was made."""
+        try:
+            # Not by pydantic's parser, which refuses paths that are not UTF-8.
+            content = json.loads(read_regular(self._path(new, "json"), CACHE_RECORD_BYTES))
+            index = FileIndex.model_validate(content)
+        except (OSError, ValueError, RecursionError):
+            return None
+        return self._sound(index, new.stamp)
+
+    def _sound(self, index: FileIndex | None, stamp: FileStamp) -> FileIndex | None:
+        """An index that was read; None if it is of another file, or its files have changed."""
+        if index is None or index.ranges is None or (index.copied and index.texts is None):
+            return None
+        size = index.documents * RANGE
+        if index.key != key_of([stamp], index.column, index.chat) or index.ranges.size != size:
+            return None
+        if index.inode != stamp.inode:
+            index = index.model_copy(update={"inode": stamp.inode})
+            try:
+                with open_data(stamp.path, stamp) as file:
+                    if sample(file.fileno()) != index.sample:
+                        return None
+            except (OSError, DataError):
+                return None
+        kept = index.kept(self.folder).values()
+        return index if all(file.is_current() for file in kept) else None
+
+    def _warn_of_damage(self, missing: Sequence[FileIndex]) -> None:
+        if again := [index for index in missing if self._path(index, "json").exists()]:
+            logger.warning(
+                f"{self.folder}: what was kept of {plural(len(again), 'file')} was changed or "
+                f"deleted; indexing again: {listed((index.path for index in again), 6)}"
+            )
+
+    def _announce(self, missing: Sequence[FileIndex]) -> None:
+        """Log what will be written, and where.
+
+        Raises:
+            UserError: the folder has too little space for it.
+        """
+        copied = [index for index in missing if index.copied]
+        texts = sum(index.size * (1 if index.kind == "array" else _COMPRESSION) for index in copied)
+        size = texts + sum(index.size // _DOCUMENT * RANGE for index in missing)
+        free = shutil.disk_usage(self.folder).free
+        what = f"a copy of the texts of {plural(len(copied), 'file')} and " if copied else ""
+        logger.info(
+            f"Indexing {plural(len(missing), 'file')} "
+            f"({show_size(sum(index.size for index in missing))}) once: {what}the documents' "
+            f"positions go to {self.folder}, about {show_size(size)} of {show_size(free)} free "
+            f"there. Set {self.key} to use another folder"
+        )
+        if sum(index.size for index in copied if is_compressed(Path(index.path))) > free:
+            raise UserError(
+                f"{self.key}: {self.folder} has {show_size(free)} free, too little for {what}the "
+                f"documents' positions: about {show_size(size)}. Name a folder with more space, or "
+                "tokenize the files ahead (torchtitan tokenize), which needs no copy"
+            )
+        if size > free:
+            logger.warning(
+                f"{self.key}: {self.folder} may be too small for about {show_size(size)}"
+            )
+
+    def _make_all(
+        self, missing: Sequence[FileIndex], done: dict[str, FileIndex], stop: bool
+    ) -> None:
+        left = list(missing)
+        while left:
+            before = len(left)
+            for index in list(left):
+                so_far = f"{len(missing) - len(left)} of {plural(len(missing), 'file')}"
+                made = self._make(index, stop, so_far)
+                if made is not None:
+                    done[index.key] = made
+                    left.remove(index)
+            if len(left) == before:
+                what = f"{plural(len(left), 'file')}, such as {left[0].path}"
+                self._report(f"waiting for other processes to index {what}")
+                time.sleep(_WAIT_SECONDS)
+
+    def _make(self, index: FileIndex, stop: bool, so_far: str) -> FileIndex | None:
+        """The index of a file; None if another process is making it."""
+        with _locked(self.folder / f"{index.key}.lock") as ending:
+            if ending is None:
+                return None
+            if made := self._read(index):
+                return made
+            index = index.model_copy(deep=True)
+            ranges = self._path(index, f"ranges.{ending}")
+            texts = self._path(index, f"texts.{ending}")
+            count = 0
+
+            def advance() -> None:
+                nonlocal count
+                count += 1
+                if not count % 1000:
+                    self._report(f"indexed {so_far}, and {count:,} documents of {index.path}")
+
+            try:
+                with ranges.open("wb") as file, texts.open("wb") as copy:
+                    find_documents(
+                        index, stop, file, copy if index.copied else None, advance, self.chat
+                    )
+                    for written in (file, copy):
+                        written.flush()
+                        os.fsync(written.fileno())
+                index.ranges = _put(ranges, self._path(index, "ranges"), whole)
+                if index.copied:
+                    index.texts = _put(texts, self._path(index, "texts"), sample)
+                content = json.dumps(index.model_dump()).encode()
+                write_whole(self._path(index, "json"), content)
+            finally:
+                for temporary in (ranges, texts):
+                    temporary.unlink(missing_ok=True)
+            return index
+
+    def _report(self, what: str) -> None:
+        if time.monotonic() - self._reported > _REPORT_SECONDS:
+            self._reported = time.monotonic()
+            logger.info(what[0].upper() + what[1:])
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _CANT_WRITE:
+                raise
+            if error.filename is not None and not str(error.filename).startswith(str(self.folder)):
+                raise  # an input
+            raise UserError(
+                f"{self.key}: can't write to {self.folder}: {error.strerror}. Name a folder with "
+                "space, or tokenize the files ahead (torchtitan tokenize), which needs none"
+            ) from error
+
+
+def _put(temporary: Path, path: Path, hash: Callable[[int], str]) -> KeptFile:
+    """Give a written file its final name."""
+    with open_data(temporary) as file:
+        handle = file.fileno()
+        status = os.fstat(handle)
+        about = KeptFile(
+            size=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino, sum=hash(handle)
+        )
+    temporary.replace(path)
+    return about
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[str | None]:
+    """Take the lock, which ends with the process.
+
+    Yields:
+        An ending for temporary files; None if another process has the lock. On a file system
+        without locks, every process does the work in its own files.
+    """
+    with path.open("ab") as file:
+        ending = "tmp"
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+            return
+        except OSError:
+            ending = f"{socket.gethostname()}.{os.getpid()}.tmp"
+        if os.fstat(file.fileno()).st_nlink == 0:  # the last holder has just removed it
+            yield None
+            return
+        try:
+            yield ending
+        finally:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,197 @@
+"""Datasets too large to index, streamed from the Hugging Face hub."""
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, Protocol
+
+from torchtitan.config.registry import unknown_dataset
+from torchtitan.data.read.documents import OnBad
+from torchtitan.data.read.opening import BadDocument, DataError, Retry
+from torchtitan.data.read.positions import StreamPosition, json_fault
+from torchtitan.data.read.records import SKIP_ADVICE, Conversations, decode
+from torchtitan.data.read.tables import import_datasets
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.logging import logger
+
+KNOWN = {"c4": ("allenai/c4", "en", "train"), "c4_validation": ("allenai/c4", "en", "validation")}
+
+
+class Stream(Protocol):
+    """A `datasets.IterableDataset`."""
+
+    num_shards: int
+
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def open_stream(dataset: str, section: str, text_column: str = "text") -> Stream:
+    """Open a streaming dataset by a known name, or as `org/name[:config][@split]`, for its column
+    `text_column`.
+
+    Raises:
+        UserError: it can't be found or read.
+    """
+    if problem := unknown_dataset(dataset):
+        raise UserError(f"{section}.dataset: {problem}")
+    datasets = import_datasets()
+    if dataset in KNOWN:
+        path, name, split = KNOWN[dataset]
+    else:
+        rest, _, split = dataset.partition("@")
+        path, _, name = rest.partition(":")
+    try:
+        builder = datasets.load_dataset_builder(path, name or None)
+        if getattr(builder.config, "columns", 0) is None:  # Parquet: skip the others' bytes
+            builder.config.columns = [text_column]
+        return builder.as_streaming_dataset(split=split or "train")
+    except DataError as error:
+        raise UserError(f"{section}.dataset: {error}") from None
+    except Exception as error:
+        raise UserError(
+            f"{section}.dataset: can't open {path} on the Hugging Face hub: "
+            f"{type(error).__name__}: {error}\nCheck the name and the network (HF_HUB_OFFLINE, "
+            f"HF_TOKEN), or set {section}.dataset_path to local files."
+        ) from error
+
+
+class StreamCursor:
+    """The documents of a lane: every `lanes`-th shard, or document if there are too few shards."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        lane: int,
+        lanes: int,
+        infinite: bool,
+        retry: Retry,
+        text_column: str = "text",
+        on_bad_document: OnBad = "stop",
+        chat: Conversations | None = None,
+    ):
+        """
+        Args:
+            chat: the column holds conversations.
+        """
+        from datasets.distributed import split_dataset_by_node
+
+        self.stream: Stream = split_dataset_by_node(stream, lane, lanes)
+        self.infinite = infinite
+        self.retry = retry
+        self.lane = lane
+        self.text_column = text_column
+        self.chat = chat
+        self.stop = on_bad_document == "stop"
+        self.skipped: Counter[str] = Counter()
+        """Bad documents passed over since the first step, by kind."""
+        self.key = f"{retry.section}.dataset"
+        self.epoch = 0
+        self.iterator: Iterator[dict[str, Any]] | None = None
+        self.loaded: StreamPosition | None = None
+        """The position that was sought; None after the next read."""
+        self.has_text = False
+        """Whether any document of this epoch has text so far; assumed after a resume within it."""
+
+    @property
+    def epochs(self) -> float:
+        """Whole epochs, as the length of a stream is unknown."""
+        return float(self.epoch)
+
+    def next(self) -> str | None:
+        """The next document; None at the end of a finite pass."""
+        while True:
+            before = self.position()
+            text = self.retry(self._place(before.stream), self._read, partial(self.seek, before))
+            self.loaded = None
+            if isinstance(text, BadDocument):
+                if not self.skipped:
+                    logger.warning(
+                        f"{self.key}: skipping bad documents of {self.retry.source}; the "
+                        f"first is {text}"
+                    )
+                self.skipped[text.kind] += 1
+                continue
+            self.has_text |= bool(text)
+            if text is not None or not self.infinite:
+                return text
+            if not self.has_text:
+                raise UserError(
+                    f"{self.key}: lane {self.lane} of the dataset has no text; lower the batch size"
+                )
+            self.epoch += 1
+            self.iterator = None
+            self.has_text = False
+
+    def _read(self) -> str | BadDocument | None:
+        if self.iterator is None:
+            self.stream.set_epoch(self.epoch)
+            self.iterator = iter(self.stream)
+        row = next(self.iterator, None)
+        if row is None:
+            return None
+        try:
+            return decode(row, self.text_column, self.chat)
+        except BadDocument as error:
+            if self.stop:
+                raise DataError(f"{error}{SKIP_ADVICE}") from None
+            return error
+
+    def _place(self, inner: Any) -> str:
+        """The stream's state in words."""
+        words = [f"lane {self.lane}, epoch {self.epoch}"]
+        while isinstance(inner, dict):
+            for key, value in inner.items():
+                if key.endswith("_idx"):
+                    words.append(f"{key.removesuffix('_idx').replace('_', ' ')} {value}")
+            inner = inner.get("examples_iterable")
+        return ", ".join(words)
+
+    def position(self) -> StreamPosition:
+        if self.loaded is not None:  # the stream returns it only after the next read
+            return self.loaded
+        state = None
+        if self.iterator is not None:
+            state = self.stream.state_dict()
+            check_state(state, self.key, self.retry.source)
+        return StreamPosition(epoch=self.epoch, stream=state, skipped=dict(self.skipped))
+
+    def seek(self, position: StreamPosition) -> None:
+        self.epoch = position.epoch
+        self.skipped = Counter(position.skipped)
+        self.loaded = position
+        self.has_text = True
+        self.stream.set_epoch(self.epoch)
+        self.iterator = None
+        if position.stream is not None:
+            self.stream.load_state_dict(position.stream)
+            self.iterator = iter(self.stream)
+
+
+def check_state(state: Any, key: str, name: str) -> None:
+    """
+    Args:
+        state: of the stream.
+        key: the configuration key of the stream.
+        name: its value.
+
+    Raises:
+        UserError: a checkpoint, which is JSON, couldn't hold it.
+    """
+    if not isinstance(state, dict):
+        raise UserError(
+            f"{key}: the state_dict() of {name!r} is a value of type "
+            f"{type(state).__name__}, not a dict"
+        )
+    if fault := json_fault(state):
+        place, what = fault
+        raise UserError(
+            f"{key}: the state_dict() of {name!r} has "
+            f"{what}{f' at {ascii(place)[1:-1]}' if place else ''}, which a checkpoint can't hold; "
+            "use only dicts with string keys, lists, strings, finite numbers, bools and None"
+        )

@@ -1,0 +1,183 @@
+"""The text's column of Parquet, CSV and Arrow files, row by row.
+
+    parquet_rows(file, column)  ->  {column: value}, ...
+
+Strings of Parquet are bytes, because Arrow doesn't check UTF-8 (`records.decode` does). CSV and
+Arrow are read by the library `datasets`. At most a batch of rows is held.
+"""
+
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+from torchtitan.data.read.opening import BadDocument, DataError, is_compressed, open_plain
+
+_BUFFER = 2**20
+_ROWS = 256
+"""Number of rows that are read at once."""
+_BATCH = 16 * 2**20
+"""Bytes of these rows, estimated by the mean of their row group; at least one row is read."""
+_OF_CONTENTS = (OSError, ValueError, RuntimeError, LookupError, TypeError, Warning)
+"""Errors of the libraries about contents."""
+
+
+def parquet_rows(file: IO[bytes], column: str, advance: Callable[[int], None]) -> Iterator[Any]:
+    """
+    Args:
+        advance: called with the number of bytes of every read.
+
+    Raises:
+        DataError: it is no Parquet file, or damaged.
+    """
+    import pyarrow.parquet
+
+    with _damage("a Parquet file"):
+        # With a buffer, pages are read one by one instead of a row group's whole column.
+        table = pyarrow.parquet.ParquetFile(file, buffer_size=_BUFFER)
+        metadata = table.metadata
+        if _index(table.schema_arrow, column) is None:
+            yield from [missing_column(column, table.schema_arrow.names)] * metadata.num_rows
+            return
+        reported = 0
+        for group in range(metadata.num_row_groups):
+            rows = _rows_at_once(metadata.row_group(group), column)
+            for batch in table.iter_batches(
+                rows, row_groups=[group], columns=[column], use_threads=False
+            ):
+                # `columns` also selects `text` in a struct `meta` for "meta.text".
+                values = _as_binary(batch.column(_index(batch.schema, column)))
+                for value in values.to_pylist():
+                    yield {column: value}
+                end = max(reported, file.tell())
+                advance(end - reported)
+                reported = end
+
+
+def _rows_at_once(group: Any, column: str) -> int:
+    size = 0
+    for i in range(group.num_columns):
+        chunk = group.column(i)
+        if f"{chunk.path_in_schema}.".startswith(f"{column}."):  # a list's path is longer
+            size += chunk.total_uncompressed_size
+    mean = size / max(group.num_rows, 1)
+    return max(1, min(_ROWS, int(_BATCH / max(mean, 1))))
+
+
+def _index(schema: Any, column: str) -> int | None:
+    """Index of the column with exactly this name; None if there is none."""
+    indices = schema.get_all_field_indices(column)
+    if len(indices) > 1:
+        raise DataError(
+            f"has {len(indices)} columns {column!r}; the one of the text must have a name of its "
+            "own"
+        )
+    return indices[0] if indices else None
+
+
+def _as_binary(values: Any) -> Any:
+    """Strings as binary values: those of a Parquet file may not be UTF-8."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_dictionary(values.type):
+        texts = _as_binary(values.dictionary)
+        return pyarrow.DictionaryArray.from_arrays(values.indices, texts).dictionary_decode()
+    if types.is_string(values.type):
+        return values.view(pyarrow.binary())
+    if types.is_large_string(values.type):
+        return values.view(pyarrow.large_binary())
+    if types.is_string_view(values.type):
+        return values.cast(pyarrow.large_binary())
+    return values
+
+
+@contextmanager
+def _damage(what: str) -> Iterator[None]:
+    """Turn a library's errors about contents into `DataError`, but not those of the disk."""
+    from pyarrow import ArrowException, ArrowMemoryError
+
+    try:
+        yield
+    except DataError:
+        raise
+    except ArrowMemoryError as error:  # of a size that is damaged, or true
+        raise DataError(f"a part doesn't fit in memory (damaged?): {error}") from None
+    except (ArrowException, *_OF_CONTENTS) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise DataError(f"not {what} (damaged or cut off?): {reason[0]}") from None
+
+
+def import_datasets() -> ModuleType:
+    """The library `datasets`, quiet. Its import takes seconds."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    return datasets
+
+
+def rows_by_datasets(file: Path, kind: str, column: str) -> Iterator[Any]:
+    """The rows of a CSV, TSV or Arrow file, streamed by the library `datasets`.
+
+    Raises:
+        BadDocument: there is no such column.
+        DataError: the file is damaged, or its rows have more fields than its header.
+    """
+    import_datasets()
+    from datasets.packaged_modules.arrow.arrow import Arrow
+    from datasets.packaged_modules.csv.csv import Csv
+
+    what = "an Arrow" if kind == "arrow" else f"a {kind.upper()}"
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        warnings.catch_warnings(),
+        _damage(f"{what} file"),
+    ):
+        # A name of its own: the library takes names as patterns, and decompresses by endings.
+        plain = Path(folder, f"data.{kind}")
+        if is_compressed(file):
+            with open_plain(file) as content, plain.open("wb") as copy:
+                shutil.copyfileobj(content, copy, _BUFFER)
+        else:
+            plain.symlink_to(file.absolute())
+        warnings.filterwarnings("error", message="Length of header or names does not match")
+        # The builders themselves: `load_dataset` would report each use to a server.
+        if kind == "arrow":
+            builder = Arrow(cache_dir=folder, data_files=str(plain))
+        else:
+            options = _all_text(plain, "\t" if kind == "tsv" else ",")
+            builder = Csv(cache_dir=folder, data_files=str(plain), **options)
+        rows = builder.as_streaming_dataset(split="train")
+        if column not in rows.features:
+            raise missing_column(column, rows.features)
+        yield from rows.select_columns([column])
+
+
+def _all_text(file: Path, separator: str) -> dict[str, Any]:
+    """Options with which every field of a CSV file is text as it stands."""
+    import datasets
+    import pandas
+
+    names = pandas.read_csv(file, sep=separator, nrows=0, index_col=False).columns
+    return {
+        "features": datasets.Features({name: datasets.Value("large_string") for name in names}),
+        "sep": separator,
+        "index_col": False,
+        "keep_default_na": False,
+    }
+
+
+def missing_column(column: str, names: Iterable[object]) -> BadDocument:
+    """The error about a document without the column of the text."""
+    has = ", ".join(map(str, names)) or "none"
+    advice = (
+        "Name the column that holds the text as text_column, or conversations as messages_column"
+    )
+    return BadDocument(f"no column {column}", f"no column {column!r}; it has {has}. {advice}")

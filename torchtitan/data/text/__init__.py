@@ -1,1 +1,0 @@
-"""Text: files and streams, their records, the index, and the tokenizer."""

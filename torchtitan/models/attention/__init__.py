@@ -1,0 +1,1 @@
+"""Attention: its modules, the backend that chooses a kernel, and the kernels."""

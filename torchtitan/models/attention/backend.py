@@ -1,0 +1,143 @@
+"""Which kernel computes attention on a device, and the masks of documents.
+
+Shapes: b batch, s sequence, S the whole row, h query heads, k key-value heads, d head size.
+"""
+
+import functools
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan.models.attention.dense import attend_variant
+from torchtitan.models.attention.flex import attend_blocks
+from torchtitan.models.attention.interface import CAUSAL, Attend, DocumentMask, Mask, Scores
+from torchtitan.models.attention.kernels import is_halved
+from torchtitan.models.attention.packed import PackedDocuments, attend_documents, pack_documents
+from torchtitan.utils.logging import logger
+
+
+def _is_plain(q: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> bool:
+    """Whether torch's scaled dot-product attention does this, and no slower than
+    `attend_variant`.
+    """
+    known = scores.window is None and sinks is None and q.shape[-1] == v.shape[-1]
+    return known and not (q.device.type == "cpu" and _gains_on_cpu(q, scores.mask))
+
+
+def _gains_on_cpu(q: Tensor, mask: Mask | None) -> bool:
+    """Whether the CPU computes attention to these queries faster in fp32 or in halves."""
+    return q.element_size() == 2 or (mask is None and is_halved(q.shape[2]))
+
+
+def _attend_dense(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores = CAUSAL, sinks: Tensor | None = None
+) -> Tensor:
+    scores = scores.of_keys(k.shape[2])
+    if not _is_plain(q, v, scores, sinks):
+        offset = 0 if q.shape[2] == k.shape[2] else None
+        return attend_variant(q, k, v, scores.at(offset), sinks)
+    mask, _, scale, _ = scores
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+
+
+def _attend_cuda(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores = CAUSAL, sinks: Tensor | None = None
+) -> Tensor:
+    if scores.mask is None:
+        return _attend_dense(q, k, v, scores, sinks)
+    if isinstance(scores.mask, PackedDocuments):
+        return attend_documents(q, k, v, scores, sinks)
+    return attend_blocks(q, k, v, scores, sinks)
+
+
+def attention_backend(device_type: str) -> Attend:
+    """Attention for a device: SDPA, with the kernel that torch chooses. Selected once, at build."""
+    if device_type != "cuda":
+        return _attend_dense
+    _activate_flash_attention_3()
+    return _attend_cuda
+
+
+@functools.cache
+def _activate_flash_attention_3() -> None:
+    """Let torch replace its FlashAttention 2 by version 3 on Hopper, if that is installed."""
+    if not find_spec("flash_attn_interface") or not torch.cuda.is_available():
+        return
+    if torch.cuda.get_device_capability()[0] == 9:
+        from torch.nn.attention import activate_flash_attention_impl
+
+        activate_flash_attention_impl("FA3")
+        logger.info("Attention: torch's flash kernels are FlashAttention 3")
+
+
+@functools.cache
+def _compiled_create_block_mask() -> Callable[..., Mask]:
+    """`create_block_mask`, which takes a tensor `[s, S]` of queries and keys unless compiled."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask, dynamic=False)
+
+
+def document_mask(
+    documents: Tensor,
+    positions: Tensor,
+    dtype: torch.dtype,
+    *,
+    attending: Tensor | None = None,
+    with_documents: bool = False,
+) -> Mask:
+    """A causal mask within documents: a token sees itself and earlier tokens of its document.
+
+    Args:
+        documents: `[b, S]` on the host, the document that each token of a whole row belongs to.
+        positions: `[s]` on the compute device, positions of the model's tokens in the row.
+        dtype: type of queries, keys and values.
+        attending: the queries' positions, if they aren't the tokens'.
+        with_documents: make a `DocumentMask`.
+
+    Returns:
+        On CUDA `PackedDocuments`, or, for fp32 or some of a row's queries, a `BlockMask`; elsewhere
+        a boolean tensor `[b, 1, s, S]` (FlexAttention has no backward on the CPU).
+    """
+    mask = _mask_of(documents, positions if attending is None else attending, dtype)
+    if not with_documents:
+        return mask
+    local = documents[:, positions.cpu()]
+    return DocumentMask(mask, local.to(positions.device, non_blocking=True))
+
+
+def _mask_of(documents: Tensor, positions: Tensor, dtype: torch.dtype) -> Mask:
+    device = positions.device
+    whole_rows = len(positions) == documents.shape[1]
+    if device.type == "cuda" and whole_rows and dtype in (torch.float16, torch.bfloat16):
+        return pack_documents(documents, device)
+    if device.type != "cpu":  # from pageable memory, the host would wait for the copy
+        documents = documents.pin_memory()
+    documents = documents.to(device, non_blocking=True)
+    if device.type == "cuda":
+        return block_mask(documents, positions, _compiled_create_block_mask())
+    keys = torch.arange(documents.shape[1], device=device)
+    same = documents[:, positions, None] == documents[:, None, :]
+    causal = positions[:, None] >= keys
+    return (same & causal)[:, None]
+
+
+def block_mask(documents: Tensor, positions: Tensor, create: Callable[..., Mask]) -> Mask:
+    """`document_mask` for FlexAttention, on any device.
+
+    Args:
+        create: FlexAttention's `create_block_mask`.
+    """
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        position = positions[q]
+        return (position >= k) & (documents[b, position] == documents[b, k])
+
+    rows, seq_len = documents.shape
+    return create(visible, rows, None, len(positions), seq_len, device=documents.device.type)

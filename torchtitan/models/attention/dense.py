@@ -1,0 +1,398 @@
+"""Attention with a window, sinks, or values of another width than queries: one custom operator.
+
+Kernels that know windows skip what no query sees. Others get parts of the queries, the keys that
+those see, and a mask.
+
+A sink is a learned logit per head that takes part in the softmax and has no value (gpt-oss,
+arXiv:2508.10925, section 2.2; after Xiao et al., arXiv:2309.17453). If a kernel returns `out` and
+the log-sum-exp `lse` of the scores, attention with the sink is
+
+    lse' = log(exp(lse) + exp(sink))
+    out' = out * exp(lse - lse')
+
+and the kernel's own backward, given `out'` and `lse'`, returns the exact gradients: it computes
+`p = exp(score - lse')` and `p * (grad . value - grad . out')`, which is the derivative of the
+softmax over scores and sink. The sink's gradient is the same expression with a value of zero:
+`-exp(sink - lse') * (grad . out')`, summed over queries.
+
+Shapes: b batch, s queries, S keys, h query heads, k key-value heads, d width of queries and keys,
+e width of values. Queries are `[b, h, s, d]`, keys `[b, k, S, d]`, values `[b, k, S, e]`, and the
+log-sum-exp of the scores is `[b, h, s]`.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import CustomOpDef
+from torch.utils.flop_counter import register_flop_formula
+
+from torchtitan.models.attention.interface import CAUSAL, Scores
+from torchtitan.models.attention.kernels import (
+    BlockScores,
+    Gradients,
+    block_backward,
+    block_forward,
+    no_seed,
+    widen,
+)
+
+aten = torch.ops.aten
+
+_QUERIES = 256
+"""Queries that share one range of keys, where a kernel takes a mask instead of a window."""
+_FLASH_WIDTH = 256
+"""The widest head of FlashAttention."""
+
+
+def attend_variant(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores = CAUSAL, sinks: Tensor | None = None
+) -> Tensor:
+    """Causal attention: q `[b, h, s, d]`, k `[b, k, S, d]`, v `[b, k, S, e]` -> `[b, h, s, e]`.
+
+    Args:
+        scores: with a tensor as the mask, or none.
+        sinks: `[h]`, logits that take part in each head's softmax.
+    """
+    alone = scores.mask is not None and scores.window is None
+    assert scores.offset is not None or alone, "unknown positions"
+    out, _ = attention(q, k, v, sinks, *scores.scaled(q.shape[-1]))
+    return out
+
+
+@torch.library.custom_op("torchtitan::attention", mutates_args=())
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    mask: Tensor | None,
+    window: int | None,
+    scale: float,
+    offset: int | None,
+) -> tuple[Tensor, Tensor]:
+    """`attend_variant`'s output, and the scores' log-sum-exp `[b, h, s]` for the backward."""
+    out, lse = band_forward(q, k, v, Scores(mask, window, scale, offset))
+    out, lse = join_sinks(out, lse, sinks)
+    return _by_token(out), lse.contiguous()
+
+
+@attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    b, h, s, _d = q.shape
+    out = q.new_empty(b, s, h, v.shape[-1]).transpose(1, 2)
+    return out, q.new_empty(b, h, s, dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@torch.library.custom_op("torchtitan::attention_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    window: int | None,
+    scale: float,
+    offset: int | None,
+) -> Gradients:
+    """Gradients of queries, keys and values."""
+    scores = Scores(mask, window, scale, offset)
+    dq, dk, dv = band_backward(grad, q, k, v, out, lse, scores)
+    return _by_token(dq), _by_token(dk), _by_token(dv)
+
+
+@attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Gradients:
+    dq, dk, dv = (
+        x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2)
+        for x in (q, k, v)
+    )
+    return dq, dk, dv
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """The memory layout in which projections read and write heads: `[b, s, h, d]`, contiguous."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+# ---- causal attention within a window
+
+
+class Part(NamedTuple):
+    """The queries of a block that see any key, and the keys that any query sees."""
+
+    rows: slice
+    columns: slice
+    offset: int | None
+    """Position of the first of these queries among these keys."""
+
+
+def seen(queries: int, keys: int, offset: int, window: int | None) -> Part | None:
+    """The part of a block that a causal window leaves; None: nothing."""
+    reach = keys + queries + abs(offset) if window is None else window
+    first = max(0, -offset)
+    last = min(queries, keys + reach - 1 - offset)  # exclusive
+    if first >= last:
+        return None
+    begin = max(0, first + offset - reach + 1)
+    end = min(keys, last + offset)
+    return Part(slice(first, last), slice(begin, end), first + offset - begin)
+
+
+def _shape(queries: int, keys: int, scores: Scores) -> str:
+    """`causal` or `full` if the block needs no mask, otherwise `band`."""
+    offset = scores.offset
+    if offset is None or scores.mask is not None:
+        return "band"
+    reach = offset + queries if scores.window is None else scores.window
+    if reach >= offset + queries:
+        if offset >= keys - 1:
+            return "full"
+        if offset == 0 and queries == keys:
+            return "causal"
+    return "band"
+
+
+def band_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    """Causal attention within a window: its output `[b, h, s, e]`, and its log-sum-exp.
+
+    Every query must see a key.
+    """
+    assert scores.scale is not None
+    shape = _shape(q.shape[2], k.shape[2], scores)
+    if shape != "band":
+        return block_forward(q, k, v, BlockScores(scores.scale, shape == "causal"))
+    if _flash_takes(q, v, scores):
+        return _flash_forward(q, k, v, scores)
+    out = q.new_empty(*q.shape[:3], v.shape[-1])
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    for part in _parts(q, k, scores):
+        rows, columns, _ = part
+        out[:, :, rows], lse[:, :, rows] = block_forward(
+            q[:, :, rows], k[:, :, columns], v[:, :, columns], _biased(q, part, scores)
+        )
+    return out, lse
+
+
+def band_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+) -> Gradients:
+    """Gradients of `band_forward`. `out` and `lse` may be merged from several blocks."""
+    assert scores.scale is not None
+    shape = _shape(q.shape[2], k.shape[2], scores)
+    if shape != "band":
+        block = BlockScores(scores.scale, shape == "causal")
+        return block_backward(grad, q, k, v, out, lse, block)
+    if _flash_takes(q, v, scores):
+        return _flash_backward(grad, q, k, v, out, lse, scores)
+    sums = torch.promote_types(q.dtype, torch.float32)
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    dk, dv = (torch.zeros(x.shape, dtype=sums, device=q.device) for x in (k, v))
+    for part in _parts(q, k, scores):
+        rows, columns, _ = part
+        gradients = block_backward(
+            grad[:, :, rows],
+            q[:, :, rows],
+            k[:, :, columns],
+            v[:, :, columns],
+            out[:, :, rows],
+            lse[:, :, rows].contiguous(),
+            _biased(q, part, scores),
+        )
+        dq[:, :, rows] = gradients[0]
+        dk[:, :, columns] += gradients[1]
+        dv[:, :, columns] += gradients[2]
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _flash_takes(q: Tensor, v: Tensor, scores: Scores) -> bool:
+    return scores.mask is None and scores.offset is not None and _has_windows(q, v)
+
+
+def _has_windows(q: Tensor, v: Tensor) -> bool:
+    """Whether FlashAttention, which skips what lies outside of a window, takes these tensors."""
+    widest = max(q.shape[-1], v.shape[-1])
+    return q.device.type != "cpu" and q.element_size() == 2 and widest <= _FLASH_WIDTH
+
+
+def _flash_window(q: Tensor, k: Tensor, scores: Scores) -> dict[str, int]:
+    """FlashAttention's window: keys before and after a query's, where the last ones coincide."""
+    offset, window = scores.offset, scores.window
+    assert offset is not None
+    after = offset - (k.shape[2] - q.shape[2])
+    before = -1 if window is None else window - 1 - after
+    assert after >= 0, "keys that no query sees"
+    assert window is None or before >= 0, "queries that see no key"
+    return {"window_size_left": before, "window_size_right": after}
+
+
+def _flash_width(q: Tensor, v: Tensor) -> int:
+    """The kernels' widths are multiples of 8, one for all; zeros change no product."""
+    widest = max(q.shape[-1], v.shape[-1])
+    return widest + -widest % 8
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
+    width = _flash_width(q, v)
+    tokens = [widen(x, width).transpose(1, 2) for x in (q, k, v)]
+    lengths = (None, None, q.shape[2], k.shape[2])
+    out, lse, *_ = aten._flash_attention_forward(
+        *tokens, *lengths, 0.0, False, False, scale=scores.scale, **_flash_window(q, k, scores)
+    )
+    return out.transpose(1, 2)[..., : v.shape[-1]], lse
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
+) -> Gradients:
+    width = _flash_width(q, v)
+    tokens = [widen(x, width).transpose(1, 2) for x in (grad, q, k, v, out)]
+    lengths = (None, None, q.shape[2], k.shape[2])
+    unused = (0.0, False, no_seed(q), no_seed(q))
+    window = _flash_window(q, k, scores)
+    dq, dk, dv = aten._flash_attention_backward(
+        *tokens, lse, *lengths, *unused, scale=scores.scale, **window
+    )
+    size = q.shape[-1]
+    dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
+    return dq[..., :size], dk[..., :size], dv[..., : v.shape[-1]]
+
+
+def _parts(q: Tensor, k: Tensor, scores: Scores) -> Iterator[Part]:
+    """Cut a block along its queries, so that its cost is queries x window."""
+    for first in range(0, q.shape[2], _QUERIES):
+        rows = min(_QUERIES, q.shape[2] - first)
+        if scores.offset is None:
+            yield Part(slice(first, first + rows), slice(0, k.shape[2]), None)
+            continue
+        part = seen(rows, k.shape[2], scores.offset + first, scores.window)
+        assert part is not None
+        assert part.rows == slice(0, rows), "queries that see no key"
+        yield part._replace(rows=slice(first, first + rows))
+
+
+def _biased(q: Tensor, part: Part, scores: Scores) -> BlockScores:
+    """The scores of a part, with a bias of 0, or -inf where a query doesn't see a key."""
+    assert scores.scale is not None
+    rows = part.rows.stop - part.rows.start
+    columns = part.columns.stop - part.columns.start
+    visible = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
+    if part.offset is not None:
+        visible.tril_(part.offset)
+        if scores.window is not None:
+            visible.triu_(part.offset - scores.window + 1)
+    if scores.mask is not None:
+        visible = visible & scores.mask[:, :, part.rows, part.columns]
+    # A kernel on CUDA asks for rows that begin at multiples of 16 bytes.
+    width = columns + -columns % 8
+    bias = q.new_zeros(*visible.shape[:-1], width)[..., :columns]
+    bias = bias.masked_fill_(visible.logical_not_(), float("-inf"))
+    return BlockScores(scores.scale, bias=bias)
+
+
+# ---- sinks
+
+
+def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp, if each head's sink takes part in the softmax.
+
+    Args:
+        out: `[b, h, s, e]`, or `[s, h, e]`.
+        lse: `[b, h, s]`, or `[h, s]`.
+        sinks: `[h]`. None changes nothing.
+    """
+    return (out, lse) if sinks is None else _joining(out.device.type)(out, lse, sinks)
+
+
+def _join(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    logits = sinks.to(lse.dtype)[:, None]
+    share = torch.sigmoid(lse - logits)
+    share = share.mT if lse.dim() == 2 else share
+    return (out * share.unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, logits)
+
+
+@cache
+def _joining(device_type: str) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """`_join`, fused on CUDA."""
+    return torch.compile(_join, dynamic=False) if device_type == "cuda" else _join
+
+
+def sink_gradients(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Gradients `[h]` of `join_sinks` with the result `out` and `lse`."""
+    products = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    products = products.mT if lse.dim() == 2 else products
+    parts = torch.exp(sinks.to(lse.dtype)[:, None] - lse) * products
+    return parts.sum(-1).reshape(-1, len(sinks)).sum(0).neg().to(sinks.dtype)
+
+
+# ---- differentiation and cost
+
+
+def register_backward(forward: CustomOpDef, backward: CustomOpDef) -> None:
+    """Differentiate an operator of attention.
+
+    Args:
+        forward: `(q, k, v, sinks, *rest) -> (out, lse)`, where sinks may be None.
+        backward: `(grad, q, k, v, out, lse, *rest) -> (dq, dk, dv)`.
+    """
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, sinks, *rest = inputs
+        ctx.save_for_backward(q, k, v, *output, sinks, *map(_tensor, rest))
+        ctx.rest = [None if isinstance(value, Tensor) else value for value in rest]
+        ctx.mark_non_differentiable(output[1])
+
+    def differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
+        rest = [
+            value if tensor is None else tensor
+            for tensor, value in zip(tensors, ctx.rest, strict=True)
+        ]
+        sink_grads = None if sinks is None else sink_gradients(grad, out, lse, sinks)
+        grads = backward(grad, q, k, v, out, lse, *rest)
+        return *grads, sink_grads, *([None] * len(rest))
+
+    forward.register_autograd(differentiate, setup_context=save)
+
+
+def _tensor(value: Any) -> Tensor | None:
+    return value if isinstance(value, Tensor) else None
+
+
+register_backward(attention, attention_backward)
+
+
+def counted_pairs(seq_len: int, window: int | None = None) -> int:
+    """Pairs of query and key in a row that model FLOPs count: twice the visible ones.
+
+    Without a window they are the whole square, by the convention of `module_flops`.
+    """
+    if window is None or window >= seq_len:
+        return seq_len * seq_len
+    return window * (2 * seq_len - window)
+
+
+@register_flop_formula(torch.ops.torchtitan.attention)
+def _forward_flops(
+    q: torch.Size, k: torch.Size, v: torch.Size, sinks: Any, *scores: Any, **_: object
+) -> int:
+    """Two products. Parts of a row add up to the row."""
+    _mask, window, _scale, offset = scores
+    b, h, s, d = q
+    pairs = s * k[2]
+    if offset is not None:
+        pairs = counted_pairs(offset + s, window) - counted_pairs(offset, window)
+    return 2 * b * h * pairs * (d + v[-1])
+
+
+@register_flop_formula(torch.ops.torchtitan.attention_backward)
+def _backward_flops(
+    grad: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size, *rest: Any, **_: object
+) -> int:
+    """Four products: recomputed scores don't count, as if attention were spelled out."""
+    _out, _lse, *scores = rest
+    return 2 * _forward_flops(q, k, v, None, *scores)

@@ -1,0 +1,1 @@
+"""The decoder: its hyper-parameters, its blocks, and what it declares about itself."""

@@ -1,0 +1,87 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): modules that predict the
+tokens after the next one, during training only.
+
+Module k = 1, 2, ... is one more block. From the hidden states of what is before it (k = 1: the
+model's, after the final norm) and the embeddings of the tokens k places on, it predicts the tokens
+k + 1 places on, by the model's own output projection:
+
+    hidden_k = output_norm(block(eh_proj([enorm(embed(t_{i+k})), hnorm(hidden_{k-1})])))
+
+The paper's equation 21 has the hidden state first; the published weights expect the embedding
+first. Positions are those of token i.
+
+Beside the hidden states, the embeddings travel through the model as further slots of one tensor
+`[b, s, (1 + n) dim]`. Module k turns slot k from embeddings into its hidden states. So each module
+may be on any pipeline stage behind the final norm.
+
+Shapes: b batch, s sequence, n modules.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.models.layers.linear import TokenLinear
+from torchtitan.models.layers.norms import RMSNorm, build_norm
+
+
+class MTPModule(nn.Module):
+    """What a module has besides its block: mixed into the class of the block.
+
+    The block's input is `[b, s, 2 dim]`: hidden states, then embeddings.
+    """
+
+    enorm: RMSNorm
+    hnorm: RMSNorm
+    eh_proj: TokenLinear
+    output_norm: RMSNorm
+
+    def __init__(self, args: Any, attend: Any):
+        super().__init__(args, attend)
+        self.enorm = build_norm(args.dim, args)
+        self.hnorm = build_norm(args.dim, args)
+        self.eh_proj = TokenLinear(2 * args.dim, args.dim)
+        self.output_norm = build_norm(args.dim, args)
+
+    def join(self, x: Tensor) -> Tensor:
+        """The input of the block itself: `[b, s, 2 dim] -> [b, s, dim]`."""
+        hidden, embeddings = x.chunk(2, dim=-1)
+        return self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(hidden)], dim=-1))
+
+
+class _WholeBlock(MTPModule):
+    def forward(self, x: Tensor, *shared: Any) -> Tensor:
+        return self.output_norm(super().forward(self.join(x), *shared))
+
+
+class _BlockInParts(MTPModule):
+    """Of a mixture of experts, whose forward calls both."""
+
+    def before_experts(self, x: Tensor, *shared: Any) -> Any:
+        return super().before_experts(self.join(x), *shared)
+
+    def after_experts(self, *inputs: Any) -> Tensor:
+        return self.output_norm(super().after_experts(*inputs))
+
+
+@cache
+def mtp_module(block: Any) -> Any:
+    """The class of modules whose block is of this class; built like it."""
+    kind = _BlockInParts if hasattr(block, "before_experts") else _WholeBlock
+    return type(f"MTP{block.__name__}", (kind, block), {})
+
+
+def embed_next(embed: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+    """The embeddings of tokens and of those after them, looked up together.
+
+    Args:
+        tokens: `[b, s, 1 + n]`.
+
+    Returns:
+        `[b, s, (1 + n) dim]`. Under tensor parallelism, of this rank's part of the sequence.
+    """
+    found = embed(tokens.movedim(2, 0).flatten(0, 1))
+    return torch.cat(found.chunk(tokens.shape[2]), dim=-1)

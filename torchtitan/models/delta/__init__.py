@@ -1,0 +1,1 @@
+"""Gated DeltaNet: the layer and its delta rule."""

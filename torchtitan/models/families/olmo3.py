@@ -1,0 +1,45 @@
+"""OLMo 3 (Team OLMo, "Olmo 3", arXiv:2512.13961)."""
+
+from functools import partial
+from typing import ClassVar, Literal
+
+from torchtitan.models.args import DecoderArgs
+from torchtitan.models.decoder.traits import register_decoder
+from torchtitan.models.hf.config import LayerTypes, RopeByLayer
+
+
+class _Config(RopeByLayer):
+    model_type = "olmo3"
+    architecture = "Olmo3ForCausalLM"
+    default_theta = 500_000.0
+    full_every = 4
+    qk_norm = True
+    qk_norm_whole: ClassVar = True
+    norm_placement: ClassVar = "after"
+    rms_norm_eps: float = 1e-5
+    attention_bias: Literal[False] = False
+    sliding_window: int | None = 4096
+    layer_types: LayerTypes = None
+
+
+_olmo3 = partial(
+    DecoderArgs,
+    vocab_size=100278,
+    layer_pattern=("window", "window", "window", "full"),
+    window=4096,
+    scale_window_rope=False,
+    qk_norm=True,
+    qk_norm_whole=True,
+    norm_placement="after",
+    norm_eps=1e-6,
+)
+
+FLAVORS = {
+    "debugmodel": _olmo3(
+        vocab_size=2048, dim=256, n_layers=8, n_heads=8, n_kv_heads=4, window=64, ffn_dim=768
+    ),
+    "7B": _olmo3(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008),
+    "32B": _olmo3(dim=5120, n_layers=64, n_heads=40, n_kv_heads=8, ffn_dim=27648),
+}
+
+spec = register_decoder("olmo3", FLAVORS, _Config)

@@ -1,0 +1,35 @@
+"""Qwen2.5 (Qwen Team, "Qwen2.5 Technical Report", arXiv:2412.15115), dense sizes."""
+
+from functools import partial
+
+from torchtitan.models.args import DecoderArgs
+from torchtitan.models.decoder.traits import register_decoder
+from torchtitan.models.hf.config import LaterWindows
+
+
+class _Config(LaterWindows):
+    model_type = "qwen2"
+    architecture = "Qwen2ForCausalLM"
+    qkv_bias = True
+    num_key_value_heads: int | None = 32
+    max_position_embeddings: int = 32768
+
+
+_qwen2_5 = partial(DecoderArgs, norm_eps=1e-6, rope_theta=1e6, qkv_bias=True)
+_small = partial(_qwen2_5, vocab_size=151936, tie_embeddings=True)
+_large = partial(_qwen2_5, vocab_size=152064, n_kv_heads=8)
+
+FLAVORS = {
+    "debugmodel": _qwen2_5(
+        vocab_size=2048, dim=256, n_layers=6, n_heads=8, n_kv_heads=4, ffn_dim=768
+    ),
+    "0.5B": _small(dim=896, n_layers=24, n_heads=14, n_kv_heads=2, ffn_dim=4864),
+    "1.5B": _small(dim=1536, n_layers=28, n_heads=12, n_kv_heads=2, ffn_dim=8960),
+    "3B": _small(dim=2048, n_layers=36, n_heads=16, n_kv_heads=2, ffn_dim=11008),
+    "7B": _large(dim=3584, n_layers=28, n_heads=28, n_kv_heads=4, ffn_dim=18944),
+    "14B": _large(dim=5120, n_layers=48, n_heads=40, ffn_dim=13824, norm_eps=1e-5),
+    "32B": _large(dim=5120, n_layers=64, n_heads=40, ffn_dim=27648, norm_eps=1e-5),
+    "72B": _large(dim=8192, n_layers=80, n_heads=64, ffn_dim=29568, norm_eps=1e-5),
+}
+
+spec = register_decoder("qwen2_5", FLAVORS, _Config)

@@ -1,0 +1,1 @@
+"""Hugging Face's format: `config.json`, names of weights, and quantized weights."""

@@ -1,0 +1,448 @@
+"""`config.json` of Hugging Face's decoders, to and from `DecoderArgs`: every key, and how each
+layer is called. Imports no torch.
+
+`HFConfig` has the keys that most classes share, `LaterWindows` and `RopeByLayer` those of classes
+whose layers differ in more. A family subclasses one of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, PlainSerializer, ValidationError
+
+from torchtitan.config.load.messages import explain_value
+from torchtitan.config.types import Layers
+from torchtitan.models.args import DecoderArgs, LayerKind, unused
+from torchtitan.models.hf.blocks import block_names, decoder_names
+from torchtitan.models.hf.quantization import check_quantization
+from torchtitan.models.hf.rope import Rope, write_scaling
+from torchtitan.models.hf_names import HFNames
+from torchtitan.models.spec import HFMap
+from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.wording import brief
+
+
+def _number_of_first(layers: Any) -> int:
+    layers = [] if layers is None else layers
+    if isinstance(layers, list) and all(type(layer) is int for layer in layers):
+        count = len(set(layers))
+        if set(layers) == set(range(count)):
+            return count
+    raise ValueError(f"got {brief(layers)}, must be a list of the first layers: 0, 1, ...")
+
+
+FirstLayers = Annotated[
+    int, BeforeValidator(_number_of_first), PlainSerializer(lambda n: list(range(n)))
+]
+"""How many of the first layers are in a list of indices, in any order, which may hold no others."""
+
+
+# ---- the kinds of layers
+
+
+_KIND_OF_TYPE: dict[str, LayerKind] = {
+    "full_attention": "full",
+    "sliding_attention": "window",
+    "linear_attention": "delta",
+}
+_TYPE_OF_KIND = {kind: name for name, kind in _KIND_OF_TYPE.items()} | {"nope": "full_attention"}
+
+
+def _read_types(value: Any) -> Any:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise ValueError(f"got {brief(value)}, must be a list with the type of each layer")
+    for name in value:
+        if not isinstance(name, str) or name not in _KIND_OF_TYPE:
+            known = ", ".join(repr(kind) for kind in _KIND_OF_TYPE)
+            raise ValueError(f"got {brief(name)}, must be one of {known}")
+    return tuple(_KIND_OF_TYPE[name] for name in value)
+
+
+LayerTypes = Annotated[tuple[LayerKind, ...] | None, BeforeValidator(_read_types)]
+"""`layer_types`: the kind of each layer, or None."""
+
+
+def all_kinds(args: DecoderArgs) -> list[LayerKind]:
+    """The kind of each block."""
+    return [args.kind(layer) for layer in range(args.n_layers)]
+
+
+def type_of(kind: LayerKind) -> str:
+    """Hugging Face's name of a kind. Layers without positions have no own one."""
+    return _TYPE_OF_KIND[kind]
+
+
+def shortest_pattern(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+    """The fewest kinds that, repeated over the layers, give each layer its own."""
+    for period in range(1, len(kinds)):
+        if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
+            return tuple(kinds[:period])
+    return tuple(kinds)
+
+
+# ---- the keys
+
+
+class HFConfig(BaseModel):
+    """The keys of a `config.json` that matter to a family, with their defaults in transformers.
+
+    A type with a single value means that the family can represent no other. A hyper-parameter
+    without a key has one value in all models of the class: that of the attribute of its name here,
+    else its default.
+    """
+
+    model_config = {"strict": True}
+
+    model_type: ClassVar[str]
+    also_read: ClassVar[tuple[str, ...]] = ()
+    """Other values of `model_type` for the same models."""
+    architecture: ClassVar[str]
+    """The class of the model in transformers."""
+    keys: ClassVar[Mapping[str, str]] = {}
+    """Hyper-parameters whose keys this class names otherwise than most."""
+    qk_norm: ClassVar[bool] = False
+    qkv_bias: ClassVar[bool] = False
+    ignored: ClassVar[tuple[str, ...]] = ()
+    """Patterns (`fnmatch`) of tensors in folders of this class that these models don't have."""
+    own_head_size: ClassVar[bool] = False
+    """Whether the size of a head is its own setting even where it equals `dim / n_heads`."""
+    rotates_parts: ClassVar[bool] = False
+    """Whether RoPE can be of a part of each head."""
+    kinds: ClassVar[tuple[LayerKind, ...]] = ("full", "window")
+    """The kinds of layers that `layer_types` may have."""
+    default_theta: ClassVar[float] = 10_000.0
+    """RoPE's base where `config.json` gives none."""
+    default_rope: ClassVar[Rope] = Rope()
+    """RoPE where `config.json` says nothing of it."""
+    full_every: ClassVar[int] = 1
+    """Without `layer_types`, every how many layers one has full attention, after others with a
+    window.
+    """
+
+    hidden_act: Literal["silu"] = "silu"
+    quantization_config: Annotated[Any, AfterValidator(check_quantization)] = None
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: Layers
+    num_attention_heads: int
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_theta: float | None = None
+    rope_scaling: Rope | None = None
+    rope_parameters: Rope | None = None
+    partial_rotary_factor: float | None = None
+    tie_word_embeddings: bool = False
+
+    @classmethod
+    def map(cls) -> HFMap:
+        return HFMap(
+            cls.model_type, cls.names, cls.write, cls.read, cls.fixed, cls.ignored, cls.also_read
+        )
+
+    @classmethod
+    def names(cls, args: DecoderArgs) -> HFNames:
+        """Our parameter names to Hugging Face's."""
+        return decoder_names(args, lambda layer: cls.block_names(args, layer))
+
+    @classmethod
+    def block_names(cls, args: DecoderArgs, layer: int) -> HFNames:
+        """Names of the weights of one layer, relative to it."""
+        return block_names(args, layer)
+
+    @classmethod
+    def own_keys(cls) -> dict[str, str]:
+        """The hyper-parameters that have a key, and their keys."""
+        return {
+            ours: theirs
+            for ours, theirs in (_KEYS | dict(cls.keys)).items()
+            if theirs in cls.model_fields
+        }
+
+    @classmethod
+    def fixed(cls, args: DecoderArgs) -> dict[str, Any]:
+        """Every hyper-parameter, also of a subclass, with the value that transformers computes with
+        after an export: another one where `config.json` has no key for it.
+        """
+        back = cls.read(cls.write(args, "float32"))
+        of_back = computed_with(back)
+        used = computed_with(args)
+        fixed = {}
+        for name, field in type(args).model_fields.items():
+            value = getattr(args, name)
+            preserved = getattr(back, name, field.default)
+            known = name in of_back or name not in type(back).model_fields
+            lost = name in used and known and used[name] != of_back.get(name, preserved)
+            fixed[name] = preserved if lost else value
+        return fixed
+
+    @classmethod
+    def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
+        """`config.json` of the exported model, readable by transformers 4 and 5."""
+        # What is required and no hyper-parameter can only be null.
+        values: dict[str, Any] = {
+            name: None for name, field in cls.model_fields.items() if field.is_required()
+        }
+        values |= {theirs: getattr(args, ours) for ours, theirs in cls.own_keys().items()}
+        values["head_dim"] = args.head_dim
+        return {
+            "architectures": [cls.architecture],
+            "model_type": cls.model_type,
+            "attention_dropout": 0.0,
+            "torch_dtype": dtype,
+            **cls.model_construct(None, **values).model_dump(exclude=_READ_ONLY),
+            **cls.write_layers(args),
+            **cls.write_rope(args),
+        }
+
+    @classmethod
+    def write_layers(cls, args: DecoderArgs) -> dict[str, Any]:
+        """Keys of what layers differ by."""
+        keys: dict[str, Any] = {}
+        if "layer_types" in cls.model_fields:
+            known = (kind if kind in cls.kinds else "full" for kind in all_kinds(args))
+            keys["layer_types"] = [type_of(kind) for kind in known]
+        if "sliding_window" in cls.model_fields:
+            keys["sliding_window"] = args.window if "window" in args.kinds else None
+        return keys
+
+    @classmethod
+    def write_rope(cls, args: DecoderArgs) -> dict[str, Any]:
+        """Keys of RoPE other than its base."""
+        scaling = write_scaling(args.rope_scaling)
+        keys: dict[str, Any] = {"rope_scaling": scaling}
+        if cls.default_rope.kind != "default":  # which null would mean
+            plain = {"rope_type": "default"}
+            keys["rope_parameters"] = (scaling or plain) | {"rope_theta": args.rope_theta}
+        if cls.rotates_parts:
+            keys["partial_rotary_factor"] = args.rope_fraction
+        return keys
+
+    @classmethod
+    def read(cls, config: dict[str, Any]) -> DecoderArgs:
+        """The hyper-parameters in a `config.json` of transformers 4 or 5. Of a model with other
+        parts, such as a vision tower, they are in its `text_config`.
+
+        Raises:
+            ConfigError: every reason why `DecoderArgs` can't represent the model.
+        """
+        if (kind := config.get("model_type")) not in (cls.model_type, *cls.also_read):
+            raise ConfigError(
+                [f"config.json: model_type: got {brief(kind)}, must be {cls.model_type!r}"]
+            )
+        text = config.get("text_config")
+        if isinstance(text, dict):
+            config = config | text
+        try:
+            return DecoderArgs(**cls.model_validate(config).hyper_parameters())
+        except ValidationError as error:
+            names = _KEYS | dict(cls.keys) | _OF_LAYERS
+            raise ConfigError(
+                [f"config.json: {_explain(item, names)}" for item in error.errors()]
+            ) from None
+        except ValueError as error:
+            raise ConfigError([f"config.json: {error}"]) from None
+
+    def hyper_parameters(self) -> dict[str, Any]:
+        """Arguments of `DecoderArgs`.
+
+        Raises:
+            ValueError: it has no such models. The message names the key.
+        """
+        fields = DecoderArgs.model_fields
+        values = {name: getattr(type(self), name) for name in fields if hasattr(type(self), name)}
+        values |= {ours: getattr(self, theirs) for ours, theirs in self.own_keys().items()}
+        if (
+            not self.own_head_size
+            and self.head_dim
+            and self.head_dim * self.num_attention_heads == self.hidden_size
+        ):
+            values["head_size"] = None
+        values["n_kv_heads"] = values["n_kv_heads"] or values["n_heads"]
+        kinds = self.layer_kinds()
+        if len(kinds) != self.num_hidden_layers:
+            of = f"num_hidden_layers {self.num_hidden_layers}"
+            raise ValueError(f"the kinds of {len(kinds)} layers are given, must be of {of}")
+        values["layer_pattern"] = shortest_pattern(kinds)
+        values["window"] = getattr(self, "sliding_window", None) if "window" in kinds else None
+        return values | self.ropes()
+
+    def layer_kinds(self) -> Sequence[LayerKind]:
+        """The kind of each block.
+
+        Raises:
+            ValueError: a kind that the class doesn't have.
+        """
+        types: Sequence[LayerKind] | None = getattr(self, "layer_types", None)
+        if types is None:
+            every = getattr(self, "sliding_window_pattern", self.full_every)
+            layers = range(self.num_hidden_layers)
+            return ["window" if (i + 1) % every else "full" for i in layers]
+        if other := [kind for kind in types if kind not in self.kinds]:
+            known = ", ".join(repr(type_of(kind)) for kind in self.kinds)
+            raise ValueError(f"layer_types: got {type_of(other[0])!r}, must be one of {known}")
+        return types
+
+    def ropes(self) -> dict[str, Any]:
+        """Hyper-parameters of the rotary positions."""
+        rope = self.rope_scaling or self.rope_parameters or self.default_rope
+        fraction = rope.partial_rotary_factor or self.partial_rotary_factor or 1.0
+        if fraction != 1 and not self.rotates_parts:
+            raise ValueError(f"partial_rotary_factor is {fraction}, must be 1: RoPE of whole heads")
+        return {
+            "rope_theta": rope.rope_theta or self.rope_theta or self.default_theta,
+            "rope_scaling": rope.scaling(self.max_position_embeddings),
+            "rope_fraction": fraction,
+        }
+
+
+class LaterWindows(HFConfig):
+    """Classes where all layers after the first `max_window_layers` can see a window: Qwen2's and
+    Qwen3's.
+    """
+
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: LayerTypes = None
+
+    def hyper_parameters(self) -> dict[str, Any]:
+        values = super().hyper_parameters()
+        return values if self.use_sliding_window else values | {"window": None}
+
+    def layer_kinds(self) -> Sequence[LayerKind]:
+        if self.layer_types is not None:
+            return super().layer_kinds()
+        first = self.num_hidden_layers
+        if self.use_sliding_window and self.sliding_window is not None:
+            first = self.max_window_layers
+        return ["full" if i < first else "window" for i in range(self.num_hidden_layers)]
+
+    @classmethod
+    def write_layers(cls, args: DecoderArgs) -> dict[str, Any]:
+        if "window" not in args.kinds:
+            return {"use_sliding_window": False}
+        # transformers 4 reads only this number
+        first = all_kinds(args).index("window")
+        return super().write_layers(args) | {"use_sliding_window": True, "max_window_layers": first}
+
+
+class LayerRopes(BaseModel):
+    """`rope_parameters` by kind of layer."""
+
+    model_config = {"strict": True, "extra": "forbid"}
+
+    full_attention: Rope = Rope()
+    sliding_attention: Rope = Rope()
+
+
+class RopeByLayer(HFConfig):
+    """Classes whose layers with a window have rotary positions of their own.
+
+    transformers 5 has `rope_parameters` by kind of layer. Version 4 has `rope_theta` and
+    `rope_scaling` of layers with full attention; those with a window are never scaled.
+    """
+
+    default_window_theta: ClassVar[float | None] = None
+    """RoPE's base in layers with a window where `config.json` gives none. None: that of the others.
+    """
+
+    rope_parameters: LayerRopes | None = None  # type: ignore[assignment]
+
+    def ropes(self) -> dict[str, Any]:
+        both = self.rope_parameters or LayerRopes(full_attention=self.rope_scaling or Rope())
+        length = self.max_position_embeddings
+        full = both.full_attention
+        window = both.sliding_attention
+        theta = full.rope_theta or self.rope_theta or self.default_theta
+        other = (
+            window.rope_theta
+            or getattr(self, "rope_local_base_freq", None)
+            or self.default_window_theta
+        )
+        scaling = full.scaling(length)
+        of_window = window.scaling(length)
+        if of_window not in (None, scaling):
+            raise ValueError(
+                "rope_parameters.sliding_attention: must be plain RoPE, or scaled like "
+                "full_attention's"
+            )
+        return {
+            "rope_theta": theta,
+            "rope_scaling": scaling,
+            "window_rope_theta": None if other == theta else other,
+            "scale_window_rope": of_window == scaling,
+        }
+
+    @classmethod
+    def write_rope(cls, args: DecoderArgs) -> dict[str, Any]:
+        plain: dict[str, Any] = {"rope_type": "default"}
+        scaling = write_scaling(args.rope_scaling)
+        of_window = scaling if args.scale_window_rope else None
+        window_theta = args.window_rope_theta or args.rope_theta
+        keys: dict[str, Any] = {
+            "rope_scaling": scaling,
+            "rope_parameters": {
+                "full_attention": (scaling or plain) | {"rope_theta": args.rope_theta},
+                "sliding_attention": (of_window or plain) | {"rope_theta": window_theta},
+            },
+        }
+        if "rope_local_base_freq" in cls.model_fields:
+            keys["rope_local_base_freq"] = window_theta
+        return keys
+
+
+# ---- what an export preserves
+
+
+def computed_with(args: DecoderArgs) -> dict[str, Any]:
+    """What a model computes with, by hyper-parameter, without those that don't matter to it."""
+    values = {name: getattr(args, name) for name in type(args).model_fields if name != "init_std"}
+    values |= {"head_size": args.head_dim, "layer_pattern": all_kinds(args)}
+    values["attention_scale"] = args.attention_scale or args.head_dim**-0.5
+    values["window_rope_theta"] = args.window_rope_theta or args.rope_theta
+    values["scale_window_rope"] = args.scale_window_rope or args.rope_scaling is None
+    without_effect = unused(args)
+    return {name: value for name, value in values.items() if name not in without_effect}
+
+
+_KEYS = {
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+    "ffn_dim": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "tie_embeddings": "tie_word_embeddings",
+    "n_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_dim": "moe_intermediate_size",
+    "normalize_expert_weights": "norm_topk_prob",
+    "n_dense_layers": "mlp_only_layers",
+}
+"""Our names of hyper-parameters to Hugging Face's."""
+_OF_LAYERS = {"window": "sliding_window", "layer_pattern": "layer_types"}
+_READ_ONLY = {
+    "quantization_config",
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "layer_types",
+    "sliding_window",
+    "sliding_window_pattern",
+}
+
+
+def _explain(item: Any, names: Mapping[str, str]) -> str:
+    key = ".".join(names.get(part, str(part)) for part in item["loc"])
+    if item["type"] == "missing":
+        return f"{key} is missing"
+    return ": ".join(filter(None, (key, explain_value(item))))

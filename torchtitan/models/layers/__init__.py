@@ -1,0 +1,1 @@
+"""Layers that all families share: norms, RoPE, feed-forward, linear."""

@@ -1,0 +1,1 @@
+"""Context parallelism: attention over parts of a row."""

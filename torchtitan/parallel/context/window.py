@@ -1,0 +1,124 @@
+"""Windows under context parallelism: each rank gets the keys that its queries see, and no others.
+
+A window reaches `window - 1` keys back from the start of a chunk. What lies there on other ranks is
+fetched by one all-to-all, in which every pair of ranks exchanges only what is needed; no step
+visits a rank in vain, and the bytes don't grow with the row. The keys before a chunk and the
+chunk's own are consecutive, so attention is that of one device, from an offset.
+
+Shapes: b batch, h query heads, k key-value heads, s positions on this rank, d width of queries and
+keys, e width of values.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from torchtitan.models.attention.dense import attend_variant
+from torchtitan.models.attention.interface import Scores
+from torchtitan.parallel.context.layout import RowLayout
+
+
+def attend_window(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None, layout: RowLayout
+) -> Tensor:
+    """Local queries' attention: q `[b, h, s, d]`, k `[b, k, s, d]`, v `[b, k, s, e]` ->
+    `[b, h, s, e]`.
+
+    Args:
+        scores: with a window; the mask is None or a tensor `[b, 1, s, ranks * s]`.
+        sinks: as for `Attend`.
+    """
+    mask, window, scale, _ = scores
+    assert window is not None
+    length = q.shape[2] // len(layout.chunks(0))
+    keys, values = (_chunks(x, length, layout) for x in (k, v))
+    _receive(keys, values, k, v, layout, window)
+    outputs = []
+    for place, chunk in enumerate(layout.chunks(layout.rank)):
+        begin = max(0, chunk * length - (window - 1))
+        end = (chunk + 1) * length
+        rows = slice(place * length, (place + 1) * length)
+        chunk_mask = None if mask is None else mask[:, :, rows, begin:end]
+        outputs.append(
+            attend_variant(
+                q[:, :, rows],
+                _between(keys, begin, end, length),
+                _between(values, begin, end, length),
+                Scores(chunk_mask, window, scale, offset=chunk * length - begin),
+                sinks,
+            )
+        )
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def needed(layout: RowLayout, source: int, to: int, length: int, window: int) -> dict[int, int]:
+    """What `to` needs of the keys of rank `source`: chunk to the number of its last keys."""
+    counts = {}
+    for chunk in layout.chunks(source):
+        later = [own for own in layout.chunks(to) if own > chunk]
+        if source == to or not later:
+            continue
+        unseen = (min(later) - chunk) * length - (window - 1)
+        if unseen < length:
+            counts[chunk] = length - max(0, unseen)
+    return counts
+
+
+def _chunks(x: Tensor, length: int, layout: RowLayout) -> dict[int, Tensor]:
+    """This rank's chunks, by number."""
+    return dict(zip(layout.chunks(layout.rank), x.split(length, dim=2), strict=True))
+
+
+def _between(chunks: dict[int, Tensor], begin: int, end: int, length: int) -> Tensor:
+    """Positions `begin` to `end` of the row. Of a chunk of another rank, only the end is here."""
+    parts = []
+    for chunk in range(begin // length, math.ceil(end / length)):
+        wanted = (chunk + 1) * length - max(begin, chunk * length)
+        parts.append(chunks[chunk][:, :, -wanted:])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def _receive(
+    keys: dict[int, Tensor],
+    values: dict[int, Tensor],
+    k: Tensor,
+    v: Tensor,
+    layout: RowLayout,
+    window: int,
+) -> None:
+    """Add the ends of other ranks' chunks that this rank needs to `keys` and `values`.
+
+    All ranks take part in both directions, also one that only sends or only receives.
+    """
+    length = next(iter(keys.values())).shape[2]
+    ranks = range(layout.ranks)
+    me = layout.rank
+    if not any(needed(layout, a, b, length, window) for a in ranks for b in ranks):
+        return
+    out = [needed(layout, me, rank, length, window) for rank in ranks]
+    into = [needed(layout, rank, me, length, window) for rank in ranks]
+    parts = [
+        x[chunk][:, :, -count:].flatten()
+        for counts in out
+        for chunk, count in counts.items()
+        for x in (keys, values)
+    ]
+    per_key = [x[:, :, 0].numel() for x in (k, v)]
+    received = all_to_all_single_autograd(
+        torch.cat([k[:, :, :0].flatten(), *parts]),
+        [sum(counts.values()) * sum(per_key) for counts in into],
+        [sum(counts.values()) * sum(per_key) for counts in out],
+        layout.group_name,
+    )
+    pieces = [(chunk, count) for counts in into for chunk, count in counts.items()]
+    sizes = [count * size for _, count in pieces for size in per_key]
+    flat = iter(received.split(sizes))
+    for chunk, count in pieces:
+        for like, x in ((k, keys), (v, values)):
+            x[chunk] = next(flat).view(*like.shape[:2], count, like.shape[3])
+    if not pieces:  # join the graph with no keys
+        (own,) = keys
+        nothing = received.view(*k.shape[:2], 0, k.shape[3])
+        keys[own] = torch.cat([nothing, keys[own]], dim=2)

@@ -1,0 +1,1 @@
+"""Expert parallelism: experts over ranks, and the rows that travel to them."""

@@ -1,0 +1,137 @@
+"""Expert parallelism: each rank holds some of the experts, and rows travel to them and back.
+
+The ranks of `ep` are taken from dp_shard x cp x tp, whose ranks all have different tokens. Experts
+are sharded over `ep` by index, and by FSDP over the ranks that hold the same ones. The splits of
+both all-to-alls depend on the data, so the host waits once for the device in each forward.
+
+Shapes: n rows, a row for each token and expert.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_reduce, all_to_all_single
+from torch.distributed.tensor import DTensor, Shard
+
+from torchtitan.config.sections.schema import Config
+from torchtitan.models.moe.moe import Experts, inverse_of, permute
+from torchtitan.models.moe.router import Balance, Router
+from torchtitan.models.protocols import Model
+from torchtitan.parallel.collectives import distribute
+from torchtitan.parallel.experts.travel import finish, start
+from torchtitan.parallel.mesh import Mesh
+
+Splits: TypeAlias = Callable[[Tensor, Tensor, int], tuple[list[int], list[int]]]
+"""A function like `count_splits`."""
+
+
+def count_splits(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
+    """How many rows go to each rank, and how many come from each.
+
+    Args:
+        sent, received: rows for each expert, `[ranks, local experts]`.
+        rows: the number of rows that this rank sends.
+    """
+    to_ranks, from_ranks = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+    return to_ranks, from_ranks
+
+
+class ShardedExperts(Experts):
+    """Experts of which each rank of `group` holds an equal part: `[n, dim] -> [n, dim]`."""
+
+    group: dist.ProcessGroup
+    splits: Splits = staticmethod(count_splits)
+    """Tells how many rows go to each rank, and how many come from each."""
+
+    def forward(
+        self, rows: Tensor, ends: Tensor, meanwhile: Callable[[], None] = lambda: None
+    ) -> Tensor:
+        """
+        Args:
+            rows: sorted by expert, of all experts.
+            ends: `[experts]` int32, the index after each expert's last row.
+            meanwhile: called while rows travel to their experts.
+        """
+        ranks = self.group.size()
+        to_experts = ends.diff(prepend=ends.new_zeros(1))  # rows for each expert
+        arriving = all_to_all_single(to_experts, None, None, self.group).view(ranks, -1)
+        sent, received = self.splits(to_experts.view_as(arriving), arriving, len(rows))
+        travelling = start(rows, sent, received, self.group)
+        meanwhile()
+        arrived = finish(travelling)
+        order = _by_expert(arriving, sum(received))
+        place = inverse_of(order)
+        local_ends = arriving.sum(0).cumsum(0).to(torch.int32)
+        local_rows = permute(arrived, order, place)
+        del rows, arrived  # not to be held while the experts compute
+        torch._dynamo.maybe_mark_dynamic(local_rows, 0)  # one graph for any number of rows
+        weights = [w.to_local() if isinstance(w, DTensor) else w for w in self.parameters()]
+        results = permute(self.compute(local_rows, local_ends, *weights), place, order)
+        del local_rows
+        travelling = start(results, received, sent, self.group)
+        del results
+        return finish(travelling)
+
+
+def _by_expert(received: Tensor, rows: int) -> Tensor:
+    """`[n]`, the permutation that sorts rows by expert, which arrived sorted by rank.
+
+    Args:
+        received: `[ranks, local experts]`, numbers of rows.
+    """
+    ranks, experts = received.shape
+    expert = torch.arange(experts, device=received.device).repeat(ranks)
+    return expert.repeat_interleave(received.flatten(), output_size=rows).argsort(stable=True)
+
+
+def balance_of(config: Config) -> Balance:
+    """What keeps the experts equally loaded, besides routing biases."""
+    moe = config.moe
+    return Balance(
+        sequence_loss=moe.sequence_balance_loss,
+        global_loss=moe.global_balance_loss,
+        z_loss=moe.router_z_loss,
+        forced=config.debug.moe_force_load_balance,
+    )
+
+
+def apply_expert_parallel(
+    model: Model, mesh: Mesh, balance: Balance, splits: Splits = count_splits
+) -> None:
+    """Shard the experts of `model`, on the meta device, over `mesh.ep`, and set up its routers.
+
+    Args:
+        splits: tells how many rows ranks exchange; called as `count_splits` is.
+    """
+    along_rows = [group for axis in ("cp", "tp") if (group := mesh.group(axis)) is not None]
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.balance = balance
+            if along_rows:
+                module.sum_over_row = _sum_over(along_rows)
+        elif isinstance(module, Experts) and mesh.ep is not None:
+            for name, _ in list(module.named_parameters()):
+                distribute(module, name, mesh.ep, Shard(0))
+            # mypy doubts that classes are hashable
+            module.__class__ = _sharded(type(module))  # type: ignore[arg-type]
+            module.group = mesh.ep.get_group()
+            module.splits = splits
+
+
+def _sum_over(groups: list[dist.ProcessGroup]) -> Callable[[Tensor], Tensor]:
+    def sum_over_row(counts: Tensor) -> Tensor:
+        for group in groups:
+            counts = all_reduce(counts, "sum", group)
+        return counts
+
+    return sum_over_row
+
+
+@cache
+def _sharded(kind: type) -> type:
+    """`kind`, whose networks are computed by the ranks that hold them."""
+    return type(f"Sharded{kind.__name__}", (ShardedExperts, kind), {})

@@ -1,0 +1,1 @@
+"""What saves memory: recomputed and offloaded activations."""

@@ -1,0 +1,158 @@
+"""Activation checkpointing (Chen et al., arXiv:1604.06174): recompute activations in the backward.
+
+Selection by operation follows Korthikanti et al. (arXiv:2205.05198): save results that are
+expensive to compute, and recompute the rest.
+"""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from torchtitan.config.derive import selects_operations
+from torchtitan.config.sections.parallelism import ActivationCheckpoint
+from torchtitan.models.protocols import Model
+from torchtitan.parallel.collectives import local
+from torchtitan.parallel.memory.regions import regions, replace_method
+from torchtitan.utils.torch_compat import replaced
+
+_MATMULS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "torchtitan::grouped_mm")
+"""Selection by operation saves every second result of these."""
+_ATTENTION = (
+    "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_fused_attention_overrideable",
+    "flex_attention",
+    "torch_attn::_varlen_attn",
+    "torchtitan::attention",
+    "torchtitan::document_attention",
+    "torchtitan::ring_attention",
+)
+_COMMUNICATION = (
+    "_c10d_functional::reduce_scatter_tensor",
+    "_c10d_functional::all_reduce",
+    "_c10d_functional::all_to_all_single",
+)
+
+
+def apply_activation_checkpoint(
+    model: Model, ac: ActivationCheckpoint, *, save_attention: bool, experts_apart: bool = False
+) -> None:
+    """Checkpoint the blocks of `model` in place.
+
+    Must come before compilation, so the compiler sees what to recompute. `mode = "memory_budget"`
+    leaves the choice to the compiler (see `memory_budget`), so it changes nothing here.
+
+    Args:
+        save_attention: never recompute attention.
+        experts_apart: as for `regions`. Operations are then selected in each region: what travels
+            between them is saved, and FSDP's hooks on the experts are not among the operations.
+    """
+    if ac.mode not in ("full", "selective"):
+        return
+    by_operation = selects_operations(ac)
+    every = int(ac.selective_ac_option) if ac.mode == "selective" and not by_operation else 1
+    options: dict[str, Any] = {
+        "preserve_rng_state": ac.preserve_rng_state,
+        "determinism_check": ac.determinism_check,
+        "early_stop": ac.early_stop,
+        "debug": ac.debug,
+    }
+    whole = cache(partial(_recomputing, options=options))
+    recomputing = whole
+    if by_operation:
+        shapes = _weight_shapes(model, ac.per_op_sac_force_recompute_mm_shapes_by_fqns)
+        contexts = partial(_contexts, _ATTENTION + _COMMUNICATION, frozenset(shapes))
+        recomputing = cache(partial(_recomputing, options=options | {"context_fn": contexts}))
+    elif save_attention:
+        contexts = partial(_contexts, _ATTENTION, None)
+        recomputing = cache(partial(_recomputing, options=options | {"context_fn": contexts}))
+    for number, block in enumerate(model.layers.values(), 1):
+        if number % every:
+            continue
+        parts = regions(block, experts_apart=experts_apart)
+        if len(parts) > 1 and not by_operation:
+            # Around the graphs of the parts, so no operation in them can be selected.
+            replace_method(block, "forward", whole)
+            continue
+        for owner, name in parts:
+            replace_method(owner, name, recomputing)
+
+
+def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def recomputing_forward(owner: nn.Module, *inputs: Any) -> Any:
+        return checkpoint(forward, owner, *inputs, use_reentrant=False, **options)
+
+    return recomputing_forward
+
+
+def _weight_shapes(model: Model, names: Collection[str]) -> Iterator[tuple[int, ...]]:
+    """Shapes `[in, out]` of the weights of linear layers whose name contains one of `names`.
+
+    A weight sharded by tensor parallelism has two: eager products see the global shape, compiled
+    ones the local shape.
+    """
+    for fqn, module in model.named_modules():
+        if isinstance(module, nn.Linear) and any(name in fqn for name in names):
+            yield tuple(module.weight.T.shape)
+            yield tuple(local(module.weight).T.shape)
+
+
+def _contexts(
+    saved: Collection[str], recomputed: Collection[tuple[int, ...]] | None
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts for a block's forward and its recomputation, with separate counters.
+
+    Args:
+        saved: operations whose results are always saved.
+        recomputed: weight shapes `[in, out]` whose matrix products are always recomputed. Every
+            second result of the other products is saved. None: recompute all matrix products.
+    """
+    products = {False: 0, True: 0}
+    """Matrix products so far, by `context.is_recompute`."""
+
+    def saves(name: str, is_recompute: bool, inputs: tuple[Any, ...]) -> bool:
+        if recomputed is None or name not in _MATMULS:
+            return name in saved
+        weight = inputs[-1] if name == "aten::addmm" else inputs[1]
+        if weight.dim() == 2 and tuple(weight.shape) in recomputed:
+            return False
+        products[is_recompute] += 1
+        return products[is_recompute] % 2 == 1
+
+    def policy(context: Any, operation: Any, *inputs: Any, **_: Any) -> CheckpointPolicy:
+        name = operation.name() if callable(getattr(operation, "name", None)) else str(operation)
+        if saves(name.partition(".")[0], context.is_recompute, inputs):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def memory_budget(ac: ActivationCheckpoint, folder: str) -> AbstractContextManager[None]:
+    """A context in which the compiler chooses what blocks save, if `mode = "memory_budget"`.
+
+    `torch._functorch`'s partitioner gets `ac.memory_budget`, the fraction of the activations that
+    may be saved.
+
+    Args:
+        folder: receives the plots of `ac.visualize_memory_budget_pareto`.
+    """
+    from torch._functorch import config
+
+    enabled = ac.mode == "memory_budget"
+    return replaced(
+        config,
+        activation_memory_budget=ac.memory_budget if enabled else 1.0,
+        visualize_memory_budget_pareto=enabled and ac.visualize_memory_budget_pareto,
+        memory_budget_pareto_dir=folder,
+    )

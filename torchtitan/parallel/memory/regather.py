@@ -1,0 +1,143 @@
+"""Inputs that tensor parallelism gathers along the sequence, kept for the backward as shards.
+
+The linear layers that read a gathered input need it again for the gradients of their weights. Until
+then this rank keeps its own part, 1 / tp of the bytes, and all-gathers it once more (Korthikanti et
+al., arXiv:2205.05198, section 4.2.2). The numbers don't change.
+
+In eager blocks, `saved_tensors_hooks` around the layers exchange the two. Compilers don't run such
+hooks inside a graph: there the gather is a checkpointed region, because torch's partitioner
+recomputes no other collectives.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils.checkpoint import checkpoint
+
+from torchtitan.parallel.collectives import layout_of, local, storage_of
+from torchtitan.parallel.memory.regions import replace_method
+
+_MARK = "_torchtitan_gathered"
+"""Attribute of a gathered tensor's storage, which its views share: its `_Gathered`."""
+
+
+def gather_sequence(x: DTensor) -> DTensor:
+    """`[b, s / tp, ...]` on each rank -> `[b, s, ...]`. Layers of `ColumnsOfGathered` keep `x`."""
+    if torch.compiler.is_compiling():
+        recomputed: DTensor = checkpoint(_gather, x, use_reentrant=False)
+        return recomputed
+    whole = _gather(x)
+    if torch.is_grad_enabled() and not _recomputes():
+        setattr(storage_of(whole).untyped_storage(), _MARK, _Gathered(x))
+    return whole
+
+
+class ColumnsOfGathered(ParallelStyle):
+    """Splits the outputs of a linear layer, and has it keep the shard of a gathered input."""
+
+    def __init__(self, split: ParallelStyle, gather: ParallelStyle | None = None):
+        """
+        Args:
+            gather: gathers the layer's own input; None: its module has done so.
+        """
+        self._split = split
+        self._gather = gather
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        replace_method(module, "forward", _keeping_shards)
+        if self._gather is not None:
+            self._gather._apply(module, device_mesh)
+        return self._split._apply(module, device_mesh)
+
+
+def _gather(x: DTensor) -> DTensor:
+    return x.redistribute(placements=[Replicate()])
+
+
+class _Gathered:
+    """A gathered tensor between its forward and its backward."""
+
+    def __init__(self, shard: DTensor):
+        pack, self._unpack = _outer_hooks()
+        self._shard = pack(shard.detach())
+        self._whole: DTensor | None = None
+        self._kept = 0
+        """How often layers keep it."""
+        self._taken = 0
+
+    def keep(self) -> None:
+        self._kept += 1
+
+    def take(self) -> DTensor:
+        """Gathered for the first layer that takes it, and dropped after the last.
+
+        The halves of a backward that is split into inputs and weights gather once each: autograd
+        takes all that an operation keeps, whichever gradient it computes.
+        """
+        if self._whole is None:
+            self._whole = _gather(self._unpack(self._shard))
+        whole = self._whole
+        self._taken += 1
+        if self._taken % self._kept == 0:
+            self._whole = None
+        return whole
+
+
+class _View:
+    """The gathered tensor or a view of it, as autograd holds it."""
+
+    def __init__(self, gathered: _Gathered, tensor: Tensor):
+        gathered.keep()
+        self._gathered = gathered
+        view = local(tensor)
+        self._place = view.size(), view.stride(), view.storage_offset()
+        self._sharded = layout_of(tensor)
+
+    def unpack(self) -> Tensor:
+        part = local(self._gathered.take())
+        if (part.size(), part.stride(), part.storage_offset()) != self._place:
+            part = part.as_strided(*self._place)
+        return self._sharded(part)
+
+
+@cache
+def _keeping_shards(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def keeping_forward(layer: nn.Module, x: Tensor) -> Any:
+        if torch.compiler.is_compiling() or _recomputes():
+            return forward(layer, x)
+        pack_other, unpack_other = _outer_hooks()
+
+        def pack(tensor: Tensor) -> Any:
+            gathered = getattr(storage_of(tensor).untyped_storage(), _MARK, None)
+            return pack_other(tensor) if gathered is None else _View(gathered, tensor)
+
+        def unpack(saved: Any) -> Tensor:
+            return saved.unpack() if isinstance(saved, _View) else unpack_other(saved)
+
+        with saved_tensors_hooks(pack, unpack):
+            return forward(layer, x)
+
+    return keeping_forward
+
+
+def _outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """Those of activation offload, which hooks inside of them would replace."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks or (_same, _same)
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _recomputes() -> bool:
+    """Whether this is a checkpointed region, whose recomputation gathers anyway."""
+    pack, _ = _outer_hooks()
+    return pack.__module__ == checkpoint.__module__

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the split into stages, schedules from files, and the runtime."""

@@ -1,0 +1,173 @@
+"""Pipeline stages: their modules and their ranks. Imports no torch.
+
+A stage is a list of consecutive modules. Depending on the schedule, stages are assigned to the
+ranks of the `pp` axis round-robin (stage 0 to rank 0, stage 1 to rank 1, ..., then rank 0 again) or
+in a V (back from the last rank). `config/rules/pipeline.py` says which pipelines can't run.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from torchtitan.config.pipeline_schedules import schedule_of
+from torchtitan.config.rules import Facts, check
+from torchtitan.config.rules.pipeline import (
+    layers_of,
+    layers_per_stage,
+    parts_of,
+    splits_by_layers,
+    stage_count,
+)
+from torchtitan.config.sections.parallelism import Parallelism
+from torchtitan.config.sections.schema import Config
+from torchtitan.parallel.pipeline.schedules import schedule_file
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A pipeline, checked."""
+
+    modules: tuple[tuple[str, ...], ...]
+    """Names of each stage's modules."""
+    ranks: tuple[int, ...]
+    """Each stage's rank along `pp`."""
+    schedule: str | None
+    """Name in `config.pipeline_schedules.SCHEDULES`; None if `csv_file` holds it."""
+    csv_file: str | None
+    microbatch_size: int
+
+    def stages_of(self, rank: int) -> list[int]:
+        return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
+
+
+def pipeline_stages(
+    config: Config, flops: Mapping[str, float], tied: Sequence[str]
+) -> StagePlan | None:
+    """The pipeline of `config`; None without pipeline parallelism.
+
+    Args:
+        flops: FLOPs per token of each module that can be on its own stage, in execution order.
+        tied: modules that share a weight.
+
+    Raises:
+        ConfigError: every reason why it can't run, with the legal choices.
+    """
+    if config.parallelism.pipeline_parallel_degree == 1:
+        return None
+    file = schedule_file(config)
+    facts = Facts(module_flops=flops, tied_modules=tied, schedule_file=file)
+    check(config, facts)
+    return assign_stages(config, facts)
+
+
+def assign_stages(config: Config, facts: Facts) -> StagePlan | None:
+    """The pipeline of a checked configuration; None without pipeline parallelism."""
+    p = config.parallelism
+    degree = p.pipeline_parallel_degree
+    if degree == 1:
+        return None
+    modules = tuple(_split(p, facts))
+    size = p.pipeline_parallel_microbatch_size
+    if facts.schedule_file is not None:
+        csv_file = p.pipeline_parallel_schedule_csv
+        return StagePlan(modules, facts.schedule_file.ranks, None, csv_file, size)
+    v_shaped = schedule_of(p).v_shaped
+    ranks = tuple(_rank_of(stage, degree, v_shaped) for stage in range(len(modules)))
+    return StagePlan(modules, ranks, p.pipeline_parallel_schedule, None, size)
+
+
+def _rank_of(stage: int, degree: int, v_shaped: bool) -> int:
+    return 2 * degree - 1 - stage if v_shaped and stage >= degree else stage % degree
+
+
+# ---- modules of each stage
+
+
+def _split(p: Parallelism, facts: Facts) -> Sequence[tuple[str, ...]]:
+    if p.module_fqns_per_model_part:
+        return [tuple(part) for part in parts_of(p.module_fqns_per_model_part, facts)]
+    count, _ = stage_count(p, facts)
+    if not splits_by_layers(p):
+        return balanced(facts.module_flops, count)
+    names = list(facts.module_flops)
+    layers = layers_of(facts)
+    ends = itertools.accumulate(layers_per_stage(p, len(layers), count))
+    # The final norm comes before the modules of multi-token prediction, and stays with them.
+    cuts = [names.index(layers[end - 1]) + 1 if end else names.index(layers[0]) for end in ends]
+    bounds = [0, *cuts[:-1], len(names)]
+    return [tuple(names[a:b]) for a, b in itertools.pairwise(bounds)]
+
+
+def balanced(flops: Mapping[str, float], count: int) -> tuple[tuple[str, ...], ...]:
+    """Split modules into `count` stages, minimizing the cost of the slowest, then the sum of
+    squares of all.
+
+    Modules that cost nothing (embedding, norm) stay with the next one that does. Only if there are
+    too few of those for `count` stages, the embedding is alone on the first.
+    """
+    return _balanced(tuple(flops.items()), count)
+
+
+def _units(flops: tuple[tuple[str, float], ...], count: int) -> tuple[list[list[str]], list[float]]:
+    """The smallest parts that stages consist of, at least `count`, and their costs."""
+    units: list[list[str]] = []
+    costs: list[float] = []
+    waiting: list[str] = []
+    for name, cost in flops:
+        waiting.append(name)
+        if cost:
+            units.append(waiting)
+            costs.append(cost)
+            waiting = []
+    units[-1] += waiting
+    if len(units) < count:
+        first, *rest = units
+        units = [first[:-1], first[-1:], *rest]
+        costs = [0.0, *costs]
+    return units, costs
+
+
+@cache  # a search asks for the same split thousands of times
+def _balanced(flops: tuple[tuple[str, float], ...], count: int) -> tuple[tuple[str, ...], ...]:
+    units, costs = _units(flops, count)
+    sums = [0.0, *itertools.accumulate(costs)]
+    limit = _least_maximum(costs, count)
+    # best[k][i]: the least sum of squares of k stages, each within `limit`, that hold the first i
+    # units.
+    best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+    for stage in range(count):
+        row: dict[int, tuple[float, int]] = {}
+        for begin, (before, _) in best[-1].items():
+            for end in range(begin + 1, len(units) - (count - stage - 1) + 1):
+                cost = sums[end] - sums[begin]
+                if cost > limit * (1 + 1e-9):
+                    break
+                if end not in row or before + cost**2 < row[end][0]:
+                    row[end] = (before + cost**2, begin)
+        best.append(row)
+    cuts = [len(units)]
+    for stage in range(count, 0, -1):
+        cuts.append(best[stage][cuts[-1]][1])
+    return tuple(tuple(itertools.chain(*units[a:b])) for a, b in itertools.pairwise(reversed(cuts)))
+
+
+def _least_maximum(costs: list[float], count: int) -> float:
+    """The smallest possible cost of the most expensive stage, within a relative error of 1e-10."""
+
+    def fits(limit: float) -> bool:
+        stages = 1
+        total = 0.0
+        for cost in costs:
+            if total + cost > limit * (1 + 1e-9):
+                stages = stages + 1
+                total = 0.0
+            total += cost
+        return stages <= count
+
+    low = max(costs)
+    high = sum(costs)
+    while high - low > 1e-10 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high

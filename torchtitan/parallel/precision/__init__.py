@@ -1,0 +1,1 @@
+"""Low precision: Float8 and MX products, dense and grouped."""

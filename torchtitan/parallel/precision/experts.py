@@ -1,0 +1,156 @@
+"""Grouped products of experts in 8-bit floating point, by torchao: rowwise Float8, and MXFP8.
+
+The operands of all three products are rounded: in the forward, and in the backward for the inputs
+and the weights. The scales are along the summed dimension; for the weights' gradients that is the
+rows of one expert.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchtitan.config.converters import GROUPED_FLOAT8, GROUPED_MX, names_any, uses
+from torchtitan.config.sections.schema import Config
+from torchtitan.models.moe.grouped import grouped_mm
+from torchtitan.models.moe.moe import Experts
+from torchtitan.utils.logging import logger
+
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Like `grouped_mm(rows, weight, ends)`."""
+
+
+def quantize_experts(model: nn.Module, config: Config) -> None:
+    """Replace the products of experts of `model` according to `model.converters`."""
+    float8 = config.quantize.grouped_mm.float8
+    mx = config.quantize.grouped_mm.mx
+    if uses(config, GROUPED_FLOAT8):
+        product = emulated_float8 if float8.emulate else padded(_float8, 16)
+        emulated = " (emulated)" if float8.emulate else ""
+        _convert(model, float8.fqns, product, f"Float8 rowwise{emulated}")
+    if uses(config, GROUPED_MX):
+        product = mxfp8(emulate=mx.recipe_name == "mxfp8_emulated")
+        _convert(model, mx.fqns, padded(product, 32), f"MXFP8 ({mx.recipe_name})")
+
+
+def _convert(model: nn.Module, fqns: list[str], product: Product, what: str) -> None:
+    blocks = 0
+    converted = 0
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            blocks += 1
+            if names_any(fqns, name):
+                module.product = product
+                converted += 1
+    if blocks:
+        logger.info(f"{what}: converted the experts of {converted} of {blocks} blocks")
+
+
+def padded(product: Product, multiple: int) -> Product:
+    """`product` with each group's rows padded to a multiple of `multiple`, which its kernels need.
+
+    Rows of zeros are appended to each group. Their total doesn't depend on the groups, so the host
+    needn't wait for the device; the last group gets the rest.
+    """
+
+    def rounded_up(size: Any) -> Any:
+        return (size + multiple - 1) // multiple * multiple
+
+    def padded_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        total = rounded_up(len(rows) + len(ends) * (multiple - 1))
+        sizes = ends.diff(prepend=ends.new_zeros(1))
+        longer = rounded_up(sizes)
+        new_ends = longer.cumsum(0, dtype=ends.dtype)
+        shifts = new_ends - longer - (ends - sizes)
+        index = torch.arange(len(rows), device=rows.device)
+        group = torch.searchsorted(ends, index, right=True, out_int32=True)
+        # Those of no group follow those of the last: as zeros, so that they don't count there.
+        outside = (group == len(ends)).unsqueeze(-1)
+        place = index + shifts[group.clamp_(max=len(ends) - 1)]
+        new_ends[-1] = total
+        rows = rows.masked_fill(outside, 0)
+        spread = rows.new_zeros(total, rows.shape[1]).index_copy(0, place, rows)
+        out = product(spread, weight, new_ends).index_select(0, place)
+        return out.masked_fill(outside, 0)
+
+    return padded_product
+
+
+# ---- Float8
+
+
+def _float8(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    from torchao.prototype.moe_training.fp8_grouped_mm import (
+        _to_fp8_rowwise_then_scaled_grouped_mm as product,
+    )
+
+    out = product(rows, weight.transpose(-2, -1), ends, pad_token_groups_for_grouped_mm=False)
+    return out.to(rows.dtype)
+
+
+def emulated_float8(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_mm` of operands rounded to e4m3 (arXiv:2209.05433), in their original type.
+
+    As in torchao, scales are powers of two, so rounding changes the mantissa alone.
+    """
+    return _EmulatedFloat8.apply(rows, weight, ends)
+
+
+class _EmulatedFloat8(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, ends)
+        return grouped_mm(_rounded(rows, -1), _rounded(weight, -1), ends)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, ends = ctx.saved_tensors
+        ops = torch.ops.torchtitan
+        of_rows = ops.grouped_mm(_rounded(gradient, -1), _rounded(weight, 1), ends, True)
+        left = _rounded_in_groups(gradient, ends)
+        right = _rounded_in_groups(rows, ends)
+        return of_rows, ops.grouped_outer(left, right, ends), None
+
+
+def _rounded(x: Tensor, dim: int) -> Tensor:
+    """`x` in e4m3, with a scale for each slice along `dim`."""
+    return _to_e4m3(x, x.abs().amax(dim, keepdim=True))
+
+
+def _rounded_in_groups(rows: Tensor, ends: Tensor) -> Tensor:
+    """`rows` in e4m3, with a scale for each column of each group, and of the rows after them."""
+    group = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
+    index = group.unsqueeze(-1).expand_as(rows)
+    largest = rows.new_zeros(len(ends) + 1, rows.shape[1]).scatter_reduce(
+        0, index, rows.abs(), "amax"
+    )
+    return _to_e4m3(rows, largest[group])
+
+
+def _to_e4m3(x: Tensor, largest: Tensor) -> Tensor:
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    scale = torch.exp2(torch.log2(limit / largest.float().clamp(min=1e-12)).floor())
+    rounded = (x.float() * scale).clamp(-limit, limit).to(torch.float8_e4m3fn)
+    return (rounded.float() / scale).to(x.dtype)
+
+
+# ---- MXFP8
+
+
+def mxfp8(*, emulate: bool) -> Product:
+    """The product in MXFP8, whose emulation by torchao multiplies in bf16."""
+
+    def product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        from torchao.prototype.moe_training.mxfp8_grouped_mm import (
+            _to_mxfp8_then_scaled_grouped_mm as grouped,
+        )
+        from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+        kernels = KernelPreference.EMULATED if emulate else KernelPreference.AUTO
+        out = grouped(
+            rows.bfloat16(), weight.bfloat16().transpose(-2, -1), ends, kernel_preference=kernels
+        )
+        return out.to(rows.dtype)
+
+    return product

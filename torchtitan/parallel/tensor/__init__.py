@@ -1,0 +1,1 @@
+"""Tensor parallelism: how each layer is split, asynchronous products, gathering again."""

@@ -1,0 +1,271 @@
+"""Tensor parallelism with sequence and loss parallelism, from the styles that a model declares.
+
+Weights become DTensors over the `tp` axis (Shoeybi et al., arXiv:1909.08053). Activations outside
+attention and feed-forward are sharded over the sequence (Korthikanti et al., arXiv:2205.05198), and
+logits over the vocabulary. No rank ever holds either of them whole.
+"""
+
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from torchtitan.models.layers.linear import PerHead, TokenLinear
+from torchtitan.models.layers.norms import RMSNorm
+from torchtitan.models.protocols import Model
+from torchtitan.models.spec import ShardingStyle as Style
+from torchtitan.parallel.collectives import SumOverRanks, distribute
+from torchtitan.parallel.memory.regather import ColumnsOfGathered, gather_sequence
+from torchtitan.parallel.precision.dense import SEQUENCE, as_sequence_shard, float8_style
+from torchtitan.utils.torch_compat import redistribute_and_wait
+
+VOCABULARY = Shard(-1)
+
+
+class _OwnRows(nn.Embedding):
+    """An embedding sharded over the vocabulary: tokens `[b, s]` -> `[b, s / tp, dim]`.
+
+    Each rank looks up the tokens whose rows it holds; the sum over ranks is reduce-scattered over
+    the sequence. DTensor's lookup has the same forward, but its backward allocates the gradient of
+    the whole vocabulary on each rank: 8 GiB in fp32 for Llama 405B.
+    """
+
+    first_row: int
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert isinstance(self.weight, DTensor)
+        weight = self.weight.to_local()
+        row = tokens - self.first_row
+        own = row % len(weight)  # other ranks' tokens, too, because the backward adds up by row
+        found = F.embedding(own, weight).masked_fill((own != row).unsqueeze(-1), 0.0)
+        partial = DTensor.from_local(found, self.weight.device_mesh, [Partial()], run_check=False)
+        return redistribute_and_wait(partial, [SEQUENCE]).to_local()
+
+
+class _Embedding(ParallelStyle):
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert type(module) is nn.Embedding, type(module)
+        distribute(module, "weight", device_mesh, Shard(0))
+        _, offsets = compute_local_shape_and_global_offset(
+            module.weight.shape, device_mesh, [Shard(0)]
+        )
+        module.__class__ = _OwnRows
+        module.first_row = offsets[0]
+        return module
+
+
+class _GatherSequence(ParallelStyle):
+    """All-gathers the first input along the sequence, once for all linear layers in the module."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            return gather_sequence(as_sequence_shard(inputs[0], device_mesh)), *inputs[1:]
+
+        module.register_forward_pre_hook(gather)
+        return module
+
+
+class _TiedOutput(_GatherSequence):
+    """An output projection whose weight is an input, already sharded over the vocabulary."""
+
+    def __init__(self, keep_sharded: bool):
+        self.keep_sharded = keep_sharded
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        if not self.keep_sharded:
+            module.register_forward_hook(lambda _, inputs, logits: logits.full_tensor())
+        return module
+
+
+class _Router(ParallelStyle):
+    """Cuts the tokens' weights, the second input, to the rank's part of the sequence."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        size = device_mesh.size()
+        rank = device_mesh.get_local_rank()
+
+        def cut(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            x, weights = inputs
+            return x, None if weights is None else weights.chunk(size, dim=1)[rank]
+
+        module.register_forward_pre_hook(cut)
+        return module
+
+
+class _OwnTokens(TokenLinear):
+    """A layer with replicated parameters, for this rank's part of the sequence.
+
+    DTensor's linear layer gathers the sequence first on torch 2.11.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = []
+        for parameter in self.parameters():
+            assert isinstance(parameter, DTensor)
+            # The gradient on this rank is that of its own tokens.
+            own.append(parameter.to_local(grad_placements=[Partial()]))
+        return self.compute(x, *own)
+
+
+@cache
+def _on_own_tokens(kind: type) -> type:
+    return type(f"{kind.__name__}OfOwnTokens", (_OwnTokens, kind), {})
+
+
+class _Gate(ParallelStyle):
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, TokenLinear), type(module)
+        for name, _ in list(module.named_parameters()):
+            distribute(module, name, device_mesh, Replicate())
+        # mypy doubts that classes are hashable
+        module.__class__ = _on_own_tokens(type(module))  # type: ignore[arg-type]
+        return module
+
+
+class _SharedKey(ParallelStyle):
+    """Turns a gathered input into a tensor of which each rank's heads use a copy."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def copy(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            assert isinstance(inputs[0], DTensor)
+            return inputs[0].to_local(grad_placements=[Partial()]), *inputs[1:]
+
+        module.register_forward_pre_hook(copy)
+        return module
+
+
+class _WholeNorm(RMSNorm):
+    """A norm over features that the ranks of `mesh` share: `[b, s, features / tp]`."""
+
+    mesh: DeviceMesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        squares = wide.square().sum(-1, keepdim=True)
+        total = SumOverRanks.apply(squares, self.mesh.get_group())
+        out = (wide * torch.rsqrt(total / self.normalized_shape[0] + self.eps)).type_as(x)
+        return out * self.weight.to_local() if isinstance(self.weight, DTensor) else out
+
+
+class _WholeNormStyle(ParallelStyle):
+    """Shards the weight of a norm over the features that it normalizes."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert type(module) is RMSNorm, type(module)
+        if module.weight is not None:
+            distribute(module, "weight", device_mesh, Shard(0))
+        module.__class__ = _WholeNorm
+        module.mesh = device_mesh
+        return module
+
+
+class _OwnHeads(PerHead):
+    """Entries of this rank's heads, as a plain tensor."""
+
+    def forward(self) -> Tensor:
+        assert isinstance(self.weight, DTensor)
+        return self.weight.to_local()
+
+
+class _PerHead(ParallelStyle):
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert type(module) is PerHead, type(module)
+        distribute(module, "weight", device_mesh, Shard(0))
+        module.__class__ = _OwnHeads
+        return module
+
+
+class _Whole(ParallelStyle):
+    """Leaves a module as it is."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module
+
+
+def _style(style: Style, module: nn.Module, sharded_loss: bool, float8: bool) -> ParallelStyle:
+    in_float8 = float8_style(style, module) if float8 else None
+    if in_float8 is not None:
+        return in_float8
+    if style is Style.OUTPUT and not isinstance(module, nn.Linear):
+        return _TiedOutput(sharded_loss)
+    styles: dict[Style, ParallelStyle] = {
+        Style.EMBEDDING: _Embedding(),
+        Style.NORM: SequenceParallel(use_local_output=True),
+        Style.HEAD_NORM: SequenceParallel(sequence_dim=2, use_local_output=True),
+        Style.PER_HEAD: _PerHead(),
+        Style.GATHER_SEQUENCE: _GatherSequence(),
+        Style.ROUTER: _Router(),
+        Style.GATE: _Gate(),
+        Style.EXPERTS: _Whole(),
+        Style.COLUMNS: ColumnsOfGathered(ColwiseParallel()),
+        Style.COLUMNS_OF_SEQUENCE: ColumnsOfGathered(ColwiseParallel(), _GatherSequence()),
+        Style.SHARED_KEY: _SharedKey(),
+        Style.WHOLE_NORM: _WholeNormStyle(),
+        Style.ROWS: RowwiseParallel(output_layouts=SEQUENCE),
+        Style.OUTPUT: ColwiseParallel(
+            input_layouts=SEQUENCE,
+            output_layouts=VOCABULARY if sharded_loss else Replicate(),
+            use_local_output=not sharded_loss,
+        ),
+    }
+    return styles[style]
+
+
+def apply_tensor_parallel(
+    model: Model,
+    mesh: DeviceMesh | None,
+    styles: Mapping[str, Style],
+    *,
+    sharded_loss: bool,
+    float8: bool,
+) -> None:
+    """Shard `model`, or a pipeline stage of it, over `mesh` in place. Does nothing without a mesh.
+
+    Args:
+        styles: `ModelSpec.tensor_parallel_styles`.
+        sharded_loss: leave the logits a DTensor, sharded over the vocabulary, for a loss under
+            `loss_context`.
+        float8: communicate in Float8 where torchao's layers can.
+
+    Raises:
+        AssertionError: a weight has no style.
+    """
+    if mesh is None:
+        return
+    applied = {}
+    for name, module in model.named_modules():
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        if pattern in styles:
+            applied[name] = _style(Style(styles[pattern]), module, sharded_loss, float8)
+    for name, _ in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        style = applied.get(owner)
+        # Some styles change what a module reads, and leave its own weights as they are.
+        shards = style is not None and not isinstance(style, (_GatherSequence, _Router))
+        assert shards, (
+            f"tensor_parallel_styles has no style for {owner}, so its weight would not be sharded: "
+            f"give {name} a module of its own, and that a style"
+        )
+    parallelize_module(model, mesh, applied)
+
+
+def loss_context(sharded_loss: bool) -> AbstractContextManager[None]:
+    """The context for the loss of vocabulary-sharded logits and its backward."""
+    return loss_parallel() if sharded_loss else nullcontext()

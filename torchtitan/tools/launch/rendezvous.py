@@ -1,0 +1,153 @@
+"""Where the launchers of a job meet: in memory on one node, else in a store whose state is signed.
+
+torch unpickles the state of a rendezvous, so whoever can write it runs code on every node. With
+several nodes, anyone who reaches the first node's port can write; but a state is read only if its
+signature shows that the writer has the job's secret. On one node there is no port.
+"""
+
+import hmac
+import sys
+import time
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
+    C10dRendezvousBackend,
+    create_backend,
+)
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    Token,
+    create_handler,
+)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from torchtitan.tools.launch.takeover import Endpoint, Takeover, join_seconds
+
+BACKEND = "torchtitan"
+"""What `torchrun --rdzv-backend` calls this rendezvous, once it is registered."""
+_SIGNATURE_BYTES = 32  # SHA-256
+
+
+class SignedBackend(RendezvousBackend):
+    """Signs the state it writes to another backend, and reads only what the same secret signed."""
+
+    def __init__(self, backend: RendezvousBackend, secret: bytes):
+        self._backend = backend
+        self._secret = secret
+
+    @property
+    def name(self) -> str:
+        return BACKEND
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """The state and its token; None before the first is written.
+
+        Raises:
+            RendezvousStateError: the state was written without the secret.
+        """
+        stored = self._backend.get_state()
+        if stored is None:
+            return None
+        state, token = stored
+        return self._verified(state), token
+
+    def set_state(
+        self, state: bytes, token: Token | None = None
+    ) -> tuple[bytes, Token, bool] | None:
+        """Write `state` if `token` is the current one's.
+
+        Returns:
+            What is then stored, as `get_state` returns it, and whether it is `state`.
+        """
+        stored = self._backend.set_state(self._signature(state) + state, token)
+        if stored is None:
+            return None
+        current, new_token, written = stored
+        return self._verified(current), new_token, written
+
+    def _signature(self, state: bytes) -> bytes:
+        return hmac.digest(self._secret, state, "sha256")
+
+    def _verified(self, signed: bytes) -> bytes:
+        signature = signed[:_SIGNATURE_BYTES]
+        state = signed[_SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(state)):
+            raise RendezvousStateError("the state was not signed with this node's secret")
+        return state
+
+
+def register(secret: str) -> None:
+    """Make `BACKEND` known to the torchrun of this process.
+
+    Args:
+        secret: shared by the launchers of the job; unused on one node.
+    """
+
+    def create(parameters: RendezvousParameters) -> RendezvousHandler:
+        def in_store(store: dist.Store) -> DynamicRendezvousHandler:
+            backend = C10dRendezvousBackend(store, parameters.run_id)
+            return create_handler(store, SignedBackend(backend, secret.encode()), parameters)
+
+        if parameters.max_nodes == 1:
+            return in_store(dist.HashStore())
+        if "," in parameters.endpoint:
+            texts = parameters.endpoint.split(",")
+            endpoints = [Endpoint(*parse_rendezvous_endpoint(text, -1)) for text in texts]
+            return Takeover(endpoints, parameters, secret.encode(), in_store)
+        return in_store(_first_nodes_store(parameters))
+
+    rendezvous_handler_registry.register(BACKEND, create)
+
+
+def _first_nodes_store(parameters: RendezvousParameters) -> dist.Store:
+    """The store at the only endpoint. Its node may start as late as others may join.
+
+    Raises:
+        RendezvousConnectionError: it didn't start in time.
+    """
+    host, _ = parse_rendezvous_endpoint(parameters.endpoint, -1)
+    if host == parameters.local_addr and "is_host" not in parameters.config:
+        parameters.config["is_host"] = True  # torch asks DNS, which may not know the name yet
+        try:
+            return create_backend(parameters)[1]
+        except RendezvousConnectionError:  # another launcher at this address holds it
+            del parameters.config["is_host"]
+    deadline = time.monotonic() + join_seconds(parameters)
+    while True:
+        try:
+            return create_backend(parameters)[1]
+        except RendezvousConnectionError:
+            if time.monotonic() >= deadline:
+                raise
+            print(
+                f"Waiting for the first node at {parameters.endpoint}", file=sys.stderr, flush=True
+            )
+
+
+_CAUSES: dict[type[RendezvousError], str] = {
+    RendezvousConnectionError: "can't reach the first node, or it has gone",
+    RendezvousTimeoutError: "not enough nodes came in time",
+    RendezvousClosedError: "the job has ended there",
+    RendezvousStateError: (
+        "its state is not signed with the RDZV_SECRET of this node; give all nodes the same"
+    ),
+}
+
+
+def explain(error: RendezvousError) -> str:
+    """Why this node could not meet the others, for users."""
+    for kind, text in _CAUSES.items():
+        if isinstance(error, kind):
+            return text
+    return str(error)

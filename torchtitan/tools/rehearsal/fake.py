@@ -1,0 +1,90 @@
+"""One rank of a simulated cluster: collectives that return at once, and tensors without memory.
+
+PyTorch's `fake` backend replaces the network and `FakeTensorMode` the device. Tensors are nominally
+on the CPU, since autograd needs a device that this build of torch supports.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import schedules, stage
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torchtitan.parallel import mesh as meshes
+from torchtitan.parallel.collectives import local, sharded_like
+from torchtitan.tools.rehearsal.substitution import Substitution, substituted
+
+
+@contextmanager
+def fake_cluster(world: int, rank: int) -> Iterator[FakeTensorMode]:
+    """Make this process `rank` of a fake default process group of `world` ranks."""
+    assert not dist.is_initialized(), "a fake cluster creates its own process group"
+    with no_network() as mode:
+        start_group(world, rank)
+        try:
+            yield mode
+        finally:
+            dist.destroy_process_group()
+
+
+def start_group(world: int, rank: int) -> None:
+    """Initialize a fake default process group."""
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+
+
+@contextmanager
+def no_network() -> Iterator[FakeTensorMode]:
+    """Substitutions under which a rank of this project runs on a fake process group."""
+    known = set(meshes._meshes)
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+    # DTensor runs each operation on fake tensors of global shape, which no rank ever holds.
+    substitutions = [
+        Substitution(ShardingPropagator, "_propagate_tensor_meta_non_cached", aside(propagate))
+    ]
+    schedule = schedules._PipelineSchedule
+    if hasattr(schedule, "_warmup_p2p"):  # torch 2.12 to 2.14: ranks exchange shapes first
+        substitutions.append(Substitution(schedule, "_warmup_p2p", _shapes_are_known))
+    with substituted(*substitutions):
+        try:
+            yield FakeTensorMode(allow_non_fake_inputs=True)
+        finally:
+            for key in set(meshes._meshes) - known:
+                del meshes._meshes[key]
+
+
+def aside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` outside of fake mode."""
+
+    @functools.wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return outside
+
+
+def _shapes_are_known(schedule: Any, stages: Any, *_: Any) -> None:
+    for each in stages:
+        each._inference_mode = stage.InferenceMode.STATIC
+
+
+def take_fake_memory(
+    mode: FakeTensorMode, model: nn.Module, device: str | torch.device = "cpu"
+) -> None:
+    """Move a sharded model from the meta device to fake tensors, nominally on `device`."""
+    with mode:
+        for name, param in list(model.named_parameters()):
+            owner, _, leaf = name.rpartition(".")
+            memory = torch.empty_like(local(param), device=device)
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(sharded_like(memory, param)))
+        for name, buffer in list(model.named_buffers()):
+            owner, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, torch.empty_like(buffer, device=device))
