@@ -257,7 +257,9 @@ class Checkpointer:
                 )
             steps = [wanted]
         return self._at(
-            load_newest(self.storage, folder, steps, self.trained, self.config.exclude_from_loading)
+            load_newest(
+                self.storage, folder, steps, self.trained, exclude=self.config.exclude_from_loading
+            )
         )
 
     def _available(self, before: int | None = None) -> tuple[Path, list[int]]:

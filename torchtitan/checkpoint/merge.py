@@ -130,7 +130,7 @@ def _sources(paths: Sequence[Path], weights: Sequence[float], averaged: bool) ->
         manifest = read_manifest(step)
         if averaged:
             check_averaged(step, manifest)
-        found.append(_Source(step, manifest, Reader(step), share / total, averaged))
+        found.append(_Source(step, manifest, Reader(step), share / total, averaged=averaged))
     for source in found[1:]:
         for difference in _differences(found[0], source):
             raise UserError(f"{source.path} is of another model than {found[0].path}: {difference}")

@@ -97,7 +97,7 @@ def send(
     try:
         for name, about in files_of(source, manifest, rank, world):
             if there.get(name) != about.bytes:
-                _send_file(source, target, name, about, proceed)
+                _send_file(source, target, name, about, proceed=proceed)
                 sent += about.bytes
     except DamageError as error:
         if not (source / MANIFEST).exists():

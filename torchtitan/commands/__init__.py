@@ -82,7 +82,7 @@ def _help() -> str:
         lines += [f"  {name:<{width}}{text}" for name, text in commands.items()]
     lines += [
         "",
-        "`torchtitan COMMAND --help` lists the options of a command, `torchtitan "
-        "--version` prints the version.",
+        "`torchtitan COMMAND --help` lists the options of a command, `torchtitan --version` prints "
+        "the version.",
     ]
     return "\n".join(lines)

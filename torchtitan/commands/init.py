@@ -117,7 +117,9 @@ def main(argv: list[str]) -> int:
         raise ConfigError([f"--choose: {number}, but the layouts are 1 to {len(proposals)}"])
     slurm = options if (nodes > 1 if options.slurm is None else options.slurm) else None
     command = _command(request, options, number, flags)
-    project = projects.make_project(request, proposals[number - 1].plan, command, slurm, per_node)
+    project = projects.make_project(
+        request, proposals[number - 1].plan, command, slurm, per_node=per_node
+    )
     if measured:
         project.files[projects.HARDWARE] = measured
     projects.write(project)
@@ -235,7 +237,17 @@ def _ask(options: argparse.Namespace, asker: Asker, given: Choices) -> tuple[Req
     asker.check()
     assert model is not None and data is not None and hardware is not None  # noqa: PT018 - no test
     assert devices is not None and seq_len is not None and folder is not None  # noqa: PT018
-    return Request(model, data, hardware, devices, seq_len, folder, tokens, hours, given), measured
+    return Request(
+        model,
+        data,
+        hardware,
+        devices,
+        seq_len=seq_len,
+        folder=folder,
+        tokens=tokens,
+        hours=hours,
+        given=given,
+    ), measured
 
 
 def _command(request: Request, options: argparse.Namespace, number: int, flags: list[str]) -> str:

@@ -68,8 +68,8 @@ def main(argv: list[str]) -> int:
     if options.schedule_svg:
         if plan.workload.pipeline is None:
             raise UserError(
-                "--schedule-svg: there is no pipeline; set "
-                "parallelism.pipeline_parallel_degree, or drop it"
+                "--schedule-svg: there is no pipeline; set parallelism.pipeline_parallel_degree, "
+                "or drop it"
             )
         _write(options.schedule_svg, schedule_svg(plan))
     if options.json == _TERMINAL:

@@ -74,8 +74,8 @@ def main(argv: list[str]) -> int:
         print(json.dumps(as_data(rows), indent=1, allow_nan=False))
     elif not paths:
         raise UserError(
-            f"no runs in {listed(options.folders)} or below; a run's folder "
-            "(job.dump_folder) has a run.json"
+            f"no runs in {listed(options.folders)} or below; a run's folder (job.dump_folder) has "
+            "a run.json"
         )
     else:
         print(as_text(rows))

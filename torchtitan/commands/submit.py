@@ -199,7 +199,15 @@ def _checked(options: argparse.Namespace, overrides: list[str], runs: list[GridR
         raise ConfigError(together(problems) if runs else problems[""])
     if options.to == SLURM:
         _check_sizes(sizes)
-    return _Batch(options.config, base, runs, commands, folder, list(sizes.values()), configs)
+    return _Batch(
+        options.config,
+        base,
+        runs,
+        commands,
+        folder=folder,
+        sizes=list(sizes.values()),
+        configs=configs,
+    )
 
 
 def _check_run(options: argparse.Namespace, argv: list[str], size: _Size) -> Config:

@@ -191,15 +191,14 @@ def _write(
                 encoder,
                 output,
                 options.workers,
-                progress.wrote,
-                held_out,
-                options.drop_duplicates,
+                advance=progress.wrote,
+                held_out=held_out,
+                drop_duplicates=options.drop_duplicates,
             )
     except BrokenProcessPool:
         raise UserError(
-            "a worker process was killed, probably for lack of memory. Finished parts "
-            "are kept: run the same command "
-            "again with fewer --workers"
+            "a worker process was killed, probably for lack of memory. Finished parts are kept: "
+            "run the same command again with fewer --workers"
         ) from None
     except OSError as error:
         raise UserError(
@@ -238,7 +237,7 @@ def run(argv: list[str]) -> str:
     held_out = _held_out(options, common) if options.held_out else None
     if done := sum(is_done(i, output, held_out) for i in output.existing()):
         print(f"{plural(done, 'part')} already done")
-    encoder = Encoder(options.tokenizer, column, stop, messages, near)
+    encoder = Encoder(options.tokenizer, column, stop, messages, near=near)
     parts = done
     if not _is_whole(held_out.output if held_out else output, done):
         parts = _write(options, encoder, output, held_out, corpus)
@@ -293,7 +292,7 @@ def _output(
         options.name,
         options.part,
         common,
-        best_fit,
+        best_fit=best_fit,
         near=options.drop_near_duplicates is not None,
     )
 

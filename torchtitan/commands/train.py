@@ -178,8 +178,8 @@ def node_range(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(f"{brief(text)} is neither a number of nodes nor MIN:MAX")
     if nodes[1] > NODES or nodes[1] - nodes[0] > NODE_RANGE:
         raise argparse.ArgumentTypeError(
-            f"{brief(text)}: must be at most {NODES:,} nodes, and MAX at most "
-            f"{NODE_RANGE:,} above MIN"
+            f"{brief(text)}: must be at most {NODES:,} nodes, and MAX at most {NODE_RANGE:,} above "
+            "MIN"
         )
     return nodes
 
@@ -295,4 +295,4 @@ def main(argv: list[str]) -> int:
             raise OutOfMemoryError(
                 f"{error}\n{what_lowers_memory(config, world=1)}".rstrip()
             ) from error
-    return run_ranks(options, torchrun_argv, config_argv, config, stop)
+    return run_ranks(options, torchrun_argv, config_argv, config, stop=stop)

@@ -196,9 +196,9 @@ class StepLoader:
             enough = first + whole_steps(plans, sum(left.values()), first)
             if enough < steps:
                 raise UserError(
-                    f"training.steps: the data runs out after step {enough:,} of {steps:,} "
-                    "(every source reaches max_epochs); "
-                    f"set training.steps = {enough}, or raise max_epochs"
+                    f"training.steps: the data runs out after step {enough:,} of {steps:,} (every "
+                    f"source reaches max_epochs); set training.steps = {enough}, or raise "
+                    "max_epochs"
                 )
         for name, step in run_dry(plans, left, range(first, steps - 1)).items():
             logger.warning(
@@ -287,10 +287,10 @@ class StepLoader:
             labels,
             rows.position,
             plan.rows,
-            sources,
-            rows.epochs,
-            self.spec.stage(step),
-            inputs & CONTINUES != 0,
+            sources=sources,
+            epochs=rows.epochs,
+            stage=self.spec.stage(step),
+            continues=inputs & CONTINUES != 0,
         )
 
     def blank(self) -> StepBatch:

@@ -119,7 +119,7 @@ class StepReader:
             [source_of.get(place, 0) for place in local],
             [reader.epochs for reader in self.readers.values()],
             self.position(),
-            [reader.packed for reader in self.readers.values()],
+            packed=[reader.packed for reader in self.readers.values()],
         )
 
     def position(self) -> DataPosition:
@@ -176,7 +176,9 @@ class Workers:
                 [],
                 epochs,
                 joined([part.position for part in present]),
-                [sum(of, Packed()) for of in zip(*(part.packed for part in present), strict=True)],
+                packed=[
+                    sum(of, Packed()) for of in zip(*(part.packed for part in present), strict=True)
+                ],
             )
             for part, share in zip(parts, self.shares, strict=True):
                 if isinstance(part, StepRows):

@@ -48,8 +48,8 @@ class RegisteredDocuments:
         needed = ("__len__", "__getitem__", "fingerprint")
         if lacks := [name for name in needed if not hasattr(made, name)]:
             raise UserError(
-                f"{key} made a {type(made).__name__} without {', '.join(lacks)}; "
-                "documents need these, unless they are a datasets.IterableDataset"
+                f"{key} made a {type(made).__name__} without {', '.join(lacks)}; documents need "
+                "these, unless they are a datasets.IterableDataset"
             )
         if not isinstance(made.fingerprint, str):
             kind = type(made.fingerprint).__name__

@@ -76,10 +76,10 @@ def _open_registered(spec: DataSpec, source: Source, retry: Retry) -> OpenSource
     if make is None:
         return None
     chat = _chat(spec, source)
-    made = open_custom(make, source.dataset, source.dataset_path, spec.key(source), chat)
+    made = open_custom(make, source.dataset, source.dataset_path, spec.key(source), chat=chat)
     if isinstance(made, RegisteredDocuments):
         return DocumentSource(made, spec, retry, chat)
-    stream = StreamSource(made, spec, source, retry, chat)
+    stream = StreamSource(made, spec, source, retry, chat=chat)
     stream.check()
     return stream
 
@@ -116,7 +116,7 @@ def _open_documents(spec: DataSpec, source: Source, retry: Retry) -> OpenSource 
 
 def _open_stream(spec: DataSpec, source: Source, retry: Retry) -> OpenSource:
     stream = open_stream(source.dataset, spec.key(source), source.column)
-    return StreamSource(stream, spec, source, retry, _chat(spec, source))
+    return StreamSource(stream, spec, source, retry, chat=_chat(spec, source))
 
 
 def _chat(spec: DataSpec, source: Source) -> Chat | None:
@@ -174,7 +174,7 @@ class TokenSource(OpenSource):
 
     def reader(self, share: Share, saved: SourcePosition | None = None) -> SourceReader:
         files = self._files(saved)
-        return TokenReader(files, share, self.seed, self._order(files), self.retry)
+        return TokenReader(files, share, self.seed, self._order(files), retry=self.retry)
 
     def left(self, saved: SourcePosition | None) -> int | None:
         order = self._order(self._files(saved))
@@ -247,7 +247,7 @@ class DocumentSource(_LaneSource):
 
     def cursor(self, lane: int, lanes: int) -> Cursor:
         seed = self.spec.seed if self.spec.infinite else None
-        return DocumentCursor(self.documents, lane, lanes, seed, self.retry)
+        return DocumentCursor(self.documents, lane, lanes, seed, retry=self.retry)
 
 
 class StreamSource(_LaneSource):
@@ -282,8 +282,8 @@ class StreamSource(_LaneSource):
             lane,
             lanes,
             self.spec.infinite,
-            self.retry,
-            self.column,
-            self.spec.on_bad_document,
-            self.chat,
+            retry=self.retry,
+            text_column=self.column,
+            on_bad_document=self.spec.on_bad_document,
+            chat=self.chat,
         )

@@ -203,11 +203,10 @@ class Guard:
         if spike.action == "stop":
             self.checkpointer.wait()
             raise GuardError(
-                f"step {spike.step}: {spike.reason}; {self.config.limit} attempts to "
-                "recover failed (guard.limit); "
-                f"{self.checkpointer.last_good()}.\nLower optimizer.lr or "
-                "training.max_norm, resume from an earlier "
-                "step (checkpoint.load_step), or raise guard.limit or the thresholds."
+                f"step {spike.step}: {spike.reason}; {self.config.limit} attempts to recover "
+                f"failed (guard.limit); {self.checkpointer.last_good()}.\nLower optimizer.lr or "
+                "training.max_norm, resume from an earlier step (checkpoint.load_step), or raise "
+                "guard.limit or the thresholds."
             )
         resumed = None
         if spike.action == "rewind":
@@ -215,9 +214,8 @@ class Guard:
                 resumed = self.checkpointer.rewind(spike.step)
         if spike.action == "rewind" and resumed is None and self.updates_in_backward:
             raise GuardError(
-                f"step {spike.step}: {spike.reason}. There is no checkpoint yet to "
-                "rewind to, and the weights have "
-                "already changed (optimizer.early_step_in_backward). Lower "
+                f"step {spike.step}: {spike.reason}. There is no checkpoint yet to rewind to, and "
+                "the weights have already changed (optimizer.early_step_in_backward). Lower "
                 "checkpoint.interval or optimizer.lr."
             )
         details: dict[str, Any] = {"policy": spike.action, "reason": spike.reason}

@@ -45,9 +45,9 @@ def check_replicas(mesh: Mesh, device: torch.device, step: int, checkpointer: Ch
         more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
         raise GuardError(
             f"after step {step}: ranks hold different copies: {'; '.join(differences[:3])}{more}.\n"
-            "Either a device or its memory is faulty, or the layout has a bug. Run the "
-            "same command again "
-            f"({checkpointer.last_good()}); if the same rank differs again, exclude its machine."
+            "Either a device or its memory is faulty, or the layout has a bug. Run the same "
+            f"command again ({checkpointer.last_good()}); if the same rank differs again, exclude "
+            "its machine."
         )
 
 

@@ -143,7 +143,7 @@ class CachedAttention:
         keys, values = (slots.keep(*pair) for pair in zip(self.buffers, (k, v), strict=True))
         if self.cache.empty:
             return self.plain(q, k, v, scores, sinks)
-        return _attend(q, keys, values, Scores(slots.visible, scale=scale), sinks)
+        return _attend(q, keys, values, Scores(slots.visible, scale=scale), sinks=sinks)
 
 
 class CachedLatents:
@@ -253,7 +253,7 @@ def _attend(
     """Attention to the cached keys that `scores.mask` `[b, 1, s, S]` lets queries see."""
     if sinks is not None:
         # Behind all keys: the mask alone says what a query sees.
-        return attend_variant(q, keys, values, scores.at(keys.shape[2]), sinks)
+        return attend_variant(q, keys, values, scores.at(keys.shape[2]), sinks=sinks)
     grouped = q.shape[1] != keys.shape[1]
     return F.scaled_dot_product_attention(
         q, keys, values, attn_mask=scores.mask, scale=scores.scale, enable_gqa=grouped

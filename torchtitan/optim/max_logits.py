@@ -97,7 +97,7 @@ class RecordMaxLogits(nn.Module):
     ) -> Tensor:
         if torch.is_grad_enabled():
             self._record(q.detach(), k.detach(), scores.scaled(q.shape[-1]))
-        return self.attend(q, k, v, scores, sinks)
+        return self.attend(q, k, v, scores, sinks=sinks)
 
     def _record(self, q: Tensor, k: Tensor, scores: Scores) -> None:
         mask, window, scale, _ = scores
@@ -112,4 +112,6 @@ class RecordMaxLogits(nn.Module):
         dense = mask if isinstance(mask, Tensor) else None
         if dense is not None and positions is not None and dense.shape[2] != q.shape[2]:
             dense = dense[:, :, positions]  # of all queries, as ranks exchange heads
-        record_max_logits(self.largest, q, k, positions, dense, starts, window, scale)
+        record_max_logits(
+            self.largest, q, k, positions, mask=dense, starts=starts, window=window, scale=scale
+        )

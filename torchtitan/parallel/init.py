@@ -68,7 +68,7 @@ def _fill(param: Tensor, fqn: str, seed: int, init: Init) -> None:
     for block in blocks.unique().tolist():
         start = block * ROWS_PER_BLOCK
         shape = (min(ROWS_PER_BLOCK, count - start), *row_shape)
-        values = _block(fqn, seed, block, shape, init)
+        values = _block(fqn, seed, block, shape, init=init)
         mine = (blocks == block).nonzero().squeeze(1)
         values = values[rows[mine] - start]
         if columns is not None:

@@ -82,8 +82,8 @@ class DeadExperts:
         names = ", ".join(f"layer {layer} expert {expert}" for layer, expert in new[:_NAMED])
         more = f" and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
         return len(dead), (
-            f"dead experts, to which no token is sent: {names}{more}. "
-            "Raise moe.balance_bias_rate or moe.global_balance_loss, or lower optimizer.lr"
+            f"dead experts, to which no token is sent: {names}{more}. Raise moe.balance_bias_rate "
+            "or moe.global_balance_loss, or lower optimizer.lr"
         )
 
 
@@ -104,7 +104,7 @@ class Overload:
         self._warned = True
         return (
             f"an expert of layer {load['expert_load_max_layer']} gets "
-            f"{load['expert_load_max']:.1f} times the mean "
-            f"load, and for {self._steps:,} steps one has had more than {OVERLOAD:g} times. Raise "
-            "moe.global_balance_loss or moe.balance_bias_rate, or lower optimizer.lr"
+            f"{load['expert_load_max']:.1f} times the mean load, and for {self._steps:,} steps one "
+            f"has had more than {OVERLOAD:g} times. Raise moe.global_balance_loss or "
+            "moe.balance_bias_rate, or lower optimizer.lr"
         )

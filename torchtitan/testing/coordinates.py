@@ -110,7 +110,7 @@ def _of_seed(config: Config, setup: Setup, heads: int, seed: int) -> Sizes:
     args = spec.args(config.model.flavor, overrides, max_seq_len=SEQ_LEN)
     device = torch.device("cpu")
     model: Any = spec.build(args, attention_backend("cpu"))
-    materialize(model, device, device, seed, lambda fqn: spec.init(fqn, args))
+    materialize(model, device, device, seed, rule=lambda fqn: spec.init(fqn, args))
     optimizer = build_optimizer(
         [model], config.optimizer, config.custom, lambda fqn: spec.width_ratio(fqn, args)
     )

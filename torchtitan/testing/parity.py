@@ -233,9 +233,8 @@ def verdict(finding: Finding, axes: list[str], tolerances: Tolerances) -> str:
     if also and delta.first_flip is not None and delta.first_flip[0] == 1:
         also += f", and from layer {delta.first_flip[1]} on tokens are sent to other experts"
     return (
-        f"FAIL: {finding.culprit}: gradient {how}{along} ({wrong} of "
-        f"{len(delta.gradients)} parameters diverge, this "
-        f"one nearest to the loss{also})"
+        f"FAIL: {finding.culprit}: gradient {how}{along} ({wrong} of {len(delta.gradients)} "
+        f"parameters diverge, this one nearest to the loss{also})"
     )
 
 
@@ -293,8 +292,8 @@ def check(argv: Sequence[str], tolerances: Tolerances | None = None) -> tuple[bo
     t = used.training
     table = _table(finding.difference, tolerances, mixture)
     text = (
-        f"{plural(world, 'rank')}, {layout}{schedule}, against one process; {STEPS} "
-        f"steps of {t.global_batch_size} x "
-        f"{t.seq_len} tokens, fp32\n{table}\n{verdict(finding, axes, tolerances)}"
+        f"{plural(world, 'rank')}, {layout}{schedule}, against one process; {STEPS} steps of "
+        f"{t.global_batch_size} x {t.seq_len} tokens, "
+        f"fp32\n{table}\n{verdict(finding, axes, tolerances)}"
     )
     return not finding.problems, text

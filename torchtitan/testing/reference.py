@@ -55,7 +55,7 @@ def reference(
     device = torch.device("cpu")
     model: Any = setup.spec.build(setup.args, attention_backend("cpu"))
     materialize(
-        model, device, device, config.debug.seed, lambda fqn: setup.spec.init(fqn, setup.args)
+        model, device, device, config.debug.seed, rule=lambda fqn: setup.spec.init(fqn, setup.args)
     )
     settings = config.optimizer
     training = config.training

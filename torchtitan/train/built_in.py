@@ -278,7 +278,9 @@ class Save(Callback):
         self.checkpointer.save(step, self.engine.state.share(), model_only=model_only)
         if last and config.last_save_in_hf:
             args = trained_args(run.config, setup, stage)
-            folder = export_saved(self.checkpointer, step, setup.spec, args, setup.tokenizer)
+            folder = export_saved(
+                self.checkpointer, step, setup.spec, args, tokenizer=setup.tokenizer
+            )
             logger.info(f"Exported Hugging Face weights to {folder}")
 
 

@@ -143,11 +143,9 @@ def _projection_problems(small: _SmallCopy, logits: Tensor) -> Iterator[str]:
         return
     if off := _difference(projected, logits):
         yield (
-            "forward returns other logits than project() makes of its hidden states, "
-            f"off by {off}; a loss in chunks "
-            "(training.loss_chunks) and generation call project(). Override project() "
-            "instead of forward, which "
-            "calls it"
+            "forward returns other logits than project() makes of its hidden states, off by "
+            f"{off}; a loss in chunks (training.loss_chunks) and generation call project(). "
+            "Override project() instead of forward, which calls it"
         )
 
 
@@ -177,9 +175,8 @@ def _stage_problems(small: _SmallCopy, logits: Tensor) -> Iterator[str]:
             return
     if off := _difference(x, logits):
         yield (
-            "two pipeline stages return other logits than the whole model, off by "
-            f"{off}; forward runs on each, where "
-            f"{_STAGE}: change project() or a block instead"
+            f"two pipeline stages return other logits than the whole model, off by {off}; forward "
+            f"runs on each, where {_STAGE}: change project() or a block instead"
         )
 
 
@@ -209,10 +206,9 @@ def _flops_warnings(spec: ModelSpec, args: Any, seq_len: int) -> Iterator[str]:
         more = "more" if declared > counted else "less"
         yield (
             f"module_flops declares {declared:.4g} FLOPs per token, "
-            f"{abs(declared / counted - 1):.0%} {more} than the "
-            f"{counted:.4g} of the model's matrix products, and TFLOP/s and MFU are off "
-            "by as much; pass module_flops= "
-            "to its ModelSpec"
+            f"{abs(declared / counted - 1):.0%} {more} than the {counted:.4g} of the model's "
+            "matrix products, and TFLOP/s and MFU are off by as much; pass module_flops= to its "
+            "ModelSpec"
         )
 
 

@@ -202,8 +202,8 @@ class FolderLock:
         if alive is not None:
             return not alive
         logger.info(
-            f"{self.folder} is held by {holder or 'an unknown run'}. Waiting "
-            f"{EXPIRY_SECONDS:g} s to see if it is alive"
+            f"{self.folder} is held by {holder or 'an unknown run'}. Waiting {EXPIRY_SECONDS:g} s "
+            "to see if it is alive"
         )
         deadline = time.monotonic() + EXPIRY_SECONDS
         while time.monotonic() < deadline:

@@ -55,7 +55,7 @@ def _power(n: int) -> int:
         if n & 1:
             result = _multiply(result, square)
         square = _multiply(square, square)
-        n = n >> 1
+        n >>= 1
     return result
 
 

@@ -78,9 +78,9 @@ def to_hf(
         target,
         spec,
         args,
-        getattr(torch, dtype) if dtype else None,
-        tokenizer,
-        int(max_file_gb * 1e9),
+        dtype=getattr(torch, dtype) if dtype else None,
+        tokenizer=tokenizer,
+        max_file_bytes=int(max_file_gb * 1e9),
         averaged=averaged,
         check=check,
     )
@@ -131,7 +131,7 @@ def from_hf(
     with TemporaryDirectory() as folder:
         draft = Path(folder, file.name)
         draft.write_text(text)
-        without = _check_recipe(draft, source, spec, args, check)
+        without = _check_recipe(draft, source, spec, args, check=check)
     info = CheckpointInfo(
         step=0,
         model_only=True,
@@ -141,7 +141,7 @@ def from_hf(
         config=text,
         train_state=None,
     )
-    imported = import_hf(source, step, spec, args, info)
+    imported = import_hf(source, step, spec, args, info=info)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, text.encode())
     flavor = nearest_flavor(spec, args)[0]

@@ -304,7 +304,7 @@ def _write_safetensors(
     end = 0
     for name, tensor in tensors.items():
         start = end
-        end = end + tensor.nbytes
+        end += tensor.nbytes
         header[name] = {
             "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),

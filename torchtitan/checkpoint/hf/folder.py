@@ -315,8 +315,8 @@ def _read_header(file: Path) -> dict[str, Entry]:
         with safe_open(file, framework="pt") as content:
             if "DCP_SHARDING_INFO" in (content.metadata() or {}):
                 raise CheckpointError(
-                    f"{file} holds shards of torch's writer; "
-                    "consolidate them into whole tensors first"
+                    f"{file} holds shards of torch's writer; consolidate them into whole tensors "
+                    "first"
                 )
             slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 - not a dictionary
             return {

@@ -204,8 +204,7 @@ def context_parallel_degree_divides(config: Config, facts: Facts) -> str | None:
     legal = [1] if common % tp else divisors(common // tp)
     return (
         f"parallelism.context_parallel_degree: {product} does not divide {', '.join(wrong)} of "
-        f"{model_name(config)}, whose ranks exchange heads; set it to one of "
-        f"{listed(legal)}"
+        f"{model_name(config)}, whose ranks exchange heads; set it to one of {listed(legal)}"
     )
 
 

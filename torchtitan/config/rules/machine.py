@@ -82,9 +82,9 @@ def compiler_is_known(config: Config, facts: Facts) -> str | None:
     if name in known or config.experimental.custom_import:
         return None
     return (
-        f"compile.backend: torch has no compiler backend {brief(name)}"
-        f"{did_you_mean(name, known)}; import the module that registers it as "
-        f"experimental.custom_import, or set it to one of {', '.join(_BACKENDS[:4])}"
+        f"compile.backend: torch has no compiler backend {brief(name)}{did_you_mean(name, known)}; "
+        "import the module that registers it as experimental.custom_import, or set it to one of "
+        f"{', '.join(_BACKENDS[:4])}"
     )
 
 

@@ -196,8 +196,8 @@ def whole_steps(plans: Sequence[StagePlan], tokens: int, first: int) -> int:
     for plan, after in _with_ends(plans):
         if step < after:
             steps = min(tokens // plan.tokens, after - step)
-            step = step + steps
-            tokens = tokens - steps * plan.tokens
+            step += steps
+            tokens -= steps * plan.tokens
             if step < after:
                 break
     return step - first

@@ -92,8 +92,8 @@ def pack(
         rows.size,
         padding,
         len(documents),
-        int((sizes > length).sum()),
-        int(across.sum()),
+        cut=int((sizes > length).sum()),
+        cut_by_stream=int(across.sum()),
     )
 
 

@@ -113,7 +113,7 @@ def sampled(
         samples = list(pool.map(one, stamps))
     known = wholes or [""] * len(stamps)
     return [
-        data_file(s.path, folder, s.size, hash, whole)
+        data_file(s.path, folder, s.size, hash, whole=whole)
         for s, hash, whole in zip(stamps, samples, known, strict=True)
     ]
 

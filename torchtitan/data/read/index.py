@@ -89,7 +89,13 @@ class KeptFile(BaseModel):
             hasher: makes `sum` of the open file.
         """
         return FileStamp(
-            str(path), self.size, self.mtime_ns, self.inode, self.sum, hasher, copies=True
+            str(path),
+            self.size,
+            self.mtime_ns,
+            self.inode,
+            hash=self.sum,
+            hasher=hasher,
+            copies=True,
         )
 
 
@@ -124,7 +130,7 @@ class FileIndex(BaseModel):
     @property
     def stamp(self) -> FileStamp:
         """The file when it was indexed."""
-        return FileStamp(self.path, self.size, self.mtime_ns, self.inode, self.sample)
+        return FileStamp(self.path, self.size, self.mtime_ns, self.inode, hash=self.sample)
 
     def kept(self, folder: Path) -> dict[str, FileStamp]:
         """The files of the cache that belong to it, by their endings."""
@@ -389,7 +395,12 @@ class Cache:
             try:
                 with ranges.open("wb") as file, texts.open("wb") as copy:
                     find_documents(
-                        index, stop, file, copy if index.copied else None, advance, self.chat
+                        index,
+                        stop,
+                        file,
+                        copy if index.copied else None,
+                        advance=advance,
+                        chat=self.chat,
                     )
                     for written in (file, copy):
                         written.flush()

@@ -121,7 +121,7 @@ def read_records(
     try:
         with open_plain(file, report if in_sequence else None, stamp) as plain:
             try:
-                for record in _records(plain, file, kind, column, report):
+                for record in _records(plain, file, kind, column, report=report):
                     number = record.number
                     yield record
             except BadDocument as error:

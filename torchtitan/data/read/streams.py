@@ -185,8 +185,8 @@ def check_state(state: Any, key: str, name: str) -> None:
     """
     if not isinstance(state, dict):
         raise UserError(
-            f"{key}: the state_dict() of {name!r} is a value of type "
-            f"{type(state).__name__}, not a dict"
+            f"{key}: the state_dict() of {name!r} is a value of type {type(state).__name__}, not a "
+            "dict"
         )
     if fault := json_fault(state):
         place, what = fault

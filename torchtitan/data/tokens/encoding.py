@@ -47,7 +47,7 @@ class Encoded(NamedTuple):
             self.lengths[chosen],
             self.hashes[chosen],
             self.keys[chosen],
-            [],
+            bad=[],
         )
 
 
@@ -112,7 +112,7 @@ class Encoder:
         lengths = np.array([len(one) for one in ids], np.int64)
         table = np.array(hashes, HASH)
         others = np.array(near, np.uint64).reshape(len(table), self.near.bands if self.near else 0)
-        return Encoded(joined, lengths, table, np.column_stack([table["hash"], others]), bad)
+        return Encoded(joined, lengths, table, np.column_stack([table["hash"], others]), bad=bad)
 
 
 def open_again(path: str) -> Tokenizer:

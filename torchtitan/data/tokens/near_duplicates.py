@@ -44,8 +44,8 @@ class NearDuplicates:
         """
         if importlib.util.find_spec("rensa") is None:
             raise UserError(
-                "--drop-near-duplicates needs the package rensa: "
-                "pip install 'titan-pretrain[near-duplicates]'"
+                "--drop-near-duplicates needs the package rensa: pip install "
+                "'titan-pretrain[near-duplicates]'"
             )
         for rows in range(HASHES, 1, -1):
             found = cls(HASHES // rows, rows)

@@ -145,8 +145,8 @@ class TokenFiles:
             stamp = _stamp(file, key)
             if stamp.size != size:
                 raise UserError(
-                    f"{key}: {file} has {stamp.size} bytes instead of {size} "
-                    "(truncated?); tokenize the text again"
+                    f"{key}: {file} has {stamp.size} bytes instead of {size} (truncated?); "
+                    "tokenize the text again"
                 )
             stamps.append(stamp)
             wholes.append(meta.hash)

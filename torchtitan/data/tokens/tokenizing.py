@@ -191,7 +191,14 @@ def tokenize(
         following = index + 1
         encoded = (one for _, one in batches)
         _write_part(
-            output, index, encoded, tokenizer, advance, held_out, seen, flags=encoder.messages
+            output,
+            index,
+            encoded,
+            tokenizer,
+            advance=advance,
+            held_out=held_out,
+            seen=seen,
+            flags=encoder.messages,
         )
     return parts
 

@@ -38,7 +38,7 @@ def _attend_dense(
     scores = scores.of_keys(k.shape[2])
     if not _is_plain(q, v, scores, sinks):
         offset = 0 if q.shape[2] == k.shape[2] else None
-        return attend_variant(q, k, v, scores.at(offset), sinks)
+        return attend_variant(q, k, v, scores.at(offset), sinks=sinks)
     mask, _, scale, _ = scores
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
@@ -50,10 +50,10 @@ def _attend_cuda(
     q: Tensor, k: Tensor, v: Tensor, scores: Scores = CAUSAL, sinks: Tensor | None = None
 ) -> Tensor:
     if scores.mask is None:
-        return _attend_dense(q, k, v, scores, sinks)
+        return _attend_dense(q, k, v, scores, sinks=sinks)
     if isinstance(scores.mask, PackedDocuments):
-        return attend_documents(q, k, v, scores, sinks)
-    return attend_blocks(q, k, v, scores, sinks)
+        return attend_documents(q, k, v, scores, sinks=sinks)
+    return attend_blocks(q, k, v, scores, sinks=sinks)
 
 
 def attention_backend(device_type: str) -> Attend:

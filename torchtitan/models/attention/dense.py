@@ -101,7 +101,7 @@ def attention_backward(
 ) -> Gradients:
     """Gradients of queries, keys and values."""
     scores = Scores(mask, window, scale, offset)
-    dq, dk, dv = band_backward(grad, q, k, v, out, lse, scores)
+    dq, dk, dv = band_backward(grad, q, k, v, out=out, lse=lse, scores=scores)
     return _by_token(dq), _by_token(dk), _by_token(dv)
 
 
@@ -186,9 +186,9 @@ def band_backward(
     shape = _shape(q.shape[2], k.shape[2], scores)
     if shape != "band":
         block = BlockScores(scores.scale, shape == "causal")
-        return block_backward(grad, q, k, v, out, lse, block)
+        return block_backward(grad, q, k, v, out=out, lse=lse, scores=block)
     if _flash_takes(q, v, scores):
-        return _flash_backward(grad, q, k, v, out, lse, scores)
+        return _flash_backward(grad, q, k, v, out=out, lse=lse, scores=scores)
     sums = torch.promote_types(q.dtype, torch.float32)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=sums, device=q.device) for x in (k, v))
@@ -199,9 +199,9 @@ def band_backward(
             q[:, :, rows],
             k[:, :, columns],
             v[:, :, columns],
-            out[:, :, rows],
-            lse[:, :, rows].contiguous(),
-            _biased(q, part, scores),
+            out=out[:, :, rows],
+            lse=lse[:, :, rows].contiguous(),
+            scores=_biased(q, part, scores),
         )
         dq[:, :, rows] = gradients[0]
         dk[:, :, columns] += gradients[1]

@@ -89,7 +89,7 @@ def block_backward(
     if q.device.type == "cpu":
         dtype = q.dtype
         grad, q, k, v, out = _in_fp32(grad, q, k, v, out)
-        dq, dk, dv = _causal_backward(grad, q, k, v, out, lse, _bias_in_fp32(scores))
+        dq, dk, dv = _causal_backward(grad, q, k, v, out=out, lse=lse, scores=_bias_in_fp32(scores))
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
     size = v.shape[-1]
     kernel, width = _kernel_and_width(q, k, v, scores)
@@ -107,7 +107,7 @@ def block_backward(
             grad, q, k, v, out, lse, *lengths, 0.0, causal, seed, seed, scale=scale
         )
     else:
-        dq, dk, dv = _efficient_backward(grad, q, k, v, out, lse, scores)
+        dq, dk, dv = _efficient_backward(grad, q, k, v, out=out, lse=lse, scores=scores)
     return dq, dk, dv[..., :size]
 
 
@@ -149,10 +149,16 @@ def _causal_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: BlockScores
 ) -> Gradients:
     if not scores.causal or not is_halved(q.shape[2]):
-        return _cpu_backward(grad, q, k, v, out, lse, scores)
+        return _cpu_backward(grad, q, k, v, out=out, lse=lse, scores=scores)
     half = q.shape[2] // 2
     gradients = _causal_backward(
-        _apart(grad), _apart(q), _apart(k), _apart(v), _apart(out), _apart(lse), scores
+        _apart(grad),
+        _apart(q),
+        _apart(k),
+        _apart(v),
+        out=_apart(out),
+        lse=_apart(lse),
+        scores=scores,
     )
     dq, dk, dv = map(_joined, gradients)
     late = slice(half, None)
@@ -161,9 +167,9 @@ def _causal_backward(
         q[:, :, late],
         k[:, :, :half],
         v[:, :, :half],
-        out[:, :, late],
-        lse[:, :, late].contiguous(),
-        BlockScores(scores.scale),
+        out=out[:, :, late],
+        lse=lse[:, :, late].contiguous(),
+        scores=BlockScores(scores.scale),
     )
     dq[:, :, late] += more[0]
     dk[:, :, :half] += more[1]

@@ -69,7 +69,7 @@ class Attention(nn.Module):
             k = apply_rope(k, cos, sin, interleaved=self.interleaved)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         sinks = None if self.sinks is None else self.sinks()
-        out = self.attend(q, k, v, self.scores.masked(mask), sinks)
+        out = self.attend(q, k, v, self.scores.masked(mask), sinks=sinks)
         out = out.transpose(1, 2).flatten(2)
         if self.wg is not None:
             out = out * self.wg(x).sigmoid()

@@ -73,7 +73,9 @@ def attend_documents(
         x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
         for x in (y.transpose(1, 2).flatten(0, 1) for y in (q, k, v))
     )
-    out, _ = document_attention(q, k, v, sinks, documents.starts, documents.sizes, window, scale)
+    out, _ = document_attention(
+        q, k, v, sinks, starts=documents.starts, sizes=documents.sizes, window=window, scale=scale
+    )
     return out[..., :size].unflatten(0, (rows, -1)).transpose(1, 2)
 
 

@@ -72,7 +72,7 @@ def mix_rows(qkv: Tensor, ba: Tensor, weights: DeltaWeights, documents: Tensor |
     q, k, v = convolve(qkv, weights, documents)
     g, beta = gates(ba, weights)
     q = normalize(q) * q.shape[-1] ** -0.5
-    out, _ = chunked_delta_rule(q, normalize(k), v, g, beta, documents=documents)
+    out, _ = chunked_delta_rule(q, normalize(k), v, g, beta=beta, documents=documents)
     return out
 
 
@@ -115,7 +115,7 @@ class GatedDeltaNet(nn.Module):
             self.k_conv().unflatten(0, (-1, size)),
             self.v_conv().unflatten(0, (-1, self.group * self.value_size)),
             self.A_log().unflatten(0, (-1, self.group)),
-            self.dt_bias().unflatten(0, (-1, self.group)),
+            dt_bias=self.dt_bias().unflatten(0, (-1, self.group)),
         )
 
     def forward(

@@ -23,9 +23,8 @@ def hf_map(spec: ModelSpec) -> HFMap:
 
 
 _NO_CLASS = (
-    "the model family {name!r} names no class of Hugging Face's transformers that "
-    "computes what its `build` does; if "
-    "there is one, state it as `hf=` of the family's ModelSpec"
+    "the model family {name!r} names no class of Hugging Face's transformers that computes what "
+    "its `build` does; if there is one, state it as `hf=` of the family's ModelSpec"
 )
 
 

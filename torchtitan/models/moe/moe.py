@@ -149,7 +149,7 @@ class Experts(nn.Module):
         """
         if len(weights) == 3 and self.activation == "swiglu" and self.product is grouped_mm:
             w1, w2, w3 = weights
-            return grouped_swiglu(rows, w1, w2, w3, ends)
+            return grouped_swiglu(rows, w1, w2, w3, ends=ends)
         named = {name: w for (name, _), w in zip(self.named_parameters(), weights, strict=True)}
 
         def linear(x: Tensor, number: int) -> Tensor:
@@ -214,7 +214,7 @@ class MoE(nn.Module):
         ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
         place = inverse_of(order)
         rows = _Spread.apply(x.flatten(0, 1), order, place, self.router.top_k)
-        return Routed(rows, ends, weights.flatten(0, 1), place, order, load)
+        return Routed(rows, ends, weights.flatten(0, 1), place, order=order, load=load)
 
     def combine(self, rows: Tensor, routed: Routed, like: Tensor) -> Tensor:
         """Sum each token's rows by their weights, into a tensor like `like` `[b, s, dim]`."""

@@ -85,15 +85,24 @@ def ring_attention_backend(group: dist.ProcessGroup, rotate: str, balanced: bool
         mask, window, scale, _ = scores.scaled(q.shape[-1])
         dense = mask is None or isinstance(mask, Tensor)
         if window is not None and dense:
-            return attend_window(q, k, v, scores, sinks, layout)
+            return attend_window(q, k, v, scores, sinks=sinks, layout=layout)
         if mask is not None:
             k, v = _whole_sequence(k, v, layout)
             if dense:
                 return attention_backend(q.device.type)(q, k, v, scores, sinks)
             positions = None if window is None else layout.positions(row, q.device)
-            return attend_blocks(q, k, v, scores, sinks, positions)
+            return attend_blocks(q, k, v, scores, sinks=sinks, positions=positions)
         assert scale is not None
-        out, _ = ring_attention(q, k, v, sinks, scale, layout.group_name, rotate, balanced)
+        out, _ = ring_attention(
+            q,
+            k,
+            v,
+            sinks,
+            scale=scale,
+            group_name=layout.group_name,
+            rotate=rotate,
+            balanced=balanced,
+        )
         return out
 
     return attend
@@ -286,9 +295,9 @@ def ring_attention_backward(
                 q[:, :, rows],
                 keys[:, :, columns],
                 values[:, :, columns],
-                out[:, :, rows],
-                lse[:, :, rows].contiguous(),
-                BlockScores(scale, causal),
+                out=out[:, :, rows],
+                lse=lse[:, :, rows].contiguous(),
+                scores=BlockScores(scale, causal),
             )
         if travelling is not None:
             dkv = c10d.wait_tensor(travelling).view(1, -1)

@@ -33,7 +33,7 @@ def ulysses_attention_backend(attend: Attend, layout: RowLayout) -> Attend:
             v = v.repeat_interleave(copies, 1)
         local_sinks = None if sinks is None else sinks.chunk(layout.ranks)[layout.rank]
         q, k, v = to_heads((q, k, v), layout)
-        return to_sequence(attend(q, k, v, scores, local_sinks), layout)
+        return to_sequence(attend(q, k, v, scores, sinks=local_sinks), layout)
 
     return attend_some_heads
 

@@ -34,7 +34,7 @@ def attend_window(
     assert window is not None
     length = q.shape[2] // len(layout.chunks(0))
     keys, values = (_chunks(x, length, layout) for x in (k, v))
-    _receive(keys, values, k, v, layout, window)
+    _receive(keys, values, k, v, layout=layout, window=window)
     outputs = []
     for place, chunk in enumerate(layout.chunks(layout.rank)):
         begin = max(0, chunk * length - (window - 1))
@@ -47,7 +47,7 @@ def attend_window(
                 _between(keys, begin, end, length),
                 _between(values, begin, end, length),
                 Scores(chunk_mask, window, scale, offset=chunk * length - begin),
-                sinks,
+                sinks=sinks,
             )
         )
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
@@ -95,10 +95,10 @@ def _receive(
     length = next(iter(keys.values())).shape[2]
     ranks = range(layout.ranks)
     me = layout.rank
-    if not any(needed(layout, a, b, length, window) for a in ranks for b in ranks):
+    if not any(needed(layout, a, b, length, window=window) for a in ranks for b in ranks):
         return
-    out = [needed(layout, me, rank, length, window) for rank in ranks]
-    into = [needed(layout, rank, me, length, window) for rank in ranks]
+    out = [needed(layout, me, rank, length, window=window) for rank in ranks]
+    into = [needed(layout, rank, me, length, window=window) for rank in ranks]
     parts = [
         x[chunk][:, :, -count:].flatten()
         for counts in out

@@ -160,7 +160,7 @@ def _least_maximum(costs: list[float], count: int) -> float:
         total = 0.0
         for cost in costs:
             if total + cost > limit * (1 + 1e-9):
-                stages = stages + 1
+                stages += 1
                 total = 0.0
             total += cost
         return stages <= count

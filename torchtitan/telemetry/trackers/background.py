@@ -86,8 +86,8 @@ class Background:
     def _warn(self, problem: str, *, always: bool = False) -> None:
         if not self._warned or always:
             logger.warning(
-                f"metrics.sinks: {self.name}: {problem}. The run continues; "
-                "metrics.jsonl has every record"
+                f"metrics.sinks: {self.name}: {problem}. The run continues; metrics.jsonl has "
+                "every record"
             )
         self._warned = True
 

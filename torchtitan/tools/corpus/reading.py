@@ -48,7 +48,7 @@ def read(spec: DataSpec, source: Source, how: How) -> Reading:
     try:
         if make is not None:
             registered = open_custom(
-                make, source.dataset, source.dataset_path, spec.key(source), chat
+                make, source.dataset, source.dataset_path, spec.key(source), chat=chat
             )
             if isinstance(registered, RegisteredDocuments):
                 return _registered(spec, source, how, registered)
@@ -85,13 +85,13 @@ def _texts(spec: DataSpec, source: Source, how: How, corpus: Corpus) -> Reading:
         draws = draw_items(corpus.stamps, source.column, how.sample, how.seed)
         if how.sample < _DRAWN_ALONE:
             how = replace(how, workers=1)
-        _encode_drawn(spec, source, how, draws, tally)
+        _encode_drawn(spec, source, how, draws, tally=tally)
         return Reading(tally, files, corpus.size)
     if corpus.size < _ALONE:
         how = replace(how, workers=1)
     with (meter := Meter(corpus.size)).bar:
         items = corpus.items(meter.advance)
-        _encode_whole(spec, source, how, items, tally, meter)
+        _encode_whole(spec, source, how, items, tally=tally, meter=meter)
     return Reading(tally, files, corpus.size)
 
 
@@ -110,10 +110,10 @@ def _registered(
             )
             for unit, i in enumerate(chosen)
         )
-        _encode_drawn(spec, source, how, draws, tally)
+        _encode_drawn(spec, source, how, draws, tally=tally)
     else:
         items = (_item(source, i + 1, documents[i]) for i in range(count))
-        _encode_whole(spec, source, how, items, tally)
+        _encode_whole(spec, source, how, items, tally=tally)
     return Reading(tally, kind, None)
 
 
@@ -142,7 +142,7 @@ def _stream(spec: DataSpec, source: Source, how: How, stream: Any, chat: Chat | 
                 return
             yield _item(source, number + 1, text)
 
-    _encode_whole(spec, source, how, items(), tally)
+    _encode_whole(spec, source, how, items(), tally=tally)
     for kind, number in cursor.skipped.items():
         tally.add_bad(kind, f"{source.dataset}: {kind}", [WHOLE] * number)
     return Reading(tally, "stream, its first documents", None, of_stream=True)

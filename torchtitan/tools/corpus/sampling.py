@@ -84,7 +84,7 @@ def _random_documents(
         item = None if content is None else Item(stamp.path, start, content)
         weight = sum(sizes) / count / raw
         units = range(unit, unit + 1 + len(again))
-        yield item, [Drawn(weight, raw, one, "places", scale) for one in units]
+        yield item, [Drawn(weight, raw, one, "places", scale=scale) for one in units]
         unit = units.stop
 
 

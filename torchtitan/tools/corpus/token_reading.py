@@ -57,9 +57,11 @@ def read_tokens(spec: DataSpec, how: How, paths: list[Path], key: str) -> Readin
             drawn = Drawn(weight, len(ids), unit, "places")
             tally.add_drawn(ids, int(sizes[ids].sum()), [drawn])
     else:
-        _whole_tokens(files, counts, sizes, eos, tally)
+        _whole_tokens(files, counts, sizes, eos, tally=tally)
     size = sum(stamp.size for stamp, *_ in files.files)
-    return Reading(tally, plural(len(paths), "token file"), size, sum(counts), _report_of(paths))
+    return Reading(
+        tally, plural(len(paths), "token file"), size, sum(counts), report=_report_of(paths)
+    )
 
 
 def _whole_tokens(

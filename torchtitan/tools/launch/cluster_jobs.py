@@ -206,8 +206,8 @@ def skypilot_files(
         command = f"sky jobs launch {shlex.quote(str(path))}"
         if run.nodes[1] > 1:
             command = (
-                f"{SECRET}=$(openssl rand -hex 16) "
-                f"sky jobs launch --secret {SECRET} {shlex.quote(str(path))}"
+                f"{SECRET}=$(openssl rand -hex 16) sky jobs launch --secret {SECRET} "
+                f"{shlex.quote(str(path))}"
             )
         commands.append(command)
     return files, commands

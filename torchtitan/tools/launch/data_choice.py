@@ -58,9 +58,9 @@ def find_data(text: str) -> Data:
         return Data(text, kind="streamed from the Hugging Face hub")
     raise ConfigError(
         [
-            f"--data: {text!r} is no file or folder here; give one, "
-            f"{', '.join(_HELD_OUT)}, or a data set of the "
-            f"Hugging Face hub as org/name:config@split{did_you_mean(text, _HELD_OUT)}"
+            f"--data: {text!r} is no file or folder here; give one, {', '.join(_HELD_OUT)}, or a "
+            "data set of the Hugging Face hub as "
+            f"org/name:config@split{did_you_mean(text, _HELD_OUT)}"
         ]
     )
 
@@ -85,7 +85,7 @@ def _local(path: str) -> Data:
             kind = "token files, for the tokenizer that they were made with"
             beside = f"{path.rstrip('/')}-held-out"  # as `torchtitan tokenize` names it
             held_out = beside if os.path.isdir(beside) else None
-            return Data(name, path, name if held_out else None, held_out, kind)
+            return Data(name, path, name if held_out else None, held_out, kind=kind)
         files = find_text_files(path, "--data")
     except UserError as error:
         raise ConfigError([str(error)]) from None

@@ -185,8 +185,8 @@ def make_runs(axes: Sequence[str], file: Path | None) -> list[GridRun]:
     if number > MOST_RUNS:
         raise ConfigError(
             [
-                f"--grid: {number:,} runs are more than {MOST_RUNS:,}; give fewer "
-                "values, or several grids"
+                f"--grid: {number:,} runs are more than {MOST_RUNS:,}; give fewer values, or "
+                "several grids"
             ]
         )
     combined = [_merged(parts) for parts in itertools.product(*choices)]

@@ -126,10 +126,9 @@ def nodes_and_ranks(
     if world > per_node and world % per_node:
         raise ConfigError(
             [
-                f"--gpus-per-node: the degrees of [parallelism] make {world} ranks, "
-                "which don't fill nodes of "
-                f"{per_node}; set data_parallel_shard_degree so that they do, or give a "
-                f"divisor of {world}"
+                f"--gpus-per-node: the degrees of [parallelism] make {world} ranks, which don't "
+                f"fill nodes of {per_node}; set data_parallel_shard_degree so that they do, or "
+                f"give a divisor of {world}"
             ]
         )
     needed = max(1, world // per_node)

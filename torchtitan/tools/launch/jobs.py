@@ -91,8 +91,8 @@ def read_record(folder: Path) -> JobRecord:
     except (OSError, ValueError) as error:
         what = f"{RECORD} is damaged" if isinstance(error, ValidationError) else error
         raise UserError(
-            f"{folder} is not the folder of a submitted grid or job: {what}; "
-            "give the number of a job"
+            f"{folder} is not the folder of a submitted grid or job: {what}; give the number of a "
+            "job"
         ) from None
 
 

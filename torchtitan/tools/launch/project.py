@@ -72,7 +72,7 @@ def make_project(
     if slurm is not None:
         files[SCRIPT] = _script(request, slurm, per_node)
     steps = _steps(request, slurm is not None, per_node)
-    return Project(request.folder, files, prepared_by(request), steps, notes)
+    return Project(request.folder, files, prepared_by(request), steps, notes=notes)
 
 
 def _name_inside(setting: Choice, request: Request) -> str | None:
@@ -91,13 +91,12 @@ def _toml(request: Request, plan: Plan, settings: Choices, command: str) -> str:
     head = [
         f"{request.model.name} on {request.devices} x {request.hardware.description}. Written by:",
         f"  {command}",
-        f"Planned: {show_rate(plan.tokens_per_second)} tokens/s per device "
-        f"({show_rate(speed[0])} to {show_rate(speed[1])}), "
-        f"{plan.peak_gib:.1f} of {request.hardware.usable_gib:.1f} GiB ({memory[0]:.1f} to "
-        f"{memory[1]:.1f}),",
+        f"Planned: {show_rate(plan.tokens_per_second)} tokens/s per device ({show_rate(speed[0])} "
+        f"to {show_rate(speed[1])}), {plan.peak_gib:.1f} of {request.hardware.usable_gib:.1f} GiB "
+        f"({memory[0]:.1f} to {memory[1]:.1f}),",
         f"  chance to fit {likelihood(plan.chance_to_fit)}; {show_tokens(run.tokens)} tokens in "
-        f"{show_duration(run.hours * 3600)}. "
-        "9 of 10 runs are within the ranges (docs/guides/plan.md).",
+        f"{show_duration(run.hours * 3600)}. 9 of 10 runs are within the ranges "
+        "(docs/guides/plan.md).",
         "Only what differs from the defaults is here; `torchtitan config FILE --explain` "
         "shows every value.",
     ]

@@ -188,7 +188,7 @@ def faster(plan: Plan) -> list[Change]:
             continue
         speedup = after.tokens_per_second / plan.tokens_per_second
         if speedup > _FASTER:
-            changes.append(Change(text, settings, after, speedup - 1, _shortened(plan, after)))
+            changes.append(Change(text, settings, after, speedup - 1, part=_shortened(plan, after)))
     return sorted(changes, key=lambda change: (not change.after.fits, -change.gain))
 
 

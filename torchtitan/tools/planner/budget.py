@@ -122,7 +122,9 @@ def goodput(plan: Plan, failures: Failures) -> Goodput:
         return share_kept(max(steps * step, saves.background), saves, mtbf, restart)
 
     own = checkpoint.interval if checkpoint.enable else None
-    return Goodput(mtbf, saves, steps, share(steps), own, share(own) if own else None)
+    return Goodput(
+        mtbf, saves, steps, share(steps), own_steps=own, own_share=share(own) if own else None
+    )
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def budget_of(
     made = goodput(plan, failures) if failures else None
     hours = run.hours / (made.share if made else 1.0) if not made or made.share else math.inf
     gpu_hours = hours * plan.workload.world
-    return Budget(run, made, hours, gpu_hours, None if price is None else price * gpu_hours)
+    return Budget(run, made, hours, gpu_hours, cost=None if price is None else price * gpu_hours)
 
 
 def budget_text(budget: Budget, plan: Plan, failures: Failures | None, price: float | None) -> str:
@@ -169,8 +171,8 @@ def budget_text(budget: Budget, plan: Plan, failures: Failures | None, price: fl
             f"Failures: one every {show_duration(made.mtbf)} on {plural(world, 'GPU')} (each GPU: "
             f"{failures.mtbf_hours:,.0f} hours); {failures.restart_minutes:g} minutes to restart",
             f"Checkpoints of {show_gib(saves.size / GIB)}: each blocks for "
-            f"{show_duration(saves.blocked)}, and is "
-            f"complete {show_duration(saves.background)} later",
+            f"{show_duration(saves.blocked)}, and is complete {show_duration(saves.background)} "
+            "later",
             f"Goodput {show_percent(100 * made.share)} at the best interval, "
             f"{plural(made.interval_steps, 'step')} = "
             f"{show_duration(made.interval_steps * plan.time.seconds)}{own}",
@@ -179,7 +181,6 @@ def budget_text(budget: Budget, plan: Plan, failures: Failures | None, price: fl
     including = " with failures" if budget.goodput else ""
     lines.append(
         f"{show_tokens(budget.run.tokens)} tokens{including}: "
-        f"{show_duration(budget.hours * 3600)}, "
-        f"{rounded(budget.gpu_hours)} GPU-hours{cost}"
+        f"{show_duration(budget.hours * 3600)}, {rounded(budget.gpu_hours)} GPU-hours{cost}"
     )
     return "\n".join(lines)

@@ -72,9 +72,9 @@ def read_run(folder: Path) -> Measured:
         world,
         devices[0],
         len(steady),
-        statistics.median(record["tokens_per_second"] for record in steady),
-        statistics.median(record["step_time_s"] for record in steady),
-        max(record["memory_gib"] for record in records),
+        tokens_per_second=statistics.median(record["tokens_per_second"] for record in steady),
+        step_s=statistics.median(record["step_time_s"] for record in steady),
+        peak_gib=max(record["memory_gib"] for record in records),
     )
 
 
@@ -96,9 +96,8 @@ def hardware_of(run: Measured) -> Hardware:
             return hardware
     raise ConfigError(
         [
-            f"--hardware: the run's device, {run.device}, is in no table; name the "
-            f"nearest of {', '.join(known)}, or a "
-            "TOML file"
+            f"--hardware: the run's device, {run.device}, is in no table; name the nearest of "
+            f"{', '.join(known)}, or a TOML file"
         ]
     )
 

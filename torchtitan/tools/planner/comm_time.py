@@ -146,7 +146,7 @@ def data_parallel(
     for block, (forward, backward), count in zip(w.blocks, times, stage.kinds, strict=True):
         if count:
             ends = w.vocab_params / block.block_params * (stage.has_embedding + stage.has_output)
-            one = _exposed(block, hw, forward, backward, count, ends)
+            one = _exposed(block, hw, forward, backward, layers=count, ends=ends)
             # What precedes the first block and follows the last one is counted for each kind.
             exposed += one.inside + one.outside * count / layers
             hidden += one.hidden

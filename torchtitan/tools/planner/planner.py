@@ -48,11 +48,9 @@ def make_plan(
         found, notes = find_layouts(argv, world, hardware, axes)
         if not found.best:
             raise UserError(
-                f"--search: {nothing_fits(found, world, hardware)}; use more ranks, a "
-                "smaller training.seq_len, more "
-                "training.loss_chunks, optimizer.state_dtype bfloat16, or --axes "
-                "loss_chunks,state_dtype,offload to "
-                "try those"
+                f"--search: {nothing_fits(found, world, hardware)}; use more ranks, a smaller "
+                "training.seq_len, more training.loss_chunks, optimizer.state_dtype bfloat16, or "
+                "--axes loss_chunks,state_dtype,offload to try those"
             )
         plan = found.best[0].plan
     else:
@@ -92,8 +90,8 @@ def find_layouts(
     if loaded.config.training.global_batch_size == -1:
         rows = start.config.training.global_batch_size
         notes.append(
-            "training.global_batch_size is not set; all layouts train on "
-            f"{plural(rows, 'row')} per step"
+            f"training.global_batch_size is not set; all layouts train on {plural(rows, 'row')} "
+            "per step"
         )
     if any(stage.seq_len or stage.local_batch_size for stage in start.config.training.stages):
         notes.append(
@@ -109,7 +107,7 @@ def find_layouts(
     except ConfigError as error:
         notes.append(f"the file's own layout is refused on {world} ranks: {error.problems[0]}")
     found = search(
-        start.config, setup.spec, setup.args, world, hardware, axes=axes, baseline=baseline
+        start.config, setup.spec, setup.args, world, hardware=hardware, axes=axes, baseline=baseline
     )
     if not found.seen:
         raise ConfigError(
@@ -121,9 +119,8 @@ def find_layouts(
 def nothing_fits(found: Found, world: int, hardware: Hardware) -> str:
     """Why a search proposes nothing."""
     return (
-        f"none of {plural(found.seen, 'legal configuration')} on {plural(world, 'rank')} "
-        "is likely to fit in the "
-        f"{show_gib(hardware.usable_gib)} of {hardware.name}: the leanest takes "
+        f"none of {plural(found.seen, 'legal configuration')} on {plural(world, 'rank')} is likely "
+        f"to fit in the {show_gib(hardware.usable_gib)} of {hardware.name}: the leanest takes "
         f"{show_gib(found.smallest_gib)}"
     )
 

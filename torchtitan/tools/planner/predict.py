@@ -133,7 +133,9 @@ def predict(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Plan:
             "all experts are assumed to get equally many tokens; uneven loads take more "
             "time and memory"
         )
-    return Plan(workload, spec, hardware, step_time(workload, hardware), memory, notes=tuple(notes))
+    return Plan(
+        workload, spec, hardware, step_time(workload, hardware), memory=memory, notes=tuple(notes)
+    )
 
 
 # ---- how far off a plan may be

@@ -106,8 +106,7 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
             "",
             _wrapped(f"{step}, {speed}{mfu}{bubble}"),
             f"{show_tokens(run.tokens)} tokens: {plural(round(run.steps), 'step')}, "
-            f"{show_duration(run.hours * 3600)}, "
-            f"{rounded(run.gpu_hours)} GPU-hours "
+            f"{show_duration(run.hours * 3600)}, {rounded(run.gpu_hours)} GPU-hours "
             f"({_range(run.gpu_hours, band, rounded, inverse=True)})",
             "9 of 10 such runs are within the ranges (docs/guides/plan.md)",
             "",
@@ -129,8 +128,8 @@ def _heading(plan: Plan) -> list[str]:
         f"{layout_name(plan.layout)}",
         _wrapped(
             f"  {t.global_batch_size} x {w.seq_len} tokens per step; "
-            f"{plural(t.local_batch_size, 'row')} per rank"
-            f"{batches}{pipeline}; activation checkpointing {plan.checkpointing}"
+            f"{plural(t.local_batch_size, 'row')} per rank{batches}{pipeline}; activation "
+            f"checkpointing {plan.checkpointing}"
         ),
     ]
 

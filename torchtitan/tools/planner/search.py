@@ -90,7 +90,7 @@ def search(
         axes: names from `axes.AXES` to vary, too.
         baseline: the plan of the layout that the configuration states, to show beside the others.
     """
-    made = _Search(config, spec, args, world, hardware, axes)
+    made = _Search(config, spec, args, world, hardware=hardware, axes=axes)
     made.run()
     best = []
     for candidate, why in propose(made.frontier, _WORTHWHILE):
@@ -103,8 +103,8 @@ def search(
         sorted(made.points),
         made.seen,
         hardware.usable_gib,
-        made.smallest / GIB,
-        [reason for reason, _ in made.refused.most_common(_REASONS)],
+        smallest_gib=made.smallest / GIB,
+        refused=[reason for reason, _ in made.refused.most_common(_REASONS)],
     )
 
 
@@ -159,10 +159,9 @@ class _Search:
         if rest:
             self.refused[
                 f"training.global_batch_size: {total} rows can't be divided among the "
-                "data-parallel ranks of any "
-                f"legal layout of {self.world} ranks; set it to a multiple of "
-                f"{self.world}, or of a divisor of it "
-                f"(the degrees of the other axes make up the rest): {_near(total, self.world)}"
+                f"data-parallel ranks of any legal layout of {self.world} ranks; set it to a "
+                f"multiple of {self.world}, or of a divisor of it (the degrees of the other axes "
+                f"make up the rest): {_near(total, self.world)}"
             ] += 1
             return
         pp = p.pipeline_parallel_degree
@@ -203,7 +202,7 @@ class _Search:
         if several:
             self._expandable.append((speed, config))
         if memory is not None:
-            plan = Plan(w, self.spec, self.hardware, time, memory)
+            plan = Plan(w, self.spec, self.hardware, time, memory=memory)
             self.points.add((round(plan.peak_gib, 1), float(f"{speed:.3g}")))
             if plan.chance_to_fit >= LIKELY:
                 self.frontier.add(

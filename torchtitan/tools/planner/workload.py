@@ -133,7 +133,7 @@ class Workload:
         for block, kind in zip(self.blocks, self._kinds, strict=True):
             block.kind = kind
         rounded = in_eight_bits(config, "output", self.dim, self.vocab)
-        self.output = Linear("output", self.dim, self.vocab // self.tp, rounded, 0.0)
+        self.output = Linear("output", self.dim, self.vocab // self.tp, rounded, recomputed=0.0)
         self.vocab_params = self.vocab * self.dim // self.tp
         """Parameters of the embedding, or the output projection, on one tensor-parallel rank."""
         self.stages = list(self._stages())
@@ -207,7 +207,7 @@ class Workload:
     @cached_property
     def block_params(self) -> int:
         """Parameters of one block on one tensor- and expert-parallel rank."""
-        vectors = vector_params(self.args, self.kind, self.mixing, self.tp, self.ep)
+        vectors = vector_params(self.args, self.kind, self.mixing, self.tp, ep=self.ep)
         return sum(x.params for x in self.linears) + vectors
 
     @cached_property

@@ -164,8 +164,8 @@ def _difference(
         wait = "waits" if len(most) == 1 else "wait"
         during = f" during the {other.during}"
         text = (
-            f"{name_ranks(few)} did not enter {other.describe()}{during}, where "
-            f"{name_ranks(most)} {wait}, at {other.at}"
+            f"{name_ranks(few)} did not enter {other.describe()}{during}, where {name_ranks(most)} "
+            f"{wait}, at {other.at}"
         )
         if i == 0:
             return text
@@ -174,8 +174,8 @@ def _difference(
     if one is not None and _begins(theirs[i + 1 :], usual[i:]):
         one = _of(one, group)
         return (
-            f"{name_ranks(few)} entered {one.describe()}{one.place}, which "
-            f"{name_ranks(most)} did not enter"
+            f"{name_ranks(few)} entered {one.describe()}{one.place}, which {name_ranks(most)} did "
+            "not enter"
         )
     assert one is not None
     assert other is not None

@@ -72,7 +72,7 @@ class Network:
     ) -> None:
         slot = self.recorder.slot(group)
         index = None if root is None else self.recorder.record.groups[slot].ranks.index(root)
-        self.recorder.entered(slot, op, "object", size, index)
+        self.recorder.entered(slot, op, "object", size, root=index)
 
     def all_gather_object(
         self, object_list: list[Any], obj: Any, group: ProcessGroup | None = None
@@ -162,7 +162,7 @@ class Network:
         tag: int = 0,
         group_dst: int | None = None,
     ) -> _Work:
-        message = self._message(True, tensor, dst, group_dst, group)
+        message = self._message(True, tensor, dst, group_dst, group=group)
         return self._post(group, [message], pair=True)
 
     def irecv(
@@ -173,7 +173,7 @@ class Network:
         tag: int = 0,
         group_src: int | None = None,
     ) -> _Work:
-        message = self._message(False, tensor, src, group_src, group)
+        message = self._message(False, tensor, src, group_src, group=group)
         return self._post(group, [message], pair=True)
 
     def send(self, *args: Any, **kwargs: Any) -> None:
@@ -187,7 +187,7 @@ class Network:
         messages = []
         for one in operations:
             sends = one.op is distributed_c10d.isend
-            messages.append(self._message(sends, one.tensor, None, one.group_peer, group))
+            messages.append(self._message(sends, one.tensor, None, one.group_peer, group=group))
         return [self._post(group, messages, pair=False)]
 
 

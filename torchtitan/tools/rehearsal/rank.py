@@ -265,7 +265,7 @@ def _metadata_bytes() -> float:
     total = 0
     for i in range(parts):
         part = TensorPart(
-            (size * i, 0), (size, 2**14), f"__{i}_0.distcp", size * i, size, 2**32 - 1
+            (size * i, 0), (size, 2**14), f"__{i}_0.distcp", size * i, length=size, crc32=2**32 - 1
         )
         written = WrittenTensor(
             dtype="float32",

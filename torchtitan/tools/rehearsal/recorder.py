@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):
 
     def posted(self, slot: int, messages: Sequence[Message], *, pair: bool) -> int:
         """Record sends and receives that begin; the number of the post."""
-        post = Post(slot, self._posts, tuple(messages), pair, self.at(), self.during)
+        post = Post(slot, self._posts, tuple(messages), pair, at=self.at(), during=self.during)
         self._posts += 1
         self.record.events.append(post)
         return post.number
@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode):
         if in_place and kind in _ROOTED:
             numbers = (x for x in args if isinstance(x, int) and not isinstance(x, bool))
             root = next(numbers, None)
-        self.entered(slot, kind, what, sum(map(nbytes, inputs)), root)
+        self.entered(slot, kind, what, sum(map(nbytes, inputs)), root=root)
         axes = _shared(tensors(args))
         if kind in ("all_reduce", "all_gather", "broadcast"):
             axes |= self._axes[slot]

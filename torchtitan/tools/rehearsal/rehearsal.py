@@ -76,7 +76,7 @@ def rehearse(
                 again = run(rank, not sample.large(rank), broadcasts).result()
                 fault = _because_of_data(fault, records[rank], again)
             faults.append(fault)
-    return Rehearsal(config, world, layers, records, counts, faults)
+    return Rehearsal(config, world, layers, records, counts=counts, faults=faults)
 
 
 def few_ranks(world: int) -> bool:

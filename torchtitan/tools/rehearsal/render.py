@@ -29,9 +29,9 @@ def as_text(rehearsal: Rehearsal) -> str:
         aligned(_table(rehearsal.records[0])),
         "",
         f"Compared {plural(counts.groups, 'group')} of several ranks, "
-        f"{plural(counts.collectives, 'collective')}, "
-        f"{plural(counts.messages, 'send')} and {plural(counts.exchanges, 'split')} of "
-        f"experts' rows; {show_gib(counts.bytes / 2**30)} of messages",
+        f"{plural(counts.collectives, 'collective')}, {plural(counts.messages, 'send')} and "
+        f"{plural(counts.exchanges, 'split')} of experts' rows; {show_gib(counts.bytes / 2**30)} "
+        "of messages",
         f"It took {seconds:,.0f} CPU seconds, and at most {show_gib(memory)} in each process",
         f"Values that a rank reads of its own data, which changed nothing: {own or 'none'}",
         "",
@@ -64,10 +64,9 @@ def _verdict(rehearsal: Rehearsal) -> str:
         return f"No rank can wait for another forever: {agree}"
     others = plural(rehearsal.world - len(rehearsal.records), "other rank")
     return (
-        f"None of these ranks can wait for another forever, nor can the {others} if each "
-        "does what the rank that "
-        f"stands for it does: {agree}. Code that singles out one of the others is not "
-        "seen; --ranks and --every-rank rehearse more"
+        f"None of these ranks can wait for another forever, nor can the {others} if each does what "
+        f"the rank that stands for it does: {agree}. Code that singles out one of the others is "
+        "not seen; --ranks and --every-rank rehearse more"
     )
 
 

@@ -118,7 +118,12 @@ class _Loader:
         tokens = torch.empty(self.rows, self.length, dtype=torch.int64)
         sources = torch.empty(self.rows, dtype=torch.int64)
         return StepBatch(
-            tokens, tokens.clone(), self.start, self.count, sources, [0.0] * len(self.sources)
+            tokens,
+            tokens.clone(),
+            self.start,
+            self.count,
+            sources=sources,
+            epochs=[0.0] * len(self.sources),
         )
 
     def stage_after(self, _: Any) -> int:
