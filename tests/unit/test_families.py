@@ -19,8 +19,7 @@ from torchtitan.checkpoint.state import read_weights
 from torchtitan.commands import ckpt
 from torchtitan.config.load.decode import load_config
 from torchtitan.config.registry import model_families
-from torchtitan.models import export_problems, get_spec, parameter_names, spec_of_hf
-from torchtitan.models import families as families_of_models
+from torchtitan.models import all_families, export_problems, get_spec, parameter_names, spec_of_hf
 from torchtitan.models.attention.backend import attention_backend
 from torchtitan.optim.loss import cross_entropy
 
@@ -120,7 +119,7 @@ def test_what_config_json_cannot_say_is_named(family, overrides, lost):
     ]
 
 
-BUILT_IN = [spec for spec in families_of_models() if spec.name in model_families.built_in]
+BUILT_IN = [spec for spec in all_families() if spec.name in model_families.built_in]
 
 
 @pytest.mark.parametrize("spec", BUILT_IN, ids=lambda spec: spec.name)

@@ -10,7 +10,7 @@ from tests.examples import gated_attention, relu_squared, soft_cap
 from torchtitan.commands import config as config_command
 from torchtitan.commands import plan
 from torchtitan.config import resolve
-from torchtitan.models import families, get_spec
+from torchtitan.models import all_families, get_spec
 from torchtitan.models.attention.backend import attention_backend
 from torchtitan.models.decoder.model import Block, Decoder
 from torchtitan.models.layers.feed_forward import FeedForward
@@ -36,7 +36,7 @@ def variant(build, spec=LLAMA, **changes):
     return spec.variant(spec.name, build=build, **changes)
 
 
-@pytest.mark.parametrize("spec", families(), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", all_families(), ids=lambda spec: spec.name)
 def test_the_families_pass(spec):
     assert check(spec, PP, world=2) == ([], [])
 
@@ -288,7 +288,7 @@ def test_preflight_checks_families_with_code_of_their_own(monkeypatch):
         "torchtitan.train.family.check_family", lambda *about: checked.append(about) or wrong
     )
     wrong = check_family(resolve([], 1).config, variant(Unused), LLAMA.flavors["debugmodel"])
-    for name in (spec.name for spec in families() if spec.build is LLAMA.build):
+    for name in (spec.name for spec in all_families() if spec.build is LLAMA.build):
         preflight(resolve([f"--model.name={name}"], 1).config, output=False)
     assert checked == []
     for module, name in ((gated_attention, "llama3_gated"), (soft_cap, "llama3_capped")):

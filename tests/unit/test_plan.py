@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.plans import FULL, H100, NONE, ONE_ROW, OP, SPEC, TINY, product_seconds, workload
 from torchtitan.config import load_config
-from torchtitan.models import families
+from torchtitan.models import all_families
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.attention.backend import attention_backend
 from torchtitan.models.spec import ModelArgs
@@ -40,7 +40,7 @@ def test_parameters_are_those_of_the_model(flavor):
     assert w.params(w.stages[0]) == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("spec", families(), ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", all_families(), ids=lambda spec: spec.name)
 def test_parameters_of_every_family(spec):
     config = load_config([f"--model.name={spec.name}"]).config
     w = derived_workload(config, spec, 1)

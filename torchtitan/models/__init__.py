@@ -4,15 +4,15 @@ the file names it.
 
 from torchtitan.models.hf.mapping import export_problems, exported_buffers, hf_map, parameter_names
 from torchtitan.models.hf_names import HFNames
-from torchtitan.models.spec import HFMap, ModelSpec, families, get_spec, register, spec_of_hf
+from torchtitan.models.spec import HFMap, ModelSpec, all_families, get_spec, register, spec_of_hf
 
 __all__ = [
     "HFMap",
     "HFNames",
     "ModelSpec",
+    "all_families",
     "export_problems",
     "exported_buffers",
-    "families",
     "get_spec",
     "hf_map",
     "parameter_names",

@@ -262,7 +262,7 @@ def get_spec(name: str) -> ModelSpec:
     return spec
 
 
-def families() -> list[ModelSpec]:
+def all_families() -> list[ModelSpec]:
     """The built-in families, then the others that are registered."""
     built_in = sorted(_families.built_in)
     return [get_spec(name) for name in [*built_in, *sorted(_families.registered.keys() - built_in)]]
@@ -278,7 +278,7 @@ def spec_of_hf(config: Mapping[str, Any]) -> ModelSpec:
     if kind is None:
         raise ConfigError(["config.json: model_type is missing"])
     types = set()
-    for spec in families():
+    for spec in all_families():
         if spec.hf is None:
             continue
         found = (spec.hf.model_type, *spec.hf.also_read)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtitan.config.load.render import to_toml_value
 from torchtitan.models.hf_names import is_buffer, parameters_of
-from torchtitan.models.spec import HFMap, ModelArgs, ModelSpec, families
+from torchtitan.models.spec import HFMap, ModelArgs, ModelSpec, all_families
 from torchtitan.utils.errors import ConfigError
 
 
@@ -52,7 +52,7 @@ def _differing(hf: HFMap, args: ModelArgs) -> Mapping[str, Any]:
 def _other_families(spec: ModelSpec, args: ModelArgs) -> str:
     """Families of the same code whose class can express the model, which is dense or a mixture."""
     able = []
-    for other in families():
+    for other in all_families():
         if other.build is not spec.build or other.hf is None or _differing(other.hf, args):
             continue
         size = next(iter(other.flavors.values()))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.sections.schema import Config
-from torchtitan.models import ModelSpec, families, get_spec, hf_map, spec_of_hf
+from torchtitan.models import ModelSpec, all_families, get_spec, hf_map, spec_of_hf
 from torchtitan.tools.planner.predict import derived_workload
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 from torchtitan.utils.formats import read_json_object
@@ -121,7 +121,7 @@ class Model:
 
 def offered() -> list[Model]:
     """Every size of every family."""
-    return [Model(spec, flavor) for spec in families() for flavor in spec.flavors]
+    return [Model(spec, flavor) for spec in all_families() for flavor in spec.flavors]
 
 
 def find_model(text: str) -> Model:
@@ -134,7 +134,7 @@ def find_model(text: str) -> Model:
     if folder.is_dir():
         return _of_folder(folder)
     family, _, flavor = text.partition("/")
-    known = {spec.name: spec for spec in families()}
+    known = {spec.name: spec for spec in all_families()}
     if family not in known:
         names = [model.name for model in offered()]
         hint = did_you_mean(text, [*names, *known])
