@@ -19,7 +19,7 @@ from torchtitan.commands.rehearse import main
 from torchtitan.config import resolve
 from torchtitan.health.collectives import Group
 from torchtitan.tools.rehearsal import rehearsal
-from torchtitan.tools.rehearsal.events import Creation, Message, Post, Record, Wait
+from torchtitan.tools.rehearsal.events import Creation, Message, Post, RankRecord, Wait
 from torchtitan.tools.rehearsal.mismatches import Counts, check_messages
 from torchtitan.tools.rehearsal.rank_sample import RankSample, coordinates, corners, rank_at
 from torchtitan.tools.rehearsal.recorder import EndlessLoopError, Recorder
@@ -169,7 +169,8 @@ def test_the_verdict_claims_no_more_than_was_rehearsed():
 
     def verdict(ranks):
         records = {
-            rank: Record(rank, groups=[Group(tuple(range(8)), "all ranks", "")]) for rank in ranks
+            rank: RankRecord(rank, groups=[Group(tuple(range(8)), "all ranks", "")])
+            for rank in ranks
         }
         text = as_text(Rehearsal(config, 8, None, records, Counts(), []))
         return text.splitlines()[-1], "every rank" in text
@@ -211,7 +212,7 @@ def messages(rank, *steps):
     """A rank that posts batches to the other one, `+` for a send and `-` for a receive, then waits
     for all.
     """
-    record = Record(rank, groups=[Group((0, 1), "pp", "")])
+    record = RankRecord(rank, groups=[Group((0, 1), "pp", "")])
     for number, step in enumerate(steps):
         batch = tuple(Message(sign == "+", 1 - rank, "float32 [4]", 16) for sign in step)
         record.events.append(
@@ -310,7 +311,7 @@ def test_requests_to_the_store_are_those_of_real_groups(monkeypatch, lazy):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     ranks = 6
     made = requests(ranks)
-    record = Record(0, groups=[Group(tuple(range(ranks)), "all ranks", "")])
+    record = RankRecord(0, groups=[Group(tuple(range(ranks)), "all ranks", "")])
     record.creations = [Creation(tuple(range(ranks)), "all ranks", "")]
     config = resolve(
         [f"{P}data_parallel_shard_degree={ranks}", "--training.dataset=demo"], ranks

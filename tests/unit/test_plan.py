@@ -25,7 +25,7 @@ from torchtitan.tools.planner.planner import make_plan
 from torchtitan.tools.planner.predict import derived_workload, memory_band, predict
 from torchtitan.tools.planner.render import run_of
 from torchtitan.tools.planner.traffic import collectives, hardware_flops
-from torchtitan.tools.planner.workload import Stage, Workload
+from torchtitan.tools.planner.workload import PlannedStage, Workload
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
@@ -429,7 +429,7 @@ def test_earlier_pipeline_ranks_keep_more():
     sizes = [memory_of(w, rank).parts["activations"] for rank in range(4)]
     assert sizes[0] > sizes[1] > sizes[2]
     assert [stage.has_output for stage in w.stages] == [False, False, False, True]
-    assert w.stages[0] == Stage(0, (8,), True, False)
+    assert w.stages[0] == PlannedStage(0, (8,), True, False)
 
 
 @pytest.mark.skipif(torch_is_before_2_13(), reason="refused with torch before 2.13")

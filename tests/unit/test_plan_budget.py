@@ -13,8 +13,8 @@ from torchtitan.tools.planner.budget import (
     best_interval,
     budget_of,
     goodput,
+    goodput_at,
     saves_of,
-    share_kept,
 )
 from torchtitan.tools.planner.predict import predict
 
@@ -46,18 +46,18 @@ def simulated(interval, blocked, mtbf, restart, intervals=20_000):
     ("interval", "blocked", "mtbf", "restart"), [(600, 30, 11_000, 600), (3000, 100, 4000, 900)]
 )
 def test_goodput_is_that_of_a_simulated_run(interval, blocked, mtbf, restart):
-    computed = share_kept(interval, Saves(0, blocked, 0), mtbf, restart)
+    computed = goodput_at(interval, Saves(0, blocked, 0), mtbf, restart)
     assert computed == pytest.approx(simulated(interval, blocked, mtbf, restart), rel=0.02)
 
 
 @pytest.mark.parametrize(("blocked", "mtbf"), [(5, 11_000), (60, 11_000), (300, 3000)])
 def test_the_best_interval_loses_least(blocked, mtbf):
     saves = Saves(0, blocked, 0)
-    tried = max(range(10, 20_000, 5), key=lambda t: share_kept(t, saves, mtbf, 600))
+    tried = max(range(10, 20_000, 5), key=lambda t: goodput_at(t, saves, mtbf, 600))
     assert best_interval(blocked, mtbf) == pytest.approx(tried, rel=0.02)
     assert (
-        share_kept(best_interval(blocked, mtbf), saves, mtbf, 600)
-        >= share_kept(tried, saves, mtbf, 600) - 1e-4
+        goodput_at(best_interval(blocked, mtbf), saves, mtbf, 600)
+        >= goodput_at(tried, saves, mtbf, 600) - 1e-4
     )
 
 

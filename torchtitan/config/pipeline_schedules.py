@@ -36,13 +36,6 @@ class Schedule:
         """Stages per rank, unless the configuration asks for others."""
         return 1 if self.stages_per_rank == "one" else 2
 
-    @property
-    def chunks(self) -> int:
-        """Computations that a rank's work on a microbatch is cut into, between which it can start
-        another: by stages, and for a split backward also by forward, inputs and weights.
-        """
-        return self.default_stages * (3 if self.splits_backward else 1)
-
 
 _INTERLEAVED = Schedule("ScheduleInterleaved1F1B", "several", "whole rounds")
 

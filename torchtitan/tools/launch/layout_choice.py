@@ -9,7 +9,7 @@ from torchtitan.tools.launch.request import Request
 from torchtitan.tools.planner.planner import find_layouts, make_plan, nothing_fits
 from torchtitan.tools.planner.proposals import Proposal
 from torchtitan.tools.planner.render import band_ends, likelihood, run_of
-from torchtitan.tools.planner.search import Found
+from torchtitan.tools.planner.search import SearchResult
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.wording import (
     aligned,
@@ -43,14 +43,16 @@ def best_layouts(request: Request) -> tuple[list[Proposal], int]:
     if request.states_layout:
         plan, _ = make_plan(as_flags(draft(request)), request.devices, request.hardware)
         return [Proposal(plan, "as given")], 1
-    found, _ = find_layouts(as_flags(draft(request)), request.devices, request.hardware, own=False)
+    found, _ = find_layouts(
+        as_flags(draft(request)), request.devices, request.hardware, show_configured=False
+    )
     if not found.best:
         reason = nothing_fits(found, request.devices, request.hardware)
         raise UserError(f"{request.model.name}: {reason}; {_what_would_fit(request, found)}")
     return found.best[:SHOWN], found.seen
 
 
-def _what_would_fit(request: Request, found: Found) -> str:
+def _what_would_fit(request: Request, found: SearchResult) -> str:
     """The end of a message about a model that doesn't fit."""
     if request.on_cpu:
         return "choose a smaller model or --seq-len"
@@ -65,7 +67,7 @@ def _what_would_fit(request: Request, found: Found) -> str:
 def _fits_with(flag: str, request: Request) -> bool:
     argv = [*as_flags(draft(request)), flag]
     try:
-        found, _ = find_layouts(argv, request.devices, request.hardware, own=False)
+        found, _ = find_layouts(argv, request.devices, request.hardware, show_configured=False)
     except ConfigError:
         return False
     return bool(found.best)

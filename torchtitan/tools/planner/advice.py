@@ -163,12 +163,12 @@ class Cost:
 
 def largest_costs(plan: Plan) -> list[Cost]:
     """The largest parts of the step, with the best changes that shorten each most."""
-    possible = faster(plan)
+    speedups = faster(plan)
     return [
         Cost(
             part,
             seconds / plan.time.seconds,
-            [change for change in possible if change.part == part][:CHANGES],
+            [change for change in speedups if change.part == part][:CHANGES],
         )
         for part, seconds in list(plan.time.parts.items())[:COSTS]
     ]

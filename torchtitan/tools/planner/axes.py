@@ -66,15 +66,15 @@ def settings_of(config: Config, axes: tuple[str, ...]) -> list[Settings]:
         )
         choices.append([{"optimizer.state_dtype": dtype} for dtype in types])
     if "offload" in axes:
-        places = itertools.product((False, True), (0, -1))
+        placements = itertools.product((False, True), (0, -1))
         choices.append(
             [
                 {"activation_checkpoint.offload_blocks": n, "training.enable_cpu_offload": cpu}
-                for cpu, n in places
+                for cpu, n in placements
             ]
         )
     return [
-        {key: value for one in combined for key, value in one.items()}
+        {key: value for choice in combined for key, value in choice.items()}
         for combined in itertools.product(*choices)
     ]
 
@@ -92,13 +92,13 @@ def read(config: Config, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-def changes(config: Config, given: Config) -> Settings:
+def changes(config: Config, original: Config) -> Settings:
     """What an axis has set to another value than `given` has."""
-    return {key: read(config, key) for key in KEYS if read(config, key) != read(given, key)}
+    return {key: read(config, key) for key in KEYS if read(config, key) != read(original, key)}
 
 
-def burdens(config: Config, given: Config) -> int:
+def burdens(config: Config, original: Config) -> int:
     """How much complexity the axes add: one per kind of offload, two per change of training."""
-    changed = changes(config, given)
-    own = sum(read(config, key) != simple for key, simple in _SIMPLEST.items())
-    return own + 2 * sum(key in changed for key in _CHANGES_TRAINING)
+    changed = changes(config, original)
+    offloads = sum(read(config, key) != simple for key, simple in _SIMPLEST.items())
+    return offloads + 2 * sum(key in changed for key in _CHANGES_TRAINING)

@@ -77,9 +77,9 @@ class Pass:
 def block_time(w: Workload, hw: Hardware) -> Pass:
     """One block."""
     products = {x: _products(w, hw, x) for x in w.linears}
-    forward = sum(of.forward for of in products.values())
-    weights = sum(of.weight for of in products.values())
-    backward = sum(of.backward + of.forward * x.recomputed for x, of in products.items())
+    forward = sum(layer.forward for layer in products.values())
+    weights = sum(layer.weight for layer in products.values())
+    backward = sum(layer.backward + layer.forward * x.recomputed for x, layer in products.items())
 
     rate = (hw.fp32 if hw.device == "cpu" else _peak(w, hw)) * hw.attention
     if w.mixing.module == "delta":  # products in fp32
@@ -92,8 +92,8 @@ def block_time(w: Workload, hw: Hardware) -> Pass:
     casts = _casts(w, hw)
     tensor = tensor_parallel(w, hw, (forward, backward))
     context = context_parallel(w, hw, attention)
-    shared = [of for x, of in products.items() if x.name.startswith("moe.shared")]
-    hiding = sum(of.forward for of in shared), sum(of.backward for of in shared)
+    shared = [layer for x, layer in products.items() if x.name.startswith("moe.shared")]
+    hiding = sum(layer.forward for layer in shared), sum(layer.backward for layer in shared)
     rows = expert_rows(w, hw, hiding)
     counts = expert_counts(w, hw)
     attention_repeats = w.mixing.backward / hw.attention_backward + w.recompute.attention
@@ -125,13 +125,13 @@ def _pointwise_bytes(w: Workload) -> float:
     keys_values = mixing.keys + mixing.values - mixing.copied  # rotated before they are copied
     heads = 4 * mixing.queries + 2 * keys_values + 2 * mixing.saved
     norms = 4 if w.args.norm_placement == "both" else 0
-    own = w.element * tokens * ((9 + norms) * w.dim + heads)
+    outside = w.element * tokens * ((9 + norms) * w.dim + heads)
     if not w.experts:
-        return own + w.element * tokens * 3 * w.ffn
+        return outside + w.element * tokens * 3 * w.ffn
     exchanged = 4 * w.top_k * (w.ep > 1)
     rows = w.element * ((3 * w.top_k + exchanged) * w.dim + 3 * w.top_k * w.ffn)
     shared = w.element * 3 * w.args.shared_expert_dim
-    return own + tokens * (rows + shared + ROUTER_BYTES * w.experts)
+    return outside + tokens * (rows + shared + ROUTER_BYTES * w.experts)
 
 
 def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:

@@ -71,13 +71,13 @@ def saves_of(plan: Plan, storage: float) -> Saves:
         plan.config, "training.enable_cpu_offload", False
     )  # then its memory holds all of the state
     w = Workload(config, plan.workload.args, plan.workload.pipeline)
-    own = [
+    states = [
         sum(memory_of(w, rank).parts[part] for part in ("parameters", "optimizer"))
         for rank in range(w.pp)
     ]
-    size = sum(own) * w.fsdp * w.tp  # replicas hold copies
+    size = sum(states) * w.fsdp * w.tp  # replicas hold copies
     write = size / storage
-    copy = max(own) / plan.hardware.host_link
+    copy = max(states) / plan.hardware.host_link
     mode = config.checkpoint.async_mode
     if mode == "disabled":
         return Saves(size, write, 0.0)
@@ -95,7 +95,7 @@ def best_interval(blocked: float, mtbf: float) -> float:
     return math.sqrt(2 * blocked * mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - blocked
 
 
-def share_kept(interval: float, saves: Saves, mtbf: float, restart: float) -> float:
+def goodput_at(interval: float, saves: Saves, mtbf: float, restart: float) -> float:
     """Goodput with `interval` seconds of training between saves."""
     if (interval + saves.blocked + restart + saves.background) / mtbf > 500:
         return 0.0
@@ -119,11 +119,16 @@ def goodput(plan: Plan, failures: Failures) -> Goodput:
     steps = max(1, math.ceil(best / step))
 
     def share(steps: int) -> float:
-        return share_kept(max(steps * step, saves.background), saves, mtbf, restart)
+        return goodput_at(max(steps * step, saves.background), saves, mtbf, restart)
 
-    own = checkpoint.interval if checkpoint.enable else None
+    configured = checkpoint.interval if checkpoint.enable else None
     return Goodput(
-        mtbf, saves, steps, share(steps), own_steps=own, own_share=share(own) if own else None
+        mtbf,
+        saves,
+        steps,
+        share(steps),
+        own_steps=configured,
+        own_share=share(configured) if configured else None,
     )
 
 
@@ -150,32 +155,39 @@ def budget_of(
         price: of a GPU-hour.
     """
     run = run_of(plan, tokens)
-    made = goodput(plan, failures) if failures else None
-    hours = run.hours / (made.share if made else 1.0) if not made or made.share else math.inf
+    expected = goodput(plan, failures) if failures else None
+    hours = (
+        run.hours / (expected.share if expected else 1.0)
+        if not expected or expected.share
+        else math.inf
+    )
     gpu_hours = hours * plan.workload.world
-    return Budget(run, made, hours, gpu_hours, cost=None if price is None else price * gpu_hours)
+    return Budget(
+        run, expected, hours, gpu_hours, cost=None if price is None else price * gpu_hours
+    )
 
 
 def budget_text(budget: Budget, plan: Plan, failures: Failures | None, price: float | None) -> str:
     """A budget for a terminal."""
     lines = []
-    if (made := budget.goodput) and failures:
-        saves = made.saves
+    if (expected := budget.goodput) and failures:
+        saves = expected.saves
         world = plan.workload.world
-        own = (
-            f"; {show_percent(100 * made.own_share)} at checkpoint.interval = {made.own_steps}"
-            if made.own_share is not None
+        configured = (
+            f"; {show_percent(100 * expected.own_share)} at checkpoint.interval = "
+            f"{expected.own_steps}"
+            if expected.own_share is not None
             else "; the configuration saves nothing (checkpoint.enable = false)"
         )
         lines += [
-            f"Failures: one every {show_duration(made.mtbf)} on {plural(world, 'GPU')} (each GPU: "
-            f"{failures.mtbf_hours:,.0f} hours); {failures.restart_minutes:g} minutes to restart",
+            f"Failures: one every {show_duration(expected.mtbf)} on {plural(world, 'GPU')} (each "
+            f"GPU: {failures.mtbf_hours:,.0f} hours); {failures.restart_minutes:g} minutes to restart",
             f"Checkpoints of {show_gib(saves.size / GIB)}: each blocks for "
             f"{show_duration(saves.blocked)}, and is complete {show_duration(saves.background)} "
             "later",
-            f"Goodput {show_percent(100 * made.share)} at the best interval, "
-            f"{plural(made.interval_steps, 'step')} = "
-            f"{show_duration(made.interval_steps * plan.time.seconds)}{own}",
+            f"Goodput {show_percent(100 * expected.share)} at the best interval, "
+            f"{plural(expected.interval_steps, 'step')} = "
+            f"{show_duration(expected.interval_steps * plan.time.seconds)}{configured}",
         ]
     cost = "" if budget.cost is None else f", {rounded(budget.cost)} at {price:g} per GPU-hour"
     including = " with failures" if budget.goodput else ""

@@ -168,8 +168,8 @@ def fit(run: Measured, plan: Plan) -> Hardware:
         scaled["step_overhead"] = hardware.step_overhead / ratio
         limited = {}
         for name, value in scaled.items():
-            given = getattr(plan.hardware, name)
-            limited[name] = min(given * _MOST, max(given / _MOST, value))
+            original = getattr(plan.hardware, name)
+            limited[name] = min(original * _MOST, max(original / _MOST, value))
         hardware = hardware.model_copy(update=limited)
     return hardware
 

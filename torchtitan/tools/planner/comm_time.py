@@ -1,7 +1,7 @@
 """Seconds of communication: a block's collectives, the pipeline's transfers, FSDP, and offload.
 
-Bytes over bandwidth, less what the compute beside it hides. `docs/guides/plan.md` lists the
-formulas.
+Bytes over bandwidth, less what the compute beside it hides. The formulas are listed in
+`docs/internals/plan-formulas.md`.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from torchtitan.tools.planner.traffic import (
     heads_exchanged,
     tensor_parallel_widths,
 )
-from torchtitan.tools.planner.workload import FP8, FP32, Stage, Workload
+from torchtitan.tools.planner.workload import FP8, FP32, PlannedStage, Workload
 
 HOST_WAIT = 100e-6
 """Seconds without work for the device while the host waits for the number of rows from each rank: a
@@ -109,8 +109,8 @@ def gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float, float]:
     """
     gather = scatter = reduce = 0.0
     padded = w.expert_params * w.expert_padding
-    own = w.block_params - w.expert_params
-    units = [(own + padded * (not w.experts_apart), w.fsdp, w.tp, w.gathered)]
+    dense = w.block_params - w.expert_params
+    units = [(dense + padded * (not w.experts_apart), w.fsdp, w.tp, w.gathered)]
     if w.experts_apart:
         units.append((padded, w.efsdp, w.ep, w.element))
     for params, ranks, stride, gathered in units:
@@ -130,7 +130,7 @@ def gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float, float]:
 
 
 def data_parallel(
-    w: Workload, hw: Hardware, times: Sequence[tuple[float, float]], stage: Stage
+    w: Workload, hw: Hardware, times: Sequence[tuple[float, float]], stage: PlannedStage
 ) -> dict[str, float]:
     """FSDP's communication that compute doesn't hide, and the compute that it slows down.
 
@@ -146,10 +146,10 @@ def data_parallel(
     for block, (forward, backward), count in zip(w.blocks, times, stage.kinds, strict=True):
         if count:
             ends = w.vocab_params / block.block_params * (stage.has_embedding + stage.has_output)
-            one = _exposed(block, hw, forward, backward, layers=count, ends=ends)
+            seconds = _exposed(block, hw, forward, backward, layers=count, ends=ends)
             # What precedes the first block and follows the last one is counted for each kind.
-            exposed += one.inside + one.outside * count / layers
-            hidden += one.hidden
+            exposed += seconds.inside + seconds.outside * count / layers
+            hidden += seconds.hidden
     out = {"communication: dp": exposed}
     if w.fsdp * w.dp_replicate > 1:
         out["slowed by communication"] = hw.overlap_slowdown * hidden

@@ -102,19 +102,21 @@ def _durations(w: Workload, blocks: Sequence[Pass], ends: Pass) -> Callable[[int
     block is recomputed for the inputs' gradients, and once more for each of its weights: autograd
     is asked for them one by one.
     """
-    kinds = [_of_passes(b, work) for b, work in zip(w.blocks, blocks, strict=True)]
+    kinds = [_seconds_by_kind(b, work) for b, work in zip(w.blocks, blocks, strict=True)]
     end = {"F": sum(ends.forward.values()), "B": sum(ends.backward.values()), "W": ends.weights}
     end["I"] = end["B"] - end["W"]
 
     def duration(index: int, kind: str) -> float:
         stage = w.stages[index]
-        own = sum(count * of[kind] for count, of in zip(stage.kinds, kinds, strict=True))
-        return own + stage.has_output * end[kind]
+        blocks_seconds = sum(
+            count * seconds[kind] for count, seconds in zip(stage.kinds, kinds, strict=True)
+        )
+        return blocks_seconds + stage.has_output * end[kind]
 
     return duration
 
 
-def _of_passes(w: Workload, block: Pass) -> dict[str, float]:
+def _seconds_by_kind(w: Workload, block: Pass) -> dict[str, float]:
     """Seconds of one block by kind of computation."""
     forward = sum(block.forward.values())
     backward = sum(block.backward.values())

@@ -154,11 +154,11 @@ def load_hardware(path: Path = FILE) -> dict[str, Hardware]:
         ) from None
     shared = tomli.loads(FILE.read_text(encoding="utf-8"))["shared"] | tables.pop("shared", {})
     tables.pop("peak_bf16", None)
-    found = {}
+    hardware = {}
     problems = []
     for name, table in tables.items():
         try:
-            found[name] = Hardware.model_validate({"name": name} | shared | table)
+            hardware[name] = Hardware.model_validate({"name": name} | shared | table)
         except ValidationError as error:
             problems += [
                 f"{path}: {name}.{e['loc'][0]}: {e['msg'][0].lower()}{e['msg'][1:]}"
@@ -166,7 +166,7 @@ def load_hardware(path: Path = FILE) -> dict[str, Hardware]:
             ]
     if problems:
         raise ConfigError(problems)
-    return found
+    return hardware
 
 
 def find_hardware(name: str) -> Hardware:
@@ -176,16 +176,16 @@ def find_hardware(name: str) -> Hardware:
         ConfigError: there is none.
     """
     if name.endswith(".toml"):
-        found = load_hardware(Path(name))
-        if not found:
+        described = load_hardware(Path(name))
+        if not described:
             raise ConfigError([f"--hardware: {name} describes no hardware"])
-        return next(iter(found.values()))
+        return next(iter(described.values()))
     known = load_hardware()
     if name not in known:
-        meant = [other for other in known if other.startswith(name.lower())]
+        matches = [other for other in known if other.startswith(name.lower())]
         hint = (
-            f"; did you mean {' or '.join(meant)}?"
-            if name and meant
+            f"; did you mean {' or '.join(matches)}?"
+            if name and matches
             else did_you_mean(name.lower(), known)
         )
         raise ConfigError(

@@ -11,7 +11,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
-_OF_ONE_PIPELINE = (
+_PIPELINE_KEYS = (
     "pipeline_parallel_schedule",
     "pipeline_parallel_schedule_csv",
     "pipeline_parallel_microbatch_size",
@@ -40,7 +40,7 @@ def any_layout(config: Config, world: int) -> Config:
     fresh = Parallelism()
     reset = {
         key: getattr(fresh, key)
-        for key in (*DEGREE_KEYS.values(), "expert_parallel_degree", *_OF_ONE_PIPELINE)
+        for key in (*DEGREE_KEYS.values(), "expert_parallel_degree", *_PIPELINE_KEYS)
     }
     reset |= {"data_parallel_shard_degree": 1, "enable_async_tensor_parallel": False}
     batch = {"global_batch_size": rows, "local_batch_size": rows}

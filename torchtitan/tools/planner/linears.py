@@ -46,8 +46,8 @@ class Linear:
     """Weights of a grouped product; 0: it is none."""
     fp32: bool = False
     """Computes in fp32, whatever the type of the activations."""
-    kept: bool = False
-    """Checkpointing by operation keeps its result."""
+    saved: bool = False
+    """Checkpointing by operation saves its result."""
 
     @property
     def flops(self) -> float:
@@ -83,9 +83,9 @@ def block_linears(
         name = layer.name
         if name in ("moe.shared.w1", "moe.experts.w1") and (tp > 1 or ep > 1):
             counted = 0  # a region of its own
-        may_be_kept = layer.split in ("experts", "tokens") or not names_any(forced, name)
-        counted += may_be_kept
-        kept = selects_operations(ac) and may_be_kept and counted % 2 == 1
+        saveable = layer.split in ("experts", "tokens") or not names_any(forced, name)
+        counted += saveable
+        saved = selects_operations(ac) and saveable and counted % 2 == 1
         # The result isn't needed by gradients: the compiler drops it.
         unused = name == "feed_forward.w2" and compiles_blocks(config)
         linear = Linear(
@@ -93,8 +93,8 @@ def block_linears(
             layer.inputs,
             layer.outputs,
             eight_bit=False,
-            recomputed=0.0 if kept or unused else share,
-            kept=kept and not unused,
+            recomputed=0.0 if saved or unused else share,
+            saved=saved and not unused,
         )
         if layer.split == "experts":
             yield replace(
@@ -139,7 +139,7 @@ def in_eight_bits(config: Config, name: str, inputs: int, outputs: int) -> bool:
     filters = linear.float8.filter_fqns if float8 else linear.mx.filter_fqns
     multiple = FLOAT8_MULTIPLE if float8 else MX_MULTIPLE
     multiple *= config.parallelism.tensor_parallel_degree
-    excluded = any(part in name for part in filters if part != SMALL_LAYERS)
+    excluded = any(pattern in name for pattern in filters if pattern != SMALL_LAYERS)
     if excluded or inputs % multiple or outputs % multiple:
         return False
     if not float8 or SMALL_LAYERS not in filters:

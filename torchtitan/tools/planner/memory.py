@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torchtitan.config.derive import offloaded_blocks, selects_operations
 from torchtitan.tools.planner.linears import experts_in_eight_bits
 from torchtitan.tools.planner.pipeline_costs import InFlight, in_flight
-from torchtitan.tools.planner.workload import BYTES, FP32, Stage, Workload
+from torchtitan.tools.planner.workload import BYTES, FP32, PlannedStage, Workload
 
 GIB = 2**30
 PARTS = (
@@ -106,9 +106,9 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
     working = max((_working_bytes(b) * b.tokens + _expert_gradients(b) for b in kinds), default=0)
     parts["logits"], parts["other"] = logits, LIBRARY_BYTES + hole
     if w.pipeline is None:
-        kept = sum(count * _kept_bytes(block) * block.tokens for block, count in blocks)
-        kept = kept - _offloaded_bytes(blocks) + _in_transit_bytes(blocks)
-        parts["activations"] = kept + max(0.0, working - logits)
+        activations = sum(count * _saved_bytes(block) * block.tokens for block, count in blocks)
+        activations = activations - _offloaded_bytes(blocks) + _in_transit_bytes(blocks)
+        parts["activations"] = activations + max(0.0, working - logits)
         largest = sorted(
             (b.block_params for b, count in blocks for _ in range(count)), reverse=True
         )
@@ -122,8 +122,8 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
         elif w.accumulation > 1 and w.replicas_apart and not parts["gradients"]:
             parts["communication"] += FP32 * sum(map(w.shard, stages))
         return Memory(parts)
-    kept, transfers = pipeline_bytes(w, pp_rank)
-    parts["activations"] = kept + max(0.0, working - logits)
+    activations, transfers = pipeline_bytes(w, pp_rank)
+    parts["activations"] = activations + max(0.0, working - logits)
     if has_output:
         parts["logits"] += _waiting_losses(w, pp_rank)
     # Gradients are summed over the microbatches before they are reduced.
@@ -131,21 +131,21 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
     block_params = max((block.block_params for block in kinds), default=0)
     parts["communication"] = transfers + FP32 * block_params * (w.fsdp > 1)
     if w.compiled and blocks:
-        held = COMPILED_PIPELINE_BUFFERS * (w.gathered + FP32) * block_params
-        parts["communication"] += held * (w.fsdp > 1)
+        buffers = COMPILED_PIPELINE_BUFFERS * (w.gathered + FP32) * block_params
+        parts["communication"] += buffers * (w.fsdp > 1)
         parts["other"] += working * COMPILED_PIPELINE_HOLES
     return Memory(parts)
 
 
 def _communicated(w: Workload) -> float:
     """Bytes of the buffers in which a block's weights are gathered and its gradients reduced."""
-    own = w.block_params - w.expert_params
+    dense = w.block_params - w.expert_params
     padded = w.expert_params * w.expert_padding
-    reduced = w.reduced * (own / w.fsdp + padded / w.efsdp)
-    return GATHER_COPIES * w.gathered * (own + padded) + reduced
+    reduced = w.reduced * (dense / w.fsdp + padded / w.efsdp)
+    return GATHER_COPIES * w.gathered * (dense + padded) + reduced
 
 
-def _state(w: Workload, stages: list[Stage]) -> dict[str, float]:
+def _state(w: Workload, stages: list[PlannedStage]) -> dict[str, float]:
     """Parameters, gradients and optimizer state of a rank's shard, with the weight average."""
     optimizer = w.config.optimizer
     on_device = not w.config.training.enable_cpu_offload
@@ -184,15 +184,15 @@ def pipeline_bytes(w: Workload, pp_rank: int) -> tuple[float, float]:
     return max(((_moment_bytes(w, m), m.transfers * hidden) for m in moments), key=sum)
 
 
-def _moment_bytes(w: Workload, held: InFlight) -> float:
+def _moment_bytes(w: Workload, moment: InFlight) -> float:
     """Activations that are in flight at a moment."""
     activations = recomputed = transit = 0.0
-    for stage, count in held.microbatches.items():
+    for stage, count in moment.microbatches.items():
         blocks = w.counted([w.stages[stage]])
-        kept = _summed(_kept_bytes, blocks) - _offloaded_bytes(blocks) + hidden_bytes(w)
-        activations += count * kept
+        per_microbatch = _summed(_saved_bytes, blocks) - _offloaded_bytes(blocks) + hidden_bytes(w)
+        activations += count * per_microbatch
         transit = max(transit, _in_transit_bytes(blocks))
-        if postponed := held.postponed.get(stage, 0):
+        if postponed := moment.postponed.get(stage, 0):
             activations += postponed * _summed(_postponed_bytes, blocks)
             if not w.compiled:
                 again = _summed(lambda b: b.recompute.pointwise * _block_bytes(b), blocks)
@@ -238,31 +238,31 @@ def _waiting_losses(w: Workload, pp_rank: int) -> float:
     last = len(w.stages) - 1
     moments = in_flight(w.pipeline, w.microbatches, pp_rank)
     if w.config.training.loss_chunks > 1:
-        most = max(held.microbatches[last] for held in moments)
+        most = max(moment.microbatches[last] for moment in moments)
         return (most - 1) * (hidden_bytes(w) + w.element * w.vocab_params)
     # After the backward of the hidden states, the gradient of the logits waits for that of the
     # weight.
     logits = w.tokens * w.vocab / (w.tp if w.sharded_loss else 1)
     loss = w.element if w.loss_compiled else FP32
-    kept = 0
-    for held in moments:
-        postponed = held.postponed.get(last, 0)
-        waiting = max(0, held.microbatches[last] - postponed - 1)
-        kept = max(kept, waiting * loss + postponed * w.element)
-    return logits * kept
+    bytes_per_logit = 0
+    for moment in moments:
+        postponed = moment.postponed.get(last, 0)
+        waiting = max(0, moment.microbatches[last] - postponed - 1)
+        bytes_per_logit = max(bytes_per_logit, waiting * loss + postponed * w.element)
+    return logits * bytes_per_logit
 
 
 def _attention_bytes(w: Workload) -> float:
     """Bytes per token that the backward of a block's mixing needs, but for the block's input."""
     mixing = w.mixing
     heads = mixing.queries + mixing.keys + mixing.values + mixing.out
-    own = w.element * (heads + mixing.saved + mixing.read) / w.tp
-    own += _log_sum_exp_bytes(w)
+    per_token = w.element * (heads + mixing.saved + mixing.read) / w.tp
+    per_token += _log_sum_exp_bytes(w)
     if w.args.qk_norm and mixing.module == "attention":  # what their norms read
         kv = w.args.n_kv_heads * w.args.head_dim
-        own += w.element * (mixing.queries + kv) / w.tp
-        own += FP32 * (w.args.n_heads + w.args.n_kv_heads) / w.tp
-    return own
+        per_token += w.element * (mixing.queries + kv) / w.tp
+        per_token += FP32 * (w.args.n_heads + w.args.n_kv_heads) / w.tp
+    return per_token
 
 
 def _log_sum_exp_bytes(w: Workload) -> float:
@@ -277,21 +277,21 @@ def _block_bytes(w: Workload) -> float:
     # what the two norms of a placement read: the residual stream, or what is added to it
     norms = 4 if w.args.norm_placement == "both" else 2
     joining = 5 * d / tp if w.kind.joins else 0  # embedding and state, normalized, joined
-    own = _attention_bytes(w) + w.element * (norms * d / tp + joining)
+    outside = _attention_bytes(w) + w.element * (norms * d / tp + joining)
     if not w.experts:
         f = w.ffn / tp
         inner = 3 if w.args.activation == "relu2" else 4
-        return own + w.element * (d / tp + inner * f)
+        return outside + w.element * (d / tp + inner * f)
     # The router reads an fp32 copy. Experts keep their rows, two of their products, and the rows
     # they return. Those that compute in 8 bits also keep what the third reads, and what that is
     # made of.
-    kept = 4 if experts_in_eight_bits(w.config) else 2
+    results = 4 if experts_in_eight_bits(w.config) else 2
     network = FP32 * d / tp + _routing_bytes(w)
-    network += w.element * w.expert_rows * (2 * d + kept * w.ffn)
+    network += w.element * w.expert_rows * (2 * d + results * w.ffn)
     shared = w.args.shared_expert_dim
     if shared:
         network += w.element * (2 * d + 4 * shared) / tp
-    return own + network
+    return outside + network
 
 
 def _routing_bytes(w: Workload) -> float:
@@ -299,7 +299,7 @@ def _routing_bytes(w: Workload) -> float:
     return FP32 * w.experts / w.tp + ROUTER_BYTES * w.expert_rows
 
 
-def _kept_bytes(w: Workload) -> float:
+def _saved_bytes(w: Workload) -> float:
     """Bytes per token that a block keeps from its forward to its backward."""
     d = w.dim
     tp = w.tp
@@ -312,15 +312,15 @@ def _kept_bytes(w: Workload) -> float:
         # Every second product, attention, and results summed over ranks. Between the three regions
         # of experts that are apart also what goes from one to the next.
         products = sum(
-            (FP32 if x.fp32 else w.element) * x.rows * x.outputs for x in w.linears if x.kept
+            (FP32 if x.fp32 else w.element) * x.rows * x.outputs for x in w.linears if x.saved
         )
-        kept = boundary + products + w.element * w.mixing.out / tp + _log_sum_exp_bytes(w)
+        saved = boundary + products + w.element * w.mixing.out / tp + _log_sum_exp_bytes(w)
         summed = 1 if w.experts else 2
-        kept += w.element * summed * d / tp * (tp > 1)
+        saved += w.element * summed * d / tp * (tp > 1)
         if w.experts and w.experts_apart:
-            kept += boundary + _routing_bytes(w)
-            kept += w.element * d * 3 * w.expert_rows
-        return kept
+            saved += boundary + _routing_bytes(w)
+            saved += w.element * d * 3 * w.expert_rows
+        return saved
     if ac.mode == "selective":
         share = 1 / int(ac.selective_ac_option)
         return share * boundary + (1 - share) * everything
@@ -333,7 +333,7 @@ def offloaded_per_block(w: Workload) -> float:
     """Bytes of one microbatch that an offloaded block keeps in host memory."""
     # torch keeps results of operations out of the hooks' sight.
     seen = w.compiled or not selects_operations(w.config.activation_checkpoint)
-    return w.tokens * (_kept_bytes(w) if seen else w.element * w.dim / w.tp)
+    return w.tokens * (_saved_bytes(w) if seen else w.element * w.dim / w.tp)
 
 
 def _offloaded(blocks: Counted) -> tuple[int, float]:
@@ -369,9 +369,9 @@ def _working_bytes(w: Workload) -> float:
     f = w.ffn / w.tp
     # gradients of an expert's rows and of its products; and copies before and after the exchange
     if w.experts:
-        own = (d + 4 * w.ffn) if w.ep > 1 else (d + 2 * w.ffn)
+        per_row = (d + 4 * w.ffn) if w.ep > 1 else (d + 2 * w.ffn)
         exchanged = 2 * d * w.expert_rows if w.ep > 1 else 0
-        block = _block_bytes(w) + w.element * (w.expert_rows * own + exchanged)
+        block = _block_bytes(w) + w.element * (w.expert_rows * per_row + exchanged)
     elif w.compiled:
         gathered = (1 if w.async_tp else 2) * d if w.tp > 1 else 0
         block = w.element * (6 * d / w.tp + 2 * d + gathered + 8 * q + 9 * f)

@@ -106,29 +106,29 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def parse(own: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This command's options, and the configuration's flags."""
-    options, flags = parse_args(own, argv)
+    options, flags = parse_args(parser, argv)
     if options.compare and (len(options.compare) + bool(options.config)) != 2:
-        own.error("--compare needs two TOML files")
+        parser.error("--compare needs two TOML files")
     if options.compare and not options.config:
         flags = [f"--job.config_file={options.compare[0]}", *flags]
     if bool(options.mtbf) != bool(options.storage):
-        own.error(
+        parser.error(
             "--mtbf and --storage need each other: what a failure costs depends on how "
             "long a save takes"
         )
     if options.axes and not options.search:
-        own.error("--axes needs --search")
+        parser.error("--axes needs --search")
     if options.from_run and (options.config or options.world or options.search or options.compare):
-        own.error(
+        parser.error(
             "--from-run takes the configuration and the number of ranks from the run; "
             "drop them and --search"
         )
     if options.calibrate and not options.from_run:
-        own.error("--calibrate needs --from-run: a hardware file is fitted to a run")
+        parser.error("--calibrate needs --from-run: a hardware file is fitted to a run")
     if not options.from_run and (missing := list(_missing(options, flags))):
-        own.error("name\n" + "\n".join(f"  {line}" for line in missing))
+        parser.error("name\n" + "\n".join(f"  {line}" for line in missing))
     return options, flags
 
 

@@ -150,12 +150,12 @@ def schedule_svg(plan: Plan, width: float = 960, *, legible: bool = False) -> st
             10.0, 1.45 * w / len(str(action.microbatch))
         )  # pixels high, as wide as the computation allows
         if text >= _SMALLEST:
-            place = (
+            position = (
                 f'x="{x + w / 2:.2f}" y="{y + 9 + 0.4 * text:.2f}" text-anchor="middle" '
                 f'font-size="{text:.1f}"'
             )
             out.append(
-                f'<text {place} fill="{ink}" pointer-events="none">{action.microbatch}</text>'
+                f'<text {position} fill="{ink}" pointer-events="none">{action.microbatch}</text>'
             )
     out += _legend(batch, plan.time.bubble, left, y=rows * _ROW + 8, width=width)
     return "\n".join([*out, "</svg>", ""])
@@ -178,8 +178,8 @@ def _legend(batch: Timeline, bubble: float, left: int, *, y: int, width: float) 
 
 def _fill(kind: str, chunk: int) -> tuple[str, str]:
     """Color of a computation and of the number on it. Later stages of a rank are paler."""
-    kept = (1 - _PALER) ** min(chunk, 3)
-    channels = [round(255 - (255 - int(_COLORS[kind][i : i + 2], 16)) * kept) for i in (1, 3, 5)]
+    opacity = (1 - _PALER) ** min(chunk, 3)
+    channels = [round(255 - (255 - int(_COLORS[kind][i : i + 2], 16)) * opacity) for i in (1, 3, 5)]
     red, green, blue = channels
     dark = 0.299 * red + 0.587 * green + 0.114 * blue < 140  # perceived lightness, ITU-R BT.601
     return "#" + "".join(f"{channel:02x}" for channel in channels), "#fff" if dark else "#222"

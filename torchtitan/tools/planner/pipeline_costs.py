@@ -57,31 +57,33 @@ def in_flight(pipeline: StagePlan, microbatches: int, rank: int) -> list[InFligh
     else:
         per_round = m // max(1, m // p)
         ahead = min(v * m, (v - 1) * per_round + 2 * (p - rank) - 1)
-        rounds, rest = divmod(ahead, v * per_round)
+        rounds, remainder = divmod(ahead, v * per_round)
         counts = [
-            rounds * per_round + min(max(rest - chunk * per_round, 0), per_round)
+            rounds * per_round + min(max(remainder - chunk * per_round, 0), per_round)
             for chunk in range(v)
         ]
     moments = [InFlight(dict(zip(stages, counts, strict=True)), transfers, postponed)]
     if pipeline.schedule == "ZBVZeroBubble" and rank:  # the batch's end, when weights are left
         first, second = stages
         waiting = {first: min(m, rank + 1), second: min(m, rank)}
-        kept = {first: min(m, p), second: min(m, rank)}
-        moments.append(InFlight(kept, transfers, waiting))
+        unfinished = {first: min(m, p), second: min(m, rank)}
+        moments.append(InFlight(unfinished, transfers, waiting))
     return moments
 
 
 def _in_flight_of_file(pipeline: StagePlan, microbatches: int, rank: int, sent: int) -> InFlight:
     """The moment of a file's order with the most microbatches, then the most of them postponed."""
-    kept = dict.fromkeys(pipeline.stages_of(rank), 0)
-    postponed = dict.fromkeys(kept, 0)
+    unfinished = dict.fromkeys(pipeline.stages_of(rank), 0)
+    postponed = dict.fromkeys(unfinished, 0)
     moments = []
     for action in program(pipeline, microbatches).orders[rank]:
-        kept[action.stage] += action.kind == "F"
-        moments.append((sum(kept.values()), sum(postponed.values()), dict(kept), dict(postponed)))
+        unfinished[action.stage] += action.kind == "F"
+        moments.append(
+            (sum(unfinished.values()), sum(postponed.values()), dict(unfinished), dict(postponed))
+        )
         if action.stage:
             postponed[action.stage] += (action.kind == "I") - (action.kind == "W")
-        kept[action.stage] -= action.kind in "BW"
+        unfinished[action.stage] -= action.kind in "BW"
     _, _, most, waiting = max(moments, key=lambda moment: moment[:2])
     return InFlight(most, sent, waiting)
 

@@ -45,11 +45,6 @@ class Timeline:
     """Seconds that each rank computes."""
     length: float
 
-    @property
-    def idle(self) -> float:
-        """Share of the ranks' time that they wait for each other: the bubble."""
-        return 1 - sum(self.busy) / (self.length * len(self.busy)) if self.length else 0.0
-
 
 def program(stages: StagePlan, microbatches: int) -> Program:
     """The schedule of `stages` for a batch of `microbatches`."""
@@ -63,8 +58,8 @@ def _program(
     from torchtitan.parallel.pipeline.pipeline import build_schedule
 
     # A schedule only asks its stages for their place in the pipeline.
-    own = [_place(stage, ranks) for stage, rank in enumerate(ranks) if rank == 0]
-    orders = build_schedule(name, csv_file, own, microbatches).pipeline_order_with_comms
+    stages = [_stage_stub(stage, ranks) for stage, rank in enumerate(ranks) if rank == 0]
+    orders = build_schedule(name, csv_file, stages, microbatches).pipeline_order_with_comms
     return Program(
         [
             [action for entry in orders[rank] for action in _actions(entry)]
@@ -74,13 +69,13 @@ def _program(
     )
 
 
-def _place(stage: int, owners: tuple[int, ...]) -> Any:
+def _stage_stub(stage: int, ranks: tuple[int, ...]) -> Any:
     from torch import nn
 
-    group = {"group": None, "group_rank": 0, "group_size": max(owners) + 1, "device": "cpu"}
+    group = {"group": None, "group_rank": 0, "group_size": max(ranks) + 1, "device": "cpu"}
     module = {"submod": nn.Identity(), "has_backward": False}
-    ends = {"is_first": stage == 0, "is_last": stage == len(owners) - 1}
-    return SimpleNamespace(stage_index=stage, num_stages=len(owners), **ends, **group, **module)
+    ends = {"is_first": stage == 0, "is_last": stage == len(ranks) - 1}
+    return SimpleNamespace(stage_index=stage, num_stages=len(ranks), **ends, **group, **module)
 
 
 _KINDS = {"BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B", "FORWARD": "F"}
@@ -89,7 +84,7 @@ _KINDS = {"BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B", "
 def _actions(entry: Any) -> list[Action]:
     """One of torch's actions as ours: one, or the two that it overlaps; none for FSDP's."""
     if entry.sub_actions:
-        return [action for part in entry.sub_actions for action in _actions(part)]
+        return [action for sub_action in entry.sub_actions for action in _actions(sub_action)]
     if entry.microbatch_index is None:
         return []
     kind = entry.computation_type.name

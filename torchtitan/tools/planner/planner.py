@@ -1,22 +1,23 @@
 """From command-line arguments to a plan, and from a plan to the configuration that it proposes."""
 
 import dataclasses
+from collections.abc import Iterator
 from glob import glob
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config import Resolved, complete, load_config
-from torchtitan.config.derive import replace
+from torchtitan.config.derive import replace, stages_of
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.rules import Facts, check
 from torchtitan.config.sections.schema import Config
 from torchtitan.tools.planner.axes import KEYS, read
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.layouts import any_layout
-from torchtitan.tools.planner.lengths import plan_of_stages
-from torchtitan.tools.planner.predict import Plan
-from torchtitan.tools.planner.search import Found, search
-from torchtitan.train.preflight import preflight
+from torchtitan.tools.planner.predict import Plan, predict
+from torchtitan.tools.planner.search import SearchResult, search
+from torchtitan.tools.planner.workload import Workload
+from torchtitan.train.preflight import Setup, preflight
 from torchtitan.utils.errors import ConfigError, UserError, show_warnings
 from torchtitan.utils.wording import plural, show_gib, show_rate
 
@@ -28,7 +29,7 @@ def make_plan(
     *,
     searching: bool = False,
     axes: tuple[str, ...] = (),
-) -> tuple[Plan, Found | None]:
+) -> tuple[Plan, SearchResult | None]:
     """Plan the configuration of `argv`, or the best that a search finds from it.
 
     Args:
@@ -43,19 +44,19 @@ def make_plan(
         it.
         UserError: a search found nothing that fits.
     """
-    found: Found | None = None
+    result: SearchResult | None = None
     if searching:
-        found, notes = find_layouts(argv, world, hardware, axes)
-        if not found.best:
+        result, notes = find_layouts(argv, world, hardware, axes)
+        if not result.best:
             raise UserError(
-                f"--search: {nothing_fits(found, world, hardware)}; use more ranks, a smaller "
+                f"--search: {nothing_fits(result, world, hardware)}; use more ranks, a smaller "
                 "training.seq_len, more training.loss_chunks, optimizer.state_dtype bfloat16, or "
                 "--axes loss_chunks,state_dtype,offload to try those"
             )
-        plan = found.best[0].plan
+        plan = result.best[0].plan
     else:
         plan, notes = _plan_of(complete(load_config(argv), world), hardware)
-    return dataclasses.replace(plan, notes=(*plan.notes, *notes)), found
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes)), result
 
 
 def _plan_of(resolved: Resolved, hardware: Hardware) -> tuple[Plan, tuple[str, ...]]:
@@ -68,13 +69,61 @@ def _plan_of(resolved: Resolved, hardware: Hardware) -> tuple[Plan, tuple[str, .
     return plan_of_stages(resolved.config, setup, hardware), tuple(notes)
 
 
+def plan_of_stages(config: Config, setup: Setup, hardware: Hardware) -> Plan:
+    """The plan of a run by the closed forms. Rows may become longer, so each stage of the data is a
+    workload of its own: the speed is the first stage's, the memory that of the stage that needs
+    most, the time that of all.
+    """
+    staged = stages_of(config)
+    shapes = [
+        (stage_config.training.seq_len, stage_config.training.local_batch_size)
+        for stage_config in staged
+    ]
+    if len(set(shapes)) == 1:
+        return _stage_plan(config, setup, hardware, 0)
+    plans = [
+        _stage_plan(stage_config, setup, hardware, index)
+        for index, stage_config in enumerate(staged)
+    ]
+    first = plans[0]
+    tightest = max(plans, key=lambda plan: plan.peak_gib)
+    first_steps = [1, *(stage.from_step for stage in config.training.stages)]
+    return dataclasses.replace(
+        first,
+        memory=tightest.memory,
+        tightest=None if tightest is first else tightest,
+        stages=tuple(zip(first_steps, plans, strict=True)),
+        notes=(*first.notes, *_stage_notes(first_steps, plans, tightest)),
+    )
+
+
+def _stage_plan(config: Config, setup: Setup, hardware: Hardware, stage: int) -> Plan:
+    return predict(Workload(config, setup.args_of(stage), setup.stages), setup.spec, hardware)
+
+
+def _stage_notes(steps: list[int], plans: list[Plan], tightest: Plan) -> Iterator[str]:
+    for step, plan in zip(steps, plans, strict=True):
+        t = plan.config.training
+        which = "; the memory above is this stage's" if plan is tightest else ""
+        yield (
+            f"from step {step:,}: {t.global_batch_size} x {t.seq_len} tokens per step, "
+            f"{plural(t.local_batch_size, 'row')} per rank: {show_gib(plan.peak_gib)}, "
+            f"{show_rate(plan.tokens_per_second)} tokens/s per GPU{which}"
+        )
+
+
 def find_layouts(
-    argv: list[str], world: int, hardware: Hardware, axes: tuple[str, ...] = (), *, own: bool = True
-) -> tuple[Found, tuple[str, ...]]:
+    argv: list[str],
+    world: int,
+    hardware: Hardware,
+    axes: tuple[str, ...] = (),
+    *,
+    show_configured: bool = True,
+) -> tuple[SearchResult, tuple[str, ...]]:
     """Search from the configuration of `argv`, whose layout need not be one of `world` ranks.
 
     Args:
-        own: show the layout of `argv` beside the others.
+        show_configured: show the layout of `argv` beside the others.
 
     Returns:
         What the search found, perhaps nothing that fits, and notes on the plan.
@@ -102,26 +151,26 @@ def find_layouts(
     check(start.config, Facts(device=hardware.accelerator))
     baseline = None
     try:
-        if own:
+        if show_configured:
             baseline, _ = _plan_of(complete(loaded, world), hardware)
     except ConfigError as error:
         notes.append(f"the file's own layout is refused on {world} ranks: {error.problems[0]}")
-    found = search(
+    result = search(
         start.config, setup.spec, setup.args, world, hardware=hardware, axes=axes, baseline=baseline
     )
-    if not found.seen:
+    if not result.seen:
         raise ConfigError(
-            [f"--search: no layout of {plural(world, 'rank')} is legal", *found.refused]
+            [f"--search: no layout of {plural(world, 'rank')} is legal", *result.refused]
         )
-    return found, tuple(notes)
+    return result, tuple(notes)
 
 
-def nothing_fits(found: Found, world: int, hardware: Hardware) -> str:
+def nothing_fits(result: SearchResult, world: int, hardware: Hardware) -> str:
     """Why a search proposes nothing."""
     return (
-        f"none of {plural(found.seen, 'legal configuration')} on {plural(world, 'rank')} is likely "
-        f"to fit in the {show_gib(hardware.usable_gib)} of {hardware.name}: the leanest takes "
-        f"{show_gib(found.smallest_gib)}"
+        f"none of {plural(result.seen, 'legal configuration')} on {plural(world, 'rank')} is "
+        f"likely to fit in the {show_gib(hardware.usable_gib)} of {hardware.name}: the leanest takes "
+        f"{show_gib(result.smallest_gib)}"
     )
 
 

@@ -20,7 +20,7 @@ _OF_OTHER_KINDS = 2
 """Layouts shown beyond the frontier, since they stress another part of the hardware."""
 _OTHER_KIND = 0.9
 """Relative speed that they must have."""
-OWN = "this file's own layout"
+FILE_LAYOUT = "this file's own layout"
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class Candidate:
         )
 
 
-def complexity(config: Config, given: Config) -> int:
+def complexity(config: Config, original: Config) -> int:
     """Axes with more than one rank, of which a pipeline counts twice, and what `axes.py` adds."""
     degrees = layout_degrees(config.parallelism)
     return (
         sum(degree > 1 for degree in degrees.values())
         + (degrees["pp"] > 1)
-        + burdens(config, given)
+        + burdens(config, original)
     )
 
 
@@ -93,15 +93,17 @@ def propose(frontier: Frontier, worthwhile: float) -> list[tuple[Candidate, str]
         worthwhile: speed relative to the fastest below which nothing is shown.
     """
     chosen: list[tuple[Candidate, str]] = []
-    rest = sorted(
+    candidates = sorted(
         (c for c in frontier.all if c.speed >= worthwhile * frontier.speed), key=lambda c: -c.speed
     )
-    while rest and len(chosen) < _SHOWN:
-        alike = [c for c in rest if c.speed >= rest[0].speed * ALIKE]
+    while candidates and len(chosen) < _SHOWN:
+        alike = [c for c in candidates if c.speed >= candidates[0].speed * ALIKE]
         pick = min(alike, key=lambda c: (c.complexity, c.gib))
         chosen.append((pick, _why(pick, [c for c, _ in chosen], frontier.speed)))
-        rest = [
-            c for c in rest if c.gib < _LESS_MEMORY * pick.gib or c.complexity < pick.complexity
+        candidates = [
+            c
+            for c in candidates
+            if c.gib < _LESS_MEMORY * pick.gib or c.complexity < pick.complexity
         ]
     chosen[1:] = sorted(chosen[1:], key=lambda entry: -entry[0].speed)
     shown = {c.kind for c, _ in chosen}
@@ -140,9 +142,11 @@ def with_baseline(proposals: list[Proposal], baseline: Plan) -> list[Proposal]:
     """The proposals with the configuration's own layout among them: marked, or as the last."""
     for i, proposal in enumerate(proposals):
         if _is_same(proposal.plan, baseline):
-            marked = dataclasses.replace(proposal, why=f"{proposal.why}; {OWN}", baseline=True)
+            marked = dataclasses.replace(
+                proposal, why=f"{proposal.why}; {FILE_LAYOUT}", baseline=True
+            )
             return [*proposals[:i], marked, *proposals[i + 1 :]]
-    return [*proposals, Proposal(baseline, OWN, baseline=True)]
+    return [*proposals, Proposal(baseline, FILE_LAYOUT, baseline=True)]
 
 
 def _is_same(plan: Plan, other: Plan) -> bool:

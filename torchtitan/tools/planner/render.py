@@ -13,7 +13,7 @@ from torchtitan.tools.planner.advice import Change, advice, largest_costs, show_
 from torchtitan.tools.planner.axes import changes
 from torchtitan.tools.planner.memory import GIB, PARTS
 from torchtitan.tools.planner.predict import Plan
-from torchtitan.tools.planner.search import Found
+from torchtitan.tools.planner.search import SearchResult
 from torchtitan.tools.planner.traffic import collectives, hardware_flops
 from torchtitan.utils.wording import (
     aligned,
@@ -177,19 +177,19 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, _WIDTH, subsequent_indent=f"{indent}  ", break_long_words=False)
 
 
-def search_table(found: Found) -> str:
+def search_table(result: SearchResult) -> str:
     """The proposals of a search."""
-    given = next(
-        (proposal.plan.config for proposal in found.best if proposal.baseline),
-        found.best[0].plan.config,
+    original = next(
+        (proposal.plan.config for proposal in result.best if proposal.baseline),
+        result.best[0].plan.config,
     )
     settings = [
-        ", ".join(f"{key} {value}" for key, value in changes(p.plan.config, given).items())
-        for p in found.best
+        ", ".join(f"{key} {value}" for key, value in changes(p.plan.config, original).items())
+        for p in result.best
     ]
     rows = [["layout", "batch", "schedule", "recomputes", "tokens/s", "GiB", "fits"]]
     reasons = []
-    for proposal, changed in zip(found.best, settings, strict=True):
+    for proposal, changed in zip(result.best, settings, strict=True):
         plan = proposal.plan
         w = proposal.plan.workload
         batch = f"{plan.config.training.local_batch_size} x {w.accumulation}"
@@ -203,7 +203,7 @@ def search_table(found: Found) -> str:
         rows.append([layout, batch, schedule, recomputed, speed, peak, chance])
     head, *lines = aligned(rows).splitlines()
     listed = [text for pair in zip(lines, reasons, strict=True) for text in pair]
-    count = plural(found.seen, "legal configuration")
+    count = plural(result.seen, "legal configuration")
     return "\n".join([f"Best of {count} (tokens/s per GPU):", head, *listed])
 
 
@@ -361,7 +361,7 @@ def origin(argv: list[str], toml: str) -> dict[str, str]:
     }
 
 
-def search_data(found: Found) -> dict[str, Any]:
+def search_data(result: SearchResult) -> dict[str, Any]:
     """A search, for JSON."""
     best = [
         _layout_data(proposal.plan)
@@ -371,9 +371,14 @@ def search_data(found: Found) -> dict[str, Any]:
             "why": proposal.why,
             "baseline": proposal.baseline,
         }
-        for proposal in found.best
+        for proposal in result.best
     ]
-    return {"seen": found.seen, "points": found.points, "limit_gib": found.limit_gib, "best": best}
+    return {
+        "seen": result.seen,
+        "points": result.points,
+        "limit_gib": result.limit_gib,
+        "best": best,
+    }
 
 
 def _figures(plan: Plan) -> dict[str, Any]:

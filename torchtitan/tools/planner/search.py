@@ -54,7 +54,7 @@ highest bounds.
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search."""
 
     best: list[Proposal]
@@ -82,7 +82,7 @@ def search(
     *,
     axes: tuple[str, ...] = (),
     baseline: Plan | None = None,
-) -> Found:
+) -> SearchResult:
     """Price every legal layout of `world` ranks.
 
     Args:
@@ -90,21 +90,21 @@ def search(
         axes: names from `axes.AXES` to vary, too.
         baseline: the plan of the layout that the configuration states, to show beside the others.
     """
-    made = _Search(config, spec, args, world, hardware=hardware, axes=axes)
-    made.run()
+    state = _Search(config, spec, args, world, hardware=hardware, axes=axes)
+    state.run()
     best = []
-    for candidate, why in propose(made.frontier, _WORTHWHILE):
+    for candidate, why in propose(state.frontier, _WORTHWHILE):
         validate(candidate.workload.config, world)
         best.append(Proposal(predict(candidate.workload, spec, hardware), why))
     if best and baseline is not None:
         best = with_baseline(best, baseline)
-    return Found(
+    return SearchResult(
         best,
-        sorted(made.points),
-        made.seen,
+        sorted(state.points),
+        state.seen,
         hardware.usable_gib,
-        smallest_gib=made.smallest / GIB,
-        refused=[reason for reason, _ in made.refused.most_common(_REASONS)],
+        smallest_gib=state.smallest / GIB,
+        refused=[reason for reason, _ in state.refused.most_common(_REASONS)],
     )
 
 
@@ -140,8 +140,8 @@ class _Search:
 
     def run(self) -> None:
         for rows in batches(self.config, self.axes):
-            given = replace(self.config, "training.global_batch_size", rows)
-            for layout in layouts(given, self.spec, self.args, self.world):
+            resized = replace(self.config, "training.global_batch_size", rows)
+            for layout in layouts(resized, self.spec, self.args, self.world):
                 for batch in self._batches(layout):
                     self._price_schedules(batch)
         for bound, config in sorted(self._expandable, key=lambda entry: -entry[0])[:_MAX_EXPANDED]:
@@ -155,8 +155,8 @@ class _Search:
         p = layout.parallelism
         total = layout.training.global_batch_size
         ranks = p.data_parallel_replicate_degree * p.data_parallel_shard_degree
-        rows, rest = divmod(total, ranks)
-        if rest:
+        rows, remainder = divmod(total, ranks)
+        if remainder:
             self.refused[
                 f"training.global_batch_size: {total} rows can't be divided among the "
                 f"data-parallel ranks of any legal layout of {self.world} ranks; set it to a "
@@ -215,14 +215,14 @@ class _Search:
 
     def _memory(self, w: Workload) -> tuple[Memory, ...] | None:
         """Memory of each pipeline rank; None as soon as one doesn't fit."""
-        found = []
+        memories = []
         for rank in range(w.pp):
-            found.append(memory_of(w, rank))
-            if found[-1].reserved > self.hardware.usable_gib * GIB:
-                self.smallest = min(self.smallest, found[-1].reserved)
+            memories.append(memory_of(w, rank))
+            if memories[-1].reserved > self.hardware.usable_gib * GIB:
+                self.smallest = min(self.smallest, memories[-1].reserved)
                 return None
-        self.smallest = min(self.smallest, max(memory.reserved for memory in found))
-        return tuple(found)
+        self.smallest = min(self.smallest, max(memory.reserved for memory in memories))
+        return tuple(memories)
 
     # ---- legality
 

@@ -142,7 +142,7 @@ def _add_data_parallel(out: Collectives, w: Workload, blocks: Counted, weights: 
     """
     layers = sum(count for _, count in blocks)
     ends = weights - sum(count * block.block_params for block, count in blocks)
-    own = sum(count * _gathered_with(block) for block, count in blocks)
+    block_weights = sum(count * _gathered_with(block) for block, count in blocks)
     groups = layers + (ends > 0)
     scatters = 1 if w.sums_whole_gradients else w.accumulation
     reduces = 1 if w.replicas_apart else scatters
@@ -152,9 +152,9 @@ def _add_data_parallel(out: Collectives, w: Workload, blocks: Counted, weights: 
     regathered = {"never": 0, "default": max(0, layers - 1), "always": layers}[reshard]
     gathers = w.accumulation * (layers + regathered)
     stays = _gathered_with(blocks[-1][0]) if 0 < regathered < layers else 0.0
-    twice = own - stays if regathered else 0.0
+    twice = block_weights - stays if regathered else 0.0
     if w.fsdp > 1:
-        size = w.accumulation * (own + twice) / max(gathers, 1)
+        size = w.accumulation * (block_weights + twice) / max(gathers, 1)
         out.add("fsdp", "all_gather", gathers, size * w.gathered)
         out.add(
             "fsdp",
@@ -162,9 +162,11 @@ def _add_data_parallel(out: Collectives, w: Workload, blocks: Counted, weights: 
             w.accumulation * (groups - layers) * (1 + (reshard == "always")),
             ends * w.element,
         )
-        out.add("fsdp", "reduce_scatter", groups * scatters, (own + ends) / groups * w.reduced)
+        out.add(
+            "fsdp", "reduce_scatter", groups * scatters, (block_weights + ends) / groups * w.reduced
+        )
     if w.dp_replicate > 1:
-        size = (own + ends) / groups / w.fsdp * w.reduced
+        size = (block_weights + ends) / groups / w.fsdp * w.reduced
         out.add("dp_replicate", "all_reduce", groups * reduces, size)
     for block, count in blocks:
         if not block.experts_apart:
@@ -192,8 +194,8 @@ def hardware_flops(w: Workload) -> dict[tuple[str, str], float]:
     products = [(x, count) for block, count in blocks for x in block.linears]
     out: dict[tuple[str, str], float] = {}
     for linear, count in [*products, (w.output, w.predictions)]:
-        own = "float32" if linear.fp32 else dtype
-        key = "matmul", "float8" if linear.eight_bit else own
+        layer_dtype = "float32" if linear.fp32 else dtype
+        key = "matmul", "float8" if linear.eight_bit else layer_dtype
         flops = (1 + BACKWARD_PRODUCTS + linear.recomputed) * linear.flops * count
         out[key] = out.get(key, 0.0) + flops * tokens
     for block, count in blocks:

@@ -36,7 +36,7 @@ FP8 = 1
 
 
 @dataclass(frozen=True)
-class Stage:
+class PlannedStage:
     """A pipeline stage; without a pipeline, the whole model."""
 
     rank: int
@@ -162,7 +162,7 @@ class Workload:
     def linears(self) -> list[Linear]:
         return list(block_linears(self.config, self.args, self.kind, self.mixing))
 
-    def counted(self, stages: Iterable[Stage]) -> list[tuple["Workload", int]]:
+    def counted(self, stages: Iterable[PlannedStage]) -> list[tuple["Workload", int]]:
         """The kinds of blocks on these stages, with how many there are of each."""
         counts = [sum(column) for column in zip(*(stage.kinds for stage in stages), strict=True)]
         pairs = zip(self.blocks, counts, strict=True)
@@ -253,14 +253,14 @@ class Workload:
         """FLOPs of one block's mixing of tokens in its forward, per token."""
         return self.mixing.flops / self.tp
 
-    def params(self, stage: Stage) -> int:
+    def params(self, stage: PlannedStage) -> int:
         """Parameters of a stage on one tensor- and expert-parallel rank, before FSDP."""
         tied = stage.has_embedding and self.args.tie_embeddings
         ends = stage.has_embedding + (stage.has_output and not tied)
         blocks = sum(count * block.block_params for block, count in self.counted([stage]))
         return blocks + ends * self.vocab_params + stage.has_output * self.dim
 
-    def shard(self, stage: Stage) -> float:
+    def shard(self, stage: PlannedStage) -> float:
         """Parameters of a stage on one rank."""
         counted = self.counted([stage])
         others = self.params(stage) - sum(n * block.expert_params for block, n in counted)
@@ -272,7 +272,7 @@ class Workload:
         """Rows per token that a rank sends to experts and, with equal loads, receives."""
         return self.top_k / self.tp
 
-    def stages_of(self, pp_rank: int) -> list[Stage]:
+    def stages_of(self, pp_rank: int) -> list[PlannedStage]:
         return [stage for stage in self.stages if stage.rank == pp_rank]
 
     @cached_property
@@ -286,16 +286,18 @@ class Workload:
         divides = self.dim % self.efsdp == 0 and self.ffn % self.efsdp == 0
         if self.experts_apart and divides:  # splits each matrix instead
             return 1.0
-        own = max(1, self.experts // self.ep)
-        return math.ceil(own / self.efsdp) * self.efsdp / own
+        local_experts = max(1, self.experts // self.ep)
+        return math.ceil(local_experts / self.efsdp) * self.efsdp / local_experts
 
-    def _stages(self) -> Iterator[Stage]:
+    def _stages(self) -> Iterator[PlannedStage]:
         if self.pipeline is None:
-            yield Stage(0, self._count(self._kind_of_layer), True, True)
+            yield PlannedStage(0, self._count(self._kind_of_layer), True, True)
             return
         for rank, names in zip(self.pipeline.ranks, self.pipeline.modules, strict=True):
             layers = [int(name.split(".")[1]) for name in names if name.startswith("layers.")]
-            yield Stage(rank, self._count(layers), "tok_embeddings" in names, "output" in names)
+            yield PlannedStage(
+                rank, self._count(layers), "tok_embeddings" in names, "output" in names
+            )
 
     def _count(self, layers: Iterable[int]) -> tuple[int, ...]:
         """Number of blocks of each kind."""

@@ -76,7 +76,7 @@ Event = Entered | Post | Wait
 
 
 @dataclass
-class Record:
+class RankRecord:
     """What one rank did."""
 
     rank: int

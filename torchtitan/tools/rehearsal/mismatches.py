@@ -14,7 +14,7 @@ from torchtitan.health.collectives import (
     name_ranks,
     uneven_exchange,
 )
-from torchtitan.tools.rehearsal.events import Creation, Entered, Message, Post, Record
+from torchtitan.tools.rehearsal.events import Creation, Entered, Message, Post, RankRecord
 from torchtitan.tools.rehearsal.rank_sample import RankSample
 
 _ALIKE = 4
@@ -45,7 +45,7 @@ class Counts:
     """Bytes that the rehearsed ranks send, and pass to collectives."""
 
 
-def errors(records: Mapping[int, Record]) -> list[Fault]:
+def errors(records: Mapping[int, RankRecord]) -> list[Fault]:
     """Ranks that did not reach the end."""
     faults = []
     for rank, record in records.items():
@@ -64,7 +64,7 @@ def errors(records: Mapping[int, Record]) -> list[Fault]:
 # ---- groups
 
 
-def check_groups(records: Mapping[int, Record]) -> list[Fault]:
+def check_groups(records: Mapping[int, RankRecord]) -> list[Fault]:
     """All ranks must create the same groups in the same order, members or not."""
     length = max(len(record.creations) for record in records.values())
     for i in range(length):
@@ -89,7 +89,7 @@ def _creates(creation: Creation | None, index: int) -> str:
     return f"creates group #{index + 1} {creation.description} ({members}), at {creation.at}"
 
 
-def all_groups(record: Record) -> list[tuple[tuple[int, ...], int]]:
+def all_groups(record: RankRecord) -> list[tuple[tuple[int, ...], int]]:
     """Every group of several ranks that is created: its ranks, and its slot on them."""
     slots: defaultdict[int, int] = defaultdict(int)
     groups = []
@@ -105,7 +105,7 @@ def all_groups(record: Record) -> list[tuple[tuple[int, ...], int]]:
 
 
 def check_collectives(
-    records: Mapping[int, Record], sample: RankSample, counts: Counts
+    records: Mapping[int, RankRecord], sample: RankSample, counts: Counts
 ) -> list[Fault]:
     """All members of each group must enter the same collectives in the same order."""
     entered: dict[int, defaultdict[int, list[Entered]]] = {}
@@ -209,7 +209,7 @@ class _Mail:
 
 
 def check_messages(
-    records: Mapping[int, Record], sample: RankSample, counts: Counts
+    records: Mapping[int, RankRecord], sample: RankSample, counts: Counts
 ) -> list[Fault]:
     """Each send must have its receive on the other rank, with the same size and communicator."""
     faults = []
@@ -227,7 +227,7 @@ def check_messages(
     return [fault for fault in faults if fault][:1]
 
 
-def _mail(record: Record) -> dict[tuple[int, int], _Mail]:
+def _mail(record: RankRecord) -> dict[tuple[int, int], _Mail]:
     """The mail with each index in the group of each slot."""
     found: defaultdict[tuple[int, int], _Mail] = defaultdict(_Mail)
     for post in record.posts:
@@ -267,7 +267,7 @@ def _unmatched(source: int, target: int, sends: list[_Sent], receives: list[_Sen
 # ---- experts
 
 
-def check_exchanges(records: Mapping[int, Record], counts: Counts) -> list[Fault]:
+def check_exchanges(records: Mapping[int, RankRecord], counts: Counts) -> list[Fault]:
     """A rank must expect the number of rows that the other one sends.
 
     These splits are the only sizes that depend on data. A rehearsal makes them unequal.

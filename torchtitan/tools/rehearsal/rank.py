@@ -33,7 +33,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.health.rank_dumps import is_library, where
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.parallel.parallelize import parallelize
-from torchtitan.tools.rehearsal.events import Record
+from torchtitan.tools.rehearsal.events import RankRecord
 from torchtitan.tools.rehearsal.fake import aside, no_network, start_group, take_fake_memory
 from torchtitan.tools.rehearsal.network import recording
 from torchtitan.tools.rehearsal.recorder import EndlessLoopError, Recorder
@@ -66,7 +66,7 @@ def rehearse_rank(
     layers: int | None,
     large: bool,
     broadcasts: list[Any] | None,
-) -> Record:
+) -> RankRecord:
     """Run one rank in this process, which can't run another one afterwards.
 
     Args:
@@ -245,7 +245,7 @@ class _During(Callback):
 
 
 def _parts(tensors: dict[str, Any]) -> tuple[int, int]:
-    """What `Record.parts` holds."""
+    """What `RankRecord.parts` holds."""
     counts = [0, 0]
     for name, value in flatten_state_dict(tensors)[0].items():
         parts = 1

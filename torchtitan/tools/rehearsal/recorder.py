@@ -23,7 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.health.collectives import Group, describe_group
 from torchtitan.health.rank_dumps import is_library, where
 from torchtitan.parallel.context.attention import ring_attention, ring_attention_backward
-from torchtitan.tools.rehearsal.events import Creation, Entered, Message, Post, Read, Record, Wait
+from torchtitan.tools.rehearsal.events import (
+    Creation,
+    Entered,
+    Message,
+    Post,
+    RankRecord,
+    Read,
+    Wait,
+)
 from torchtitan.tools.rehearsal.rank_sample import coordinates
 
 _OPS = (
@@ -70,7 +78,7 @@ class EndlessLoopError(Exception):
 
 
 class Recorder(TorchDispatchMode):
-    """Fills the `Record` of one rank."""
+    """Fills the `RankRecord` of one rank."""
 
     def __init__(self, rank: int, degrees: Mapping[str, int], *, large: bool):
         """
@@ -80,7 +88,7 @@ class Recorder(TorchDispatchMode):
                 small and false. Ranks that are compared get different ones.
         """
         super().__init__()
-        self.record = Record(rank)
+        self.record = RankRecord(rank)
         self.degrees = degrees
         self.large = large
         self.during = "start"
@@ -96,7 +104,7 @@ class Recorder(TorchDispatchMode):
     # ---- groups
 
     def created(self, ranks: tuple[int, ...], description: str, name: str | None) -> None:
-        """Record a new group. `name` is None if this rank is not a member."""
+        """RankRecord a new group. `name` is None if this rank is not a member."""
         at = self.at()
         description = describe_group(description, ranks, self.degrees)
         self.record.creations.append(Creation(ranks, description, at))
@@ -132,7 +140,7 @@ class Recorder(TorchDispatchMode):
         self.record.events.append(event)
 
     def posted(self, slot: int, messages: Sequence[Message], *, pair: bool) -> int:
-        """Record sends and receives that begin; the number of the post."""
+        """RankRecord sends and receives that begin; the number of the post."""
         post = Post(slot, self._posts, tuple(messages), pair, at=self.at(), during=self.during)
         self._posts += 1
         self.record.events.append(post)
@@ -243,7 +251,7 @@ class Recorder(TorchDispatchMode):
 
 @functools.cache
 def _skipped(file: str) -> bool:
-    return is_library(file) or file.startswith(_OWN) or file.endswith("planner/fake.py")
+    return is_library(file) or file.startswith(_OWN)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from typing import Any
 from torchtitan.config.derive import axis_degrees
 from torchtitan.config.registry import import_custom
 from torchtitan.config.sections.schema import Config
-from torchtitan.tools.rehearsal.events import Record
+from torchtitan.tools.rehearsal.events import RankRecord
 from torchtitan.tools.rehearsal.mismatches import (
     Counts,
     Fault,
@@ -37,7 +37,7 @@ class Rehearsal:
     world: int
     layers: int | None
     """Layers of each stage that ran; None: all."""
-    records: dict[int, Record]
+    records: dict[int, RankRecord]
     """Rank to its record."""
     counts: Counts
     faults: list[Fault]
@@ -60,7 +60,7 @@ def rehearse(
     processes = min(_cores(), len(sample.rehearsed))
     with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
 
-        def run(rank: int, large: bool, broadcasts: list[Any] | None) -> Future[Record]:
+        def run(rank: int, large: bool, broadcasts: list[Any] | None) -> Future[RankRecord]:
             return pool.submit(_alone, config, world, rank, layers, large, broadcasts)
 
         records = {0: run(0, sample.large(0), None).result()}
@@ -93,7 +93,7 @@ def few_layers(config: Config) -> int:
     return 1 if config.parallelism.pipeline_parallel_degree > 1 else 2
 
 
-def check(records: dict[int, Record], sample: RankSample, counts: Counts) -> list[Fault]:
+def check(records: dict[int, RankRecord], sample: RankSample, counts: Counts) -> list[Fault]:
     """Faults of the first check that finds any; later checks assume that earlier ones passed."""
     faults = [*errors(records), *check_groups(records)]
     if faults:
@@ -104,7 +104,7 @@ def check(records: dict[int, Record], sample: RankSample, counts: Counts) -> lis
     return faults or check_circles(records)
 
 
-def _because_of_data(fault: Fault, before: Record, after: Record) -> Fault:
+def _because_of_data(fault: Fault, before: RankRecord, after: RankRecord) -> Fault:
     """The fault, or that it is due to the rank's own data.
 
     Args:
@@ -139,7 +139,7 @@ def _alone(
     layers: int | None,
     large: bool,
     broadcasts: list[Any] | None,
-) -> Record:
+) -> RankRecord:
     from torchtitan.tools.rehearsal.rank import rehearse_rank  # imports torch
 
     gc.freeze()  # the trainer's collection needn't scan what torch is made of

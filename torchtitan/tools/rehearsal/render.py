@@ -5,7 +5,7 @@ from typing import Any
 
 from torchtitan.config.derive import layout_degrees, layout_name
 from torchtitan.health.collectives import name_ranks
-from torchtitan.tools.rehearsal.events import Record
+from torchtitan.tools.rehearsal.events import RankRecord
 from torchtitan.tools.rehearsal.rehearsal import Rehearsal
 from torchtitan.tools.rehearsal.startup import rows, startup
 from torchtitan.utils.wording import aligned, plural, show_gib
@@ -80,7 +80,7 @@ def _reads(rehearsal: Rehearsal) -> set[tuple[str, bool]]:
     return {(read.at, read.shared) for record in records for read in record.reads}
 
 
-def _table(record: Record) -> list[list[str]]:
+def _table(record: RankRecord) -> list[list[str]]:
     """Rank 0's groups, and what it does in them."""
     table = [["rank 0's group", "ranks", "collectives", "sends", "MiB", "made at"]]
     for slot, group in enumerate(record.groups):
@@ -119,7 +119,7 @@ def as_data(rehearsal: Rehearsal) -> dict[str, Any]:
     }
 
 
-def _rank(rank: int, record: Record) -> dict[str, Any]:
+def _rank(rank: int, record: RankRecord) -> dict[str, Any]:
     return {
         "rank": rank,
         "groups": [

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from torchtitan.config.derive import axis_degrees
-from torchtitan.tools.rehearsal.events import Record
+from torchtitan.tools.rehearsal.events import RankRecord
 from torchtitan.tools.rehearsal.mismatches import all_groups
 from torchtitan.tools.rehearsal.rank_sample import coordinates
 from torchtitan.tools.rehearsal.rehearsal import Rehearsal
@@ -91,7 +91,7 @@ def startup(rehearsal: Rehearsal) -> Startup:
     )
 
 
-def _objects(record: Record, during: str) -> int:
+def _objects(record: RankRecord, during: str) -> int:
     """Bytes of objects that rank 0 exchanges with the others during a part of the rehearsal."""
     total = 0
     for event in record.collectives:
@@ -105,7 +105,7 @@ def _objects(record: Record, during: str) -> int:
     return total
 
 
-def _exchanged(record: Record, during: str) -> tuple[int, int]:
+def _exchanged(record: RankRecord, during: str) -> tuple[int, int]:
     """Collectives of rank 0 during a part of the rehearsal, and their bytes."""
     found = [event for event in record.collectives if event.during == during]
     indexes = sum(
@@ -117,7 +117,7 @@ def _exchanged(record: Record, during: str) -> tuple[int, int]:
     return len(found), round(others + indexes * _scale(record))
 
 
-def _scale(record: Record) -> float:
+def _scale(record: RankRecord) -> float:
     """Number of a rank's layers, relative to those that ran."""
     run, of = record.layers
     return of / run if run else 1.0

@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from torchtitan.tools.rehearsal.events import Entered, Event, Message, Post, Record, Wait
+from torchtitan.tools.rehearsal.events import Entered, Event, Message, Post, RankRecord, Wait
 from torchtitan.tools.rehearsal.mismatches import Fault
 
 _Stream = tuple[int, int]
@@ -32,7 +32,7 @@ class _Unfinished(NamedTuple):
 class _Rank:
     """The position of a rank in its events."""
 
-    def __init__(self, record: Record):
+    def __init__(self, record: RankRecord):
         self.record = record
         self.position = 0
         self.streams: defaultdict[_Stream, deque[_Unfinished]] = defaultdict(deque)
@@ -90,7 +90,7 @@ def _stream(post: Post) -> _Stream:
     return post.slot, post.messages[0].peer if post.pair else -1
 
 
-def check_circles(records: Mapping[int, Record]) -> list[Fault]:
+def check_circles(records: Mapping[int, RankRecord]) -> list[Fault]:
     """Run the rehearsed ranks against each other."""
     ranks = _Ranks(records)
     ranks.run()
@@ -105,7 +105,7 @@ def check_circles(records: Mapping[int, Record]) -> list[Fault]:
 class _Ranks:
     """The ranks whose peers were all rehearsed; the others are like one of them."""
 
-    def __init__(self, records: Mapping[int, Record]):
+    def __init__(self, records: Mapping[int, RankRecord]):
         self.states: dict[int, _Rank] = {}
         for rank, record in sorted(records.items()):
             peers = {message.peer for post in record.posts for message in post.messages}
