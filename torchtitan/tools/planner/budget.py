@@ -181,7 +181,8 @@ def budget_text(budget: Budget, plan: Plan, failures: Failures | None, price: fl
         )
         lines += [
             f"Failures: one every {show_duration(expected.mtbf)} on {plural(world, 'GPU')} (each "
-            f"GPU: {failures.mtbf_hours:,.0f} hours); {failures.restart_minutes:g} minutes to restart",
+            f"GPU: {failures.mtbf_hours:,.0f} hours); {failures.restart_minutes:g} minutes to "
+            "restart",
             f"Checkpoints of {show_gib(saves.size / GIB)}: each blocks for "
             f"{show_duration(saves.blocked)}, and is complete {show_duration(saves.background)} "
             "later",

@@ -169,8 +169,8 @@ def nothing_fits(result: SearchResult, world: int, hardware: Hardware) -> str:
     """Why a search proposes nothing."""
     return (
         f"none of {plural(result.seen, 'legal configuration')} on {plural(world, 'rank')} is "
-        f"likely to fit in the {show_gib(hardware.usable_gib)} of {hardware.name}: the leanest takes "
-        f"{show_gib(result.smallest_gib)}"
+        f"likely to fit in the {show_gib(hardware.usable_gib)} of {hardware.name}: the leanest "
+        f"takes {show_gib(result.smallest_gib)}"
     )
 
 

@@ -86,7 +86,7 @@ class RankRecord:
     events: list[Event] = field(default_factory=list)
     reads: dict[Read, int] = field(default_factory=dict)
     """Place and the number of values it read."""
-    own_reads: list[tuple[int, str]] = field(default_factory=list)
+    local_reads: list[tuple[int, str]] = field(default_factory=list)
     """Reads of values that other ranks may not share, as (number of earlier events, place)."""
     exchanges: list[Exchange] = field(default_factory=list)
     """Rows that it sent to experts, and expected from them."""
@@ -98,7 +98,7 @@ class RankRecord:
     """Objects that it broadcast to all others, in order."""
     layers: tuple[int, int] = (1, 1)
     """Number of layers of its stages that ran, and number that there are."""
-    parts: tuple[int, int] = (0, 0)
+    checkpoint_pieces: tuple[int, int] = (0, 0)
     """Pieces of tensors in a checkpoint, over all ranks: of layers that ran, of other modules."""
     store_keys: int = 0
     """Keys of the store that it set, added to or read until the first step."""
@@ -109,7 +109,7 @@ class RankRecord:
     memory: int = 0
     """Peak memory of its process in bytes."""
     metadata: float = 0.0
-    """Bytes of a checkpoint's metadata per part."""
+    """Bytes of a checkpoint's metadata per piece of a tensor."""
 
     @property
     def collectives(self) -> Sequence[Entered]:

@@ -136,7 +136,7 @@ def check_collectives(
 def _first_difference(lists: Mapping[int, list[Entered]], group: Group) -> Fault | None:
     unique = {id(events): events for events in lists.values()}.values()
     calls = [[event.call for event in events] for events in unique]
-    if all(own == calls[0] for own in calls):
+    if all(other == calls[0] for other in calls):
         return None
     for i in range(max(map(len, lists.values()))):
         at = {rank: events[i] if i < len(events) else None for rank, events in lists.items()}
@@ -156,33 +156,33 @@ def _difference(
     i: int,
     group: Group,
 ) -> str:
-    """The sentence about two lists of collectives that differ from place `i` on."""
-    one = theirs[i] if i < len(theirs) else None
-    other = usual[i] if i < len(usual) else None
-    if other is not None and _begins(usual[i + 1 :], theirs[i:]):
-        other = _of(other, group)
+    """The sentence about two lists of collectives that differ from index `i` on."""
+    actual = theirs[i] if i < len(theirs) else None
+    expected = usual[i] if i < len(usual) else None
+    if expected is not None and _begins(usual[i + 1 :], theirs[i:]):
+        expected = _in_group(expected, group)
         wait = "waits" if len(most) == 1 else "wait"
-        during = f" during the {other.during}"
+        during = f" during the {expected.during}"
         text = (
-            f"{name_ranks(few)} did not enter {other.describe()}{during}, where {name_ranks(most)} "
-            f"{wait}, at {other.at}"
+            f"{name_ranks(few)} did not enter {expected.describe()}{during}, where "
+            f"{name_ranks(most)} {wait}, at {expected.at}"
         )
         if i == 0:
             return text
         last = theirs[i - 1]
         return f"{text}; its last one there is #{last.number} {last.op}, at {last.at}"
-    if one is not None and _begins(theirs[i + 1 :], usual[i:]):
-        one = _of(one, group)
+    if actual is not None and _begins(theirs[i + 1 :], usual[i:]):
+        actual = _in_group(actual, group)
         return (
-            f"{name_ranks(few)} entered {one.describe()}{one.place}, which {name_ranks(most)} did "
-            "not enter"
+            f"{name_ranks(few)} entered {actual.describe()}{actual.place}, which "
+            f"{name_ranks(most)} did not enter"
         )
-    assert one is not None
-    assert other is not None
-    return different_calls(few, _of(one, group), most, _of(other, group))
+    assert actual is not None
+    assert expected is not None
+    return different_calls(few, _in_group(actual, group), most, _in_group(expected, group))
 
 
-def _of(event: Entered, group: Group) -> Entered:
+def _in_group(event: Entered, group: Group) -> Entered:
     """The event of a rank that stands in for a member of `group`."""
     return replace(event, group=group)
 
@@ -215,27 +215,27 @@ def check_messages(
     faults = []
     mails = {rank: _mail(record) for rank, record in records.items()}
     for rank, record in records.items():
-        for (slot, other), own in mails[rank].items():
+        for (slot, other), mail in mails[rank].items():
             ranks = record.groups[slot].ranks
             peer = ranks[other]
             theirs = mails[sample.stand_in(peer)].get((slot, ranks.index(rank)), _Mail())
-            counts.messages += len(own.sends)
-            counts.bytes += sum(sent.message.bytes for sent in own.sends)
-            faults.append(_unmatched(rank, peer, own.sends, theirs.receives))
+            counts.messages += len(mail.sends)
+            counts.bytes += sum(sent.message.bytes for sent in mail.sends)
+            faults.append(_unmatched(rank, peer, mail.sends, theirs.receives))
             if not theirs.sends:
-                faults.append(_unmatched(peer, rank, [], own.receives))
+                faults.append(_unmatched(peer, rank, [], mail.receives))
     return [fault for fault in faults if fault][:1]
 
 
 def _mail(record: RankRecord) -> dict[tuple[int, int], _Mail]:
     """The mail with each index in the group of each slot."""
-    found: defaultdict[tuple[int, int], _Mail] = defaultdict(_Mail)
+    mails: defaultdict[tuple[int, int], _Mail] = defaultdict(_Mail)
     for post in record.posts:
         ranks = record.groups[post.slot].ranks
         for message in post.messages:
-            mail = found[post.slot, ranks.index(message.peer)]
-            (mail.sends if message.sends else mail.receives).append(_Sent(message, post))
-    return dict(found)
+            peer_mail = mails[post.slot, ranks.index(message.peer)]
+            (peer_mail.sends if message.sends else peer_mail.receives).append(_Sent(message, post))
+    return dict(mails)
 
 
 def _unmatched(source: int, target: int, sends: list[_Sent], receives: list[_Sent]) -> Fault | None:
@@ -273,8 +273,8 @@ def check_exchanges(records: Mapping[int, RankRecord], counts: Counts) -> list[F
     These splits are the only sizes that depend on data. A rehearsal makes them unequal.
     """
     exchanges = {rank: record.exchanges for rank, record in records.items()}
-    for own in exchanges.values():
-        for exchange in own:
+    for rank_exchanges in exchanges.values():
+        for exchange in rank_exchanges:
             counts.exchanges += len(records.keys() & exchange.ranks)
     uneven = uneven_exchange(exchanges)
     return [Fault("exchanges", uneven.sender, uneven.text)] if uneven else []

@@ -126,10 +126,10 @@ class Network:
         group: ProcessGroup | None = None,
         group_src: int | None = None,
     ) -> None:
-        own = scatter_object_input_list[0] if scatter_object_input_list else self._gathered
+        received = scatter_object_input_list[0] if scatter_object_input_list else self._gathered
         root = self._global(src, group_src, group)
-        self._object("scatter_object_list", group, _size(own), root)
-        scatter_object_output_list[0] = own
+        self._object("scatter_object_list", group, _size(received), root)
+        scatter_object_output_list[0] = received
 
     def merged_on_0(self, value: Any, _: Callable[..., Any]) -> Any:
         self._object("merge_objects", None, _size(value))
@@ -185,9 +185,11 @@ class Network:
     def batch_isend_irecv(self, operations: list[dist.P2POp]) -> list[_Work]:
         group = operations[0].group
         messages = []
-        for one in operations:
-            sends = one.op is distributed_c10d.isend
-            messages.append(self._message(sends, one.tensor, None, one.group_peer, group=group))
+        for operation in operations:
+            sends = operation.op is distributed_c10d.isend
+            messages.append(
+                self._message(sends, operation.tensor, None, operation.group_peer, group=group)
+            )
         return [self._post(group, messages, pair=False)]
 
 
@@ -231,7 +233,7 @@ def _recorded_creation(recorder: Recorder, create: Callable[..., Any]) -> Callab
     @functools.wraps(create)
     def created(
         size: int,
-        place: int,
+        rank: int,
         ranks: list[int],
         backend: Any,
         store: Any,
@@ -240,10 +242,10 @@ def _recorded_creation(recorder: Recorder, create: Callable[..., Any]) -> Callab
         **kwargs: Any,
     ) -> Any:
         with _disable_current_modes():
-            result = create(size, place, ranks, "fake", store, name, *args, **kwargs)
+            result = create(size, rank, ranks, "fake", store, name, *args, **kwargs)
         members = tuple(ranks or range(size))
-        own = name if result[0] is not dist.GroupMember.NON_GROUP_MEMBER else None
-        recorder.created(members, kwargs.get("group_desc") or "default_pg", own)
+        local_name = name if result[0] is not dist.GroupMember.NON_GROUP_MEMBER else None
+        recorder.created(members, kwargs.get("group_desc") or "default_pg", local_name)
         return result
 
     return created

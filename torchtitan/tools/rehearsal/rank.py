@@ -135,8 +135,8 @@ def rehearsed(config: Config, world: int, folder: str) -> Config:
             "freq": 1,
             "steps": _at_most(config.validation.steps),
             "sets": [
-                one.model_copy(update={"steps": _at_most(one.steps)})
-                for one in config.validation.sets
+                validation_set.model_copy(update={"steps": _at_most(validation_set.steps)})
+                for validation_set in config.validation.sets
             ],
         },
         "checkpoint": {
@@ -193,8 +193,8 @@ def _run(
         for callback in callbacks:
             kind = type(callback)
             ours = kind.__module__.startswith(f"{torchtitan.train.__name__}.")
-            part = _PARTS.get(kind, "first step" if ours else "callbacks")
-            yield from (_During(recorder, part), callback)
+            label = _NAMED_CALLBACKS.get(kind, "first step" if ours else "callbacks")
+            yield from (_During(recorder, label), callback)
         yield _During(recorder, "first step")
 
     run = Trainer(
@@ -220,7 +220,7 @@ def _run(
     recorder.record.store_keys = store.keys
     recorder.during = "first step"
     run.train()
-    recorder.record.parts = _parts(run.checkpointer.trained.tensors())
+    recorder.record.checkpoint_pieces = _count_pieces(run.checkpointer.trained.tensors())
     recorder.record.metadata = _metadata_bytes()
     if run.checkpointer.config.enable:
         recorder.during = "resume"
@@ -229,30 +229,34 @@ def _run(
     run.close()
 
 
-_PARTS: dict[type[Callback], str] = {Report: "report", Validate: "validation", Save: "save"}
+_NAMED_CALLBACKS: dict[type[Callback], str] = {
+    Report: "report",
+    Validate: "validation",
+    Save: "save",
+}
 """Callbacks that the rehearsal names; the user's are `callbacks`."""
 
 
 class _During(Callback):
     """Names the part of the rehearsal that begins after a step."""
 
-    def __init__(self, recorder: Recorder, part: str):
+    def __init__(self, recorder: Recorder, label: str):
         self.recorder = recorder
-        self.part = part
+        self.label = label
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        self.recorder.during = self.part
+        self.recorder.during = self.label
 
 
-def _parts(tensors: dict[str, Any]) -> tuple[int, int]:
-    """What `RankRecord.parts` holds."""
+def _count_pieces(tensors: dict[str, Any]) -> tuple[int, int]:
+    """What `RankRecord.checkpoint_pieces` holds."""
     counts = [0, 0]
     for name, value in flatten_state_dict(tensors)[0].items():
-        parts = 1
+        pieces = 1
         if isinstance(value, DTensor):
             sizes = zip(value.device_mesh.shape, value.placements, strict=True)
-            parts = math.prod(size for size, placement in sizes if not placement.is_replicate())
-        counts[".layers." not in name] += min(parts, max(1, value.numel()))
+            pieces = math.prod(size for size, placement in sizes if not placement.is_replicate())
+        counts[".layers." not in name] += min(pieces, max(1, value.numel()))
     return counts[0], counts[1]
 
 
@@ -260,21 +264,21 @@ def _metadata_bytes() -> float:
     """Bytes for each part of `.metadata` and `__N.json`, measured on a tensor in many parts."""
     name = "optimizer.layers.10.attention.wo.weight.exp_avg"
     size = 2**24
-    parts = 256
+    count = 256
     metadata = Metadata({}, planner_data={})
     total = 0
-    for i in range(parts):
-        part = TensorPart(
+    for i in range(count):
+        piece = TensorPart(
             (size * i, 0), (size, 2**14), f"__{i}_0.distcp", size * i, length=size, crc32=2**32 - 1
         )
         written = WrittenTensor(
             dtype="float32",
-            size=(size * parts, 2**14),
-            layout=Layout(0, [[Cut(parts, 1)], []]),
-            parts=[part],
+            size=(size * count, 2**14),
+            layout=Layout(0, [[Cut(count, 1)], []]),
+            parts=[piece],
         )
         total += len(written.model_dump_json()) + len(name)
         for result in add_written(metadata, name, written):
             metadata.storage_data = metadata.storage_data or {}
             metadata.storage_data[result.index] = result.storage_data
-    return (len(pickle.dumps(metadata)) + total) / parts
+    return (len(pickle.dumps(metadata)) + total) / count

@@ -16,28 +16,28 @@ def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
     Args:
         degrees: of the axes, from outer to inner.
     """
-    place = {}
+    indexes = {}
     for axis, degree in reversed(list(degrees.items())):
-        rank, place[axis] = divmod(rank, degree)
-    return {axis: place[axis] for axis in degrees}
+        rank, indexes[axis] = divmod(rank, degree)
+    return {axis: indexes[axis] for axis in degrees}
 
 
-def rank_at(place: Mapping[str, int], degrees: Mapping[str, int]) -> int:
+def rank_at(position: Mapping[str, int], degrees: Mapping[str, int]) -> int:
     """The inverse of `coordinates`; axes that `place` lacks are at 0."""
     rank = 0
     for axis, degree in degrees.items():
-        rank = rank * degree + place.get(axis, 0)
+        rank = rank * degree + position.get(axis, 0)
     return rank
 
 
 def corners(degrees: Mapping[str, int]) -> list[int]:
     """The ranks to rehearse, in order."""
     last = {axis: degree - 1 for axis, degree in degrees.items() if degree > 1 and axis != "pp"}
-    places = [{axis: coordinate} for axis, coordinate in last.items()]
-    places += [{axis: degrees[axis] // 2} for axis in last]
+    positions = [{axis: coordinate} for axis, coordinate in last.items()]
+    positions += [{axis: degrees[axis] // 2} for axis in last]
     for stage in range(degrees["pp"]):
-        places += [{"pp": stage}, {**last, "pp": stage}]
-    return sorted({rank_at(place, degrees) for place in places})
+        positions += [{"pp": stage}, {**last, "pp": stage}]
+    return sorted({rank_at(position, degrees) for position in positions})
 
 
 class RankSample:
@@ -52,11 +52,11 @@ class RankSample:
     def _kind(self, rank: int) -> tuple[int, ...]:
         """The place in the pipeline, then for each axis 0 (first), 1 (between) or 2 (last)."""
         kind = []
-        for axis, at in coordinates(rank, self.degrees).items():
-            if axis == "pp" or at == 0:
-                kind.append(at)
+        for axis, index in coordinates(rank, self.degrees).items():
+            if axis == "pp" or index == 0:
+                kind.append(index)
             else:
-                kind.append(2 if at == self.degrees[axis] - 1 else 1)
+                kind.append(2 if index == self.degrees[axis] - 1 else 1)
         return tuple(kind)
 
     def stand_in(self, rank: int) -> int:
@@ -69,16 +69,18 @@ class RankSample:
             return rank
         kind = self._kind(rank)
         if kind not in self._known:
-            own = [other for other, its in self._kinds.items() if its[0] == kind[0]]
-            self._known[kind] = max(own, key=lambda other: _likeness(kind, self._kinds[other]))
+            candidates = [other for other, its in self._kinds.items() if its[0] == kind[0]]
+            self._known[kind] = max(
+                candidates, key=lambda other: _likeness(kind, self._kinds[other])
+            )
         return self._known[kind]
 
     def large(self, rank: int) -> bool:
         """Whether the values that the rank reads of its own tensors are large; those of its
         neighbors in the comparison are small.
         """
-        place = coordinates(rank, self.degrees)
-        steps = [at if axis == "pp" else min(at, 1) for axis, at in place.items()]
+        position = coordinates(rank, self.degrees)
+        steps = [at if axis == "pp" else min(at, 1) for axis, at in position.items()]
         return sum(steps) % 2 == 1
 
 

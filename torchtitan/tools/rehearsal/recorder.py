@@ -50,7 +50,7 @@ _OPS = (
 )
 """Part of an operator's name, and the collective that it is; the first match wins."""
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-_OWN = __file__.rpartition("/")[0]
+_REHEARSAL_FOLDER = __file__.rpartition("/")[0]
 _HELPERS = (
     "all_reduce",
     "gather",
@@ -116,10 +116,10 @@ class Recorder(TorchDispatchMode):
 
     def _axes_of(self, ranks: tuple[int, ...]) -> frozenset[str]:
         """Mesh axes that a group spans whole; none if it also spans a part of another one."""
-        places = [coordinates(rank, self.degrees) for rank in ranks]
+        positions = [coordinates(rank, self.degrees) for rank in ranks]
         whole = []
         for axis in self._all:
-            if len({place[axis] for place in places}) == self.degrees[axis]:
+            if len({position[axis] for position in positions}) == self.degrees[axis]:
                 whole.append(axis)
         size = math.prod(self.degrees[axis] for axis in whole)
         return frozenset(whole if size == len(ranks) else ())
@@ -217,7 +217,7 @@ class Recorder(TorchDispatchMode):
         if count > _ENDLESS_READS:
             raise EndlessLoopError(read.at)
         if not shared:
-            self.record.own_reads.append((len(self.record.events), read.at))
+            self.record.local_reads.append((len(self.record.events), read.at))
         large = self.large and not shared
         if tensor.dtype is torch.bool:
             return large
@@ -251,7 +251,7 @@ class Recorder(TorchDispatchMode):
 
 @functools.cache
 def _skipped(file: str) -> bool:
-    return is_library(file) or file.startswith(_OWN)
+    return is_library(file) or file.startswith(_REHEARSAL_FOLDER)
 
 
 @functools.cache
@@ -265,17 +265,17 @@ def _kind(func: Any) -> str | None:
     return next((op for text, op in _OPS if text in name), None)
 
 
-def _inputs(kind: str, given: list[Tensor], in_place: bool) -> list[Tensor]:
+def _inputs(kind: str, operands: list[Tensor], in_place: bool) -> list[Tensor]:
     """The tensors that a collective communicates; operators in place also get the outputs."""
     if kind == "barrier":
         return []
     if not in_place:
-        return given
+        return operands
     if kind == "all_gather":
-        return [min(given, key=nbytes)]
+        return [min(operands, key=nbytes)]
     if kind == "reduce_scatter":
-        return [max(given, key=nbytes)]
-    return given[:1] if kind in ("broadcast", "all_reduce") else given[-1:]
+        return [max(operands, key=nbytes)]
+    return operands[:1] if kind in ("broadcast", "all_reduce") else operands[-1:]
 
 
 def describe(tensor: Tensor, kind: str) -> str:
@@ -299,13 +299,13 @@ def reduction(args: tuple[Any, ...]) -> str:
 
 def _shared(inputs: Any) -> frozenset[str]:
     """Axes along which all ranks hold the same values."""
-    found: frozenset[str] | None = None
+    common: frozenset[str] | None = None
     for tensor in inputs:
-        own: frozenset[str] = getattr(tensor, "_rehearsed", frozenset())
-        found = own if found is None else found & own
-        if not found:
+        axes: frozenset[str] = getattr(tensor, "_rehearsed", frozenset())
+        common = axes if common is None else common & axes
+        if not common:
             break
-    return found or frozenset()
+    return common or frozenset()
 
 
 def mark(tensor: Tensor, axes: frozenset[str]) -> None:

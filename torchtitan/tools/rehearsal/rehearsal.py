@@ -114,11 +114,11 @@ def _because_of_data(fault: Fault, before: RankRecord, after: RankRecord) -> Fau
     if same and before.events == after.events:
         return fault
     first = min(len(before.events), len(after.events))
-    for i, (one, other) in enumerate(zip(before.events, after.events, strict=False)):
-        if one != other:
+    for i, (earlier, later) in enumerate(zip(before.events, after.events, strict=False)):
+        if earlier != later:
             first = i
             break
-    read = [place for position, place in before.own_reads if position <= first]
+    read = [line for position, line in before.local_reads if position <= first]
     if not read:
         return fault
     where = f"rank {fault.rank} depends on a value of its own data, which it reads at {read[-1]}"

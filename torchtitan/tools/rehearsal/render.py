@@ -21,10 +21,10 @@ def as_text(rehearsal: Rehearsal) -> str:
         layers = f"up to {plural(rehearsal.layers, 'layer')} of each stage"
     seconds = sum(record.cpu_seconds for record in rehearsal.records.values())
     memory = max(record.memory for record in rehearsal.records.values()) / 2**30
-    own = "; ".join(sorted({at for at, shared in _reads(rehearsal) if not shared}))
+    local_reads = "; ".join(sorted({at for at, shared in _reads(rehearsal) if not shared}))
     lines = [
         f"{model.name} {model.flavor} on {plural(rehearsal.world, 'rank')}: {layout}",
-        f"Rehearsed {_ranks(rehearsal)}; {layers}; {', '.join(_parts(rehearsal))}",
+        f"Rehearsed {_ranks(rehearsal)}; {layers}; {', '.join(_phases(rehearsal))}",
         "",
         aligned(_table(rehearsal.records[0])),
         "",
@@ -33,7 +33,7 @@ def as_text(rehearsal: Rehearsal) -> str:
         f"{plural(counts.exchanges, 'split')} of experts' rows; {show_gib(counts.bytes / 2**30)} "
         "of messages",
         f"It took {seconds:,.0f} CPU seconds, and at most {show_gib(memory)} in each process",
-        f"Values that a rank reads of its own data, which changed nothing: {own or 'none'}",
+        f"Values that a rank reads of its own data, which changed nothing: {local_reads or 'none'}",
         "",
         aligned([("start-up and checkpoints", "on this many ranks"), *rows(startup(rehearsal))]),
         "",
@@ -70,7 +70,7 @@ def _verdict(rehearsal: Rehearsal) -> str:
     )
 
 
-def _parts(rehearsal: Rehearsal) -> list[str]:
+def _phases(rehearsal: Rehearsal) -> list[str]:
     return list(dict.fromkeys(event.during for event in rehearsal.records[0].collectives))
 
 
@@ -110,7 +110,7 @@ def as_data(rehearsal: Rehearsal) -> dict[str, Any]:
         "layout": layout_degrees(rehearsal.config.parallelism),
         "layers": rehearsal.layers,
         "rehearsed": sorted(rehearsal.records),
-        "parts": _parts(rehearsal),
+        "parts": _phases(rehearsal),
         "checked": asdict(rehearsal.counts),
         "reads": [{"at": at, "shared": shared} for at, shared in sorted(_reads(rehearsal))],
         "ranks": [_rank(rank, record) for rank, record in rehearsal.records.items()],

@@ -51,9 +51,9 @@ def few_modules(
     """
     every = tuple(setup.spec.module_flops(setup.args, 1))
     whole = [stage or every for stage in stage_modules(stages, pp_rank)]
-    kept = whole if layers is None else [_fewer(stage, layers) for stage in whole]
-    recorder.record.layers = _count_layers(kept), _count_layers(whole)
-    return list(kept)
+    selected = whole if layers is None else [_fewer(stage, layers) for stage in whole]
+    recorder.record.layers = _count_layers(selected), _count_layers(whole)
+    return list(selected)
 
 
 def _count_layers(stages: Sequence[tuple[str, ...]]) -> int:
@@ -64,9 +64,9 @@ def _fewer(modules: tuple[str, ...], layers: int) -> tuple[str, ...]:
     """The modules of a stage, of which at most `layers` are layers: the first ones, and the
     last.
     """
-    own = [name for name in modules if name.startswith("layers.")]
-    kept = {*own[: layers - 1], *own[-1:]}
-    return tuple(name for name in modules if name in kept or not name.startswith("layers."))
+    layer_names = [name for name in modules if name.startswith("layers.")]
+    selected = {*layer_names[: layers - 1], *layer_names[-1:]}
+    return tuple(name for name in modules if name in selected or not name.startswith("layers."))
 
 
 # ---- exchanges
@@ -79,15 +79,15 @@ def unequal_splits(
     ranks = len(sent)
     groups = recorder.record.groups
     group = next((group for group in groups if group.description == "ep"), groups[0])
-    own = group.ranks.index(recorder.record.rank)
+    group_rank = group.ranks.index(recorder.record.rank)
 
     def rows_of(source: int, target: int) -> int:
         shift = (target - source) % ranks
         share = rows // ranks
         return share + (shift < rows % ranks) + ((shift == 1) - (shift == 0) if share else 0)
 
-    return [rows_of(own, other) for other in range(ranks)], [
-        rows_of(other, own) for other in range(ranks)
+    return [rows_of(group_rank, other) for other in range(ranks)], [
+        rows_of(other, group_rank) for other in range(ranks)
     ]
 
 

@@ -68,21 +68,21 @@ def startup(rehearsal: Rehearsal) -> Startup:
     gloo's requests to the store were counted on real groups.
     """
     record = rehearsal.records[0]
-    own = [group.ranks for group in record.groups if len(group.ranks) > 1]
+    members = [group.ranks for group in record.groups if len(group.ranks) > 1]
     sizes = [len(ranks) for ranks, _ in all_groups(record)]
-    parts = _parts(rehearsal)
+    parts = _count_pieces(rehearsal)
     records = rehearsal.records.values()
     lazy = rehearsal.world > CONNECTED_RANKS
     return Startup(
-        groups=len(own),
+        groups=len(members),
         calls=len(record.creations),
         splits=sum(1 for _ in groupby(record.creations, key=lambda c: (c.description, c.at))),
-        connections=sum(len(ranks) - 1 for ranks in own),
+        connections=sum(len(ranks) - 1 for ranks in members),
         store=sum(n * at_once(n) for n in sizes),
         lazy_store=sum(sizes),
-        requests=max(one.store_keys for one in records)
-        + sum((lazily if lazy else at_once)(len(ranks)) for ranks in own),
-        files=max(one.files for one in records),
+        requests=max(each.store_keys for each in records)
+        + sum((lazily if lazy else at_once)(len(ranks)) for ranks in members),
+        files=max(each.files for each in records),
         start_objects=_objects(record, "start"),
         save=_exchanged(record, "save"),
         resume=_exchanged(record, "resume"),
@@ -107,14 +107,14 @@ def _objects(record: RankRecord, during: str) -> int:
 
 def _exchanged(record: RankRecord, during: str) -> tuple[int, int]:
     """Collectives of rank 0 during a part of the rehearsal, and their bytes."""
-    found = [event for event in record.collectives if event.during == during]
+    events = [event for event in record.collectives if event.during == during]
     indexes = sum(
         event.bytes
-        for event in found
+        for event in events
         if event.op.startswith("broadcast") and event.at.endswith(_OPENS)
     )
-    others = sum(event.bytes for event in found) - indexes
-    return len(found), round(others + indexes * _scale(record))
+    others = sum(event.bytes for event in events) - indexes
+    return len(events), round(others + indexes * _scale(record))
 
 
 def _scale(record: RankRecord) -> float:
@@ -123,35 +123,35 @@ def _scale(record: RankRecord) -> float:
     return of / run if run else 1.0
 
 
-def _parts(rehearsal: Rehearsal) -> int:
+def _count_pieces(rehearsal: Rehearsal) -> int:
     degrees = axis_degrees(rehearsal.config.parallelism)
     total = 0.0
     for rank, record in rehearsal.records.items():
         if not any(at for axis, at in coordinates(rank, degrees).items() if axis != "pp"):
-            total += record.parts[0] * _scale(record) + record.parts[1]
+            total += record.checkpoint_pieces[0] * _scale(record) + record.checkpoint_pieces[1]
     return round(total)
 
 
-def rows(found: Startup) -> list[tuple[str, str]]:
+def rows(numbers: Startup) -> list[tuple[str, str]]:
     """The numbers in words."""
 
-    def exchanged(found: tuple[int, int]) -> str:
-        return f"{found[0]:,}; {found[1]:,} bytes"
+    def exchanged(totals: tuple[int, int]) -> str:
+        return f"{totals[0]:,}; {totals[1]:,} bytes"
 
     def mib(size: int) -> str:
         return f"{size / 2**20:,.1f} MiB"
 
-    store = f"{found.store:,}; {found.lazy_store:,}"
-    parts = f"{found.parts:,}; {mib(found.metadata)}"
+    store = f"{numbers.store:,}; {numbers.lazy_store:,}"
+    parts = f"{numbers.parts:,}; {mib(numbers.metadata)}"
     return [
-        ("process groups of rank 0", f"{found.groups:,}"),
-        ("calls that create groups (gloo; NCCL)", f"{found.calls:,}; {found.splits:,}"),
-        ("connections of rank 0, if gloo makes all at once", f"{found.connections:,}"),
+        ("process groups of rank 0", f"{numbers.groups:,}"),
+        ("calls that create groups (gloo; NCCL)", f"{numbers.calls:,}; {numbers.splits:,}"),
+        ("connections of rank 0, if gloo makes all at once", f"{numbers.connections:,}"),
         ("store requests of all ranks to connect groups (all at once; as needed)", store),
-        ("store requests of a rank at the start", f"{found.requests:,}"),
-        ("files opened by a rank at the start, besides data", f"{found.files:,}"),
-        ("objects received by rank 0 at the start", mib(found.start_objects)),
-        ("collectives of a rank in a save", exchanged(found.save)),
-        ("collectives of a rank in a resume", exchanged(found.resume)),
+        ("store requests of a rank at the start", f"{numbers.requests:,}"),
+        ("files opened by a rank at the start, besides data", f"{numbers.files:,}"),
+        ("objects received by rank 0 at the start", mib(numbers.start_objects)),
+        ("collectives of a rank in a save", exchanged(numbers.save)),
+        ("collectives of a rank in a resume", exchanged(numbers.resume)),
         ("parts of tensors in a checkpoint, and their metadata", parts),
     ]

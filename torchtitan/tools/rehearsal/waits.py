@@ -52,8 +52,12 @@ class _Rank:
         return stream
 
     def has_entered(self, event: Entered) -> bool:
-        own = self.event
-        if not isinstance(own, Entered) or own.slot != event.slot or own.number != event.number:
+        current = self.event
+        if (
+            not isinstance(current, Entered)
+            or current.slot != event.slot
+            or current.number != event.number
+        ):
             return False
         return not self.streams[event.slot, -1]
 
@@ -148,21 +152,24 @@ class _Ranks:
         woken = set[int]()
         todo = deque([(rank, stream)])
         while todo:
-            own, at = todo.popleft()
-            queue = self.states[own].streams[at]
+            current_rank, at = todo.popleft()
+            queue = self.states[current_rank].streams[at]
             if not queue:
                 continue
             slot, peer = at
-            mirrored = slot, own if peer >= 0 else -1
+            mirrored = slot, current_rank if peer >= 0 else -1
             left = queue[0].left
             for message in list(left):
                 others = self.states[message.peer].streams[mirrored]
-                mirror = _other_end(own, message, others) if message in left else None
+                mirror = _other_end(current_rank, message, others) if message in left else None
                 if mirror is None:
                     continue
                 left.remove(message)
                 others[0].left.remove(mirror)
-                for who, where, line in ((own, at, queue), (message.peer, mirrored, others)):
+                for who, where, line in (
+                    (current_rank, at, queue),
+                    (message.peer, mirrored, others),
+                ):
                     if line and not line[0].left:
                         self.states[who].done.add(line.popleft().post.number)
                         woken.add(who)
@@ -188,9 +195,9 @@ class _Ranks:
         return {other for other in others if not self.states[other].has_entered(event)}
 
 
-def _other_end(own: int, message: Message, line: Sequence[_Unfinished]) -> Message | None:
+def _other_end(rank: int, message: Message, line: Sequence[_Unfinished]) -> Message | None:
     """The other end of a message, if it is at the head of its stream."""
-    for one in line[0].left if line else ():
-        if one.peer == own and one.sends != message.sends:
-            return one
+    for candidate in line[0].left if line else ():
+        if candidate.peer == rank and candidate.sends != message.sends:
+            return candidate
     return None
