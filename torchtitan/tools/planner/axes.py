@@ -15,7 +15,7 @@ AXES = {
     "state_dtype": "the optimizer's state in bf16, too (changes what is trained)",
     "offload": "activations, or parameters and optimizer state, in host memory",
 }
-"""Name and what it varies."""
+"""Axes by name, with what each varies."""
 
 _BATCHES = (0.5, 1, 2, 4)
 _LOSS_CHUNKS = (1, 2, 4, 8, 16)
@@ -33,7 +33,7 @@ _SIMPLEST: Settings = {
     "activation_checkpoint.offload_blocks": 0,
     "training.enable_cpu_offload": False,
 }
-"""Other values make a configuration less simple."""
+"""The values of a simple configuration."""
 KEYS = (*_CHANGES_TRAINING, *_SIMPLEST, "training.loss_chunks")
 """Everything that the axes set outside of checkpointing's mode."""
 
@@ -93,7 +93,7 @@ def read(config: Config, key: str) -> Any:
 
 
 def changes(config: Config, original: Config) -> Settings:
-    """What an axis has set to another value than `given` has."""
+    """The keys of axes whose values differ from those of `original`."""
     return {key: read(config, key) for key in KEYS if read(config, key) != read(original, key)}
 
 

@@ -1,7 +1,7 @@
-"""What a kind of block consists of, for the planner's formulas: its linear layers, how it mixes
-tokens, and its vectors.
+"""The contents of each kind of block, for the planner's formulas: linear layers, token mixing and
+vectors.
 
-Widths are of the whole model; per token, where nothing else is said.
+Widths are those of the whole model, per token unless stated otherwise.
 """
 
 from collections.abc import Iterator
@@ -35,12 +35,12 @@ COUNTED = frozenset(
 
 @dataclass(frozen=True)
 class Kind:
-    """What tells blocks of a model apart."""
+    """The properties by which the blocks of a model differ."""
 
     mixing: LayerKind
     experts: bool
     joins: bool
-    """It predicts further tokens, and first joins embeddings and hidden states."""
+    """The block predicts further tokens, and first joins embeddings and hidden states."""
 
 
 def kind_of(args: DecoderArgs, layer: int) -> Kind:
@@ -69,11 +69,11 @@ class Mixing:
     values: int
     """Widths of all keys and values that attention reads, and context parallelism sends."""
     out: int
-    """Width of what the output projection reads."""
+    """Width of the output projection's input."""
     sums: int
     """Heads whose log-sum-exp the backward needs."""
     flops: float
-    """Of the forward."""
+    """FLOPs of the forward."""
     backward: float
     """FLOPs of the backward per FLOP of the forward."""
     gathered: tuple[int, ...]
@@ -82,9 +82,9 @@ class Mixing:
     """Elements that the backward needs besides those of queries, keys, values, outputs and `read`.
     """
     read: int = 0
-    """Elements of gathered inputs that nothing else keeps, of which a rank has its part."""
+    """Elements of gathered inputs that nothing else keeps; each rank keeps its shard."""
     gates: int = 0
-    """Numbers that heads of Gated DeltaNet read besides."""
+    """Gates that the heads of Gated DeltaNet read."""
     spans_ranks: int = 0
     """Norms over features of several ranks."""
     copied: int = 0
@@ -130,7 +130,7 @@ def mixing_of(args: DecoderArgs, kind: LayerKind, seq_len: int, kv_repeated: boo
 
 
 def _latent(args: DecoderArgs, queries: int, flops: float, backward: float) -> Mixing:
-    """Latent attention. What is narrow is gathered, its norms are of each rank's tokens."""
+    """Latent attention. Ranks gather the narrow projections, and normalize their own tokens."""
     narrow = args.kv_lora_rank + args.rope_head_size
     values = args.n_heads * args.value_dim
     read = args.q_lora_rank or args.dim

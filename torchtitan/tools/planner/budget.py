@@ -24,7 +24,7 @@ from torchtitan.utils.wording import plural, show_duration, show_gib, show_perce
 
 @dataclass(frozen=True)
 class Failures:
-    """How often GPUs fail and what it takes to go on."""
+    """How often GPUs fail, and the cost of a restart."""
 
     mtbf_hours: float
     """Mean time between failures of one GPU, with its share of everything else that stops a run."""
@@ -47,7 +47,7 @@ class Saves:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Share of a run's time that is training which is kept."""
+    """Share of a run's time spent on training that no failure undoes."""
 
     mtbf: float
     """Seconds between failures of the run."""
@@ -134,16 +134,16 @@ def goodput(plan: Plan, failures: Failures) -> Goodput:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run of a plan takes."""
+    """Time and cost of a run."""
 
     run: TrainingRun
-    """Without failures."""
+    """The run without failures."""
     goodput: Goodput | None
     hours: float
-    """With failures, at the best interval."""
+    """Duration with failures, at the best interval."""
     gpu_hours: float
     cost: float | None
-    """In the currency of the price."""
+    """Cost in the currency of the price."""
 
 
 def budget_of(

@@ -1,4 +1,4 @@
-"""The performance model: seconds of one training step, by what they are spent on.
+"""The performance model: seconds of one training step, by cause.
 
 Blocks and the model's ends (`block_time.py`) add up along the step. Communication is bytes over the
 bandwidth of its ring, less what compute hides (`comm_time.py`). `pipeline_costs.py` has the wait of

@@ -1,5 +1,5 @@
-"""A block's linear layers on one rank: its part of each, which are rounded to 8 bits, and which the
-backward computes again.
+"""A block's linear layers on one rank: their local sizes, which of them round to 8 bits, and which
+the backward recomputes.
 """
 
 from collections.abc import Iterator
@@ -37,17 +37,17 @@ class Linear:
     inputs: int
     outputs: int
     eight_bit: bool
-    """Its operands are rounded to 8 bits."""
+    """The operands are rounded to 8 bits."""
     recomputed: float
     """Share of the blocks whose backward recomputes it."""
     rows: float = 1.0
     """Rows that it multiplies per token."""
     experts: int = 0
-    """Weights of a grouped product; 0: it is none."""
+    """Number of weights of a grouped product; 0: not a grouped product."""
     fp32: bool = False
-    """Computes in fp32, whatever the type of the activations."""
+    """The layer computes in fp32, whatever the type of the activations."""
     saved: bool = False
-    """Checkpointing by operation saves its result."""
+    """Checkpointing by operation saves the result."""
 
     @property
     def flops(self) -> float:
@@ -116,7 +116,7 @@ def block_linears(
 
 
 def recompute_of(ac: ActivationCheckpoint) -> Recompute:
-    """What the backward of a block repeats under this activation checkpointing."""
+    """The shares of a block that its backward recomputes under this activation checkpointing."""
     if ac.mode == "full":
         return Recompute(1.0, 1.0, 1.0)
     if selects_operations(ac):

@@ -266,7 +266,7 @@ def _attention_bytes(w: Workload) -> float:
 
 
 def _log_sum_exp_bytes(w: Workload) -> float:
-    """What flash attention keeps per token beside its output: one fp32 number per head."""
+    """Bytes per token that flash attention keeps beside its output: one fp32 number per head."""
     return FP32 * w.mixing.sums / w.tp
 
 
@@ -347,7 +347,7 @@ def _offloaded(blocks: Counted) -> tuple[int, float]:
 
 
 def _offloaded_bytes(blocks: Counted) -> float:
-    """What a stage keeps of one microbatch in host memory."""
+    """Bytes of one microbatch that a stage keeps in host memory."""
     count, size = _offloaded(blocks)
     return count * size
 

@@ -17,9 +17,7 @@ _COLORS = {"F": "#4477aa", "B": "#ddaa33", "I": "#cc6677", "W": "#44aa99"}
 """Colors of computations, distinct to color-blind readers and in gray."""
 _NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
 _PALER = 0.4
-"""Share of white in the color of a rank's second stage; of what is left, in that of its third, and
-so on.
-"""
+"""Share of white added to the color from one of a rank's stages to the next."""
 _LEGIBLE = 16
 """Pixels that the number of a microbatch takes."""
 _SMALLEST = 3.0

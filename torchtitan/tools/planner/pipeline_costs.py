@@ -1,4 +1,4 @@
-"""What a pipeline's schedule costs, in closed form: how long ranks wait, and what they keep.
+"""The cost of a pipeline's schedule in closed form: how long ranks wait, and what they keep.
 
 p ranks with v stages each run m microbatches. A schedule from a file is executed instead. Tests
 hold the formulas to the orders of computations that the trainer runs.
@@ -15,7 +15,7 @@ from torchtitan.tools.planner.pipeline_timeline import program, simulate
 
 @dataclass(frozen=True)
 class InFlight:
-    """What a rank keeps at a moment that can need the most memory."""
+    """The activations that a rank keeps at a moment that can need the most memory."""
 
     microbatches: dict[int, int]
     """Microbatches by stage that wait for their backward, or the rest of it."""
@@ -26,7 +26,7 @@ class InFlight:
 
 
 def in_flight(pipeline: StagePlan, microbatches: int, rank: int) -> list[InFlight]:
-    """What a pipeline rank keeps of a batch, at one moment or, where the backward is split, two.
+    """The activations that a pipeline rank keeps, at one moment or, if the backward is split, two.
 
     1F1B keeps a microbatch for each rank from here on; interleaving runs ahead by the rounds of all
     stages but the last (Narayanan et al., arXiv:2104.04473, section 2.2). The V-shaped schedules

@@ -28,9 +28,9 @@ class Plan:
     """Memory of each pipeline rank."""
     notes: tuple[str, ...] = ()
     tightest: "Plan | None" = None
-    """The plan of the later stage of the data whose memory it is; None: of the first."""
+    """The plan of the stage of the data that `memory` belongs to; None: the first stage."""
     stages: tuple[tuple[int, "Plan"], ...] = ()
-    """The first step of each stage of the data, and its plan; empty: all alike."""
+    """The first step and the plan of each stage of the data; empty if all stages are alike."""
 
     @property
     def config(self) -> Config:
@@ -43,7 +43,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Per GPU."""
+        """Throughput of each GPU."""
         return self.time.tokens_per_second
 
     @property
@@ -162,7 +162,7 @@ has one, and its bytes per logit are known from what inductor generates for the 
 
 
 def features(w: Workload, hw: Hardware) -> list[str]:
-    """What of `SPEED_DEVIATIONS` applies to a workload."""
+    """The keys of `SPEED_DEVIATIONS` that apply to a workload."""
     used = {
         "every run": True,
         "scaled hardware": not hw.fitted,

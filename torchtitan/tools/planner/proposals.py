@@ -19,7 +19,7 @@ _SHOWN = 6
 _OF_OTHER_KINDS = 2
 """Layouts shown beyond the frontier, since they stress another part of the hardware."""
 _OTHER_KIND = 0.9
-"""Relative speed that they must have."""
+"""Relative speed from which such a layout is shown."""
 FILE_LAYOUT = "this file's own layout"
 
 
@@ -45,12 +45,12 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """The axes with more than one rank."""
+        """Mesh axes with more than one rank."""
         degrees = layout_degrees(self.workload.config.parallelism)
         return tuple(axis for axis, degree in degrees.items() if degree > 1)
 
     def beats(self, other: "Candidate") -> bool:
-        """It is as fast, as small and as simple."""
+        """Whether this candidate is at least as fast, as small and as simple as the other."""
         return (
             self.speed >= other.speed
             and self.gib <= other.gib

@@ -82,7 +82,7 @@ def heads_exchanged(w: Workload) -> tuple[float, float]:
 
 
 def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
-    """What one rank at place `pp_rank` of the pipeline communicates in a step."""
+    """The collectives of a step on one rank of pipeline rank `pp_rank`."""
     out = Collectives()
     stages = w.stages_of(pp_rank)
     blocks = w.counted(stages)
@@ -109,7 +109,7 @@ def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
 
 
 def _add_block(out: Collectives, w: Workload, times: int) -> None:
-    """What one block communicates, as often as it runs, but for its weights."""
+    """Add what one block communicates each time it runs, without its weights."""
     if w.tp > 1:
         gathers, scatters = tensor_parallel_widths(w)
         gathered = FP8 if w.tensorwise else w.element

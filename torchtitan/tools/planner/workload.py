@@ -1,4 +1,4 @@
-"""A configuration reduced to the quantities that the planner's formulas take.
+"""A configuration reduced to the inputs of the planner's formulas.
 
 Notation of `costs.py` and `memory.py`: d is the width of the residual stream, q and kv the widths
 of all query heads and of all key (or value) heads, f the inner width of the feed-forward network or
@@ -40,7 +40,7 @@ class PlannedStage:
     """A pipeline stage; without a pipeline, the whole model."""
 
     rank: int
-    """Place along the `pp` axis."""
+    """Index along the `pp` axis."""
     kinds: tuple[int, ...]
     """Number of blocks of each kind, as in `Workload.blocks`."""
     has_embedding: bool
@@ -77,8 +77,8 @@ def _check_covered(config: Config, args: Any) -> DecoderArgs:
 class Workload:
     """One training step of `config` on each rank.
 
-    What is said about a block holds for the most common kind. `blocks` has a workload for each
-    kind, as if all blocks were of that kind.
+    Properties of a block are those of the most common kind. `blocks` has a workload for each kind,
+    as if all blocks were of that kind.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class Workload:
 
     @cached_property
     def expert_padding(self) -> float:
-        """What FSDP gathers and reduces of experts, relative to their parameters.
+        """Elements that FSDP gathers and reduces for the experts, relative to their parameters.
 
         Whole matrices are padded where the ranks don't divide their number.
         """

@@ -1,4 +1,4 @@
-"""What one rank does that other ranks wait for. Imports no torch.
+"""Events of one rank that other ranks wait for. Imports no torch.
 
 A group is identified by its slot: its index among the groups that a rank is a member of, in the
 order of creation. Slot 0 is all ranks. If all ranks create the same groups, a slot means the same
@@ -17,7 +17,7 @@ class Creation(NamedTuple):
     """A call that creates a process group, which all ranks must make."""
 
     ranks: tuple[int, ...]
-    """Its members, which need not include this rank."""
+    """Members of the group, which need not include this rank."""
     description: str
     at: str
     """Python line."""
@@ -85,19 +85,19 @@ class RankRecord:
     creations: list[Creation] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     reads: dict[Read, int] = field(default_factory=dict)
-    """Place and the number of values it read."""
+    """Reads, with the number of values each read."""
     local_reads: list[tuple[int, str]] = field(default_factory=list)
     """Reads of values that other ranks may not share, as (number of earlier events, place)."""
     exchanges: list[Exchange] = field(default_factory=list)
-    """Rows that it sent to experts, and expected from them."""
+    """Rows that the rank sent to experts, and expected from them."""
     error: str | None = None
-    """The exception that ended it, with its place."""
+    """The exception that ended the rank, with its line."""
     loop: str | None = None
     """The line of a loop that never ends with the values of a rehearsal."""
     broadcasts: list[Any] = field(default_factory=list)
-    """Objects that it broadcast to all others, in order."""
+    """Objects that the rank broadcast to all others, in order."""
     layers: tuple[int, int] = (1, 1)
-    """Number of layers of its stages that ran, and number that there are."""
+    """Number of layers of the rank's stages: those that ran, and all."""
     checkpoint_pieces: tuple[int, int] = (0, 0)
     """Pieces of tensors in a checkpoint, over all ranks: of layers that ran, of other modules."""
     store_keys: int = 0
@@ -105,9 +105,9 @@ class RankRecord:
     files: int = 0
     """Files that it opened until the first step, without code and data."""
     cpu_seconds: float = 0.0
-    """CPU time of its process."""
+    """CPU time of the process."""
     memory: int = 0
-    """Peak memory of its process in bytes."""
+    """Peak memory of the process in bytes."""
     metadata: float = 0.0
     """Bytes of a checkpoint's metadata per piece of a tensor."""
 

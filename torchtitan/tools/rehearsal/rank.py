@@ -168,7 +168,7 @@ def _at_most(steps: int | None) -> int | None:
 
 
 def _most_memory() -> int:
-    """Bytes that this process held at most."""
+    """Peak memory of this process in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -249,7 +249,7 @@ class _During(Callback):
 
 
 def _count_pieces(tensors: dict[str, Any]) -> tuple[int, int]:
-    """What `RankRecord.checkpoint_pieces` holds."""
+    """The value of `RankRecord.checkpoint_pieces`."""
     counts = [0, 0]
     for name, value in flatten_state_dict(tensors)[0].items():
         pieces = 1

@@ -1,5 +1,5 @@
-"""What a rehearsal gives to the trainer instead of a run's own: fewer layers, sizes of exchanges
-that follow from no data, rows without content, and a storage of checkpoints without files.
+"""What a rehearsal replaces in the trainer: fewer layers, made-up sizes of exchanges, rows without
+content, and a checkpoint storage without files.
 """
 
 from collections import Counter
