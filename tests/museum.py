@@ -57,8 +57,8 @@ def bf16_counts() -> Any:
     """Rows are counted in the type of the model."""
     real = ExpertBalance.__init__
 
-    def counting(balance: Any, *args: Any) -> None:
-        real(balance, *args)
+    def counting(balance: Any, *args: Any, **options: Any) -> None:
+        real(balance, *args, **options)
         balance._table = balance._table.bfloat16()
 
     return mock.patch.object(ExpertBalance, "__init__", counting)
@@ -121,7 +121,7 @@ def averaged_key_gradients() -> Any:
 def state_across_documents() -> Any:
     """Convolution and state continue from one document to the next."""
     real = GatedDeltaNet.forward
-    return mock.patch.object(GatedDeltaNet, "forward", lambda layer, x, *_: real(layer, x))
+    return mock.patch.object(GatedDeltaNet, "forward", lambda layer, x, *_, **__: real(layer, x))
 
 
 # ---- initial weights
@@ -131,12 +131,12 @@ def rates_in_bf16() -> Any:
     """A is uniform from 0 and sampled in bf16, where one in 256 samples is 0."""
     real = init._block
 
-    def block(fqn: Any, seed: Any, number: Any, shape: Any, rule: Any) -> Any:
-        if rule.kind != "log_uniform":
-            return real(fqn, seed, number, shape, rule)
+    def block(fqn: Any, seed: Any, number: Any, shape: Any, init: Any) -> Any:
+        if init.kind != "log_uniform":
+            return real(fqn, seed, number, shape, init=init)
         values = torch.empty(shape, dtype=torch.bfloat16)
         generator = torch.Generator().manual_seed(seed)
-        return values.uniform_(0, rule.high, generator=generator).log_().float()
+        return values.uniform_(0, init.high, generator=generator).log_().float()
 
     return mock.patch.object(init, "_block", block)
 

@@ -1,7 +1,6 @@
 """Mistakes of parallel training, planted for `torchtitan parity` to find."""
 
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from unittest import mock
 
 import torch
@@ -14,7 +13,7 @@ from torchtitan.optim.expert_balance import ExpertBalance
 from torchtitan.parallel.collectives import local
 from torchtitan.parallel.experts import shard as expert
 from torchtitan.testing import parity
-from torchtitan.train import build, trainer
+from torchtitan.train import build
 from torchtitan.train.forward import Compute
 
 REAL_PARALLELIZE = build.parallelize
@@ -32,7 +31,10 @@ def after_build(change):
         change(models, mesh)
         return models
 
-    return mock.patch.object(trainer, "Builders", partial(build.Builders, models=spoiled))
+    real = build.Builders.__init__
+    return mock.patch.object(
+        build.Builders, "__init__", lambda self, **options: real(self, models=spoiled, **options)
+    )
 
 
 def doubled_gradient(models, mesh):

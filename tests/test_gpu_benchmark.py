@@ -168,7 +168,7 @@ def test_tables(tmp_path):
         result("ranks_tp", ok=False, skipped="NCCL 2.28 refuses"),
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    tables.write_tables([file], fast=True, page=page)
+    tables.write_tables([file], page=page)
     text = page.read_text()
     assert text.startswith(
         f"before\n{tables.BEGIN}\n- 2030-01-02: NVIDIA H200, torch 2.11.0; `python "

