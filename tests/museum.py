@@ -66,12 +66,12 @@ def bf16_counts() -> Any:
 
 def groups_at_zero() -> Any:
     """Experts of other groups get a score of 0, which beats negative ones."""
-    real = Router._in_groups
+    real = Router._mask_groups
 
     def masked(router: Any, choice: Any) -> Any:
         return real(router, choice).clamp(min=-1e30).masked_fill(real(router, choice).isinf(), 0.0)
 
-    return mock.patch.object(Router, "_in_groups", masked)
+    return mock.patch.object(Router, "_mask_groups", masked)
 
 
 # ---- attention
@@ -80,11 +80,11 @@ def groups_at_zero() -> Any:
 def mscale_once() -> Any:
     """Scores are multiplied by mscale, not by its square."""
     once = property(lambda scaling: scaling.magnitude(scaling.mscale_all_dim or 0.0))
-    return mock.patch.object(YarnScaling, "on_scores", once)
+    return mock.patch.object(YarnScaling, "score_factor", once)
 
 
 def no_mscale() -> Any:
-    return mock.patch.object(YarnScaling, "on_scores", 1.0)
+    return mock.patch.object(YarnScaling, "score_factor", 1.0)
 
 
 def scale_lost() -> Any:

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from torchtitan.models.hf_names import Part
+from torchtitan.models.hf_names import HFSlice
 
 E, H, WIDE, Q = 4, 6, 10, 3
 """Experts, widths, and heads."""
@@ -42,19 +42,19 @@ def names(args):
     packed = {"of": 9}
     conv = {"of": 21, "dropped": 1}
     return {
-        "w1": Part("gate_up_proj", take=(0, 1), **gate_up),
-        "w3": Part("gate_up_proj", take=(1, 2), **gate_up),
-        "w2": Part("down_proj", transposed=True),
-        "b1": Part("gate_up_proj_bias", take=(0, 1), of=2, dim=1),
-        "b3": Part("gate_up_proj_bias", take=(1, 2), of=2, dim=1),
+        "w1": HFSlice("gate_up_proj", take=(0, 1), **gate_up),
+        "w3": HFSlice("gate_up_proj", take=(1, 2), **gate_up),
+        "w2": HFSlice("down_proj", transposed=True),
+        "b1": HFSlice("gate_up_proj_bias", take=(0, 1), of=2, dim=1),
+        "b3": HFSlice("gate_up_proj_bias", take=(1, 2), of=2, dim=1),
         "stack": [f"experts.{e}.weight" for e in range(E)],
-        "q": Part("qkv", take=(0, 2), **packed),
-        "k": Part("qkv", take=(2, 4), **packed),
-        "v": Part("qkv", take=(4, 9), **packed),
-        "q_conv": Part("conv1d", take=(0, 6), **conv),
-        "v_conv": Part("conv1d", take=(6, 21), **conv),
-        "embedding": Part("embed", copies=("layers.9.embed", "layers.9.head")),
-        "bias": Part("e_score_correction_bias", buffer=True),
+        "q": HFSlice("qkv", take=(0, 2), **packed),
+        "k": HFSlice("qkv", take=(2, 4), **packed),
+        "v": HFSlice("qkv", take=(4, 9), **packed),
+        "q_conv": HFSlice("conv1d", take=(0, 6), **conv),
+        "v_conv": HFSlice("conv1d", take=(6, 21), **conv),
+        "embedding": HFSlice("embed", copies=("layers.9.embed", "layers.9.head")),
+        "bias": HFSlice("e_score_correction_bias", buffer=True),
     }
 
 

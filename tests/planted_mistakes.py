@@ -164,7 +164,7 @@ def planted(bug):
         elif bug in ("decayed_vectors", "wrong_beta"):
             stack.enter_context(mock.patch.object(build, "build_optimizer", globals()[bug]))
         elif bug == "wrong inverse":
-            stack.enter_context(mock.patch.object(expert, "inverse_of", wrong_inverse))
+            stack.enter_context(mock.patch.object(expert, "inverse_permutation", wrong_inverse))
         elif bug == "scaled experts":
             stack.enter_context(on_experts(Experts, scaled_experts))
         elif bug == "counted padding":

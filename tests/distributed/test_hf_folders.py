@@ -22,7 +22,7 @@ from torchtitan.checkpoint.hf.folder import SafetensorsReader
 from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.commands import ckpt
 from torchtitan.models import get_spec
-from torchtitan.models.hf.config import computed_with
+from torchtitan.models.hf.config import effective_values
 from torchtitan.models.moe.moe import Experts
 
 
@@ -32,12 +32,12 @@ def test_config_json_gives_the_flavor(family):
     spec = get_spec(family)
     for flavor, args in spec.flavors.items():
         config = spec.hf.config(args, "bfloat16")
-        assert computed_with(spec.hf.args(config)) == computed_with(args)
+        assert effective_values(spec.hf.args(config)) == effective_values(args)
         assert nearest_flavor(spec, args) == (flavor, {})
         transformers = pytest.importorskip("transformers")
         new = json.loads(transformers.AutoConfig.for_model(**config).to_json_string())
         assert "rope_parameters" in new
-        assert computed_with(spec.hf.args(new)) == computed_with(args)
+        assert effective_values(spec.hf.args(new)) == effective_values(args)
 
 
 def load_sharded(folder, shape, placements):

@@ -18,7 +18,7 @@ from torchtitan.models.attention.dense import (
     band_backward,
     band_forward,
     counted_pairs,
-    seen,
+    visible_block,
 )
 from torchtitan.models.attention.interface import Scores
 
@@ -132,11 +132,11 @@ def test_queries_may_begin_within_the_keys(offset, window):
 def test_what_a_window_leaves_of_a_block(offset, window):
     distance = torch.arange(8)[:, None] + offset - torch.arange(6)
     visible = (distance >= 0) & (distance < (window or 1000))
-    part = seen(8, 6, offset, window)
-    if part is None:
+    block = visible_block(8, 6, offset, window)
+    if block is None:
         assert not visible.any()
         return
-    rows, columns, within = part
+    rows, columns, within = block
     assert visible[rows, columns].sum() == visible.sum()
     assert visible[rows, columns].any(1).all()
     assert visible[rows, columns].any(0).all()

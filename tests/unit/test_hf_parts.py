@@ -23,7 +23,7 @@ from torchtitan.checkpoint.save import write_streamed
 from torchtitan.commands import ckpt
 from torchtitan.models import get_spec, parameter_names, register
 from torchtitan.models import spec as models_spec
-from torchtitan.models.hf_names import Part
+from torchtitan.models.hf_names import HFSlice
 from torchtitan.utils.errors import CheckpointError, ConfigError
 
 
@@ -178,7 +178,7 @@ def test_mxfp4_is_transformers_own(tmp_path):
         tmp_path, {"quant_method": "mxfp4"}, {"up_blocks": blocks, "up_scales": scales}
     )
     parts = {"of": 2, "dim": 2, "transposed": True}
-    names = {"w1": Part("up", take=(0, 1), **parts), "w3": Part("up", take=(1, 2), **parts)}
+    names = {"w1": HFSlice("up", take=(0, 1), **parts), "w3": HFSlice("up", take=(1, 2), **parts)}
     reader = SafetensorsReader(tmp_path, names)
     assert reader.problems({"w1": (E, WIDE, 96), "w3": (E, WIDE, 96)}) == []
     for name, first in (("w1", 0), ("w3", 1)):

@@ -18,7 +18,7 @@ from torchtitan.checkpoint.hf.export import HFExport
 from torchtitan.commands import ckpt
 from torchtitan.models import get_spec, parameter_names, spec_of_hf
 from torchtitan.models.attention.backend import attention_backend
-from torchtitan.models.hf_names import parts_of
+from torchtitan.models.hf_names import hf_slices
 from torchtitan.optim.loss import cross_entropy
 from torchtitan.utils.errors import ConfigError
 
@@ -377,7 +377,7 @@ def test_modules_that_predict_further_tokens_are_read_and_written(tmp_path, caps
     }
     tensors = {}
     for ours, theirs in spec.hf.names(args).items():
-        for i, part in enumerate(parts_of(theirs)):
+        for i, part in enumerate(hf_slices(theirs)):
             value = state[ours][i].clone() if isinstance(theirs, list) else state[ours]
             tensors |= {name: value.clone() for name in (part.name, *part.copies)}
     assert torch.equal(tensors["model.layers.2.shared_head.head.weight"], tensors["lm_head.weight"])

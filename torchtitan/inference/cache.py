@@ -183,15 +183,15 @@ class CachedLatents:
             return LatentAttention.attend_latents(layer, q, compressed, key, None)
         plain, rotated = q.split(layer.widths, -1)
         weight = _local(layer.wkv_b.weight).unflatten(0, (q.shape[2], -1))
-        of_keys, of_values = weight.split([layer.widths[0], layer.value_dim], 1)
-        inner = torch.cat([torch.einsum("bshd,hdr->bshr", plain, of_keys), rotated], -1)
+        key_weight, value_weight = weight.split([layer.widths[0], layer.value_dim], 1)
+        inner = torch.cat([torch.einsum("bshd,hdr->bshr", plain, key_weight), rotated], -1)
         out = _attend(
             inner.transpose(1, 2),
             latents,
             latents[..., : layer.rank],
             Scores(slots.visible, scale=scale),
         )
-        return torch.einsum("bhsr,her->bshe", out, of_values)
+        return torch.einsum("bhsr,her->bshe", out, value_weight)
 
 
 class CachedState:
@@ -253,7 +253,7 @@ def _attend(
     """Attention to the cached keys that `scores.mask` `[b, 1, s, S]` lets queries see."""
     if sinks is not None:
         # Behind all keys: the mask alone says what a query sees.
-        return attend_variant(q, keys, values, scores.at(keys.shape[2]), sinks=sinks)
+        return attend_variant(q, keys, values, scores.at_offset(keys.shape[2]), sinks=sinks)
     grouped = q.shape[1] != keys.shape[1]
     return F.scaled_dot_product_attention(
         q, keys, values, attn_mask=scores.mask, scale=scores.scale, enable_gqa=grouped

@@ -53,9 +53,11 @@ class DecoderArgs(ModelArgs):
             *("n_expert_groups", "expert_groups_per_token", "mup_base_dim", "mup_base_head_size"),
         }
     )
-    """Hyper-parameters that change what is computed, and next to nothing of its memory and time.
-    Subclasses add their own, so that the planner accepts other values than the defaults.
+    """Hyper-parameters that barely change memory and time. Subclasses add theirs, so that the
+    planner accepts other values than the defaults.
     """
+
+    # ---- size
 
     vocab_size: VocabSize
     max_seq_len: SeqLen = 8192
@@ -69,6 +71,8 @@ class DecoderArgs(ModelArgs):
     """How each block mixes tokens, repeated over the blocks: `full`, `window`, `nope` (full
     attention without positions) or `delta` (Gated DeltaNet).
     """
+    # ---- attention
+
     n_heads: Heads
     """Number of query heads."""
     n_kv_heads: Heads
@@ -90,11 +94,13 @@ class DecoderArgs(ModelArgs):
     qk_norm: bool = False
     """RMSNorm on each head's queries and keys, before RoPE."""
     qk_norm_whole: bool = False
-    """With `qk_norm`: over all heads of a token together (OLMo 2, arXiv:2501.00656)."""
+    """Normalize all heads of a token together if `qk_norm` is on (OLMo 2, arXiv:2501.00656)."""
     qkv_bias: bool = False
     """Biases on the projections to queries, keys and values."""
     wo_bias: bool = False
     """A bias on attention's output projection."""
+    # ---- latent attention
+
     kv_lora_rank: WidthOrZero = 0
     """Width of the latent vector that keys and values are computed from (multi-head latent
     attention, DeepSeek-V2, arXiv:2405.04434). 0: ordinary attention. `head_size` is then the width
@@ -108,6 +114,8 @@ class DecoderArgs(ModelArgs):
     """Width of latent attention's values. `"none"`: `head_size`."""
     latent_norm_eps: Epsilon = 1e-6
     """`norm_eps` of the norms of latent vectors."""
+    # ---- Gated DeltaNet
+
     delta_key_heads: HeadsOrZero = 0
     """Number of query and key heads of Gated DeltaNet."""
     delta_value_heads: HeadsOrZero = 0
@@ -118,6 +126,8 @@ class DecoderArgs(ModelArgs):
     """Width of Gated DeltaNet's values."""
     delta_conv_size: Annotated[int, Field(ge=1, le=64)] = 4
     """Tokens that Gated DeltaNet's convolution spans."""
+    # ---- rotary positions
+
     rope_theta: RopeTheta = 500_000.0
     """Base of the RoPE frequencies."""
     rope_scaling: AnyScaling | None = None
@@ -132,6 +142,8 @@ class DecoderArgs(ModelArgs):
     """`rope_theta` of `window` layers. `"none"`: the same."""
     scale_window_rope: bool = True
     """Use `rope_scaling` in `window` layers, too."""
+    # ---- norms and feed-forward
+
     norm_eps: Epsilon = 1e-5
     """Added to the mean square in RMSNorm."""
     norm_placement: Literal["before", "after", "both"] = "before"
@@ -148,6 +160,8 @@ class DecoderArgs(ModelArgs):
     """Activation of feed-forward networks and experts."""
     ffn_bias: bool = False
     """Biases in feed-forward networks and experts."""
+    # ---- embedding, output and initialization
+
     tie_embeddings: bool = False
     """Use the token embedding as the output projection."""
     embedding_scale: Scale = 1.0
@@ -164,6 +178,8 @@ class DecoderArgs(ModelArgs):
     """Modules that predict further tokens in training (multi-token prediction, DeepSeek-V3,
     arXiv:2412.19437, section 2.2).
     """
+    # ---- mixture of experts
+
     n_experts: Experts = 0
     """Experts in each mixture-of-experts block. 0: a dense model."""
     experts_per_token: Experts = 0
@@ -183,13 +199,15 @@ class DecoderArgs(ModelArgs):
     route_scale: Scale = 1.0
     """Multiplies the weights of a token's experts."""
     n_expert_groups: Annotated[int, Field(ge=1, le=2**14)] = 1
-    """Groups of experts, of which a token chooses some first."""
+    """Groups of experts. A token chooses groups first, then experts in them."""
     expert_groups_per_token: Annotated[int, Field(ge=1, le=2**14)] = 1
-    """Groups that a token's experts are in."""
+    """Groups that a token chooses."""
     shared_expert_dim: WidthOrZero = 0
     """Inner width of the expert that all tokens share, or the sum of several. 0: none."""
     shared_expert_gate: bool = False
     """Multiply the shared expert's output by a sigmoid gate for each token."""
+    # ---- maximal update parametrization
+
     mup_base_dim: Width | None = None
     """Scale initial weights, learning rates and logits so that a learning rate found at this `dim`
     is right at every other (muP, Yang et al., arXiv:2203.03466). `"none"`: don't.
@@ -197,9 +215,11 @@ class DecoderArgs(ModelArgs):
     mup_base_head_size: Width | None = None
     """Head size of muP's base model. `"none"`: this model's, which has more heads instead."""
 
+    # ---- derived
+
     @property
     def mixer(self) -> Mixer:
-        """How a layer mixes tokens: the name of the module. Of one layer, from `of_layer`."""
+        """Name of the module that mixes tokens, given the `layer_args` of a layer."""
         if self.layer_pattern[0] == "delta":
             return "delta"
         return "latent_attention" if self.kv_lora_rank else "attention"
@@ -220,17 +240,17 @@ class DecoderArgs(ModelArgs):
 
     @property
     def score_scale(self) -> float:
-        """What attention's scores are multiplied by."""
+        """Factor of attention's scores."""
         scale = self.attention_scale or self.head_dim**-0.5
         if self.mup_base_dim and self.mup_base_head_size:
             scale = self.mup_base_head_size**0.5 / self.head_dim
         if self.kv_lora_rank and isinstance(self.rope_scaling, YarnScaling):
-            return scale * self.rope_scaling.on_scores
+            return scale * self.rope_scaling.score_factor
         return scale
 
     @property
     def logit_factor(self) -> float:
-        """What logits are multiplied by."""
+        """Factor of the logits."""
         return self.logit_scale / self.width_multiple
 
     @property
@@ -239,18 +259,18 @@ class DecoderArgs(ModelArgs):
         return self.dim / self.mup_base_dim if self.mup_base_dim else 1.0
 
     def kind(self, layer: int) -> LayerKind:
-        """How the block of this index mixes tokens. Modules that predict further tokens come after
-        the last block, and are like it.
+        """How the block of this index mixes tokens. Modules that predict further tokens have the
+        indices after the last block, and are of its kind.
         """
         return self.layer_pattern[min(layer, self.n_layers - 1) % len(self.layer_pattern)]
 
-    def of_layer(self, layer: int) -> Self:
-        """The hyper-parameters of one block, whose `layer_pattern` is its kind."""
+    def layer_args(self, layer: int) -> Self:
+        """The hyper-parameters of one block: its `layer_pattern` is the block's own kind."""
         return self.model_copy(update={"layer_pattern": (self.kind(layer),)})
 
     @property
     def has_window_rope(self) -> bool:
-        """Whether `window` layers have other rotary positions than the rest."""
+        """Whether `window` layers have rotary positions that differ from other layers'."""
         other = self.window_rope_theta not in (None, self.rope_theta)
         plain = self.rope_scaling is not None and not self.scale_window_rope
         return "window" in self.layer_pattern and (other or plain)
@@ -318,11 +338,11 @@ _MATTER_IN_LAYERS: Mapping[LayerKind, Collection[str]] = {
         "delta_conv_size",
     ),
 }
-"""Hyper-parameters of some kinds of layers."""
+"""Hyper-parameters that matter only in one kind of layer."""
 
 
 def unused(args: DecoderArgs) -> dict[str, str]:
-    """The hyper-parameters that don't matter to a model, each with what it lacks for them."""
+    """Hyper-parameters without effect on a model, each with what the model lacks for it."""
     lacks: dict[str, str] = {}
     for needed, names in _MATTER_WITH.items():
         if not getattr(args, needed):

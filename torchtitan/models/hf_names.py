@@ -1,12 +1,12 @@
 """Where a model's weights are in Hugging Face's files, as data. Imports no torch.
 
-A name maps one of our tensors to one of theirs, to a `Part` of one, or to a list of such, which
-ours stacks along a new first dimension. The parts that several of ours take of one of theirs must
-cover it, so that it can be written again.
+Each of our tensors is one of theirs, an `HFSlice` of one, or a stack of several (a list) along a
+new first dimension. Where several of ours are slices of one of theirs, the slices must cover it, so
+that it can be written again.
 
     "norm.weight": "model.norm.weight"
     "layers.0.moe.experts.w1": [f"model.layers.0.mlp.experts.{e}.gate_proj.weight" for e in ...]
-    "layers.0.moe.experts.w1": Part("...gate_up_proj", take=(0, 1), of=2, dim=2, transposed=True)
+    "layers.0.moe.experts.w1": HFSlice("...gate_up_proj", take=(0, 1), of=2, dim=2, transposed=True)
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,28 +17,30 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Part:
-    """What of one of Hugging Face's tensors is ours. By default, all of it as it is.
+class HFSlice:
+    """The slice of one of Hugging Face's tensors that is our tensor. By default, all of it
+    unchanged.
 
-    Read in the order of the attributes: take entries along a dimension, drop a dimension, swap the
-    last two.
+    It is read in the order of the attributes: take entries along a dimension, drop a dimension,
+    swap the last two.
     """
 
     name: str
     take: tuple[int, int] | None = None
-    """Entries `[first, end)` of every `of` along `dim`. Of columns that alternate, `(0, 1)` of 2
-    are the even ones; of rows that follow one another, `(0, 512)` of 2048 are the first.
+    """Entries `[first, end)` of every `of` along `dim`: `(0, 1)` of 2 takes the even columns, `(0,
+    512)` of 2048 rows takes the first 512.
     """
     of: int = 1
-    """The period of `take`, which divides the size of `dim`."""
+    """Period of `take`; it divides the size of `dim`."""
     dim: int = 0
-    """The dimension of theirs that `take` counts in."""
+    """The dimension of their tensor that `take` counts in."""
     dropped: int | None = None
     """A dimension of size 1 that ours doesn't have."""
     transposed: bool = False
     """Whether the last two dimensions of ours are swapped in theirs."""
     buffer: bool = False
-    """Whether ours is a buffer, not a parameter. It has one dtype in all files: its own."""
+    """Whether our tensor is a buffer. All files store it in its own dtype, whatever the weights'.
+    """
     copies: tuple[str, ...] = ()
     """Further names of the same tensor, which are written but not read."""
 
@@ -50,36 +52,36 @@ class Part:
 
     @property
     def width(self) -> int:
-        """How many of every `of` entries are taken."""
+        """Number of entries taken from each period."""
         return self.take[1] - self.take[0] if self.take else self.of
 
     def entry(self, index: int) -> int:
-        """Which entry of theirs is the one of ours at `index`."""
+        """Index in their tensor of our entry `index`."""
         first = self.take[0] if self.take else 0
         return index // self.width * self.of + first + index % self.width
 
     def before(self, entry: int) -> int:
-        """How many entries are taken before the one of theirs at `entry`."""
+        """Number of entries taken before their index `entry`."""
         first = self.take[0] if self.take else 0
-        whole, rest = divmod(entry, self.of)
-        return whole * self.width + min(max(rest - first, 0), self.width)
+        rounds, remainder = divmod(entry, self.of)
+        return rounds * self.width + min(max(remainder - first, 0), self.width)
 
     def our_shape(self, theirs: Sequence[int]) -> tuple[int, ...]:
-        """The shape of ours, given that of theirs."""
+        """Our tensor's shape, from theirs."""
         shape = list(theirs)
         if self.take:
             shape[self.dim] = shape[self.dim] // self.of * self.width
         return self.to_ours(shape)
 
     def their_shape(self, ours: Sequence[int]) -> tuple[int, ...]:
-        """The shape of theirs, given that of ours."""
+        """Their tensor's shape, from ours."""
         shape = list(self.to_theirs(ours, 1))
         if self.take:
             shape[self.dim] = shape[self.dim] // self.width * self.of
         return tuple(shape)
 
     def to_ours(self, theirs: Sequence[T]) -> tuple[T, ...]:
-        """Something about each dimension of theirs, in the order of ours."""
+        """Reorder one value per dimension (sizes, slices) from their dimensions to ours."""
         order = list(theirs)
         if self.dropped is not None:
             del order[self.dropped]
@@ -88,10 +90,10 @@ class Part:
         return tuple(order)
 
     def to_theirs(self, ours: Sequence[T], dropped: T) -> tuple[T, ...]:
-        """Something about each dimension of ours, in the order of theirs.
+        """Reorder one value per dimension from our dimensions to theirs.
 
         Args:
-            dropped: about the dimension that ours lacks.
+            dropped: the value for the dimension that ours lacks.
         """
         order = list(ours)
         if self.transposed:
@@ -101,25 +103,26 @@ class Part:
         return tuple(order)
 
 
-Theirs = str | Part | list[str] | list[Part]
+Theirs = str | HFSlice | list[str] | list[HFSlice]
 HFNames = dict[str, Theirs]
-"""Our names of parameters, and of the buffers that Hugging Face stores, to what they are there."""
+"""Our tensor's name to where it is in Hugging Face's files: parameters, and the buffers they store.
+"""
 
 
 def is_stack(theirs: Theirs) -> bool:
-    """Whether ours stacks several of theirs."""
+    """Whether our tensor stacks several of theirs."""
     return isinstance(theirs, list)
 
 
-def parts_of(theirs: Theirs) -> list[Part]:
-    """The parts that are one tensor for us."""
-    parts: Iterable[str | Part] = theirs if isinstance(theirs, list) else [theirs]
-    return [Part(part) if isinstance(part, str) else part for part in parts]
+def hf_slices(theirs: Theirs) -> list[HFSlice]:
+    """The slices of their tensors that our tensor consists of."""
+    entries: Iterable[str | HFSlice] = theirs if isinstance(theirs, list) else [theirs]
+    return [HFSlice(entry) if isinstance(entry, str) else entry for entry in entries]
 
 
 def is_buffer(theirs: Theirs) -> bool:
-    """Whether ours is a buffer."""
-    return any(part.buffer for part in parts_of(theirs))
+    """Whether our tensor is a buffer."""
+    return any(piece.buffer for piece in hf_slices(theirs))
 
 
 def parameters_of(names: HFNames) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the framework asks of the model that a family builds. Imports no torch.
+"""`Model`, the interface of the model that a family builds. Imports no torch.
 
 Shapes: b batch, s sequence.
 """
@@ -55,4 +55,4 @@ class Model(Protocol):
         """
 
     def __getattr__(self, name: str) -> Any:
-        """The rest of `nn.Module`."""
+        """All other attributes of `nn.Module`."""

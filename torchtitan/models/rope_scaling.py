@@ -56,8 +56,8 @@ class YarnScaling(BaseModel):
     truncate: bool = True
     """Round the bounds between unchanged and divided frequencies to whole features."""
     attention_factor: Scale | None = None
-    """Multiplies cosine and sine, and so attention's scores by its square. `"none"`: that of
-    `mscale` and `mscale_all_dim`, else `0.1 ln(factor) + 1`.
+    """Multiplies cosine and sine, and so attention's scores by its square. `"none"`: computed from
+    `mscale` and `mscale_all_dim` if they are set, else `0.1 ln(factor) + 1`.
     """
     mscale: Scale | None = None
     """DeepSeek's numerator: cosine and sine are multiplied by the ratio of `0.1 mscale ln(factor) +
@@ -73,8 +73,8 @@ class YarnScaling(BaseModel):
         return 0.1 * mscale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
     @property
-    def on_rope(self) -> float:
-        """What cosine and sine are multiplied by."""
+    def rope_factor(self) -> float:
+        """Factor of cosine and sine."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -82,8 +82,8 @@ class YarnScaling(BaseModel):
         return self.magnitude()
 
     @property
-    def on_scores(self) -> float:
-        """What latent attention's scores are multiplied by."""
+    def score_factor(self) -> float:
+        """Factor of latent attention's scores."""
         return self.magnitude(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
 

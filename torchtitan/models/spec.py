@@ -1,4 +1,6 @@
-"""What the framework knows about a model family, as data; and the registry. Imports no torch."""
+"""`ModelSpec`, all that the framework knows about a model family, and the registry. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ class Init:
 def is_matrix(name: str, dims: int) -> bool:
     """Whether the parameter called `name` is a matrix, or a stack of them.
 
-    Those get weight decay, and Muon's updates. Stacked biases of experts and the filters of a
+    Matrices get weight decay, and Muon's updates. Stacked biases of experts and the filters of a
     convolution of each channel have two dimensions, but map no vector to another.
     """
     module, _, leaf = name.rpartition(".")
@@ -97,8 +99,8 @@ class HFMap(Generic[Args]):
     only value it computes with. A model with another value is not exported.
     """
     ignored: tuple[str, ...] = ()
-    """Patterns (`fnmatch`) of tensors in Hugging Face's folders that these models don't have. In
-    them, `{n_layers}` is that hyper-parameter.
+    """Patterns (`fnmatch`) of tensors in Hugging Face's folders that these models don't have;
+    `{n_layers}` stands for that hyper-parameter.
     """
     also_read: tuple[str, ...] = ()
     """Other values of `model_type` in the `config.json` of the same models."""
@@ -129,11 +131,11 @@ class ShardingStyle(StrEnum):
     COLUMNS = "columns"
     """A linear layer, its weight sharded over its outputs."""
     COLUMNS_OF_SEQUENCE = "columns_of_sequence"
-    """Likewise, and its input is sharded over the sequence, and gathered."""
+    """A linear layer like `COLUMNS`, whose input is sharded over the sequence, and gathered."""
     ROWS = "rows"
     """A linear layer, its weight sharded over its inputs, its output over the sequence."""
     SHARED_KEY = "shared_key"
-    """A gathered input, of which the heads of each rank use a copy."""
+    """A gathered input; the heads of each rank use a copy."""
     OUTPUT = "output"
     """The projection to the vocabulary, sharded over it."""
     ROUTER = "router"
@@ -166,7 +168,7 @@ class ModelSpec(Generic[Args]):
     tied_modules: Callable[[Args], Sequence[str]]
     """`tied_modules(args)`: modules that share a weight."""
     tensor_parallel_styles: Mapping[str, ShardingStyle]
-    """Module name, with `*` for a layer's index, to the style. All modules with parameters need
+    """Module name, with `*` for a layer's index, to its style. Every module with parameters needs
     one.
     """
     tensor_parallel_sizes: Callable[[Args], dict[str, int]]
@@ -281,9 +283,9 @@ def spec_of_hf(config: Mapping[str, Any]) -> ModelSpec:
     for spec in all_families():
         if spec.hf is None:
             continue
-        found = (spec.hf.model_type, *spec.hf.also_read)
-        if kind in found:
+        model_types = (spec.hf.model_type, *spec.hf.also_read)
+        if kind in model_types:
             return spec
-        types |= {repr(each) for each in found}
+        types |= {repr(each) for each in model_types}
     known = ", ".join(sorted(types))
     raise ConfigError([f"config.json: model_type: got {brief(kind)}, must be one of {known}"])

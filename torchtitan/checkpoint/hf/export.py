@@ -34,7 +34,7 @@ from torchtitan.checkpoint.resume import wait_until_visible
 from torchtitan.checkpoint.save import Phases
 from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec, export_problems, hf_map
-from torchtitan.models.hf_names import is_buffer, parts_of
+from torchtitan.models.hf_names import hf_slices, is_buffer
 from torchtitan.parallel.agree import together
 from torchtitan.utils.errors import CheckpointError, UserError, from_another_rank
 from torchtitan.utils.logging import logger
@@ -262,7 +262,7 @@ class HFExport:
 
     def _whole(self, ours: str) -> Tensor:
         """The weight of one of our names, as it was exported."""
-        first = parts_of(self.names[ours])[0].name
+        first = hf_slices(self.names[ours])[0].name
         return read_tensor(self.reader, self._key(ours), self.tensors[first].dtype)
 
     def _read(self, tensor: HFTensor) -> Iterator[tuple[Box, Tensor]]:

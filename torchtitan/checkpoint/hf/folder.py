@@ -28,7 +28,7 @@ from torchtitan.checkpoint.hf.pieces import blocks, their_box, to_ours, whole, w
 from torchtitan.checkpoint.hf.stored import NAMED, Box, Entry, OpenFiles, Stored, dequantized
 from torchtitan.checkpoint.load import alone, unwrapped
 from torchtitan.models.hf.quantization import Quantization, read_quantization
-from torchtitan.models.hf_names import HFNames, Part, is_stack, parts_of
+from torchtitan.models.hf_names import HFNames, HFSlice, hf_slices, is_stack
 from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.formats import read_json_object
 
@@ -103,7 +103,7 @@ def _weight_files(folder: Path) -> list[Path]:
 class _Piece(NamedTuple):
     """What to read of a part, and where to."""
 
-    part: Part
+    part: HFSlice
     box: Box
     """Of ours, without the dimension of a stack."""
     target: Tensor
@@ -126,7 +126,7 @@ class SafetensorsReader(HuggingFaceStorageReader):
         super().__init__(str(folder))
         self.folder = folder
         self.names = names
-        self.parts = {ours: parts_of(theirs) for ours, theirs in names.items()}
+        self.parts = {ours: hf_slices(theirs) for ours, theirs in names.items()}
         entries: dict[str, Entry] = {}
         for file in _weight_files(folder):
             for stored, entry in _read_header(file).items():
@@ -142,7 +142,7 @@ class SafetensorsReader(HuggingFaceStorageReader):
     def _describe(self) -> Metadata:
         """The weights that are complete."""
         tensors: dict[str, TensorStorageMetadata] = {}
-        places: dict[MetadataIndex, Part] = {}
+        places: dict[MetadataIndex, HFSlice] = {}
         for ours, parts in self.parts.items():
             entries = [self.entries.get(part.name) for part in parts]
             first = entries[0]

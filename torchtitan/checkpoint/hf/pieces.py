@@ -1,5 +1,5 @@
-"""Which of our tensors Hugging Face's are made from, and how their boxes map to ours, as a `Part`
-declares it.
+"""Which of our tensors Hugging Face's are made from, and how their boxes map to ours: what an
+`HFSlice` declares.
 """
 
 import math
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.hf.stored import Box
-from torchtitan.models.hf_names import HFNames, Part, is_stack, parts_of
+from torchtitan.models.hf_names import HFNames, HFSlice, hf_slices, is_stack
 
 
 def whole(shape: Sequence[int]) -> Box:
@@ -40,7 +40,7 @@ def within(inner: Box, outer: Box) -> Box:
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in pairs)
 
 
-def their_box(part: Part, ours: Box) -> Box:
+def their_box(part: HFSlice, ours: Box) -> Box:
     """The smallest box of theirs that holds a box of ours, which isn't empty."""
     box = list(part.to_theirs(ours, slice(0, 1)))
     if part.take:
@@ -50,7 +50,7 @@ def their_box(part: Part, ours: Box) -> Box:
     return tuple(box)
 
 
-def our_box(part: Part, theirs: Box) -> Box:
+def our_box(part: HFSlice, theirs: Box) -> Box:
     """The box of ours that a box of theirs holds."""
     box = list(theirs)
     if part.take:
@@ -59,7 +59,7 @@ def our_box(part: Part, theirs: Box) -> Box:
     return part.to_ours(box)
 
 
-def to_ours(part: Part, value: Tensor, box: Box) -> Tensor:
+def to_ours(part: HFSlice, value: Tensor, box: Box) -> Tensor:
     """A box of ours, from `their_box` of it; a view where that can be one."""
     if part.take:
         taken = part.to_theirs(box, slice(0, 1))[part.dim]
@@ -71,7 +71,7 @@ def to_ours(part: Part, value: Tensor, box: Box) -> Tensor:
     return value.transpose(-2, -1) if part.transposed else value
 
 
-def into_theirs(part: Part, value: Tensor, target: Tensor, box: Box) -> None:
+def into_theirs(part: HFSlice, value: Tensor, target: Tensor, box: Box) -> None:
     """Write `our_box` of a box of theirs, `target`, where it belongs there."""
     value = value.transpose(-2, -1) if part.transposed else value
     if part.dropped is not None:
@@ -88,11 +88,11 @@ def into_theirs(part: Part, value: Tensor, target: Tensor, box: Box) -> None:
         target.index_copy_(part.dim, entries, value.to(target.dtype))
 
 
-def _along(part: Part, taken: slice) -> Box:
+def _along(part: HFSlice, taken: slice) -> Box:
     return (*(slice(None) for _ in range(part.dim)), taken)
 
 
-def _entries(part: Part, taken: slice) -> Tensor:
+def _entries(part: HFSlice, taken: slice) -> Tensor:
     """`part.entry` of each of `taken`."""
     index = torch.arange(taken.start, taken.stop)
     return index // part.width * part.of + part.entry(0) + index % part.width
@@ -106,7 +106,7 @@ class Contribution:
     """What one of our tensors is of one of Hugging Face's."""
 
     ours: str
-    part: Part
+    part: HFSlice
     index: int | None
     """In the stack that ours is; None: it is none."""
 
@@ -145,7 +145,7 @@ def arrange(
     found: dict[str, HFTensor] = {}
     for ours, theirs in names.items():
         stacked = is_stack(theirs)
-        for i, part in enumerate(parts_of(theirs)):
+        for i, part in enumerate(hf_slices(theirs)):
             own = shapes[ours][1:] if stacked else shapes[ours]
             shape = part.their_shape(own)
             dtype = torch.float32 if part.buffer else dtypes[ours]

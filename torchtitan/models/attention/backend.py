@@ -20,9 +20,7 @@ from torchtitan.utils.logging import logger
 
 
 def _is_plain(q: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> bool:
-    """Whether torch's scaled dot-product attention does this, and no slower than
-    `attend_variant`.
-    """
+    """Whether to use torch's attention: it computes this, no slower than `attend_variant`."""
     known = scores.window is None and sinks is None and q.shape[-1] == v.shape[-1]
     return known and not (q.device.type == "cpu" and _gains_on_cpu(q, scores.mask))
 
@@ -35,10 +33,10 @@ def _gains_on_cpu(q: Tensor, mask: Mask | None) -> bool:
 def _attend_dense(
     q: Tensor, k: Tensor, v: Tensor, scores: Scores = CAUSAL, sinks: Tensor | None = None
 ) -> Tensor:
-    scores = scores.of_keys(k.shape[2])
+    scores = scores.clip_window(k.shape[2])
     if not _is_plain(q, v, scores, sinks):
         offset = 0 if q.shape[2] == k.shape[2] else None
-        return attend_variant(q, k, v, scores.at(offset), sinks=sinks)
+        return attend_variant(q, k, v, scores.at_offset(offset), sinks=sinks)
     mask, _, scale, _ = scores
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
@@ -105,14 +103,14 @@ def document_mask(
         On CUDA `PackedDocuments`, or, for fp32 or some of a row's queries, a `BlockMask`; elsewhere
         a boolean tensor `[b, 1, s, S]` (FlexAttention has no backward on the CPU).
     """
-    mask = _mask_of(documents, positions if attending is None else attending, dtype)
+    mask = _causal_mask(documents, positions if attending is None else attending, dtype)
     if not with_documents:
         return mask
     local = documents[:, positions.cpu()]
     return DocumentMask(mask, local.to(positions.device, non_blocking=True))
 
 
-def _mask_of(documents: Tensor, positions: Tensor, dtype: torch.dtype) -> Mask:
+def _causal_mask(documents: Tensor, positions: Tensor, dtype: torch.dtype) -> Mask:
     device = positions.device
     whole_rows = len(positions) == documents.shape[1]
     if device.type == "cuda" and whole_rows and dtype in (torch.float16, torch.bfloat16):

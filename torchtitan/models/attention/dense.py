@@ -1,7 +1,7 @@
 """Attention with a window, sinks, or values of another width than queries: one custom operator.
 
-Kernels that know windows skip what no query sees. Others get parts of the queries, the keys that
-those see, and a mask.
+Kernels that know windows skip what no query sees. For the others, queries are cut into blocks, each
+with the keys that it sees and a mask.
 
 A sink is a learned logit per head that takes part in the softmax and has no value (gpt-oss,
 arXiv:2508.10925, section 2.2; after Xiao et al., arXiv:2309.17453). If a kernel returns `out` and
@@ -122,7 +122,7 @@ def _by_token(x: Tensor) -> Tensor:
 # ---- causal attention within a window
 
 
-class Part(NamedTuple):
+class VisibleBlock(NamedTuple):
     """The queries of a block that see any key, and the keys that any query sees."""
 
     rows: slice
@@ -131,8 +131,8 @@ class Part(NamedTuple):
     """Position of the first of these queries among these keys."""
 
 
-def seen(queries: int, keys: int, offset: int, window: int | None) -> Part | None:
-    """The part of a block that a causal window leaves; None: nothing."""
+def visible_block(queries: int, keys: int, offset: int, window: int | None) -> VisibleBlock | None:
+    """The visible part of a block under a causal window; None: nothing is visible."""
     reach = keys + queries + abs(offset) if window is None else window
     first = max(0, -offset)
     last = min(queries, keys + reach - 1 - offset)  # exclusive
@@ -140,7 +140,7 @@ def seen(queries: int, keys: int, offset: int, window: int | None) -> Part | Non
         return None
     begin = max(0, first + offset - reach + 1)
     end = min(keys, last + offset)
-    return Part(slice(first, last), slice(begin, end), first + offset - begin)
+    return VisibleBlock(slice(first, last), slice(begin, end), first + offset - begin)
 
 
 def _shape(queries: int, keys: int, scores: Scores) -> str:
@@ -170,10 +170,10 @@ def band_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tenso
         return _flash_forward(q, k, v, scores)
     out = q.new_empty(*q.shape[:3], v.shape[-1])
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    for part in _parts(q, k, scores):
-        rows, columns, _ = part
+    for block in _visible_blocks(q, k, scores):
+        rows, columns, _ = block
         out[:, :, rows], lse[:, :, rows] = block_forward(
-            q[:, :, rows], k[:, :, columns], v[:, :, columns], _biased(q, part, scores)
+            q[:, :, rows], k[:, :, columns], v[:, :, columns], _masked_scores(q, block, scores)
         )
     return out, lse
 
@@ -185,15 +185,15 @@ def band_backward(
     assert scores.scale is not None
     shape = _shape(q.shape[2], k.shape[2], scores)
     if shape != "band":
-        block = BlockScores(scores.scale, shape == "causal")
-        return block_backward(grad, q, k, v, out=out, lse=lse, scores=block)
+        unmasked = BlockScores(scores.scale, shape == "causal")
+        return block_backward(grad, q, k, v, out=out, lse=lse, scores=unmasked)
     if _flash_takes(q, v, scores):
         return _flash_backward(grad, q, k, v, out=out, lse=lse, scores=scores)
     sums = torch.promote_types(q.dtype, torch.float32)
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     dk, dv = (torch.zeros(x.shape, dtype=sums, device=q.device) for x in (k, v))
-    for part in _parts(q, k, scores):
-        rows, columns, _ = part
+    for block in _visible_blocks(q, k, scores):
+        rows, columns, _ = block
         gradients = block_backward(
             grad[:, :, rows],
             q[:, :, rows],
@@ -201,7 +201,7 @@ def band_backward(
             v[:, :, columns],
             out=out[:, :, rows],
             lse=lse[:, :, rows].contiguous(),
-            scores=_biased(q, part, scores),
+            scores=_masked_scores(q, block, scores),
         )
         dq[:, :, rows] = gradients[0]
         dk[:, :, columns] += gradients[1]
@@ -262,31 +262,31 @@ def _flash_backward(
     return dq[..., :size], dk[..., :size], dv[..., : v.shape[-1]]
 
 
-def _parts(q: Tensor, k: Tensor, scores: Scores) -> Iterator[Part]:
+def _visible_blocks(q: Tensor, k: Tensor, scores: Scores) -> Iterator[VisibleBlock]:
     """Cut a block along its queries, so that its cost is queries x window."""
     for first in range(0, q.shape[2], _QUERIES):
         rows = min(_QUERIES, q.shape[2] - first)
         if scores.offset is None:
-            yield Part(slice(first, first + rows), slice(0, k.shape[2]), None)
+            yield VisibleBlock(slice(first, first + rows), slice(0, k.shape[2]), None)
             continue
-        part = seen(rows, k.shape[2], scores.offset + first, scores.window)
-        assert part is not None
-        assert part.rows == slice(0, rows), "queries that see no key"
-        yield part._replace(rows=slice(first, first + rows))
+        block = visible_block(rows, k.shape[2], scores.offset + first, scores.window)
+        assert block is not None
+        assert block.rows == slice(0, rows), "queries that see no key"
+        yield block._replace(rows=slice(first, first + rows))
 
 
-def _biased(q: Tensor, part: Part, scores: Scores) -> BlockScores:
-    """The scores of a part, with a bias of 0, or -inf where a query doesn't see a key."""
+def _masked_scores(q: Tensor, block: VisibleBlock, scores: Scores) -> BlockScores:
+    """The scores of a block, with a bias of 0, or -inf where a query doesn't see a key."""
     assert scores.scale is not None
-    rows = part.rows.stop - part.rows.start
-    columns = part.columns.stop - part.columns.start
+    rows = block.rows.stop - block.rows.start
+    columns = block.columns.stop - block.columns.start
     visible = torch.ones(rows, columns, dtype=torch.bool, device=q.device)
-    if part.offset is not None:
-        visible.tril_(part.offset)
+    if block.offset is not None:
+        visible.tril_(block.offset)
         if scores.window is not None:
-            visible.triu_(part.offset - scores.window + 1)
+            visible.triu_(block.offset - scores.window + 1)
     if scores.mask is not None:
-        visible = visible & scores.mask[:, :, part.rows, part.columns]
+        visible = visible & scores.mask[:, :, block.rows, block.columns]
     # A kernel on CUDA asks for rows that begin at multiples of 16 bytes.
     width = columns + -columns % 8
     bias = q.new_zeros(*visible.shape[:-1], width)[..., :columns]
@@ -298,14 +298,14 @@ def _biased(q: Tensor, part: Part, scores: Scores) -> BlockScores:
 
 
 def join_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention and its log-sum-exp, if each head's sink takes part in the softmax.
+    """Attention and its log-sum-exp after each head's sink has joined the softmax.
 
     Args:
         out: `[b, h, s, e]`, or `[s, h, e]`.
         lse: `[b, h, s]`, or `[h, s]`.
         sinks: `[h]`. None changes nothing.
     """
-    return (out, lse) if sinks is None else _joining(out.device.type)(out, lse, sinks)
+    return (out, lse) if sinks is None else _join_kernel(out.device.type)(out, lse, sinks)
 
 
 def _join(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -316,17 +316,17 @@ def _join(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _joining(device_type: str) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _join_kernel(device_type: str) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
     """`_join`, fused on CUDA."""
     return torch.compile(_join, dynamic=False) if device_type == "cuda" else _join
 
 
 def sink_gradients(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Gradients `[h]` of `join_sinks` with the result `out` and `lse`."""
+    """Gradients `[h]` of the sinks, from `join_sinks`' results `out` and `lse`."""
     products = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     products = products.mT if lse.dim() == 2 else products
-    parts = torch.exp(sinks.to(lse.dtype)[:, None] - lse) * products
-    return parts.sum(-1).reshape(-1, len(sinks)).sum(0).neg().to(sinks.dtype)
+    per_query = torch.exp(sinks.to(lse.dtype)[:, None] - lse) * products
+    return per_query.sum(-1).reshape(-1, len(sinks)).sum(0).neg().to(sinks.dtype)
 
 
 # ---- differentiation and cost
@@ -336,25 +336,25 @@ def register_backward(forward: CustomOpDef, backward: CustomOpDef) -> None:
     """Differentiate an operator of attention.
 
     Args:
-        forward: `(q, k, v, sinks, *rest) -> (out, lse)`, where sinks may be None.
-        backward: `(grad, q, k, v, out, lse, *rest) -> (dq, dk, dv)`.
+        forward: `(q, k, v, sinks, *options) -> (out, lse)`, where sinks may be None.
+        backward: `(grad, q, k, v, out, lse, *options) -> (dq, dk, dv)`.
     """
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        q, k, v, sinks, *rest = inputs
-        ctx.save_for_backward(q, k, v, *output, sinks, *map(_tensor, rest))
-        ctx.rest = [None if isinstance(value, Tensor) else value for value in rest]
+        q, k, v, sinks, *options = inputs
+        ctx.save_for_backward(q, k, v, *output, sinks, *map(_tensor, options))
+        ctx.options = [None if isinstance(value, Tensor) else value for value in options]
         ctx.mark_non_differentiable(output[1])
 
     def differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
-        rest = [
+        options = [
             value if tensor is None else tensor
-            for tensor, value in zip(tensors, ctx.rest, strict=True)
+            for tensor, value in zip(tensors, ctx.options, strict=True)
         ]
         sink_grads = None if sinks is None else sink_gradients(grad, out, lse, sinks)
-        grads = backward(grad, q, k, v, out, lse, *rest)
-        return *grads, sink_grads, *([None] * len(rest))
+        grads = backward(grad, q, k, v, out, lse, *options)
+        return *grads, sink_grads, *([None] * len(options))
 
     forward.register_autograd(differentiate, setup_context=save)
 
@@ -380,7 +380,7 @@ def counted_pairs(seq_len: int, window: int | None = None) -> int:
 def _forward_flops(
     q: torch.Size, k: torch.Size, v: torch.Size, sinks: Any, *scores: Any, **_: object
 ) -> int:
-    """Two products. Parts of a row add up to the row."""
+    """Two products. The FLOPs of a row's blocks add up to the row's."""
     _mask, window, _scale, offset = scores
     b, h, s, d = q
     pairs = s * k[2]
@@ -391,8 +391,8 @@ def _forward_flops(
 
 @register_flop_formula(torch.ops.torchtitan.attention_backward)
 def _backward_flops(
-    grad: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size, *rest: Any, **_: object
+    grad: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size, *options: Any, **_: object
 ) -> int:
     """Four products: recomputed scores don't count, as if attention were spelled out."""
-    _out, _lse, *scores = rest
+    _out, _lse, *scores = options
     return 2 * _forward_flops(q, k, v, None, *scores)

@@ -37,16 +37,17 @@ def attend_blocks(
     mask, window, scale, _ = scores
     options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": grouped}
     if window is not None:
-        options["score_mod"] = _within(window, positions)
+        options["score_mod"] = _window_mod(window, positions)
     if sinks is None:
         return _flex_attention()(q, k, v, **options)
     out, aux = _flex_attention()(q, k, v, **options, return_aux=AuxRequest(lse=True))
-    # `attention_dense` explains the factor. FlexAttention differentiates its log-sum-exp.
+    # The docstring of `attention/dense.py` explains the factor. FlexAttention differentiates its
+    # log-sum-exp.
     share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[:, None])
     return (out * share.unsqueeze(-1)).to(out.dtype)
 
 
-def _within(window: int, positions: Tensor | None) -> Callable[..., Tensor]:
+def _window_mod(window: int, positions: Tensor | None) -> Callable[..., Tensor]:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         position = q if positions is None else positions[q]
         return torch.where(position - k < window, score, float("-inf"))

@@ -15,7 +15,9 @@ Mask = Any
 
 
 class DocumentMask(NamedTuple):
-    """For models that also mix tokens by other means than attention (`reads_documents`)."""
+    """A mask and the documents behind it, for models that mix tokens by other means than attention,
+    too (`reads_documents`).
+    """
 
     mask: Mask
     documents: Tensor
@@ -35,7 +37,7 @@ class Scores(NamedTuple):
     """
 
     mask: Mask | None = None
-    """Which keys each query may see besides. None: all."""
+    """Which keys each query may see, apart from the window and causality. None: all."""
     window: int | None = None
     """A query sees the key at its own position and the `window - 1` keys before it. None: all
     before it.
@@ -52,8 +54,8 @@ class Scores(NamedTuple):
         # Not `_replace`: a compiled layer must be guarded by each field.
         return Scores(mask, self.window, self.scale, self.offset)
 
-    def at(self, offset: int | None) -> "Scores":
-        """These scores for queries that begin at another position."""
+    def at_offset(self, offset: int | None) -> "Scores":
+        """These scores for queries that begin at position `offset` of the keys."""
         return Scores(self.mask, self.window, self.scale, offset)
 
     def scaled(self, width: int) -> "Scores":
@@ -61,8 +63,8 @@ class Scores(NamedTuple):
         scale = width**-0.5 if self.scale is None else self.scale
         return Scores(self.mask, self.window, scale, self.offset)
 
-    def of_keys(self, count: int) -> "Scores":
-        """These scores for so many keys: a window that spans all of them is none."""
+    def clip_window(self, count: int) -> "Scores":
+        """These scores without a window that spans all `count` keys."""
         window = None if self.window is not None and self.window >= count else self.window
         return Scores(self.mask, window, self.scale, self.offset)
 

@@ -1,6 +1,6 @@
 """Attention of some queries to some keys by the device's kernels, forward and backward.
 
-A row's attention is one such block or several: a ring's, or those that a window leaves.
+A row's attention is one such block, or several: the steps of a ring, or the blocks of a window.
 
 Shapes: b batch, h query heads, k key-value heads, s queries, S keys, d width of queries and keys,
 e width of values. Queries are `[b, h, s, d]`, keys `[b, k, S, d]`, values `[b, k, S, e]`, and the
@@ -26,13 +26,13 @@ blocks of 512 keys whole, also where no query sees them.
 
 
 class BlockScores(NamedTuple):
-    """The scores of a block, as kernels know them."""
+    """How a kernel computes and masks the scores of a block."""
 
     scale: float
     causal: bool = False
     """Queries see the keys up to their own position; else all keys."""
     bias: Tensor | None = None
-    """`[s, S]` or `[b, 1, s, S]`, added to the scores. Not of causal blocks."""
+    """`[s, S]` or `[b, 1, s, S]`, added to the scores; None for causal blocks."""
 
 
 def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, scores: BlockScores) -> int:
@@ -63,8 +63,8 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, scores: BlockScores) -> tuple
     """Attention's output `[b, h, s, e]`, and the log-sum-exp of its scores."""
     if q.device.type == "cpu":
         dtype = q.dtype
-        q, k, v = _in_fp32(q, k, v)
-        out, lse = _causal_forward(q, k, v, _bias_in_fp32(scores))
+        q, k, v = _to_fp32(q, k, v)
+        out, lse = _causal_forward(q, k, v, _fp32_bias(scores))
         return out.to(dtype), lse
     size = v.shape[-1]
     kernel, width = _kernel_and_width(q, k, v, scores)
@@ -88,8 +88,8 @@ def block_backward(
     """Gradients of `block_forward`. `out` and `lse` may be merged from several blocks."""
     if q.device.type == "cpu":
         dtype = q.dtype
-        grad, q, k, v, out = _in_fp32(grad, q, k, v, out)
-        dq, dk, dv = _causal_backward(grad, q, k, v, out=out, lse=lse, scores=_bias_in_fp32(scores))
+        grad, q, k, v, out = _to_fp32(grad, q, k, v, out)
+        dq, dk, dv = _causal_backward(grad, q, k, v, out=out, lse=lse, scores=_fp32_bias(scores))
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
     size = v.shape[-1]
     kernel, width = _kernel_and_width(q, k, v, scores)
@@ -119,24 +119,26 @@ def is_halved(seq_len: int) -> bool:
     return seq_len in _HALVED and seq_len % 2 == 0
 
 
-def _apart(x: Tensor) -> Tensor:
+def _split_halves(x: Tensor) -> Tensor:
     """The halves of rows as rows: `[b, h, s, ...] -> [2 b, h, s / 2, ...]`."""
     return x.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1)
 
 
-def _joined(x: Tensor) -> Tensor:
-    """The inverse of `_apart`."""
+def _merge_halves(x: Tensor) -> Tensor:
+    """The inverse of `_split_halves`."""
     return x.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2, 3)
 
 
 def _causal_forward(q: Tensor, k: Tensor, v: Tensor, scores: BlockScores) -> tuple[Tensor, Tensor]:
-    """Attention on the CPU. If it is halved: each half's attention to itself, merged with that of
-    the second half to the first.
+    """Attention on the CPU. If it is halved, each half attends to itself; then the second half's
+    attention to the first is merged in.
     """
     if not scores.causal or not is_halved(q.shape[2]):
         return _cpu_forward(q, k, v, scores)
     half = q.shape[2] // 2
-    out, lse = map(_joined, _causal_forward(_apart(q), _apart(k), _apart(v), scores))
+    out, lse = map(
+        _merge_halves, _causal_forward(_split_halves(q), _split_halves(k), _split_halves(v), scores)
+    )
     first = BlockScores(scores.scale)
     before, before_lse = _cpu_forward(q[:, :, half:], k[:, :, :half], v[:, :, :half], first)
     late_lse = lse[:, :, half:]
@@ -152,15 +154,15 @@ def _causal_backward(
         return _cpu_backward(grad, q, k, v, out=out, lse=lse, scores=scores)
     half = q.shape[2] // 2
     gradients = _causal_backward(
-        _apart(grad),
-        _apart(q),
-        _apart(k),
-        _apart(v),
-        out=_apart(out),
-        lse=_apart(lse),
+        _split_halves(grad),
+        _split_halves(q),
+        _split_halves(k),
+        _split_halves(v),
+        out=_split_halves(out),
+        lse=_split_halves(lse),
         scores=scores,
     )
-    dq, dk, dv = map(_joined, gradients)
+    dq, dk, dv = map(_merge_halves, gradients)
     late = slice(half, None)
     more = _cpu_backward(
         grad[:, :, late],
@@ -180,15 +182,16 @@ def _causal_backward(
 # ---- single kernels
 
 
-def _in_fp32(*tensors: Tensor) -> list[Tensor]:
-    """For the CPU's kernel. In bf16, on an Intel Xeon, its forward takes 1.0 to 1.2 times as long,
-    its backward 2 to 3 times; on an AMD EPYC, both together take 0.8 to 1.4 times as long.
+def _to_fp32(*tensors: Tensor) -> list[Tensor]:
+    """Tensors in fp32, for the CPU's kernel. In bf16, on an Intel Xeon, its forward takes 1.0 to
+    1.2 times as long, its backward 2 to 3 times; on an AMD EPYC, both together take 0.8 to 1.4
+    times as long.
     """
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
 
-def _bias_in_fp32(scores: BlockScores) -> BlockScores:
-    return scores if scores.bias is None else scores._replace(bias=_in_fp32(scores.bias)[0])
+def _fp32_bias(scores: BlockScores) -> BlockScores:
+    return scores if scores.bias is None else scores._replace(bias=_to_fp32(scores.bias)[0])
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scores: BlockScores) -> tuple[Tensor, Tensor]:
@@ -219,7 +222,7 @@ def _efficient_forward(
     k = _repeat_heads(k, q)
     v = _repeat_heads(v, q)
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-        q, k, v, _for_heads(scores.bias, q), True, 0.0, scores.causal, scale=scores.scale
+        q, k, v, _expand_bias(scores.bias, q), True, 0.0, scores.causal, scale=scores.scale
     )
     return out, lse[..., : q.shape[2]]
 
@@ -231,7 +234,7 @@ def _efficient_backward(
     k = _repeat_heads(k, q)
     v = _repeat_heads(v, q)
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
-    tensors = (grad, q, k, v, _for_heads(scores.bias, q), out, lse, no_seed(q), no_seed(q))
+    tensors = (grad, q, k, v, _expand_bias(scores.bias, q), out, lse, no_seed(q), no_seed(q))
     needed = [True, True, True, False]
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
         *tensors, 0.0, needed, scores.causal, scale=scores.scale
@@ -242,7 +245,7 @@ def _efficient_backward(
 
 
 def no_seed(q: Tensor) -> Tensor:
-    """Unused: there is no dropout."""
+    """The seed that the kernels require but don't use: there is no dropout."""
     return torch.empty((), dtype=torch.int64, device=q.device)
 
 
@@ -250,7 +253,7 @@ def widen(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
 
-def _for_heads(bias: Tensor | None, q: Tensor) -> Tensor | None:
+def _expand_bias(bias: Tensor | None, q: Tensor) -> Tensor | None:
     return None if bias is None else bias.expand(*q.shape[:3], -1)
 
 

@@ -77,10 +77,10 @@ class Attention(nn.Module):
 
 
 def layer_scores(args: DecoderArgs) -> Scores:
-    """The window of a layer, and the scale of its scores where it isn't the usual one.
+    """A layer's window, and the scale of its scores if it isn't the default.
 
     Args:
-        args: of the layer, from `DecoderArgs.of_layer`.
+        args: the layer's, from `DecoderArgs.layer_args`.
     """
     window = args.window if args.layer_pattern[0] == "window" else None
     scale = None if args.score_scale == args.head_dim**-0.5 else args.score_scale
@@ -118,10 +118,10 @@ class LatentAttention(nn.Module):
         self.wkv_a = TokenLinear(args.dim, rank + rope)
         self.kv_norm = build_norm(rank, args, eps)
         self.latent = nn.Identity()
-        """Of the whole sequence: tensor parallelism gathers what is narrow."""
+        """Marks where tensor parallelism gathers the sequence: here it is narrowest."""
         self.wkv_b = nn.Linear(rank, heads * (self.widths[0] + args.value_dim), bias=False)
         self.shared_key = nn.Identity()
-        """The keys that the heads of all ranks share."""
+        """Marks the rotated keys, which the heads of all ranks share."""
         self.wo = nn.Linear(heads * args.value_dim, args.dim, bias=False)
 
     def queries(self, x: Tensor) -> Tensor:

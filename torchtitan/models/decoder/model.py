@@ -1,6 +1,16 @@
-"""A decoder-only transformer, dense or a mixture of experts, written for one device.
+"""A decoder-only transformer, dense or a mixture of experts: the one model behind all families.
 
-A pipeline stage is the model without some of its modules.
+Notable features:
+
+- Written for one device: no process groups here, `torchtitan.parallel` splits it from outside
+- Either end may be None: a pipeline stage is this model without some of its modules
+- Layers may differ: full, windowed or position-free attention, or Gated DeltaNet (`layer_pattern`)
+- Attention is a function chosen once, at build; masks of packed documents are an argument
+- Tables of rotations belong to the model, not to layers: buffers, computed and never saved
+- RMSNorm before, after or around attention and feed-forward; biases only where a family has them
+- Experts drop no token; their forward has three parts, so that only the middle has dynamic shapes
+- All logits come from `project`, so that a chunked loss or generation can ask for a few at a time
+- No initialization (`traits.py`), Hugging Face names (`hf/`) or key-value cache (`inference/`) here
 
 Shapes: b batch, s sequence, h query heads, k key-value heads, d head size.
 """
@@ -28,16 +38,16 @@ __all__ = ["Attention", "Block", "Decoder", "MoEBlock"]
 
 
 class _Block(nn.Module):
-    """What all transformer blocks have: a mixer of tokens, and norms before or after its parts.
+    """Base of the transformer blocks: a mixer of tokens, and norms before or after its two halves.
 
-    Blocks are built from the hyper-parameters of their layer (`DecoderArgs.of_layer`).
+    Blocks are built from the hyper-parameters of their layer (`DecoderArgs.layer_args`).
     """
 
     attention_class: type[Attention] = Attention
     """Built from `(args, attend)`. Subclasses replace it."""
     mixer_name: str
-    """The attribute that is the mixer. Each class of mixers has a name of its own, by which its
-    weights are initialized, sharded and converted.
+    """Name of the attribute that is the mixer. Each kind of mixer has its own, by which its weights
+    are initialized, sharded and converted.
     """
 
     def __init__(self, args: DecoderArgs, attend: Attend):
@@ -62,7 +72,7 @@ class _Block(nn.Module):
         return getattr(self, self.mixer_name)
 
     def mix(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Mask | None) -> Tensor:
-        """Add what tokens learn from each other to the residual stream `[b, s, dim]`."""
+        """Add the mixer's output to the residual stream `[b, s, dim]`."""
         read = x if self.attention_norm is None else self.attention_norm(x)
         if isinstance(mask, DocumentMask) and not reads_documents(self.mixer):
             mask = mask.mask
@@ -70,11 +80,11 @@ class _Block(nn.Module):
         return x + (out if self.attention_post_norm is None else self.attention_post_norm(out))
 
     def read(self, x: Tensor) -> Tensor:
-        """What the feed-forward network or the experts read of the residual stream."""
+        """The input of the feed-forward network or the experts: the residual stream, normalized."""
         return x if self.ffn_norm is None else self.ffn_norm(x)
 
     def add(self, x: Tensor, out: Tensor) -> Tensor:
-        """Add their output to the residual stream."""
+        """Add the output of the feed-forward network or the experts to the residual stream."""
         return x + (out if self.ffn_post_norm is None else self.ffn_post_norm(out))
 
 
@@ -101,8 +111,8 @@ class Block(_Block):
 class MoEBlock(_Block):
     """Transformer block with experts: `[b, s, dim] -> [b, s, dim]`, and their load.
 
-    Its forward has three parts: the middle one has shapes that depend on the data if the experts
-    are on several ranks.
+    Its forward has three parts, of which only the middle one has shapes that depend on the data, if
+    the experts are on several ranks.
     """
 
     moe_class: type[MoE] = MoE
@@ -126,7 +136,7 @@ class MoEBlock(_Block):
         """
         x, read, routed = self.before_experts(x, cos, sin, mask, token_weights)
         rows, shared = self.moe.compute(routed, read)
-        # Not both rows: checkpointing keeps the inputs of each part.
+        # Only one of the two `rows` goes on: checkpointing keeps the inputs of each part.
         out = self.after_experts(x, shared, routed._replace(rows=rows))
         return out, routed.load
 
@@ -163,8 +173,8 @@ class Decoder(nn.Module):
     """
 
     block_class: type[nn.Module] = Block
-    """The blocks without experts. Built from `(args, attend)`, where `args` are of the block's
-    layer. Subclasses replace it.
+    """The blocks without experts, built from `(args, attend)` with the `args` of their layer.
+    Subclasses replace it.
     """
     moe_block_class: type[MoEBlock] = MoEBlock
     """The blocks with experts, likewise."""
@@ -184,7 +194,7 @@ class Decoder(nn.Module):
             kind: Any = self.moe_block_class if args.has_experts(i) else self.block_class
             if i in args.mtp_layers:
                 kind = mtp_module(kind)
-            self.layers[str(i)] = kind(args.of_layer(i), attend)
+            self.layers[str(i)] = kind(args.layer_args(i), attend)
         self.norm: RMSNorm | None = build_norm(args.dim, args)
         self.output: nn.Linear | TiedOutput | None = TiedOutput()
         if not args.tie_embeddings:
@@ -208,7 +218,7 @@ class Decoder(nn.Module):
         for index, layer in self.layers.items():
             for module in layer.modules():
                 if isinstance(module, Attention | LatentAttention):
-                    module.scores = layer_scores(args.of_layer(int(index)))
+                    module.scores = layer_scores(args.layer_args(int(index)))
 
     def _init_rope(self) -> None:
         args = self.args
@@ -231,8 +241,8 @@ class Decoder(nn.Module):
         return {"full": full, "window": window, "nope": none, "delta": none}
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Token embeddings `[b, s, dim]`, or `[b, s, (1 + n_mtp) dim]` with those of the next
-        tokens; on later pipeline stages the input as it is.
+        """Token embeddings `[b, s, dim]`, or `[b, s, (1 + n_mtp) dim]` with the next tokens' behind
+        them; on later pipeline stages the input unchanged.
         """
         if self.tok_embeddings is None:
             return tokens
@@ -325,7 +335,7 @@ def _run(
     mask: Mask | None,
     token_weights: Tensor | None,
 ) -> Tensor:
-    """What a block returns. If it has experts, their load is recorded."""
+    """Run a block, and record the load of its experts if it has any."""
     if not isinstance(layer, MoEBlock):
         return layer(x, cos, sin, mask)
     x, load = layer(x, cos, sin, mask, token_weights)

@@ -29,7 +29,8 @@ from torchtitan.models.layers.norms import RMSNorm, build_norm
 
 
 class MTPModule(nn.Module):
-    """What a module has besides its block: mixed into the class of the block.
+    """Norms and the projection that such a module has besides its block; mixed into the block's
+    class.
 
     The block's input is `[b, s, 2 dim]`: hidden states, then embeddings.
     """
@@ -52,13 +53,13 @@ class MTPModule(nn.Module):
         return self.eh_proj(torch.cat([self.enorm(embeddings), self.hnorm(hidden)], dim=-1))
 
 
-class _WholeBlock(MTPModule):
+class _MTPBlock(MTPModule):
     def forward(self, x: Tensor, *shared: Any) -> Tensor:
         return self.output_norm(super().forward(self.join(x), *shared))
 
 
-class _BlockInParts(MTPModule):
-    """Of a mixture of experts, whose forward calls both."""
+class _MTPMoEBlock(MTPModule):
+    """A block with experts, whose forward calls both methods."""
 
     def before_experts(self, x: Tensor, *shared: Any) -> Any:
         return super().before_experts(self.join(x), *shared)
@@ -69,9 +70,9 @@ class _BlockInParts(MTPModule):
 
 @cache
 def mtp_module(block: Any) -> Any:
-    """The class of modules whose block is of this class; built like it."""
-    kind = _BlockInParts if hasattr(block, "before_experts") else _WholeBlock
-    return type(f"MTP{block.__name__}", (kind, block), {})
+    """The class of modules whose block is of class `block`, built from the same arguments."""
+    base = _MTPMoEBlock if hasattr(block, "before_experts") else _MTPBlock
+    return type(f"MTP{block.__name__}", (base, block), {})
 
 
 def embed_next(embed: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ def embed_next(embed: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
         tokens: `[b, s, 1 + n]`.
 
     Returns:
-        `[b, s, (1 + n) dim]`. Under tensor parallelism, of this rank's part of the sequence.
+        `[b, s, (1 + n) dim]`. Under tensor parallelism, s is this rank's part of the sequence.
     """
-    found = embed(tokens.movedim(2, 0).flatten(0, 1))
-    return torch.cat(found.chunk(tokens.shape[2]), dim=-1)
+    embeddings = embed(tokens.movedim(2, 0).flatten(0, 1))
+    return torch.cat(embeddings.chunk(tokens.shape[2]), dim=-1)

@@ -1,5 +1,5 @@
-"""A family of decoders, and what follows from hyper-parameters: initialization, FLOPs, sharding.
-Imports no torch.
+"""Initialization, FLOPs and sharding of a decoder, from its hyper-parameters; and
+`register_decoder`, which makes it a family. Imports no torch.
 """
 
 import math
@@ -22,24 +22,24 @@ def init(fqn: str, args: DecoderArgs) -> Init:
     bounds the stream's variance. The output projection has standard deviation 1/sqrt(dim): logits
     start with unit variance, and the first loss is ln(vocab) + 1/2.
     """
-    parts = fqn.split(".")
-    if "delta" in parts:
-        of_delta = delta_init(parts[-2], args)
-        if of_delta is not None:
-            return of_delta
-    if "norm" in parts[-2]:
+    path = fqn.split(".")
+    if "delta" in path:
+        delta = delta_init(path[-2], args)
+        if delta is not None:
+            return delta
+    if "norm" in path[-2]:
         return Init("zeros" if args.norm_plus_one else "ones")
-    if parts[-1] in ("bias", "b1", "b2", "b3") or parts[-2] == "sinks":
+    if path[-1] in ("bias", "b1", "b2", "b3") or path[-2] == "sinks":
         return Init("zeros")
     output = (args.mup_base_dim or args.dim) ** -0.5
-    if parts[0] == "tok_embeddings":
+    if path[0] == "tok_embeddings":
         # A tied embedding is also the output projection, so it gets that scale.
         return Init("normal", output if args.tie_embeddings else 1.0)
-    if parts[0] == "output":
+    if path[0] == "output":
         return Init("normal", output)
     std = args.init_std * mup.std_factor(fqn, args)
-    if parts[-2] in ("wo", "w2", "out_proj") or parts[-1] == "w2":
-        return Init("normal", std / math.sqrt(2 * (int(parts[1]) + 1)))
+    if path[-2] in ("wo", "w2", "out_proj") or path[-1] == "w2":
+        return Init("normal", std / math.sqrt(2 * (int(path[1]) + 1)))
     return Init("normal", std)
 
 
@@ -49,17 +49,17 @@ def module_flops(args: DecoderArgs, seq_len: int) -> dict[str, float]:
     `6 N + 12 L H D T` (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B): each of N matrix
     weights costs 2 FLOPs forward and 4 backward; each of L layers with H heads of size D computes
     two products over T positions. By the convention for model FLOPs utilization, the masked half of
-    attention counts; embedding lookups and norms don't. Of a mixture of experts, the router, the
-    shared expert and a token's own experts count. Modules that predict further tokens count, with
-    the output projection of each. A window w is a T of `2 w - w^2 / T`: twice the
-    mean number of tokens that a token sees.
+    attention counts; embedding lookups and norms don't. A mixture of experts counts its router, its
+    shared expert and the experts that a token is sent to. Modules that predict further tokens
+    count, with the output projection of each. A window w is a T of `2 w - w^2 / T`: twice the mean
+    number of tokens that a token sees.
     """
     layers = {}
     for i in range(args.n_layers + args.n_mtp):
         weights = _feed_forward_weights(args, args.has_experts(i))
-        if i >= args.n_layers:  # what joins embeddings and hidden states
+        if i >= args.n_layers:  # `eh_proj` joins embeddings and hidden states
             weights += 2 * args.dim**2
-        layers[f"layers.{i}"] = 6.0 * weights + _mixing_flops(args.of_layer(i), seq_len)
+        layers[f"layers.{i}"] = 6.0 * weights + _mixing_flops(args.layer_args(i), seq_len)
     modules = {f"layers.{i}": layers.pop(f"layers.{i}") for i in args.mtp_layers}
     return {
         "tok_embeddings": 0.0,
@@ -71,7 +71,7 @@ def module_flops(args: DecoderArgs, seq_len: int) -> dict[str, float]:
 
 
 def _mixing_flops(args: DecoderArgs, seq_len: int) -> float:
-    """FLOPs per token of what a layer has before its feed-forward network."""
+    """FLOPs per token of a layer's mixer: everything but its feed-forward network."""
     (kind,) = args.layer_pattern
     if kind == "delta":
         return delta_flops(args, seq_len)
@@ -256,7 +256,7 @@ def register_decoder(
 
 
 def is_decoder(spec: ModelSpec) -> bool:
-    """Whether a family is the decoder itself, with sizes and flags of its own, but no code."""
+    """Whether a family is the plain decoder: it has its own sizes and flags, but no code."""
     return spec.build is _build and spec.module_flops is module_flops
 
 

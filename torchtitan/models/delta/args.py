@@ -1,5 +1,5 @@
-"""What follows from the hyper-parameters of a Gated DeltaNet layer: initialization, FLOPs,
-sharding. Imports no torch.
+"""Initialization, FLOPs and sharding of a Gated DeltaNet layer, from its hyper-parameters. Imports
+no torch.
 """
 
 from collections.abc import Mapping
@@ -66,9 +66,9 @@ def delta_init(module: str, args: DeltaArgs) -> Init | None:
 def delta_flops(args: DeltaArgs, seq_len: int) -> float:
     """FLOPs per token of a layer's forward and backward.
 
-    A backward costs twice its forward, and masked halves count, as in `module_flops`. Of the
-    chunked rule, the products count and the triangular system, solved for keys and values; the
-    convolution doesn't, as it is no product of matrices.
+    A backward costs twice its forward, and masked halves count, as in `module_flops`. The chunked
+    rule counts its products and the triangular system, solved for keys and values; the convolution
+    doesn't count, as it is no product of matrices.
     """
     keys = args.delta_key_heads * args.delta_key_size
     values = args.delta_value_heads * args.delta_value_size

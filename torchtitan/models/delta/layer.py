@@ -22,7 +22,7 @@ from torchtitan.utils.torch_compat import softplus
 
 
 class DeltaWeights(NamedTuple):
-    """What mixing tokens takes of the weights, for some key heads."""
+    """The weights that mixing tokens needs, for some key heads."""
 
     q_conv: Tensor
     """`[k, d, taps]`."""
@@ -79,8 +79,9 @@ def mix_rows(qkv: Tensor, ba: Tensor, weights: DeltaWeights, documents: Tensor |
 class GatedDeltaNet(nn.Module):
     """Gated DeltaNet on `[b, s, dim]`.
 
-    The projections are packed by key head, so that tensor parallelism gives a rank whole heads: a
-    head's part of `in_proj_qkvz` is `[q | k | its v | its z]`, of `in_proj_ba` `[its b | its a]`.
+    The projections are packed by key head, so that tensor parallelism gives a rank whole heads: the
+    rows of a head are `[q | k | its v | its z]` in `in_proj_qkvz`, `[its b | its a]` in
+    `in_proj_ba`.
     """
 
     reads_documents = True
@@ -94,7 +95,7 @@ class GatedDeltaNet(nn.Module):
         self.key_size = args.delta_key_size
         self.value_size = args.delta_value_size
         self.mix: Mix = mix_rows
-        """Replaced where a rank holds a part of each row, and in generation."""
+        """Context parallelism, where a rank holds a part of each row, and generation replace it."""
         width = keys * self.key_size
         value_width = values * self.value_size
         self.in_proj_qkvz = nn.Linear(args.dim, 2 * (width + value_width), bias=False)
@@ -108,7 +109,7 @@ class GatedDeltaNet(nn.Module):
         self.out_proj = nn.Linear(value_width, args.dim, bias=False)
 
     def weights(self) -> DeltaWeights:
-        """Those of this rank's heads."""
+        """The weights of this rank's heads."""
         size = self.key_size
         return DeltaWeights(
             self.q_conv().unflatten(0, (-1, size)),

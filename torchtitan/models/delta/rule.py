@@ -101,11 +101,11 @@ def chunked_delta_rule(
     b, s, heads, d = k.shape
     group = v.shape[2] // heads
     size = min(CHUNK, s)
-    given = v.dtype
+    input_dtype = v.dtype
     dtype = _precision(v)
     # [n, b, k, group, c, ...]: the chunks first, as they are taken one by one
-    q, k, v = (_in_chunks(x.to(dtype), size, heads) for x in (q, k, v))
-    g, beta = (_in_chunks(x.to(dtype).unsqueeze(-1), size, heads) for x in (g, beta))
+    q, k, v = (_to_chunks(x.to(dtype), size, heads) for x in (q, k, v))
+    g, beta = (_to_chunks(x.to(dtype).unsqueeze(-1), size, heads) for x in (g, beta))
     same, begun, lasting = _document_masks(documents, size, v.device)
 
     # Since the chunk's start. In fp64, as differences matter, and a head may add 20 per token.
@@ -118,8 +118,8 @@ def chunked_delta_rule(
     if lasting is not None:
         until_end = until_end * lasting
 
-    # What a token stores beside corrections for the keys of its chunk: v less the value that the
-    # state before the chunk holds for its key, of which `reads` is the factor.
+    # A token stores v less the value that the state before the chunk holds for its key, corrected
+    # for the keys of its chunk by a triangular system: `values - reads @ state`.
     system = (k @ k.mT) * between * beta
     right = torch.cat([v * beta, (k * (since_start * beta)).expand(*v.shape[:-1], -1)], -1)
     values, reads = torch.linalg.solve_triangular(
@@ -135,14 +135,14 @@ def chunked_delta_rule(
     states, stored = (x.unflatten(1, (b, heads, group)) for x in (states, stored))
     out = (q * since_start) @ states + ((q @ k.mT) * between) @ stored
     out = out.permute(1, 0, 4, 2, 3, 5).reshape(b, -1, heads * group, out.shape[-1])
-    return out[:, :s].to(given), last.unflatten(0, (b, -1))
+    return out[:, :s].to(input_dtype), last.unflatten(0, (b, -1))
 
 
 def _precision(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _in_chunks(x: Tensor, size: int, heads: int) -> Tensor:
+def _to_chunks(x: Tensor, size: int, heads: int) -> Tensor:
     """`[b, s, h, d]` as `[n, b, k, group, c, d]`, the last chunk padded with zeros.
 
     A padding token changes no state: its g, beta, k and v are 0.
@@ -155,7 +155,7 @@ def _in_chunks(x: Tensor, size: int, heads: int) -> Tensor:
 def _document_masks(
     documents: Tensor | None, size: int, device: torch.device
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What tokens see within chunks of `size`, and beyond them if there are documents.
+    """Masks of documents, within chunks of `size` and beyond them.
 
     Returns:
         `[n, b, 1, 1, c, c]` (or `[c, c]`): the second token isn't after the first one, and in its
@@ -166,11 +166,11 @@ def _document_masks(
     if documents is None:
         return causal, None, None
     changes = documents[:, 1:] != documents[:, :-1]
-    number = F.pad(changes.long(), (1, -documents.shape[1] % size)).cumsum(1)
-    number = number.unflatten(1, (-1, size)).transpose(0, 1)[:, :, None, None, :, None]
-    last = number[..., -1:, :]
-    before = torch.cat([number[:1, ..., :1, :], last[:-1]])
-    return causal & (number == number.mT), number == before, number == last
+    index = F.pad(changes.long(), (1, -documents.shape[1] % size)).cumsum(1)
+    index = index.unflatten(1, (-1, size)).transpose(0, 1)[:, :, None, None, :, None]
+    last = index[..., -1:, :]
+    before = torch.cat([index[:1, ..., :1, :], last[:-1]])
+    return causal & (index == index.mT), index == before, index == last
 
 
 # ---- the states between chunks
@@ -180,7 +180,7 @@ def _document_masks(
 def chunk_states(
     reads: Tensor, values: Tensor, keys: Tensor, decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The part of the chunked rule that goes from chunk to chunk:
+    """The recurrence of the chunked rule, from chunk to chunk:
 
         stored_i = values_i - reads_i S_i        S_i+1 = decay_i S_i + keys_i^T stored_i
 
@@ -221,9 +221,9 @@ def _allocate(values: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Ten
 
 @torch.library.custom_op("torchtitan::chunk_states_backward", mutates_args=())
 def chunk_states_backward(
-    of_states: Tensor,
-    of_stored: Tensor,
-    of_last: Tensor,
+    grad_states: Tensor,
+    grad_stored: Tensor,
+    grad_last: Tensor,
     reads: Tensor,
     keys: Tensor,
     decay: Tensor,
@@ -231,34 +231,38 @@ def chunk_states_backward(
     stored: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `chunk_states`, from the last chunk to the first."""
-    of_values = stored.new_empty(stored.shape)
-    of_keys = keys.new_empty(keys.shape)
-    of_decay = decay.new_empty(decay.shape)
-    after = of_last.contiguous()
+    grad_values = stored.new_empty(stored.shape)
+    grad_keys = keys.new_empty(keys.shape)
+    grad_decay = decay.new_empty(decay.shape)
+    after = grad_last.contiguous()
     for i in reversed(range(len(decay))):
-        torch.baddbmm(of_stored[i], keys[i], after, out=of_values[i])
-        torch.bmm(stored[i], after.mT, out=of_keys[i])
-        of_decay[i] = torch.linalg.vecdot(states[i].flatten(1), after.flatten(1))
-        before = (after * decay[i, :, None, None]).add_(of_states[i])
-        after = before.baddbmm_(reads[i].mT, of_values[i], alpha=-1)
-    of_reads = torch.bmm(of_values.flatten(0, 1), states.flatten(0, 1).mT).neg_().view(keys.shape)
-    return of_reads, of_values, of_keys, of_decay, after
+        torch.baddbmm(grad_stored[i], keys[i], after, out=grad_values[i])
+        torch.bmm(stored[i], after.mT, out=grad_keys[i])
+        grad_decay[i] = torch.linalg.vecdot(states[i].flatten(1), after.flatten(1))
+        before = (after * decay[i, :, None, None]).add_(grad_states[i])
+        after = before.baddbmm_(reads[i].mT, grad_values[i], alpha=-1)
+    grad_reads = (
+        torch.bmm(grad_values.flatten(0, 1), states.flatten(0, 1).mT).neg_().view(keys.shape)
+    )
+    return grad_reads, grad_values, grad_keys, grad_decay, after
 
 
 @chunk_states_backward.register_fake
 def _(
-    of_states: Tensor,
-    of_stored: Tensor,
-    of_last: Tensor,
+    grad_states: Tensor,
+    grad_stored: Tensor,
+    grad_last: Tensor,
     reads: Tensor,
     keys: Tensor,
     decay: Tensor,
     states: Tensor,
     stored: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    like = (reads, stored, keys, decay, of_last)
-    of_reads, of_values, of_keys, of_decay, of_state = (x.new_empty(x.shape) for x in like)
-    return of_reads, of_values, of_keys, of_decay, of_state
+    like = (reads, stored, keys, decay, grad_last)
+    grad_reads, grad_values, grad_keys, grad_decay, grad_state = (
+        x.new_empty(x.shape) for x in like
+    )
+    return grad_reads, grad_values, grad_keys, grad_decay, grad_state
 
 
 def _save_states(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -268,9 +272,9 @@ def _save_states(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
 
 
 def _differentiate_states(
-    ctx: Any, of_states: Tensor, of_stored: Tensor, of_last: Tensor
+    ctx: Any, grad_states: Tensor, grad_stored: Tensor, grad_last: Tensor
 ) -> tuple[Tensor, ...]:
-    return chunk_states_backward(of_states, of_stored, of_last, *ctx.saved_tensors)
+    return chunk_states_backward(grad_states, grad_stored, grad_last, *ctx.saved_tensors)
 
 
 chunk_states.register_autograd(_differentiate_states, setup_context=_save_states)
@@ -284,14 +288,14 @@ def _flops(reads: Any, values: Any, *_: Any, out_shape: Any = None, **__: Any) -
 
 @register_flop_formula(torch.ops.torchtitan.chunk_states_backward)
 def _backward_flops(
-    of_states: Any, of_stored: Any, *_: Any, out_shape: Any = None, **__: Any
+    grad_states: Any, grad_stored: Any, *_: Any, out_shape: Any = None, **__: Any
 ) -> int:
-    chunks, heads, d, e = of_states
-    return 2 * 4 * chunks * heads * of_stored[2] * d * e
+    chunks, heads, d, e = grad_states
+    return 2 * 4 * chunks * heads * grad_stored[2] * d * e
 
 
 def _system_flops(system: Any, right: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """Of a triangular system. Its masked half counts, as that of attention does."""
+    """FLOPs of a triangular system. Its masked half counts, as attention's does."""
     *batch, size, columns = right
     return 2 * math.prod(batch) * size * size * columns
 

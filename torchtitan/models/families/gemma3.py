@@ -17,15 +17,15 @@ class _Config(RopeByLayer):
     also_read = ("gemma3",)
     architecture = "Gemma3ForCausalLM"
     ignored = tuple(
-        f"{place}{part}.*"
-        for place in ("", "model.")
-        for part in ("vision_tower", "multi_modal_projector")
+        f"{prefix}{tower}.*"
+        for prefix in ("", "model.")
+        for tower in ("vision_tower", "multi_modal_projector")
     )
     keys: ClassVar = {
         "logit_softcap": "final_logit_softcapping",
         "window_rope_theta": "rope_local_base_freq",
     }
-    own_head_size = True
+    explicit_head_size = True
     default_theta = 1e6
     default_window_theta = 1e4
     qk_norm = True

@@ -18,7 +18,7 @@ class _Config(SharedExpertsConfig):
         "qk_norm": "use_qk_norm",
     }
     router_scores: ClassVar[str] = "sigmoid"
-    rotates_parts = True
+    partial_rope = True
     num_key_value_heads: int | None = 8
     max_position_embeddings: int = 131072
     rms_norm_eps: float = 1e-5

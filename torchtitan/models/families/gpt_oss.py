@@ -8,7 +8,7 @@ from torchtitan.models.args import DecoderArgs
 from torchtitan.models.decoder.traits import register_decoder
 from torchtitan.models.hf.config import HFConfig, LayerTypes
 from torchtitan.models.hf.rope import Rope
-from torchtitan.models.hf_names import HFNames, Part
+from torchtitan.models.hf_names import HFNames, HFSlice
 from torchtitan.models.rope_scaling import YarnScaling
 
 
@@ -21,7 +21,7 @@ class _Config(HFConfig):
         "qkv_bias": "attention_bias",
         "wo_bias": "attention_bias",
     }
-    own_head_size = True
+    explicit_head_size = True
     default_theta = 150_000.0
     default_rope = Rope(
         rope_type="yarn",
@@ -60,14 +60,14 @@ class _Config(HFConfig):
             names[f"moe.router.gate.{end}"] = f"mlp.router.{end}"
         stacks = "mlp.experts"
         for column, number in enumerate((1, 3)):  # gate and up alternate
-            own = (column, column + 1)
-            names[f"moe.experts.w{number}"] = Part(
-                f"{stacks}.gate_up_proj", take=own, of=2, dim=2, transposed=True
+            take = (column, column + 1)
+            names[f"moe.experts.w{number}"] = HFSlice(
+                f"{stacks}.gate_up_proj", take=take, of=2, dim=2, transposed=True
             )
-            names[f"moe.experts.b{number}"] = Part(
-                f"{stacks}.gate_up_proj_bias", take=own, of=2, dim=1
+            names[f"moe.experts.b{number}"] = HFSlice(
+                f"{stacks}.gate_up_proj_bias", take=take, of=2, dim=1
             )
-        names["moe.experts.w2"] = Part(f"{stacks}.down_proj", transposed=True)
+        names["moe.experts.w2"] = HFSlice(f"{stacks}.down_proj", transposed=True)
         names["moe.experts.b2"] = f"{stacks}.down_proj_bias"
         return names
 

@@ -12,7 +12,7 @@ class _Config(LaterWindows):
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
     qk_norm = True
-    own_head_size = True
+    explicit_head_size = True
     num_key_value_heads: int | None = 32
     head_dim: int | None = 128
     max_position_embeddings: int = 32768

@@ -15,7 +15,7 @@ class _Config(HFConfig):
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
     qk_norm = True
-    own_head_size = True
+    explicit_head_size = True
     num_key_value_heads: int | None = 4
     max_position_embeddings: int = 32768
     attention_bias: Literal[False] = False

@@ -12,7 +12,7 @@ from torchtitan.models.args import DecoderArgs, LayerKind
 from torchtitan.models.decoder.traits import register_decoder
 from torchtitan.models.hf.blocks import feed_forward_names
 from torchtitan.models.hf.config import FirstLayers, HFConfig, LayerTypes
-from torchtitan.models.hf_names import HFNames, Part
+from torchtitan.models.hf_names import HFNames, HFSlice
 
 
 class _Config(HFConfig):
@@ -28,8 +28,8 @@ class _Config(HFConfig):
     }
     ignored = ("mtp.*",)
     kinds = ("full", "delta")
-    own_head_size = True
-    rotates_parts = True
+    explicit_head_size = True
+    partial_rope = True
     qk_norm = True
     gated_attention: ClassVar[bool] = True
     norm_plus_one: ClassVar[bool] = True
@@ -71,13 +71,15 @@ class _Config(HFConfig):
     def block_names(cls, args: DecoderArgs, layer: int) -> HFNames:
         names = super().block_names(args, layer)
         if args.kind(layer) == "delta":
-            names = {name: of for name, of in names.items() if not name.startswith("attention.")}
+            names = {
+                name: their for name, their in names.items() if not name.startswith("attention.")
+            }
             names |= _delta_names(args)
         else:
             size = args.head_dim
-            place = "self_attn.q_proj.weight"
-            names["attention.wq.weight"] = Part(place, take=(0, size), of=2 * size)
-            names["attention.wg.weight"] = Part(place, take=(size, 2 * size), of=2 * size)
+            joint = "self_attn.q_proj.weight"
+            names["attention.wq.weight"] = HFSlice(joint, take=(0, size), of=2 * size)
+            names["attention.wg.weight"] = HFSlice(joint, take=(size, 2 * size), of=2 * size)
         if args.has_experts(layer):
             names |= feed_forward_names(args, "moe.shared", "mlp.shared_expert")
             names["moe.shared_gate.weight"] = "mlp.shared_expert_gate.weight"
@@ -94,9 +96,9 @@ def _delta_names(args: DecoderArgs) -> HFNames:
         for name in ("in_proj_qkvz", "in_proj_ba", "norm", "out_proj")
     }
     names |= {f"delta.{name}.weight": f"linear_attn.{name}" for name in ("A_log", "dt_bias")}
-    for name, own in rows.items():
-        names[f"delta.{name}_conv.weight"] = Part(
-            "linear_attn.conv1d.weight", take=own, of=2 * keys + values, dropped=1
+    for name, channels in rows.items():
+        names[f"delta.{name}_conv.weight"] = HFSlice(
+            "linear_attn.conv1d.weight", take=channels, of=2 * keys + values, dropped=1
         )
     return names
 

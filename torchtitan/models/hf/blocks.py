@@ -1,14 +1,14 @@
 """Names of a decoder's weights in Hugging Face's files. Imports no torch.
 
-Our RoPE layout is theirs, so no weight is permuted. What a class of transformers calls otherwise,
-its family replaces in `HFConfig.block_names`.
+Our RoPE layout is theirs, so no weight is permuted. Where a class of transformers has other
+names, its family replaces them in `HFConfig.block_names`.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
 from torchtitan.models.args import DecoderArgs
-from torchtitan.models.hf_names import HFNames, Part, Theirs
+from torchtitan.models.hf_names import HFNames, HFSlice, Theirs
 
 _ATTENTION = {
     "attention.wq.weight": "self_attn.q_proj.weight",
@@ -33,8 +33,8 @@ _NORMS = {
         "ffn_post_norm.weight": "post_feedforward_layernorm.weight",
     },
 }
-"""By `norm_placement`. In Llama, the norm before the feed-forward network is named after what it
-follows; where there is one after attention, that has this name.
+"""Names of the norms, by `norm_placement`. Llama names the norm before the feed-forward network
+after what it follows, `post_attention_layernorm`; a norm after attention takes over this name.
 """
 _MTP = {
     "enorm.weight": "enorm.weight",
@@ -42,7 +42,7 @@ _MTP = {
     "eh_proj.weight": "eh_proj.weight",
     "output_norm.weight": "shared_head.norm.weight",
 }
-"""Of modules that predict further tokens, as in DeepSeek-V3's files."""
+"""Names in modules that predict further tokens, as in DeepSeek-V3's files."""
 _MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
@@ -71,14 +71,14 @@ def decoder_names(args: DecoderArgs, block: Callable[[int], HFNames]) -> HFNames
     return names
 
 
-def _with_copies(name: str, copies: list[str]) -> str | Part:
-    return Part(name, copies=tuple(copies)) if copies else name
+def _with_copies(name: str, copies: list[str]) -> str | HFSlice:
+    return HFSlice(name, copies=tuple(copies)) if copies else name
 
 
 def _within(prefix: str, theirs: Theirs) -> Theirs:
     if isinstance(theirs, list):
         return [_within(prefix, each) for each in theirs]  # type: ignore[return-value]
-    if isinstance(theirs, Part):
+    if isinstance(theirs, HFSlice):
         copies = tuple(prefix + name for name in theirs.copies)
         return replace(theirs, name=prefix + theirs.name, copies=copies)
     return prefix + theirs
@@ -94,18 +94,18 @@ def block_names(args: DecoderArgs, layer: int) -> HFNames:
         return names | feed_forward_names(args, "feed_forward", "mlp")
     names["moe.router.gate.weight"] = "mlp.gate.weight"
     for ours, theirs in _MATRICES.items():
-        parts = [f"mlp.experts.{e}.{theirs}.weight" for e in range(args.n_experts)]
-        names[f"moe.experts.{ours}"] = parts
+        experts = [f"mlp.experts.{e}.{theirs}.weight" for e in range(args.n_experts)]
+        names[f"moe.experts.{ours}"] = experts
     return names
 
 
 def feed_forward_names(args: DecoderArgs, ours: str, theirs: str) -> HFNames:
-    """Names of a feed-forward network's weights, which is called `ours` and `theirs`."""
+    """Names of the weights of the feed-forward network that is `ours` here and `theirs` there."""
     ends = ("weight", "bias") if args.ffn_bias else ("weight",)
     return {
-        f"{ours}.{own}.{end}": f"{theirs}.{their}.{end}"
+        f"{ours}.{our}.{end}": f"{theirs}.{their}.{end}"
         for end in ends
-        for own, their in _MATRICES.items()
+        for our, their in _MATRICES.items()
     }
 
 

@@ -1,8 +1,8 @@
 """`config.json` of Hugging Face's decoders, to and from `DecoderArgs`: every key, and how each
 layer is called. Imports no torch.
 
-`HFConfig` has the keys that most classes share, `LaterWindows` and `RopeByLayer` those of classes
-whose layers differ in more. A family subclasses one of them.
+`HFConfig` has the keys that most classes share; `LaterWindows` and `RopeByLayer` add keys for
+layers that differ. A family subclasses one of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ def _number_of_first(layers: Any) -> int:
 FirstLayers = Annotated[
     int, BeforeValidator(_number_of_first), PlainSerializer(lambda n: list(range(n)))
 ]
-"""How many of the first layers are in a list of indices, in any order, which may hold no others."""
+"""Number of first layers, which `config.json` has as a list of their indices, in any order."""
 
 
 # ---- the kinds of layers
@@ -69,13 +69,13 @@ def all_kinds(args: DecoderArgs) -> list[LayerKind]:
     return [args.kind(layer) for layer in range(args.n_layers)]
 
 
-def type_of(kind: LayerKind) -> str:
-    """Hugging Face's name of a kind. Layers without positions have no own one."""
+def layer_type(kind: LayerKind) -> str:
+    """Hugging Face's name of a kind. Layers without positions have the name of `full` ones."""
     return _TYPE_OF_KIND[kind]
 
 
 def shortest_pattern(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
-    """The fewest kinds that, repeated over the layers, give each layer its own."""
+    """The shortest pattern that yields these kinds when repeated over the layers."""
     for period in range(1, len(kinds)):
         if all(kind == kinds[i % period] for i, kind in enumerate(kinds)):
             return tuple(kinds[:period])
@@ -89,8 +89,8 @@ class HFConfig(BaseModel):
     """The keys of a `config.json` that matter to a family, with their defaults in transformers.
 
     A type with a single value means that the family can represent no other. A hyper-parameter
-    without a key has one value in all models of the class: that of the attribute of its name here,
-    else its default.
+    without a key has one value in all models of the class: the class attribute of its name, else
+    its default.
     """
 
     model_config = {"strict": True}
@@ -101,24 +101,23 @@ class HFConfig(BaseModel):
     architecture: ClassVar[str]
     """The class of the model in transformers."""
     keys: ClassVar[Mapping[str, str]] = {}
-    """Hyper-parameters whose keys this class names otherwise than most."""
+    """Hyper-parameter to its key, where this class has another key than most."""
     qk_norm: ClassVar[bool] = False
     qkv_bias: ClassVar[bool] = False
     ignored: ClassVar[tuple[str, ...]] = ()
     """Patterns (`fnmatch`) of tensors in folders of this class that these models don't have."""
-    own_head_size: ClassVar[bool] = False
+    explicit_head_size: ClassVar[bool] = False
     """Whether the size of a head is its own setting even where it equals `dim / n_heads`."""
-    rotates_parts: ClassVar[bool] = False
-    """Whether RoPE can be of a part of each head."""
+    partial_rope: ClassVar[bool] = False
+    """Whether RoPE can rotate only some features of each head (`partial_rotary_factor`)."""
     kinds: ClassVar[tuple[LayerKind, ...]] = ("full", "window")
     """The kinds of layers that `layer_types` may have."""
     default_theta: ClassVar[float] = 10_000.0
     """RoPE's base where `config.json` gives none."""
     default_rope: ClassVar[Rope] = Rope()
-    """RoPE where `config.json` says nothing of it."""
+    """RoPE where `config.json` doesn't mention it."""
     full_every: ClassVar[int] = 1
-    """Without `layer_types`, every how many layers one has full attention, after others with a
-    window.
+    """Without `layer_types`, every `full_every`-th layer has full attention, the others a window.
     """
 
     hidden_act: Literal["silu"] = "silu"
@@ -155,8 +154,8 @@ class HFConfig(BaseModel):
         return block_names(args, layer)
 
     @classmethod
-    def own_keys(cls) -> dict[str, str]:
-        """The hyper-parameters that have a key, and their keys."""
+    def hyper_parameter_keys(cls) -> dict[str, str]:
+        """Hyper-parameter to its key in `config.json`, for those that have one."""
         return {
             ours: theirs
             for ours, theirs in (_KEYS | dict(cls.keys)).items()
@@ -165,29 +164,31 @@ class HFConfig(BaseModel):
 
     @classmethod
     def fixed(cls, args: DecoderArgs) -> dict[str, Any]:
-        """Every hyper-parameter, also of a subclass, with the value that transformers computes with
-        after an export: another one where `config.json` has no key for it.
+        """Every hyper-parameter, including a subclass's, with the value that transformers uses
+        after an export, which differs from ours where `config.json` has no key for it.
         """
-        back = cls.read(cls.write(args, "float32"))
-        of_back = computed_with(back)
-        used = computed_with(args)
+        exported = cls.read(cls.write(args, "float32"))
+        exported_values = effective_values(exported)
+        used = effective_values(args)
         fixed = {}
         for name, field in type(args).model_fields.items():
             value = getattr(args, name)
-            preserved = getattr(back, name, field.default)
-            known = name in of_back or name not in type(back).model_fields
-            lost = name in used and known and used[name] != of_back.get(name, preserved)
+            preserved = getattr(exported, name, field.default)
+            known = name in exported_values or name not in type(exported).model_fields
+            lost = name in used and known and used[name] != exported_values.get(name, preserved)
             fixed[name] = preserved if lost else value
         return fixed
 
     @classmethod
     def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
         """`config.json` of the exported model, readable by transformers 4 and 5."""
-        # What is required and no hyper-parameter can only be null.
+        # A required key that no hyper-parameter sets can only be null.
         values: dict[str, Any] = {
             name: None for name, field in cls.model_fields.items() if field.is_required()
         }
-        values |= {theirs: getattr(args, ours) for ours, theirs in cls.own_keys().items()}
+        values |= {
+            theirs: getattr(args, ours) for ours, theirs in cls.hyper_parameter_keys().items()
+        }
         values["head_dim"] = args.head_dim
         return {
             "architectures": [cls.architecture],
@@ -201,11 +202,11 @@ class HFConfig(BaseModel):
 
     @classmethod
     def write_layers(cls, args: DecoderArgs) -> dict[str, Any]:
-        """Keys of what layers differ by."""
+        """Keys for the differences between layers."""
         keys: dict[str, Any] = {}
         if "layer_types" in cls.model_fields:
             known = (kind if kind in cls.kinds else "full" for kind in all_kinds(args))
-            keys["layer_types"] = [type_of(kind) for kind in known]
+            keys["layer_types"] = [layer_type(kind) for kind in known]
         if "sliding_window" in cls.model_fields:
             keys["sliding_window"] = args.window if "window" in args.kinds else None
         return keys
@@ -218,14 +219,14 @@ class HFConfig(BaseModel):
         if cls.default_rope.kind != "default":  # which null would mean
             plain = {"rope_type": "default"}
             keys["rope_parameters"] = (scaling or plain) | {"rope_theta": args.rope_theta}
-        if cls.rotates_parts:
+        if cls.partial_rope:
             keys["partial_rotary_factor"] = args.rope_fraction
         return keys
 
     @classmethod
     def read(cls, config: dict[str, Any]) -> DecoderArgs:
-        """The hyper-parameters in a `config.json` of transformers 4 or 5. Of a model with other
-        parts, such as a vision tower, they are in its `text_config`.
+        """The hyper-parameters in a `config.json` of transformers 4 or 5. A model with a vision
+        tower or the like has them in its `text_config`.
 
         Raises:
             ConfigError: every reason why `DecoderArgs` can't represent the model.
@@ -240,7 +241,7 @@ class HFConfig(BaseModel):
         try:
             return DecoderArgs(**cls.model_validate(config).hyper_parameters())
         except ValidationError as error:
-            names = _KEYS | dict(cls.keys) | _OF_LAYERS
+            names = _KEYS | dict(cls.keys) | _LAYER_KEYS
             raise ConfigError(
                 [f"config.json: {_explain(item, names)}" for item in error.errors()]
             ) from None
@@ -255,9 +256,11 @@ class HFConfig(BaseModel):
         """
         fields = DecoderArgs.model_fields
         values = {name: getattr(type(self), name) for name in fields if hasattr(type(self), name)}
-        values |= {ours: getattr(self, theirs) for ours, theirs in self.own_keys().items()}
+        values |= {
+            ours: getattr(self, theirs) for ours, theirs in self.hyper_parameter_keys().items()
+        }
         if (
-            not self.own_head_size
+            not self.explicit_head_size
             and self.head_dim
             and self.head_dim * self.num_attention_heads == self.hidden_size
         ):
@@ -265,8 +268,10 @@ class HFConfig(BaseModel):
         values["n_kv_heads"] = values["n_kv_heads"] or values["n_heads"]
         kinds = self.layer_kinds()
         if len(kinds) != self.num_hidden_layers:
-            of = f"num_hidden_layers {self.num_hidden_layers}"
-            raise ValueError(f"the kinds of {len(kinds)} layers are given, must be of {of}")
+            raise ValueError(
+                f"the kinds of {len(kinds)} layers are given, must be of num_hidden_layers "
+                f"{self.num_hidden_layers}"
+            )
         values["layer_pattern"] = shortest_pattern(kinds)
         values["window"] = getattr(self, "sliding_window", None) if "window" in kinds else None
         return values | self.ropes()
@@ -282,16 +287,18 @@ class HFConfig(BaseModel):
             every = getattr(self, "sliding_window_pattern", self.full_every)
             layers = range(self.num_hidden_layers)
             return ["window" if (i + 1) % every else "full" for i in layers]
-        if other := [kind for kind in types if kind not in self.kinds]:
-            known = ", ".join(repr(type_of(kind)) for kind in self.kinds)
-            raise ValueError(f"layer_types: got {type_of(other[0])!r}, must be one of {known}")
+        if unsupported := [kind for kind in types if kind not in self.kinds]:
+            known = ", ".join(repr(layer_type(kind)) for kind in self.kinds)
+            raise ValueError(
+                f"layer_types: got {layer_type(unsupported[0])!r}, must be one of {known}"
+            )
         return types
 
     def ropes(self) -> dict[str, Any]:
         """Hyper-parameters of the rotary positions."""
         rope = self.rope_scaling or self.rope_parameters or self.default_rope
         fraction = rope.partial_rotary_factor or self.partial_rotary_factor or 1.0
-        if fraction != 1 and not self.rotates_parts:
+        if fraction != 1 and not self.partial_rope:
             raise ValueError(f"partial_rotary_factor is {fraction}, must be 1: RoPE of whole heads")
         return {
             "rope_theta": rope.rope_theta or self.rope_theta or self.default_theta,
@@ -348,25 +355,26 @@ class RopeByLayer(HFConfig):
     """
 
     default_window_theta: ClassVar[float | None] = None
-    """RoPE's base in layers with a window where `config.json` gives none. None: that of the others.
+    """RoPE's base in layers with a window where `config.json` gives none. None: the same as in the
+    others.
     """
 
     rope_parameters: LayerRopes | None = None  # type: ignore[assignment]
 
     def ropes(self) -> dict[str, Any]:
-        both = self.rope_parameters or LayerRopes(full_attention=self.rope_scaling or Rope())
+        by_layer = self.rope_parameters or LayerRopes(full_attention=self.rope_scaling or Rope())
         length = self.max_position_embeddings
-        full = both.full_attention
-        window = both.sliding_attention
+        full = by_layer.full_attention
+        window = by_layer.sliding_attention
         theta = full.rope_theta or self.rope_theta or self.default_theta
-        other = (
+        window_theta = (
             window.rope_theta
             or getattr(self, "rope_local_base_freq", None)
             or self.default_window_theta
         )
         scaling = full.scaling(length)
-        of_window = window.scaling(length)
-        if of_window not in (None, scaling):
+        window_scaling = window.scaling(length)
+        if window_scaling not in (None, scaling):
             raise ValueError(
                 "rope_parameters.sliding_attention: must be plain RoPE, or scaled like "
                 "full_attention's"
@@ -374,21 +382,21 @@ class RopeByLayer(HFConfig):
         return {
             "rope_theta": theta,
             "rope_scaling": scaling,
-            "window_rope_theta": None if other == theta else other,
-            "scale_window_rope": of_window == scaling,
+            "window_rope_theta": None if window_theta == theta else window_theta,
+            "scale_window_rope": window_scaling == scaling,
         }
 
     @classmethod
     def write_rope(cls, args: DecoderArgs) -> dict[str, Any]:
         plain: dict[str, Any] = {"rope_type": "default"}
         scaling = write_scaling(args.rope_scaling)
-        of_window = scaling if args.scale_window_rope else None
+        window_scaling = scaling if args.scale_window_rope else None
         window_theta = args.window_rope_theta or args.rope_theta
         keys: dict[str, Any] = {
             "rope_scaling": scaling,
             "rope_parameters": {
                 "full_attention": (scaling or plain) | {"rope_theta": args.rope_theta},
-                "sliding_attention": (of_window or plain) | {"rope_theta": window_theta},
+                "sliding_attention": (window_scaling or plain) | {"rope_theta": window_theta},
             },
         }
         if "rope_local_base_freq" in cls.model_fields:
@@ -399,8 +407,10 @@ class RopeByLayer(HFConfig):
 # ---- what an export preserves
 
 
-def computed_with(args: DecoderArgs) -> dict[str, Any]:
-    """What a model computes with, by hyper-parameter, without those that don't matter to it."""
+def effective_values(args: DecoderArgs) -> dict[str, Any]:
+    """Hyper-parameter to the value that a model uses, without the hyper-parameters that don't
+    matter to it.
+    """
     values = {name: getattr(args, name) for name in type(args).model_fields if name != "init_std"}
     values |= {"head_size": args.head_dim, "layer_pattern": all_kinds(args)}
     values["attention_scale"] = args.attention_scale or args.head_dim**-0.5
@@ -429,7 +439,7 @@ _KEYS = {
     "n_dense_layers": "mlp_only_layers",
 }
 """Our names of hyper-parameters to Hugging Face's."""
-_OF_LAYERS = {"window": "sliding_window", "layer_pattern": "layer_types"}
+_LAYER_KEYS = {"window": "sliding_window", "layer_pattern": "layer_types"}
 _READ_ONLY = {
     "quantization_config",
     "rope_scaling",
@@ -442,7 +452,7 @@ _READ_ONLY = {
 
 
 def _explain(item: Any, names: Mapping[str, str]) -> str:
-    key = ".".join(names.get(part, str(part)) for part in item["loc"])
+    key = ".".join(names.get(name, str(name)) for name in item["loc"])
     if item["type"] == "missing":
         return f"{key} is missing"
     return ": ".join(filter(None, (key, explain_value(item))))

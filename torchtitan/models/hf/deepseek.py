@@ -1,5 +1,5 @@
-"""What `config.json` and weights of DeepSeek's classes in Hugging Face's transformers, and of those
-built like them, have in common. Imports no torch.
+"""`config.json` and weights that DeepSeek's classes in Hugging Face's transformers, and those built
+like them, have in common. Imports no torch.
 """
 
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.hf.blocks import feed_forward_names
 from torchtitan.models.hf.config import HFConfig
-from torchtitan.models.hf_names import HFNames, Part
+from torchtitan.models.hf_names import HFNames, HFSlice
 
 _LATENT = {
     "wq": "q_proj",
@@ -20,15 +20,15 @@ _LATENT = {
     "wkv_b": "kv_b_proj",
     "wo": "o_proj",
 }
-_WITHOUT = {True: ("wq",), False: ("wq_a", "q_norm", "wq_b")}
-"""What latent attention lacks if queries are compressed, and if they aren't."""
+_ABSENT = {True: ("wq",), False: ("wq_a", "q_norm", "wq_b")}
+"""Weights that latent attention lacks, by whether queries are compressed."""
 
-_OF_HEADS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_HEAD_KEYS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 class SharedExpertsConfig(HFConfig):
-    """The keys of experts: the first layers have none, and all tokens share some. Behind the last
-    layer, there may be modules that predict further tokens.
+    """Keys of mixtures of experts whose first layers are dense, with experts that all tokens share.
+    Modules that predict further tokens may follow the last layer.
     """
 
     keys: ClassVar[Mapping[str, str]] = {
@@ -63,7 +63,7 @@ class SharedExpertsConfig(HFConfig):
             return names
         if cls.has_router_bias:
             bias = "mlp.gate.e_score_correction_bias"
-            names["moe.router.expert_bias"] = Part(bias, buffer=True)
+            names["moe.router.expert_bias"] = HFSlice(bias, buffer=True)
         if args.shared_expert_dim:
             names |= feed_forward_names(args, "moe.shared", "mlp.shared_experts")
         return names
@@ -90,7 +90,7 @@ class SharedExpertsConfig(HFConfig):
 
 
 class LatentConfig(SharedExpertsConfig):
-    """The keys of latent attention, too."""
+    """Keys of latent attention, besides those of the experts."""
 
     keys: ClassVar[Mapping[str, str]] = {
         **SharedExpertsConfig.keys,
@@ -110,7 +110,7 @@ class LatentConfig(SharedExpertsConfig):
     def block_names(cls, args: DecoderArgs, layer: int) -> HFNames:
         usual = super().block_names(args, layer)
         names = {name: their for name, their in usual.items() if not name.startswith("attention.")}
-        absent = _WITHOUT[args.q_lora_rank > 0]
+        absent = _ABSENT[args.q_lora_rank > 0]
         for ours, theirs in _LATENT.items():
             if ours not in absent:
                 names[f"latent_attention.{ours}.weight"] = f"self_attn.{theirs}.weight"
@@ -120,9 +120,9 @@ class LatentConfig(SharedExpertsConfig):
     def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
         config = super().write(args, dtype)
         del config["head_dim"]  # transformers derives it: the features with positions
-        if not args.kv_lora_rank:  # no such model: of any latent attention
-            usual = {key: cls.model_fields[key].default for key in _OF_HEADS}
-            return config | usual | {"num_key_value_heads": args.n_heads}
+        if not args.kv_lora_rank:  # they have no other attention: write the defaults
+            defaults = {key: cls.model_fields[key].default for key in _HEAD_KEYS}
+            return config | defaults | {"num_key_value_heads": args.n_heads}
         return config | {
             "q_lora_rank": args.q_lora_rank or None,
             "qk_nope_head_dim": args.head_dim - args.rope_head_size,

@@ -1,4 +1,6 @@
-"""What can be exchanged with transformers. Imports torch only for models that can't be."""
+"""Which models can be exchanged with transformers, under which names. Imports torch only for models
+that can't.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def _differing(hf: HFMap, args: ModelArgs) -> Mapping[str, Any]:
 
 
 def _other_families(spec: ModelSpec, args: ModelArgs) -> str:
-    """Families of the same code whose class can express the model, which is dense or a mixture."""
+    """Advice that names families of the same code whose class in transformers can express the
+    model.
+    """
     able = []
     for other in all_families():
         if other.build is not spec.build or other.hf is None or _differing(other.hf, args):

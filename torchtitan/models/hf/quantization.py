@@ -1,5 +1,5 @@
-"""The quantized weights of Hugging Face that can be read, as `config.json` states them. Imports no
-torch.
+"""The kinds of quantized Hugging Face weights that can be read, from `quantization_config` of their
+`config.json`. Imports no torch.
 """
 
 from dataclasses import dataclass
@@ -21,54 +21,54 @@ class Quantization:
     """Rows and columns of a block of fp8."""
 
 
-def read_quantization(about: Any) -> Quantization | None:
+def read_quantization(stated: Any) -> Quantization | None:
     """The `quantization_config` of a `config.json`.
 
     Raises:
-        ValueError: it is of another kind. The message says what to do.
+        ValueError: the kind can't be read. The message says what to do.
     """
-    if about is None:
+    if stated is None:
         return None
-    method = about.get("quant_method") if isinstance(about, dict) else None
+    method = stated.get("quant_method") if isinstance(stated, dict) else None
     if method == "mxfp4":
         return Quantization("mxfp4")
     if method != "fp8":
-        raise ValueError(f"{_kind(about)} can't be read. {_WHAT_TO_DO}")
-    block = about.get("weight_block_size", [128, 128])
+        raise ValueError(f"{_kind(stated)} can't be read. {_WHAT_TO_DO}")
+    block = stated.get("weight_block_size", [128, 128])
     sizes = block if isinstance(block, list | tuple) else []
     if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
         raise ValueError(f"fp8 with weight_block_size {brief(block)} can't be read. {_WHAT_TO_DO}")
-    if about.get("fmt", "e4m3") != "e4m3" or about.get("expert_dtype", "fp8") != "fp8":
-        raise ValueError(f"fp8 other than e4m3 can't be read: {brief(about)}. {_WHAT_TO_DO}")
+    if stated.get("fmt", "e4m3") != "e4m3" or stated.get("expert_dtype", "fp8") != "fp8":
+        raise ValueError(f"fp8 other than e4m3 can't be read: {brief(stated)}. {_WHAT_TO_DO}")
     return Quantization("fp8", (sizes[0], sizes[1]))
 
 
-def _kind(about: Any) -> str:
-    """Weights that can't be read, in words: INT4 of compressed-tensors states its bits for each
+def _kind(stated: Any) -> str:
+    """Describe weights that can't be read. compressed-tensors states the bits of INT4 for each
     group of layers.
     """
-    if not isinstance(about, dict) or "quant_method" not in about:
-        return f"{brief(about)}, which names no quant_method,"
-    groups = about.get("config_groups")
+    if not isinstance(stated, dict) or "quant_method" not in stated:
+        return f"{brief(stated)}, which names no quant_method,"
+    groups = stated.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     weights = first.get("weights") if isinstance(first, dict) else None
-    bits = about.get("bits")
+    bits = stated.get("bits")
     kind = "int"
     if isinstance(weights, dict):
         bits = weights.get("num_bits")
         kind = weights.get("type", kind)
     format_of = f"{str(kind)[:8].upper()}{bits} " if type(bits) is int else ""
-    return f"{format_of}weights of quant_method {brief(about['quant_method'])}"
+    return f"{format_of}weights of quant_method {brief(stated['quant_method'])}"
 
 
-def check_quantization(about: Any) -> Any:
-    """`about`, if `read_quantization` can read it.
+def check_quantization(stated: Any) -> Any:
+    """`stated`, if `read_quantization` can read it.
 
     Raises:
-        ValueError: as there.
+        ValueError: it can't.
     """
-    read_quantization(about)
-    return about
+    read_quantization(stated)
+    return stated
 
 
 _WHAT_TO_DO = (

@@ -13,11 +13,11 @@ _SCALINGS: dict[str, type[RopeScaling | YarnScaling | LinearScaling]] = {
 }
 _ORIGINAL = "original_max_position_embeddings"
 _SHARPENING = ("attention_factor", "mscale", "mscale_all_dim")
-"""What YaRN computes itself if it is absent."""
+"""Keys whose values YaRN computes itself if they are absent."""
 
 
 class Rope(BaseModel):
-    """The table of one kind of layer. The names of some keys differ between versions of
+    """RoPE's settings for one kind of layer. Some keys have other names in other versions of
     transformers.
     """
 
@@ -48,7 +48,7 @@ class Rope(BaseModel):
             max_seq_len: `max_position_embeddings`, YaRN's original length where none is given.
 
         Raises:
-            ValueError: a type that we don't have, or a key is missing.
+            ValueError: the type is unknown, or a key is missing.
         """
         if self.kind == "default":
             return None

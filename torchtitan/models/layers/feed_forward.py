@@ -7,7 +7,7 @@ from torchtitan.models.args import Activation
 
 GATE_LIMIT = 7.0
 GATE_SLOPE = 1.702
-"""Of `clamped_swiglu`."""
+"""Constants of `clamped_swiglu`: the clamp's limit and the sigmoid's slope."""
 
 
 def activate(kind: Activation, gate: Tensor, up: Tensor | None) -> Tensor:

@@ -56,10 +56,10 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, gradient = x.float(), weight.float(), gradient.float()
         normal = x * scale
         products = gradient * normal
-        # The part that the normalization takes out.
+        # The normalization removes the gradient's component along the input.
         along = (products @ weight).unsqueeze(-1).div_(x.shape[-1])
-        of_x = (gradient * weight).addcmul_(normal, along, value=-1).mul_(scale)
-        return of_x.to(kinds[0]), products.flatten(0, -2).sum(0).to(kinds[1]), None
+        grad_x = (gradient * weight).addcmul_(normal, along, value=-1).mul_(scale)
+        return grad_x.to(kinds[0]), products.flatten(0, -2).sum(0).to(kinds[1]), None
 
 
 class OffsetRMSNorm(RMSNorm):

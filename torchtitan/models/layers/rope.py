@@ -20,7 +20,8 @@ def rope_frequencies(head_dim: int, theta: float) -> Tensor:
 def rope_cache(
     dim: int, theta: float, scaling: AnyScaling | None, seq_len: int
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles at every position, `[s, r]` in fp32, in half-split layout.
+    """Cosine and sine of the angles at every position, `[s, r]` in fp32, for features i and i + r/2
+    in pairs.
 
     Args:
         dim: rotated features of a head, r.
@@ -32,7 +33,7 @@ def rope_cache(
             freqs = _scale_by_wavelength(freqs, scaling)
         case YarnScaling():
             freqs = _scale_by_yarn(freqs, theta, scaling)
-            magnitude = scaling.on_rope
+            magnitude = scaling.rope_factor
         case LinearScaling():
             freqs = freqs / scaling.factor
     positions = torch.arange(seq_len, dtype=torch.float32)
@@ -82,11 +83,11 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
             second ones: an order of features that cancels in the products of queries and keys.
     """
     size = cos.shape[-1]
-    rest = x[..., size:]
+    unrotated = x[..., size:]
     rotated = x[..., :size].float()
     if interleaved:
         rotated = rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     first, second = rotated.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     out = (rotated * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)).type_as(x)
-    return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
+    return torch.cat((out, unrotated), dim=-1) if unrotated.shape[-1] else out

@@ -27,7 +27,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("torchtitan::grouped_mm", mutates_args=())
 def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
-    """With `transposed`, weights are `[groups, inputs, outputs]`."""
+    """`grouped_mm`; if `transposed`, weights are `[groups, inputs, outputs]`."""
     if rows.device.type == "cuda":
         return F.grouped_mm(rows, weight if transposed else weight.transpose(-2, -1), offs=ends)
     out = rows.new_empty(len(rows), weight.shape[2 if transposed else 1])
@@ -67,7 +67,7 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     rows, weight, ends, ctx.transposed = inputs
     ctx.save_for_backward(rows, weight, ends)
 
@@ -75,16 +75,16 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     rows, weight, ends = ctx.saved_tensors
     gradient = gradient.contiguous()  # torch's kernel refuses an expanded one
-    of_rows = of_weight = None
+    grad_rows = grad_weight = None
     if ctx.needs_input_grad[0]:
-        of_rows = torch.ops.torchtitan.grouped_mm(gradient, weight, ends, not ctx.transposed)
+        grad_rows = torch.ops.torchtitan.grouped_mm(gradient, weight, ends, not ctx.transposed)
     if ctx.needs_input_grad[1]:
         pair = (rows, gradient) if ctx.transposed else (gradient, rows)
-        of_weight = torch.ops.torchtitan.grouped_outer(*pair, ends)
-    return of_rows, of_weight, None, None
+        grad_weight = torch.ops.torchtitan.grouped_outer(*pair, ends)
+    return grad_rows, grad_weight, None, None
 
 
-_grouped_mm.register_autograd(_backward, setup_context=_keep)
+_grouped_mm.register_autograd(_backward, setup_context=_save_inputs)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -105,15 +105,15 @@ class _SwiGLU(torch.autograd.Function):
         mm = torch.ops.torchtitan.grouped_mm
         outer = torch.ops.torchtitan.grouped_outer
         gradient = gradient.contiguous()  # torch's kernel refuses an expanded one
-        of_hidden = mm(gradient, w2, ends, True)
+        grad_hidden = mm(gradient, w2, ends, True)
         hidden = F.silu(gate)
-        of_up = of_hidden * hidden
-        of_w2 = outer(gradient, hidden.mul_(up), ends)
+        grad_up = grad_hidden * hidden
+        grad_w2 = outer(gradient, hidden.mul_(up), ends)
         del hidden, gradient
-        of_gate = torch.ops.aten.silu_backward(of_hidden.mul_(up), gate)
-        del of_hidden
-        of_rows = mm(of_gate, w1, ends, True).add_(mm(of_up, w3, ends, True))
-        return of_rows, outer(of_gate, rows, ends), of_w2, outer(of_up, rows, ends), None
+        grad_gate = torch.ops.aten.silu_backward(grad_hidden.mul_(up), gate)
+        del grad_hidden
+        grad_rows = mm(grad_gate, w1, ends, True).add_(mm(grad_up, w3, ends, True))
+        return grad_rows, outer(grad_gate, rows, ends), grad_w2, outer(grad_up, rows, ends), None
 
 
 def grouped_swiglu(rows: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, ends: Tensor) -> Tensor:
@@ -124,13 +124,13 @@ def grouped_swiglu(rows: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, ends: Tenso
 
 
 class _Bias(torch.autograd.Function):
-    """The backward is a grouped product, which needs no atomics."""
+    """`grouped_bias`. Its backward is a grouped product, which needs no atomics."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(ends)
-        places = torch.arange(len(rows), device=rows.device)
-        groups = torch.searchsorted(ends, places, right=True).clamp_(max=len(ends) - 1)
+        positions = torch.arange(len(rows), device=rows.device)
+        groups = torch.searchsorted(ends, positions, right=True).clamp_(max=len(ends) - 1)
         return rows + bias.index_select(0, groups)
 
     @staticmethod
@@ -138,8 +138,8 @@ class _Bias(torch.autograd.Function):
         (ends,) = ctx.saved_tensors
         gradient = gradient.contiguous()
         ones = gradient.new_ones(len(gradient), 8)  # as few columns as torch's kernel takes
-        of_bias = torch.ops.torchtitan.grouped_outer(gradient, ones, ends)[:, :, 0]
-        return gradient, of_bias, None
+        grad_bias = torch.ops.torchtitan.grouped_outer(gradient, ones, ends)[:, :, 0]
+        return gradient, grad_bias, None
 
 
 def grouped_bias(rows: Tensor, bias: Tensor, ends: Tensor) -> Tensor:

@@ -32,44 +32,46 @@ class Routed(NamedTuple):
     """`[e]` int32, the index after each expert's last row."""
     weights: Tensor
     """`[t, k]`, the weights of each token's experts."""
-    place: Tensor
-    """`[n]`, where in `rows` the k-th row of a token is."""
+    position: Tensor
+    """`[n]`, index in `rows` of each token's k-th row, token by token."""
     order: Tensor
-    """`[n]`, the inverse of `place`."""
+    """`[n]`, the inverse of `position`."""
     load: Load | None
-    """None if no token counts: in inference."""
+    """None in inference, where no token counts."""
 
 
 class _Spread(torch.autograd.Function):
     """Rows of tokens, sorted by expert: `[t, dim] -> [n, dim]`. The backward needs no atomics."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(place)
+    def forward(ctx: Any, x: Tensor, order: Tensor, position: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(position)
         ctx.k = k
         return x.index_select(0, order // k)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (place,) = ctx.saved_tensors
-        return F.embedding_bag(place.view(-1, ctx.k), gradient, mode="sum"), None, None, None
+        (position,) = ctx.saved_tensors
+        return F.embedding_bag(position.view(-1, ctx.k), gradient, mode="sum"), None, None, None
 
 
 class _Gather(torch.autograd.Function):
     """The weighted sum of each token's rows, without copying them: `[n, dim] -> [t, dim]`."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, order, place)
-        return F.embedding_bag(place.view_as(weights), rows, mode="sum", per_sample_weights=weights)
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, position: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, order, position)
+        return F.embedding_bag(
+            position.view_as(weights), rows, mode="sum", per_sample_weights=weights
+        )
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows, weights, order, place = ctx.saved_tensors
-        of_rows = gradient.index_select(0, order // weights.shape[1])
-        of_weights = (rows * of_rows).sum(-1).index_select(0, place).view_as(weights)
+        rows, weights, order, position = ctx.saved_tensors
+        grad_rows = gradient.index_select(0, order // weights.shape[1])
+        grad_weights = (rows * grad_rows).sum(-1).index_select(0, position).view_as(weights)
         row_weights = weights.flatten().index_select(0, order)
-        return of_rows.mul_(row_weights.unsqueeze(-1)), of_weights, None, None
+        return grad_rows.mul_(row_weights.unsqueeze(-1)), grad_weights, None, None
 
 
 class _Permute(torch.autograd.Function):
@@ -88,12 +90,12 @@ def permute(rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
     """`rows[index]`, deterministic in both directions.
 
     Args:
-        inverse: of `index`; of those rows, where some are repeated, whose gradient counts.
+        inverse: the inverse of `index`; if rows are repeated, of the copies whose gradient counts.
     """
     return _Permute.apply(rows, index, inverse)
 
 
-def inverse_of(permutation: Tensor) -> Tensor:
+def inverse_permutation(permutation: Tensor) -> Tensor:
     """The inverse of a permutation `[n]`."""
     index = torch.arange(len(permutation), device=permutation.device)
     return torch.empty_like(permutation).scatter_(0, permutation, index)
@@ -122,7 +124,7 @@ class Experts(nn.Module):
         if bias and activation != "relu2":
             self.b3 = nn.Parameter(torch.empty(n_experts, hidden_dim))
         self.product: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_mm
-        """Low precision replaces it."""
+        """The grouped product; low precision replaces it."""
 
     def forward(
         self, rows: Tensor, ends: Tensor, meanwhile: Callable[[], None] = lambda: None
@@ -212,12 +214,12 @@ class MoE(nn.Module):
         by_expert, order = by_token.sort(stable=True)
         experts = torch.arange(self.router.n_experts, device=x.device)
         ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
-        place = inverse_of(order)
-        rows = _Spread.apply(x.flatten(0, 1), order, place, self.router.top_k)
-        return Routed(rows, ends, weights.flatten(0, 1), place, order=order, load=load)
+        position = inverse_permutation(order)
+        rows = _Spread.apply(x.flatten(0, 1), order, position, self.router.top_k)
+        return Routed(rows, ends, weights.flatten(0, 1), position, order=order, load=load)
 
     def combine(self, rows: Tensor, routed: Routed, like: Tensor) -> Tensor:
         """Sum each token's rows by their weights, into a tensor like `like` `[b, s, dim]`."""
         weights = routed.weights.to(rows.dtype)
-        out = _Gather.apply(rows, weights, routed.order, routed.place)
+        out = _Gather.apply(rows, weights, routed.order, routed.position)
         return out.to(like.dtype).view_as(like)

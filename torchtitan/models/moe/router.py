@@ -17,7 +17,7 @@ from torchtitan.models.layers.linear import TokenLinear
 
 @dataclass(frozen=True)
 class Balance:
-    """What keeps the experts equally loaded. A coefficient of 0 is off."""
+    """Settings that keep the experts equally loaded. A coefficient of 0 is off."""
 
     sequence_loss: float = 0.0
     """Coefficient of the loss of each row (DeepSeek-V3, arXiv:2412.19437, equation 17)."""
@@ -122,9 +122,9 @@ class Router(nn.Module):
             turns = torch.arange(rows * seq_len * self.top_k, device=probabilities.device)
             return (turns % self.n_experts).view(rows, seq_len, self.top_k)
         choice = probabilities + self.expert_bias
-        return top_k(self._in_groups(choice), self.top_k)
+        return top_k(self._mask_groups(choice), self.top_k)
 
-    def _in_groups(self, choice: Tensor) -> Tensor:
+    def _mask_groups(self, choice: Tensor) -> Tensor:
         """Leave out the experts of all but each token's best groups (DeepSeek-V3, section 2.1.2).
 
         A group is as good as its best expert; with sigmoid scores, as its two best together.
@@ -133,24 +133,24 @@ class Router(nn.Module):
             return choice
         groups = choice.unflatten(-1, (self.n_groups, -1))
         best = min(2 if self.sigmoid else 1, groups.shape[-1])
-        kept = top_k(groups.topk(best, dim=-1).values.sum(-1), self.top_groups)
-        out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, kept, False)
+        best_groups = top_k(groups.topk(best, dim=-1).values.sum(-1), self.top_groups)
+        excluded = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best_groups, False)
         # not by zeros: biased scores can be negative
-        return groups.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(-2)
+        return groups.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(-2)
 
     def _losses(self, scores: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
         """Auxiliary losses of each token, `[b, s]`: linear in its probabilities, given the shares.
 
-        A row's loss uses the shares of its experts. The loss of the global batch uses those of the
-        last step: this step's are known only after the forward of its last microbatch, when the
-        gradients of others are already computed.
+        A row's loss uses the experts' shares of this row. The loss of the global batch uses the
+        shares of the last step: this step's are known only after the forward of its last
+        microbatch, when the gradients of others are already computed.
         """
         if self.sigmoid:
             probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
         factors = torch.zeros_like(probabilities[:, :1])
         if self.balance.sequence_loss:
-            of_rows = self.sum_over_row(counts).float()
-            shares = of_rows / of_rows.sum(dim=-1, keepdim=True).clamp(min=1)
+            row_counts = self.sum_over_row(counts).float()
+            shares = row_counts / row_counts.sum(dim=-1, keepdim=True).clamp(min=1)
             factors = factors + self.balance.sequence_loss * shares[:, None]
         if self.balance.global_loss:
             rows = self.load.sum().clamp(min=1)
@@ -192,5 +192,5 @@ class _AddLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        one = None if gradient is None else gradient.new_ones((), dtype=torch.float32)
-        return gradient, one
+        loss_gradient = None if gradient is None else gradient.new_ones((), dtype=torch.float32)
+        return gradient, loss_gradient

@@ -81,7 +81,7 @@ def ring_attention_backend(group: dist.ProcessGroup, rotate: str, balanced: bool
         q: Tensor, k: Tensor, v: Tensor, scores: Scores = CAUSAL, sinks: Tensor | None = None
     ) -> Tensor:
         row = layout.ranks * q.shape[2]
-        scores = scores.of_keys(row)
+        scores = scores.clip_window(row)
         mask, window, scale, _ = scores.scaled(q.shape[-1])
         dense = mask is None or isinstance(mask, Tensor)
         if window is not None and dense:

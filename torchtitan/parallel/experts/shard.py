@@ -18,7 +18,7 @@ from torch.distributed._functional_collectives import all_reduce, all_to_all_sin
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.config.sections.schema import Config
-from torchtitan.models.moe.moe import Experts, inverse_of, permute
+from torchtitan.models.moe.moe import Experts, inverse_permutation, permute
 from torchtitan.models.moe.router import Balance, Router
 from torchtitan.models.protocols import Model
 from torchtitan.parallel.collectives import distribute
@@ -64,7 +64,7 @@ class ShardedExperts(Experts):
         meanwhile()
         arrived = finish(travelling)
         order = _by_expert(arriving, sum(received))
-        place = inverse_of(order)
+        place = inverse_permutation(order)
         local_ends = arriving.sum(0).cumsum(0).to(torch.int32)
         local_rows = permute(arrived, order, place)
         del rows, arrived  # not to be held while the experts compute
