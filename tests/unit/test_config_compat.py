@@ -10,7 +10,13 @@ import pytest
 from tests.config_loading import load, problems
 from tests.doc_blocks import BLOCKS
 from torchtitan.config import load_config
-from torchtitan.config.load.compat import RENAMED, RENAMED_SECTIONS, UNSUPPORTED, NotYet, Tuning
+from torchtitan.config.load.compat import (
+    RENAMED,
+    RENAMED_SECTIONS,
+    UNSUPPORTED,
+    NoEffect,
+    NotSupported,
+)
 from torchtitan.config.load.keys import FIELDS
 
 # Every key of the TorchTitan 0.2 TOML convention.
@@ -71,7 +77,7 @@ def test_every_key_of_the_convention_is_known():
 
 
 @pytest.mark.parametrize(
-    "key", [key for key, entry in UNSUPPORTED.items() if isinstance(entry, NotYet)]
+    "key", [key for key, entry in UNSUPPORTED.items() if isinstance(entry, NotSupported)]
 )
 def test_unsupported_keys_are_refused_unless_off(key):
     entry = UNSUPPORTED[key]
@@ -85,9 +91,9 @@ def test_unsupported_keys_are_refused_unless_off(key):
 
 def test_tuning_keys_have_an_unsupported_gate():
     for entry in UNSUPPORTED.values():
-        if isinstance(entry, Tuning) and entry.gate is not None:
+        if isinstance(entry, NoEffect) and entry.gate is not None:
             gate = UNSUPPORTED[entry.gate]
-            assert isinstance(gate, NotYet), (
+            assert isinstance(gate, NotSupported), (
                 "once the gate is supported its tuning keys must be too"
             )
 
@@ -135,7 +141,7 @@ def test_old_spellings_are_taken_with_a_warning(old):
     value = values.get(new, "3" if new == "debug.seed" else "false")
     if new in UNSUPPORTED:
         entry = UNSUPPORTED[new]
-        value = "false" if isinstance(entry, NotYet) else "1"
+        value = "false" if isinstance(entry, NotSupported) else "1"
         assert load_config([f"--{old}={value}"]).warnings == [f"--{old}: {old} is called {new} now"]
         return
     loaded = load_config([f"--{old}={value}"])

@@ -8,7 +8,7 @@ from tests.rounding import assert_rounds
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.models import get_spec
 from torchtitan.models.attention.backend import attention_backend
-from torchtitan.optim.loss import chunked_loss, cross_entropy, with_z_loss
+from torchtitan.optim.loss import add_z_loss, chunked_loss, cross_entropy
 
 SPEC = get_spec("llama3")
 TINY = {
@@ -106,7 +106,7 @@ def test_the_z_loss_adds_its_gradient_and_not_its_value(chunks):
     torch.manual_seed(1)
     logits = torch.randn(2, 16, 9, dtype=torch.float64, requires_grad=True)
     labels = torch.where(TOKENS % 5 == 0, IGNORE_INDEX, TOKENS % 9)
-    loss = with_z_loss(cross_entropy, 0.3)
+    loss = add_z_loss(cross_entropy, 0.3)
     (plain,) = torch.autograd.grad(cross_entropy(logits, labels).sum(), logits)
     rows = loss(logits, labels)
     (both,) = torch.autograd.grad(rows.sum(), logits)
@@ -117,7 +117,7 @@ def test_the_z_loss_adds_its_gradient_and_not_its_value(chunks):
     torch.testing.assert_close(both - plain, expected, rtol=1e-4, atol=1e-5)
     whole = build()
     sliced = build()
-    with_z_loss(cross_entropy, 0.3)(whole(TOKENS), LABELS).sum().backward()
+    add_z_loss(cross_entropy, 0.3)(whole(TOKENS), LABELS).sum().backward()
     chunked(sliced, chunks, loss=loss).backward()
     for ours, theirs in zip(sliced.parameters(), whole.parameters(), strict=True):
         assert_rounds(ours.grad, theirs.grad)

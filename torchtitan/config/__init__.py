@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchtitan.config.derive import cuts, derive, gradient_accumulation_steps
+from torchtitan.config.derive import cut_warnings, derive, gradient_accumulation_steps
 from torchtitan.config.load.command_line import show_help
 from torchtitan.config.load.decode import LoadedConfig, load_config
 from torchtitan.config.load.extend import extend
@@ -51,5 +51,5 @@ def complete(loaded: LoadedConfig, world: int) -> Resolved:
     written = extend(loaded.config, loaded.sources)
     config, formulas = derive(written, world)
     validate(config, world, loaded.sources)
-    warnings = [*loaded.warnings, *cuts(written, formulas, loaded.sources)]
+    warnings = [*loaded.warnings, *cut_warnings(written, formulas, loaded.sources)]
     return Resolved(config, loaded.sources, formulas, warnings)

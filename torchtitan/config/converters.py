@@ -1,4 +1,4 @@
-"""What `model.converters` asks for: the names of its entries, and the layers they convert."""
+"""Entries of `model.converters`: their names, and the layers they convert."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ GROUPED_FLOAT8 = ("quantize.grouped_mm.float8",)
 GROUPED_MX = ("quantize.grouped_mm.mx",)
 """Names in `model.converters`; a converter may have two."""
 SMALL_LAYERS = "auto_filter_small_kn"
-"""In `quantize.linear.float8.filter_fqns`: skip layers too small to gain."""
+"""Entry of `quantize.linear.float8.filter_fqns` that skips layers too small to gain."""
 
 
 def uses(config: Config, names: tuple[str, ...]) -> bool:
@@ -18,9 +18,9 @@ def uses(config: Config, names: tuple[str, ...]) -> bool:
     return not set(names).isdisjoint(config.model.converters)
 
 
-def names_any(parts: Iterable[str], fqn: str) -> bool:
-    """Whether one of `parts` occurs in the module name `fqn`."""
-    return any(part in fqn for part in parts)
+def names_any(substrings: Iterable[str], fqn: str) -> bool:
+    """Whether one of `substrings` occurs in the module name `fqn`."""
+    return any(substring in fqn for substring in substrings)
 
 
 def gains_by_float8(recipe: str | None, inputs: int, outputs: int) -> bool:

@@ -39,7 +39,7 @@ SHAPES = ("linear", "sqrt", "cosine")
 _STAGED = ("seq_len", "global_batch_size", "local_batch_size")
 """Keys of `[training]` that a stage may change."""
 _STAGED_ROPE = ("rope_theta", "rope_scaling")
-"""Keys of `[model.overrides]` that it may change, too."""
+"""Keys of `[model.overrides]` that a stage may change."""
 _WSD_DECAY = 0.2
 """The default share of the decay (Hägele et al., arXiv:2405.18392)."""
 
@@ -82,8 +82,10 @@ def divisors(n: int, limit: int | None = None) -> list[int]:
     return [d for d in all_divisors if d <= (limit or n)]
 
 
-def _copies(config: Config, world: int) -> Derived | None:
-    """Elastic runs give up replicas first: sharding over fewer ranks takes more memory on each."""
+def _replica_degree(config: Config, world: int) -> Derived | None:
+    """Fewer replicas, if an elastic run has fewer ranks. Replicas go first, because sharding over
+    fewer ranks takes more memory on each.
+    """
     p = config.parallelism
     others = p.pipeline_parallel_degree * p.context_parallel_degree * p.tensor_parallel_degree
     ranks, remainder = divmod(world, others)
@@ -118,7 +120,9 @@ def _shard_degree(config: Config, world: int) -> Derived | None:
 
 
 def _expert_degree(config: Config, world: int) -> Derived | None:
-    """Fewer ranks hold more experts each. A divisor of the degree still divides the experts."""
+    """A smaller expert-parallel degree, if an elastic run has fewer ranks. A divisor of the degree
+    still divides the experts.
+    """
     p = config.parallelism
     degree = p.expert_parallel_degree
     ranks = expert_ranks(p)
@@ -198,7 +202,7 @@ def _decay_after_warmup(config: Config, world: int) -> Derived | None:
 
 
 _DERIVATIONS: tuple[Callable[[Config, int], Derived | None], ...] = (
-    _copies,
+    _replica_degree,
     _shard_degree,
     _expert_degree,
     _validation_batch,
@@ -222,19 +226,21 @@ def derive(config: Config, world: int) -> tuple[Config, dict[str, str]]:
     return config, formulas
 
 
-def cuts(given: Config, formulas: dict[str, str], sources: dict[str, str]) -> Iterator[str]:
-    """A warning for each given value that the length of the schedule cut.
+def cut_warnings(
+    written: Config, formulas: dict[str, str], sources: dict[str, str]
+) -> Iterator[str]:
+    """A warning for each value in the configuration that the schedule's length has cut.
 
     Args:
-        given: before values were derived.
+        written: the configuration before values were derived.
         formulas, sources: as in `Resolved`.
     """
     for key in ("warmup_steps", "decay_ratio"):
         name = f"lr_scheduler.{key}"
-        if getattr(given.lr_scheduler, key) is not None and name in formulas:
-            where = sources.get(name, "default")
-            place = name if where == f"--{name}" else f"{where}: {name}"
-            yield f"{place}: {formulas[name]}"
+        if getattr(written.lr_scheduler, key) is not None and name in formulas:
+            source = sources.get(name, "default")
+            start = name if source == f"--{name}" else f"{source}: {name}"
+            yield f"{start}: {formulas[name]}"
 
 
 def degrees_fill(config: Config, world: int) -> bool:
@@ -313,9 +319,9 @@ def needs_replica_axis(config: Config) -> bool:
 
 
 def stages_of(config: Config) -> list[Config]:
-    """The configuration as it is before the first of `[[training.stages]]`, and in each of them.
+    """The configuration before the first of `[[training.stages]]`, and in each of them.
 
-    Weights of sources and learning rates aside, which no part of a rank is built for.
+    Weights of sources and learning rates don't change: nothing on a rank is built for them.
     """
     configs = [replace(config, "training.stages", [])]
     for stage in config.training.stages:

@@ -24,7 +24,7 @@ class Schedule:
     stage is at least as many as there are stages.
     """
     splits_backward: bool = False
-    """The backward of inputs and that of weights are separate computations."""
+    """Whether gradients of inputs and of weights are separate computations."""
 
     @property
     def v_shaped(self) -> bool:
@@ -76,7 +76,7 @@ def splits_backward(parallelism: Parallelism) -> bool:
 
 @dataclass(frozen=True)
 class FileSchedule:
-    """What a schedule from a file requires of a run."""
+    """Requirements of a schedule from a file."""
 
     ranks: tuple[int, ...]
     """Each stage's rank along `pp`."""

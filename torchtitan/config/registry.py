@@ -1,5 +1,5 @@
-"""What the configuration chooses by name, and what a module of the user adds to it. Imports no
-torch.
+"""Registries: what the configuration chooses by name, built in or added by a user's module. Imports
+no torch.
 
     from torchtitan.config.registry import Section, optimizers
 
@@ -96,7 +96,7 @@ class Registry(Generic[T]):
         return value
 
     def find(self, name: str | None) -> T | None:
-        """What is registered as `name`; None if nothing is, or `name` is None."""
+        """The value registered as `name`; None if there is none, or `name` is None."""
         entry = self._entries.get(name or "")
         return entry.value if entry else None
 
@@ -152,7 +152,7 @@ class Functions(Registry[Callable[..., Any]]):
         )
 
     def chosen(self, name: str | None, custom: Custom) -> Callable[..., Any] | None:
-        """What is registered as `name`, with its keys; None if `name` is built in or None."""
+        """The function registered as `name`, with its keys; None if `name` is built in or None."""
         make = self.find(name)
         if make is None or self.registered[name or ""] is None:
             return make
@@ -222,7 +222,7 @@ REGISTRIES: tuple[Functions, ...] = (
     metric_sinks,
     callbacks,
 )
-"""What a module of the user registers, with keys of its own."""
+"""The registries that a user's module adds to, with keys of its own."""
 CHOICES: tuple[Registry[Any], ...] = (*REGISTRIES, model_families)
 """Everything that a key chooses by name."""
 
@@ -255,16 +255,19 @@ def import_custom(module: str) -> None:
         raise
     except ModuleNotFoundError as error:
         problem = (
-            f"can't import {brief(module)} ({error}{_where(error)}); add its folder to PYTHONPATH"
+            f"can't import {brief(module)} ({error}{_raised_at(error)}); add its folder to "
+            "PYTHONPATH"
         )
         raise ConfigError([f"experimental.custom_import: {problem}"]) from error
     except (Exception, SystemExit) as error:  # the module is the user's: it may raise anything
         text = cut(" ".join(str(error).split()), 200)
-        problem = f"importing {brief(module)} failed: {type(error).__name__}: {text}{_where(error)}"
+        problem = (
+            f"importing {brief(module)} failed: {type(error).__name__}: {text}{_raised_at(error)}"
+        )
         raise ConfigError([f"experimental.custom_import: {problem}"]) from error
 
 
-def _where(error: BaseException) -> str:
+def _raised_at(error: BaseException) -> str:
     """The line of user code that raised `error`, as the end of a message."""
     if isinstance(error, SyntaxError) and error.filename:
         return f", {error.filename}:{error.lineno}"

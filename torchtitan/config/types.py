@@ -96,7 +96,7 @@ def _path(path: str) -> str:
     return expanded
 
 
-def _inside(path: str) -> str:
+def _relative_path(path: str) -> str:
     if problem := path_problem(path):
         raise ValueError(problem)
     if path.startswith(("/", "~")) or "://" in path or ".." in PurePosixPath(path).parts:
@@ -109,7 +109,7 @@ def _inside(path: str) -> str:
 def _file_name(name: str) -> str:
     if "/" in name:
         raise ValueError(f"got {brief(name)}, must be the beginning of a file's name, without /")
-    return _inside(name)
+    return _relative_path(name)
 
 
 Text = Annotated[str, Field(max_length=4096), AfterValidator(_text)]
@@ -118,7 +118,7 @@ Name = Annotated[str, Field(max_length=1024), AfterValidator(_name)]
 """A name or pattern."""
 LocalPath = Annotated[str, Field(max_length=4096), AfterValidator(_path)]
 """A path or, where a key allows it, a URL. `~` is expanded."""
-InDumpFolder = Annotated[str, Field(max_length=1024), AfterValidator(_inside)]
+InDumpFolder = Annotated[str, Field(max_length=1024), AfterValidator(_relative_path)]
 """A path relative to `job.dump_folder` that doesn't leave it."""
 FilePrefix = Annotated[str, Field(max_length=100), AfterValidator(_file_name)]
 """The beginning of the name of files."""

@@ -88,7 +88,7 @@ class WeightAverage:
         return averages, weights
 
     def state_dict(self) -> dict[str, int]:
-        """What a checkpoint holds besides the tensors."""
+        """The state that a checkpoint holds besides the tensors."""
         return {"counted": self.counted}
 
     def load_state_dict(self, state: dict[str, int] | None) -> None:

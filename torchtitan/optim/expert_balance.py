@@ -38,7 +38,7 @@ class ExpertBalance:
                 if isinstance(module, Router):
                     self.routers[int(name.split(".")[1])] = module
         self._table = torch.zeros(n_layers, n_experts + 1, dtype=torch.float64, device=device)
-        self._since = torch.zeros_like(self.loads)
+        self._loads_since_take = torch.zeros_like(self.loads)
 
     @property
     def loads(self) -> Tensor:
@@ -54,8 +54,8 @@ class ExpertBalance:
         """Rows of each expert since the last call, and `losses`: `[layers, experts + 1]`, on the
         host, which waits for the device.
         """
-        table = torch.cat([self._since, self.losses[:, None]], dim=1).cpu()
-        self._since.zero_()
+        table = torch.cat([self._loads_since_take, self.losses[:, None]], dim=1).cpu()
+        self._loads_since_take.zero_()
         return table
 
     @torch.no_grad()
@@ -72,9 +72,9 @@ class ExpertBalance:
             self._table[layer, -1] = router.step_loss
             router.step_load.zero_()
             router.step_loss.zero_()
-        # Every rank has counted other tokens or other layers: one sum over the world is exact.
+        # Each rank has counted different tokens or layers: one sum over the world is exact.
         all_reduce(self._table, dist.group.WORLD)
-        self._since += self.loads
+        self._loads_since_take += self.loads
         for layer, router in self.routers.items():
             counted = self._table[layer, :-1]
             load = counted.long()

@@ -1,4 +1,4 @@
-"""Losses of rows, each a sum over tokens, and of data sources.
+"""Losses of rows, as sums over tokens; and their tally by data source.
 
 Dividing sums by the global token count makes the loss exact under every layout.
 """
@@ -49,7 +49,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class _ShardedLogSumExp(torch.autograd.Function):
-    """`apply(logits, group)`: the log-sum-exp of rows of which each rank of `group` has a part.
+    """`apply(logits, group)`: the log-sum-exp of rows that are sharded over the ranks of `group`.
 
     All ranks compute the same loss from it, so the upstream gradient is whole on each.
     """
@@ -82,19 +82,19 @@ def z_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return log_z.square().masked_fill(labels == IGNORE_INDEX, 0.0).sum(1)
 
 
-def with_z_loss(loss: RowLoss, coefficient: float) -> RowLoss:
-    """`loss`, whose gradients are also those of the z-loss. Its values stay the same: they are what
-    is reported, and compared with other runs and with validation.
+def add_z_loss(loss: RowLoss, coefficient: float) -> RowLoss:
+    """`loss` with the z-loss's gradients added. Its values stay the same, so that reports can be
+    compared with other runs and with validation.
     """
 
-    def both(logits: Tensor, labels: Tensor) -> Tensor:
+    def combined(logits: Tensor, labels: Tensor) -> Tensor:
         rows = loss(logits, labels)
         if not torch.is_grad_enabled():
             return rows
-        more = coefficient * z_loss(logits, labels)
-        return rows + (more - more.detach())
+        regularizer = coefficient * z_loss(logits, labels)
+        return rows + (regularizer - regularizer.detach())
 
-    return both
+    return combined
 
 
 def build_loss(name: str, custom: Custom, z_loss: float = 0.0) -> RowLoss:
@@ -114,7 +114,7 @@ def build_loss(name: str, custom: Custom, z_loss: float = 0.0) -> RowLoss:
         UserError: a registered loss is no such sum.
     """
     chosen = _chosen_loss(name, custom)
-    return with_z_loss(chosen, z_loss) if z_loss else chosen
+    return add_z_loss(chosen, z_loss) if z_loss else chosen
 
 
 def _chosen_loss(name: str, custom: Custom) -> RowLoss:
@@ -122,14 +122,14 @@ def _chosen_loss(name: str, custom: Custom) -> RowLoss:
     if make is None:
         return cross_entropy
     loss: RowLoss = make()
-    if problem := _not_a_sum(loss):
+    if problem := _sum_problem(loss):
         raise UserError(f'training.loss: "{name}" {problem}')
     return lambda logits, labels: unsharded(loss(logits, labels))
 
 
 @torch.no_grad()
-def _not_a_sum(loss: RowLoss) -> str | None:
-    """What is wrong with a loss, judging by some small logits."""
+def _sum_problem(loss: RowLoss) -> str | None:
+    """Why a loss is no sum over tokens, judging by some small logits; None if it is one."""
     logits = torch.sin(torch.arange(2.0 * 4 * 8)).view(2, 4, 8)
     labels = torch.tensor([[1, 2, 3, 4], [5, IGNORE_INDEX, 7, IGNORE_INDEX]])
     whole = loss(logits, labels)
@@ -174,13 +174,13 @@ def chunked_loss(
         hidden: `[batch, seq / tp_degree, dim]`, this rank's part of the sequence.
         labels: `[batch, seq]`.
         chunks: number of slices; divides `seq / tp_degree`.
-        factors: `[losses]`, of several losses: `hidden` is then
+        factors: `[losses]`, factors of several losses: `hidden` is then
             `[batch, seq / tp_degree, losses * dim]`, and `labels` are `[batch, seq, losses]`. The
             first factor is 1.
 
     Returns:
         The sum over all rows, and, without a gradient, each row's loss `[batch]`. With `factors`,
-        the sum is that of the first loss, but its backward computes the gradients of all, each
+        the sum is the first loss's, but its backward computes the gradients of all losses, each
         times its factor; and the rows' losses are `[batch, losses]`.
     """
     several = labels if factors is not None else labels.unsqueeze(-1)
@@ -212,38 +212,41 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         count = 1 if factors is None else len(factors)
         rows = torch.zeros(count, len(hidden), device=hidden.device)
-        of_hidden: list[Tensor] = []
+        hidden_gradients: list[Tensor] = []
         # Not zeros like the weight, which may have been gathered in Float8.
-        of_weight: Tensor | None = None
+        weight_sum: Tensor | None = None
         for i, (hidden_slice, labels) in enumerate(slices):
             hidden_slice = hidden_slice.detach().requires_grad_()
             whole = weight.detach().requires_grad_()
             with torch.enable_grad():
-                of_rows = loss(project(hidden_slice, whole), labels)
-                summed = of_rows.sum() if factors is None else of_rows.sum() * factors[i % count]
+                row_losses = loss(project(hidden_slice, whole), labels)
+                summed = (
+                    row_losses.sum() if factors is None else row_losses.sum() * factors[i % count]
+                )
                 hidden_gradient, weight_gradient = torch.autograd.grad(
                     summed, (hidden_slice, whole)
                 )
-            rows[i % count] += of_rows.detach()
-            of_hidden.append(hidden_gradient)
-            of_weight = (
-                weight_gradient.float() if of_weight is None else of_weight.add_(weight_gradient)
+            rows[i % count] += row_losses.detach()
+            hidden_gradients.append(hidden_gradient)
+            weight_sum = (
+                weight_gradient.float() if weight_sum is None else weight_sum.add_(weight_gradient)
             )
-        assert of_weight is not None
+        assert weight_sum is not None
         if count > 1:
-            of_hidden = [
-                torch.cat(of_hidden[i : i + count], dim=-1) for i in range(0, len(of_hidden), count)
+            hidden_gradients = [
+                torch.cat(hidden_gradients[i : i + count], dim=-1)
+                for i in range(0, len(hidden_gradients), count)
             ]
-        ctx.save_for_backward(torch.cat(of_hidden, dim=1), of_weight.to(weight.dtype))
-        of_losses = rows.T.contiguous()
-        ctx.mark_non_differentiable(of_losses)
-        return rows[0].sum(), of_losses
+        ctx.save_for_backward(torch.cat(hidden_gradients, dim=1), weight_sum.to(weight.dtype))
+        losses = rows.T.contiguous()
+        ctx.mark_non_differentiable(losses)
+        return rows[0].sum(), losses
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        of_hidden, of_weight = ctx.saved_tensors
+        grad_hidden, grad_weight = ctx.saved_tensors
         # Not in place: a pipeline schedule that splits the backward runs this twice.
-        return of_hidden * upstream[0], of_weight * upstream[0], None, None, None, None
+        return grad_hidden * upstream[0], grad_weight * upstream[0], None, None, None, None
 
 
 class SourceTally:

@@ -69,7 +69,7 @@ def lr_factor(step: int, schedule: LRScheduler, shape: Shape | None = None) -> f
 
 
 def stage_scale(stage: int, stages: Sequence[DataStage]) -> float:
-    """`lr_scale` of a stage of the data: 0, or the number of `stages` that have begun."""
+    """`lr_scale` in a stage of the data; `stage` is the number of `stages` that have begun."""
     set_so_far = [begun.lr_scale for begun in stages[:stage] if begun.lr_scale is not None]
     return set_so_far[-1] if set_so_far else 1.0
 
@@ -96,7 +96,7 @@ class LRSchedule:
         """Set the optimizer's rates for the current step; returns the rate before group scales.
 
         Args:
-            stage: of the step's data, which are ahead of the step after a rewind.
+            stage: the data's stage, which is ahead of the step after a rewind.
         """
         factor = lr_factor(self.steps, self.schedule, self.shape)
         rate = self.peak * factor * stage_scale(stage, self.stages)

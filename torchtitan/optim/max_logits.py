@@ -41,27 +41,27 @@ def record_max_logits(
     count = k.shape[2]
     keys = torch.arange(count, device=q.device)
     in_order = positions is None
-    place = torch.arange(queries, device=q.device) if positions is None else positions
+    query_positions = torch.arange(queries, device=q.device) if positions is None else positions
     documents = None if starts is None else _documents(starts, batch, count)
     grouped = q.unflatten(1, (k.shape[1], -1))
     size = max(16, _AT_ONCE // (batch * heads * count))
     for first in range(0, queries, size):
         rows = slice(first, first + size)
-        seen = slice(0, min(first + size, count) if in_order else count)
-        at = place[rows, None]
-        visible = at >= keys[seen]
+        visible_keys = slice(0, min(first + size, count) if in_order else count)
+        position = query_positions[rows, None]
+        visible = position >= keys[visible_keys]
         if window is not None:
-            visible = visible & (at - keys[seen] < window)
+            visible = visible & (position - keys[visible_keys] < window)
         visible = visible[None, None]
         if mask is not None:
-            visible = visible & mask[:, :, rows, seen]
+            visible = visible & mask[:, :, rows, visible_keys]
         if documents is not None:
-            same = documents[:, place[rows], None] == documents[:, None, seen]
+            same = documents[:, query_positions[rows], None] == documents[:, None, visible_keys]
             visible = visible & same[:, None]
-        scores = grouped[:, :, :, rows] @ k[:, :, None, seen].mT
+        scores = grouped[:, :, :, rows] @ k[:, :, None, visible_keys].mT
         scores = scores.masked_fill_(~visible[:, :, None], -torch.inf)
-        found = scores.amax(dim=(0, 3, 4)).flatten().float() * scale
-        torch.maximum(largest, found, out=largest)
+        block_largest = scores.amax(dim=(0, 3, 4)).flatten().float() * scale
+        torch.maximum(largest, block_largest, out=largest)
 
 
 @record_max_logits.register_fake
@@ -105,13 +105,13 @@ class RecordMaxLogits(nn.Module):
         positions = None
         layout = self.layout
         if layout is not None:
-            parts = funcol.all_gather_tensor(k.contiguous(), 0, layout.group_name)
-            k = layout.in_row_order(parts.chunk(layout.ranks), dim=2)
+            gathered = funcol.all_gather_tensor(k.contiguous(), 0, layout.group_name)
+            k = layout.in_row_order(gathered.chunk(layout.ranks), dim=2)
             positions = layout.positions(k.shape[2], q.device)
         starts = mask.starts if isinstance(mask, PackedDocuments) else None
         dense = mask if isinstance(mask, Tensor) else None
         if dense is not None and positions is not None and dense.shape[2] != q.shape[2]:
-            dense = dense[:, :, positions]  # of all queries, as ranks exchange heads
+            dense = dense[:, :, positions]  # it has all queries' rows, as ranks exchange heads
         record_max_logits(
             self.largest, q, k, positions, mask=dense, starts=starts, window=window, scale=scale
         )

@@ -32,18 +32,18 @@ class _Split(NamedTuple):
     dim: int
     """1: rows, 2: columns."""
     size: int
-    """Of the dimension, over the ranks of the group together."""
+    """Size of the whole dimension, over all ranks of the group."""
 
 
 _Shards = tuple[Tensor, Tensor, Tensor]
-"""This rank's parts of weights, gradients and momentum, `[n, rows, columns]` each."""
+"""This rank's shards of weights, gradients and momentum, `[n, rows, columns]` each."""
 
 
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al., 2024, kellerjordan.github.io/posts/muon) for matrices and their stacks.
 
     Each matrix has its own update, scaled to the size of AdamW's (Liu et al., arXiv:2502.16982);
-    the numbers are those of `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`. Parameters may be
+    the numbers equal `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`'s. Parameters may be
     sharded over any axes. Where matrices are split, the ranks that hold parts exchange them, so
     that each computes the updates of some whole matrices: as many matrices of one shape as there
     are ranks take one exchange there and one back.
@@ -52,13 +52,13 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            for (shape, splits, _), alike in self._by_layout(group).items():
+            for (shape, splits, _), shards in self._shards_by_layout(group).items():
                 ranks = math.prod(split.group.size() for split in splits)
                 most = ranks * max(1, AT_ONCE // math.prod(shape))
-                for batch in _batches(alike, most):
+                for batch in _batches(shards, most):
                     _update(batch, shape, splits, group)
 
-    def _by_layout(self, group: dict[str, Any]) -> dict[Any, list[_Shards]]:
+    def _shards_by_layout(self, group: dict[str, Any]) -> dict[Any, list[_Shards]]:
         """Shards by shape of the matrices, their splits, and device and types."""
         shards_by_layout: dict[Any, list[_Shards]] = {}
         for param in group["params"]:
@@ -75,11 +75,11 @@ class Muon(torch.optim.Optimizer):
         return shards_by_layout
 
 
-def _batches(alike: Sequence[_Shards], most: int) -> Iterator[list[_Shards]]:
-    """Shards of `most` matrices at a time, fewer at the end."""
+def _batches(shards: Sequence[_Shards], limit: int) -> Iterator[list[_Shards]]:
+    """Shards of `limit` matrices at a time, fewer at the end."""
     batch: list[_Shards] = []
-    room = most
-    for weight, gradient, mean in alike:
+    room = limit
+    for weight, gradient, mean in shards:
         start = 0
         while start < len(weight):
             rows = slice(start, start + room)
@@ -90,7 +90,7 @@ def _batches(alike: Sequence[_Shards], most: int) -> Iterator[list[_Shards]]:
             if not room:
                 yield batch
                 batch = []
-                room = most
+                room = limit
     if batch:
         yield batch
 
@@ -110,7 +110,7 @@ def _update(
     shards = weights[0].new_empty((sum(counts), *weights[0].shape[1:]), dtype=torch.bfloat16)
     torch._foreach_copy_(shards.split(counts), nesterov)
     del nesterov
-    update = _on_whole(shards, splits, group["ns_steps"]).to(weights[0].dtype)
+    update = _orthogonalize_shards(shards, splits, group["ns_steps"]).to(weights[0].dtype)
     lr = group["lr"]
     torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
     torch._foreach_add_(weights, update.split(counts), alpha=-lr * 0.2 * max(shape) ** 0.5)
@@ -159,8 +159,8 @@ def _splits(param: Tensor) -> tuple[_Split, ...]:
     return tuple(reversed(splits))
 
 
-def _on_whole(shard: Tensor, splits: Sequence[_Split], steps: int) -> Tensor:
-    """This rank's part of `orthogonalize(stack, steps)`, where `part` is its part of the stack.
+def _orthogonalize_shards(shard: Tensor, splits: Sequence[_Split], steps: int) -> Tensor:
+    """This rank's shard of `orthogonalize(stack, steps)`, where `shard` is its shard of the stack.
 
     Each rank of a group gets the whole of some matrices, about as many as any other.
     """
@@ -177,7 +177,7 @@ def _on_whole(shard: Tensor, splits: Sequence[_Split], steps: int) -> Tensor:
     whole = torch.cat(received.unflatten(0, (ranks, local_count)).unbind(), dim).narrow(
         dim, 0, size
     )
-    whole = _padded(_on_whole(whole, splits[1:], steps), dim, share * ranks)
+    whole = _padded(_orthogonalize_shards(whole, splits[1:], steps), dim, share * ranks)
     pieces = torch.cat(whole.chunk(ranks, dim)) if local_count else received
     returned = all_to_all_single(pieces, counts, [local_count] * ranks, group)
     return returned.narrow(dim, 0, length)

@@ -34,7 +34,7 @@ class AnyOptimizer(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
-class _Joined:
+class _OptimizerList:
     """Several optimizers behind the interface of one."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]):
@@ -66,7 +66,7 @@ def _params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-class OptimizerInBackward(_Joined):
+class OptimizerInBackward(_OptimizerList):
     """Updates each parameter as soon as its gradient is complete, then frees the gradient.
 
     Every parameter has its own optimizer, called by a hook, so `step` after the backward finds no
@@ -96,8 +96,8 @@ class OptimizerInBackward(_Joined):
 def _adam_settings(group: Group) -> dict[str, Any]:
     """Arguments of torch's `adam` for a parameter group."""
     beta1, beta2 = group["betas"]
-    same = {name: group[name] for name in ("foreach", "fused", "lr", "weight_decay", "eps")}
-    return same | {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
+    settings = {name: group[name] for name in ("foreach", "fused", "lr", "weight_decay", "eps")}
+    return settings | {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
 
 
 class ShardedAdam(torch.optim.Adam):
@@ -182,7 +182,7 @@ def build_optimizer(
     its own; AdamW updates embedding, output and vectors.
 
     Args:
-        width_ratio: of a matrix's name, `ModelSpec.width_ratio` of the model.
+        width_ratio: maps a matrix's name to its ratio, as `ModelSpec.width_ratio`.
     """
     groups: dict[tuple[float, ...], Group] = {}
     names = {}
@@ -194,7 +194,7 @@ def build_optimizer(
             settings = _settings(name, param, optimizer, width_ratio(name))
             group = groups.setdefault(tuple(settings.values()), {"params": [], **settings})
             group["params"].append(param)
-    make = partial(_make, optimizer)
+    make = partial(_make_builtin, optimizer)
     registered = optimizers.chosen(optimizer.name, custom or Custom())
     if registered:
         make = partial(make_registered, optimizer, registered, names)
@@ -202,10 +202,10 @@ def build_optimizer(
         return OptimizerInBackward(list(groups.values()), make)
     built = []
     for muon in (False, True):
-        alike = [group for group in groups.values() if group["muon"] == muon]
-        if alike:
-            built.append(make(alike))
-    return built[0] if len(built) == 1 else _Joined(built)
+        same_kind = [group for group in groups.values() if group["muon"] == muon]
+        if same_kind:
+            built.append(make(same_kind))
+    return built[0] if len(built) == 1 else _OptimizerList(built)
 
 
 def _settings(
@@ -237,7 +237,7 @@ def _settings(
     return {"muon": by_muon, "weight_decay": decay, "lr_scale": scale}
 
 
-def _make(optimizer: Optimizer, groups: list[Group]) -> torch.optim.Optimizer:
+def _make_builtin(optimizer: Optimizer, groups: list[Group]) -> torch.optim.Optimizer:
     """One optimizer, for groups with the same `muon`."""
     if groups[0]["muon"]:
         muon: dict[str, Any] = {

@@ -8,7 +8,7 @@ scaled so that this score would be t. Products of queries and keys shrink by t /
     heads that share keys           queries by t / m; keys stay, as other heads read them
     latent attention                the features without positions of queries and keys by
                                     sqrt(t / m); queries' rotated features by t / m, as all heads
-                                    share those of keys
+                                    share the keys' rotated features
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,9 +32,9 @@ class _Rows(NamedTuple):
 
     param: Tensor
     heads: Tensor
-    """The head of each row that this rank holds."""
+    """Head of each row of this rank's shard."""
     powers: Tensor
-    """The power of a head's factor by which each of those rows is multiplied."""
+    """Exponent of each of these rows: it is multiplied by its head's factor to this power."""
 
 
 class QKClip:
@@ -60,7 +60,7 @@ class QKClip:
             layout: how context parallelism shares rows.
 
         Raises:
-            UserError: a model has blocks, and no attention that this knows.
+            UserError: the model has blocks, but no attention whose scores can be recorded.
         """
         self.limit = limit
         rank, degree = tp
@@ -75,9 +75,9 @@ class QKClip:
                     record = RecordMaxLogits(module.attend, local_heads, layout, device)
                     module.attend = record
                     self._records[layer] = record
-                    self._rows[layer] = list(_rows_of(module, heads))
+                    self._rows[layer] = list(_scaled_rows(module, heads))
         self._largest = torch.full((layers, heads), -torch.inf, device=device)
-        self._since = self._largest.clone()
+        self._largest_since_take = self._largest.clone()
         self._clipped = torch.zeros((), device=device)
         blocks = [block for model in models for block in model.layers.values()]
         if not self._records and not all(map(_has_no_scores, blocks)):
@@ -99,7 +99,7 @@ class QKClip:
             record.largest.fill_(-torch.inf)
         # Every rank has seen other rows, heads or layers: the maximum over the world is exact.
         all_reduce(self._largest, dist.group.WORLD, dist.ReduceOp.MAX)
-        torch.maximum(self._since, self._largest, out=self._since)
+        torch.maximum(self._largest_since_take, self._largest, out=self._largest_since_take)
         above = self._largest.isfinite() & (self._largest > self.limit)
         if skip is not None:
             above = above & ~skip
@@ -114,9 +114,9 @@ class QKClip:
 
     def take(self) -> tuple[float, int]:
         """The largest score of any head since the last call, and how many times one was scaled."""
-        largest = self._since.max().item()
+        largest = self._largest_since_take.max().item()
         clipped = int(self._clipped.item())
-        self._since.fill_(-torch.inf)
+        self._largest_since_take.fill_(-torch.inf)
         self._clipped.zero_()
         return largest, clipped
 
@@ -126,32 +126,33 @@ def _has_no_scores(block: nn.Module) -> bool:
     return any(isinstance(module, GatedDeltaNet) for module in block.modules())
 
 
-def _rows_of(attention: Attention | LatentAttention, heads: int) -> Iterator[_Rows]:
-    """The projections that are scaled."""
+def _scaled_rows(attention: Attention | LatentAttention, heads: int) -> Iterator[_Rows]:
+    """The rows of the projections that are scaled."""
     if isinstance(attention, LatentAttention):
         plain, rotated = attention.widths
         queries = attention.wq if attention.wq is not None else attention.wq_b
         assert queries is not None
-        yield from _of_linear(queries, heads, [(plain, 0.5), (rotated, 1.0)])
+        yield from _linear_rows(queries, heads, [(plain, 0.5), (rotated, 1.0)])
         keys = [(plain, 0.5), (attention.value_dim, 0.0)]
-        yield from _of_linear(attention.wkv_b, heads, keys)
+        yield from _linear_rows(attention.wkv_b, heads, keys)
         return
     size = attention.head_dim
     shared = attention.wk.weight.shape[0] != heads * size
-    yield from _of_linear(attention.wq, heads, [(size, 1.0 if shared else 0.5)])
+    yield from _linear_rows(attention.wq, heads, [(size, 1.0 if shared else 0.5)])
     if not shared:
-        yield from _of_linear(attention.wk, heads, [(size, 0.5)])
+        yield from _linear_rows(attention.wk, heads, [(size, 0.5)])
 
 
-def _of_linear(
+def _linear_rows(
     linear: nn.Module, heads: int, powers_of_rows: Sequence[tuple[int, float]]
 ) -> Iterator[_Rows]:
-    """
+    """The rows of a projection, and of its bias if it has one.
+
     Args:
-        parts: (number of rows, power) of the parts of each head, in order.
+        powers_of_rows: (number of rows, power) within each head, in order.
 
     Raises:
-        UserError: a family of its own has another number of rows.
+        UserError: the projection has another number of rows, in a user's family.
     """
     powers = torch.cat([torch.full((rows,), power) for rows, power in powers_of_rows])
     for _, param in linear.named_parameters(recurse=False):

@@ -7,7 +7,7 @@
   `[optimizer]`.
 - Parameters and gradients are DTensors, sharded alike. Element-wise code may work on the shards
   alone: `torchtitan.parallel.collectives.local(tensor)` is this rank's, which may be empty.
-- Gradients are those of the global batch, already clipped. `param.grad` may be None. A step with
+- Gradients are the global batch's, already clipped. `param.grad` may be None. A step with
   `lr` 0 must leave the weights unchanged: a resume takes one, with zero gradients, to create the
   state that it loads.
 - State is tensors in `self.state[param]`: of the parameter's size and sharded like it, as
@@ -81,7 +81,7 @@ def _ids(groups: Sequence[dict[str, Any]]) -> set[int]:
 
 
 def _unsavable(value: Any, param: Tensor) -> str | None:
-    """Why a checkpoint can't hold this part of a parameter's state for all layouts."""
+    """Why a checkpoint can't hold this entry of a parameter's state for all layouts."""
     if not isinstance(value, Tensor):
         return f"is a {type(value).__name__}, which is not saved; keep it in a tensor"
     if value.dim() == 0:

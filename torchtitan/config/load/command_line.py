@@ -12,9 +12,9 @@ from typing import Any, get_args, get_origin
 import tomli
 from pydantic import TypeAdapter, ValidationError
 
-from torchtitan.config.load.compat import UNSUPPORTED, Tuning, renamed
+from torchtitan.config.load.compat import UNSUPPORTED, NoEffect, current_key
 from torchtitan.config.load.keys import FIELDS, Setting
-from torchtitan.config.load.toml_file import excess
+from torchtitan.config.load.toml_file import size_problem
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.limits import TOML_VALUES
@@ -37,13 +37,12 @@ def parse_args(
     Args:
         parser: declares the command's own options. A positional `config` is added: the TOML file.
         argv: what follows the command's name. `--help SECTION` prints the keys of a section and
-        exits.
+            exits.
         file_required: a TOML file must be given.
 
     Returns:
         The command's options, whose `config` is the TOML file or None; and the arguments for
-        `resolve` or
-        `load_config`, the TOML file included.
+        `resolve` or `load_config`, the TOML file included.
 
     Raises:
         ConfigError: `--help SECTION` names no section.
@@ -85,7 +84,7 @@ def _without_file(flags: list[str]) -> list[str]:
 
 
 def split_args(argv: list[str]) -> tuple[list[str], list[str]]:
-    """A command's own words, and those of the configuration's flags.
+    """Split a command's own words from the configuration's flags.
 
     A flag is the configuration's if its name has a dot, or is `--config` or `--config_file`; after
     `--` every flag is. Its values are the words up to the next flag, `.toml` file or shipped
@@ -148,16 +147,16 @@ def _is_config_flag(word: str) -> bool:
     return "." in key and not key.startswith(".")
 
 
-def _count_values(argv: list[str], at: int) -> int:
-    """How many words after the flag at `at` are its values."""
-    word = argv[at]
+def _count_values(argv: list[str], index: int) -> int:
+    """Number of words after the flag at `index` that are its values."""
+    word = argv[index]
     if "=" in word:
         return 0
     kind = _kind_of(_key_of(word))
     takes_single = kind is not None and kind is not bool and get_origin(kind) is not list
     count = 0
     known = shipped_configs()
-    for value in argv[at + 1 :]:
+    for value in argv[index + 1 :]:
         is_file = value.endswith(".toml") or value in known
         if value.startswith("--") or (is_file and not (takes_single and count == 0)):
             break
@@ -196,7 +195,7 @@ def config_flags(argv: list[str], problems: list[str]) -> Iterator[tuple[str, Se
         tables: Any = value
         for table in reversed(key.split(".")):
             tables = {table: tables}
-        if problem := excess(tables):
+        if problem := size_problem(tables):
             problems.append(f"--{cut(key, 100)}: {problem}")
         else:
             yield key, Setting(value, f"--{key}")
@@ -209,12 +208,12 @@ def _key_of(flag: str) -> str:
 
 def _kind_of(key: str) -> Any:
     """The type of a key's value; None if any value may follow (open tables, unknown keys)."""
-    key = renamed(key) or key
+    key = current_key(key) or key
     entry = UNSUPPORTED.get(key)
     kind = None
     if key in FIELDS:
         kind = FIELDS[key].annotation
-    elif isinstance(entry, Tuning):
+    elif isinstance(entry, NoEffect):
         kind = entry.kind
     return None if get_origin(kind) is dict else kind
 
@@ -231,7 +230,7 @@ def _parse_value(key: str, words: list[str]) -> Any:
     if get_origin(options[0]) is list and len(words) == 1 and words[0].startswith(("[[", "[{")):
         return _guess(words)
     if get_origin(options[0]) is list:
-        words = [part.strip() for word in words for part in word.strip("[]").split(",")]
+        words = [item.strip() for word in words for item in word.strip("[]").split(",")]
         return [word.strip("\"'") for word in words if word]
     if not words and kind is bool:
         return True

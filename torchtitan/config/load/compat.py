@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from torchtitan.config.load.keys import FIELDS, Setting, place
+from torchtitan.config.load.keys import FIELDS, Setting, message_start
 from torchtitan.config.load.messages import explain_value, suggest_key
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.errors import SHOWN_PROBLEMS
@@ -41,62 +41,61 @@ RENAMED_SECTIONS = {"float8": "quantize.linear.float8", "mx": "quantize.linear.m
 
 
 @dataclass(frozen=True)
-class NotYet:
-    """A key for something this version lacks. `off`: the values that don't ask for it, which are
-    accepted.
-    """
+class NotSupported:
+    """A key for something that this version lacks."""
 
     what: str
     off: tuple[Any, ...] = ()
+    """Values that don't ask for it; they are accepted."""
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """A key without effect, as `gate`, an unsupported key, must be off, or as results are the same
-    with it and without (`gate` is None). Its value must still be of type `kind`. `warning` is
-    logged where the value is true.
-    """
+class NoEffect:
+    """A key without effect on results. Its value must still have the right type."""
 
     gate: str | None
+    """The unsupported key, always off, that this one depends on. None: it changes no result."""
     kind: Any
+    """Type of the value."""
     warning: str = ""
+    """Logged if the value is true."""
 
 
 _FT = "fault_tolerance.enable"
 
-UNSUPPORTED: dict[str, NotYet | Tuning] = {
-    "job.custom_config_module": NotYet("configuration modules in Python", ("",)),
-    "experimental.custom_args_module": NotYet("configuration modules in Python", ("",)),
-    "parallelism.expert_tensor_parallel_degree": NotYet(
+UNSUPPORTED: dict[str, NotSupported | NoEffect] = {
+    "job.custom_config_module": NotSupported("configuration modules in Python", ("",)),
+    "experimental.custom_args_module": NotSupported("configuration modules in Python", ("",)),
+    "parallelism.expert_tensor_parallel_degree": NotSupported(
         "tensor parallelism within an expert (tensor-parallel ranks have different tokens, so "
         "expert_parallel_degree splits the experts over them too)",
         (1,),
     ),
-    "parallelism.expert_parallel_comm_backend": NotYet(
+    "parallelism.expert_parallel_comm_backend": NotSupported(
         "DeepEP, whose kernels need NVSHMEM and can't be proven without GPUs", ("standard",)
     ),
-    "parallelism.pipeline_parallel_expert_parallel_overlap": Tuning(
+    "parallelism.pipeline_parallel_expert_parallel_overlap": NoEffect(
         None,
         bool,
         "nothing is overlapped: a microbatch's exchanges of experts' rows don't run beside the "
         "computation of another; results are the same",
     ),
-    "checkpoint.enable_ft_dataloader_checkpoints": Tuning(_FT, bool),
+    "checkpoint.enable_ft_dataloader_checkpoints": NoEffect(_FT, bool),
     # Quantized weights are recognized by their config.json.
-    "checkpoint.initial_load_in_hf_quantized": Tuning(None, bool),
-    "checkpoint.create_seed_checkpoint": NotYet(
+    "checkpoint.initial_load_in_hf_quantized": NoEffect(None, bool),
+    "checkpoint.create_seed_checkpoint": NotSupported(
         "seed checkpoints (not needed: initial weights are the same under every layout)", (False,)
     ),
-    "comm.mode": NotYet("communication without a real backend", ("default",)),
-    "memory_estimation.enable": NotYet("memory estimation", (False,)),
-    "memory_estimation.disable_fake_mode": Tuning("memory_estimation.enable", bool),
-    "fault_tolerance.enable": NotYet("torchft's fault tolerance", (False,)),
-    "fault_tolerance.process_group": Tuning(_FT, str),
-    "fault_tolerance.process_group_timeout_ms": Tuning(_FT, int),
-    "fault_tolerance.replica_id": Tuning(_FT, int),
-    "fault_tolerance.group_size": Tuning(_FT, int),
-    "fault_tolerance.min_replica_size": Tuning(_FT, int),
-    "fault_tolerance.semi_sync_method": Tuning(_FT, str | None),
+    "comm.mode": NotSupported("communication without a real backend", ("default",)),
+    "memory_estimation.enable": NotSupported("memory estimation", (False,)),
+    "memory_estimation.disable_fake_mode": NoEffect("memory_estimation.enable", bool),
+    "fault_tolerance.enable": NotSupported("torchft's fault tolerance", (False,)),
+    "fault_tolerance.process_group": NoEffect(_FT, str),
+    "fault_tolerance.process_group_timeout_ms": NoEffect(_FT, int),
+    "fault_tolerance.replica_id": NoEffect(_FT, int),
+    "fault_tolerance.group_size": NoEffect(_FT, int),
+    "fault_tolerance.min_replica_size": NoEffect(_FT, int),
+    "fault_tolerance.semi_sync_method": NoEffect(_FT, str | None),
 }
 """Every key of the 0.2 convention that the schema lacks."""
 
@@ -105,13 +104,13 @@ _FOREIGN = {key.split(".")[0] for key in UNSUPPORTED} - Config.model_fields.keys
 """Sections of the convention that the schema lacks."""
 
 
-def renamed(key: str) -> str | None:
+def current_key(key: str) -> str | None:
     """Today's spelling of an old key; None if `key` isn't one."""
     if key in RENAMED:
         return RENAMED[key]
-    section, _, rest = key.partition(".")
-    if section in RENAMED_SECTIONS and rest:
-        return f"{RENAMED_SECTIONS[section]}.{rest}"
+    section, _, name = key.partition(".")
+    if section in RENAMED_SECTIONS and name:
+        return f"{RENAMED_SECTIONS[section]}.{name}"
     return None
 
 
@@ -125,13 +124,13 @@ def rename_old_keys(
     """
     out: dict[str, Setting] = {}
     for old, setting in layer.items():
-        key = renamed(old)
+        key = current_key(old)
         if key is not None:
             warnings.append(f"{setting.where}: {old} is called {key} now")
             if key in layer:
                 problems.append(
-                    f"{place(setting.where, old)}: {key} is set too ({layer[key].where}); remove "
-                    f"{old}"
+                    f"{message_start(setting.where, old)}: {key} is set too ({layer[key].where}); "
+                    f"remove {old}"
                 )
                 continue
         out[key or old] = setting
@@ -139,17 +138,17 @@ def rename_old_keys(
 
 
 def convert_microbatch_count(
-    given: dict[str, Setting], problems: list[str], warnings: list[str]
+    settings: dict[str, Setting], problems: list[str], warnings: list[str]
 ) -> None:
-    """Replace 0.1's number of pipeline microbatches in `given` by the size of one."""
-    if (count := given.pop(MICROBATCHES, None)) is None or count.value is None:
+    """Replace 0.1's number of pipeline microbatches in `settings` by the size of one."""
+    if (count := settings.pop(MICROBATCHES, None)) is None or count.value is None:
         return
     key = "parallelism.pipeline_parallel_microbatch_size"
     rows_key = "training.local_batch_size"
-    rows = given[rows_key].value if rows_key in given else FIELDS[rows_key].default
-    start = place(count.where, MICROBATCHES)
-    if key in given:
-        problems.append(f"{start}: {key} is set too ({given[key].where}); remove {MICROBATCHES}")
+    rows = settings[rows_key].value if rows_key in settings else FIELDS[rows_key].default
+    start = message_start(count.where, MICROBATCHES)
+    if key in settings:
+        problems.append(f"{start}: {key} is set too ({settings[key].where}); remove {MICROBATCHES}")
     elif not _divides(count.value, rows):
         problems.append(
             f"{start}: got {brief(count.value)}, must divide {rows_key} {brief(rows)}; better set "
@@ -159,7 +158,7 @@ def convert_microbatch_count(
         warnings.append(
             f"{count.where}: {MICROBATCHES} is {key} now, {rows_key} {rows} / {count.value}"
         )
-        given[key] = Setting(rows // count.value, count.where)
+        settings[key] = Setting(rows // count.value, count.where)
 
 
 def _divides(count: Any, rows: Any) -> bool:
@@ -169,16 +168,16 @@ def _divides(count: Any, rows: Any) -> bool:
     return count >= 1 and rows % count == 0
 
 
-def convert_attention_flavor(given: dict[str, Setting], warnings: list[str]) -> None:
+def convert_attention_flavor(settings: dict[str, Setting], warnings: list[str]) -> None:
     """Replace 0.2's flavors that name an attention kernel by the flavor and a document mask."""
-    flavor = given.get("model.flavor")
-    name = given.get("model.name")
+    flavor = settings.get("model.flavor")
+    name = settings.get("model.name")
     other_family = name and name.value != FIELDS["model.name"].default
     if flavor is None or not isinstance(flavor.value, str) or other_family:
         return
     if match := re.fullmatch(r"(.+)_(?:flex|varlen)(?:_attn)?", flavor.value):
-        given["model.flavor"] = Setting(match[1], flavor.where)
-        mask = given.setdefault("training.document_mask", Setting(True, flavor.where))
+        settings["model.flavor"] = Setting(match[1], flavor.where)
+        mask = settings.setdefault("training.document_mask", Setting(True, flavor.where))
         text = f"{flavor.where}: model.flavor {brief(flavor.value)} is {brief(match[1])} now, "
         if mask.value is False:
             text += (
@@ -191,7 +190,7 @@ def convert_attention_flavor(given: dict[str, Setting], warnings: list[str]) -> 
 
 
 def drop_unsupported(
-    given: dict[str, Setting], suggested: list[str], problems: list[str], warnings: list[str]
+    settings: dict[str, Setting], suggested: list[str], problems: list[str], warnings: list[str]
 ) -> dict[str, Setting]:
     """The settings without the keys that the schema lacks, whose values are checked here.
 
@@ -199,16 +198,16 @@ def drop_unsupported(
         suggested: keys to suggest for an unknown one.
     """
     out: dict[str, Setting] = {}
-    for key, setting in given.items():
+    for key, setting in settings.items():
         texts: list[str] = []
         entry = UNSUPPORTED.get(key)
-        if isinstance(entry, Tuning):
+        if isinstance(entry, NoEffect):
             try:
                 TypeAdapter(entry.kind).validate_python(setting.value, strict=True)
             except ValidationError as error:
                 texts = [explain_value(error.errors()[0])]
             if entry.warning and setting.value is True:
-                warnings.append(f"{place(setting.where, key)}: {entry.warning}")
+                warnings.append(f"{message_start(setting.where, key)}: {entry.warning}")
         elif entry is not None:
             texts = list(_refusals(entry, setting.value))
         elif key.split(".")[0] in _FOREIGN:
@@ -218,11 +217,11 @@ def drop_unsupported(
             ]
         else:
             out[key] = setting
-        problems += [f"{place(setting.where, key)}: {text}" for text in texts]
+        problems += [f"{message_start(setting.where, key)}: {text}" for text in texts]
     return out
 
 
-def _refusals(entry: NotYet, value: Any) -> Iterator[str]:
+def _refusals(entry: NotSupported, value: Any) -> Iterator[str]:
     if not any(value == off and type(value) is type(off) for off in entry.off):
         accepted = " or ".join(map(json.dumps, entry.off))
         yield f"not supported yet: {entry.what}; remove the key or set it to {accepted}"

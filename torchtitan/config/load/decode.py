@@ -2,7 +2,7 @@
 
 Each file and the command line is one layer: `{dotted key: Setting}`, with old spellings renamed.
 The layers are merged (extended files, file, command line) and validated at once, so every mistake
-is reported together with its place.
+is reported at once, each with where it was set.
 """
 
 import re
@@ -22,7 +22,7 @@ from torchtitan.config.load.compat import (
     rename_old_keys,
 )
 from torchtitan.config.load.extend import unknown_names
-from torchtitan.config.load.keys import FIELDS, Setting, place, prefixes
+from torchtitan.config.load.keys import FIELDS, Setting, message_start, prefixes
 from torchtitan.config.load.messages import explain_errors
 from torchtitan.config.load.toml_file import read_toml
 from torchtitan.config.sections.schema import Config
@@ -77,8 +77,8 @@ def _validate(settings: dict[str, Setting], problems: list[str]) -> Config | Non
             table = table.setdefault(name, {})
             if not isinstance(table, dict):
                 problems.append(
-                    f"{place(setting.where, key)}: unknown key; {'.'.join(names[:-1])} is not a "
-                    "table"
+                    f"{message_start(setting.where, key)}: unknown key; {'.'.join(names[:-1])} is "
+                    "not a table"
                 )
                 break
         else:
@@ -93,16 +93,16 @@ def _validate(settings: dict[str, Setting], problems: list[str]) -> Config | Non
                 first_below.setdefault(above, setting)
 
         def where(key: str) -> str:
-            # an element of a list has its list's place
+            # an element of a list is reported where its list was set
             exact = (settings[k] for k in prefixes(key) if k in settings)
             setting = next(exact, None) or first_below.get(key)
-            return place(setting.where, key) if setting else key
+            return message_start(setting.where, key) if setting else key
 
         problems += explain_errors(error, Config, where, _SUGGESTED)
         return None
 
 
 def _file_order(problem: str) -> tuple[bool, str, int]:
-    """Problems in files first, from top to bottom; the others as found."""
+    """Sort key: problems in files first, from top to bottom; the others stay in order."""
     at = re.match(r"(.*?):(\d+): ", problem)
     return (False, at[1], int(at[2])) if at else (True, "", 0)

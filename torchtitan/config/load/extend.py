@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from torchtitan.config.load.keys import Setting, place
+from torchtitan.config.load.keys import Setting, message_start
 from torchtitan.config.load.messages import explain_errors
 from torchtitan.config.registry import (
     CHOICES,
@@ -23,14 +23,14 @@ from torchtitan.utils.wording import brief
 
 
 def unknown_names(settings: Mapping[str, Setting]) -> Iterator[str]:
-    """Names for which nothing is built in or registered. Any name of data may be a data set."""
+    """Messages on names for which nothing is built in or registered. Data may have any name."""
     for registry in CHOICES:
         setting = settings.get(registry.key)
         if setting is None or registry is data_sources:
             continue
         for name in setting.value if isinstance(setting.value, list) else [setting.value]:
             if isinstance(name, str) and (problem := registry.problem(name)):
-                yield f"{place(setting.where, registry.key)}: {problem}"
+                yield f"{message_start(setting.where, registry.key)}: {problem}"
 
 
 def extend(config: Config, sources: Mapping[str, str]) -> Config:
@@ -41,7 +41,7 @@ def extend(config: Config, sources: Mapping[str, str]) -> Config:
         sources: key to where it was set.
 
     Raises:
-        ConfigError: the module can't be imported, or what is wrong with names and tables.
+        ConfigError: the module can't be imported, or a name or table is wrong.
     """
     if config.experimental.custom_import:
         import_custom(config.experimental.custom_import)
@@ -58,7 +58,9 @@ def extend(config: Config, sources: Mapping[str, str]) -> Config:
     written = config.custom.tables
     for name in dict.fromkeys([*written, *(name for name in _chosen(config) if name in classes)]):
         if name not in classes:
-            problems.append(f"{_at(f'custom.{name}', sources)}: {_unknown(name, classes, config)}")
+            problems.append(
+                f"{_nearest_start(f'custom.{name}', sources)}: {_unknown(name, classes, config)}"
+            )
         else:
             tables[name] = _complete(name, written.get(name, {}), classes[name], sources, problems)
     if problems:
@@ -67,7 +69,7 @@ def extend(config: Config, sources: Mapping[str, str]) -> Config:
 
 
 def _chosen(config: Config) -> Iterator[str]:
-    """All names that the configuration chooses by, whether or not something is registered."""
+    """All names by which the configuration chooses, registered or not."""
     yield config.optimizer.name
     yield config.lr_scheduler.name or ""
     yield config.training.loss
@@ -103,7 +105,7 @@ def _complete(
         return keys.model_validate(table)
     except ValidationError as error:
         problems += explain_errors(
-            error, keys, lambda key: _at(f"custom.{name}.{key}".rstrip("."), sources)
+            error, keys, lambda key: _nearest_start(f"custom.{name}.{key}".rstrip("."), sources)
         )
         return None
 
@@ -138,11 +140,11 @@ def recorded_tokenizer(settings: Mapping[str, Any], step: object) -> Callable[[P
     return tokenizers.chosen(name, custom)
 
 
-def _at(key: str, sources: Mapping[str, str]) -> str:
-    """The start of a message about a key: its place, or that of a key above or below it."""
+def _nearest_start(key: str, sources: Mapping[str, str]) -> str:
+    """The start of a message about a key: where it, or else a key above or below it, was set."""
     above = [".".join(key.split(".")[:n]) for n in range(key.count(".") + 1, 1, -1)]
     near = [
         *(k for k in above if k in sources),
         *(k for k in sources if k.startswith(f"{above[-1]}.")),
     ]
-    return place(sources[near[0]], key) if near else key
+    return message_start(sources[near[0]], key) if near else key

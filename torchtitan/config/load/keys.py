@@ -38,6 +38,6 @@ def prefixes(key: str) -> list[str]:
     return [".".join(names[:n]) for n in range(len(names), 0, -1)]
 
 
-def place(where: str, key: str) -> str:
-    """How a message about `key` starts: `file.toml:3: section.key`, or the flag alone."""
+def message_start(where: str, key: str) -> str:
+    """The start of a message about `key`: `file.toml:3: section.key`, or the flag alone."""
     return where if where == f"--{key}" else f"{where}: {key}"

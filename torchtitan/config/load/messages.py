@@ -31,12 +31,12 @@ def explain_errors(
     where: Callable[[str], str],
     known: Iterable[str] = (),
 ) -> list[str]:
-    """One message per pydantic error: the place, what is wrong, what is allowed, what was probably
+    """One message per pydantic error: where, what is wrong, what is allowed, what was probably
     meant.
 
     Args:
         where: maps a dotted key to the start of its message.
-        known: keys to suggest for a misspelt one, besides those of `model`.
+        known: keys to suggest for a misspelt one, besides the keys of `model`.
     """
     keys = [*(key for key, _, _ in fields_of(model)), *known]
     out = []

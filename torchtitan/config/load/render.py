@@ -85,7 +85,7 @@ def _lists_of_tables(fields: list[tuple[str, Any]]) -> Iterator[tuple[str, type[
             yield key, element
 
 
-def _documented() -> Iterator[tuple[str, str, type[BaseModel], list[tuple[str, Any]]]]:
+def _documented_sections() -> Iterator[tuple[str, str, type[BaseModel], list[tuple[str, Any]]]]:
     """(name, header in TOML, class, keys) of every section and of every list of tables, which
     follows its section.
     """
@@ -115,7 +115,7 @@ def help_text(section: str | None = None) -> str:
     Raises:
         ConfigError: there is no such section.
     """
-    sections = [name for name, *_ in _documented()]
+    sections = [name for name, *_ in _documented_sections()]
     if section is not None and section not in sections:
         hint = did_you_mean(section, sections)
         raise ConfigError(
@@ -128,7 +128,7 @@ def help_text(section: str | None = None) -> str:
     ]
     lines += ["--config FILE (or --job.config_file) reads a TOML file; flags override it.", ""]
     lines += ["--help SECTION shows one section.", ""]
-    for name, header, model, fields in _documented():
+    for name, header, model, fields in _documented_sections():
         if section is None or f"{name}.".startswith(f"{section}."):
             lines += textwrap.wrap(f"{header}  {prose(model.__doc__)}", _WIDTH)
             for key, info in fields:
@@ -151,7 +151,7 @@ def markdown() -> str:
         "`--section.key '[{...}, {...}]'`.",
         "",
     ]
-    for _, header, model, fields in _documented():
+    for _, header, model, fields in _documented_sections():
         lines += [f"## {header}", "", prose(model.__doc__), ""]
         lines += ["| key | type | default | |", "|---|---|---|---|"] if fields else []
         for key, info in fields:
@@ -164,7 +164,7 @@ def markdown() -> str:
 
 def json_schema() -> str:
     """A JSON Schema of the TOML files, for completion and checks in editors."""
-    schema = _joined(Config.model_json_schema())
+    schema = _join_descriptions(Config.model_json_schema())
     schema["properties"]["extends"] = {
         "description": "TOML file or files to extend: their values apply "
         "unless this file sets the key.",
@@ -173,13 +173,13 @@ def json_schema() -> str:
     return json.dumps(schema, indent=1) + "\n"
 
 
-def _joined(schema: Any) -> Any:
+def _join_descriptions(schema: Any) -> Any:
     """A JSON Schema whose descriptions have one line per paragraph."""
     if isinstance(schema, list):
-        return [_joined(entry) for entry in schema]
+        return [_join_descriptions(entry) for entry in schema]
     if not isinstance(schema, dict):
         return schema
-    out = {key: _joined(value) for key, value in schema.items()}
+    out = {key: _join_descriptions(value) for key, value in schema.items()}
     if isinstance(out.get("description"), str):
         out["description"] = prose(out["description"])
     return out

@@ -19,9 +19,8 @@ from torchtitan.utils.limits import KEY_LENGTH, NEAR_FILES, TOML_BYTES, TOML_DEP
 from torchtitan.utils.wording import brief
 
 HERE = "{here}"
-"""Stands for the folder of the file at the start of any string of it, as in `"{here}/tokens"`, so
-that a file can name its neighbors wherever a command starts. Other paths are relative to where it
-does.
+"""At the start of a string, the folder of the TOML file: `"{here}/tokens"` names a neighbor of the
+file, wherever a command starts. Other paths are relative to the command's working directory.
 """
 _TABLES = {
     table for key in (*FIELDS, *UNSUPPORTED) for table in prefixes(key)[1:]
@@ -31,7 +30,7 @@ _TABLES = {
 def read_toml(
     path: Path, named_at: str, problems: list[str], warnings: list[str]
 ) -> dict[str, Setting]:
-    """The settings of a TOML file on top of those of the files it extends.
+    """The settings of a TOML file, merged over the files it extends.
 
     Args:
         named_at: where `path` was given, for the message if it can't be read.
@@ -80,13 +79,13 @@ class _Files:
         bases = tables.pop("extends", [])
         lines = line_numbers(text)
 
-        def place(key: str) -> str:
+        def locate(key: str) -> str:
             # All keys of an inline table share its line.
             line = next((lines[k] for k in prefixes(key) if k in lines), None)
             return f"{path}:{line}" if line else str(path)
 
         bases = [bases] if isinstance(bases, str) else bases
-        at = f"{place('extends')}: extends"
+        at = f"{locate('extends')}: extends"
         if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
             self.problems.append(
                 f"{at}: got {brief(bases)}, must be the name of a TOML file or a list of names"
@@ -95,7 +94,7 @@ class _Files:
         inherited: dict[str, Setting] = {}
         for base in bases:
             inherited |= self.settings(find_config(base, path.parent), at, above)
-        local = {key: Setting(value, place(key)) for key, value in _flatten(tables)}
+        local = {key: Setting(value, locate(key)) for key, value in _flatten(tables)}
         return inherited | rename_old_keys(local, self.problems, self.warnings)
 
     def _parse(self, path: Path, named_at: str) -> tuple[str, dict[str, Any]]:
@@ -116,19 +115,19 @@ class _Files:
         except (ValueError, RecursionError) as error:
             self.problems.append(f"{path}: not valid TOML: {error}")
         else:
-            if problem := excess(tables):
+            if problem := size_problem(tables):
                 self.problems.append(f"{path}: {problem}")
             else:
-                return text, _located(tables, os.path.abspath(path.parent))
+                return text, _expand_here(tables, os.path.abspath(path.parent))
         return "", {}
 
 
-def _located(value: Any, folder: str) -> Any:
-    """Tables in which `HERE` is replaced by the folder."""
+def _expand_here(value: Any, folder: str) -> Any:
+    """Tables with `HERE` replaced by the folder."""
     if isinstance(value, dict):
-        return {key: _located(inner, folder) for key, inner in value.items()}
+        return {key: _expand_here(inner, folder) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_located(inner, folder) for inner in value]
+        return [_expand_here(inner, folder) for inner in value]
     if isinstance(value, str) and (value == HERE or value.startswith(f"{HERE}/")):
         return folder + value.removeprefix(HERE)
     return value
@@ -144,7 +143,7 @@ def _suggestion(path: Path) -> str:
     return did_you_mean(path.stem, shipped_configs())
 
 
-def excess(tables: dict[str, Any]) -> str | None:
+def size_problem(tables: dict[str, Any]) -> str | None:
     """Why TOML tables hold more than any configuration does; None if they don't."""
     level: list[Any] = [tables]
     values = 0
@@ -196,10 +195,10 @@ def line_numbers(text: str) -> dict[str, int]:
         number += text.count("\n", counted, start)
         counted = start
         if header := _HEADER.match(text, start):
-            table = _unquoted(header[1]) + "."
+            table = _unquote(header[1]) + "."
             numbers.setdefault(table[:-1], number)
         elif key := _KEY.match(text, start):
-            numbers.setdefault(table + _unquoted(key[1]), number)
+            numbers.setdefault(table + _unquote(key[1]), number)
     return numbers
 
 
@@ -215,5 +214,5 @@ def _statements(text: str) -> Iterator[int]:
             yield token.end()
 
 
-def _unquoted(key: str) -> str:
+def _unquote(key: str) -> str:
     return ".".join(name.strip().strip("\"'") for name in key.split("."))

@@ -82,14 +82,14 @@ def validation_sets_are_distinct(config: Config, facts: Facts) -> Iterator[str]:
 
 @rule("training.dataset", "training.sources", "validation.dataset", "validation.sets")
 def datasets_are_known(config: Config, facts: Facts) -> Iterator[str]:
-    """With a path, `dataset` is only a label."""
+    """A `dataset` with a path is only a label, so any name is legal."""
     for table, data in _tables(config):
         if data.dataset_path is None and (problem := unknown_dataset(data.dataset)):
             yield f"{table}dataset: {problem}"
 
 
 def _tables(config: Config) -> Iterator[tuple[str, Training | Source | Validation | ValidationSet]]:
-    """All that names data, each with the start of its keys."""
+    """Every section and table that names data, with the prefix of its keys in messages."""
     if not config.training.sources:
         yield "training.", config.training
     for source in config.training.sources:

@@ -47,12 +47,12 @@ _EXCLUDED_BY_EARLY_STEP: list[tuple[str, Callable[[Config], bool], str]] = [
 ]
 
 
-def _with_early_step(conflicts: Callable[[Config], bool]) -> Callable[[Config], bool]:
+def _if_early_step(conflicts: Callable[[Config], bool]) -> Callable[[Config], bool]:
     return lambda c: c.optimizer.early_step_in_backward and conflicts(c)
 
 
 for _key, _conflicts, _why in _EXCLUDED_BY_EARLY_STEP:
-    refuse(_EARLY_STEP, _key, when=_with_early_step(_conflicts), because=f"{_EARLY_STEP}: {_why}")
+    refuse(_EARLY_STEP, _key, when=_if_early_step(_conflicts), because=f"{_EARLY_STEP}: {_why}")
 
 refuse(
     "optimizer.early_step_in_backward",

@@ -190,7 +190,7 @@ def tensor_parallel_degree_divides(config: Config, facts: Facts) -> str | None:
     needs=["context_parallel_sizes"],
 )
 def context_parallel_degree_divides(config: Config, facts: Facts) -> str | None:
-    """What ranks share by heads: each rank gets whole rows of some."""
+    """Layers whose ranks exchange heads give each rank whole rows of some heads."""
     p = config.parallelism
     cp = p.context_parallel_degree
     tp = p.tensor_parallel_degree
@@ -200,7 +200,7 @@ def context_parallel_degree_divides(config: Config, facts: Facts) -> str | None:
         return None
     common = math.gcd(*sizes.values())
     product = f"{cp} x parallelism.tensor_parallel_degree {tp} = {cp * tp}" if tp > 1 else str(cp)
-    # With 1, another rule says what the tensor-parallel degree can be.
+    # If only 1 is left, another rule says what the tensor-parallel degree can be.
     legal = [1] if common % tp else divisors(common // tp)
     return (
         f"parallelism.context_parallel_degree: {product} does not divide {', '.join(wrong)} of "

@@ -14,7 +14,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.utils.wording import brief, listed
 
 _P = "parallelism.pipeline_parallel"
-_PARTS = "parallelism.module_fqns_per_model_part"
+_MODULE_LISTS = "parallelism.module_fqns_per_model_part"
 
 
 # ---- shapes that a configuration asks for
@@ -23,7 +23,7 @@ _PARTS = "parallelism.module_fqns_per_model_part"
 def stage_count(p: Parallelism, facts: Facts) -> tuple[int, str]:
     """Number of pipeline stages, and the key that says so."""
     if p.module_fqns_per_model_part:
-        return len(parts_of(p.module_fqns_per_model_part, facts)), _PARTS
+        return len(stage_modules(p.module_fqns_per_model_part, facts)), _MODULE_LISTS
     if facts.schedule_file is not None:
         return len(facts.schedule_file.ranks), f"{_P}_schedule_csv"
     if p.pipeline_parallel_layers_per_stage:
@@ -67,12 +67,12 @@ def layers_per_stage(p: Parallelism, layers: int, count: int) -> list[int]:
     return sizes
 
 
-def parts_of(given: Sequence[Any], facts: Facts) -> list[list[str]]:
+def stage_modules(module_lists: Sequence[Any], facts: Facts) -> list[list[str]]:
     """Stages as the user lists them: each one's modules, or the modules that start a new stage."""
-    if not all(isinstance(part, str) for part in given):
-        return [list(part) for part in given]
+    if not all(isinstance(entry, str) for entry in module_lists):
+        return [list(entry) for entry in module_lists]
     names = list(facts.module_flops)
-    cuts = [names.index(name) for name in given if name in facts.module_flops]
+    cuts = [names.index(name) for name in module_lists if name in facts.module_flops]
     return [names[a:b] for a, b in itertools.pairwise([0, *cuts, len(names)])]
 
 
@@ -105,7 +105,7 @@ def weights_stay_on_one_stage(config: Config, facts: Facts) -> str | None:
 
 
 @rule(
-    _PARTS,
+    _MODULE_LISTS,
     f"{_P}_degree",
     f"{_P}_layers_per_stage",
     f"{_P}_first_stage_less_layers",
@@ -116,7 +116,7 @@ def model_splits_into_stages(config: Config, facts: Facts) -> list[str]:
     p = config.parallelism
     if p.pipeline_parallel_degree == 1:
         return []
-    if problems := list(_part_problems(p, facts)):
+    if problems := list(_module_list_problems(p, facts)):
         return problems
     count, key = stage_count(p, facts)
     if problems := list(_count_problems(count, key, p, facts)):
@@ -145,8 +145,8 @@ def model_splits_into_stages(config: Config, facts: Facts) -> list[str]:
 
 
 def _most_stages(facts: Facts) -> int:
-    """Most stages when they are balanced by FLOPs: modules that cost something, and the embedding
-    alone.
+    """Largest number of stages balanced by FLOPs: one per module that costs any, and one for the
+    embedding alone.
     """
     costs = list(facts.module_flops.values())
     return sum(cost > 0 for cost in costs) + (costs[0] == 0)
@@ -160,7 +160,7 @@ def _count_problems(count: int, key: str, p: Parallelism, facts: Facts) -> Itera
         return
     schedule = schedule_of(p)
     degree = p.pipeline_parallel_degree
-    per_rank, rest = divmod(count, degree)
+    per_rank, remainder = divmod(count, degree)
     if schedule.stages_per_rank == "one":
         fits = per_rank == 1
         legal = f"1 stage per rank ({degree} stages)"
@@ -170,46 +170,46 @@ def _count_problems(count: int, key: str, p: Parallelism, facts: Facts) -> Itera
     else:
         fits = per_rank >= 2
         legal = f"2 or more stages per rank ({2 * degree}, {3 * degree}, ... stages)"
-    if rest or not fits:
+    if remainder or not fits:
         yield (
             f"{key}: gives {count} stages on {degree} ranks, but schedule "
             f"{p.pipeline_parallel_schedule} takes {legal}"
         )
 
 
-def _part_problems(p: Parallelism, facts: Facts) -> Iterator[str]:
-    parts = p.module_fqns_per_model_part
-    if not parts:
+def _module_list_problems(p: Parallelism, facts: Facts) -> Iterator[str]:
+    module_lists = p.module_fqns_per_model_part
+    if not module_lists:
         return
     names = list(facts.module_flops)
     position = {name: index for index, name in enumerate(names)}
     known = f"the model has {names[0]}, {names[1]} ... {names[-1]}"
-    if all(isinstance(part, str) for part in parts):
-        unknown = [name for name in parts if name not in position]
-        cuts = [position[name] for name in parts if name in position]
+    if all(isinstance(entry, str) for entry in module_lists):
+        unknown = [name for name in module_lists if name not in position]
+        cuts = [position[name] for name in module_lists if name in position]
         if unknown:
-            yield f"{_PARTS}: no module {brief(unknown[0])}; {known}"
+            yield f"{_MODULE_LISTS}: no module {brief(unknown[0])}; {known}"
         elif sorted(set(cuts)) != cuts or cuts[0] == 0:
             yield (
-                f"{_PARTS}: the modules that start a stage must be in the model's order, after "
-                f"{names[0]}"
+                f"{_MODULE_LISTS}: the modules that start a stage must be in the model's order, "
+                f"after {names[0]}"
             )
         return
-    flat = [name for part in parts for name in part]
+    flat = [name for entry in module_lists for name in entry]
     stages = Counter(flat)
     for name, count in stages.items():
         if name not in position:
-            yield f"{_PARTS}: no module {brief(name)}; {known}"
+            yield f"{_MODULE_LISTS}: no module {brief(name)}; {known}"
         elif count > 1:
-            yield f"{_PARTS}: {name} is on {count} stages"
+            yield f"{_MODULE_LISTS}: {name} is on {count} stages"
     missing = [name for name in names if name not in stages]
     for name in missing:
-        yield f"{_PARTS}: {name} is on no stage"
+        yield f"{_MODULE_LISTS}: {name} is on no stage"
     if not missing and len(flat) == len(names) and flat != names:
         first = next(a for a, b in zip(flat, names, strict=True) if a != b)
-        yield f"{_PARTS}: {first} is out of order; stages run in the model's order"
-    if not all(parts):
-        yield f"{_PARTS}: a stage without modules"
+        yield f"{_MODULE_LISTS}: {first} is out of order; stages run in the model's order"
+    if not all(module_lists):
+        yield f"{_MODULE_LISTS}: a stage without modules"
 
 
 @rule(f"{_P}_microbatch_size", "training.local_batch_size", needs=["module_flops"])

@@ -55,7 +55,7 @@ class DecoderArguments(Protocol):
 
 
 class TextEncoder(Protocol):
-    """What rules need of a tokenizer."""
+    """The tokenizer's interface that rules need."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -70,7 +70,7 @@ class Accelerator:
     name: str
     """Its name in torch; `a CPU`."""
     capability: tuple[int, int] | None
-    """Its capability in torch: NVIDIA's compute capability, AMD's gfx942 as 9.4, (0, 0) of a CPU.
+    """Its capability in torch: NVIDIA's compute capability, AMD's gfx942 as 9.4, a CPU as (0, 0).
     None: unknown, and nothing is refused.
     """
 
@@ -84,7 +84,7 @@ class Accelerator:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known beside the configuration. A rule is asked only if all facts it needs are known.
+    """Facts beside the configuration. A rule is asked only if all facts that it needs are known.
 
     The configuration that comes with facts is derived.
     """
@@ -102,7 +102,7 @@ class Facts:
     # ---- the model
     args: ModelArguments = ABSENT
     decoder: DecoderArguments | None = ABSENT
-    """The same, if the model is a decoder."""
+    """`args` if the model is a decoder, else None."""
     mtp_modules: int = ABSENT
     """`ModelSpec.mtp_modules`."""
     unused: Mapping[str, str] = ABSENT
@@ -133,21 +133,21 @@ class Facts:
     data_problems: Mapping[str, str] = ABSENT
     """Key of a `dataset_path` to why nothing can be read from there."""
     folders: Collection[str] = ABSENT
-    """Those folders that exist, of the ones the configuration names as inputs."""
+    """The folders that exist, among those the configuration names as inputs."""
     packages: Collection[str] = ABSENT
-    """Installed packages, of the optional ones."""
+    """The optional packages that are installed."""
     compilers: Collection[str] = ABSENT
     """Backends of `torch.compile` that packages register."""
     environment: Mapping[str, str] = ABSENT
     """Environment variables of the run."""
     programs: Collection[str] = ABSENT
-    """Programs that can be run, of those the configuration names."""
+    """The programs that can be run, among those the configuration names."""
     unwritable: str | None = ABSENT
     """Why `job.dump_folder` can't be written to."""
 
 
 Problem = Callable[[Config, Facts], str | Iterable[str] | None]
-"""What is wrong with a configuration, in no, one or several messages."""
+"""Returns what is wrong with a configuration: no message, one, or several."""
 
 
 @dataclass(frozen=True)
@@ -155,19 +155,19 @@ class Rule:
     """A reason why configurations can't run."""
 
     keys: tuple[str, ...]
-    """Keys that it is about: the one to blame first."""
+    """Keys that it is about; the first is the one to blame."""
     problem: Problem
     needs: tuple[str, ...]
     """Facts without which it isn't asked."""
     refuses: bool = True
-    """False: what it finds is legal, but probably a mistake."""
+    """False: it reports what is legal, but probably a mistake."""
 
     def applies(self, facts: Facts) -> bool:
         """Whether all facts that it needs are known."""
         return not any(getattr(facts, name) is ABSENT for name in self.needs)
 
     def ask(self, config: Config, facts: Facts) -> list[str]:
-        """What is wrong."""
+        """The messages of this rule about a configuration."""
         answer = self.problem(config, facts)
         if answer is None:
             return []
@@ -202,10 +202,10 @@ def refuse(
 
 
 def problems(config: Config, facts: Facts, *, refuses: bool = True) -> list[str]:
-    """What is wrong with a derived configuration, as far as `facts` tell.
+    """Messages on a derived configuration, as far as `facts` tell.
 
     Args:
-        refuses: False for what is legal, but probably a mistake.
+        refuses: False asks the rules on what is legal, but probably a mistake.
     """
     asked = [rule for rule in RULES if rule.refuses == refuses and rule.applies(facts)]
     messages = [problem for rule in asked for problem in rule.ask(config, facts)]
@@ -215,11 +215,11 @@ def problems(config: Config, facts: Facts, *, refuses: bool = True) -> list[str]
 def _stage_problems(
     config: Config, facts: Facts, asked: Sequence[Rule], before: Collection[str]
 ) -> Iterator[str]:
-    """What the rules on shapes find in later stages of the data only.
+    """Problems that the rules on shapes find only in later stages of the data.
 
     Args:
         asked: the rules that apply.
-        found: problems before the first stage.
+        before: problems before the first stage.
     """
     on_shapes = [rule for rule in asked if not STAGED.isdisjoint(rule.keys)]
     known = set(before)

@@ -15,9 +15,9 @@ from torchtitan.config.rules import Facts, check
 from torchtitan.config.rules.pipeline import (
     layers_of,
     layers_per_stage,
-    parts_of,
     splits_by_layers,
     stage_count,
+    stage_modules,
 )
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.config.sections.schema import Config
@@ -86,7 +86,7 @@ def _rank_of(stage: int, degree: int, v_shaped: bool) -> int:
 
 def _split(p: Parallelism, facts: Facts) -> Sequence[tuple[str, ...]]:
     if p.module_fqns_per_model_part:
-        return [tuple(part) for part in parts_of(p.module_fqns_per_model_part, facts)]
+        return [tuple(part) for part in stage_modules(p.module_fqns_per_model_part, facts)]
     count, _ = stage_count(p, facts)
     if not splits_by_layers(p):
         return balanced(facts.module_flops, count)

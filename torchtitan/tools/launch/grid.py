@@ -16,9 +16,9 @@ from typing import Any
 import tomli
 
 from torchtitan.config.load.command_line import config_flags
-from torchtitan.config.load.compat import renamed
+from torchtitan.config.load.compat import current_key
 from torchtitan.config.load.render import to_toml_value
-from torchtitan.config.load.toml_file import excess
+from torchtitan.config.load.toml_file import size_problem
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import read_regular
 from torchtitan.utils.limits import GRID_FILE_BYTES
@@ -85,7 +85,7 @@ def _listed(key: str, text: str) -> list[str]:
 
 def _today(key: str) -> str:
     """A key without its old spelling."""
-    return renamed(key) or key
+    return current_key(key) or key
 
 
 def _word(value: Any) -> str:
@@ -142,7 +142,7 @@ def _of_tables(path: Path, tables: dict[str, Any]) -> list[tuple[str | None, Fla
                 "value, and no others"
             ]
         )
-    if problem := excess(tables):
+    if problem := size_problem(tables):
         raise ConfigError([f"--runs: {path}: {problem}"])
     runs: list[tuple[str | None, Flags]] = []
     for entry in entries:
