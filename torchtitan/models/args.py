@@ -58,7 +58,6 @@ class DecoderArgs(ModelArgs):
     """
 
     # ---- size
-
     vocab_size: VocabSize
     max_seq_len: SeqLen = 8192
     dim: Width
@@ -71,8 +70,8 @@ class DecoderArgs(ModelArgs):
     """How each block mixes tokens, repeated over the blocks: `full`, `window`, `nope` (full
     attention without positions) or `delta` (Gated DeltaNet).
     """
-    # ---- attention
 
+    # ---- attention
     n_heads: Heads
     """Number of query heads."""
     n_kv_heads: Heads
@@ -99,8 +98,8 @@ class DecoderArgs(ModelArgs):
     """Biases on the projections to queries, keys and values."""
     wo_bias: bool = False
     """A bias on attention's output projection."""
-    # ---- latent attention
 
+    # ---- latent attention
     kv_lora_rank: WidthOrZero = 0
     """Width of the latent vector that keys and values are computed from (multi-head latent
     attention, DeepSeek-V2, arXiv:2405.04434). 0: ordinary attention. `head_size` is then the width
@@ -114,8 +113,8 @@ class DecoderArgs(ModelArgs):
     """Width of latent attention's values. `"none"`: `head_size`."""
     latent_norm_eps: Epsilon = 1e-6
     """`norm_eps` of the norms of latent vectors."""
-    # ---- Gated DeltaNet
 
+    # ---- Gated DeltaNet
     delta_key_heads: HeadsOrZero = 0
     """Number of query and key heads of Gated DeltaNet."""
     delta_value_heads: HeadsOrZero = 0
@@ -126,8 +125,8 @@ class DecoderArgs(ModelArgs):
     """Width of Gated DeltaNet's values."""
     delta_conv_size: Annotated[int, Field(ge=1, le=64)] = 4
     """Tokens that Gated DeltaNet's convolution spans."""
-    # ---- rotary positions
 
+    # ---- rotary positions
     rope_theta: RopeTheta = 500_000.0
     """Base of the RoPE frequencies."""
     rope_scaling: AnyScaling | None = None
@@ -142,8 +141,8 @@ class DecoderArgs(ModelArgs):
     """`rope_theta` of `window` layers. `"none"`: the same."""
     scale_window_rope: bool = True
     """Use `rope_scaling` in `window` layers, too."""
-    # ---- norms and feed-forward
 
+    # ---- norms and feed-forward
     norm_eps: Epsilon = 1e-5
     """Added to the mean square in RMSNorm."""
     norm_placement: Literal["before", "after", "both"] = "before"
@@ -160,8 +159,8 @@ class DecoderArgs(ModelArgs):
     """Activation of feed-forward networks and experts."""
     ffn_bias: bool = False
     """Biases in feed-forward networks and experts."""
-    # ---- embedding, output and initialization
 
+    # ---- embedding, output, initialization, further predictions
     tie_embeddings: bool = False
     """Use the token embedding as the output projection."""
     embedding_scale: Scale = 1.0
@@ -178,8 +177,8 @@ class DecoderArgs(ModelArgs):
     """Modules that predict further tokens in training (multi-token prediction, DeepSeek-V3,
     arXiv:2412.19437, section 2.2).
     """
-    # ---- mixture of experts
 
+    # ---- mixture of experts
     n_experts: Experts = 0
     """Experts in each mixture-of-experts block. 0: a dense model."""
     experts_per_token: Experts = 0
@@ -206,8 +205,8 @@ class DecoderArgs(ModelArgs):
     """Inner width of the expert that all tokens share, or the sum of several. 0: none."""
     shared_expert_gate: bool = False
     """Multiply the shared expert's output by a sigmoid gate for each token."""
-    # ---- maximal update parametrization
 
+    # ---- maximal update parametrization
     mup_base_dim: Width | None = None
     """Scale initial weights, learning rates and logits so that a learning rate found at this `dim`
     is right at every other (muP, Yang et al., arXiv:2203.03466). `"none"`: don't.
