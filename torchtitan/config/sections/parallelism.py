@@ -63,7 +63,7 @@ class Parallelism(Section):
     while attention is computed (`alltoall`).
     """
     expert_parallel_degree: Degree = 1
-    """Split the experts of a mixture of experts over this many ranks, taken from those of the
+    """Split the experts of a mixture of experts over this many ranks, which it shares with the
     data-parallel shard, context-parallel and tensor-parallel degrees; must divide their product.
     The product of all other degrees is still the number of ranks.
     """
@@ -119,8 +119,8 @@ class ActivationCheckpoint(Section):
     and every second matrix product, and recompute the rest.
     """
     per_op_sac_force_recompute_mm_shapes_by_fqns: list[Name] = ["moe.router.gate"]
-    """With `op`: always recompute matrix products whose weight has the shape of one of these linear
-    layers, given as parts of names.
+    """Always recompute matrix products whose weight has the shape of one of these linear layers,
+    given as substrings of names. For `op`.
     """
     offload_blocks: LayersOrAll = 0
     """Move what this many blocks keep for the backward to host memory, and back, while other blocks
@@ -130,12 +130,12 @@ class ActivationCheckpoint(Section):
     early_stop: bool = False
     """Stop recomputing a block as soon as its backward has what it needs."""
     memory_budget: Fraction = 0.5
-    """With `memory_budget`: how much activation memory to allow, from that of `full` (0) to that of
-    `none` (1).
+    """Activation memory to allow, from as much as `full` takes (0) to as much as `none` takes (1).
+    For `memory_budget`.
     """
     visualize_memory_budget_pareto: bool = False
-    """With `memory_budget`: plot run time against memory for all budgets, in
-    `<job.dump_folder>/memory_budget` (needs matplotlib).
+    """Plot run time against memory for all budgets, in `<job.dump_folder>/memory_budget` (needs
+    matplotlib). For `memory_budget`.
     """
     preserve_rng_state: bool = True
     """Use the forward's random numbers when recomputing."""

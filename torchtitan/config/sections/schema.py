@@ -232,8 +232,8 @@ class Guard(Section):
     between them.
     """
     weight_hash_freq: StepsOrZero = 0
-    """Steps between comparisons, by hash, of weights and optimizer state of which several ranks
-    hold copies. A difference is an error. 0: never compare.
+    """Steps between comparisons, by hash, of weights and optimizer state that several ranks hold
+    copies of. A difference is an error. 0: never compare.
     """
     straggler_factor: Factor = 0.0
     """Report ranks slower than the median rank by this factor, for example 1.3. 0: never."""

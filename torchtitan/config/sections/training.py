@@ -123,15 +123,15 @@ class MoE(Section):
     """How a mixture of experts keeps its experts equally loaded. Only for models with experts."""
 
     balance_bias_rate: Factor = 0.0
-    """Change of each expert's routing bias after a step, up or down, by whether it had fewer or
-    more rows than the mean (arXiv:2408.15664). Counts are those of the whole global batch. 0: no
-    bias. Of Hugging Face's classes, DeepSeek-V3's and GLM-4.5's store the bias.
+    """Change of each expert's routing bias after a step: up if it had fewer rows of the global
+    batch than the mean, down if more (arXiv:2408.15664). 0: no bias. Of Hugging Face's classes,
+    DeepSeek-V3's and GLM-4.5's store the bias.
     """
     sequence_balance_loss: Factor = 0.0
     """Coefficient of the auxiliary loss that balances the experts within each row."""
     global_balance_loss: Factor = 0.001
     """Coefficient of the auxiliary loss that balances the experts over the global batch
-    (arXiv:2501.11873). An expert's share of the rows is that of the step before; its probability is
+    (arXiv:2501.11873). An expert's share of the rows is the previous step's; its probability is
     this step's.
     """
     router_z_loss: Factor = 0.0
