@@ -10,7 +10,7 @@ import torch
 from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.loader import build_loader
-from torchtitan.data.read.positions import completed
+from torchtitan.data.read.positions import complete_state
 from torchtitan.data.spec import DataSpec
 
 TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
@@ -52,7 +52,7 @@ def assert_same_rows(path, other):
     whole = take(loader(path), 5)
     resumed = loader(path)
     position = whole[-1].position
-    resumed.seek(completed(resumed.own_state(position), [position]))
+    resumed.seek(complete_state(resumed.local_state(position), [position]))
     for step, theirs in zip([*whole, *take(resumed, 4)], expected, strict=True):
         assert torch.equal(step.tokens, theirs.tokens)
         assert torch.equal(step.labels, theirs.labels)

@@ -3,7 +3,7 @@
 from tests.checkpoints import ABOUT, train_state
 from torchtitan.checkpoint.format.manifest import FORMAT, Manifest, checked, parse, render
 from torchtitan.data.loader import StepLoader
-from torchtitan.data.read.positions import DataPosition, DataState, completed
+from torchtitan.data.read.positions import DataPosition, DataState, complete_state
 
 MINIMAL = {
     "format": FORMAT,
@@ -27,4 +27,6 @@ def manifest_bytes(state: DataState) -> bytes:
 
 def saved(loader: StepLoader, *parts: DataPosition) -> DataState:
     """The position that the parts of all ranks make up, written to a manifest and read again."""
-    return parse(manifest_bytes(completed(loader.own_state(parts[0]), parts))).state()["data"]
+    return parse(manifest_bytes(complete_state(loader.local_state(parts[0]), parts))).state()[
+        "data"
+    ]

@@ -33,8 +33,8 @@ TOKENIZER = "./tests/assets/tokenizer"
 
 def make_jsonl(folder: Path, cache: Path) -> None:
     """Files of JSON lines, and what a first start finds out about them."""
-    from torchtitan.data.read.index import KeptFile, find_documents, new_index
-    from torchtitan.data.read.opening import FileStamp, open_data, sample
+    from torchtitan.data.read.index import CachedFile, find_documents, new_index
+    from torchtitan.data.read.opening import FileStamp, open_data, sample_hash
 
     lines = [
         json.dumps({"text": f"document {i} " + "of some words " * (DOCUMENT // 14)})
@@ -49,7 +49,7 @@ def make_jsonl(folder: Path, cache: Path) -> None:
     table.write_bytes(np.resize(ranges, (documents, 2)).tobytes())
     status = table.stat()
     with open_data(first) as content:
-        hashed = sample(content.fileno())
+        hashed = sample_hash(content.fileno())
     for source in range(SOURCES):
         (folder / f"source-{source}").mkdir()
         for i in range(FILES):
@@ -60,7 +60,7 @@ def make_jsonl(folder: Path, cache: Path) -> None:
             index.text_bytes = SIZE
             index.sample = hashed
             # The hash is compared only if the others differ.
-            index.ranges = KeptFile(
+            index.ranges = CachedFile(
                 size=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino, sum=""
             )
             os.link(table, cache / f"{index.key}.ranges")

@@ -15,7 +15,7 @@ from torchtitan.data.loader import build_loader
 from torchtitan.data.read.contents import (
     Contents,
     DataFile,
-    base_of,
+    base_folder,
     changes,
     parse_lists,
     render_lists,
@@ -400,4 +400,4 @@ def test_names_are_relative_to_what_is_configured(tmp_path, path, base):
         if isinstance(path, str)
         else [one.format(d=tmp_path) for one in path]
     )
-    assert base_of(paths) == base.format(d=tmp_path)
+    assert base_folder(paths) == base.format(d=tmp_path)

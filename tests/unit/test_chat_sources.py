@@ -18,7 +18,7 @@ from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.tokenizer import PLAIN, UNPREDICTED, build_tokenizer
 from torchtitan.data.loader import build_loader
 from torchtitan.data.order.rows import IGNORE_INDEX
-from torchtitan.data.read.positions import completed
+from torchtitan.data.read.positions import complete_state
 from torchtitan.data.registered import RegisteredDocuments
 from torchtitan.data.spec import DataSpec
 from torchtitan.train.preflight import preflight
@@ -111,7 +111,7 @@ def test_ranks_and_resumes_change_nothing(folder, name):
     resumed = [loader(folder, name, rank, 4) for rank in range(4)]
     states = [rank[-1].position for rank in ranks]
     for one in resumed:
-        one.seek(completed(one.own_state(states[0]), states))
+        one.seek(complete_state(one.local_state(states[0]), states))
     later = [take(one, 4) for one in resumed]
     for step, expected in enumerate(whole):
         parts = [rank[step] for rank in ranks] if step < 5 else [rank[step - 5] for rank in later]
@@ -160,7 +160,7 @@ def test_another_template_is_other_data(folder, tmp_path):
     write_tokenizer(tmp_path / "tokenizer", CHATML)
     first = loader(tmp_path, "chats.jsonl")
     (step,) = take(first, 1)
-    state = completed(first.own_state(step.position), [step.position])
+    state = complete_state(first.local_state(step.position), [step.position])
     write_tokenizer(tmp_path / "tokenizer", CHATML_MARKED)
     with pytest.raises(UserError, match="the data has changed since the checkpoint was saved"):
         loader(tmp_path, "chats.jsonl").seek(state)

@@ -190,7 +190,7 @@ def test_an_error_names_the_source(tmp_path, monkeypatch):
         file.write_text("another text")
         yield list(items)
 
-    monkeypatch.setattr("torchtitan.tools.corpus.reading.batches_of", change)
+    monkeypatch.setattr("torchtitan.tools.corpus.reading.batch_documents", change)
     with pytest.raises(UserError, match=f"^{re.escape(str(file))}: .* changed"):
         command.main([str(file), "--workers", "1"])
 

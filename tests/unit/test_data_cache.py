@@ -10,7 +10,7 @@ import pytest
 
 from torchtitan.data.read import index as caches
 from torchtitan.data.read.documents import LocalDocuments
-from torchtitan.data.read.opening import WHOLE, sample, whole
+from torchtitan.data.read.opening import SAMPLED_BYTES, full_hash, sample_hash
 
 TEXTS = [f"document {i} of words" for i in range(40)]
 
@@ -115,10 +115,10 @@ def test_another_inode_is_not_another_file(corpus, monkeypatch, same):
 
 def hashes(path):
     with path.open("rb") as file:
-        return sample(file.fileno()), whole(file.fileno())
+        return sample_hash(file.fileno()), full_hash(file.fileno())
 
 
-@pytest.mark.parametrize("size", [0, 1, WHOLE, WHOLE + 1, 100 * WHOLE])
+@pytest.mark.parametrize("size", [0, 1, SAMPLED_BYTES, SAMPLED_BYTES + 1, 100 * SAMPLED_BYTES])
 def test_samples(tmp_path, size):
     """Every byte of a small file counts; of a large one the first, the last, some between them, and
     the size.
@@ -133,7 +133,7 @@ def test_samples(tmp_path, size):
         file.write_bytes(content)
         changed = hashes(file)
         assert changed[1] != first[1]
-        if size <= WHOLE or at in (0, size - 1):
+        if size <= SAMPLED_BYTES or at in (0, size - 1):
             assert changed[0] != first[0]
         content[at] ^= 1
     file.write_bytes(content + b"\0")

@@ -89,7 +89,7 @@ def test_bad_values_of_parquet(tmp_path):
 
 def test_few_rows_of_parquet_are_held(tmp_path, monkeypatch):
     """Beside its pages, the rows of a batch."""
-    monkeypatch.setattr("torchtitan.data.read.tables._BATCH", 10 * 20_000)
+    monkeypatch.setattr("torchtitan.data.read.tables._BATCH_BYTES", 10 * 20_000)
     generator = random.Random(0)
     content = [[{"role": "user", "content": generator.randbytes(10_000).hex()}] for _ in range(500)]
     path = tmp_path / "x.parquet"

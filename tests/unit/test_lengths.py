@@ -14,7 +14,7 @@ from torchtitan.config import resolve
 from torchtitan.config.sections.data import DataLoader, DataStage, Source
 from torchtitan.data.loader import build_loader
 from torchtitan.data.order.windows import WindowOrder
-from torchtitan.data.read.positions import joined
+from torchtitan.data.read.positions import merge_positions
 from torchtitan.data.spec import DataSpec
 from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.models import get_spec
@@ -173,7 +173,7 @@ def test_batches_depend_neither_on_ranks_nor_on_resumes(corpora, kind):
             assert torch.equal(ours.tokens, theirs.tokens)
             assert torch.equal(ours.labels, theirs.labels)
     # Stopped, and continued by a configuration that names only the new length.
-    state = saved(loader(sources, stages, rows=4), joined([whole[2].position]))
+    state = saved(loader(sources, stages, rows=4), merge_positions([whole[2].position]))
     edited = loader(sources, [], seq_len=32, rows=2)
     edited.seek(state)
     for ours, theirs in zip(batches(edited, 3), whole[3:6], strict=True):

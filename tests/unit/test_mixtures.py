@@ -18,7 +18,7 @@ from tests.runs import write_corpus
 from torchtitan.config.sections.data import DataLoader, DataStage, Source
 from torchtitan.data.loader import build_loader
 from torchtitan.data.order.mixture import Shares, divide, permute, scatter
-from torchtitan.data.read.positions import joined
+from torchtitan.data.read.positions import merge_positions
 from torchtitan.data.spec import DataSpec
 from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.optim.lr_schedule import LRSchedule
@@ -128,7 +128,7 @@ def test_the_batch_depends_neither_on_ranks_nor_on_resumes(mixture, degree, work
             for field in ("tokens", "labels", "sources"):
                 together = torch.cat([getattr(part, field) for part in batch])
                 assert torch.equal(together, getattr(whole[at + i], field)), field
-        position = joined([part[-1].position for part in parts])
+        position = merge_positions([part[-1].position for part in parts])
         assert position == whole[at + steps - 1].position
         at = at + steps
         ranks = {degree: 1, 1: degree}[ranks]

@@ -22,7 +22,7 @@ from torchtitan.data.loader import build_loader
 from torchtitan.data.order.lanes import PackedLane
 from torchtitan.data.order.packing import best_fit, pack
 from torchtitan.data.order.rows import IGNORE_INDEX
-from torchtitan.data.read.positions import StreamPosition, completed
+from torchtitan.data.read.positions import StreamPosition, complete_state
 from torchtitan.data.spec import DataSpec
 from torchtitan.utils.errors import UserError
 
@@ -176,7 +176,7 @@ def test_ranks_and_resumes_change_nothing(corpora, kind, monkeypatch):
             for i in range(steps)
         ]
         last = [part[-1].position for part in parts]
-        state = completed(ranks[0].own_state(last[0]), last)
+        state = complete_state(ranks[0].local_state(last[0]), last)
         expected = whole[len(got) - 1].position
         assert state.sources == expected.sources
     for (tokens, labels), expected in zip(got, whole, strict=True):
@@ -260,7 +260,7 @@ def test_a_description_that_does_not_fit_is_refused(corpora, tmp_path, lie):
 def test_a_resume_in_another_packing_is_refused(corpora, change, words):
     first = loader(corpora, "jsonl")
     (step,) = take(first, 1)
-    state = completed(first.own_state(step.position), [step.position])
+    state = complete_state(first.local_state(step.position), [step.position])
     with pytest.raises(UserError, match=words):
         loader(corpora, "jsonl", **change).seek(state)
 

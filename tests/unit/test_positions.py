@@ -24,7 +24,7 @@ from torchtitan.config.sections.data import DataLoader, DataStage, Source
 from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.loader import build_loader
 from torchtitan.data.read.documents import LocalDocuments
-from torchtitan.data.read.positions import SourcePosition, completed, joined
+from torchtitan.data.read.positions import SourcePosition, complete_state, merge_positions
 from torchtitan.data.reader import StepReader
 from torchtitan.data.spec import DataSpec
 from torchtitan.data.tokens.token_files import write_token_file
@@ -164,12 +164,12 @@ def read(loader, start, ranks, workers, steps):
     for _ in range(steps):
         found = pickle.loads(pickle.dumps([next(reader) for reader in readers]))
         of_ranks = [
-            joined([part.position for part in found[i : i + workers]])
+            merge_positions([part.position for part in found[i : i + workers]])
             for i in range(0, len(found), workers)
         ]
         yield (
             [row for part in found for row in part.rows],
-            completed(loader.own_state(of_ranks[0]), of_ranks),
+            complete_state(loader.local_state(of_ranks[0]), of_ranks),
         )
 
 
@@ -274,7 +274,7 @@ def test_worker_processes_hand_positions_over(folder):
     batches = list(itertools.islice(iter(working), 3))
     working.close()
     position = batches[-1].position
-    share = completed(working.own_state(position), [position])
+    share = complete_state(working.local_state(position), [position])
     state = parse(manifest_bytes(share)).state()["data"]
     assert state == whole[5][1]
     plain.seek(state)

@@ -21,7 +21,7 @@ from torchtitan.commands import tokenize
 from torchtitan.data.encode import tokenizer as tokenizer_module
 from torchtitan.data.read import index
 from torchtitan.data.read.documents import LocalDocuments
-from torchtitan.data.read.index import Cache
+from torchtitan.data.read.index import IndexCache
 from torchtitan.data.tokens.duplicates import HASH, count_duplicates, save_hashes
 from torchtitan.utils.errors import UserError
 
@@ -102,7 +102,7 @@ def test_a_second_start_reads_only_the_index(corpus, tmp_path, monkeypatch):
     folder, texts = corpus
     LocalDocuments(str(folder), "key", text_column="body", cache_folder=str(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(Cache, "_make", None)
+        patch.setattr(IndexCache, "_index", None)
         assert (
             read(LocalDocuments(str(folder), "key", text_column="body", cache_folder=str(tmp_path)))
             == texts
@@ -310,7 +310,7 @@ def test_duplicates_are_counted_in_bounded_memory(tmp_path):
         save_hashes(files[-1], table)
     first = np.unique(hashes)
     expected = 2000 - len(first), int(sizes.sum() - (first % np.uint64(1000)).sum())
-    assert count_duplicates(files) == count_duplicates(files, held=30) == expected
+    assert count_duplicates(files) == count_duplicates(files, max_hashes=30) == expected
 
 
 def test_sizes_of_texts_are_known(tmp_path, corpus):

@@ -211,7 +211,7 @@ def test_seen_is_a_set():
     assert np.flatnonzero(seen.has(every)).tolist() == sorted(reference)
 
 
-NEAR = NearDuplicates.of(0.8)
+NEAR = NearDuplicates.for_similarity(0.8)
 WORDS = [f"w{i}" for i in range(400)]
 
 
@@ -256,7 +256,7 @@ def test_pairs_are_found_as_often_as_the_formula_says():
 
 @pytest.mark.parametrize("similarity", [0.5, 0.7, 0.75, 0.8, 0.9, 0.95, 0.99])
 def test_the_most_rows_that_find_nine_of_ten(similarity):
-    near = NearDuplicates.of(similarity)
+    near = NearDuplicates.for_similarity(similarity)
     assert near.bands * near.rows <= 128
     assert near.probability(similarity) >= 0.9
     more = NearDuplicates(128 // (near.rows + 1), near.rows + 1)

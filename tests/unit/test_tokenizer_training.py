@@ -11,7 +11,12 @@ import pytest
 
 from torchtitan.commands import tokenizer as command
 from torchtitan.data.encode.tokenizer import build_tokenizer
-from torchtitan.data.encode.tokenizer_training import Sample, Trained, _sampled, train_tokenizer
+from torchtitan.data.encode.tokenizer_training import (
+    Sample,
+    TokenizerSummary,
+    _sampled,
+    train_tokenizer,
+)
 from torchtitan.data.read.corpus import Corpus
 from torchtitan.utils.errors import UserError
 
@@ -111,7 +116,7 @@ def uniform(text, seed):
 @pytest.mark.parametrize("seed", [0, 10**9])
 def test_a_share_is_chosen_by_hash(tmp_path, seed):
     corpus = Corpus(write(tmp_path / "text"), "PATH")
-    trained = Trained()
+    trained = TokenizerSummary()
     chosen = set(_sampled(corpus.texts(lambda size: None), Sample(0.3, seed=seed), trained))
     assert chosen == {text for text in TEXTS if uniform(text, seed) < 0.3}
     assert (trained.documents, trained.sampled_documents) == (len(TEXTS), len(chosen))
@@ -120,7 +125,7 @@ def test_a_share_is_chosen_by_hash(tmp_path, seed):
 @pytest.mark.parametrize("order", [1, -1])
 def test_bytes_are_those_of_the_lowest_ranks(tmp_path, order):
     corpus = Corpus(write(tmp_path / "text", TEXTS[::order]), "PATH")
-    trained = Trained()
+    trained = TokenizerSummary()
     chosen = list(_sampled(corpus.texts(lambda size: None), Sample(bytes=400), trained))
     expected = []
     for text in sorted(TEXTS, key=lambda text: uniform(text, 0)):

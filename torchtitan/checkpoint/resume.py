@@ -18,7 +18,7 @@ from torchtitan.checkpoint.format.manifest import MANIFEST, Manifest, read_manif
 from torchtitan.checkpoint.load import Reader, load
 from torchtitan.checkpoint.state import Trained, allocate_optimizer_state, check_tensors
 from torchtitan.checkpoint.writer import VISIBLE_WITHIN
-from torchtitan.data.read.contents import Lists
+from torchtitan.data.read.contents import FileLists
 from torchtitan.parallel.agree import from_rank_0, together
 from torchtitan.utils.errors import CheckpointError, DamageError
 from torchtitan.utils.logging import logger
@@ -36,7 +36,7 @@ class Resumed:
     manifest: Manifest
     path: Path
 
-    def data_files(self) -> Lists:
+    def data_files(self) -> FileLists:
         """The files of its data sources.
 
         Raises:

@@ -52,7 +52,7 @@ from torchtitan.checkpoint.format.manifest import (
     render,
 )
 from torchtitan.checkpoint.format.sums import SummedFile
-from torchtitan.data.read.positions import DataPosition, completed
+from torchtitan.data.read.positions import DataPosition, complete_state
 from torchtitan.utils.errors import CheckpointError, DamageError, FormatBugError
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 
@@ -235,7 +235,7 @@ class CommittingWriter(FileSystemWriter):
         state = self.info.train_state
         if state is None:
             return None
-        return state.model_copy(update={"data": completed(state.data, lanes or [state.data])})
+        return state.model_copy(update={"data": complete_state(state.data, lanes or [state.data])})
 
     def finish(self, save: str, written: Written) -> None:
         """Write what all ranks have in common, and commit; on rank 0.

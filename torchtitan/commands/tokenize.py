@@ -22,14 +22,14 @@ from typing import Any
 from torchtitan.config.sections.schema import Model
 from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.tokenizer import build_tokenizer
-from torchtitan.data.order.packing import Packed
+from torchtitan.data.order.packing import PackingStats
 from torchtitan.data.read.corpus import Corpus
 from torchtitan.data.read.documents import counted
 from torchtitan.data.read.files import REPORT
 from torchtitan.data.tokens.duplicates import count_duplicates
 from torchtitan.data.tokens.encoding import Encoder
 from torchtitan.data.tokens.near_duplicates import NearDuplicates
-from torchtitan.data.tokens.tokenizing import HeldOut, Output, is_done, tokenize
+from torchtitan.data.tokens.tokenizing import HeldOutSplit, Output, is_done, tokenize
 from torchtitan.utils.argument_types import command_parser, count, share
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
@@ -145,10 +145,10 @@ def _report(output: Output, parts: int) -> dict[str, Any]:
     predicted = sum(meta.get("predicted", meta["tokens"]) for meta in metas)
     size = sum(meta["bytes"] for meta in metas)
     bad = Counter[str]()
-    packed = Packed()
+    packed = PackingStats()
     for meta in metas:
         bad.update(meta["bad"])
-        packed += Packed(**meta.get("packing", {}))
+        packed += PackingStats(**meta.get("packing", {}))
     hashes = [output.file(i).with_suffix(".hashes") for i in range(parts)]
     again, again_bytes = count_duplicates(hashes)
     dropped: dict[str, dict[str, int]] = {}
@@ -179,7 +179,7 @@ def _write(
     options: argparse.Namespace,
     encoder: Encoder,
     output: Output,
-    held_out: HeldOut | None,
+    held_out: HeldOutSplit | None,
     corpus: Corpus,
 ) -> int:
     """Write the missing token files; returns the number of parts."""
@@ -221,7 +221,7 @@ def run(argv: list[str]) -> str:
     messages = options.messages_column is not None
     near = None
     if options.drop_near_duplicates:
-        near = NearDuplicates.of(options.drop_near_duplicates)
+        near = NearDuplicates.for_similarity(options.drop_near_duplicates)
         options.drop_duplicates = True
     common = {
         "source": corpus.fingerprint,
@@ -258,12 +258,12 @@ def run(argv: list[str]) -> str:
     return f'{train} --model.hf_assets_path "{options.tokenizer}"'
 
 
-def _held_out(options: argparse.Namespace, common: dict[str, Any]) -> HeldOut:
+def _held_out(options: argparse.Namespace, common: dict[str, Any]) -> HeldOutSplit:
     """What to hold out, for the folder `DIR-held-out`, which is made."""
     named = options.output
     folder = named.resolve() if named.name in ("", "..") else named  # has a name then
     folder = folder.with_name(f"{folder.name}-held-out")
-    return HeldOut(options.held_out, _output(options, folder, common))
+    return HeldOutSplit(options.held_out, _output(options, folder, common))
 
 
 def _is_whole(output: Output, parts: int) -> bool:
@@ -323,7 +323,7 @@ def _print_report(options: argparse.Namespace, report: dict[str, Any]) -> None:
     if "predicted" in report:
         print(f"{report['predicted']:,} of these tokens are predicted")
     if "packing" in report:
-        print(f"Best-fit packing: {Packed(**report['packing'])}")
+        print(f"Best-fit packing: {PackingStats(**report['packing'])}")
     duplicates = report["duplicates"]
     if not options.drop_duplicates:
         print(

@@ -18,7 +18,7 @@ from torchtitan.data.encode.tokenizer_training import (
     EOS,
     Pattern,
     Sample,
-    Trained,
+    TokenizerSummary,
     train_tokenizer,
 )
 from torchtitan.data.read.corpus import Corpus
@@ -166,7 +166,7 @@ def _make_folder(options: argparse.Namespace) -> None:
         ) from error
 
 
-def _report(options: argparse.Namespace, corpus: Corpus, trained: Trained) -> None:
+def _report(options: argparse.Namespace, corpus: Corpus, trained: TokenizerSummary) -> None:
     print(f"Read {plural(trained.documents, 'document')}, {trained.bytes:,} bytes")
     if options.sample:
         print(

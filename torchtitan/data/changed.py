@@ -4,7 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from torchtitan.config.sections.data import Source
-from torchtitan.data.read.contents import Contents, DataFile, Lists, changes, in_words, render_lists
+from torchtitan.data.read.contents import (
+    Contents,
+    DataFile,
+    FileLists,
+    changes,
+    in_words,
+    render_lists,
+)
 from torchtitan.data.read.positions import DataState, SourceFingerprint, SourcePosition
 from torchtitan.data.spec import DataSpec
 from torchtitan.utils.errors import UserError
@@ -30,7 +37,7 @@ class ContentsRecord:
         }
         self.held_out: dict[str, SourceFingerprint] = {}
         self._lists: dict[str, dict[str, Sequence[DataFile]]] = {
-            "sources": {name: held.files for name, held in contents.items()}
+            "sources": {name: source_contents.files for name, source_contents in contents.items()}
         }
         self._held_out: dict[str, ContentsRecord] = {}
         self._rendered: bytes | None = None
@@ -50,7 +57,7 @@ class ContentsRecord:
             self._rendered = render_lists(self._lists)
         return self._rendered
 
-    def compare(self, state: DataState, lists: Callable[[], Lists]) -> list[str]:
+    def compare(self, state: DataState, lists: Callable[[], FileLists]) -> list[str]:
         """The sources whose contents have changed since a position was taken.
 
         Args:
@@ -61,8 +68,10 @@ class ContentsRecord:
         """
         saved = state.sources
         if parked := saved.keys() - self.contents.keys():
-            kept = lists().get("sources", {})
-            self._lists["sources"] |= {name: kept[name] for name in parked & kept.keys()}
+            saved_files = lists().get("sources", {})
+            self._lists["sources"] |= {
+                name: saved_files[name] for name in parked & saved_files.keys()
+            }
             self._rendered = None
         compared: list[tuple[ContentsRecord, Source, str, str]] = [
             (self, source, saved[source.name].contents, "sources")
@@ -146,5 +155,5 @@ def check_packing(spec: DataSpec, position: SourcePosition) -> None:
         check_same("packed rows of", f"{spec.section}.seq_len", length, spec.seq_len)
 
 
-def _files(lists: Callable[[], Lists], section: str, name: str) -> Sequence[DataFile]:
+def _files(lists: Callable[[], FileLists], section: str, name: str) -> Sequence[DataFile]:
     return lists().get(section, {}).get(name, ())

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from torchtitan.data.changed import ContentsRecord, check_packing, check_same
 from torchtitan.data.encode.tokenizer import CONTINUES, PLAIN, UNPREDICTED
-from torchtitan.data.order.mixture import Shares, run_dry, whole_steps
-from torchtitan.data.order.packing import Packed
+from torchtitan.data.order.mixture import Shares, exhaustion_steps, whole_steps
+from torchtitan.data.order.packing import PackingStats
 from torchtitan.data.order.rows import IGNORE_INDEX, Share, blank_row
-from torchtitan.data.read.contents import Lists
+from torchtitan.data.read.contents import FileLists
 from torchtitan.data.read.positions import DataFingerprint, DataPosition, DataState, SourcePosition
 from torchtitan.data.reader import ReadAhead, StepReader, StepRows, Workers
 from torchtitan.data.sources import DocumentSource, TokenSource, open_source
@@ -129,8 +129,8 @@ class StepLoader:
             held_out=self.record.held_out,
         )
 
-    def own_state(self, position: DataPosition) -> DataState:
-        """This rank's share of what a checkpoint records; `completed` makes it whole.
+    def local_state(self, position: DataPosition) -> DataState:
+        """This rank's share of what a checkpoint records; `complete_state` makes it whole.
 
         Args:
             position: of this rank, with its own lanes.
@@ -142,7 +142,7 @@ class StepLoader:
             fingerprint=self.fingerprint,
         )
 
-    def seek(self, state: DataState, lists: Callable[[], Lists] = dict) -> None:
+    def seek(self, state: DataState, lists: Callable[[], FileLists] = dict) -> None:
         """Continue from a recorded position. Ranks, workers, weights, batch sizes and the length of
         rows may differ.
 
@@ -200,7 +200,7 @@ class StepLoader:
                     f"source reaches max_epochs); set training.steps = {enough}, or raise "
                     "max_epochs"
                 )
-        for name, step in run_dry(plans, left, range(first, steps - 1)).items():
+        for name, step in exhaustion_steps(plans, left, range(first, steps - 1)).items():
             logger.warning(
                 f"{self.spec.section}.sources: {name} reaches max_epochs in step {step + 1:,} of "
                 f"{steps:,}; from then on the others share its weight"
@@ -267,11 +267,11 @@ class StepLoader:
             self._log_packing(rows.packed)
             yield self._batch(step, rows)
 
-    def _log_packing(self, packed: Sequence[Packed]) -> None:
-        for source, one in zip(self.spec.sources, packed, strict=True):
-            if one.rows and source.name not in self._packing_logged:
+    def _log_packing(self, packed: Sequence[PackingStats]) -> None:
+        for source, stats in zip(self.spec.sources, packed, strict=True):
+            if stats.rows and source.name not in self._packing_logged:
                 self._packing_logged.add(source.name)
-                logger.info(f"{self.spec.key(source)}: so far, {one}")
+                logger.info(f"{self.spec.key(source)}: so far, {stats}")
 
     def _batch(self, step: int, rows: StepRows) -> StepBatch:
         missing = self.size(step) - len(rows.rows)

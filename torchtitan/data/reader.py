@@ -17,9 +17,9 @@ import torch.utils.data
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from torchtitan.data.order.mixture import Shares, divide, scatter
-from torchtitan.data.order.packing import Packed
+from torchtitan.data.order.packing import PackingStats
 from torchtitan.data.order.rows import Row, Share, SourceReader, blank_row, local_rows
-from torchtitan.data.read.positions import DataPosition, joined
+from torchtitan.data.read.positions import DataPosition, merge_positions
 from torchtitan.data.sources import OpenSource, open_source
 from torchtitan.data.spec import DataSpec
 from torchtitan.utils.errors import UserError
@@ -45,7 +45,7 @@ class StepRows:
     """How often each source has been read after the step."""
     position: DataPosition
     """This reader's part of the position after the step."""
-    packed: Sequence[Packed] = ()
+    packed: Sequence[PackingStats] = ()
     """What packing has cost, of each source."""
 
 
@@ -162,28 +162,29 @@ class Workers:
         with helpers_shielded():
             items = iter(self.loader)
         for step in itertools.count(self.first):
-            parts: list[StepRows | str | None] = [next(items) for _ in self.shares]
-            for part in parts:
-                if isinstance(part, str):
-                    raise UserError(part)
-            present = [part for part in parts if isinstance(part, StepRows)]
+            results: list[StepRows | str | None] = [next(items) for _ in self.shares]
+            for result in results:
+                if isinstance(result, str):
+                    raise UserError(result)
+            present = [result for result in results if isinstance(result, StepRows)]
             if not present:
                 return
-            sums = map(sum, zip(*(part.epochs for part in present), strict=True))
+            sums = map(sum, zip(*(result.epochs for result in present), strict=True))
             epochs = [total / len(present) for total in sums]
             whole = StepRows(
                 [],
                 [],
                 epochs,
-                joined([part.position for part in present]),
+                merge_positions([result.position for result in present]),
                 packed=[
-                    sum(of, Packed()) for of in zip(*(part.packed for part in present), strict=True)
+                    sum(of, PackingStats())
+                    for of in zip(*(result.packed for result in present), strict=True)
                 ],
             )
-            for part, share in zip(parts, self.shares, strict=True):
-                if isinstance(part, StepRows):
-                    whole.rows.extend(part.rows)
-                    whole.sources.extend(part.sources)
+            for result, share in zip(results, self.shares, strict=True):
+                if isinstance(result, StepRows):
+                    whole.rows.extend(result.rows)
+                    whole.sources.extend(result.sources)
                 else:  # its lanes ended before the others'
                     plan = self.spec.at(step)
                     missing = len(local_rows(plan.rows, share))
@@ -207,8 +208,8 @@ class _WorkerRows(IterableDataset):
         try:
             with _undivided():
                 sources = {
-                    one.name: open_source(self.spec, one, self.spec.retry(one))
-                    for one in self.spec.sources
+                    source.name: open_source(self.spec, source, self.spec.retry(source))
+                    for source in self.spec.sources
                 }
                 steps = StepReader(self.spec, sources, self.shares[info.id], self.start).steps()
             while True:

@@ -23,7 +23,7 @@ from torchtitan.data.read.opening import BadDocument
 from torchtitan.data.read.streams import Stream
 from torchtitan.utils.errors import UserError
 
-_CHECKED = 1000
+_CHECKED_DOCUMENTS = 1000
 """Registered documents in which to look for text. Reading all may take long."""
 
 
@@ -32,7 +32,7 @@ class RegisteredDocuments:
 
     text_bytes: None = None
 
-    def __init__(self, made: Any, key: str, chat: Chat | None = None):
+    def __init__(self, documents: Any, key: str, chat: Chat | None = None):
         """
         Args:
             key: the start of messages.
@@ -41,32 +41,32 @@ class RegisteredDocuments:
         Raises:
             UserError: it lacks a method, or has no text.
         """
-        self.made = made
+        self.documents = documents
         self.key = key
         self.chat = chat
         self.skipped: Counter[str] = Counter()
         needed = ("__len__", "__getitem__", "fingerprint")
-        if lacks := [name for name in needed if not hasattr(made, name)]:
+        if lacks := [name for name in needed if not hasattr(documents, name)]:
             raise UserError(
-                f"{key} made a {type(made).__name__} without {', '.join(lacks)}; documents need "
+                f"{key} made a {type(documents).__name__} without {', '.join(lacks)}; documents need "
                 "these, unless they are a datasets.IterableDataset"
             )
-        if not isinstance(made.fingerprint, str):
-            kind = type(made.fingerprint).__name__
+        if not isinstance(documents.fingerprint, str):
+            kind = type(documents.fingerprint).__name__
             raise UserError(f"{key} has a fingerprint of type {kind}; it must be a string")
         reading = f"; chat template {chat.fingerprint}" if chat else ""
-        self.contents = Contents(f"{made.fingerprint}{reading}")
+        self.contents = Contents(f"{documents.fingerprint}{reading}")
         if not len(self):
             raise UserError(f"{key} is empty")
-        count = min(len(self), _CHECKED)
+        count = min(len(self), _CHECKED_DOCUMENTS)
         if not any(self[i] for i in range(count)):  # seldom reads more than one
             raise UserError(f"{key} holds no text in its first {count} documents")
 
     def __len__(self) -> int:
-        return len(self.made)
+        return len(self.documents)
 
     def __getitem__(self, index: int) -> str:
-        text = self.made[index]
+        text = self.documents[index]
         if self.chat is not None:
             try:
                 return self.chat.document(text)
@@ -91,8 +91,8 @@ def open_custom(
     Raises:
         UserError: it is neither of the two kinds, or has no text.
     """
-    made = make(dataset_path)
-    if hasattr(made, "num_shards"):  # a stream; importing its class would take seconds
-        stream: Stream = made
+    opened = make(dataset_path)
+    if hasattr(opened, "num_shards"):  # a stream; importing its class would take seconds
+        stream: Stream = opened
         return stream
-    return RegisteredDocuments(made, f'{section}.dataset: "{dataset}"', chat)
+    return RegisteredDocuments(opened, f'{section}.dataset: "{dataset}"', chat)

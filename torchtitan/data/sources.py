@@ -76,10 +76,10 @@ def _open_registered(spec: DataSpec, source: Source, retry: Retry) -> OpenSource
     if make is None:
         return None
     chat = _chat(spec, source)
-    made = open_custom(make, source.dataset, source.dataset_path, spec.key(source), chat=chat)
-    if isinstance(made, RegisteredDocuments):
-        return DocumentSource(made, spec, retry, chat)
-    stream = StreamSource(made, spec, source, retry, chat=chat)
+    opened = open_custom(make, source.dataset, source.dataset_path, spec.key(source), chat=chat)
+    if isinstance(opened, RegisteredDocuments):
+        return DocumentSource(opened, spec, retry, chat)
+    stream = StreamSource(opened, spec, source, retry, chat=chat)
     stream.check()
     return stream
 

@@ -13,7 +13,7 @@ from torchtitan.config.sections.data import DataLoader, DataStage, Source, Valid
 from torchtitan.config.sections.schema import Config
 from torchtitan.config.sections.training import Training, Validation
 from torchtitan.data.encode.tokenizer import Tokenizer
-from torchtitan.data.order.mixture import StagePlan
+from torchtitan.data.order.mixture import BatchPlan
 from torchtitan.data.read.documents import OnBad
 from torchtitan.data.read.opening import Retry
 
@@ -51,15 +51,15 @@ class DataSpec:
         return ", ".join(source.dataset_path or source.dataset for source in self.sources)
 
     @cached_property
-    def plans(self) -> list[StagePlan]:
+    def plans(self) -> list[BatchPlan]:
         """The batch size and weights of each stage, in order."""
         weights = {source.name: Fraction(str(source.weight)) for source in self.sources}
-        first = StagePlan(0, self.rows_per_step, weights, self.seq_len, self.local_batch_size)
+        first = BatchPlan(0, self.rows_per_step, weights, self.seq_len, self.local_batch_size)
         plans = [first]
         for stage in self.stages:
             changed = {name: Fraction(str(weight)) for name, weight in stage.weights.items()}
             before = plans[-1]
-            plan = StagePlan(
+            plan = BatchPlan(
                 stage.from_step - 1,
                 stage.global_batch_size or before.rows,
                 {**before.weights, **changed},
@@ -73,7 +73,7 @@ class DataSpec:
         """The index in `plans` of the plan for a step, counted from 0."""
         return bisect_right(self.plans, step, key=lambda plan: plan.first) - 1
 
-    def at(self, step: int) -> StagePlan:
+    def at(self, step: int) -> BatchPlan:
         """The plan for a step, counted from 0."""
         return self.plans[self.stage(step)]
 
@@ -107,14 +107,14 @@ def data_spec(
         held_out: one of several validation sets.
     """
     section: Training | Validation = getattr(config, key)
-    one = held_out or section
+    table = held_out or section
     sources = [
         Source(
             name="data",
-            dataset=one.dataset,
-            dataset_path=one.dataset_path,
-            text_column=one.text_column,
-            messages_column=one.messages_column,
+            dataset=table.dataset,
+            dataset_path=table.dataset_path,
+            text_column=table.text_column,
+            messages_column=table.messages_column,
         )
     ]
     stages: Sequence[DataStage] = ()

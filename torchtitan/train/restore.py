@@ -13,7 +13,7 @@ from torchtitan.checkpoint import Checkpointer
 from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepLoader
-from torchtitan.data.read.contents import Lists
+from torchtitan.data.read.contents import FileLists
 from torchtitan.health.guard import Guard
 from torchtitan.models import hf_map
 from torchtitan.optim.ema import WeightAverage
@@ -43,7 +43,7 @@ class RunState:
         state = {
             "progress": self.progress.state_dict(),
             "lr_scheduler": self.schedule.state_dict(),
-            "data": self.loader.own_state(self.progress.data or self.loader.start),
+            "data": self.loader.local_state(self.progress.data or self.loader.start),
             "guard": self.guard.spikes.state_dict(),
         }
         if self.average is not None:
@@ -53,7 +53,7 @@ class RunState:
         return state
 
     def load(
-        self, state: dict[str, Any], exclude: set[str], data_files: Callable[[], Lists]
+        self, state: dict[str, Any], exclude: set[str], data_files: Callable[[], FileLists]
     ) -> None:
         """Continue from a saved state.
 

@@ -18,7 +18,7 @@ from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepLoader
 from torchtitan.data.read.documents import counted
-from torchtitan.data.read.positions import DataFingerprint, DataPosition, joined
+from torchtitan.data.read.positions import DataFingerprint, DataPosition, merge_positions
 from torchtitan.parallel import agree
 from torchtitan.telemetry.run_record import git_revision
 from torchtitan.train.preflight import Setup
@@ -93,7 +93,7 @@ def skipped_documents(loader: StepLoader, position: DataPosition | None) -> dict
         position: this rank's part of the position up to which those of streams are counted; None
         before the first step.
     """
-    merged = agree.merged_on_0(position or loader.start, lambda a, b: joined([a, b]))
+    merged = agree.merged_on_0(position or loader.start, lambda a, b: merge_positions([a, b]))
     skipped = loader.skipped(merged)
     if dist.get_rank() == 0:
         logger.info(f"Left out {counted(skipped)}")

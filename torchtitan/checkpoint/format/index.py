@@ -44,7 +44,7 @@ from torchtitan.checkpoint.format.manifest import (
     sealed,
     unsealed,
 )
-from torchtitan.data.read.contents import CONTENTS, Lists, parse_lists
+from torchtitan.data.read.contents import CONTENTS, FileLists, parse_lists
 from torchtitan.data.read.positions import DataPosition
 from torchtitan.utils.errors import DamageError
 from torchtitan.utils.files import read_regular
@@ -220,7 +220,7 @@ def index_bytes(path: Path, manifest: Manifest) -> bytes:
     return _listed_bytes(path, manifest, INDEX)
 
 
-def data_files(path: Path, manifest: Manifest) -> Lists:
+def data_files(path: Path, manifest: Manifest) -> FileLists:
     """The data sources' files, as the checkpoint `path` lists them.
 
     Raises:

@@ -73,7 +73,9 @@ class Chat:
         self.template = ChatTemplate(tokenizer.path, named, key)
         self.fingerprint = self.template.fingerprint
         tokens = tokenizer.backend.get_added_tokens_decoder().values()
-        self.special = sorted((one.content for one in tokens if one.special), key=len, reverse=True)
+        self.special = sorted(
+            (token.content for token in tokens if token.special), key=len, reverse=True
+        )
         self._pattern = re.compile("|".join(map(re.escape, self.special)) or r"(?!)")
         self._starts = {name[:size] for name in self.special for size in range(1, len(name))}
         self._longest = max(map(len, self.special), default=0)
@@ -108,14 +110,14 @@ class Chat:
             self._last = last = text, self._render(json.loads(text))
         return last[1]
 
-    def size(self, found: Rendered) -> int:
+    def size(self, rendered: Rendered) -> int:
         """Bytes of a conversation without the special tokens of its template."""
         special = (
             match[0]
-            for match in self._pattern.finditer(found.text)
-            if match.start() not in found.spelled
+            for match in self._pattern.finditer(rendered.text)
+            if match.start() not in rendered.spelled
         )
-        return len(found.text.encode()) - sum(len(token.encode()) for token in special)
+        return len(rendered.text.encode()) - sum(len(token.encode()) for token in special)
 
     def _render(self, messages: Messages) -> Rendered:
         marked = [self._marked(message) for message in messages]
@@ -123,17 +125,17 @@ class Chat:
             whole = self.template.render(marked)
         else:
             whole = self._with_turns(marked)
-        found = _without_marks(whole)
-        if not any(begin < end for begin, end in found.turns):
+        rendered = _without_marks(whole)
+        if not any(begin < end for begin, end in rendered.turns):
             raise BadDocument(
                 "no assistant turn", "the chat template renders no turn of the assistant"
             )
-        return found
+        return rendered
 
     def _with_turns(self, messages: Messages) -> str:
         """The text, with marks around the turns that the template doesn't mark."""
         whole = self.template.render(messages)
-        parts = []
+        chunks = []
         done = 0
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
@@ -142,9 +144,9 @@ class Chat:
                 if not (whole.startswith(after) and after.startswith(before)):
                     raise UserError(self.template.not_by_prefixes)
                 end = self._end_of_turn(after)
-                parts += [whole[done : len(before)], START, whole[len(before) : end], END]
+                chunks += [whole[done : len(before)], START, whole[len(before) : end], END]
                 done = end
-        return "".join([*parts, whole[done:]])
+        return "".join([*chunks, whole[done:]])
 
     def _end_of_turn(self, text: str) -> int:
         """Where a text ends, without the line break after an end-of-turn token."""
@@ -154,15 +156,15 @@ class Chat:
     def _marked(self, value: Any) -> Any:
         """Part of a message, with a mark in each spelling of a special token."""
         if isinstance(value, dict):
-            return {name: self._marked(part) for name, part in value.items()}
+            return {name: self._marked(inner) for name, inner in value.items()}
         if isinstance(value, list):
-            return [self._marked(part) for part in value]
+            return [self._marked(inner) for inner in value]
         if not isinstance(value, str):
             return value
         starts = []
         at = -1
-        while found := self._pattern.search(value, at + 1):
-            at = found.start()
+        while match := self._pattern.search(value, at + 1):
+            at = match.start()
             starts.append(at)
         # A beginning at the end could be completed by what the template puts behind it.
         for begin in range(max(len(value) - self._longest, at + 1, 0), len(value)):
@@ -180,18 +182,18 @@ class Chat:
         Raises:
             UserError: the tokenizer fails on this text.
         """
-        found = self.rendered(text)
+        conversation = self.rendered(text)
         ids: list[int] = []
-        places: list[NDArray[np.int64]] = []
-        for begin, end, special in self._pieces(found):
+        spans: list[NDArray[np.int64]] = []
+        for begin, end, special in self._pieces(conversation):
             backend = self._backend if special else self.tokenizer.backend
             with rust_errors(self.tokenizer.name, "can't encode a conversation"):
-                encoding = backend.encode(found.text[begin:end], add_special_tokens=False)
+                encoding = backend.encode(conversation.text[begin:end], add_special_tokens=False)
             ids += encoding.ids
-            places.append(np.asarray(encoding.offsets, np.int64).reshape(-1, 2) + begin)
-        first, after = np.concatenate(places).T
+            spans.append(np.asarray(encoding.offsets, np.int64).reshape(-1, 2) + begin)
+        first, after = np.concatenate(spans).T
         predicted = np.zeros(len(ids), bool)
-        for begin, end in found.turns:
+        for begin, end in conversation.turns:
             predicted |= (first < end) & (after > begin)
         bos = self.tokenizer.bos_id
         before = [bos] if bos is not None and ids[:1] != [bos] else []
@@ -202,21 +204,21 @@ class Chat:
         continues[-1] = False
         return flagged(flagged(whole, UNPREDICTED, ~predicted), CONTINUES, continues)
 
-    def _pieces(self, found: Rendered) -> Iterator[tuple[int, int, bool]]:
+    def _pieces(self, rendered: Rendered) -> Iterator[tuple[int, int, bool]]:
         """Parts of a text: first and last character, and whether to read special tokens there.
 
         A text without their spelling in messages is one part. Else it is cut at the special tokens
         of the template.
         """
         begin = at = 0
-        while found.spelled and (match := self._pattern.search(found.text, at)):
+        while rendered.spelled and (match := self._pattern.search(rendered.text, at)):
             at = match.start() + 1
-            if match.start() not in found.spelled:
+            if match.start() not in rendered.spelled:
                 at = match.end()
                 yield begin, match.start(), False
                 yield match.start(), at, True
                 begin = at
-        yield begin, len(found.text), not found.spelled
+        yield begin, len(rendered.text), not rendered.spelled
 
     def encode_in_pieces(
         self, text: str, start: int = 0
@@ -239,21 +241,21 @@ class MessageTexts:
 
 
 def _without_marks(text: str) -> Rendered:
-    parts = []
+    chunks = []
     length = begin = 0
     turns: list[tuple[int, int]] = []
     spelled: set[int] = set()
-    for part in re.split(f"([{START}{END}{BREAK}])", text):
-        if part == START:
+    for chunk in re.split(f"([{START}{END}{BREAK}])", text):
+        if chunk == START:
             begin = length
-        elif part == END:
+        elif chunk == END:
             turns.append((begin, length))
-        elif part == BREAK:
+        elif chunk == BREAK:
             spelled.add(length - 1)
         else:
-            parts.append(part)
-            length += len(part)
-    return Rendered("".join(parts), turns, spelled)
+            chunks.append(chunk)
+            length += len(chunk)
+    return Rendered("".join(chunks), turns, spelled)
 
 
 def _checked(value: Any) -> list[dict[str, Any]]:
@@ -282,7 +284,7 @@ def _checked(value: Any) -> list[dict[str, Any]]:
                 f"message {number} has content of type {type(content).__name__}; only strings can "
                 "be trained on: join a list of text parts ahead, images are not supported",
             )
-        messages.append({key: _plain(part) for key, part in message.items() if part is not None})
+        messages.append({key: _plain(entry) for key, entry in message.items() if entry is not None})
     if not any(message["role"] == "assistant" for message in messages):
         raise BadDocument("no assistant turn", 'no message has the role "assistant"')
     return messages
@@ -297,7 +299,7 @@ def _plain(value: Any, level: int = 1) -> Any:
     if level > MESSAGE_LEVELS:
         raise BadDocument("nested too deeply", "a message is nested too deeply")
     if isinstance(value, dict):
-        return {str(name): _plain(part, level + 1) for name, part in value.items()}
+        return {str(name): _plain(inner, level + 1) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part, level + 1) for part in value]
+        return [_plain(inner, level + 1) for inner in value]
     return value if isinstance(value, str | int | float | None) else str(value)

@@ -36,7 +36,7 @@ _WIDE = re.compile(r"[0-9]{5}|\*")
 """Widths in a format that are too large, or may be."""
 _TODAY = datetime.date(2024, 7, 26)
 _FILE = "chat_template.jinja"
-_ABOUT = "tokenizer_config.json"
+_CONFIG = "tokenizer_config.json"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -54,9 +54,9 @@ class ChatTemplate:
         Raises:
             UserError: there is no template, or it can't be parsed.
         """
-        about = _read_about(tokenizer, key)
-        self.place, source = _find(tokenizer, about, key)
-        self.special = {**special, **_special_names(about)}
+        config = _read_config(tokenizer, key)
+        self.path, source = _find_template(tokenizer, config, key)
+        self.special = {**special, **_special_names(config)}
         self.marks_turns = bool(_GENERATION.search(source))
         """Whether it says which text is the assistant's."""
         content = json.dumps([source, sorted(self.special.items())])
@@ -65,12 +65,12 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
-                f"{key}: the chat template in {self.place} can't be parsed: line {error.lineno}: "
+                f"{key}: the chat template in {self.path} can't be parsed: line {error.lineno}: "
                 f"{error.message}"
             ) from None
         except RecursionError:
             raise UserError(
-                f"{key}: the chat template in {self.place} can't be parsed: it is nested too deeply"
+                f"{key}: the chat template in {self.path} can't be parsed: it is nested too deeply"
             ) from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False) -> str:
@@ -79,18 +79,18 @@ class ChatTemplate:
         Raises:
             BadDocument: the template refuses them, fails, or writes too much.
         """
-        parts = []
+        chunks = []
         length = 0
         try:
-            for part in self._template.generate(
+            for chunk in self._template.generate(
                 messages=messages,
                 tools=None,
                 documents=None,
                 add_generation_prompt=prompt,
                 **self.special,
             ):
-                parts.append(part)
-                length += len(part)
+                chunks.append(chunk)
+                length += len(chunk)
                 if length > CONVERSATION_CHARACTERS:
                     break
         except Exception as error:  # a template may fail in any way
@@ -102,38 +102,38 @@ class ChatTemplate:
             raise BadDocument(
                 "too long", f"a conversation of more than {CONVERSATION_CHARACTERS:,} characters"
             )
-        return "".join(parts)
+        return "".join(chunks)
 
     @property
     def not_by_prefixes(self) -> str:
         """The error about turns that can't be found."""
         return (
-            f"model.hf_assets_path: the chat template in {self.place} renders turns differently "
+            f"model.hf_assets_path: the chat template in {self.path} renders turns differently "
             "once others follow, or begins the assistant's turn differently in its prompt, so the "
             "text of the assistant can't be told. Mark it in the template: {% generation %} before "
             "the content and {% endgeneration %} after the token that ends the turn"
         )
 
 
-def _read_about(tokenizer: Path, key: str) -> dict[str, Any]:
-    about = tokenizer.with_name(_ABOUT)
+def _read_config(tokenizer: Path, key: str) -> dict[str, Any]:
+    config = tokenizer.with_name(_CONFIG)
     try:
-        return read_json_object(about) if about.is_file() else {}
+        return read_json_object(config) if config.is_file() else {}
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: {error}") from None
 
 
-def _special_names(about: Mapping[str, Any]) -> dict[str, str]:
+def _special_names(config: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens by their names in `tokenizer_config.json`."""
-    found = {}
-    for name, value in about.items():
+    names = {}
+    for name, value in config.items():
         content = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(content, str):
-            found[name] = content
-    return found
+            names[name] = content
+    return names
 
 
-def _find(tokenizer: Path, about: Mapping[str, Any], key: str) -> tuple[Path, str]:
+def _find_template(tokenizer: Path, config: Mapping[str, Any], key: str) -> tuple[Path, str]:
     """The file of a template, and the template."""
     file = tokenizer.with_name(_FILE)
     if file.is_file():
@@ -141,26 +141,30 @@ def _find(tokenizer: Path, about: Mapping[str, Any], key: str) -> tuple[Path, st
             return file, read_regular(file, CHAT_TEMPLATE_BYTES, links=True).decode()
         except (OSError, ValueError) as error:
             raise UserError(f"{key}: can't read {file}: {error}") from None
-    found = about.get("chat_template")
-    place = tokenizer.with_name(_ABOUT)
-    if isinstance(found, list):
-        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+    template = config.get("chat_template")
+    path = tokenizer.with_name(_CONFIG)
+    if isinstance(template, list):
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict)
+        }
         if "default" not in named:
             raise UserError(
-                f'{key}: none of the chat templates in {place} is named "default"; there are '
+                f'{key}: none of the chat templates in {path} is named "default"; there are '
                 f"{', '.join(map(str, named)) or 'none'}. Write the one to use to {file}"
             )
-        found = named["default"]
-    if not isinstance(found, str):
+        template = named["default"]
+    if not isinstance(template, str):
         raise UserError(
             f"{key}: the tokenizer of model.hf_assets_path has no chat template; write one to "
-            f'{file}, or as "chat_template" to {_ABOUT}'
+            f'{file}, or as "chat_template" to {_CONFIG}'
         )
-    if len(found) > CHAT_TEMPLATE_BYTES:
+    if len(template) > CHAT_TEMPLATE_BYTES:
         raise UserError(
-            f"{key}: the chat template in {place} is longer than {CHAT_TEMPLATE_BYTES:,} characters"
+            f"{key}: the chat template in {path} is longer than {CHAT_TEMPLATE_BYTES:,} characters"
         )
-    return place, found
+    return path, template
 
 
 class _Generation(Extension):
@@ -190,9 +194,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        parts = [x for x in (left, right) if isinstance(x, str | list | tuple)]
+        sequences = [x for x in (left, right) if isinstance(x, str | list | tuple)]
         times = [abs(x) for x in (left, right) if isinstance(x, int | float)]
-        if parts and times and len(parts[0]) * times[0] > CONVERSATION_CHARACTERS:
+        if sequences and times and len(sequences[0]) * times[0] > CONVERSATION_CHARACTERS:
             raise SecurityError("a product is too long")
         if operator == "%" and isinstance(left, str) and _WIDE.search(left):
             raise SecurityError("a format is too wide")

@@ -232,9 +232,9 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = (
             max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         )
-        about = path.with_name("tokenizer_config.json")
-        self.bos_id = self._special(about, "bos_token", _BOS_NAMES)
-        eos = self._special(about, "eos_token", _EOS_NAMES)
+        config = path.with_name("tokenizer_config.json")
+        self.bos_id = self._special(config, "bos_token", _BOS_NAMES)
+        eos = self._special(config, "eos_token", _EOS_NAMES)
         if eos is None:
             raise UserError(
                 f"model.hf_assets_path: {path} has no end-of-text token; name it as "
@@ -242,15 +242,15 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         self.eos_id = eos
 
-    def _special(self, about: Path, key: str, usual: Sequence[str]) -> int | None:
-        name = _read_json(about).get(key)
+    def _special(self, config: Path, key: str, usual: Sequence[str]) -> int | None:
+        name = _read_json(config).get(key)
         name = name.get("content") if isinstance(name, dict) else name
         if not isinstance(name, str | None):
             raise UserError(
-                f"model.hf_assets_path: {about}: {key} is {type(name).__name__}, must be a string"
+                f"model.hf_assets_path: {config}: {key} is {type(name).__name__}, must be a string"
             )
-        for one in (name,) if name else usual:
-            if (id := self.backend.token_to_id(one)) is not None:
+        for candidate in (name,) if name else usual:
+            if (id := self.backend.token_to_id(candidate)) is not None:
                 return id
         return None
 
@@ -271,9 +271,13 @@ class HuggingFaceTokenizer(Tokenizer):
         vocabulary = self.backend.get_vocab(with_added_tokens=False)
         plain = {id: name for name, id in vocabulary.items() if id not in added}
         kinds = set()
-        for part in (self.backend.decoder, self.backend.pre_tokenizer):
-            whole = json.loads(part.__getstate__()) if part is not None else {}
-            for step in (whole, *whole.get("decoders", []), *whole.get("pretokenizers", [])):
+        for component in (self.backend.decoder, self.backend.pre_tokenizer):
+            description = json.loads(component.__getstate__()) if component is not None else {}
+            for step in (
+                description,
+                *description.get("decoders", []),
+                *description.get("pretokenizers", []),
+            ):
                 kinds.add(step.get("type"))
         if "ByteLevel" in kinds:
             # Each character of a token's name stands for a byte.
@@ -332,11 +336,11 @@ def build_tokenizer(
     """
     path = find_asset(hf_assets_path)
     if make is not None:
-        made = make(path)
-        if problem := _incomplete(made):
-            raise UserError(f"model.tokenizer: {type(made).__name__} {problem}")
-        made._origin = hf_assets_path, make
-        return made
+        tokenizer = make(path)
+        if problem := _incomplete(tokenizer):
+            raise UserError(f"model.tokenizer: {type(tokenizer).__name__} {problem}")
+        tokenizer._origin = hf_assets_path, make
+        return tokenizer
     if file := tokenizer_file(path):
         return HuggingFaceTokenizer(file) if file.suffix == ".json" else TiktokenTokenizer(file)
     reason = (
@@ -361,9 +365,9 @@ def tokenizer_file(path: Path) -> Path | None:
     return next(filter(Path.is_file, candidates), None)
 
 
-def _incomplete(made: object) -> str | None:
+def _incomplete(tokenizer: object) -> str | None:
     """The first problem of a registered tokenizer; None if it has none."""
-    if not isinstance(made, Tokenizer):
+    if not isinstance(tokenizer, Tokenizer):
         return "must be a subclass of torchtitan.data.encode.tokenizer.Tokenizer"
     kinds: dict[str, Any] = {
         "vocab_size": int,
@@ -372,12 +376,14 @@ def _incomplete(made: object) -> str | None:
         "fingerprint": str,
     }
     for name, kind in kinds.items():
-        value = getattr(made, name, "nothing")
-        if not hasattr(made, name) or not isinstance(value, kind):
+        value = getattr(tokenizer, name, "nothing")
+        if not hasattr(tokenizer, name) or not isinstance(value, kind):
             return f"must set {name}, {getattr(kind, '__name__', kind)}; got {value!r}"
-    ids = [i for i in (made.bos_id, made.eos_id) if i is not None]
-    if not all(0 <= i < made.vocab_size for i in ids):
-        return f"has the special ids {ids}, which must be below its vocab_size {made.vocab_size}"
+    ids = [i for i in (tokenizer.bos_id, tokenizer.eos_id) if i is not None]
+    if not all(0 <= i < tokenizer.vocab_size for i in ids):
+        return (
+            f"has the special ids {ids}, which must be below its vocab_size {tokenizer.vocab_size}"
+        )
     return None
 
 

@@ -59,7 +59,7 @@ class Sample:
 
 
 @dataclass
-class Trained:
+class TokenizerSummary:
     """What a tokenizer was trained on, and its size."""
 
     documents: int = 0
@@ -81,7 +81,7 @@ def train_tokenizer(
     chat_template: str | None = None,
     sample: Sample | None = None,
     advance: Callable[[int], None] = lambda size: None,
-) -> Trained:
+) -> TokenizerSummary:
     """Write `tokenizer.json` and `tokenizer_config.json` to the folder `output`.
 
     The first ids are those of begin-of-text, end-of-text and `special_tokens`.
@@ -114,14 +114,14 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    trained = Trained()
+    trained = TokenizerSummary()
     chosen = _sampled(corpus.texts(advance), sample, trained)
     tokenizer.train_from_iterator((piece for text in chosen for piece in pieces(text)), trainer)
     _check_has_text(corpus, trained)
     trained.vocab_size = tokenizer.get_vocab_size()
     content = json.loads(tokenizer.to_str()) | {"post_processor": post_processor(BOS, 0)}
-    given: dict[str, Any] = {"chat_template": template} if template else {}
-    config = tokenizer_config(given, BOS, EOS)
+    settings: dict[str, Any] = {"chat_template": template} if template else {}
+    config = tokenizer_config(settings, BOS, EOS)
     output.mkdir(parents=True, exist_ok=True)
     write_all(
         {
@@ -167,7 +167,7 @@ def _check(special: Sequence[str], words: "PreTokenizer", vocab_size: int) -> No
         )
 
 
-def _check_has_text(corpus: Corpus, trained: Trained) -> None:
+def _check_has_text(corpus: Corpus, trained: TokenizerSummary) -> None:
     """
     Raises:
         UserError: no text was read, or none is in the sample.
@@ -190,7 +190,7 @@ def _check_has_text(corpus: Corpus, trained: Trained) -> None:
 
 
 def _sampled(
-    texts: Iterable[tuple[str, int, int]], sample: Sample | None, trained: Trained
+    texts: Iterable[tuple[str, int, int]], sample: Sample | None, trained: TokenizerSummary
 ) -> Iterator[str]:
     """The texts of the sample. Counts them and all."""
 
@@ -216,15 +216,15 @@ def _lowest(
     """The texts of lowest rank that together reach the sample's bytes."""
     assert sample.bytes is not None
     highest: list[tuple[float, int, int, str]] = []
-    held = 0
+    size_of_chosen = 0
     for number, (text, hash, size) in enumerate(texts):
         entry = (-sample.rank(hash), number, size, text)
-        if held >= sample.bytes and entry < highest[0]:
+        if size_of_chosen >= sample.bytes and entry < highest[0]:
             continue
         heapq.heappush(highest, entry)
-        held += size
-        while held - highest[0][2] >= sample.bytes:
-            held -= heapq.heappop(highest)[2]
+        size_of_chosen += size
+        while size_of_chosen - highest[0][2] >= sample.bytes:
+            size_of_chosen -= heapq.heappop(highest)[2]
     for _, _, size, text in sorted(highest, key=lambda entry: entry[:2], reverse=True):
         yield text, 0, size
 
@@ -235,20 +235,20 @@ def post_processor(bos: str | None, bos_id: int | None) -> dict[str, Any] | None
     """
     if bos is None:
         return None
-    parts: list[dict[str, Any]] = []
+    pieces_of_pair: list[dict[str, Any]] = []
     for type_id, sequence in enumerate("AB"):
-        parts.append({"SpecialToken": {"id": bos, "type_id": type_id}})
-        parts.append({"Sequence": {"id": sequence, "type_id": type_id}})
+        pieces_of_pair.append({"SpecialToken": {"id": bos, "type_id": type_id}})
+        pieces_of_pair.append({"Sequence": {"id": sequence, "type_id": type_id}})
     return {
         "type": "TemplateProcessing",
-        "single": parts[:2],
-        "pair": parts,
+        "single": pieces_of_pair[:2],
+        "pair": pieces_of_pair,
         "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
     }
 
 
 def tokenizer_config(
-    given: Mapping[str, Any], bos: str | None, eos: str, max_length: int | None = None
+    config: Mapping[str, Any], bos: str | None, eos: str, max_length: int | None = None
 ) -> dict[str, Any]:
     """`tokenizer_config.json`, naming the class that uses `tokenizer.json` as it is.
 
@@ -256,7 +256,7 @@ def tokenizer_config(
         given: its contents so far.
         max_length: tokens that the model takes, for a file that doesn't say.
     """
-    own = {
+    fixed = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": bos is not None,
         "add_eos_token": False,
@@ -264,5 +264,5 @@ def tokenizer_config(
     usual: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     if max_length is not None:
         usual["model_max_length"] = max_length
-    kept = {key: value for key, value in given.items() if key != "auto_map"}
-    return usual | kept | own | {"bos_token": bos, "eos_token": eos}
+    usable = {key: value for key, value in config.items() if key != "auto_map"}
+    return usual | usable | fixed | {"bos_token": bos, "eos_token": eos}

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from torchtitan.data.encode.tokenizer import UNPREDICTED
 from torchtitan.data.order.mixture import permute
-from torchtitan.data.order.packing import FIRST_POOL_ROWS, POOL_ROWS, Packed, pack
+from torchtitan.data.order.packing import FIRST_POOL_ROWS, POOL_ROWS, PackingStats, pack
 from torchtitan.data.order.rows import Row, Share, SourceReader, local_rows, padded
 from torchtitan.data.read.documents import Documents
 from torchtitan.data.read.opening import Retry
@@ -126,23 +126,23 @@ class StreamLane(Lane):
 
     def row(self, length: int) -> Row | None:
         """The next row of `length + 1` ids, padded where the data ends; None after that."""
-        parts: list[Row] = []
+        chunks: list[Row] = []
         missing = length + 1
         while missing:
             if self.ids is None and not self._read():
                 break
             assert self.ids is not None
-            part = self.ids[self.offset : self.offset + missing]
-            parts.append(part)
-            missing -= len(part)
-            self.offset += len(part)
+            chunk = self.ids[self.offset : self.offset + missing]
+            chunks.append(chunk)
+            missing -= len(chunk)
+            self.offset += len(chunk)
             if missing:
                 self.ids = None
         if missing >= length:  # only the last row's last id is left
             return None
         # The next row begins with this row's last id.
         self.offset -= 1
-        return padded(np.concatenate(parts), length)
+        return padded(np.concatenate(chunks), length)
 
     def _read(self, start: int = 0) -> bool:
         """Get the next piece, or else the next document from position `start` on."""
@@ -204,7 +204,7 @@ class PackedLane(Lane):
         """Number of their ids."""
         self.after = self.before
         """The cursor's position before those."""
-        self.packed = Packed()
+        self.packed = PackingStats()
         """Of pools of full size."""
 
     def row(self, length: int) -> Row | None:
@@ -279,7 +279,7 @@ class LaneReader(SourceReader):
 
     def read(self, step: int, count: int, places: NDArray[np.int64], length: int) -> dict[int, Row]:
         local = local_rows(count, self.share)
-        lanes = lanes_of(places, step, count, self.count)
+        lanes = lane_of_each(places, step, count, self.count)
         rows = {}
         for place, lane in zip(places.tolist(), lanes.tolist(), strict=True):
             if lane in self.lanes:
@@ -291,9 +291,9 @@ class LaneReader(SourceReader):
         return rows
 
     @property
-    def packed(self) -> Packed:
+    def packed(self) -> PackingStats:
         packed = (lane.packed for lane in self.lanes.values() if isinstance(lane, PackedLane))
-        return sum(packed, Packed())
+        return sum(packed, PackingStats())
 
     @property
     def epochs(self) -> float:
@@ -316,7 +316,7 @@ class LaneReader(SourceReader):
             lane.seek(saved[str(index)])
 
 
-def lanes_of(places: NDArray[np.int64], step: int, count: int, lanes: int) -> NDArray[np.int64]:
+def lane_of_each(places: NDArray[np.int64], step: int, count: int, lanes: int) -> NDArray[np.int64]:
     """The lane of each place of a step of `count` rows.
 
     Neighbours in a batch are neighbours in lanes, so that a rank's rows come from few lanes. If

@@ -43,7 +43,7 @@ class Shares:
         if weights == self._aimed:
             return
         self._aimed = weights
-        whole = _whole(weights)
+        whole = _integer_ratio(weights)
         if whole != self.weights:
             self.weights = whole
             self.rows = 0
@@ -76,7 +76,7 @@ class Shares:
         self.counts = position.counts
 
 
-def _whole(weights: Mapping[str, Fraction]) -> dict[str, int]:
+def _integer_ratio(weights: Mapping[str, Fraction]) -> dict[str, int]:
     """Integers in the ratio of `weights`, without sources of weight zero."""
     used = {name: weight for name, weight in weights.items() if weight > 0}
     above = math.gcd(*(weight.numerator for weight in used.values()))
@@ -104,12 +104,12 @@ def divide(
         if not shares.weights:
             break
         before = shares.position()
-        part = shares.take(rows)
-        ending = {name for name, count in part.items() if count > left.get(name, count)}
+        counts = shares.take(rows)
+        ending = {name for name, count in counts.items() if count > left.get(name, count)}
         if ending:
             shares.seek(before)
-            part = {name: left[name] for name in part if name in ending}  # their last rows
-        for name, count in part.items():
+            counts = {name: left[name] for name in counts if name in ending}  # their last rows
+        for name, count in counts.items():
             taken[name] += count
             rows -= count
             if name in left:
@@ -125,12 +125,14 @@ def scatter(counts: Mapping[str, int], seed: int, step: int) -> dict[str, NDArra
     used = [name for name, count in counts.items() if count]
     if len(used) == 1:
         return {used[0]: np.arange(total)}
-    order = np.argsort(mixed(np.arange(total), seed, step), kind="stable")
+    order = np.argsort(hash_values(np.arange(total), seed, step), kind="stable")
     cuts = np.cumsum(list(counts.values()))[:-1]
-    return {name: np.sort(part) for name, part in zip(counts, np.split(order, cuts), strict=True)}
+    return {
+        name: np.sort(indices) for name, indices in zip(counts, np.split(order, cuts), strict=True)
+    }
 
 
-class StagePlan(NamedTuple):
+class BatchPlan(NamedTuple):
     """The batch of the steps between two changes of the configuration."""
 
     first: int
@@ -149,21 +151,23 @@ class StagePlan(NamedTuple):
         return self.rows * self.seq_len
 
 
-def _with_ends(plans: Sequence[StagePlan]) -> Iterator[tuple[StagePlan, int]]:
+def _plans_with_ends(plans: Sequence[BatchPlan]) -> Iterator[tuple[BatchPlan, int]]:
     """Each plan, and the step after it."""
     return zip(plans, [*(plan.first for plan in plans[1:]), sys.maxsize], strict=True)
 
 
-def run_dry(plans: Sequence[StagePlan], left: Mapping[str, int], steps: range) -> dict[str, int]:
+def exhaustion_steps(
+    plans: Sequence[BatchPlan], left: Mapping[str, int], steps: range
+) -> dict[str, int]:
     """The step in which each source gives its last row, to within a row, if it is one of `steps`.
 
     Args:
         left: remaining tokens, before the first of `steps`, of the sources that end.
     """
-    rest = {name: Fraction(tokens) for name, tokens in left.items()}
+    remaining = {name: Fraction(tokens) for name, tokens in left.items()}
     ended: dict[str, int] = {}
     now = Fraction(steps.start)
-    for plan, after in _with_ends(plans):
+    for plan, after in _plans_with_ends(plans):
         end = min(after, steps.stop)
         while now < end:
             weights = {
@@ -178,11 +182,13 @@ def run_dry(plans: Sequence[StagePlan], left: Mapping[str, int], steps: range) -
                 for name, weight in weights.items()
             }
             until = {
-                name: now + rest[name] / rate for name, rate in per_step.items() if name in rest
+                name: now + remaining[name] / rate
+                for name, rate in per_step.items()
+                if name in remaining
             }
             change = min([Fraction(end), *until.values()])
             for name in until:
-                rest[name] -= (change - now) * per_step[name]
+                remaining[name] -= (change - now) * per_step[name]
             now = change
             ended |= {
                 name: max(math.ceil(now) - 1, steps.start) for name in until if until[name] == now
@@ -190,10 +196,10 @@ def run_dry(plans: Sequence[StagePlan], left: Mapping[str, int], steps: range) -
     return ended
 
 
-def whole_steps(plans: Sequence[StagePlan], tokens: int, first: int) -> int:
+def whole_steps(plans: Sequence[BatchPlan], tokens: int, first: int) -> int:
     """How many steps, from `first` on, `tokens` tokens are enough for."""
     step = first
-    for plan, after in _with_ends(plans):
+    for plan, after in _plans_with_ends(plans):
         if step < after:
             steps = min(tokens // plan.tokens, after - step)
             step += steps
@@ -213,11 +219,11 @@ def _mix(x: int, key: int) -> int:
     return x ^ (x >> 31)
 
 
-def mixed(values: NDArray[np.int64], *keys: int) -> NDArray[np.uint64]:
+def hash_values(values: NDArray[np.int64], *keys: int) -> NDArray[np.uint64]:
     """A hash of each of `values`, which depends on `keys`."""
     key = 0
-    for part in keys:
-        key = _mix(part & _64_BITS, key)
+    for value in keys:
+        key = _mix(value & _64_BITS, key)
     x = (values.astype(np.uint64) + np.uint64(key)) * np.uint64(_GOLDEN)  # as _mix, modulo 2^64
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

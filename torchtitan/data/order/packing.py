@@ -34,7 +34,7 @@ _FILE_POOL_ROWS = 1024
 
 
 @dataclass
-class Packed:
+class PackingStats:
     """What packing cost, and what a stream of the same documents would cost."""
 
     rows: int = 0
@@ -47,9 +47,9 @@ class Packed:
     cut_by_stream: int = 0
     """Documents that lie in several rows if all follow one another."""
 
-    def __add__(self, other: "Packed") -> "Packed":
+    def __add__(self, other: "PackingStats") -> "PackingStats":
         sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
-        return Packed(**sums)
+        return PackingStats(**sums)
 
     def __str__(self) -> str:
         of = max(self.documents, 1)
@@ -62,7 +62,7 @@ class Packed:
 
 def pack(
     documents: Sequence[NDArray[Any]], length: int, pad: int
-) -> tuple[NDArray[np.uint32], Packed]:
+) -> tuple[NDArray[np.uint32], PackingStats]:
     """Pack a pool.
 
     Args:
@@ -87,7 +87,7 @@ def pack(
     sizes = np.array([len(document) for document in documents])
     ends = sizes.cumsum()
     across = (ends - sizes) // length != (ends - 1) // length
-    return rows, Packed(
+    return rows, PackingStats(
         len(rows),
         rows.size,
         padding,
@@ -103,7 +103,7 @@ class Packer:
     def __init__(self, length: int, pad: int):
         self.length = length
         self.pad = pad
-        self.packed = Packed()
+        self.packed = PackingStats()
         self._pool: list[NDArray[Any]] = []
         self._ids = 0
 
@@ -124,7 +124,7 @@ class Packer:
         return rows.ravel()
 
     @property
-    def about(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """What a token file's description says."""
         return {"packed": self.length, "packing": vars(self.packed)}
 

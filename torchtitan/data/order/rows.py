@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.order.packing import Packed
+from torchtitan.data.order.packing import PackingStats
 from torchtitan.data.read.positions import SourcePosition
 
 IGNORE_INDEX = -100
@@ -54,9 +54,9 @@ class SourceReader(ABC):
         return None
 
     @property
-    def packed(self) -> Packed:
+    def packed(self) -> PackingStats:
         """What packing has cost since this reader began."""
-        return Packed()
+        return PackingStats()
 
     @property
     @abstractmethod

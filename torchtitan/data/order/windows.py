@@ -47,7 +47,7 @@ class WindowOrder:
     """Length of the first rows of the group; 0 before them."""
     rows: int = 0
     """Rows of that length read side by side."""
-    rest: int | None = None
+    tail_read: int | None = None
     """Ids read after those, window after window; None: side by side so far."""
 
     def take(self, rows: int, length: int, indices: range) -> dict[int, list[Piece]]:
@@ -64,11 +64,11 @@ class WindowOrder:
         done = 0
         while done < rows and not self.ended:
             self._open(length)
-            part = min(self._rows_of_group(length), rows - done)
-            for index in range(max(done, indices.start), min(done + part, indices.stop)):
+            count = min(self._rows_of_group(length), rows - done)
+            for index in range(max(done, indices.start), min(done + count, indices.stop)):
                 pieces_of[index] = self._pieces(index - done, length)
-            self._advance(part, length)
-            done += part
+            self._advance(count, length)
+            done += count
         return pieces_of
 
     @property
@@ -78,7 +78,7 @@ class WindowOrder:
     @property
     def read(self) -> int:
         """Positions of all windows read so far."""
-        return self.first * self.width + self.rows * self.length + (self.rest or 0)
+        return self.first * self.width + self.rows * self.length + (self.tail_read or 0)
 
     def left(self, length: int) -> int | None:
         """Rows of `length` until the end; None if there is none."""
@@ -100,7 +100,7 @@ class WindowOrder:
             first=self.first,
             length=self.length,
             rows=self.rows,
-            rest=self.rest,
+            rest=self.tail_read,
         )
 
     def seek(self, position: WindowsPosition) -> None:
@@ -109,7 +109,7 @@ class WindowOrder:
         self.first = position.first
         self.length = position.length
         self.rows = position.rows
-        self.rest = position.rest
+        self.tail_read = position.rest
 
     # ---- the current group
 
@@ -132,31 +132,31 @@ class WindowOrder:
     def _open(self, length: int) -> None:
         if not self.length:
             self.length = length
-        if self.rest is None and (length != self.length or self.width % length):
-            self.rest = 0
+        if self.tail_read is None and (length != self.length or self.width % length):
+            self.tail_read = 0
 
     def _rows_of_group(self, length: int) -> int:
         """Rows of `length` left in it."""
-        left = self._unread - (self.rest or 0)
+        left = self._unread - (self.tail_read or 0)
         return max(-(-left // length), 1)
 
     def _advance(self, rows: int, length: int) -> None:
-        if self.rest is None:
+        if self.tail_read is None:
             self.rows += rows
         else:
-            self.rest += rows * length
-        if self._unread <= (self.rest or 0):
+            self.tail_read += rows * length
+        if self._unread <= (self.tail_read or 0):
             self.first += self._size
             self.length = self.rows = 0
-            self.rest = None
+            self.tail_read = None
 
     def _pieces(self, index: int, length: int) -> list[Piece]:
         """Those of the row `index` rows after the position."""
-        if self.rest is None:
+        if self.tail_read is None:
             turn, which = divmod(self.rows + index, self._size)
             return [Piece(self.first + which, turn * length, (turn + 1) * length)]
         pieces = []
-        at = self.rest + index * length
+        at = self.tail_read + index * length
         after = min(at + length, self._unread)
         while at < after:
             which, first = self._locate(at)
@@ -171,7 +171,7 @@ class WindowOrder:
         begin = turns * self.length  # of the unread part of windows not `ahead`
         short = max(self.width - begin - self.length, 0)
         if unread < ahead * short:
-            which, place = divmod(unread, short)
-            return which, begin + self.length + place
-        which, place = divmod(unread - ahead * short, self.width - begin)
-        return ahead + which, begin + place
+            which, offset = divmod(unread, short)
+            return which, begin + self.length + offset
+        which, offset = divmod(unread - ahead * short, self.width - begin)
+        return ahead + which, begin + offset

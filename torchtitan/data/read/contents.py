@@ -19,7 +19,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field, TypeAdapter
 
 from torchtitan.data.read.files import FORMATS
-from torchtitan.data.read.opening import COMPRESSED, FileStamp, open_data, sample
+from torchtitan.data.read.opening import COMPRESSED, FileStamp, open_data, sample_hash
 from torchtitan.utils.formats import Count
 from torchtitan.utils.wording import listed, plural, printable
 
@@ -40,7 +40,7 @@ class DataFile(NamedTuple):
     """Relative to what the configuration names."""
     size: Count
     sample: Hash
-    """`opening.sample` of the contents."""
+    """`opening.sample_hash` of the contents."""
     whole: Hash = ""
     """Hash of all contents, if `torchtitan tokenize` recorded it."""
 
@@ -105,12 +105,12 @@ def sampled(
     """
     folder = os.path.abspath(base)
 
-    def one(stamp: FileStamp) -> str:
+    def hash_of(stamp: FileStamp) -> str:
         with open_data(stamp.path, stamp) as file:
-            return sample(file.fileno())
+            return sample_hash(file.fileno())
 
     with ThreadPoolExecutor(_READERS) as pool:
-        samples = list(pool.map(one, stamps))
+        samples = list(pool.map(hash_of, stamps))
     known = wholes or [""] * len(stamps)
     return [
         data_file(s.path, folder, s.size, hash, whole=whole)
@@ -118,14 +118,16 @@ def sampled(
     ]
 
 
-def base_of(path: str | Sequence[str]) -> str:
+def base_folder(path: str | Sequence[str]) -> str:
     """The folder that the names of the files of `path` are relative to."""
     folders = []
-    for one in [path] if isinstance(path, str) else path:
-        folder = os.path.abspath(os.path.expanduser(one))
+    for name in [path] if isinstance(path, str) else path:
+        folder = os.path.abspath(os.path.expanduser(name))
         if not os.path.isdir(folder):
-            parts = itertools.takewhile(lambda part: not has_magic(part), folder.split("/")[:-1])
-            folder = "/".join(parts) or "/"
+            fixed = itertools.takewhile(
+                lambda component: not has_magic(component), folder.split("/")[:-1]
+            )
+            folder = "/".join(fixed) or "/"
         folders.append(folder)
     return os.path.commonpath(folders)
 
@@ -178,7 +180,7 @@ def in_words(differences: Sequence[str]) -> str:
     return listed(differences[:_SHOWN]) + more
 
 
-Lists = Mapping[str, Mapping[str, Sequence[DataFile]]]
+FileLists = Mapping[str, Mapping[str, Sequence[DataFile]]]
 """The files of each source, by section and name: `lists["training"]["books"]`."""
 
 _LISTS = TypeAdapter(
@@ -186,7 +188,7 @@ _LISTS = TypeAdapter(
 )
 
 
-def render_lists(lists: Lists) -> bytes:
+def render_lists(lists: FileLists) -> bytes:
     """The file for a checkpoint."""
     content = {
         section: {name: [_short(file) for file in files] for name, files in sources.items()}
@@ -199,7 +201,7 @@ def _short(file: DataFile) -> Iterable[object]:
     return file if file.whole else file[:3]
 
 
-def parse_lists(content: bytes) -> Lists:
+def parse_lists(content: bytes) -> FileLists:
     """
     Raises:
         ValueError: it isn't from `render_lists`.

@@ -11,17 +11,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan.data.read.contents import Contents, base_of, sampled
+from torchtitan.data.read.contents import Contents, base_folder, sampled
 from torchtitan.data.read.documents import DemoDocuments
 from torchtitan.data.read.files import find_text_files
 from torchtitan.data.read.opening import BadDocument, DataError, FileStamp
-from torchtitan.data.read.records import Conversations, decode, place, read_records
+from torchtitan.data.read.records import Conversations, decode, read_records, record_location
 from torchtitan.utils.errors import UserError
 
 _DEMO = (["demo"], ["demo_validation"])
 
 
-class Item(NamedTuple):
+class RawDocument(NamedTuple):
     """A document, not yet decoded."""
 
     file: str
@@ -29,9 +29,9 @@ class Item(NamedTuple):
     content: Any
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The document in messages."""
-        return place(Path(self.file), self.number)
+        return record_location(Path(self.file), self.number)
 
 
 class Corpus:
@@ -85,9 +85,9 @@ class Corpus:
         reading = "" if self.stop else "skip"
         if reading or self.column != "text":
             reading = f"{self.column}: {reading or 'stop'}"
-        return Contents.of(sampled(self.stamps, base_of(self.paths)), reading).fingerprint
+        return Contents.of(sampled(self.stamps, base_folder(self.paths)), reading).fingerprint
 
-    def items(self, advance: Callable[[int], None]) -> Iterator[Item]:
+    def items(self, advance: Callable[[int], None]) -> Iterator[RawDocument]:
         """All documents, to be decoded in any process.
 
         Args:
@@ -99,13 +99,13 @@ class Corpus:
         if self._demo is not None:
             for i, file in enumerate(self._demo.files):
                 advance(file.stat().st_size)
-                yield Item(str(file), i + 1, self._demo[i])
+                yield RawDocument(str(file), i + 1, self._demo[i])
         for stamp in self.stamps:
             try:
                 for number, content, _ in read_records(
                     Path(stamp.path), self.column, advance, stamp
                 ):
-                    yield Item(stamp.path, number, content)
+                    yield RawDocument(stamp.path, number, content)
             except DataError as error:
                 raise UserError(f"{self.key}: {error}") from error
             except OSError as error:
@@ -123,7 +123,7 @@ class Corpus:
                 hash, size = hash_text(text)
             except BadDocument as error:
                 if self.stop:
-                    raise bad_document(self.key, f"{item.place}: {error}") from None
+                    raise bad_document(self.key, f"{item.location}: {error}") from None
                 self.skipped[error.kind] += 1
             except DataError as error:
                 raise UserError(f"{self.key}: {error}") from None

@@ -11,12 +11,12 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.read.contents import Contents, base_of, data_file, sampled
+from torchtitan.data.read.contents import Contents, base_folder, data_file, sampled
 from torchtitan.data.read.files import find_text_files
 from torchtitan.data.read.index import (
-    RANGE,
-    Cache,
+    RANGE_BYTES,
     FileIndex,
+    IndexCache,
     default_folder,
     find_documents,
     new_index,
@@ -24,12 +24,12 @@ from torchtitan.data.read.index import (
 from torchtitan.data.read.opening import (
     BadDocument,
     DataError,
+    FilePool,
     FileStamp,
-    OpenFiles,
     is_compressed,
     open_data,
 )
-from torchtitan.data.read.records import SKIP_ADVICE, Conversations, decode, place
+from torchtitan.data.read.records import SKIP_ADVICE, Conversations, decode, record_location
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.wording import plural
@@ -76,8 +76,8 @@ class DemoDocuments:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = []
         for folder, subfolders, names in os.walk(root):
-            kept = (name for name in subfolders if not name.endswith("-packages"))
-            subfolders[:] = sorted(set(kept) - _NOT_DEMO)
+            libraries = (name for name in subfolders if not name.endswith("-packages"))
+            subfolders[:] = sorted(set(libraries) - _NOT_DEMO)
             files += [Path(folder, name) for name in names if name.endswith(".py")]
         files.sort(key=lambda path: path.relative_to(root).as_posix())
         held_out = files[::_HELD_OUT_EVERY]
@@ -122,20 +122,20 @@ class LocalDocuments:
         """
         files = find_text_files(path, key)
         stop = on_bad_document == "stop"
-        self._files = OpenFiles()
+        self._files = FilePool()
         self._column = text_column
         self._chat = chat
         self._folder: Path | None = None
         if cache_folder != "none":
             self._folder = Path(cache_folder).expanduser() if cache_folder else default_folder()
-        self._held = list[NDArray[np.int64]]()
+        self._ranges = list[NDArray[np.int64]]()
         """`[documents, 2]` for each file, without a cache folder."""
         try:
             stamps = [FileStamp.of(file) for file in files]
             if self._folder is None:
-                self.indexes = self._hold(stamps, stop, cache_key)
+                self.indexes = self._index_in_memory(stamps, stop, cache_key)
             else:
-                cache = Cache(self._folder, cache_key, chat)
+                cache = IndexCache(self._folder, cache_key, chat)
                 self.indexes = cache.open(stamps, text_column, stop)
             self._stop_at_bad(stop)
         except DataError as error:
@@ -150,15 +150,17 @@ class LocalDocuments:
             reading = f"{text_column}: {sorted(self.skipped.items())}"
         if chat is not None:
             reading += f" chat template {chat.fingerprint}"
-        base = base_of(path)
-        hashed = [data_file(one.path, base, one.size, one.sample) for one in self.indexes]
+        base = base_folder(path)
+        hashed = [data_file(entry.path, base, entry.size, entry.sample) for entry in self.indexes]
         self.contents = Contents.of(hashed, reading)
         if self.skipped:
             first = next(index for index in self.indexes if index.places)
-            where = f"{place(Path(first.path), first.places[0][0])}: {first.places[0][1]}"
+            where = f"{record_location(Path(first.path), first.places[0][0])}: {first.places[0][1]}"
             logger.warning(f"{key}: skipping {counted(self.skipped)}; the first is {where}")
 
-    def _hold(self, stamps: Sequence[FileStamp], stop: bool, cache_key: str) -> list[FileIndex]:
+    def _index_in_memory(
+        self, stamps: Sequence[FileStamp], stop: bool, cache_key: str
+    ) -> list[FileIndex]:
         """Index files in memory."""
         logger.info(
             f"Finding the documents of {plural(len(stamps), 'file')}, without a cache folder"
@@ -175,14 +177,16 @@ class LocalDocuments:
                     "only plain JSON lines and text can; name a folder, or tokenize "
                     "ahead, which needs no copy"
                 )
-        self._held = [find_documents(index, stop, chat=self._chat) for index in indexes]
+        self._ranges = [find_documents(index, stop, chat=self._chat) for index in indexes]
         return indexes
 
     def _stop_at_bad(self, stop: bool) -> None:
         for index in self.indexes:
             if stop and index.places:
                 number, problem = index.places[0]
-                raise DataError(f"{place(Path(index.path), number)}: {problem}{SKIP_ADVICE}")
+                raise DataError(
+                    f"{record_location(Path(index.path), number)}: {problem}{SKIP_ADVICE}"
+                )
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -191,7 +195,7 @@ class LocalDocuments:
         which = int(np.searchsorted(self._ends, index, side="right"))
         file = self.indexes[which]
         number = index - (int(self._ends[which - 1]) if which else 0)
-        start, end = self._range(which, number)
+        start, end = self._byte_range(which, number)
         if file.kind == "json" and not file.copied:
             line = self._files.read(file.path, start, end - start, file.stamp)
             try:
@@ -200,21 +204,21 @@ class LocalDocuments:
                 raise DataError(
                     f"{file.path}: byte {start + 1}: {error} (changed since it was indexed?)"
                 ) from None
-        stamp = self._kept(file)["texts"] if file.copied else file.stamp
+        stamp = self._cache_files(file)["texts"] if file.copied else file.stamp
         return self._files.read(stamp.path, start, end - start, stamp).decode()
 
-    def _range(self, which: int, number: int) -> tuple[int, int]:
+    def _byte_range(self, which: int, number: int) -> tuple[int, int]:
         if self._folder is None:
-            start, end = self._held[which][number]
+            start, end = self._ranges[which][number]
         else:
-            kept = self._kept(self.indexes[which])["ranges"]
-            content = self._files.read(kept.path, number * RANGE, RANGE, kept)
+            ranges = self._cache_files(self.indexes[which])["ranges"]
+            content = self._files.read(ranges.path, number * RANGE_BYTES, RANGE_BYTES, ranges)
             start, end = np.frombuffer(content, np.int64)
         return int(start), int(end)
 
-    def _kept(self, index: FileIndex) -> dict[str, FileStamp]:
+    def _cache_files(self, index: FileIndex) -> dict[str, FileStamp]:
         assert self._folder is not None
-        return index.kept(self._folder)
+        return index.cache_files(self._folder)
 
 
 def counted(kinds: Counter[str]) -> str:

@@ -28,7 +28,7 @@ FORMATS: dict[str, Format] = {
     ".feather": "arrow",
 }
 """Endings of files of documents. `json` may be lines or an array."""
-_ABOUT = (
+_DESCRIPTION_PREFIXES = (
     "readme",
     "license",
     "licence",
@@ -42,15 +42,21 @@ _ABOUT = (
 """Files that describe their folder, by the beginnings of their names. They are no documents."""
 REPORT = "-report.json"
 """End of the name of the report that `torchtitan tokenize` writes beside token files."""
-_STATE = "state.json"
+_STATE_FILE = "state.json"
 """Lists the Arrow files of a data set saved by `save_to_disk` of the library `datasets`; others
 beside it are caches of `map` and the like.
 """
-_SPLITS = "dataset_dict.json"
+_SPLITS_FILE = "dataset_dict.json"
 """Names the folders of several splits, saved together."""
 _SPLIT = "train"
 """The split that is read of several."""
-_DESCRIPTIONS = {"dataset_infos.json", "dataset_info.json", "croissant.json", _STATE, _SPLITS}
+_DESCRIPTIONS = {
+    "dataset_infos.json",
+    "dataset_info.json",
+    "croissant.json",
+    _STATE_FILE,
+    _SPLITS_FILE,
+}
 
 
 def find_files(path: str | Sequence[str], key: str) -> list[Path]:
@@ -61,10 +67,10 @@ def find_files(path: str | Sequence[str], key: str) -> list[Path]:
     """
     if not isinstance(path, str):
         return [file for name in path for file in find_files(name, key)]
-    files = _named_by(path, key)
+    files = _files_named_by(path, key)
     expanded = os.path.expanduser(path)
     if not os.path.isfile(expanded):
-        files = _of_saved(files, os.path.isdir(expanded), key)
+        files = _without_leftovers(files, os.path.isdir(expanded), key)
         described = {file.with_suffix(".json") for file in files if file.suffix == ".bin"}
         files = [file for file in files if file not in described]
     if os.path.isdir(expanded):
@@ -77,14 +83,16 @@ def find_files(path: str | Sequence[str], key: str) -> list[Path]:
     return files
 
 
-def _of_saved(files: Sequence[Path], in_folder: bool, key: str) -> list[Path]:
+def _without_leftovers(files: Sequence[Path], in_folder: bool, key: str) -> list[Path]:
     """`files` without what `save_to_disk` left beside a data set, and of a folder without splits
     other than `train`.
     """
     left_out: set[Path] = set()
     """Files, and folders of splits."""
     try:
-        for folder in sorted({file.parent for file in files if in_folder and file.name == _SPLITS}):
+        for folder in sorted(
+            {file.parent for file in files if in_folder and file.name == _SPLITS_FILE}
+        ):
             if splits := _saved_splits(folder):
                 left_out |= {folder / name for name in splits if name != _SPLIT}
                 logger.info(
@@ -105,7 +113,7 @@ def _saved_splits(folder: Path) -> list[str]:
     Raises:
         DataError: `train` is not among them.
     """
-    splits = [name for name in _saved(folder, _SPLITS, "splits") if isinstance(name, str)]
+    splits = [name for name in _read_list(folder, _SPLITS_FILE, "splits") if isinstance(name, str)]
     if splits and _SPLIT not in splits:
         raise DataError(
             f"{folder} holds the splits {', '.join(splits)} of a saved data set, and none is "
@@ -120,23 +128,25 @@ def _saved_shards(folder: Path) -> list[str]:
     Raises:
         DataError: a file is missing, or the rows are chosen by a table beside them.
     """
-    if _saved(folder, _STATE, "_indices_files") or _saved(folder, _STATE, "_indices_data_files"):
+    if _read_list(folder, _STATE_FILE, "_indices_files") or _read_list(
+        folder, _STATE_FILE, "_indices_data_files"
+    ):
         raise DataError(
             f"{folder} is a saved data set whose rows are chosen or ordered by a table of indices "
             "(select, shuffle, filter); call flatten_indices() on it before save_to_disk()"
         )
-    entries = _saved(folder, _STATE, "_data_files")
+    entries = _read_list(folder, _STATE_FILE, "_data_files")
     names = [str(entry.get("filename")) for entry in entries if isinstance(entry, dict)]
     for name in names:
         if not (folder / name).is_file() or "/" in name:
             raise DataError(
-                f"{folder} is a saved data set without its file {name}, which {_STATE} names; save "
-                "it again"
+                f"{folder} is a saved data set without its file {name}, which {_STATE_FILE} names; "
+                "save it again"
             )
     return names
 
 
-def _saved(folder: Path, name: str, key: str) -> list[Any]:
+def _read_list(folder: Path, name: str, key: str) -> list[Any]:
     """A list in the description of a saved data set; empty without one."""
     try:
         values = read_json_object(folder / name).get(key) if (folder / name).exists() else None
@@ -163,7 +173,7 @@ def find_token_files(path: str, key: str) -> list[Path]:
         if path.endswith(".idx"):
             path = path.removesuffix(".idx") + ".bin"
         return find_files(path, key) if path.endswith(".bin") else []
-    files = set(_named_by(path, key))
+    files = set(_files_named_by(path, key))
     tokens = {file for file in files if file.suffix == ".bin"}
     if Path(folder) not in {file.parent for file in tokens}:  # below it may lie other binary files
         tokens = {
@@ -180,7 +190,7 @@ def find_token_files(path: str, key: str) -> list[Path]:
     return sorted(tokens)
 
 
-def _named_by(path: str, key: str) -> list[Path]:
+def _files_named_by(path: str, key: str) -> list[Path]:
     """The files in a folder, except hidden ones, or those that a pattern matches, each once,
     sorted.
     """
@@ -252,7 +262,7 @@ def _is_description(file: Path) -> bool:
     name = file.name.lower()
     if name in _DESCRIPTIONS or name.endswith(REPORT):
         return True
-    return FORMATS.get(file.suffix.lower()) == "text" and name.startswith(_ABOUT)
+    return FORMATS.get(file.suffix.lower()) == "text" and name.startswith(_DESCRIPTION_PREFIXES)
 
 
 def format_of(file: Path) -> Format | None:
@@ -289,9 +299,9 @@ def matching_files(path: str, most: int, skipped: list[str]) -> Iterator[str]:
         if left < 0:
             raise TooManyFilesError(f"{path!r} searches more than {most:,} files and folders")
 
-    def matching(folder: str, parts: Sequence[str]) -> Iterator[str]:
-        part, *below_it = parts
-        if part == "**":
+    def matching(folder: str, patterns: Sequence[str]) -> Iterator[str]:
+        pattern, *below_it = patterns
+        if pattern == "**":
             for below, files in _folders_below(folder, skipped):
                 look_at(len(files) + 1)
                 if below_it == ["*"]:
@@ -299,7 +309,7 @@ def matching_files(path: str, most: int, skipped: list[str]) -> Iterator[str]:
                 else:
                     yield from matching(below, below_it)
             return
-        for name in glob.iglob(part, root_dir=folder or None):
+        for name in glob.iglob(pattern, root_dir=folder or None):
             look_at(1)
             inner = os.path.join(folder, name)
             is_folder = os.path.isdir(inner)
@@ -310,12 +320,12 @@ def matching_files(path: str, most: int, skipped: list[str]) -> Iterator[str]:
 
     if os.path.isdir(path):
         return matching(path, ["**", "*"])
-    parts = [part for part in path.split("/") if part]
-    if not parts:
+    patterns = [pattern for pattern in path.split("/") if pattern]
+    if not patterns:
         return iter(())
-    if parts[-1] == "**":
-        parts.append("*")
-    return matching("/" if path.startswith("/") else "", parts)
+    if patterns[-1] == "**":
+        patterns.append("*")
+    return matching("/" if path.startswith("/") else "", patterns)
 
 
 def _folders_below(folder: str, skipped: list[str]) -> Iterator[tuple[str, list[str]]]:
@@ -354,8 +364,8 @@ def _without_aliases(files: Iterable[str]) -> tuple[list[str], list[str]]:
         folder, name = os.path.split(file)
         if folder not in folders:
             folders[folder] = os.path.realpath(folder)
-        own = os.path.join(folders[folder], name)
-        target = os.path.realpath(own) if os.path.islink(own) else own
+        resolved = os.path.join(folders[folder], name)
+        target = os.path.realpath(resolved) if os.path.islink(resolved) else resolved
         if target not in names:
             names[target] = file
         elif target == os.path.abspath(file):

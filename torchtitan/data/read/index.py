@@ -41,18 +41,18 @@ from torchtitan.data.read.opening import (
     DataError,
     FileStamp,
     data_handle,
+    full_hash,
     is_compressed,
     open_data,
-    sample,
-    whole,
+    sample_hash,
 )
 from torchtitan.data.read.records import (
     SKIP_ADVICE,
     Conversations,
     decode,
     kind_of,
-    place,
     read_records,
+    record_location,
 )
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import read_regular, write_whole
@@ -63,20 +63,20 @@ from torchtitan.utils.wording import listed, plural, show_size
 _CANT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
 _REPORT_SECONDS = 10.0
 _WAIT_SECONDS = 0.2
-_DOCUMENT = 2000
+_MEAN_DOCUMENT_BYTES = 2000
 """Assumed mean size of a document in bytes (for the disk estimate)."""
-_COMPRESSION = 4
+_COMPRESSION_RATIO = 4
 """Assumed compression ratio (for the disk estimate)."""
 _VERSION = 3
 """Version of the index, and of what counts as a document."""
-RANGE = 16
+RANGE_BYTES = 16
 """Bytes of a document in `.ranges`."""
-_PLACES = 1000
-"""Number of a file's bad documents whose places are kept."""
+_LISTED_BAD = 1000
+"""Number of a file's bad documents that the index lists."""
 
 
-class KeptFile(BaseModel):
-    """A file of the cache, as it was written."""
+class CachedFile(BaseModel):
+    """A file of the cache: what it was when it was written."""
 
     size: int
     mtime_ns: int
@@ -108,7 +108,7 @@ class FileIndex(BaseModel):
     mtime_ns: int
     inode: int
     sample: str = ""
-    """`opening.sample` of the contents."""
+    """`opening.sample_hash` of the contents."""
     column: str
     chat: str = ""
     """`Chat.fingerprint` if the documents are conversations."""
@@ -122,9 +122,9 @@ class FileIndex(BaseModel):
     """Numbers of documents left out, by kind."""
     places: list[tuple[int, str]] = []
     """Number and problem of the first documents left out."""
-    ranges: KeptFile | None = None
+    ranges: CachedFile | None = None
     """None if they are in memory."""
-    texts: KeptFile | None = None
+    texts: CachedFile | None = None
     """None if the texts are read from the file itself."""
 
     @property
@@ -132,18 +132,18 @@ class FileIndex(BaseModel):
         """The file when it was indexed."""
         return FileStamp(self.path, self.size, self.mtime_ns, self.inode, hash=self.sample)
 
-    def kept(self, folder: Path) -> dict[str, FileStamp]:
-        """The files of the cache that belong to it, by their endings."""
+    def cache_files(self, folder: Path) -> dict[str, FileStamp]:
+        """Stamps of its files in the cache, by their endings."""
         stamps = {}
         if self.ranges is not None:
-            stamps["ranges"] = self.ranges.stamp(folder / f"{self.key}.ranges", whole)
+            stamps["ranges"] = self.ranges.stamp(folder / f"{self.key}.ranges", full_hash)
         if self.texts is not None:
-            stamps["texts"] = self.texts.stamp(folder / f"{self.key}.texts", sample)
+            stamps["texts"] = self.texts.stamp(folder / f"{self.key}.texts", sample_hash)
         return stamps
 
 
 def new_index(stamp: FileStamp, column: str, chat: str = "") -> FileIndex:
-    """The index of a file, before its documents are looked for."""
+    """The index of a file whose documents haven't been looked for."""
     kind = kind_of(Path(stamp.path), stamp)
     copied = kind not in ("json", "text") or is_compressed(Path(stamp.path))
     return FileIndex(
@@ -160,7 +160,7 @@ def new_index(stamp: FileStamp, column: str, chat: str = "") -> FileIndex:
 
 
 def key_of(stamps: Sequence[FileStamp], column: str, chat: str = "") -> str:
-    """A name that changes when the files do. The inode is left out, see `FileStamp.hash`."""
+    """A name that changes when the files do. It ignores the inode, see `FileStamp.hash`."""
     named = [(stamp.path, stamp.size, stamp.mtime_ns) for stamp in stamps]
     name = json.dumps([named, column, _VERSION, *([chat] if chat else [])])
     return hashlib.sha256(name.encode()).hexdigest()[:32]
@@ -191,8 +191,8 @@ def find_documents(
     """
     file = Path(index.path)
     with open_data(file, index.stamp) as content:
-        index.sample = sample(content.fileno())
-    places: array.array[int] = array.array("q")
+        index.sample = sample_hash(content.fileno())
+    byte_ranges: array.array[int] = array.array("q")
     bad: Counter[str] = Counter()
     for record in read_records(file, index.column, stamp=index.stamp):
         advance()
@@ -200,30 +200,30 @@ def find_documents(
             text = decode(record.content, index.column, chat).encode()
         except BadDocument as error:
             if stop:
-                problem = f"{place(file, record.number)}: {error}{SKIP_ADVICE}"
+                problem = f"{record_location(file, record.number)}: {error}{SKIP_ADVICE}"
                 raise BadDocument(error.kind, problem) from None
-            if bad.total() < _PLACES:
+            if bad.total() < _LISTED_BAD:
                 index.places.append((record.number, str(error)))
             bad[error.kind] += 1
             continue
         if texts is not None:
-            places.extend((index.text_bytes, index.text_bytes + len(text)))
+            byte_ranges.extend((index.text_bytes, index.text_bytes + len(text)))
             texts.write(text)
         elif index.kind == "text":
-            places.extend((index.size - len(text), index.size))
+            byte_ranges.extend((index.size - len(text), index.size))
         else:
-            places.extend((record.start, record.start + len(record.content)))
+            byte_ranges.extend((record.start, record.start + len(record.content)))
         index.documents += 1
         index.text_bytes += len(text)
-        if ranges is not None and len(places) > 2**18:
-            places.tofile(ranges)
-            del places[:]
+        if ranges is not None and len(byte_ranges) > 2**18:
+            byte_ranges.tofile(ranges)
+            del byte_ranges[:]
     os.close(data_handle(file, index.stamp))  # it hasn't changed in the meantime
     index.bad = dict(bad)
     if ranges is not None:
-        places.tofile(ranges)
-        del places[:]
-    return np.asarray(places, np.int64).reshape(-1, 2)
+        byte_ranges.tofile(ranges)
+        del byte_ranges[:]
+    return np.asarray(byte_ranges, np.int64).reshape(-1, 2)
 
 
 def default_folder() -> Path:
@@ -233,8 +233,8 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "torchtitan")
 
 
-class Cache:
-    """Makes and finds the indexes of files."""
+class IndexCache:
+    """The indexes of files in the cache folder: makes and finds them."""
 
     def __init__(self, folder: Path, key: str, chat: Conversations | None = None):
         """
@@ -269,10 +269,10 @@ class Cache:
             if missing := [index for key, index in todo.items() if key not in done]:
                 self._warn_of_damage(missing)
                 self._announce(missing)
-                self._make_all(missing, done, stop)
+                self._index_all(missing, done, stop)
             indexes = [done[index.key] for index in new]
             with _locked(corpus.with_suffix(".lock")) as ending:
-                if ending is not None:  # else another writes the same
+                if ending is not None:  # else another process writes the same
                     content = [index.model_dump() for index in indexes]
                     write_whole(corpus, json.dumps(content).encode())
         return indexes
@@ -288,7 +288,7 @@ class Cache:
         by_key = {index.key: index for index in indexes}
         known = []
         for stamp in stamps:
-            index = self._sound(by_key.get(key_of([stamp], column, self._template)), stamp)
+            index = self._if_current(by_key.get(key_of([stamp], column, self._template)), stamp)
             if index is None:
                 return None
             known.append(index)
@@ -302,25 +302,25 @@ class Cache:
             index = FileIndex.model_validate(content)
         except (OSError, ValueError, RecursionError):
             return None
-        return self._sound(index, new.stamp)
+        return self._if_current(index, new.stamp)
 
-    def _sound(self, index: FileIndex | None, stamp: FileStamp) -> FileIndex | None:
-        """An index that was read; None if it is of another file, or its files have changed."""
+    def _if_current(self, index: FileIndex | None, stamp: FileStamp) -> FileIndex | None:
+        """`index`, unless it is missing, of another file, or its files have changed."""
         if index is None or index.ranges is None or (index.copied and index.texts is None):
             return None
-        size = index.documents * RANGE
+        size = index.documents * RANGE_BYTES
         if index.key != key_of([stamp], index.column, index.chat) or index.ranges.size != size:
             return None
         if index.inode != stamp.inode:
             index = index.model_copy(update={"inode": stamp.inode})
             try:
                 with open_data(stamp.path, stamp) as file:
-                    if sample(file.fileno()) != index.sample:
+                    if sample_hash(file.fileno()) != index.sample:
                         return None
             except (OSError, DataError):
                 return None
-        kept = index.kept(self.folder).values()
-        return index if all(file.is_current() for file in kept) else None
+        files = index.cache_files(self.folder).values()
+        return index if all(file.is_current() for file in files) else None
 
     def _warn_of_damage(self, missing: Sequence[FileIndex]) -> None:
         if again := [index for index in missing if self._path(index, "json").exists()]:
@@ -336,8 +336,10 @@ class Cache:
             UserError: the folder has too little space for it.
         """
         copied = [index for index in missing if index.copied]
-        texts = sum(index.size * (1 if index.kind == "array" else _COMPRESSION) for index in copied)
-        size = texts + sum(index.size // _DOCUMENT * RANGE for index in missing)
+        texts = sum(
+            index.size * (1 if index.kind == "array" else _COMPRESSION_RATIO) for index in copied
+        )
+        size = texts + sum(index.size // _MEAN_DOCUMENT_BYTES * RANGE_BYTES for index in missing)
         free = shutil.disk_usage(self.folder).free
         what = f"a copy of the texts of {plural(len(copied), 'file')} and " if copied else ""
         logger.info(
@@ -357,7 +359,7 @@ class Cache:
                 f"{self.key}: {self.folder} may be too small for about {show_size(size)}"
             )
 
-    def _make_all(
+    def _index_all(
         self, missing: Sequence[FileIndex], done: dict[str, FileIndex], stop: bool
     ) -> None:
         left = list(missing)
@@ -365,22 +367,22 @@ class Cache:
             before = len(left)
             for index in list(left):
                 so_far = f"{len(missing) - len(left)} of {plural(len(missing), 'file')}"
-                made = self._make(index, stop, so_far)
-                if made is not None:
-                    done[index.key] = made
+                complete = self._index(index, stop, so_far)
+                if complete is not None:
+                    done[index.key] = complete
                     left.remove(index)
             if len(left) == before:
                 what = f"{plural(len(left), 'file')}, such as {left[0].path}"
                 self._report(f"waiting for other processes to index {what}")
                 time.sleep(_WAIT_SECONDS)
 
-    def _make(self, index: FileIndex, stop: bool, so_far: str) -> FileIndex | None:
-        """The index of a file; None if another process is making it."""
+    def _index(self, index: FileIndex, stop: bool, so_far: str) -> FileIndex | None:
+        """Index a file; None if another process is doing it."""
         with _locked(self.folder / f"{index.key}.lock") as ending:
             if ending is None:
                 return None
-            if made := self._read(index):
-                return made
+            if complete := self._read(index):
+                return complete
             index = index.model_copy(deep=True)
             ranges = self._path(index, f"ranges.{ending}")
             texts = self._path(index, f"texts.{ending}")
@@ -405,9 +407,9 @@ class Cache:
                     for written in (file, copy):
                         written.flush()
                         os.fsync(written.fileno())
-                index.ranges = _put(ranges, self._path(index, "ranges"), whole)
+                index.ranges = _finalize(ranges, self._path(index, "ranges"), full_hash)
                 if index.copied:
-                    index.texts = _put(texts, self._path(index, "texts"), sample)
+                    index.texts = _finalize(texts, self._path(index, "texts"), sample_hash)
                 content = json.dumps(index.model_dump()).encode()
                 write_whole(self._path(index, "json"), content)
             finally:
@@ -435,16 +437,16 @@ class Cache:
             ) from error
 
 
-def _put(temporary: Path, path: Path, hash: Callable[[int], str]) -> KeptFile:
+def _finalize(temporary: Path, path: Path, hash: Callable[[int], str]) -> CachedFile:
     """Give a written file its final name."""
     with open_data(temporary) as file:
         handle = file.fileno()
         status = os.fstat(handle)
-        about = KeptFile(
+        cached = CachedFile(
             size=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino, sum=hash(handle)
         )
     temporary.replace(path)
-    return about
+    return cached
 
 
 @contextmanager

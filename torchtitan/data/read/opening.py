@@ -32,8 +32,8 @@ COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _BUFFER = 2**20
 _BLOCK = 2**14
 _BLOCKS = 16
-WHOLE = _BLOCK * _BLOCKS
-"""Bytes that `sample` reads: all of a file that isn't larger."""
+SAMPLED_BYTES = _BLOCK * _BLOCKS
+"""Bytes that `sample_hash` reads: all of a file that isn't larger."""
 
 
 class DataError(ValueError):
@@ -52,35 +52,35 @@ class BadDocument(DataError):
         return BadDocument, (self.kind, str(self))
 
 
-def sample(handle: int) -> str:
+def sample_hash(handle: int) -> str:
     """A hash of the size and contents of an open file; of a large one, of 16 blocks from its
     beginning to its end.
     """
     size = os.fstat(handle).st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=8)
-    if size <= WHOLE:
-        _add(digest, handle, 0, size)
+    if size <= SAMPLED_BYTES:
+        _hash_range(digest, handle, 0, size)
     else:
         for i in range(_BLOCKS):
-            _add(digest, handle, (size - _BLOCK) * i // (_BLOCKS - 1), _BLOCK)
+            _hash_range(digest, handle, (size - _BLOCK) * i // (_BLOCKS - 1), _BLOCK)
     return digest.hexdigest()
 
 
-def whole(handle: int) -> str:
+def full_hash(handle: int) -> str:
     """A hash of all bytes of an open file."""
     digest = hashlib.blake2b(digest_size=8)
-    _add(digest, handle, 0, os.fstat(handle).st_size)
+    _hash_range(digest, handle, 0, os.fstat(handle).st_size)
     return digest.hexdigest()
 
 
-def _add(digest: "hashlib.blake2b", handle: int, start: int, size: int) -> None:
+def _hash_range(digest: "hashlib.blake2b", handle: int, start: int, size: int) -> None:
     end = start + size
     while start < end:
-        part = os.pread(handle, min(_BUFFER, end - start), start)
-        if not part:  # cut in the meantime
+        block = os.pread(handle, min(_BUFFER, end - start), start)
+        if not block:  # cut in the meantime
             return
-        digest.update(part)
-        start += len(part)
+        digest.update(block)
+        start += len(block)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class FileStamp:
     inode: int
     hash: str = ""
     """Decides if only the inode differs: file systems in user space may number files anew."""
-    hasher: Callable[[int], str] = sample
+    hasher: Callable[[int], str] = sample_hash
     """Makes `hash` from the open file."""
     copies: bool = False
     """Whether a copy of the file will do, whose time differs as well."""
@@ -203,7 +203,7 @@ def open_plain(
         advance: called with the number of (compressed) bytes of every read.
     """
     handle = data_handle(file, stamp)
-    raw = io.FileIO(handle) if advance is None else _Counted(handle, advance)
+    raw = io.FileIO(handle) if advance is None else _ReportingFile(handle, advance)
     buffered = cast(IO[bytes], io.BufferedReader(raw, _BUFFER))
     ending = file.suffix.lower()
     if ending == ".zst":
@@ -217,7 +217,7 @@ def open_plain(
     return buffered
 
 
-class _Counted(io.FileIO):
+class _ReportingFile(io.FileIO):
     """A file that reports the size of each read."""
 
     def __init__(self, handle: int, advance: Callable[[int], None]):
@@ -241,7 +241,7 @@ class EndOfFileError(OSError):
     """A file ends before what was to be read."""
 
 
-class OpenFiles:
+class FilePool:
     """Reads anywhere in many files, and keeps those used last open.
 
     They aren't memory-mapped: a failing disk would kill the process.
@@ -273,18 +273,18 @@ class OpenFiles:
                     os.close(oldest)
             self._open[path] = opened
             handle, before = opened
-            parts = []
+            chunks = []
             while size:
                 # Linux reads at most 2 GiB at once.
-                part = os.pread(handle, min(size, 2**30), start)
-                if not part:
+                chunk = os.pread(handle, min(size, 2**30), start)
+                if not chunk:
                     raise EndOfFileError(f"{path} ends before byte {start + size} (truncated?)")
-                parts.append(part)
-                start += len(part)
-                size -= len(part)
+                chunks.append(chunk)
+                start += len(chunk)
+                size -= len(chunk)
             if stamp is not None and _times(handle) != before:
                 raise changed(path)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def __del__(self) -> None:
         for handle, _ in self._open.values():
@@ -296,7 +296,7 @@ def _times(handle: int) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-_LASTING = (ValueError, TypeError, LookupError, RecursionError, MemoryError)
+_PERMANENT_ERRORS = (ValueError, TypeError, LookupError, RecursionError, MemoryError)
 """Errors of decoding and of formats, which another attempt would repeat. Those that are also an
 OSError, such as a web page in place of JSON, may pass.
 """
@@ -330,12 +330,12 @@ class Retry:
         """
         self.doing = f"reading {what}"
 
-        place = f"{what} of {self.source}"
+        reading = f"{what} of {self.source}"
 
         def warn(error: Exception, attempt: int, pause: float) -> None:
             cause = first_line(error)
             self.doing = f"reading {what}, which failed {attempt} times ({cause})"
-            logger.warning(f"{self.section}.dataset: {place}: {cause}; trying again")
+            logger.warning(f"{self.section}.dataset: {reading}: {cause}; trying again")
             reset()
 
         attempts = self.options.retries + 1
@@ -344,23 +344,23 @@ class Retry:
                 read,
                 attempts=attempts,
                 pause=self.options.retry_pause_seconds,
-                may_pass=_may_pass,
+                may_pass=_is_transient,
                 failed=warn,
             )
         except UserError:
             raise
         except Exception as error:
             cause = first_line(error)
-            if not _may_pass(error):
-                raise UserError(f"{self.section}.dataset: {place}: {cause}") from error
+            if not _is_transient(error):
+                raise UserError(f"{self.section}.dataset: {reading}: {cause}") from error
             raise UserError(
-                f"{self.section}.dataset: reading failed: {place}: {cause} ({attempts} attempts). "
+                f"{self.section}.dataset: reading failed: {reading}: {cause} ({attempts} attempts). "
                 f"Repair the source, or raise {self.section.split('.')[0]}.dataloader.retries."
             ) from error
 
 
-def _may_pass(error: Exception) -> bool:
-    lasting = isinstance(error, _LASTING) and not isinstance(error, OSError)
+def _is_transient(error: Exception) -> bool:
+    lasting = isinstance(error, _PERMANENT_ERRORS) and not isinstance(error, OSError)
     return not isinstance(error, UserError) and not lasting
 
 

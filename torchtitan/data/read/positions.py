@@ -201,29 +201,32 @@ class DataState(DataPosition):
         return self
 
 
-def joined(parts: Sequence[DataPosition]) -> DataPosition:
-    """The position of several readers together, each of which has some of the lanes."""
-    first = parts[0]
+def merge_positions(positions: Sequence[DataPosition]) -> DataPosition:
+    """The position of all readers, each of which has some of the lanes."""
+    first = positions[0]
     sources = dict(first.sources)
     for name, source in first.sources.items():
         if source.lanes is not None:
             lanes: dict[str, LanePosition | PackedPosition] = {}
-            for part in parts:
-                lanes |= part.sources[name].lanes or {}
+            for position in positions:
+                lanes |= position.sources[name].lanes or {}
             sources[name] = source.model_copy(update={"lanes": lanes})
     return DataPosition(step=first.step, shares=first.shares, sources=sources)
 
 
-def completed(share: DataState, parts: Sequence[DataPosition]) -> DataState:
-    """What a checkpoint records.
+def complete_state(state: DataState, positions: Sequence[DataPosition]) -> DataState:
+    """The state that a checkpoint records.
 
     Args:
-        share: of any reader, by `StepLoader.own_state`.
-        parts: the positions of all readers after the same step.
+        state: any reader's, by `StepLoader.local_state`.
+        positions: the positions of all readers after the same step.
     """
-    whole = joined(parts)
+    merged = merge_positions(positions)
     return DataState(
-        step=whole.step, shares=whole.shares, sources=whole.sources, fingerprint=share.fingerprint
+        step=merged.step,
+        shares=merged.shares,
+        sources=merged.sources,
+        fingerprint=state.fingerprint,
     )
 
 

@@ -1,8 +1,8 @@
 """The documents of one file in sequence: records, which are cheap to find, then decoded texts.
 
-    read_records(file, column)  ->  Record(number, content), ...    a JSON line, array entry, row
-                                                                    or text each
-    decode(content, column)     ->  its text, or its conversation as one (`chat.py`); or
+    read_records(file, column)  ->  FileRecord(number, content), ...    one per JSON line, array
+                                                                        entry, row or text
+    decode(content, column)     ->  the text, or the conversation as a text (`chat.py`); raises
                                     `BadDocument`, with the kind of its fault
 
 JSON lines, plain text and Parquet are read here; a JSON array is parsed as a whole, and CSV and
@@ -39,7 +39,7 @@ _NOUNS = {
 }
 
 
-class Record(NamedTuple):
+class FileRecord(NamedTuple):
     """A document as it lies in its file."""
 
     number: int
@@ -65,7 +65,7 @@ class Conversations(Protocol):
         """
 
 
-def place(file: Path, number: int) -> str:
+def record_location(file: Path, number: int) -> str:
     """Names a record, for messages."""
     noun = _NOUNS.get(kind_of(file)) if format_of(file) else "document"
     return f"{file}: {noun} {number}" if noun else str(file)
@@ -97,7 +97,7 @@ def read_records(
     column: str,
     advance: Callable[[int], None] | None = None,
     stamp: FileStamp | None = None,
-) -> Iterator[Record]:
+) -> Iterator[FileRecord]:
     """The records of a file, blank lines left out.
 
     Args:
@@ -125,19 +125,19 @@ def read_records(
                     number = record.number
                     yield record
             except BadDocument as error:
-                yield Record(number + 1, error)
+                yield FileRecord(number + 1, error)
             except DataError as error:
                 raise DataError(f"{file}: {error}") from None
     except Exception as error:
         if not (is_compressed(file) and is_damage(error)):
             raise
         problem = f"can't be decompressed from here on (cut off?): {error}"
-        yield Record(number + 1, BadDocument("damaged compression", problem))
+        yield FileRecord(number + 1, BadDocument("damaged compression", problem))
 
 
 def _records(
     plain: IO[bytes], file: Path, kind: Kind, column: str, report: Callable[[int], None]
-) -> Iterator[Record]:
+) -> Iterator[FileRecord]:
     if kind == "json":
         yield from _lines(plain)
     elif kind == "array":
@@ -151,20 +151,20 @@ def _records(
         report(file.stat().st_size)
 
 
-def _numbered(rows: Iterable[Any]) -> Iterator[Record]:
-    return (Record(number, row) for number, row in enumerate(rows, 1))
+def _numbered(rows: Iterable[Any]) -> Iterator[FileRecord]:
+    return (FileRecord(number, row) for number, row in enumerate(rows, 1))
 
 
-def _text(file: IO[bytes]) -> Iterator[Record]:
+def _text(file: IO[bytes]) -> Iterator[FileRecord]:
     content = file.read().removeprefix(BOM)
     try:
-        yield Record(1, content.decode())
+        yield FileRecord(1, content.decode())
     except UnicodeDecodeError as error:
         line = content[: error.start].count(b"\n") + 1
         raise not_utf8(error, f"line {line}: ") from None
 
 
-def _lines(file: IO[bytes]) -> Iterator[Record]:
+def _lines(file: IO[bytes]) -> Iterator[FileRecord]:
     start = number = 0
     while line := file.readline(RECORD_BYTES + 1):
         number += 1
@@ -177,12 +177,12 @@ def _lines(file: IO[bytes]) -> Iterator[Record]:
             while not line.endswith(b"\n") and (line := file.readline(RECORD_BYTES)):
                 start += len(line)
             problem = f"longer than {RECORD_BYTES >> 20} MiB; split its text"
-            yield Record(number, BadDocument("too long", problem), begin)
+            yield FileRecord(number, BadDocument("too long", problem), begin)
         elif not line.isspace():
-            yield Record(number, line, begin)
+            yield FileRecord(number, line, begin)
 
 
-def _array(file: IO[bytes]) -> Iterator[Record]:
+def _array(file: IO[bytes]) -> Iterator[FileRecord]:
     """The entries of a JSON array, which is held in memory as a whole.
 
     Raises:

@@ -44,8 +44,8 @@ def open_stream(dataset: str, section: str, text_column: str = "text") -> Stream
     if dataset in KNOWN:
         path, name, split = KNOWN[dataset]
     else:
-        rest, _, split = dataset.partition("@")
-        path, _, name = rest.partition(":")
+        name_and_config, _, split = dataset.partition("@")
+        path, _, name = name_and_config.partition(":")
     try:
         builder = datasets.load_dataset_builder(path, name or None)
         if getattr(builder.config, "columns", 0) is None:  # Parquet: skip the others' bytes
@@ -107,7 +107,7 @@ class StreamCursor:
         """The next document; None at the end of a finite pass."""
         while True:
             before = self.position()
-            text = self.retry(self._place(before.stream), self._read, partial(self.seek, before))
+            text = self.retry(self._location(before.stream), self._read, partial(self.seek, before))
             self.loaded = None
             if isinstance(text, BadDocument):
                 if not self.skipped:
@@ -142,7 +142,7 @@ class StreamCursor:
                 raise DataError(f"{error}{SKIP_ADVICE}") from None
             return error
 
-    def _place(self, inner: Any) -> str:
+    def _location(self, inner: Any) -> str:
         """The stream's state in words."""
         words = [f"lane {self.lane}, epoch {self.epoch}"]
         while isinstance(inner, dict):
@@ -189,9 +189,9 @@ def check_state(state: Any, key: str, name: str) -> None:
             "dict"
         )
     if fault := json_fault(state):
-        place, what = fault
+        path, what = fault
         raise UserError(
             f"{key}: the state_dict() of {name!r} has "
-            f"{what}{f' at {ascii(place)[1:-1]}' if place else ''}, which a checkpoint can't hold; "
+            f"{what}{f' at {ascii(path)[1:-1]}' if path else ''}, which a checkpoint can't hold; "
             "use only dicts with string keys, lists, strings, finite numbers, bools and None"
         )

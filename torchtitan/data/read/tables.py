@@ -18,11 +18,11 @@ from typing import IO, Any
 from torchtitan.data.read.opening import BadDocument, DataError, is_compressed, open_plain
 
 _BUFFER = 2**20
-_ROWS = 256
+_BATCH_ROWS = 256
 """Number of rows that are read at once."""
-_BATCH = 16 * 2**20
+_BATCH_BYTES = 16 * 2**20
 """Bytes of these rows, estimated by the mean of their row group; at least one row is read."""
-_OF_CONTENTS = (OSError, ValueError, RuntimeError, LookupError, TypeError, Warning)
+_CONTENT_ERRORS = (OSError, ValueError, RuntimeError, LookupError, TypeError, Warning)
 """Errors of the libraries about contents."""
 
 
@@ -36,7 +36,7 @@ def parquet_rows(file: IO[bytes], column: str, advance: Callable[[int], None]) -
     """
     import pyarrow.parquet
 
-    with _damage("a Parquet file"):
+    with _damage_reported("a Parquet file"):
         # With a buffer, pages are read one by one instead of a row group's whole column.
         table = pyarrow.parquet.ParquetFile(file, buffer_size=_BUFFER)
         metadata = table.metadata
@@ -65,7 +65,7 @@ def _rows_at_once(group: Any, column: str) -> int:
         if f"{chunk.path_in_schema}.".startswith(f"{column}."):  # a list's path is longer
             size += chunk.total_uncompressed_size
     mean = size / max(group.num_rows, 1)
-    return max(1, min(_ROWS, int(_BATCH / max(mean, 1))))
+    return max(1, min(_BATCH_ROWS, int(_BATCH_BYTES / max(mean, 1))))
 
 
 def _index(schema: Any, column: str) -> int | None:
@@ -97,7 +97,7 @@ def _as_binary(values: Any) -> Any:
 
 
 @contextmanager
-def _damage(what: str) -> Iterator[None]:
+def _damage_reported(what: str) -> Iterator[None]:
     """Turn a library's errors about contents into `DataError`, but not those of the disk."""
     from pyarrow import ArrowException, ArrowMemoryError
 
@@ -107,7 +107,7 @@ def _damage(what: str) -> Iterator[None]:
         raise
     except ArrowMemoryError as error:  # of a size that is damaged, or true
         raise DataError(f"a part doesn't fit in memory (damaged?): {error}") from None
-    except (ArrowException, *_OF_CONTENTS) as error:
+    except (ArrowException, *_CONTENT_ERRORS) as error:
         if isinstance(error, OSError) and error.errno:
             raise
         reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -138,7 +138,7 @@ def rows_by_datasets(file: Path, kind: str, column: str) -> Iterator[Any]:
     with (
         tempfile.TemporaryDirectory() as folder,
         warnings.catch_warnings(),
-        _damage(f"{what} file"),
+        _damage_reported(f"{what} file"),
     ):
         # A name of its own: the library takes names as patterns, and decompresses by endings.
         plain = Path(folder, f"data.{kind}")

@@ -16,7 +16,7 @@ from torchtitan.utils.files import write_whole
 
 HASH = np.dtype([("hash", "<u8"), ("bytes", "<u8")])
 """The hash of a document and the size of its text."""
-_HELD = 4_000_000
+_MAX_HASHES = 4_000_000
 """Number of hashes compared at a time."""
 
 
@@ -25,31 +25,31 @@ def save_hashes(file: Path, hashes: NDArray[Any]) -> None:
     write_whole(file, np.sort(hashes, order="hash").tobytes())
 
 
-def count_duplicates(files: Sequence[Path], held: int = _HELD) -> tuple[int, int]:
+def count_duplicates(files: Sequence[Path], max_hashes: int = _MAX_HASHES) -> tuple[int, int]:
     """Number and bytes of the documents that equal an earlier one.
 
     Args:
         files: written by `save_hashes`.
-        held: approximate number of hashes to hold in memory.
+        max_hashes: approximate number of hashes to keep in memory.
     """
     tables = [np.memmap(file, HASH, "r") for file in files if file.stat().st_size]
-    ranges = -(-sum(map(len, tables)) // held)
+    ranges = -(-sum(map(len, tables)) // max_hashes)
     number = 0
     size = 0
     begins = [0] * len(tables)
     for i in range(1, ranges + 1):
-        parts = []
+        ranges_of_files = []
         for which, table in enumerate(tables):
             end = len(table)
             if i < ranges:
                 end = int(np.searchsorted(table["hash"], np.uint64(2**64 * i // ranges)))
-            parts.append(table[begins[which] : end])
+            ranges_of_files.append(table[begins[which] : end])
             begins[which] = end
-        found = np.concatenate(parts)
-        found = found[np.argsort(found["hash"], kind="stable")]
-        again = found["hash"][1:] == found["hash"][:-1]
+        hashes = np.concatenate(ranges_of_files)
+        hashes = hashes[np.argsort(hashes["hash"], kind="stable")]
+        again = hashes["hash"][1:] == hashes["hash"][:-1]
         number += int(again.sum())
-        size += int(found["bytes"][1:][again].sum())
+        size += int(hashes["bytes"][1:][again].sum())
     return number, size
 
 
@@ -74,11 +74,11 @@ class Seen:
 
     def has(self, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Which keys were added."""
-        found = np.zeros(len(keys), bool)
+        known = np.zeros(len(keys), bool)
         for run in self._runs:
-            places = np.searchsorted(run, keys)
-            found |= run[np.minimum(places, len(run) - 1)] == keys
-        return found
+            positions = np.searchsorted(run, keys)
+            known |= run[np.minimum(positions, len(run) - 1)] == keys
+        return known
 
     def take(self, keys: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Add the keys of further documents; returns which documents are new.
@@ -92,9 +92,9 @@ class Seen:
         new: NDArray[np.bool_] = np.all(~known, axis=1)
         here: set[int] = set()
         for i in np.flatnonzero(new):
-            own = keys[i].tolist()
-            new[i] = here.isdisjoint(own)
+            document_keys = keys[i].tolist()
+            new[i] = here.isdisjoint(document_keys)
             if new[i]:
-                here.update(own)
+                here.update(document_keys)
         self.add(keys[new].reshape(-1))
         return new

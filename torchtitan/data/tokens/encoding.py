@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.tokenizer import PIECE, Tokenizer, build_tokenizer
-from torchtitan.data.read.corpus import Item, bad_document, hash_text
+from torchtitan.data.read.corpus import RawDocument, bad_document, hash_text
 from torchtitan.data.read.opening import BadDocument
 from torchtitan.data.read.records import decode
 from torchtitan.data.tokens.duplicates import HASH
@@ -66,7 +66,7 @@ class Encoder:
     key: str = "--input"
     """The option of the documents, for errors."""
 
-    def __call__(self, batch: Sequence[Item]) -> Encoded:
+    def __call__(self, batch: Sequence[RawDocument]) -> Encoded:
         """
         Raises:
             UserError: a document is bad and `stop` is set.
@@ -103,13 +103,13 @@ class Encoder:
                 note(text)
                 ids.append(np.concatenate(long))
             except BadDocument as error:
-                problem = f"{item.place}: {error}"
+                problem = f"{item.location}: {error}"
                 if self.stop:
                     raise bad_document(self.key, problem) from None
                 bad.append((error.kind, problem))
         ids += tokenizer.encode_batch(short, dtype)
         joined = np.concatenate(ids) if ids else np.empty(0, dtype)
-        lengths = np.array([len(one) for one in ids], np.int64)
+        lengths = np.array([len(document) for document in ids], np.int64)
         table = np.array(hashes, HASH)
         others = np.array(near, np.uint64).reshape(len(table), self.near.bands if self.near else 0)
         return Encoded(joined, lengths, table, np.column_stack([table["hash"], others]), bad=bad)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.data.read.opening import DataError, FileStamp, OpenFiles
+from torchtitan.data.read.opening import DataError, FilePool, FileStamp
 
 _MAGIC = b"MMIDIDX\0\0"
 _OLD_MAGIC = b"TNTIDX\0\0"
@@ -35,7 +35,7 @@ def read_index(tokens: FileStamp) -> tuple[str, int]:
     """
     index = Path(tokens.path).with_suffix(".idx")
     size = FileStamp.of(index).size
-    files = OpenFiles()
+    files = FilePool()
     header = files.read(str(index), 0, min(size, _HEADER.size))
     dtype, sequences, boundaries = _read_header(index, header)
     expected = _HEADER.size + 12 * sequences + 8 * boundaries
@@ -76,7 +76,7 @@ def _read_header(index: Path, header: bytes) -> tuple[np.dtype[Any], int, int]:
     return np.dtype(_TYPES[code]), sequences, boundaries
 
 
-def _check_sequences(files: OpenFiles, index: Path, sequences: int, itemsize: int) -> int:
+def _check_sequences(files: FilePool, index: Path, sequences: int, itemsize: int) -> int:
     """The number of ids.
 
     Raises:
@@ -102,7 +102,7 @@ def _check_sequences(files: OpenFiles, index: Path, sequences: int, itemsize: in
     return total
 
 
-def _check_documents(files: OpenFiles, index: Path, sequences: int, boundaries: int) -> None:
+def _check_documents(files: FilePool, index: Path, sequences: int, boundaries: int) -> None:
     begin = _HEADER.size + 12 * sequences
     last = 0
     for first in range(0, boundaries, _AT_ONCE):

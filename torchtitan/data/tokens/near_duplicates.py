@@ -21,7 +21,7 @@ from torchtitan.utils.errors import UserError
 WORDS = 5
 HASHES = 128
 """Largest number of minima."""
-FOUND = 0.9
+MIN_PROBABILITY = 0.9
 """Probability to find a pair of the similarity that is asked for."""
 _SEED = 1
 _ALONE = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
@@ -36,7 +36,7 @@ class NearDuplicates:
     rows: int
 
     @classmethod
-    def of(cls, similarity: float) -> "NearDuplicates":
+    def for_similarity(cls, similarity: float) -> "NearDuplicates":
         """The most rows, so the fewest false pairs, that find pairs of this Jaccard similarity.
 
         Raises:
@@ -48,9 +48,9 @@ class NearDuplicates:
                 "'titan-pretrain[near-duplicates]'"
             )
         for rows in range(HASHES, 1, -1):
-            found = cls(HASHES // rows, rows)
-            if found.probability(similarity) >= FOUND:
-                return found
+            candidate = cls(HASHES // rows, rows)
+            if candidate.probability(similarity) >= MIN_PROBABILITY:
+                return candidate
         return cls(HASHES, 1)
 
     def probability(self, similarity: float) -> float:
@@ -82,13 +82,13 @@ class NearDuplicates:
 def _sequences(text: str) -> Iterator[list[str]]:
     """All sequences of `WORDS` words, piece by piece; of a shorter text, itself."""
     words: list[str] = []
-    found = False
+    any_sequence = False
     for piece in pieces(text):
         words += _WORD.findall(piece.lower())
         sequences = [" ".join(words[i : i + WORDS]) for i in range(len(words) - WORDS + 1)]
         if sequences:
-            found = True
+            any_sequence = True
             yield sequences
         words = words[-WORDS + 1 :]
-    if not found:
+    if not any_sequence:
         yield [" ".join(words) or text]

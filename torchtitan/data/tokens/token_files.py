@@ -25,7 +25,7 @@ from torchtitan.data.order.mixture import permute
 from torchtitan.data.order.rows import Row, Share, SourceReader, local_rows, padded
 from torchtitan.data.order.windows import Piece, WindowOrder
 from torchtitan.data.read.contents import Contents, sampled
-from torchtitan.data.read.opening import DataError, EndOfFileError, FileStamp, OpenFiles, Retry
+from torchtitan.data.read.opening import DataError, EndOfFileError, FilePool, FileStamp, Retry
 from torchtitan.data.read.positions import SourcePosition
 from torchtitan.data.tokens.megatron import read_index
 from torchtitan.utils.errors import UserError
@@ -65,7 +65,7 @@ def write_token_file(
     path: Path,
     documents: Iterable[Sequence[int] | NDArray[Any]],
     tokenizer: Tokenizer,
-    about: dict[str, Any],
+    entries: dict[str, Any],
     *,
     flags: bool = False,
 ) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def write_token_file(
         "tokenizer": tokenizer.fingerprint,
         "hash": digest.hexdigest(),
         **({"predicted": tokens - unpredicted} if flags else {}),
-        **about,
+        **entries,
     }
     temporary.replace(path)
     write_whole(path.with_suffix(".json"), json.dumps(meta, indent=1).encode())
@@ -119,7 +119,7 @@ class TokenFiles:
     def __init__(self, files: Sequence[Path], width: int, tokenizer: Tokenizer, key: str):
         self.files: list[tuple[FileStamp, np.dtype[Any], bool, int]] = []
         """(stamp when it was opened, dtype, whether ids may be flagged, number of tokens)"""
-        self._open = OpenFiles()
+        self._open = FilePool()
         self.vocab_size = tokenizer.vocab_size
         stamps: list[FileStamp] = []
         wholes: list[str] = []
@@ -263,12 +263,12 @@ class TokenReader(SourceReader):
         return {int(places[i]): self._row(pieces, length) for i, pieces in pieces_of.items()}
 
     def _row(self, pieces: Sequence[Piece], length: int) -> Row:
-        parts: list[Row] = []
+        ids_of_pieces: list[Row] = []
         for piece in pieces:
             ids = self._ids(piece)
             # Of a further piece, only what is predicted: the id before it may be in another row.
-            parts.append(ids[1:] if any(map(len, parts)) else ids)
-        return padded(np.concatenate(parts), length)
+            ids_of_pieces.append(ids[1:] if any(map(len, ids_of_pieces)) else ids)
+        return padded(np.concatenate(ids_of_pieces), length)
 
     def _ids(self, piece: Piece) -> Row:
         epoch, window = divmod(piece.window, len(self.files))
@@ -315,19 +315,20 @@ def _read_megatron(file: Path, tokenizer: Tokenizer, key: str) -> _Meta | None:
         dtype, tokens = read_index(FileStamp.of(file))
     except DataError as error:
         raise UserError(f"{key}: {error}") from None
-    about = {"dtype": dtype, "tokens": tokens, "tokenizer": tokenizer.fingerprint}
-    return _Meta.model_validate(about)
+    fields = {"dtype": dtype, "tokens": tokens, "tokenizer": tokenizer.fingerprint}
+    return _Meta.model_validate(fields)
 
 
 def _read_meta(file: Path, key: str) -> _Meta:
-    about = file.with_suffix(".json")
+    description = file.with_suffix(".json")
     advice = "write token files with torchtitan tokenize; of Megatron's, copy the .idx file, too"
     try:
-        return _Meta.model_validate(read_json_object(about))
+        return _Meta.model_validate(read_json_object(description))
     except ValidationError as error:
         problems = "; ".join(explain_errors(error, _Meta, lambda name: name))
-        raise UserError(f"{key}: {about}: {problems}; {advice}") from None
+        raise UserError(f"{key}: {description}: {problems}; {advice}") from None
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{key}: {file} has no complete description {about.name} beside it ({error}); {advice}"
+            f"{key}: {file} has no complete description {description.name} beside it ({error}); "
+            f"{advice}"
         ) from None

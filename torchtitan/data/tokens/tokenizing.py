@@ -1,6 +1,6 @@
 """Text to token files: one process finds the documents, others decode and encode them in order.
 
-    records (lines, rows, texts) -> batches -> encode, in any process -> parts -> token files
+    records (lines, rows, texts) -> batches -> encode, in any process -> token files
 
 Imports no torch.
 """
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.data.order.packing import Packer
-from torchtitan.data.read.corpus import Item, uniform
+from torchtitan.data.read.corpus import RawDocument, uniform
 from torchtitan.data.tokens.duplicates import HASH, Seen, save_hashes
 from torchtitan.data.tokens.encoding import Encoded, Encoder, open_again
 from torchtitan.data.tokens.token_files import token_dtype, write_token_file
@@ -33,14 +33,14 @@ from torchtitan.utils.formats import read_json_object
 _BATCH = 2**18
 """Bytes of a batch. Encoding a text takes hundreds of times its size for a moment."""
 _SPOOLED = 2**25
-"""Bytes of the held-out tokens of a part that are kept in memory; more go to a temporary file."""
-_PLACES = 100
-"""Number of a part's bad documents whose places are kept."""
+"""Bytes of a file's held-out tokens that stay in memory; more go to a temporary file."""
+_LISTED_BAD = 100
+"""Number of a file's bad documents that its description lists."""
 
 
-def batches_of(items: Iterable[Item]) -> Iterator[list[Item]]:
-    """Documents that are encoded at once."""
-    batch: list[Item] = []
+def batch_documents(items: Iterable[RawDocument]) -> Iterator[list[RawDocument]]:
+    """Group documents into batches that are encoded at once."""
+    batch: list[RawDocument] = []
     size = 0
     for item in items:
         batch.append(item)
@@ -61,12 +61,12 @@ def _size(content: Any) -> int:
 
 @dataclass(frozen=True)
 class Output:
-    """The token files, each of a part of the documents."""
+    """The token files to write, each of consecutive documents."""
 
     folder: Path
     name: str
-    part: int
-    """Documents per file, including bad ones."""
+    documents_per_file: int
+    """Includes bad documents."""
     common: dict[str, Any]
     """Entries of every file's description."""
     best_fit: int | None = None
@@ -78,13 +78,13 @@ class Output:
         return self.folder / f"{self.name}-{index:05d}.bin"
 
     def existing(self) -> Iterator[int]:
-        """Numbers of the parts that have a description."""
+        """Numbers of the files that have a description."""
         for file in self.folder.glob(f"{self.name}-*.json"):
             if (number := file.stem.removeprefix(f"{self.name}-")).isdigit():
                 yield int(number)
 
     def meta(self, index: int) -> dict[str, Any] | None:
-        """The description of a part; None if it isn't complete.
+        """The description of a file; None if it isn't complete.
 
         Raises:
             UserError: it was made from another input or tokenizer, or with other options.
@@ -100,10 +100,10 @@ class Output:
                 "than now; choose an empty folder or another --name"
             )
         beside = [".bin", ".hashes", ".keys"][: 3 if self.near else 2]
-        return meta if all(file.with_suffix(one).is_file() for one in beside) else None
+        return meta if all(file.with_suffix(ending).is_file() for ending in beside) else None
 
     def keys(self, index: int) -> NDArray[np.uint64]:
-        """The keys of a part's documents, in any order."""
+        """The keys of a file's documents, in any order."""
         file = self.file(index)
         if self.near:
             return np.fromfile(file.with_suffix(".keys"), "<u8")
@@ -111,7 +111,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutSplit:
     """Documents to write to other token files, chosen by the hash of their text: the same whatever
     their order and the number of files, and equal ones together.
     """
@@ -126,91 +126,90 @@ class HeldOut:
         return np.array(drawn) < self.share
 
 
-def is_done(index: int, output: Output, held_out: HeldOut | None) -> bool:
-    """Whether all files of a part are complete.
+def is_done(index: int, output: Output, held_out: HeldOutSplit | None) -> bool:
+    """Whether a token file, its held-out one and the files beside them are complete.
 
     Raises:
         UserError: see `Output.meta`.
     """
     outputs = [output, held_out.output] if held_out else [output]
-    return all(one.meta(index) is not None for one in outputs)
+    return all(target.meta(index) is not None for target in outputs)
 
 
-def _see_again(seen: Seen, index: int, output: Output, held_out: HeldOut | None) -> None:
-    """Add the documents of a part that an earlier call has written."""
-    for one in [output, held_out.output] if held_out else [output]:
-        seen.add(one.keys(index))
+def _add_written(seen: Seen, index: int, output: Output, held_out: HeldOutSplit | None) -> None:
+    """Add the documents of a token file that an earlier call has written."""
+    for target in [output, held_out.output] if held_out else [output]:
+        seen.add(target.keys(index))
 
 
 def tokenize(
-    items: Iterator[Item],
+    items: Iterator[RawDocument],
     encoder: Encoder,
     output: Output,
     workers: int,
     advance: Callable[[int, int], None],
-    held_out: HeldOut | None = None,
+    held_out: HeldOutSplit | None = None,
     drop_duplicates: bool = False,
 ) -> int:
     """Write the token files that are missing.
 
     Args:
-        held_out: what to write apart, if anything.
-        drop_duplicates: leave out documents that equal an earlier one of any part, or are its
+        held_out: what to write to other files, if anything.
+        drop_duplicates: leave out documents that equal an earlier one of any file, or are its
             near-duplicates if the encoder makes keys of these.
         advance: called with the numbers of documents and of tokens that were written.
 
     Returns:
-        The number of parts.
+        The number of token files, without held-out ones.
 
     Raises:
         UserError: see `Encoder` and `Output.meta`.
         OSError: writing fails.
     """
-    parts = 0
+    file_count = 0
 
-    def todo() -> Iterator[tuple[int, list[Item]]]:
-        nonlocal parts
+    def missing() -> Iterator[tuple[int, list[RawDocument]]]:
+        nonlocal file_count
         for first in items:
-            index = parts
-            parts += 1
-            part = _take(chain([first], items), output.part)
+            index = file_count
+            file_count += 1
+            documents = _take(chain([first], items), output.documents_per_file)
             if not is_done(index, output, held_out):
-                for batch in batches_of(part):
+                for batch in batch_documents(documents):
                     yield index, batch
-            for _ in part:  # the part was done
+            for _ in documents:  # skip those of a file that is complete
                 pass
 
     tokenizer = open_again(encoder.tokenizer)
     seen = Seen() if drop_duplicates else None
     following = 0
-    every = encode_batches(todo(), encoder, workers)
-    for index, batches in groupby(every, key=lambda part: part[0]):
+    encoded_batches = encode_batches(missing(), encoder, workers)
+    for index, batches in groupby(encoded_batches, key=lambda numbered: numbered[0]):
         if seen:
             for done in range(following, index):
-                _see_again(seen, done, output, held_out)
+                _add_written(seen, done, output, held_out)
         following = index + 1
-        encoded = (one for _, one in batches)
-        _write_part(
+        _write_file(
             output,
             index,
-            encoded,
+            (encoded for _, encoded in batches),
             tokenizer,
             advance=advance,
             held_out=held_out,
             seen=seen,
             flags=encoder.messages,
         )
-    return parts
+    return file_count
 
 
-def _take(items: Iterator[Item], count: int) -> Iterator[Item]:
+def _take(items: Iterator[RawDocument], count: int) -> Iterator[RawDocument]:
     """Like `islice`, but doesn't hold the first item."""
     for _, item in zip(range(count), items, strict=False):
         yield item
 
 
 def encode_batches(
-    batches: Iterator[tuple[int, list[Item]]], encoder: Encoder, workers: int
+    batches: Iterator[tuple[int, list[RawDocument]]], encoder: Encoder, workers: int
 ) -> Iterator[tuple[int, Encoded]]:
     """Encode numbered batches, in order; in this process with one worker."""
     if workers == 1:
@@ -241,13 +240,13 @@ def _start_fork_server() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
-class _Part:
-    """What the description of a token file says of its documents."""
+class _Description:
+    """Collects the entries of a token file's description that count its documents."""
 
     def __init__(self, output: Output, index: int):
         self.file = output.file(index)
         self._near = output.near
-        self.about: dict[str, Any] = output.common | {"places": []}
+        self.entries: dict[str, Any] = output.common | {"places": []}
         self._dropped: dict[str, NDArray[np.int64]] = {}
         self._hashes: list[NDArray[Any]] = []
         self._keys: list[NDArray[np.uint64]] = []
@@ -261,8 +260,8 @@ class _Part:
     def count_bad(self, bad: Sequence[tuple[str, str]]) -> None:
         for kind, problem in bad:
             self._bad[kind] += 1
-            if len(self.about["places"]) < _PLACES:
-                self.about["places"].append(problem)
+            if len(self.entries["places"]) < _LISTED_BAD:
+                self.entries["places"].append(problem)
 
     def count_dropped(self, kind: str, hashes: NDArray[Any]) -> None:
         """Count documents that were dropped, as `exact` or `near` duplicates."""
@@ -270,66 +269,70 @@ class _Part:
         self._dropped[kind] = self._dropped.get(kind, 0) + sizes
 
     def finish(self) -> None:
-        """Before the description is written, which says that everything is complete."""
-        every = np.concatenate(self._hashes)
-        save_hashes(self.file.with_suffix(".hashes"), every)
+        """Write the files beside the token file, and the last entries. The description is written
+        after this: it says that everything is complete.
+        """
+        hashes = np.concatenate(self._hashes)
+        save_hashes(self.file.with_suffix(".hashes"), hashes)
         if self._near:
             keys = np.concatenate(self._keys).astype("<u8")
             write_whole(self.file.with_suffix(".keys"), keys.tobytes())
-        self.about.update(
-            documents=len(every),
-            bytes=int(every["bytes"].sum()),
+        self.entries.update(
+            documents=len(hashes),
+            bytes=int(hashes["bytes"].sum()),
             bad=dict(self._bad),
             dropped={kind: sizes.tolist() for kind, sizes in self._dropped.items()},
         )
 
 
-def _write_part(
+def _write_file(
     output: Output,
     index: int,
     batches: Iterator[Encoded],
     tokenizer: Tokenizer,
     advance: Callable[[int, int], None],
-    held_out: HeldOut | None,
+    held_out: HeldOutSplit | None,
     seen: Seen | None,
     *,
     flags: bool,
 ) -> None:
-    part = _Part(output, index)
+    written = _Description(output, index)
     packer = output.best_fit and Packer(output.best_fit, tokenizer.eos_id)
-    apart = _Part(held_out.output, index) if held_out else None
+    held_out_file = _Description(held_out.output, index) if held_out else None
     with SpooledTemporaryFile(_SPOOLED, dir=str(output.folder)) as spool:
 
         def ids() -> Iterator[NDArray[Any]]:
             for encoded in batches:
-                part.count_bad(encoded.bad)
+                written.count_bad(encoded.bad)
                 if seen:
                     new = seen.take(encoded.keys)
                     exact = ~new & seen.has(encoded.keys[:, 0])
-                    part.count_dropped("exact", encoded.hashes[exact])
+                    written.count_dropped("exact", encoded.hashes[exact])
                     if output.near:
-                        part.count_dropped("near", encoded.hashes[~new & ~exact])
+                        written.count_dropped("near", encoded.hashes[~new & ~exact])
                     encoded = encoded.only(new)
-                if held_out and apart:
+                if held_out and held_out_file:
                     chosen = held_out.choose(encoded.hashes)
-                    held = encoded.only(chosen)
-                    apart.count(held)
-                    spool.write(held.ids.tobytes())
+                    held_out_documents = encoded.only(chosen)
+                    held_out_file.count(held_out_documents)
+                    spool.write(held_out_documents.ids.tobytes())
                     encoded = encoded.only(~chosen)
-                part.count(encoded)
+                written.count(encoded)
                 yield from packer.add(encoded.documents) if packer else [encoded.ids]
                 advance(len(encoded.hashes), len(encoded.ids))
             if packer:
                 yield packer.finish()
-                part.about |= packer.about
-            part.finish()
+                written.entries |= packer.description
+            written.finish()
 
         marked = flags or packer is not None
-        write_token_file(part.file, ids(), tokenizer, part.about, flags=marked)
-        if apart:
-            apart.finish()
+        write_token_file(written.file, ids(), tokenizer, written.entries, flags=marked)
+        if held_out_file:
+            held_out_file.finish()
             back = _read_back(spool, token_dtype(tokenizer, flags))
-            write_token_file(apart.file, back, tokenizer, apart.about, flags=flags)
+            write_token_file(
+                held_out_file.file, back, tokenizer, held_out_file.entries, flags=flags
+            )
 
 
 def _read_back(spool: IO[bytes], dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:

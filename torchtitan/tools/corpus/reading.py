@@ -11,14 +11,14 @@ import numpy as np
 from torchtitan.config.sections.data import Source
 from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.tokenizer import PLAIN
-from torchtitan.data.read.corpus import Corpus, Item
+from torchtitan.data.read.corpus import Corpus, RawDocument
 from torchtitan.data.read.files import find_token_files
 from torchtitan.data.read.opening import DataError
 from torchtitan.data.read.streams import StreamCursor, open_stream
 from torchtitan.data.registered import RegisteredDocuments, open_custom
 from torchtitan.data.spec import DataSpec
 from torchtitan.data.tokens.encoding import Encoder
-from torchtitan.data.tokens.tokenizing import batches_of, encode_batches
+from torchtitan.data.tokens.tokenizing import batch_documents, encode_batches
 from torchtitan.tools.corpus.columns import WHOLE, Drawn
 from torchtitan.tools.corpus.sampling import WHOLE_BELOW, Draw, draw_items
 from torchtitan.tools.corpus.tally import How, Reading, Tally
@@ -135,7 +135,7 @@ def _stream(spec: DataSpec, source: Source, how: How, stream: Any, chat: Chat | 
         chat=chat,
     )
 
-    def items() -> Iterator[Item]:
+    def items() -> Iterator[RawDocument]:
         for number in range(how.sample or 0):
             text = cursor.next()
             if text is None:
@@ -148,10 +148,10 @@ def _stream(spec: DataSpec, source: Source, how: How, stream: Any, chat: Chat | 
     return Reading(tally, "stream, its first documents", None, of_stream=True)
 
 
-def _item(source: Source, number: int, text: str) -> Item:
+def _item(source: Source, number: int, text: str) -> RawDocument:
     """A document that was decoded, or the JSON of a conversation."""
     content: Any = text if source.messages_column is None else json.loads(text)
-    return Item(source.dataset, number, {source.column: content})
+    return RawDocument(source.dataset, number, {source.column: content})
 
 
 def _encoder(spec: DataSpec, source: Source) -> Encoder:
@@ -168,12 +168,12 @@ def _encode_whole(
     spec: DataSpec,
     source: Source,
     how: How,
-    items: Iterable[Item],
+    items: Iterable[RawDocument],
     tally: Tally,
     meter: Meter | None = None,
 ) -> None:
     encoder = _encoder(spec, source)
-    batches = ((0, batch) for batch in batches_of(items))
+    batches = ((0, batch) for batch in batch_documents(items))
     for _, encoded in encode_batches(batches, encoder, how.workers):
         ids = encoded.ids.astype(np.int64) & PLAIN
         hashes = encoded.hashes
@@ -191,7 +191,7 @@ def _encode_drawn(
 ) -> None:
     waiting: list[list[Drawn]] = []
 
-    def batches() -> Iterator[tuple[int, list[Item]]]:
+    def batches() -> Iterator[tuple[int, list[RawDocument]]]:
         for item, drawn in draws:
             waiting.append(drawn)
             yield len(waiting) - 1, [] if item is None else [item]

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan.data.read.corpus import Item
-from torchtitan.data.read.opening import BadDocument, FileStamp, OpenFiles, is_compressed
-from torchtitan.data.read.records import BOM, Record, kind_of, read_records
+from torchtitan.data.read.corpus import RawDocument
+from torchtitan.data.read.opening import BadDocument, FilePool, FileStamp, is_compressed
+from torchtitan.data.read.records import BOM, FileRecord, kind_of, read_records
 from torchtitan.tools.corpus.columns import WHOLE, Drawn
 from torchtitan.utils.limits import RECORD_BYTES
 
@@ -29,7 +29,7 @@ _PIECE_BYTES = 2**16
 WHOLE_BELOW = 4096
 """Bytes per wanted document below which everything is read."""
 
-Draw = tuple[Item | None, list[Drawn]]
+Draw = tuple[RawDocument | None, list[Drawn]]
 """A document, or None for a blank line, and each time that it was drawn."""
 
 
@@ -72,7 +72,7 @@ def draw_positions(
 def _random_documents(
     stamps: Sequence[FileStamp], count: int, rng: np.random.Generator
 ) -> Iterator[Draw]:
-    files = OpenFiles()
+    files = FilePool()
     sizes = [stamp.size for stamp in stamps]
     documents = (
         (stamps[which], *_document_at(files, stamps[which], offset))
@@ -81,14 +81,14 @@ def _random_documents(
     unit = 0
     for _, drawn in groupby(documents, key=lambda one: (one[0].path, one[1])):
         (stamp, start, raw, content, scale), *again = drawn
-        item = None if content is None else Item(stamp.path, start, content)
+        item = None if content is None else RawDocument(stamp.path, start, content)
         weight = sum(sizes) / count / raw
         units = range(unit, unit + 1 + len(again))
         yield item, [Drawn(weight, raw, one, "places", scale=scale) for one in units]
         unit = units.stop
 
 
-def _document_at(files: OpenFiles, stamp: FileStamp, offset: int) -> tuple[int, int, Any, float]:
+def _document_at(files: FilePool, stamp: FileStamp, offset: int) -> tuple[int, int, Any, float]:
     """The document around a byte: where it begins, bytes of the file that it takes up, its content
     (None for a blank line), and its size relative to that.
     """
@@ -109,7 +109,7 @@ def _document_at(files: OpenFiles, stamp: FileStamp, offset: int) -> tuple[int, 
     return start, len(line), content, 1.0
 
 
-def _line_at(files: OpenFiles, stamp: FileStamp, offset: int) -> tuple[int, bytes]:
+def _line_at(files: FilePool, stamp: FileStamp, offset: int) -> tuple[int, bytes]:
     """The line around a byte: where it begins, and its bytes with the line's end. One that is too
     long to be a document is cut.
     """
@@ -163,7 +163,7 @@ class _Beginning:
     def __init__(self, stamp: FileStamp, column: str, quota: int):
         path = Path(stamp.path)
         kind = kind_of(path, stamp)
-        self.items: list[Item] = []
+        self.items: list[RawDocument] = []
         self._reads: list[int] = []
         self._quota = quota
         records = read_records(path, column, self._advance, stamp)
@@ -178,7 +178,9 @@ class _Beginning:
         if size:
             self._reads.append(size)
 
-    def _take(self, stamp: FileStamp, records: Iterator[Record], *, count: bool) -> tuple[int, int]:
+    def _take(
+        self, stamp: FileStamp, records: Iterator[FileRecord], *, count: bool
+    ) -> tuple[int, int]:
         """Take the first documents; returns how many were read with them, and in how many bytes.
 
         CSV and Arrow files tell a single read, at their end: they are read as a whole.
@@ -189,7 +191,7 @@ class _Beginning:
                 return seen, sum(self._reads[:known])
             known = len(self._reads)
             if seen < self._quota:
-                self.items.append(Item(stamp.path, number, content))
+                self.items.append(RawDocument(stamp.path, number, content))
             seen += 1
         return seen, stamp.size
 

@@ -134,7 +134,7 @@ class _Loader:
 
     def check_enough(self, *_: Any) -> None: ...
 
-    def own_state(self, position: DataPosition) -> DataState:
+    def local_state(self, position: DataPosition) -> DataState:
         return DataState(
             step=position.step,
             shares=position.shares,
