@@ -1,1 +1,1 @@
-"""From text or token files to this rank's rows of every step, in one global order."""
+"""Turns text or token files into this rank's rows of every step, in one global order."""

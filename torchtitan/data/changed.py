@@ -19,7 +19,7 @@ from torchtitan.utils.logging import logger
 
 
 class ContentsRecord:
-    """The contents of a run's sources and validation sets, as checkpoints record them."""
+    """The contents of a run's sources and validation sets, which checkpoints record."""
 
     def __init__(self, spec: DataSpec, contents: Mapping[str, Contents]):
         """

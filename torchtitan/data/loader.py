@@ -30,14 +30,14 @@ from torchtitan.utils.wording import listed, plural
 
 @dataclass(frozen=True)
 class StepBatch:
-    """This rank's part of one step."""
+    """This rank's rows of one step."""
 
     tokens: Tensor
     """`[rows, seq]` int64."""
     labels: Tensor
     """`[rows, seq]` int64: the next token, or `IGNORE_INDEX`."""
     position: DataPosition
-    """This rank's part of the position after the step; see `StepLoader.state`."""
+    """The position after the step, with this rank's lanes; see `StepLoader.local_state`."""
     count: int
     """Rows of the step over all ranks."""
     sources: Tensor | None = None
@@ -130,10 +130,10 @@ class StepLoader:
         )
 
     def local_state(self, position: DataPosition) -> DataState:
-        """This rank's share of what a checkpoint records; `complete_state` makes it whole.
+        """A checkpoint's state, with this rank's lanes only; `complete_state` adds the others.
 
         Args:
-            position: of this rank, with its own lanes.
+            position: this rank's.
         """
         return DataState.model_construct(
             step=position.step,
@@ -176,7 +176,7 @@ class StepLoader:
         self._workers = None
 
     def begin(self, step: int) -> None:
-        """Start the sources from their beginnings but the stages at `step`, counted from 0."""
+        """Start all sources at their beginnings, and the stages at `step`, counted from 0."""
         self.start = _beginning(step)
 
     def check_enough(self, steps: int) -> None:

@@ -1,7 +1,7 @@
 """The rows of each step: read from all sources, by worker processes if there are any, and ahead.
 
 StepReader   reads a share of the rows in this process
-Workers      reads it in `num_workers` processes, each of which has a `StepReader`
+Workers      reads the share in `num_workers` processes, each of which has a `StepReader`
 ReadAhead    runs either in a thread
 """
 
@@ -36,7 +36,7 @@ interpreter shuts down.
 
 @dataclass(frozen=True)
 class StepRows:
-    """A reader's part of one step."""
+    """A reader's rows of one step."""
 
     rows: list[Row]
     sources: list[int]
@@ -44,9 +44,9 @@ class StepRows:
     epochs: list[float]
     """How often each source has been read after the step."""
     position: DataPosition
-    """This reader's part of the position after the step."""
+    """The position after the step, with this reader's lanes."""
     packed: Sequence[PackingStats] = ()
-    """What packing has cost, of each source."""
+    """The cost of packing so far, for each source."""
 
 
 class StepReader:
@@ -136,7 +136,7 @@ class Workers:
     def __init__(self, spec: DataSpec, share: Share, start: DataPosition):
         """
         Args:
-            share: the rank's.
+            share: the rank's rows.
             start: position to continue from, with all lanes.
         """
         options = spec.options
@@ -156,7 +156,7 @@ class Workers:
         )
 
     def steps(self) -> Iterator[StepRows]:
-        """The rank's part of each step. DataLoader takes an item from each worker in turn, so one
+        """The rank's rows of each step. DataLoader takes an item from each worker in turn, so one
         round is a step.
         """
         with helpers_shielded():
@@ -177,8 +177,8 @@ class Workers:
                 epochs,
                 merge_positions([result.position for result in present]),
                 packed=[
-                    sum(of, PackingStats())
-                    for of in zip(*(result.packed for result in present), strict=True)
+                    sum(of_source, PackingStats())
+                    for of_source in zip(*(result.packed for result in present), strict=True)
                 ],
             )
             for result, share in zip(results, self.shares, strict=True):
@@ -194,7 +194,7 @@ class Workers:
 
 
 class _WorkerRows(IterableDataset):
-    """A worker's part of each step; None at the end of a finite pass, or the text of an error."""
+    """A worker's rows of each step; None at the end of a finite pass, or the text of an error."""
 
     def __init__(self, spec: DataSpec, shares: list[Share], start: DataPosition):
         self.spec = spec

@@ -48,8 +48,8 @@ class RegisteredDocuments:
         needed = ("__len__", "__getitem__", "fingerprint")
         if lacks := [name for name in needed if not hasattr(documents, name)]:
             raise UserError(
-                f"{key} made a {type(documents).__name__} without {', '.join(lacks)}; documents need "
-                "these, unless they are a datasets.IterableDataset"
+                f"{key} made a {type(documents).__name__} without {', '.join(lacks)}; documents "
+                "need these, unless they are a datasets.IterableDataset"
             )
         if not isinstance(documents.fingerprint, str):
             kind = type(documents.fingerprint).__name__

@@ -1,4 +1,4 @@
-"""What to read in a run: sources, stages, and the rows of each step."""
+"""The data of a run: sources, stages, and the rows of each step."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from torchtitan.data.read.opening import Retry
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """What to read, as plain values: worker processes get a copy."""
+    """The data to read, as plain values: worker processes get a copy."""
 
     sources: Sequence[Source]
     stages: Sequence[DataStage] = ()
@@ -36,9 +36,9 @@ class DataSpec:
     """Read epoch after epoch, shuffled; else make one pass in order."""
     options: DataLoader
     on_bad_document: OnBad = "stop"
-    """What to do with documents that can't be decoded or have no text."""
+    """Whether documents that can't be decoded or have no text end the run."""
     on_changed_data: Literal["stop", "continue"] = "stop"
-    """What a resume does if files have other contents than at the checkpoint."""
+    """Whether files with other contents than at the checkpoint end a resume."""
     packing: Literal["stream", "best_fit"] = "stream"
     """How rows are made of documents."""
     section: str = "training"
@@ -101,7 +101,7 @@ def data_spec(
     tokenizer: Tokenizer,
     held_out: ValidationSet | None = None,
 ) -> DataSpec:
-    """What `[training]` or `[validation]` reads.
+    """The data that `[training]` or `[validation]` reads.
 
     Args:
         held_out: one of several validation sets.

@@ -1,1 +1,1 @@
-"""What the tokens of a document are: tokenizers and chat templates."""
+"""Tokens of a document: tokenizers and chat templates."""

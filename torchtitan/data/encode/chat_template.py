@@ -1,9 +1,9 @@
 """A tokenizer's chat template: a Jinja file, which runs in a sandbox.
 
-It has what transformers gives a template: `messages`, `tools` (none), the special tokens by their
-names, `add_generation_prompt`, `raise_exception`, `tojson`, `{% generation %}`. Except the date:
-`strftime_now` returns that of Llama 3's templates, because a row must not depend on the day on
-which it is read.
+It gets what transformers gives a template: `messages`, `tools` (none), the special tokens by their
+names, `add_generation_prompt`, `raise_exception`, `tojson`, `{% generation %}`. Only the date
+differs: `strftime_now` returns the one in Llama 3's templates, because a row must not depend on the
+day on which it is read.
 """
 
 import datetime
@@ -31,7 +31,7 @@ START, END, BREAK = MARKS = "\ufdd0\ufdd1\ufdd2"
 character of a special token's spelling.
 """
 _PADDING = {"center", "expandtabs", "ljust", "rjust", "zfill"}
-"""Methods of strings that make them as long as they are told."""
+"""String methods that pad to any requested length."""
 _WIDE = re.compile(r"[0-9]{5}|\*")
 """Widths in a format that are too large, or may be."""
 _TODAY = datetime.date(2024, 7, 26)
@@ -106,7 +106,7 @@ class ChatTemplate:
 
     @property
     def not_by_prefixes(self) -> str:
-        """The error about turns that can't be found."""
+        """The error about a template whose turns can't be found from what each message adds."""
         return (
             f"model.hf_assets_path: the chat template in {self.path} renders turns differently "
             "once others follow, or begins the assistant's turn differently in its prompt, so the "

@@ -41,7 +41,7 @@ LLAMA3_PATTERN = (
 """How Llama 3 splits text before byte-pair merging."""
 
 QWEN2_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
-"""As Llama 3, with every digit by itself."""
+"""How Qwen 2 splits text: as Llama 3, with every digit by itself."""
 
 # Before a space that follows no blank, and between a letter or digit and a newline or a punctuation
 # mark: there the words of Llama 3, Qwen 2 and GPT-2 end in any text. Only characters that every
@@ -54,12 +54,12 @@ _CUT = re.compile(
 PIECE = 100_000
 """Smallest number of characters of a piece; the largest is twice that."""
 LONG = 4 * 2**20
-"""Documents of more characters are handed on piece by piece: rows begin, and resume, within."""
+"""Documents of more characters are returned piece by piece, so that a resume can begin inside."""
 
 UNPREDICTED = 1 << 31
-"""Of an id that the model reads but doesn't predict."""
+"""Flag of an id that the model reads but doesn't predict."""
 CONTINUES = 1 << 30
-"""Of an end-of-text that doesn't end its document, such as one that ends a turn."""
+"""Flag of an end-of-text that doesn't end its document, such as one that ends a turn."""
 PLAIN = CONTINUES - 1
 """The bits of the id itself."""
 
@@ -151,7 +151,7 @@ class Tokenizer(ABC):
         return lengths
 
     def _byte_lengths(self) -> dict[int, int]:
-        """Bytes of each token by id, without the special tokens."""
+        """Bytes of each token by its id; special tokens are missing."""
         return self._decoded_lengths(set(range(self.vocab_size)) - {self.bos_id, self.eos_id})
 
     def _decoded_lengths(self, tokens: Collection[int]) -> dict[int, int]:

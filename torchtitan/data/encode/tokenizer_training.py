@@ -60,7 +60,7 @@ class Sample:
 
 @dataclass
 class TokenizerSummary:
-    """What a tokenizer was trained on, and its size."""
+    """Counts of what a tokenizer was trained on, and its size."""
 
     documents: int = 0
     """Documents of the corpus."""

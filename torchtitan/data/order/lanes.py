@@ -81,14 +81,14 @@ class DocumentCursor:
 
 
 class DocumentEncoder(Protocol):
-    """Makes documents ids: a tokenizer, or one with its chat template."""
+    """Turns documents into ids: a tokenizer, or one with its chat template."""
 
     def encode_in_pieces(self, text: str, start: int = 0) -> Iterator[tuple[int, Row]]:
         """See `Tokenizer.encode_in_pieces`."""
 
 
 class Lane(ABC):
-    """Makes rows of a cursor's documents."""
+    """Makes rows from a cursor's documents."""
 
     cursor: Cursor
 
@@ -107,9 +107,9 @@ class Lane(ABC):
 class StreamLane(Lane):
     """Cuts rows from the documents laid end to end.
 
-    Its position is the cursor's before the current document and the offset in that document, which
-    is tokenized again. A long document is tokenized in pieces; the offset then counts from the
-    current piece, whose start is part of the position.
+    Its position is the cursor's position before the current document, and an offset in that
+    document, which a resume tokenizes again. A long document is tokenized in pieces: its offset
+    counts from the current piece, whose start is part of the position.
     """
 
     def __init__(self, cursor: Cursor, encoder: DocumentEncoder):
@@ -176,8 +176,8 @@ class StreamLane(Lane):
 class PackedLane(Lane):
     """Packs pools of documents into rows of one length (`packing`).
 
-    Its position is the cursor's before the pool, and the number of rows that were taken from it.
-    While these are taken, the next pool is read, so that no row waits for a whole one.
+    Its position is the cursor's position before the pool, and the number of rows taken from it.
+    While rows are taken, the next pool is read, so that no row waits for a whole pool.
     """
 
     def __init__(self, cursor: Cursor, encoder: DocumentEncoder, length: int, pad: int):
@@ -191,21 +191,22 @@ class PackedLane(Lane):
         self.length = length
         self.pad = pad
         self.rows = np.empty((0, length), np.uint32)
-        """Of the pool."""
+        """Rows of the current pool."""
         self.taken = 0
+        """Rows taken from the pool."""
         self.size = min(FIRST_POOL_ROWS, POOL_ROWS)
-        """Rows that the pool fills, about."""
+        """Approximate number of rows that the pool fills."""
         self.next_size = self.size
         self.before = cursor.position()
         """The cursor's position before the pool."""
         self.ahead: list[NDArray[np.uint32]] = []
         """Documents of the next pool."""
         self.ids = 0
-        """Number of their ids."""
+        """Number of ids in `ahead`."""
         self.after = self.before
-        """The cursor's position before those."""
+        """The cursor's position before `ahead`."""
         self.packed = PackingStats()
-        """Of pools of full size."""
+        """Statistics of the pools of full size."""
 
     def row(self, length: int) -> Row | None:
         assert length == self.length, "the rules refuse other lengths"
@@ -257,7 +258,7 @@ class PackedLane(Lane):
         self.taken = 0
         self.next_size = position.pool_rows
         if position.rows and self._next_pool():
-            # Of a registered stream that has changed unnoticed, there may be fewer.
+            # A registered stream that has changed unnoticed may have fewer.
             self.taken = min(position.rows, len(self.rows))
 
 
@@ -268,7 +269,7 @@ class LaneReader(SourceReader):
         """
         Args:
             contents: fingerprint of the source.
-            lanes: those with any row of the share.
+            lanes: the lanes that have rows of the share.
             count: number of lanes of the source.
         """
         self.contents = contents

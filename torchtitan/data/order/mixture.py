@@ -36,7 +36,7 @@ class Shares:
     counts: dict[str, int] = field(default_factory=dict)
     """Rows of each source since then."""
     _aimed: Mapping[str, Fraction] | None = None
-    """What `weights` came from; None: not known."""
+    """The fractions that `weights` were made of; None: unknown."""
 
     def aim(self, weights: Mapping[str, Fraction]) -> None:
         """Divide by `weights` from now on."""
@@ -143,7 +143,7 @@ class BatchPlan(NamedTuple):
     seq_len: int
     """Predicted tokens of a row."""
     local_batch_size: int
-    """Rows that a rank computes at once; those of a step are filled up to a multiple of it."""
+    """Rows that a rank computes at once; a step is filled up to a multiple of it."""
 
     @property
     def tokens(self) -> int:

@@ -25,27 +25,27 @@ from torchtitan.data.encode.tokenizer import UNPREDICTED
 from torchtitan.utils.wording import plural
 
 FIRST_POOL_ROWS = 4
-"""Rows that a lane's first pool fills, about, so that the first step needn't wait for more. Each
-later one is twice as large, up to `POOL_ROWS`.
+"""Approximate rows of a lane's first pool: few, so that the first step starts soon. Each later pool
+is twice as large, up to `POOL_ROWS`.
 """
 POOL_ROWS = 64
 _FILE_POOL_ROWS = 1024
-"""As in a token file."""
+"""Approximate rows of a pool of a token file."""
 
 
 @dataclass
 class PackingStats:
-    """What packing cost, and what a stream of the same documents would cost."""
+    """The cost of packing, compared with a stream of the same documents."""
 
     rows: int = 0
     ids: int = 0
-    """Of all rows, padding included."""
+    """Ids of all rows, padding included."""
     padding: int = 0
     documents: int = 0
     cut: int = 0
     """Documents longer than a row."""
     cut_by_stream: int = 0
-    """Documents that lie in several rows if all follow one another."""
+    """Documents that would lie in several rows if they followed one another."""
 
     def __add__(self, other: "PackingStats") -> "PackingStats":
         sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
@@ -66,7 +66,7 @@ def pack(
     """Pack a pool.
 
     Args:
-        documents: ids of each, which may be flagged.
+        documents: the ids of each; they may be flagged.
         length: ids of a row; at least 2.
         pad: id of the padding.
 
@@ -108,7 +108,7 @@ class Packer:
         self._ids = 0
 
     def add(self, documents: Sequence[NDArray[Any]]) -> Iterator[NDArray[np.uint32]]:
-        """Add documents; the ids of complete pools."""
+        """Add documents; yields the packed ids of each complete pool."""
         for document in documents:
             self._pool.append(document)
             self._ids += len(document)
@@ -116,7 +116,7 @@ class Packer:
                 yield self.finish()
 
     def finish(self) -> NDArray[np.uint32]:
-        """The ids of the last pool."""
+        """The packed ids of the current pool, which ends it."""
         rows, packed = pack(self._pool, self.length, self.pad)
         self.packed += packed
         self._pool = []
@@ -125,7 +125,7 @@ class Packer:
 
     @property
     def description(self) -> dict[str, Any]:
-        """What a token file's description says."""
+        """Entries of a token file's description."""
         return {"packed": self.length, "packing": vars(self.packed)}
 
 

@@ -30,8 +30,8 @@ IGNORE_INDEX = -100
 Row = NDArray[np.int64]
 """`[seq_len + 1]` token ids, some of which may be flagged (`tokenizer.UNPREDICTED`)."""
 Share = tuple[tuple[int, int], ...]
-"""The rows of a step that a reader delivers: part `index` of `count` equal parts, of which the next
-pair takes a part, and so on.
+"""The rows of a step that a reader delivers. A pair `(index, count)` chooses one of `count` equal
+ranges of rows; the next pair divides that range further.
 """
 
 
@@ -40,12 +40,12 @@ class SourceReader(ABC):
 
     @abstractmethod
     def read(self, step: int, count: int, places: NDArray[np.int64], length: int) -> dict[int, Row]:
-        """This reader's rows of a step by their places. After the source's end, rows are missing.
+        """This reader's rows of a step by their places; after the source's end, rows are missing.
 
         Args:
             step: counted from 0.
             count: rows of the step, over all sources and ranks.
-            places: those of the step, ascending, whose rows come from this source.
+            places: the places of this source's rows in the step, ascending.
             length: `seq_len` of the step.
         """
 
@@ -55,7 +55,7 @@ class SourceReader(ABC):
 
     @property
     def packed(self) -> PackingStats:
-        """What packing has cost since this reader began."""
+        """The cost of packing since this reader began."""
         return PackingStats()
 
     @property

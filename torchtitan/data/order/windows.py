@@ -36,25 +36,25 @@ class WindowOrder:
     width: int
     """Predicted ids of a window. The last of a file may have fewer; its rows are padded."""
     side: int
-    """Windows of a group."""
+    """Windows in a group, which are read side by side."""
     count: int
-    """Windows of an epoch."""
+    """Windows in an epoch."""
     limit: int | None
     """Windows until the end; None: there is none."""
     first: int = 0
     """The current group's first window."""
     length: int = 0
-    """Length of the first rows of the group; 0 before them."""
+    """Length of the rows read side by side from the group; 0 before the first."""
     rows: int = 0
-    """Rows of that length read side by side."""
+    """Number of rows read side by side."""
     tail_read: int | None = None
-    """Ids read after those, window after window; None: side by side so far."""
+    """Ids read after those rows, window after window; None: all rows so far were side by side."""
 
     def take(self, rows: int, length: int, indices: range) -> dict[int, list[Piece]]:
         """Advance by `rows` rows of `length` predicted ids.
 
         Args:
-            indices: those among them of the rows to return.
+            indices: which of these rows to return.
 
         Returns:
             The pieces that each row consists of, together at most `length`; rows after the end are
@@ -115,8 +115,8 @@ class WindowOrder:
 
     @property
     def _size(self) -> int:
-        """Its number of windows. It ends with the epoch, or else windows would be read again before
-        others are read completely.
+        """The group's number of windows. A group ends with the epoch, so that no window is read
+        again before all others are read completely.
         """
         if self.width % self.length:
             size = self.length // math.gcd(self.length, self.width)
@@ -136,7 +136,7 @@ class WindowOrder:
             self.tail_read = 0
 
     def _rows_of_group(self, length: int) -> int:
-        """Rows of `length` left in it."""
+        """Rows of `length` left in the group."""
         left = self._unread - (self.tail_read or 0)
         return max(-(-left // length), 1)
 
@@ -151,7 +151,7 @@ class WindowOrder:
             self.tail_read = None
 
     def _pieces(self, index: int, length: int) -> list[Piece]:
-        """Those of the row `index` rows after the position."""
+        """The pieces of the row that is `index` rows after the position."""
         if self.tail_read is None:
             turn, which = divmod(self.rows + index, self._size)
             return [Piece(self.first + which, turn * length, (turn + 1) * length)]
@@ -166,7 +166,7 @@ class WindowOrder:
         return pieces
 
     def _locate(self, unread: int) -> tuple[int, int]:
-        """The window of the group that has an unread position, and its place in there."""
+        """The window of the group that holds an unread position, and the offset in that window."""
         turns, ahead = divmod(self.rows, self._size)
         begin = turns * self.length  # of the unread part of windows not `ahead`
         short = max(self.width - begin - self.length, 0)

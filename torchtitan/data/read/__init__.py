@@ -1,1 +1,1 @@
-"""What a document is: files and streams, their records, and the index."""
+"""Documents: files and streams, their records, and the index."""

@@ -53,7 +53,7 @@ class DataFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of a source."""
+    """The contents of a source: a fingerprint, and its files if it has any."""
 
     fingerprint: str
     files: Sequence[DataFile] = ()

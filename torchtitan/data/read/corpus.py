@@ -51,7 +51,7 @@ class Corpus:
             paths: files, folders or globs; or `demo`, `demo_validation`.
             key: the option of `paths`, for errors.
             column: column or JSON key of the text.
-            chat: it holds conversations, which `texts` reads by this.
+            chat: reads the column as conversations; used by `texts`.
             stop: whether a bad document is an error, or left out.
 
         Raises:

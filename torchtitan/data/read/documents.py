@@ -55,7 +55,7 @@ class Documents(Protocol):
 
     contents: Contents
     skipped: Counter[str]
-    """Numbers of documents that were left out, by kind."""
+    """Numbers of documents left out, by kind."""
 
     @property
     def text_bytes(self) -> int | None:

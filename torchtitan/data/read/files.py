@@ -39,17 +39,17 @@ _DESCRIPTION_PREFIXES = (
     "contributing",
     "security",
 )
-"""Files that describe their folder, by the beginnings of their names. They are no documents."""
+"""Beginnings of the names of files that describe their folder and hold no documents."""
 REPORT = "-report.json"
-"""End of the name of the report that `torchtitan tokenize` writes beside token files."""
+"""Ending of the report that `torchtitan tokenize` writes beside token files."""
 _STATE_FILE = "state.json"
-"""Lists the Arrow files of a data set saved by `save_to_disk` of the library `datasets`; others
-beside it are caches of `map` and the like.
+"""The file that lists the Arrow files of a data set saved by `save_to_disk` of the library
+`datasets`; other Arrow files beside it are caches of `map` and the like.
 """
 _SPLITS_FILE = "dataset_dict.json"
-"""Names the folders of several splits, saved together."""
+"""The file that names the folders of splits that were saved together."""
 _SPLIT = "train"
-"""The split that is read of several."""
+"""The split to read if there are several."""
 _DESCRIPTIONS = {
     "dataset_infos.json",
     "dataset_info.json",
@@ -84,8 +84,8 @@ def find_files(path: str | Sequence[str], key: str) -> list[Path]:
 
 
 def _without_leftovers(files: Sequence[Path], in_folder: bool, key: str) -> list[Path]:
-    """`files` without what `save_to_disk` left beside a data set, and of a folder without splits
-    other than `train`.
+    """`files` without caches beside a saved data set and, in a folder, without splits other than
+    `train`.
     """
     left_out: set[Path] = set()
     """Files, and folders of splits."""
@@ -163,7 +163,7 @@ def find_token_files(path: str, key: str) -> list[Path]:
     """The token files that `path` names: a `.bin` file, a glob of them, or a folder that holds
     some, at any depth.
 
-    Of a Megatron pair the `.idx` file may be named, too.
+    A Megatron pair may also be named by its `.idx` file.
 
     Returns:
         An empty list if `path` names documents or doesn't exist.
@@ -243,9 +243,7 @@ _FORMATS_READ = (
 
 
 def path_problem(path: str) -> str | None:
-    """What is wrong with the one file or folder named `path`, as far as its name and descriptions
-    tell; else None.
-    """
+    """The problem of a file or folder that its name or descriptions show, else None."""
     named = Path(path).expanduser()
     if not named.is_dir():
         known = format_of(named) or named.suffix in (".bin", ".idx")
@@ -266,7 +264,7 @@ def _is_description(file: Path) -> bool:
 
 
 def format_of(file: Path) -> Format | None:
-    """What a file's name says it holds, compressed or not."""
+    """The format by a file's name, compressed or not."""
     name = file.name.lower()
     for ending in COMPRESSED:
         name = name.removesuffix(ending)
@@ -280,8 +278,8 @@ class TooManyFilesError(Exception):
 def matching_files(path: str, most: int, skipped: list[str]) -> Iterator[str]:
     """The files below the folder `path`, or those that match it as a pattern, in no order.
 
-    The rules are those of `glob.glob(path, recursive=True)`, except that `**` finds each folder
-    once, whatever links lead to it. Links that lead nowhere, pipes and devices are among the files:
+    The rules are as in `glob.glob(path, recursive=True)`, except that `**` finds each folder once,
+    whatever links lead to it. Links that lead nowhere, pipes and devices are among the files:
     opening them says what is wrong.
 
     Args:
@@ -355,7 +353,7 @@ def _folders_below(folder: str, skipped: list[str]) -> Iterator[tuple[str, list[
 def _without_aliases(files: Iterable[str]) -> tuple[list[str], list[str]]:
     """Each file under one name, and the names left out, both sorted.
 
-    A file's own name precedes those of links; hard links are files.
+    A file's own name precedes the names of links; hard links are files.
     """
     folders: dict[str, str] = {}
     names: dict[str, str] = {}

@@ -1,6 +1,7 @@
-"""The bytes of data files: opened safely, decompressed in sequence or read at any place; retried.
+"""Reads the bytes of data files: opens them safely, decompresses them in sequence or reads anywhere
+in them, and retries.
 
-A `FileStamp` tells whether a file is still the one that was looked at. Its hash costs little: for a
+A `FileStamp` shows whether a file is still the one that was looked at. Its hash costs little: for a
 large file, it is of samples at fixed places.
 """
 
@@ -85,22 +86,22 @@ def _hash_range(digest: "hashlib.blake2b", handle: int, start: int, size: int) -
 
 @dataclass(frozen=True)
 class FileStamp:
-    """What changes when a file does."""
+    """Properties of a file that change when the file does."""
 
     path: str
     size: int
     mtime_ns: int
     inode: int
     hash: str = ""
-    """Decides if only the inode differs: file systems in user space may number files anew."""
+    """Compared if only the inode differs: file systems in user space may number files anew."""
     hasher: Callable[[int], str] = sample_hash
-    """Makes `hash` from the open file."""
+    """Computes `hash` of the open file."""
     copies: bool = False
-    """Whether a copy of the file will do, whose time differs as well."""
+    """Whether a copy of the file is accepted, whose time differs too."""
 
     @classmethod
     def of(cls, path: Path) -> "FileStamp":
-        """The stamp of a file, without opening it.
+        """Stamp a file without opening it.
 
         Raises:
             DataError: it is not a regular file, or a link to none.
@@ -242,7 +243,7 @@ class EndOfFileError(OSError):
 
 
 class FilePool:
-    """Reads anywhere in many files, and keeps those used last open.
+    """Reads anywhere in many files, and keeps the last used ones open.
 
     They aren't memory-mapped: a failing disk would kill the process.
     """
@@ -297,8 +298,8 @@ def _times(handle: int) -> tuple[int, int]:
 
 
 _PERMANENT_ERRORS = (ValueError, TypeError, LookupError, RecursionError, MemoryError)
-"""Errors of decoding and of formats, which another attempt would repeat. Those that are also an
-OSError, such as a web page in place of JSON, may pass.
+"""Errors of decoding and of formats, which another attempt would repeat. One that is also an
+OSError, such as a web page in place of JSON, may be transient.
 """
 
 
@@ -330,12 +331,12 @@ class Retry:
         """
         self.doing = f"reading {what}"
 
-        reading = f"{what} of {self.source}"
+        target = f"{what} of {self.source}"
 
         def warn(error: Exception, attempt: int, pause: float) -> None:
             cause = first_line(error)
             self.doing = f"reading {what}, which failed {attempt} times ({cause})"
-            logger.warning(f"{self.section}.dataset: {reading}: {cause}; trying again")
+            logger.warning(f"{self.section}.dataset: {target}: {cause}; trying again")
             reset()
 
         attempts = self.options.retries + 1
@@ -352,16 +353,16 @@ class Retry:
         except Exception as error:
             cause = first_line(error)
             if not _is_transient(error):
-                raise UserError(f"{self.section}.dataset: {reading}: {cause}") from error
+                raise UserError(f"{self.section}.dataset: {target}: {cause}") from error
             raise UserError(
-                f"{self.section}.dataset: reading failed: {reading}: {cause} ({attempts} attempts). "
+                f"{self.section}.dataset: reading failed: {target}: {cause} ({attempts} attempts). "
                 f"Repair the source, or raise {self.section.split('.')[0]}.dataloader.retries."
             ) from error
 
 
 def _is_transient(error: Exception) -> bool:
-    lasting = isinstance(error, _PERMANENT_ERRORS) and not isinstance(error, OSError)
-    return not isinstance(error, UserError) and not lasting
+    permanent = isinstance(error, _PERMANENT_ERRORS) and not isinstance(error, OSError)
+    return not isinstance(error, UserError) and not permanent
 
 
 def first_line(error: BaseException | None) -> str:

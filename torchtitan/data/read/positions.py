@@ -56,11 +56,11 @@ class PackedPosition(Strict):
     cursor: DocumentPosition | StreamPosition
     """Position before the current pool of documents."""
     pool_rows: Annotated[int, Field(ge=1, lt=2**63)]
-    """Rows that it fills, about."""
+    """Approximate number of rows that the pool fills."""
     rows: Count
-    """Rows taken from it."""
+    """Rows taken from the pool."""
     length: Annotated[int, Field(ge=2, lt=2**63)]
-    """Length of the rows that it is packed into."""
+    """Length of the rows into which documents are packed."""
 
 
 class WindowsPosition(Strict):
@@ -69,19 +69,19 @@ class WindowsPosition(Strict):
     width: Annotated[int, Field(ge=1, lt=2**63)]
     """Predicted ids of each of the windows that are shuffled."""
     side: Annotated[int, Field(ge=1, lt=2**63)]
-    """Windows that rows shorter than a window are cut from side by side."""
+    """Windows of a group, from which shorter rows are cut side by side."""
     first: Count
-    """The first of those that are being read."""
+    """The first window of the current group."""
     length: Count
-    """Length of the rows read from them side by side; 0: none yet."""
+    """Length of the rows read side by side from the group; 0: none yet."""
     rows: Count
     """Number of those rows."""
     rest: Count | None
-    """Ids read from them after those rows, one window after another."""
+    """Ids read from the group after those rows, window after window; None: none."""
 
 
 class SourcePosition(Strict):
-    """What was read from a source, and the position in its windows, or in each of its lanes."""
+    """How much was read from a source, and the position in its windows or in each of its lanes."""
 
     contents: str
     """Fingerprint of the source."""

@@ -40,7 +40,7 @@ _NOUNS = {
 
 
 class FileRecord(NamedTuple):
-    """A document as it lies in its file."""
+    """A document as its file stores it, not decoded."""
 
     number: int
     """Number of its line, entry or row, counted from 1."""

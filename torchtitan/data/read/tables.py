@@ -23,7 +23,7 @@ _BATCH_ROWS = 256
 _BATCH_BYTES = 16 * 2**20
 """Bytes of these rows, estimated by the mean of their row group; at least one row is read."""
 _CONTENT_ERRORS = (OSError, ValueError, RuntimeError, LookupError, TypeError, Warning)
-"""Errors of the libraries about contents."""
+"""Errors that the libraries raise about contents."""
 
 
 def parquet_rows(file: IO[bytes], column: str, advance: Callable[[int], None]) -> Iterator[Any]:
@@ -80,7 +80,7 @@ def _index(schema: Any, column: str) -> int | None:
 
 
 def _as_binary(values: Any) -> Any:
-    """Strings as binary values: those of a Parquet file may not be UTF-8."""
+    """Strings as binary values, because strings of a Parquet file may not be UTF-8."""
     import pyarrow
     from pyarrow import types
 

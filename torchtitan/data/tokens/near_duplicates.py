@@ -1,10 +1,10 @@
 """Near-duplicates: documents that share most of their sequences of five words.
 
 The words of a text are lower-cased, without punctuation; each Chinese, Japanese or Korean character
-is a word. Of the set of all sequences of `WORDS` words, MinHash (Broder, 1997) keeps `bands x rows`
-minima, by the package rensa. Two documents are near-duplicates if they agree on all rows of a band.
-For sets of Jaccard similarity s, that has a probability of 1 - (1 - s^rows)^bands (Leskovec,
-Rajaraman, Ullman: Mining of Massive Datasets, 3.4).
+is a word. MinHash (Broder, 1997), by the package rensa, keeps `bands x rows` minima of the set of
+all sequences of `WORDS` words. Two documents are near-duplicates if they agree on all rows of a
+band, which has a probability of 1 - (1 - s^rows)^bands if their sets have Jaccard similarity s
+(Leskovec, Rajaraman, Ullman: Mining of Massive Datasets, 3.4).
 """
 
 import hashlib
@@ -20,9 +20,9 @@ from torchtitan.utils.errors import UserError
 
 WORDS = 5
 HASHES = 128
-"""Largest number of minima."""
+"""Maximum number of minima."""
 MIN_PROBABILITY = 0.9
-"""Probability to find a pair of the similarity that is asked for."""
+"""Smallest accepted probability of finding a pair of the requested similarity."""
 _SEED = 1
 _ALONE = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7a3"
 _WORD = re.compile(rf"[{_ALONE}]|[^\W{_ALONE}]+")
@@ -30,14 +30,15 @@ _WORD = re.compile(rf"[{_ALONE}]|[^\W{_ALONE}]+")
 
 @dataclass(frozen=True)
 class NearDuplicates:
-    """The keys of documents, of which near-duplicates have one in common."""
+    """Makes keys of documents; near-duplicates have a key in common."""
 
     bands: int
     rows: int
 
     @classmethod
     def for_similarity(cls, similarity: float) -> "NearDuplicates":
-        """The most rows, so the fewest false pairs, that find pairs of this Jaccard similarity.
+        """Keys that find pairs of this Jaccard similarity with `MIN_PROBABILITY`, and as few false
+        pairs as possible: those of the most rows.
 
         Raises:
             UserError: the package rensa isn't installed.
@@ -54,7 +55,7 @@ class NearDuplicates:
         return cls(HASHES, 1)
 
     def probability(self, similarity: float) -> float:
-        """Of two documents of this Jaccard similarity to be near-duplicates."""
+        """Probability that two documents of this Jaccard similarity are near-duplicates."""
         return 1 - (1 - similarity**self.rows) ** self.bands
 
     @property
