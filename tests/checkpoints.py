@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtitan.checkpoint import Checkpointer, Trained
+from torchtitan.checkpoint import Checkpointer, TrainedModel
 from torchtitan.config.sections import schema
 
 ABOUT: dict[str, Any] = {
@@ -63,7 +63,7 @@ def small_checkpointer(folder: Path, features: int = 4, **settings: Any) -> Chec
     """A checkpointer of one linear layer, its folder being `folder` itself. Called by all ranks."""
     model = nn.Linear(features, 3)
     config = schema.Checkpoint(enable=True, folder=str(folder), keep_latest_k=0, **settings)
-    trained = Trained([model], torch.optim.AdamW(model.parameters()))
+    trained = TrainedModel([model], torch.optim.AdamW(model.parameters()))
     return Checkpointer(config, str(folder.parent), trained, ABOUT)
 
 

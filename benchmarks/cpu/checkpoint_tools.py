@@ -55,11 +55,11 @@ def write(folder: Path, gb: float, ranks: int) -> None:
     """A checkpoint of about `gb` GB, as `ranks` ranks would write it."""
 
     from torchtitan.checkpoint.format.index import (
+        IndexedTensor,
         RankFile,
-        TensorPart,
-        TensorPlaces,
+        StoredChunk,
         WrittenTensor,
-        name_of,
+        rank_file_name,
         render_index,
         render_rank,
     )
@@ -86,7 +86,7 @@ def write(folder: Path, gb: float, ranks: int) -> None:
         shapes |= {f"layers.{layer}.{name}.weight": size for name, size in LAYER.items()}
     names = [f"{part}{name}{slot}" for part, slot in PARTS for name in shapes]
     tensors = {
-        name: TensorPlaces(
+        name: IndexedTensor(
             dtype="float32",
             size=shapes[_weight(name)],
             layout=Layout(0, [[Cut(ranks, 1)], *([] for _ in shapes[_weight(name)][1:])]),
@@ -114,13 +114,13 @@ def write(folder: Path, gb: float, ranks: int) -> None:
                     whole.write(bytes(piece) if isinstance(piece, int) else piece)
                     whole.pieces.clear()
                 offsets = (rank * rows, *[0] * (len(shape) - 1))
-                place = TensorPart(offsets, shape, name, end, part.length, part.crc32)
+                place = StoredChunk(offsets, shape, name, end, part.length, part.crc32)
                 own[key] = WrittenTensor(**about.model_dump(), parts=[place])
                 end += part.length
             file.truncate(end)
         files = {name: FileEntry(bytes=end, crc32=whole.crc32)}
         content = render_rank(RankFile(save=save, rank=rank, files=files, tensors=own))
-        (step / name_of(rank)).write_bytes(content)
+        (step / rank_file_name(rank)).write_bytes(content)
         written += end + len(content)
     index = render_index(tensors)
     (step / "tensors.json").write_bytes(index)

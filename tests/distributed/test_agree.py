@@ -19,7 +19,7 @@ from torchtitan.utils.errors import CheckpointError, DamageError
 def agreed():
     rank = dist.get_rank()
     with patch.object(dist, "all_gather_object", side_effect=AssertionError):
-        assert agree.found(None) == []
+        assert agree.problems_from_all(None) == []
         assert agree.together(lambda: rank) == rank
     sent = []
     send = dist.send_object_list
@@ -27,7 +27,7 @@ def agreed():
         dist, "send_object_list", lambda *args: (sent.append(args[1]), send(*args))[1]
     ):
         merged = agree.merged_on_0([rank], lambda left, right: left + right)
-    some = agree.found("here" if rank == 1 else None)
+    some = agree.problems_from_all("here" if rank == 1 else None)
     errors = [DamageError("damaged"), CheckpointError("wrong"), None]
 
     def fail():

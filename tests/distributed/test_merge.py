@@ -15,7 +15,7 @@ from tests.checkpoints import change
 from tests.runs import EXPERTS, arguments, train, weights
 from torchtitan.checkpoint import merge as module
 from torchtitan.checkpoint.format.manifest import read_manifest
-from torchtitan.checkpoint.load import Reader, alone, read_tensor
+from torchtitan.checkpoint.load import Reader, read_tensor, without_dist_warning
 from torchtitan.commands import ckpt
 from torchtitan.inference import load as sources
 from torchtitan.models import get_spec
@@ -44,7 +44,7 @@ def tensors(step, part="model"):
         for key, x in about.items()
         if key.startswith(f"{part}.")
     }
-    with alone():
+    with without_dist_warning():
         dcp.load(state, checkpoint_id=step, no_dist=True)
     return {key.removeprefix(f"{part}."): value for key, value in state.items()}
 

@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.checkpoints import ABOUT, manifest, outcome, rank_file, save_steps, small_checkpointer
 from tests.checkpoints import train_state as state_of
-from torchtitan.checkpoint import Checkpointer, Trained, manager
+from torchtitan.checkpoint import Checkpointer, TrainedModel, manager
 from torchtitan.checkpoint import save as saving
 from torchtitan.checkpoint import writer as writing
 from torchtitan.checkpoint.format import layout as layouts
@@ -95,7 +95,7 @@ def sharded(folder, rows, world, **settings):
         param.grad = torch.zeros_like(param)
     optimizer.step()
     config = schema.Checkpoint(enable=True, folder=str(folder), keep_latest_k=0, **settings)
-    return Checkpointer(config, "", Trained([model], optimizer), ABOUT)
+    return Checkpointer(config, "", TrainedModel([model], optimizer), ABOUT)
 
 
 def saved_alone(folder, world):

@@ -113,7 +113,7 @@ def test_rank_0_reads_what_others_wrote_at_once(folders):
         return read(*args)
 
     with mock.patch.object(writer, "_read", read_late):
-        tensors, *_ = writer.gathered(url / "step-1", manifest(folder / "step-1")["save"], 2)
+        tensors, *_ = writer.read_written(url / "step-1", manifest(folder / "step-1")["save"], 2)
     assert render_index(tensors) == (folder / "step-1/tensors.json").read_bytes()
 
 

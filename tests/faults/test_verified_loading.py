@@ -16,16 +16,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.checkpoints import ABOUT, flip, on_rank_0, rank_file, train_state
-from torchtitan.checkpoint import Checkpointer, Trained
+from torchtitan.checkpoint import Checkpointer, TrainedModel
 from torchtitan.checkpoint import load as loading
 from torchtitan.checkpoint.format import sums
-from torchtitan.checkpoint.format.sums import SummedFile, SummedPart, crc32_of_end
+from torchtitan.checkpoint.format.sums import SummedFile, SummedRange, crc32_of_end
 from torchtitan.config.sections import schema
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.storage import storage_path
 
 SIZE = 300
-"""Rows and columns: the parts are larger than what `SummedPart` keeps of them."""
+"""Rows and columns: the parts are larger than what `SummedRange` keeps of them."""
 
 
 def test_sums_of_the_end_are_those_of_zlib():
@@ -60,7 +60,7 @@ class Counted(io.BytesIO):
 @pytest.mark.parametrize("length", [0, 1, 1000, 1 << 16, (1 << 16) + 1, 1 << 17, 1 << 19])
 def test_a_part_reads_as_a_file_and_knows_its_sum(length):
     content = random.Random(length).randbytes(length + 20)
-    part = SummedPart(Counted(content), 10, length)
+    part = SummedRange(Counted(content), 10, length)
     expected = io.BytesIO(content[10:-10])
     draw = random.Random(1)
     for _ in range(20):
@@ -77,7 +77,7 @@ def test_a_tensor_is_read_once(monkeypatch):
     file = Counted()
     tensor = torch.rand(SIZE, SIZE)
     torch.save(tensor, file)
-    part = SummedPart(file, 0, len(file.getvalue()))
+    part = SummedRange(file, 0, len(file.getvalue()))
     assert torch.equal(torch.load(part, weights_only=True), tensor)
     assert part.crc32() == zlib.crc32(file.getvalue())
     assert file.count == len(file.getvalue())
@@ -92,7 +92,9 @@ def sharded(folder, **settings):
     model = nn.Sequential(nn.Linear(SIZE, SIZE), nn.LayerNorm(SIZE))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     config = schema.Checkpoint(enable=True, folder=str(folder), keep_latest_k=0, **settings)
-    return Checkpointer(config, "", Trained([model], torch.optim.AdamW(model.parameters())), ABOUT)
+    return Checkpointer(
+        config, "", TrainedModel([model], torch.optim.AdamW(model.parameters())), ABOUT
+    )
 
 
 def fill(checkpointer, value):

@@ -299,14 +299,16 @@ def test_what_was_not_compared_is_said(tmp_path, capsys, monkeypatch):
     export(tmp_path)
     capsys.readouterr()
     arguments = tmp_path / "hf", LLAMA, model.args, tokenizer, read
-    assert "0.0 billion parameters" in hf_check.compare(*arguments, most=100)[1]
+    assert "0.0 billion parameters" in hf_check.compare(*arguments, max_parameters=100)[1]
     monkeypatch.setattr(
         hf_check.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 10**5})
     )
-    assert "of memory (--check compares anyway)" in hf_check.compare(*arguments, most=10**9)[1]
-    assert "Largest logit difference" in hf_check.compare(*arguments, most=10**9, anyway=True)[1]
+    notes = hf_check.compare(*arguments, max_parameters=10**9)
+    assert "of memory (--check compares anyway)" in notes[1]
+    notes = hf_check.compare(*arguments, max_parameters=10**9, anyway=True)
+    assert "Largest logit difference" in notes[1]
     monkeypatch.setattr(hf_check.importlib.util, "find_spec", lambda name: None)
-    assert hf_check.compare(*arguments, most=10**9) == [
+    assert hf_check.compare(*arguments, max_parameters=10**9) == [
         "Not compared with transformers: pip install transformers"
     ]
 

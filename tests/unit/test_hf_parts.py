@@ -43,7 +43,7 @@ def checkpoint(folder, model, dtype):
     state = {n: x.to(dtype) if n in parameters else x for n, x in model.state_dict().items()}
     shapes = {name: value.to("meta") for name, value in state.items()}
     read = lambda key, box: state[key.removeprefix("model.")][box].detach().clone()  # noqa: E731
-    write_streamed(folder / "step-0", info(model), {"model": shapes}, read, most=200)
+    write_streamed(folder / "step-0", info(model), {"model": shapes}, read, max_bytes=200)
     return state
 
 

@@ -2,6 +2,6 @@
 
 from torchtitan.checkpoint.manager import Checkpointer
 from torchtitan.checkpoint.resume import Resumed
-from torchtitan.checkpoint.state import Trained
+from torchtitan.checkpoint.state import TrainedModel
 
-__all__ = ["Checkpointer", "Resumed", "Trained"]
+__all__ = ["Checkpointer", "Resumed", "TrainedModel"]

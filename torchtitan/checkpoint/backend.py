@@ -1,4 +1,4 @@
-"""Where checkpoints are kept, as a run needs it."""
+"""Where a run stores its checkpoints: the interface, and its implementation by folders."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from torchtitan.checkpoint.writer import CommittingWriter
 
 
 class Storage(Protocol):
-    """What saves write to and resumes read from. A rehearsal's has no files."""
+    """Where saves write and resumes read. A rehearsal implements it without files."""
 
     def steps(self, folder: Path) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
@@ -22,10 +22,10 @@ class Storage(Protocol):
         """The manifest of the checkpoint `path`. Raises OSError if it can't be read."""
 
     def index_bytes(self, path: Path, manifest: Manifest) -> bytes:
-        """Its index. Raises DamageError if it can't be read."""
+        """The checkpoint's index. Raises DamageError if it can't be read."""
 
     def reader(self, path: Path, manifest: Manifest, index: bytes | None) -> Reader:
-        """Reads its tensors. Raises DamageError if the index is damaged."""
+        """A reader of the checkpoint's tensors. Raises DamageError if the index is damaged."""
 
     def writer(
         self,
@@ -34,10 +34,10 @@ class Storage(Protocol):
         confirm: Callable[[], object],
         committed: Callable[[], None],
         *,
-        beside: Mapping[str, bytes],
+        extra_files: Mapping[str, bytes],
         staged: bool,
     ) -> Writer:
-        """Writes it; the arguments are those of `CommittingWriter`."""
+        """A writer of the checkpoint; takes the arguments of `CommittingWriter`."""
 
 
 class FolderStorage:
@@ -62,7 +62,9 @@ class FolderStorage:
         confirm: Callable[[], object],
         committed: Callable[[], None],
         *,
-        beside: Mapping[str, bytes],
+        extra_files: Mapping[str, bytes],
         staged: bool,
     ) -> Writer:
-        return CommittingWriter(path, info, confirm, committed, beside=beside, staged=staged)
+        return CommittingWriter(
+            path, info, confirm, committed, extra_files=extra_files, staged=staged
+        )

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 import torchtitan
-from torchtitan.checkpoint.format.index import files_of
+from torchtitan.checkpoint.format.index import listed_files
 from torchtitan.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, read_manifest
 from torchtitan.checkpoint.format.sums import crc32
 from torchtitan.utils.errors import CheckpointError, DamageError
@@ -34,7 +34,7 @@ from torchtitan.utils.storage import delete_tree, is_remote, make_folder, patien
 from torchtitan.utils.wording import listed
 
 MARK = ".incomplete"
-"""At a URL, in a checkpoint that is being written or deleted."""
+"""Name of the file that marks a checkpoint at a URL as being written or deleted."""
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
@@ -163,10 +163,10 @@ def unknown(folder: Path) -> list[Path]:
 
 def clean(folder: Path) -> list[str]:
     """Delete the remains of interrupted saves and deletions; returns their names."""
-    found = leftovers(folder)
-    for path in found:
+    remains = leftovers(folder)
+    for path in remains:
         delete_tree(path)
-    return [path.name for path in found]
+    return [path.name for path in remains]
 
 
 def prepare(folder: Path) -> str | None:
@@ -209,10 +209,10 @@ def disposable(
     """
     steps = [step for step in committed_steps(folder) if newest is None or step <= newest]
     resumable = (step for step in reversed(steps) if _is_resumable(step_folder(folder, step)))
-    kept = {*steps[max(len(steps) - keep_latest, 0) :], next(resumable, None)}
+    keep = {*steps[max(len(steps) - keep_latest, 0) :], next(resumable, None)}
     if keep_every:
-        kept |= {step for step in steps if step % keep_every == 0}
-    return [step for step in steps if step not in kept]
+        keep |= {step for step in steps if step % keep_every == 0}
+    return [step for step in steps if step not in keep]
 
 
 def purge(folder: Path, keep_latest: int, keep_every: int, newest: int) -> None:
@@ -223,8 +223,9 @@ def purge(folder: Path, keep_latest: int, keep_every: int, newest: int) -> None:
     for step in gone:
         remove(step_folder(folder, step))
     names = listed(f"step-{step}" for step in gone)
-    about = event("deleted", newest, steps=gone, folder=str(folder))
-    logger.info(f"Deleted {names} from {folder}: {retention(keep_latest, keep_every)}", extra=about)
+    reason = retention(keep_latest, keep_every)
+    record = event("deleted", newest, steps=gone, folder=str(folder))
+    logger.info(f"Deleted {names} from {folder}: {reason}", extra=record)
 
 
 def retention(keep_latest: int, keep_every: int = 0) -> str:
@@ -250,36 +251,36 @@ def versions() -> dict[str, str]:
 
 
 def damage(
-    path: Path, manifest: Manifest, part: int = 0, parts: int = 1, *, contents: bool = True
+    path: Path, manifest: Manifest, share: int = 0, shares: int = 1, *, contents: bool = True
 ) -> Iterator[str]:
     """Problems with a checkpoint's files.
 
     Args:
-        part: check only every `parts`-th file, beginning with this one.
+        share: check only every `shares`-th file, beginning with this one.
         contents: also read the files and compare their checksums.
     """
     files = 0
     size = 0
     try:
-        for name, expected in files_of(path, manifest, part, parts):
+        for name, expected in listed_files(path, manifest, share, shares):
             files += 1
             size += expected.bytes
             yield from _file_damage(path, name, expected, contents=contents)
     except DamageError as error:
         yield str(error).removeprefix(f"{path} is damaged: ")
         return
-    if parts == 1 and (files, size) != (manifest.file_count(), manifest.file_bytes()):
+    if shares == 1 and (files, size) != (manifest.file_count(), manifest.file_bytes()):
         yield f"the ranks list {files} files of {size} bytes, and {MANIFEST} others"
 
 
 def _file_damage(path: Path, name: str, expected: FileEntry, *, contents: bool) -> Iterator[str]:
     file = path / name
     try:
-        about = patiently(path, file.stat if is_remote(path) else file.lstat)
-        if not is_remote(path) and not stat.S_ISREG(about.st_mode):
+        status = patiently(path, file.stat if is_remote(path) else file.lstat)
+        if not is_remote(path) and not stat.S_ISREG(status.st_mode):
             yield f"{name} is not a regular file"
-        elif about.st_size != expected.bytes:
-            yield f"{name} has {about.st_size} bytes instead of {expected.bytes}"
+        elif status.st_size != expected.bytes:
+            yield f"{name} has {status.st_size} bytes instead of {expected.bytes}"
         elif contents and patiently(path, lambda: crc32(file)) != expected.crc32:
             yield f"{name} has a wrong checksum"
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how two of them differ. Reads one part of a tensor at a time."""
+"""Description of a checkpoint, and comparison of two. Reads one chunk of a tensor at a time."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,23 +19,23 @@ _PIECE = 1 << 18
 
 def settings(manifest: Manifest) -> dict[str, Any]:
     """A run's configuration by dotted key, without the defaults."""
-    given = manifest.settings()
+    sections_given = manifest.settings()
     out = {}
     for key, info in FIELDS.items():
-        table: Any = given
+        table: Any = sections_given
         *sections, name = key.split(".")
         for section in sections:
             table = table.get(section, {}) if isinstance(table, dict) else {}
         if name in table and table[name] != info.get_default(call_default_factory=True):
             out[key] = table[name]
-    for name, keys in given.get("custom", {}).items():
+    for name, keys in sections_given.get("custom", {}).items():
         if isinstance(keys, dict):
             out |= {f"custom.{name}.{key}": value for key, value in keys.items()}
     return out
 
 
 def as_data(step: Path, manifest: Manifest) -> dict[str, Any]:
-    """A checkpoint in figures, for `--json`."""
+    """A description of a checkpoint, for `--json`."""
     same = {"step", "saved", "averaged", "merged", "model", "parameters"}
     same |= {"data", "versions", "git", "ranks"}
     return {
@@ -51,18 +51,18 @@ def as_data(step: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def _state(manifest: Manifest) -> dict[str, Any]:
-    """`train_state`, as the manifest has it."""
+    """The manifest's `train_state`, without the defaults."""
     if manifest.train_state is None:
         return {}
     return manifest.train_state.model_dump(exclude_defaults=True)
 
 
-def overview(found: Sequence[tuple[Path, Manifest]]) -> str:
-    """A table of several checkpoints, or all about a single one."""
-    if len(found) == 1:
-        return "\n".join(_page(*found[0]))
+def overview(checkpoints: Sequence[tuple[Path, Manifest]]) -> str:
+    """A table of several checkpoints, or a full description of a single one."""
+    if len(checkpoints) == 1:
+        return "\n".join(_page(*checkpoints[0]))
     rows = [("step", "saved", "parameters", "size", "weights", "tokens", "resumable")]
-    for _, manifest in found:
+    for _, manifest in checkpoints:
         state = manifest.train_state
         rows.append(
             (
@@ -86,9 +86,9 @@ def _page(step: Path, manifest: Manifest) -> Iterator[str]:
         ("saved", manifest.saved),
         ("model", f"{manifest.model.get('name')}, {manifest.parameters:,} parameters"),
     ]
-    for part, sizes in manifest.tensor_bytes.items():
+    for section, sizes in manifest.tensor_bytes.items():
         kinds = [f"{name} {show_size(size)}" for name, size in sizes.items()]
-        rows.append((part, ", ".join(kinds)))
+        rows.append((section, ", ".join(kinds)))
     rows.append(("files", f"{manifest.file_count()}, {show_size(manifest.file_bytes())}"))
     yield indent(aligned(rows), "  ")
     if manifest.merged:
@@ -122,7 +122,7 @@ def _page(step: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _kind(manifest: Manifest) -> str:
-    """What a checkpoint that can't be resumed holds."""
+    """The kind of weights in a checkpoint that can't be resumed."""
     if manifest.averaged:
         return "the average of the weights"
     return "merged weights" if manifest.merged else "weights only"
@@ -136,13 +136,13 @@ def compare(a: Path, b: Path, tolerance: float) -> Iterator[tuple[str, str]]:
     """
     first = read_manifest(a)
     second = read_manifest(b)
-    for part, absent, x, y in (
+    for category, absent, x, y in (
         ("config", "default", settings(first), settings(second)),
         ("train_state", "absent", flat(_state(first)), flat(_state(second))),
     ):
         for key in sorted(x.keys() | y.keys()):
             if x.get(key) != y.get(key):
-                yield part, f"{key}: {x.get(key, absent)} in a, {y.get(key, absent)} in b"
+                yield category, f"{key}: {x.get(key, absent)} in a, {y.get(key, absent)} in b"
     readers = Reader(a), Reader(b)
     known, others = (reader.read_metadata().state_dict_metadata for reader in readers)
     for key in sorted(known.keys() | others.keys()):
@@ -157,7 +157,7 @@ def compare(a: Path, b: Path, tolerance: float) -> Iterator[tuple[str, str]]:
 def _distance(readers: Sequence[Reader], key: str, tolerance: float) -> str | None:
     """The distance of two tensors of the same shape, in words; None if within `tolerance`.
 
-    They are read in the parts in which the first was written.
+    They are read in the chunks of the first.
     """
     largest = squares = norm = 0.0
     for box in readers[0].boxes(key):

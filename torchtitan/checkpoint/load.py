@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.planner_helpers import (
 from torch.futures import Future
 
 from torchtitan.checkpoint.commit import damage
-from torchtitan.checkpoint.format.index import Index, Place
+from torchtitan.checkpoint.format.index import ChunkLocation, Index
 from torchtitan.checkpoint.format.manifest import Manifest
-from torchtitan.checkpoint.format.sums import SummedPart
+from torchtitan.checkpoint.format.sums import SummedRange
 from torchtitan.parallel import agree
 from torchtitan.utils.errors import DamageError, UserError
 from torchtitan.utils.files import open_regular
@@ -36,11 +36,11 @@ from torchtitan.utils.formats import load_tensor
 from torchtitan.utils.storage import is_remote, patiently
 
 _REQUEST = 1 << 25
-"""Bytes of small parts that are fetched from remote storage at once."""
+"""Bytes of small chunks that are fetched from remote storage at once."""
 
 
 class Reader(FileSystemReader):
-    """Reads each part once, in the order of the file, and verifies its checksum before use.
+    """Reads each chunk once, in the order of the file, and verifies its checksum before use.
 
     The index is read only once, however often the reader loads, and `.metadata` never.
     """
@@ -48,7 +48,7 @@ class Reader(FileSystemReader):
     def __init__(self, path: Path, index: Index | None = None):
         """
         Args:
-            index: of the checkpoint, if it was read already.
+            index: the checkpoint's, if it was read already.
         """
         super().__init__(str(path))
         self.path = path
@@ -65,7 +65,7 @@ class Reader(FileSystemReader):
         return self._index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The tensors, and those of their parts that were located.
+        """The tensors, and the chunks of them that were located.
 
         Raises:
             DamageError: the manifest or the index is damaged.
@@ -73,7 +73,7 @@ class Reader(FileSystemReader):
         return self.index.metadata
 
     def locate(self, state: dict[str, Any]) -> None:
-        """Find the parts that hold this rank's shards of the tensors in `state`.
+        """Locate the chunks that hold this rank's shards of the tensors in `state`.
 
         Raises:
             DamageError: they can't be found.
@@ -82,16 +82,16 @@ class Reader(FileSystemReader):
             for box in _create_chunk_list(value):
                 self.index.locate(key, box)
 
-    def check_files(self, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
-        """Check what reading won't: the sizes of all files.
+    def check_files(self, manifest: Manifest, share: int = 0, shares: int = 1) -> None:
+        """Check the sizes of all files, which reading wouldn't.
 
         Args:
-            part: check only every `parts`-th file, beginning with this one.
+            share: check only every `shares`-th file, beginning with this one.
 
         Raises:
             DamageError: a file isn't as the manifest says.
         """
-        for problem in damage(self.path, manifest, part, parts, contents=False):
+        for problem in damage(self.path, manifest, share, shares, contents=False):
             raise DamageError(f"{self.path} is damaged: {problem}")
 
     def fill(self, state: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ class Reader(FileSystemReader):
             CheckpointException: DCP's, around the cause: they can't be read.
         """
         self.locate(state)
-        with alone():
+        with without_dist_warning():
             dcp.load(state, storage_reader=self, no_dist=True)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -117,7 +117,7 @@ class Reader(FileSystemReader):
         return future
 
     def boxes(self, key: str) -> list[ChunkStorageMetadata]:
-        """The parts of a tensor, as they were written.
+        """The boxes of a tensor's chunks, as they were written.
 
         Raises:
             DamageError: they can't be found.
@@ -126,37 +126,37 @@ class Reader(FileSystemReader):
         return list(self.read_metadata().state_dict_metadata[key].chunks)
 
     def read_box(self, key: str, box: ChunkStorageMetadata) -> Tensor:
-        """A box of a tensor. Beside it, one part of the tensor is in memory at a time.
+        """A box of a tensor. Besides it, one chunk of the tensor is in memory at a time.
 
         Raises:
             DamageError: it can't be read.
         """
         self.index.locate(key, box)
-        about = self.read_metadata().state_dict_metadata[key]
+        tensor = self.read_metadata().state_dict_metadata[key]
         self.storage_data = self.read_metadata().storage_data
-        out = torch.empty(box.sizes, dtype=about.properties.dtype)
+        out = torch.empty(box.sizes, dtype=tensor.properties.dtype)
 
         def fill(item: ReadItem, value: Tensor) -> None:
             narrow_tensor_by_index(out, item.dest_offsets, item.lengths).copy_(value)
 
         with self._explained():
-            self._read(create_read_items_for_chunk_list(key, about, [box]), fill)
+            self._read(create_read_items_for_chunk_list(key, tensor, [box]), fill)
         return out
 
-    def read_part(self, index: MetadataIndex) -> Tensor:
-        """A part of a tensor, as it was written.
+    def read_chunk(self, index: MetadataIndex) -> Tensor:
+        """A chunk of a tensor, as it was written.
 
         Raises:
             DamageError: it can't be read.
         """
-        place = self.read_metadata().storage_data[index]
+        location = self.read_metadata().storage_data[index]
         with self._explained():
-            parts = self._parts(place.relative_path, [place])
-            return next(self._tensor(place, part) for _, part in parts)
+            chunks = self._open_chunks(location.relative_path, [location])
+            return next(self._tensor(location, chunk) for _, chunk in chunks)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Raise a `DamageError` instead of what isn't the user's or the machine's."""
+        """Raise a `DamageError` instead of errors that are neither the user's nor the machine's."""
         try:
             yield
         except (UserError, MemoryError):
@@ -164,47 +164,49 @@ class Reader(FileSystemReader):
         except Exception as error:
             raise DamageError(f"{self.path} can't be read: {describe(error)}") from error
 
-    def _read(self, wanted: Sequence[ReadItem], fill: Callable[[ReadItem, Tensor], None]) -> None:
-        """Read the parts that items are in, each once, and pass the items' slices to `fill`."""
-        files: dict[str, dict[int, Place]] = defaultdict(dict)
-        items: dict[tuple[str, int], list[ReadItem]] = defaultdict(list)
-        for item in wanted:
-            place = self.storage_data[item.storage_index]
-            files[place.relative_path][place.offset] = place
-            items[place.relative_path, place.offset].append(item)
-        for name, places in sorted(files.items()):
-            in_order = [places[offset] for offset in sorted(places)]
-            for place, part in self._parts(name, in_order):
-                tensor = self._tensor(place, part)
-                for item in items[name, place.offset]:
+    def _read(self, items: Sequence[ReadItem], fill: Callable[[ReadItem, Tensor], None]) -> None:
+        """Read the chunks that hold the items, each once, and pass the items' slices to `fill`."""
+        locations_by_file: dict[str, dict[int, ChunkLocation]] = defaultdict(dict)
+        items_by_chunk: dict[tuple[str, int], list[ReadItem]] = defaultdict(list)
+        for item in items:
+            location = self.storage_data[item.storage_index]
+            locations_by_file[location.relative_path][location.offset] = location
+            items_by_chunk[location.relative_path, location.offset].append(item)
+        for name, locations in sorted(locations_by_file.items()):
+            ascending = [locations[offset] for offset in sorted(locations)]
+            for location, content in self._open_chunks(name, ascending):
+                tensor = self._tensor(location, content)
+                for item in items_by_chunk[name, location.offset]:
                     fill(item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
                 del tensor  # before the next one needs memory
 
-    def _parts(self, name: str, places: list[Place]) -> Iterator[tuple[Place, SummedPart]]:
-        """The parts in a file, in its order. Small neighbours share one remote request."""
+    def _open_chunks(
+        self, name: str, locations: list[ChunkLocation]
+    ) -> Iterator[tuple[ChunkLocation, SummedRange]]:
+        """The chunks in a file, in its order. Small neighbors share one remote request."""
         path: Any = self.path / name
         if not is_remote(path):
             with open_regular(path, buffered=False) as file:
-                for place in places:
-                    yield place, SummedPart(file, place.offset, place.length)
+                for location in locations:
+                    yield location, SummedRange(file, location.offset, location.length)
             return
-        while places:
-            start = places[0].offset
+        while locations:
+            start = locations[0].offset
             end = start
-            together: list[Place] = []
-            for place in places:
-                if together and (place.offset != end or end - start >= _REQUEST):
+            together: list[ChunkLocation] = []
+            for location in locations:
+                if together and (location.offset != end or end - start >= _REQUEST):
                     break
-                together.append(place)
-                end += place.length
+                together.append(location)
+                end += location.length
             content = patiently(path, partial(path.fs.cat_file, path.path, start=start, end=end))
             span = io.BytesIO(content)
-            for place in together:
-                yield place, SummedPart(span, place.offset - start, place.length)
-            places = places[len(together) :]
+            for location in together:
+                yield location, SummedRange(span, location.offset - start, location.length)
+            locations = locations[len(together) :]
 
-    def _tensor(self, place: Place, part: SummedPart) -> Tensor:
-        """The tensor in a part.
+    def _tensor(self, location: ChunkLocation, content: SummedRange) -> Tensor:
+        """The tensor in a chunk.
 
         Raises:
             DamageError: its checksum is wrong.
@@ -212,13 +214,13 @@ class Reader(FileSystemReader):
         tensor = None
         error = None
         try:
-            tensor = load_tensor(part)
+            tensor = load_tensor(content)
         except Exception as problem:
             error = problem  # a wrong checksum explains it better
-        start = place.offset
-        end = start + place.length
-        file = f"{self.path} is damaged: {place.relative_path}"
-        if part.crc32() != place.crc32:
+        start = location.offset
+        end = start + location.length
+        file = f"{self.path} is damaged: {location.relative_path}"
+        if content.crc32() != location.crc32:
             raise DamageError(f"{file} has a wrong checksum in bytes {start:,} to {end:,}")
         if error is not None:
             raise error
@@ -229,8 +231,8 @@ class Reader(FileSystemReader):
 
 def read_tensor(reader: Reader, key: str, dtype: torch.dtype | None = None) -> Tensor:
     """One whole tensor of a checkpoint, in its stored dtype or in `dtype`."""
-    about = reader.read_metadata().state_dict_metadata[key]
-    out = torch.empty(about.size, dtype=dtype or about.properties.dtype)
+    tensor = reader.read_metadata().state_dict_metadata[key]
+    out = torch.empty(tensor.size, dtype=dtype or tensor.properties.dtype)
     load({key: out}, reader, no_dist=True)
     return out
 
@@ -238,10 +240,10 @@ def read_tensor(reader: Reader, key: str, dtype: torch.dtype | None = None) -> T
 def load(state: dict[str, Any], reader: Reader, *, no_dist: bool = False) -> None:
     """Fill the tensors of `state` in place, on all ranks together unless `no_dist`.
 
-    Each rank reads what it needs. DCP would send every rank's plan to rank 0, to no use.
+    Each rank reads what it needs; DCP would send every rank's plan to rank 0 without a need.
 
     Raises:
-        DamageError: a tensor can't be read. On every rank, if it failed on any.
+        DamageError: a tensor can't be read; every rank raises it if one does.
     """
     cause: BaseException | None = None
     try:
@@ -250,10 +252,10 @@ def load(state: dict[str, Any], reader: Reader, *, no_dist: bool = False) -> Non
         cause = root_cause(next(iter(error.failures.values()))[0])
     except DamageError as error:
         cause = error
-    causes = [cause] if no_dist or not dist.is_initialized() else agree.found(cause)
+    causes = [cause] if no_dist or not dist.is_initialized() else agree.problems_from_all(cause)
     for kind in (MemoryError, torch.OutOfMemoryError, DamageError):
-        if found := [known for known in causes if isinstance(known, kind)]:
-            raise found[0]
+        if matching := [known for known in causes if isinstance(known, kind)]:
+            raise matching[0]
     for rank, problem in enumerate(causes):
         if problem is not None:
             raise DamageError(
@@ -261,13 +263,13 @@ def load(state: dict[str, Any], reader: Reader, *, no_dist: bool = False) -> Non
             ) from problem
 
 
-class RankError(Exception):
-    """A save failed on some rank; the message names it and the reason."""
+class PhaseError(Exception):
+    """A phase of a save or export failed on some rank; the message names rank and reason."""
 
 
 def describe(error: BaseException) -> str:
     """Rank and reason of a failed save or load: DCP wraps the ranks' exceptions."""
-    if isinstance(error, RankError):
+    if isinstance(error, PhaseError):
         return str(error)
     if failures := getattr(error, "failures", None):
         rank = min(failures)
@@ -277,7 +279,7 @@ def describe(error: BaseException) -> str:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The most specific error: our own, or the operating system's that torch has wrapped."""
+    """The first error of ours or of the operating system in the chain; otherwise the last."""
     chain = [error]
     while inner := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(inner)
@@ -285,7 +287,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def without_dist_warning() -> Iterator[None]:
     """Silence DCP's warning that `no_dist=True` means one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is")
@@ -304,50 +306,50 @@ def unwrapped() -> Iterator[None]:
 class BoxReader:
     """Reads tensors box by box, each element once.
 
-    A part of a tensor, as it was written, is read whole, because its checksum is of all of it. It
-    stays in memory until all its elements were asked for: so boxes in the order of the parts take
-    one part, and other boxes at most the tensor.
+    A chunk is read whole, because its checksum covers all of it. It stays in memory until all its
+    elements have been read: so boxes in the order of the chunks need the memory of one chunk, and
+    other boxes at most that of the tensor.
     """
 
     def __init__(self, reader: Reader):
         self.reader = reader
-        self._parts: dict[MetadataIndex, Tensor] = {}
-        self._left: dict[MetadataIndex, int] = {}
-        """Elements of each part that were not asked for."""
+        self._chunks: dict[MetadataIndex, Tensor] = {}
+        self._unread: dict[MetadataIndex, int] = {}
+        """Number of elements of each chunk that have not been read."""
 
     def forget(self, besides: Collection[str] = ()) -> None:
-        """Free the parts of all tensors but those of the keys `besides`."""
-        for index in [index for index in self._parts if index.fqn not in besides]:
-            del self._parts[index], self._left[index]
+        """Free the chunks of all tensors except those with the keys `besides`."""
+        for index in [index for index in self._chunks if index.fqn not in besides]:
+            del self._chunks[index], self._unread[index]
 
     def read(self, key: str, box: tuple[slice, ...]) -> Tensor:
-        """A box of a tensor, in its stored dtype; a view of a part where it is in a single one.
+        """A box of a tensor, in its stored dtype; a view of the chunk if it lies in a single one.
 
         Raises:
             DamageError: it can't be read.
         """
-        offsets = torch.Size(part.start for part in box)
-        sizes = torch.Size(part.stop - part.start for part in box)
+        offsets = torch.Size(interval.start for interval in box)
+        sizes = torch.Size(interval.stop - interval.start for interval in box)
         chunk = ChunkStorageMetadata(offsets, sizes)
         self.reader.index.locate(key, chunk)
-        about = self.reader.read_metadata().state_dict_metadata[key]
-        items = create_read_items_for_chunk_list(key, about, [chunk])
+        tensor = self.reader.read_metadata().state_dict_metadata[key]
+        items = create_read_items_for_chunk_list(key, tensor, [chunk])
         out = None
         for item in items:
             index = item.storage_index
-            if index not in self._parts:
-                self._parts[index] = self.reader.read_part(index)
-                self._left[index] = self._parts[index].numel()
-            value = _narrowed(self._parts[index], item.storage_offsets, item.lengths)
-            self._left[index] -= value.numel()
-            if not self._left[index]:
-                del self._parts[index], self._left[index]
+            if index not in self._chunks:
+                self._chunks[index] = self.reader.read_chunk(index)
+                self._unread[index] = self._chunks[index].numel()
+            value = _narrowed(self._chunks[index], item.storage_offsets, item.lengths)
+            self._unread[index] -= value.numel()
+            if not self._unread[index]:
+                del self._chunks[index], self._unread[index]
             if len(items) == 1:
                 return value
             out = torch.empty(sizes, dtype=value.dtype) if out is None else out
             _narrowed(out, item.dest_offsets, item.lengths).copy_(value)
         assert out is not None or not sizes.numel(), f"{key} has no {box}"
-        return torch.empty(sizes, dtype=about.properties.dtype) if out is None else out
+        return torch.empty(sizes, dtype=tensor.properties.dtype) if out is None else out
 
 
 def _narrowed(tensor: Tensor, offsets: torch.Size, sizes: torch.Size) -> Tensor:

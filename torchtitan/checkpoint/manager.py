@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torchtitan.checkpoint.backend import FolderStorage, Storage
 from torchtitan.checkpoint.commit import discard, prepare, purge, step_folder
 from torchtitan.checkpoint.format.manifest import CheckpointInfo, checked
-from torchtitan.checkpoint.load import RankError, describe
+from torchtitan.checkpoint.load import PhaseError, describe
 from torchtitan.checkpoint.resume import Resumed, agreed_steps, load_initial, load_newest
 from torchtitan.checkpoint.save import Stager, Writer, build_stager, save
-from torchtitan.checkpoint.state import Trained
+from torchtitan.checkpoint.state import TrainedModel
 from torchtitan.checkpoint.upload import Uploader
 from torchtitan.config.sections import schema
 from torchtitan.data.read.contents import CONTENTS
@@ -35,8 +35,8 @@ class Checkpointer:
         self,
         config: schema.Checkpoint,
         dump_folder: str,
-        trained: Trained,
-        about: dict[str, Any],
+        trained: TrainedModel,
+        run_info: dict[str, Any],
         confirm: Callable[[], object] = lambda: None,
         confirm_copies: Callable[[], object] = lambda: None,
         data_files: Callable[[], bytes] | None = None,
@@ -44,7 +44,7 @@ class Checkpointer:
     ):
         """
         Args:
-            about: what manifests record of the run: config, versions, data fingerprint.
+            run_info: what manifests record about the run: config, versions, data fingerprint.
             confirm: called by rank 0 before it writes to the folder; raises if another run has
                 taken it.
             confirm_copies: the same for `upload_folder`.
@@ -52,13 +52,13 @@ class Checkpointer:
             storage: where checkpoints are written and read; None: in folders.
 
         Raises:
-            CheckpointError: the folder can't be written to, or another program's checkpoints are
-                all it has.
+            CheckpointError: the folder can't be written to, or holds only another program's
+                checkpoints.
         """
         self.config = config
         self.folder = storage_path(config.folder, dump_folder)
         self.trained = trained
-        self.about = about
+        self.run_info = run_info
         self.confirm = confirm
         self.data_files = data_files
         self.storage = storage or FolderStorage()
@@ -70,7 +70,7 @@ class Checkpointer:
         self.newest_step = 0
         """The step last saved or resumed from, on rank 0; 0 if there is none."""
         self.group: dist.ProcessGroup | None = None
-        """Of all ranks, for the collectives of saves and exports."""
+        """The group of all ranks for the collectives of saves and exports."""
         self._stager: Stager | None = None
         self._uploader: Uploader | None = None
         self.copies: Path | None = None
@@ -109,7 +109,12 @@ class Checkpointer:
             CheckpointError: this save failed, or the previous one in the background.
         """
         self.wait()
-        content = {"step": step, "model_only": model_only, **self.about, "train_state": train_state}
+        content = {
+            "step": step,
+            "model_only": model_only,
+            **self.run_info,
+            "train_state": train_state,
+        }
         if model_only:
             dtype = getattr(torch, self.config.export_dtype)
             state = self.trained.weights(dtype, averaged=self.exports_average)
@@ -117,9 +122,9 @@ class Checkpointer:
             content["train_state"] = {k: v for k, v in train_state.items() if k != "ema"}
         else:
             state = self.trained.tensors()
-        beside = {}
+        extra_files = {}
         if self.data_files is not None and not model_only:
-            beside[CONTENTS] = self.data_files()
+            extra_files[CONTENTS] = self.data_files()
         target = step_folder(self.folder, step)
 
         def open_writer() -> Writer:
@@ -128,12 +133,14 @@ class Checkpointer:
                 checked(CheckpointInfo, content),
                 self.confirm,
                 self._committed,
-                beside=beside,
+                extra_files=extra_files,
                 staged=self._stager is not None,
             )
 
         self._step_in_flight = step
-        write = partial(save, open_writer=open_writer, group=self.group, places=self.trained.places)
+        write = partial(
+            save, open_writer=open_writer, group=self.group, pp_degree=self.trained.pp_degree
+        )
         if self._stager is None:
             self._guard(lambda: write(state))
             if self._uploader is not None:
@@ -201,15 +208,15 @@ class Checkpointer:
             uploader.stop()
 
     def _guard(self, action: Callable[[], Any]) -> None:
-        """Run a part of a save; if it fails, delete what is half-written and raise one error.
+        """Run a step of a save; if it fails, delete the incomplete checkpoint and raise one error.
 
-        Where the ranks couldn't agree that it failed, some may still write, or rank 0 commit: the
-        next start deletes what is left.
+        Where the ranks couldn't agree that it failed, some may still write, or rank 0 may commit:
+        the next start deletes the remains.
         """
         try:
             action()
         except Exception as error:
-            agreed = isinstance(error, RankError | FormatBugError)
+            agreed = isinstance(error, PhaseError | FormatBugError)
             if from_another_rank(error) and not agreed:
                 raise  # that rank's end is the cause, not this save
             target = step_folder(self.folder, self._step_in_flight)
@@ -248,14 +255,14 @@ class Checkpointer:
         if not self.config.enable:
             return None
         folder, steps = self._available()
-        wanted = self.config.load_step
-        if wanted >= 0:
-            if wanted not in steps:
+        step = self.config.load_step
+        if step >= 0:
+            if step not in steps:
                 have = ", ".join(map(str, steps)) or "none"
                 raise CheckpointError(
-                    f"checkpoint.load_step: {folder} has no step {wanted} (it has: {have})"
+                    f"checkpoint.load_step: {folder} has no step {step} (it has: {have})"
                 )
-            steps = [wanted]
+            steps = [step]
         return self._at(
             load_newest(
                 self.storage, folder, steps, self.trained, exclude=self.config.exclude_from_loading

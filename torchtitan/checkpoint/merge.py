@@ -20,7 +20,7 @@ from torchtitan.utils.errors import CheckpointError, ConfigError, UserError
 from torchtitan.utils.storage import is_remote
 
 _BIAS = ".router.expert_bias"
-"""It keeps its dtype: updates of a bias in bfloat16 would vanish."""
+"""End of the name of a tensor that keeps its dtype: updates of a bias in bfloat16 would vanish."""
 _PIECE = 1 << 18
 """Elements that are converted to fp64 at a time."""
 
@@ -33,22 +33,24 @@ class _Source:
     manifest: Manifest
     reader: Reader
     weight: float
-    """Its share of the mean."""
+    """The checkpoint's share of the mean."""
     averaged: bool
-    """Take the average that its run kept."""
+    """Whether to take the average that its run kept."""
 
     def key(self, name: str) -> str:
-        """The key of the tensor that counts as `model.<name>`. Buffers have no average."""
+        """The key of the tensor to average for the key `name`. Buffers have no average."""
         average = f"ema.{name.removeprefix('model.')}"
         stored = self.reader.read_metadata().state_dict_metadata
         return average if self.averaged and average in stored else name
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what the mean may need, by key."""
+        """Shapes of the tensors that the mean may need, by key."""
         stored = self.reader.read_metadata().state_dict_metadata
-        parts = ("model", "ema")[: 1 + self.averaged]
+        sections = ("model", "ema")[: 1 + self.averaged]
         return {
-            key: tuple(about.size) for key, about in stored.items() if key.split(".")[0] in parts
+            key: tuple(tensor.size)
+            for key, tensor in stored.items()
+            if key.split(".")[0] in sections
         }
 
 
@@ -61,7 +63,7 @@ def merge(
     Args:
         paths: checkpoints, or folders of which the newest is taken.
         weights: the share of each in the mean, relative to the others; empty: equal shares.
-        dtype: of the written weights. The mean is computed in fp64.
+        dtype: the dtype of the written weights. The mean is computed in fp64.
         averaged: merge the averages of the weights that the runs kept.
 
     Raises:
@@ -84,22 +86,23 @@ def merge(
         train_state=None,
         merged=[_record(source) for source in sources],
     )
-    wanted = getattr(torch, dtype)
+    merged_dtype = getattr(torch, dtype)
     stored = newest.reader.read_metadata().state_dict_metadata
     state = {}
     for name in (key for key in stored if key.startswith("model.")):
-        own = stored[name].properties.dtype
-        kind = wanted if own.is_floating_point and not name.endswith(_BIAS) else own
-        state[name] = torch.empty(stored[name].size, dtype=kind, device="meta")
-    make = lambda name, box: _mean(sources, name, state[name].dtype)  # noqa: E731
-    write_streamed(output, info, state, make, most=math.inf)
+        stored_dtype = stored[name].properties.dtype
+        converted = stored_dtype.is_floating_point and not name.endswith(_BIAS)
+        target_dtype = merged_dtype if converted else stored_dtype
+        state[name] = torch.empty(stored[name].size, dtype=target_dtype, device="meta")
+    mean_of_box = lambda name, box: _mean(sources, name, state[name].dtype)  # noqa: E731
+    write_streamed(output, info, state, mean_of_box, max_bytes=math.inf)
     written = read_manifest(output)
     if problem := next(damage(output, written), None):
         remove(output)
         raise CheckpointError(f"{output} was written, but not as it should be: {problem}")
     read_index(output)
-    parts = ", ".join(f"{source.weight:.3g} x {source.path}" for source in sources)
-    print(f"{parts} -> {output}: {written.parameters:,} parameters, {dtype}")
+    terms = ", ".join(f"{source.weight:.3g} x {source.path}" for source in sources)
+    print(f"{terms} -> {output}: {written.parameters:,} parameters, {dtype}")
 
 
 def _sources(paths: Sequence[Path], weights: Sequence[float], averaged: bool) -> list[_Source]:
@@ -118,11 +121,11 @@ def _sources(paths: Sequence[Path], weights: Sequence[float], averaged: bool) ->
         )
         raise ConfigError([problem])
     total = math.fsum(shares)
-    found: list[_Source] = []
+    sources: list[_Source] = []
     for path, share in zip(paths, shares, strict=True):
         step = checkpoints_at(path)[-1]
         step = step if is_remote(step) else step.resolve()
-        if twice := [source for source in found if source.path == step]:
+        if twice := [source for source in sources if source.path == step]:
             raise UserError(
                 f"{twice[0].path} is named twice (a folder of checkpoints means its newest); "
                 "name it once"
@@ -130,15 +133,17 @@ def _sources(paths: Sequence[Path], weights: Sequence[float], averaged: bool) ->
         manifest = read_manifest(step)
         if averaged:
             check_averaged(step, manifest)
-        found.append(_Source(step, manifest, Reader(step), share / total, averaged=averaged))
-    for source in found[1:]:
-        for difference in _differences(found[0], source):
-            raise UserError(f"{source.path} is of another model than {found[0].path}: {difference}")
-    return sorted(found, key=lambda source: (source.manifest.step, str(source.path)))
+        sources.append(_Source(step, manifest, Reader(step), share / total, averaged=averaged))
+    for source in sources[1:]:
+        for difference in _differences(sources[0], source):
+            raise UserError(
+                f"{source.path} is of another model than {sources[0].path}: {difference}"
+            )
+    return sorted(sources, key=lambda source: (source.manifest.step, str(source.path)))
 
 
 def _differences(a: _Source, b: _Source) -> Iterator[str]:
-    """What keeps two checkpoints from being merged."""
+    """The differences that keep two checkpoints from being merged."""
     first = a.manifest.model
     second = b.manifest.model
     for key in sorted(first.keys() | second.keys()):
@@ -159,7 +164,7 @@ def _differences(a: _Source, b: _Source) -> Iterator[str]:
 
 
 def _record(source: _Source) -> Merged:
-    """What the manifest says about a source."""
+    """The manifest's record of a source."""
     return Merged(
         checkpoint=str(source.path),
         step=source.manifest.step,
@@ -169,7 +174,7 @@ def _record(source: _Source) -> Merged:
 
 
 def _mean(sources: Sequence[_Source], name: str, dtype: torch.dtype) -> Tensor:
-    """The mean of one tensor in `dtype`; of integers, which are counters, the newest values."""
+    """The mean of one tensor in `dtype`. Integers are counters: their newest values are taken."""
     if not dtype.is_floating_point:
         return read_tensor(sources[-1].reader, name)
     size = sources[-1].reader.read_metadata().state_dict_metadata[name].size
@@ -177,9 +182,9 @@ def _mean(sources: Sequence[_Source], name: str, dtype: torch.dtype) -> Tensor:
     for source in sources:
         _add(total, read_tensor(source.reader, source.key(name)).flatten(), source.weight)
     mean = torch.empty(len(total), dtype=dtype)
-    for part, piece in zip(mean.split(_PIECE), total.split(_PIECE), strict=True):
-        part.copy_(piece)
-    if not all(part.isfinite().all() for part in mean.split(_PIECE)):
+    for target, piece in zip(mean.split(_PIECE), total.split(_PIECE), strict=True):
+        target.copy_(piece)
+    if not all(target.isfinite().all() for target in mean.split(_PIECE)):
         raise CheckpointError(
             f"{name}: the mean holds NaN or infinity, in {str(dtype).removeprefix('torch.')}"
         )
@@ -188,5 +193,5 @@ def _mean(sources: Sequence[_Source], name: str, dtype: torch.dtype) -> Tensor:
 
 def _add(total: Tensor, value: Tensor, weight: float) -> None:
     """Add `weight` times `value` to a sum in fp64. `value` is freed before the next one is read."""
-    for part, piece in zip(total.split(_PIECE), value.split(_PIECE), strict=True):
-        part.add_(piece.double(), alpha=weight)
+    for target, piece in zip(total.split(_PIECE), value.split(_PIECE), strict=True):
+        target.add_(piece.double(), alpha=weight)

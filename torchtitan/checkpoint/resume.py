@@ -16,7 +16,7 @@ from torchtitan.checkpoint.commit import step_folder
 from torchtitan.checkpoint.format.index import data_files
 from torchtitan.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
 from torchtitan.checkpoint.load import Reader, load
-from torchtitan.checkpoint.state import Trained, allocate_optimizer_state, check_tensors
+from torchtitan.checkpoint.state import TrainedModel, allocate_optimizer_state, check_tensors
 from torchtitan.checkpoint.writer import VISIBLE_WITHIN
 from torchtitan.data.read.contents import FileLists
 from torchtitan.parallel.agree import from_rank_0, together
@@ -49,7 +49,7 @@ def load_newest(
     storage: Storage,
     folder: Path,
     steps: Sequence[int],
-    trained: Trained,
+    trained: TrainedModel,
     exclude: Collection[str] = (),
 ) -> Resumed | None:
     """Load the newest of `steps` that is undamaged and resumable; None if there are no steps.
@@ -86,7 +86,7 @@ def load_newest(
 
 
 def load_initial(
-    storage: Storage, path: Path, trained: Trained, *, model_only: bool
+    storage: Storage, path: Path, trained: TrainedModel, *, model_only: bool
 ) -> Resumed | None:
     """Start from a checkpoint of another run.
 
@@ -170,7 +170,7 @@ def _seen(path: Path, read: Callable[[Path], bytes]) -> bytes | None:
 
 
 def _opened(storage: Storage, path: Path) -> tuple[Manifest, Reader]:
-    """A checkpoint that looks intact: each rank checks the sizes of a share of the files.
+    """Open a checkpoint and check that it looks intact: each rank checks the sizes of some files.
 
     Manifest and index are read by rank 0 alone.
 
@@ -194,7 +194,9 @@ def _opened(storage: Storage, path: Path) -> tuple[Manifest, Reader]:
     return manifest, together(check)
 
 
-def _load(reader: Reader, manifest: Manifest, trained: Trained, exclude: Collection[str]) -> None:
+def _load(
+    reader: Reader, manifest: Manifest, trained: TrainedModel, exclude: Collection[str]
+) -> None:
     """Load the tensors in place.
 
     Raises:

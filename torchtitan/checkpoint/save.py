@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchtitan.checkpoint.commit import discard
 from torchtitan.checkpoint.format.manifest import CheckpointInfo, Written
-from torchtitan.checkpoint.load import RankError, describe
+from torchtitan.checkpoint.load import PhaseError, describe
 from torchtitan.checkpoint.writer import CommittingWriter, LocalPlan
 from torchtitan.parallel.agree import from_all
 from torchtitan.utils.errors import FormatBugError
@@ -30,7 +30,7 @@ from torchtitan.utils.errors import FormatBugError
 NUMBERS = 4
 """Numbers that ranks exchange after a phase; the first counts the ranks that failed."""
 _TEXT_LENGTH = 1000
-"""Characters of an error's description, at most."""
+"""Maximum number of characters of an error's description."""
 
 
 class Phases:
@@ -41,8 +41,8 @@ class Phases:
     def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False):
         """
         Args:
-            group: of all ranks, with gloo; its timeout bounds the wait for the slowest rank. None:
-                the default group.
+            group: all ranks, with gloo; its timeout bounds the wait for the slowest rank. None: the
+                default group.
             alone: this process saves by itself.
         """
         self.group = group
@@ -60,7 +60,8 @@ class Phases:
             The numbers' sums over all ranks, modulo 2^64.
 
         Raises:
-            RankError: it failed on some rank; on every rank the same. The cause itself if `alone`.
+            PhaseError: the phase failed on some rank; every rank raises the same error. If `alone`,
+                the cause itself is raised.
         """
         values: Sequence[int] = ()
         cause = None
@@ -77,7 +78,7 @@ class Phases:
         if cause is not None or sums[0] > 0:
             texts = from_all("" if cause is None else describe(cause)[:_TEXT_LENGTH], self.group)
             rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
-            raise RankError(f"rank {rank}: {text}") from cause
+            raise PhaseError(f"rank {rank}: {text}") from cause
         return sums[1:]
 
 
@@ -87,11 +88,11 @@ class Writer(Protocol):
     def begin(self) -> int:
         """Prepare to write, on rank 0; returns the number of the save, of 62 bits."""
 
-    def plan(self, planner: DefaultSavePlanner, rank: int, world: int, places: int) -> LocalPlan:
+    def plan(self, planner: DefaultSavePlanner, rank: int, world: int, pp_degree: int) -> LocalPlan:
         """What this rank writes."""
 
     def write(self, save: str, rank: int, plan: LocalPlan, planner: SavePlanner) -> tuple[int, int]:
-        """Write what this rank plans; number and bytes of its files."""
+        """Write what this rank plans; returns number and bytes of its files."""
 
     def finish(self, save: str, written: Written) -> None:
         """Commit, on rank 0."""
@@ -103,7 +104,7 @@ def save(
     planner: DefaultSavePlanner | None = None,
     group: dist.ProcessGroup | None = None,
     *,
-    places: int = 1,
+    pp_degree: int = 1,
     alone: bool = False,
 ) -> None:
     """Save a checkpoint, on all ranks together.
@@ -112,13 +113,14 @@ def save(
     have written, and when rank 0 has committed.
 
     Args:
-        state: the tensors by part and name, or what will be.
-        group: of all ranks, with gloo; None: the default one.
-        places: of the pipeline; ranks at one of them hold the same tensors, or shards of them.
+        state: the tensors by section (`model`, `optimizer`, `ema`) and name, or a future of them.
+        group: all ranks, with gloo; None: the default group.
+        pp_degree: pipeline-parallel degree. Ranks at the same position of the pipeline hold the
+            same tensors, or shards of them.
         alone: this process saves by itself.
 
     Raises:
-        RankError: it failed on some rank; on every rank the same.
+        PhaseError: the save failed on some rank; every rank raises the same error.
     """
     phases = Phases(group, alone=alone)
     rank = phases.rank
@@ -129,7 +131,7 @@ def save(
         writer = open_writer()
         tensors = state.result() if isinstance(state, concurrent.futures.Future) else state
         planner.set_up_planner(tensors, is_coordinator=rank == 0)
-        plan = writer.plan(planner, rank, phases.world, places)
+        plan = writer.plan(planner, rank, phases.world, pp_degree)
         prepared.append((writer, plan))
         return (writer.begin() if rank == 0 else 0), plan.agreement
 
@@ -209,16 +211,16 @@ class Stager(DefaultStager):
 
 
 class LazyPlanner(DefaultSavePlanner):
-    """Plans a save of meta tensors, and makes each piece of them only when it is written."""
+    """Plans a save of meta tensors, and computes each piece of them only when it is written."""
 
-    def __init__(self, make: Callable[[str, tuple[slice, ...]], Tensor], most: float):
+    def __init__(self, make_box: Callable[[str, tuple[slice, ...]], Tensor], max_bytes: float):
         super().__init__()
-        self.make = make
-        self.most = most
+        self.make_box = make_box
+        self.max_bytes = max_bytes
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        items = [piece for item in plan.items for piece in _rows(item, self.most)]
+        items = [piece for item in plan.items for piece in _rows(item, self.max_bytes)]
         self.plan = replace(plan, items=items)
         return self.plan
 
@@ -227,24 +229,24 @@ class LazyPlanner(DefaultSavePlanner):
         chunk = write_item.tensor_data.chunk
         ends = zip(chunk.offsets, chunk.sizes, strict=True)
         box = tuple(slice(start, start + size) for start, size in ends)
-        return self.make(write_item.index.fqn, box)
+        return self.make_box(write_item.index.fqn, box)
 
 
-def _rows(item: WriteItem, most: float) -> Iterator[WriteItem]:
-    """An item, cut along its first dimension into such of at most `most` bytes, or one row."""
-    about = item.tensor_data
-    assert about is not None
-    size = about.size.numel() * about.properties.dtype.itemsize
-    if size <= most:
+def _rows(item: WriteItem, max_bytes: float) -> Iterator[WriteItem]:
+    """An item, cut along its first dimension into items of at most `max_bytes`, or of one row."""
+    tensor = item.tensor_data
+    assert tensor is not None
+    size = tensor.size.numel() * tensor.properties.dtype.itemsize
+    if size <= max_bytes:
         yield item
         return
-    rows = max(1, int(most * about.size[0] / size))
-    for start in range(0, about.size[0], rows):
-        offsets = torch.Size((start, *(0 for _ in about.size[1:])))
-        sizes = torch.Size((min(rows, about.size[0] - start), *about.size[1:]))
+    rows = max(1, int(max_bytes * tensor.size[0] / size))
+    for start in range(0, tensor.size[0], rows):
+        offsets = torch.Size((start, *(0 for _ in tensor.size[1:])))
+        sizes = torch.Size((min(rows, tensor.size[0] - start), *tensor.size[1:]))
         chunk = ChunkStorageMetadata(offsets, sizes)
         index = replace(item.index, offset=offsets)
-        data = replace(about, chunk=chunk)
+        data = replace(tensor, chunk=chunk)
         yield WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
 
@@ -252,24 +254,24 @@ def write_streamed(
     final: Path,
     info: CheckpointInfo,
     state: dict[str, Any],
-    make: Callable[[str, tuple[slice, ...]], Tensor],
-    most: float = 2**25,
+    make_box: Callable[[str, tuple[slice, ...]], Tensor],
+    max_bytes: float = 2**25,
 ) -> None:
     """Write a checkpoint in one process, a piece of a tensor in memory at a time; a failure leaves
     nothing.
 
     Args:
-        final: its folder.
-        info: what its manifest says beside its files.
+        final: the checkpoint's folder.
+        info: the part of the manifest that isn't about files.
         state: the tensors, on the meta device.
-        make: returns a box of a tensor, by its key and a slice of each dimension.
-        most: bytes of the tensors that are made whole. Larger ones are made in rows of the first
-            dimension.
+        make_box: returns a box of a tensor, by its key and a slice of each dimension.
+        max_bytes: size up to which a tensor is made whole. Larger ones are made in rows of the
+            first dimension.
     """
     # DCP holds all tensors of a file until it is complete, hence one file per tensor.
     open_writer = partial(CommittingWriter, final, info, file_per_tensor=True)
     try:
-        save(state, open_writer, LazyPlanner(make, most), alone=True)
+        save(state, open_writer, LazyPlanner(make_box, max_bytes), alone=True)
     except BaseException:
         with suppress(Exception):
             discard(final)

@@ -56,22 +56,24 @@ def optimizer_state(models: Sequence[nn.Module], optimizer: AnyOptimizer) -> dic
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What a run trains, and so saves."""
+class TrainedModel:
+    """The model that a run trains, with its optimizer and average: what checkpoints save."""
 
     models: Sequence[nn.Module]
     """This rank's pipeline stages, or the whole model."""
     optimizer: AnyOptimizer
     average: WeightAverage | None = None
     """The average of the weights, if the run keeps one."""
-    places: int = 1
-    """Of the pipeline; ranks at one of them hold the same tensors, or shards of them."""
+    pp_degree: int = 1
+    """Pipeline-parallel degree. Ranks at one position of the pipeline hold the same tensors, or
+    shards of them.
+    """
 
     def tensors(self, exclude: Collection[str] = ()) -> State:
-        """All tensors by part, not copied.
+        """All tensors by section (`model`, `optimizer`, `ema`), not copied.
 
         Args:
-            exclude: parts to leave out.
+            exclude: sections to leave out.
         """
         state: State = {}
         if "model" not in exclude:
@@ -83,7 +85,7 @@ class Trained:
         return state
 
     def weights(self, dtype: torch.dtype, *, averaged: bool) -> State:
-        """The parameters in `dtype`, or their average, and the buffers."""
+        """The parameters, or their average, in `dtype`, and the buffers."""
         state = model_state(self.models)
         if averaged and self.average is not None:
             state |= self.average.current()
@@ -143,7 +145,7 @@ def check_tensors(state: State, reader: Reader) -> None:
         )
 
 
-def check_own_model(model: nn.Module, reader: Reader) -> None:
+def check_matches_manifest(model: nn.Module, reader: Reader) -> None:
     """
     Args:
         model: as the checkpoint's manifest describes it, on the meta device: it may be larger than
@@ -179,7 +181,7 @@ def differences(state: State, reader: Reader) -> list[str]:
 def model_of(
     step: Path, manifest: Manifest, custom_import: str | None = None
 ) -> tuple[ModelSpec, Any, str]:
-    """Family, hyper-parameters and tokenizer folder of the model of a checkpoint.
+    """Family, hyper-parameters and tokenizer folder of a checkpoint's model.
 
     Args:
         custom_import: module that registers the family. The checkpoint's own is never imported, or

@@ -29,7 +29,7 @@ from torchtitan.checkpoint.commit import (
     step_folder,
     write_file,
 )
-from torchtitan.checkpoint.format.index import files_of
+from torchtitan.checkpoint.format.index import listed_files
 from torchtitan.checkpoint.format.manifest import (
     MANIFEST,
     FileEntry,
@@ -45,7 +45,7 @@ from torchtitan.utils.wording import listed, plural, show_duration
 
 _CHUNK = 1 << 22
 _BLOCK = 1 << 25
-"""Bytes held in memory and sent as one part; object stores take up to 10,000 parts a file."""
+"""Bytes held in memory and sent as one part; object stores allow 10,000 parts per file."""
 _POLL_SECONDS = 2.0
 _RETRY_SECONDS = 60.0
 _PATIENCE_SECONDS = 1800.0
@@ -70,17 +70,17 @@ def send(
     *,
     proceed: Callable[[], object] = lambda: None,
 ) -> int | None:
-    """Copy what is missing of a checkpoint, or a rank's share of its files, to object storage.
+    """Copy the missing files of a checkpoint, or a rank's share of them, to object storage.
 
     Args:
         proceed: called before each block; may raise.
 
     Returns:
-        Bytes that were sent; None if other ranks must first do their part.
+        Number of bytes sent; None if other ranks must send their files first.
 
     Raises:
         GoneError: the checkpoint was deleted.
-        DamageError: it is damaged, or something else is in its place at the URL.
+        DamageError: it is damaged, or the URL holds something else.
         OSError: the storage failed.
     """
     try:
@@ -93,12 +93,12 @@ def send(
     if not _begun(target, hashlib.sha256(content).hexdigest().encode(), rank):
         return None
     sent = 0
-    there = _sizes(target)
+    uploaded = _sizes(target)
     try:
-        for name, about in files_of(source, manifest, rank, world):
-            if there.get(name) != about.bytes:
-                _send_file(source, target, name, about, proceed=proceed)
-                sent += about.bytes
+        for name, entry in listed_files(source, manifest, rank, world):
+            if uploaded.get(name) != entry.bytes:
+                _send_file(source, target, name, entry, proceed=proceed)
+                sent += entry.bytes
     except DamageError as error:
         if not (source / MANIFEST).exists():
             raise GoneError(f"{source} was deleted") from None
@@ -108,32 +108,35 @@ def send(
         write_file(target / _DAMAGE, str(error).encode())  # for rank 0
         raise
     if rank == 0:
-        there = _sizes(target)
-        if _DAMAGE in there:
+        uploaded = _sizes(target)
+        if _DAMAGE in uploaded:
             raise DamageError((_read(target / _DAMAGE) or b"").decode())
-        if not _complete(there, manifest):
+        if not _complete(uploaded, manifest):
             return None
         write_file(target / MANIFEST, content)
         patiently(target, lambda: (target / MARK).unlink(missing_ok=True))
     return sent
 
 
-def _complete(there: Mapping[str, int], manifest: Manifest) -> bool:
-    """Whether files of these sizes are all of a checkpoint's but the manifest."""
-    if any(there.get(name) != about.bytes for name, about in manifest.files.items()):
+def _complete(uploaded: Mapping[str, int], manifest: Manifest) -> bool:
+    """Whether files of these sizes are all of a checkpoint's files, except the manifest."""
+    if any(uploaded.get(name) != entry.bytes for name, entry in manifest.files.items()):
         return False
-    others = [size for name, size in there.items() if name.startswith("__")]
-    return len(others) + len(manifest.files) == manifest.file_count() and (
-        sum(others) + sum(file.bytes for file in manifest.files.values()) == manifest.file_bytes()
+    rank_files = [size for name, size in uploaded.items() if name.startswith("__")]
+    return len(rank_files) + len(manifest.files) == manifest.file_count() and (
+        sum(rank_files) + sum(file.bytes for file in manifest.files.values())
+        == manifest.file_bytes()
     )
 
 
 def _begun(target: Path, seal: bytes, rank: int) -> bool:
-    """Whether the files at the URL belong to the manifest of this SHA-256; rank 0 makes sure."""
-    found = _read(target / MARK)
-    if found == seal or rank != 0:
-        return found == seal
-    if found is None and _read(target / MANIFEST) is None and _sizes(target):
+    """Whether the files at the URL belong to the manifest with this SHA-256. On rank 0 they do
+    afterwards: it deletes others.
+    """
+    mark = _read(target / MARK)
+    if mark == seal or rank != 0:
+        return mark == seal
+    if mark is None and _read(target / MANIFEST) is None and _sizes(target):
         raise DamageError(
             f"{target} has files, but is no checkpoint of this project; move them away"
         )
@@ -164,9 +167,9 @@ def _sizes(folder: Any) -> dict[str, int]:
 
 
 def _send_file(
-    source: Path, target: Path, name: str, about: FileEntry, proceed: Callable[[], object]
+    source: Path, target: Path, name: str, entry: FileEntry, proceed: Callable[[], object]
 ) -> None:
-    """Copy a file, a block in memory at a time, and compare its checksum on the way."""
+    """Copy a file, with one block in memory at a time, and verify its checksum."""
     path = target / name
 
     def copy() -> int:
@@ -179,7 +182,7 @@ def _send_file(
         return crc32
 
     try:
-        if patiently(target, copy) != about.crc32:
+        if patiently(target, copy) != entry.crc32:
             raise DamageError(f"{source} is damaged: {name} has a wrong checksum")
     except BaseException as error:
         with suppress(Exception):
@@ -206,8 +209,8 @@ class Uploader:
         """
         Args:
             target: a URL.
-            keep_latest: as `checkpoint.keep_latest_k`, also of the copies.
-            keep_every: as `checkpoint.keep_every_n`.
+            keep_latest: `checkpoint.keep_latest_k`, which applies to the copies, too.
+            keep_every: `checkpoint.keep_every_n`, likewise.
             confirm: called by rank 0 before it changes anything; raises if another run has taken
             the URL.
         """
@@ -219,7 +222,7 @@ class Uploader:
         self.keep_every = keep_every
         self.confirm = confirm
         self._done: dict[int, str] = {}
-        """Steps that this rank is done with (sent, or damaged), by the state of their manifest."""
+        """State of the manifest of each step that this rank has sent, or found damaged."""
         self._wake = threading.Event()
         self._finishing = threading.Event()
         self._stopped = threading.Event()
@@ -243,7 +246,7 @@ class Uploader:
                 logger.info(f"Waiting for the upload of {_names(waiting)} to {self.target}")
 
     def stop(self) -> None:
-        """Leave the rest to the next start."""
+        """Leave the remaining uploads to the next start."""
         if self.rank == 0 and (waiting := self._pending()):
             logger.info(f"Not uploaded yet: {_names(waiting)}; the next start continues")
         self._stopped.set()
@@ -285,10 +288,10 @@ class Uploader:
         return [step for step in steps if self._done.get(step) != self._state(step)]
 
     def _state(self, step: int) -> str:
-        """Changes when a step is saved again."""
+        """A text that changes when a step is saved again."""
         with suppress(OSError):
-            about = (step_folder(self.source, step) / MANIFEST).stat()
-            return f"{about.st_mtime_ns} {about.st_ino}"
+            status = (step_folder(self.source, step) / MANIFEST).stat()
+            return f"{status.st_mtime_ns} {status.st_ino}"
         return ""
 
     def _send_all(self) -> None:
@@ -309,7 +312,7 @@ class Uploader:
             self._stopped.wait(_POLL_SECONDS)
 
     def _send(self, step: int) -> bool:
-        """Send a checkpoint, or this rank's share; whether nothing is left to do."""
+        """Send a checkpoint, or this rank's share; returns whether nothing is left to do."""
         self._proceed()
         state = self._state(step)
         began = time.monotonic()

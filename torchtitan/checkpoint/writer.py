@@ -1,5 +1,5 @@
-"""What a save writes: each rank its tensors through DCP's writer, and a file about them; then rank
-0 what all ranks have in common, and the manifest, which commits it.
+"""The writing of a checkpoint. Each rank writes its tensors through DCP's writer, and a file that
+lists them; then rank 0 writes the common files and the manifest, which commits the checkpoint.
 """
 
 import concurrent.futures
@@ -28,13 +28,13 @@ from torch.futures import Future
 from torchtitan.checkpoint.commit import begin, commit, temporary_folder, write_file
 from torchtitan.checkpoint.format.index import (
     INDEX,
+    IndexedTensor,
     RankFile,
-    TensorPart,
-    TensorPlaces,
+    StoredChunk,
     WrittenTensor,
     add_written,
     dtype_name,
-    name_of,
+    rank_file_name,
     read_rank,
     render_index,
     render_rank,
@@ -57,15 +57,15 @@ from torchtitan.utils.errors import CheckpointError, DamageError, FormatBugError
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 
 VISIBLE_WITHIN = 60.0
-"""Seconds in which a rank must see what another one has written; by default NFS caches a folder's
-names this long.
+"""Seconds within which a rank must see what another one has written; by default NFS caches a
+folder's names this long.
 """
 _REQUESTS = 32
 """Files that rank 0 reads from object storage at once."""
 
 
 class _Files(FileSystemBase):
-    """DCP's writing of files, by path or by URL. Keeps the checksums of what was written."""
+    """DCP's file operations, for paths and URLs. Keeps the checksums of written files."""
 
     def __init__(self) -> None:
         self.written: dict[str, SummedFile] = {}
@@ -107,8 +107,8 @@ class _Files(FileSystemBase):
 
 
 class CommittingWriter(FileSystemWriter):
-    """Every rank writes its files and what is in them; then rank 0 writes the manifest and
-    commits.
+    """Writes one checkpoint: every rank writes its files and their list; then rank 0 writes the
+    manifest, and commits.
     """
 
     def __init__(
@@ -118,24 +118,24 @@ class CommittingWriter(FileSystemWriter):
         confirm: Callable[[], object] = lambda: None,
         committed: Callable[[], None] = lambda: None,
         *,
-        beside: Mapping[str, bytes] | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
         staged: bool = False,
         file_per_tensor: bool = False,
     ):
         """
         Args:
             final: the checkpoint's folder.
-            info: what its manifest says beside its files.
+            info: the part of the manifest that isn't about files.
             confirm: called by rank 0 before it writes and before it commits; may raise.
-            committed: called by rank 0 afterwards.
-            beside: further files, by name.
+            committed: called by rank 0 after it has committed.
+            extra_files: further files, by name.
             staged: the tensors are on the host; DCP would create a stream on the first GPU.
         """
         self.final = final
         self.info = info
         self.confirm = confirm
         self.committed = committed
-        self.beside = beside or {}
+        self.extra_files = extra_files or {}
         self.file_per_tensor = file_per_tensor
         super().__init__(str(final), sync_files=not is_remote(final))
         if staged:
@@ -149,14 +149,16 @@ class CommittingWriter(FileSystemWriter):
         begin(self.final)
         return secrets.randbits(62)
 
-    def plan(self, planner: DefaultSavePlanner, rank: int, world: int, places: int) -> "LocalPlan":
+    def plan(
+        self, planner: DefaultSavePlanner, rank: int, world: int, pp_degree: int
+    ) -> "LocalPlan":
         """What this rank writes, see `local_plan`."""
-        return local_plan(planner, rank, world, places)
+        return local_plan(planner, rank, world, pp_degree)
 
     def write(
         self, save: str, rank: int, plan: "LocalPlan", planner: SavePlanner
     ) -> tuple[int, int]:
-        """Write this rank's tensors, and what they are; number and bytes of its files.
+        """Write this rank's tensors and the list of them; returns number and bytes of its files.
 
         Args:
             save: the save's number.
@@ -168,14 +170,14 @@ class CommittingWriter(FileSystemWriter):
         write = super().write_data
         results: list[WriteResult] = []
         make_folder(self.path)
-        for part in self._files_of(plan):
-            results += patiently(self.final, partial(_wait, write, part, planner))
+        for file_plan in self._files_of(plan):
+            results += patiently(self.final, partial(_wait, write, file_plan, planner))
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def _files_of(self, plan: SavePlan) -> Iterator[SavePlan]:
-        """The plan of each file."""
+        """Split a plan into one for each file."""
         if not self.file_per_tensor:
             if plan.items:
                 yield plan
@@ -185,44 +187,46 @@ class CommittingWriter(FileSystemWriter):
             tensors.setdefault(item.index.fqn, []).append(item)
         prefix = plan.storage_data.prefix
         for i, items in enumerate(tensors.values()):
-            place = replace(plan.storage_data, prefix=f"{prefix}{i}_")
-            yield replace(plan, items=items, storage_data=place)
+            storage = replace(plan.storage_data, prefix=f"{prefix}{i}_")
+            yield replace(plan, items=items, storage_data=storage)
 
     def _describe(
         self, save: str, rank: int, plan: "LocalPlan", results: Sequence[WriteResult]
     ) -> tuple[int, int]:
-        """Write the file about what this rank has written."""
-        places = {result.index: result.storage_data for result in results}
+        """Write `__N.json`, which lists what this rank has written."""
+        locations = {result.index: result.storage_data for result in results}
         tensors: dict[str, WrittenTensor] = {}
         for item in plan.items.items:
             key = item.index.fqn
-            about = item.tensor_data
-            assert about is not None, f"{key} is not a tensor"
-            place = places[item.index]
-            part = TensorPart(
-                offsets=tuple(about.chunk.offsets),
-                sizes=tuple(about.chunk.sizes),
-                file=place.relative_path,
-                start=place.offset,
-                length=place.length,
-                crc32=self.fs.written[place.relative_path].crc32_of(place.offset, place.length),
+            tensor = item.tensor_data
+            assert tensor is not None, f"{key} is not a tensor"
+            location = locations[item.index]
+            stored_chunk = StoredChunk(
+                offsets=tuple(tensor.chunk.offsets),
+                sizes=tuple(tensor.chunk.sizes),
+                file=location.relative_path,
+                start=location.offset,
+                length=location.length,
+                crc32=self.fs.written[location.relative_path].crc32_of(
+                    location.offset, location.length
+                ),
             )
             if key not in tensors:
                 tensors[key] = WrittenTensor(
-                    dtype=dtype_name(about.properties.dtype),
-                    size=tuple(about.size),
+                    dtype=dtype_name(tensor.properties.dtype),
+                    size=tuple(tensor.size),
                     layout=plan.layouts[key],
                     parts=[],
                 )
-            tensors[key].parts.append(part)
+            tensors[key].parts.append(stored_chunk)
         files = {name: self.fs.sums(name) for name in self.fs.written}
-        about = RankFile(save=save, rank=rank, data=self._lanes(), files=files, tensors=tensors)
-        content = render_rank(about)
-        write_file(self.path / name_of(rank), content)
+        record = RankFile(save=save, rank=rank, data=self._lanes(), files=files, tensors=tensors)
+        content = render_rank(record)
+        write_file(self.path / rank_file_name(rank), content)
         return len(files) + 1, len(content) + sum(file.bytes for file in files.values())
 
     def _lanes(self) -> DataPosition | None:
-        """This rank's lanes of the data, of which the manifest has all."""
+        """This rank's data lanes; the manifest has those of all ranks."""
         if self.info.train_state is None:
             return None
         data = self.info.train_state.data
@@ -231,29 +235,29 @@ class CommittingWriter(FileSystemWriter):
         return DataPosition(step=data.step, shares=data.shares, sources=data.sources)
 
     def _state(self, lanes: Sequence[DataPosition]) -> TrainState | None:
-        """The state of the run, with the lanes of all ranks."""
+        """The state of the run, with the data lanes of all ranks."""
         state = self.info.train_state
         if state is None:
             return None
         return state.model_copy(update={"data": complete_state(state.data, lanes or [state.data])})
 
     def finish(self, save: str, written: Written) -> None:
-        """Write what all ranks have in common, and commit; on rank 0.
+        """Write the files that no single rank owns, and commit; on rank 0.
 
         Raises:
             FormatBugError: the ranks have not written all of every tensor.
         """
-        tensors, metadata, results, lanes = gathered(self.path, save, written.ranks)
+        tensors, metadata, results, lanes = read_written(self.path, save, written.ranks)
         finish = super().finish
         patiently(self.final, lambda: finish(metadata, [results]))
         files = {".metadata": self.fs.sums(".metadata")}
-        for name, content in {**self.beside, INDEX: render_index(tensors)}.items():
+        for name, content in {**self.extra_files, INDEX: render_index(tensors)}.items():
             write_file(self.path / name, content)
             files[name] = FileEntry(bytes=len(content), crc32=zlib.crc32(content))
         self.confirm()  # at a URL, the manifest commits
         sizes = {
-            key: (about.size, about.properties.dtype)
-            for key, about in metadata.state_dict_metadata.items()
+            key: (tensor.size, tensor.properties.dtype)
+            for key, tensor in metadata.state_dict_metadata.items()
         }
         manifest = {
             **dict(self.info),
@@ -274,17 +278,17 @@ class CommittingWriter(FileSystemWriter):
 
 
 def measure(tensors: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Any]:
-    """The manifest's `parameters` and `tensor_bytes`, by part and dtype."""
+    """The manifest's `parameters`, and `tensor_bytes` by section and dtype."""
     parameters = 0
-    parts: dict[str, dict[str, int]] = {}
+    bytes_by_part: dict[str, dict[str, int]] = {}
     for key, (size, dtype) in tensors.items():
-        part = key.split(".")[0]
-        if part == "model":
+        section = key.split(".")[0]
+        if section == "model":
             parameters += size.numel()
-        sizes = parts.setdefault(part, {})
+        sizes = bytes_by_part.setdefault(section, {})
         name = dtype_name(dtype)
         sizes[name] = sizes.get(name, 0) + size.numel() * dtype.itemsize
-    return {"parameters": parameters, "tensor_bytes": parts}
+    return {"parameters": parameters, "tensor_bytes": bytes_by_part}
 
 
 def _wait(
@@ -299,24 +303,24 @@ def _wait(
 
 
 class LocalPlan(NamedTuple):
-    """What one rank writes."""
+    """The tensors that one rank writes."""
 
     items: SavePlan
     layouts: dict[str, Layout | None]
-    """The layout of each tensor of the rank; None if its box isn't where the layout has it."""
+    """The layout of each tensor of the rank; None if the rank's box differs from the layout's."""
     agreement: int
-    """Sums to 0 (modulo 2^64) over all ranks if all ranks at each place of the pipeline hold the
-    same tensors.
+    """A number whose sum over all ranks is 0 (modulo 2^64) if all ranks at the same position of the
+    pipeline hold the same tensors.
     """
 
 
-def local_plan(planner: DefaultSavePlanner, rank: int, world: int, places: int) -> LocalPlan:
-    """What this rank writes, as every rank derives it without a message.
+def local_plan(planner: DefaultSavePlanner, rank: int, world: int, pp_degree: int) -> LocalPlan:
+    """Derive what this rank writes, without a message; every rank's plan follows from its rank.
 
     Args:
-        places: of the pipeline.
+        pp_degree: pipeline-parallel degree.
     """
-    count = world // places
+    count = world // pp_degree
     holders = range(rank // count * count, (rank // count + 1) * count)
     tensor_shares, digest = shares(planner.state_dict, rank, holders)
     layouts: dict[str, Layout | None] = {}
@@ -325,16 +329,16 @@ def local_plan(planner: DefaultSavePlanner, rank: int, world: int, places: int) 
     for item in plan.items:
         key = item.index.fqn
         share = tensor_shares[key]
-        about = item.tensor_data
-        assert about is not None, f"{key} is not a tensor"
+        tensor = item.tensor_data
+        assert tensor is not None, f"{key} is not a tensor"
         layouts[key] = share.layout
         whole = item.type is WriteItemType.TENSOR or not isinstance(
             planner.state_dict[key], DTensor
         )
-        if not share.writes or not (about.chunk.sizes.numel() or rank == share.layout.first):
+        if not share.writes or not (tensor.chunk.sizes.numel() or rank == share.layout.first):
             continue
-        box = share.layout.box(tuple(about.size), rank)
-        if not whole and box != (tuple(about.chunk.offsets), tuple(about.chunk.sizes)):
+        box = share.layout.box(tuple(tensor.size), rank)
+        if not whole and box != (tuple(tensor.chunk.offsets), tuple(tensor.chunk.sizes)):
             layouts[key] = None
         items.append(item)
     prefix = _StoragePrefix(f"__{rank}_")
@@ -343,48 +347,50 @@ def local_plan(planner: DefaultSavePlanner, rank: int, world: int, places: int) 
 
 
 def _wrapped(number: int) -> int:
-    """A number modulo 2^64, as an int64."""
+    """`number` modulo 2^64, as an int64."""
     return (number + 2**63) % 2**64 - 2**63
 
 
 # ---- what all ranks have written
 
 
-def gathered(
+def read_written(
     path: Path, save: str, ranks: int
-) -> tuple[dict[str, TensorPlaces], Metadata, list[WriteResult], list[DataPosition]]:
-    """What all ranks have written: for the index, for DCP's metadata, and for the manifest.
+) -> tuple[dict[str, IndexedTensor], Metadata, list[WriteResult], list[DataPosition]]:
+    """Read all ranks' `__N.json`: returns the index, DCP's metadata and results, and data lanes.
 
     Raises:
-        FormatBugError: it is not all of every tensor.
+        FormatBugError: some elements of a tensor were not written.
     """
-    tensors: dict[str, TensorPlaces] = {}
+    tensors: dict[str, IndexedTensor] = {}
     metadata = Metadata({}, planner_data={})
     results: list[WriteResult] = []
     lanes = []
     for content in _read_all(path, save, ranks):
         lanes += [] if content.data is None else [content.data]
-        for key, found in content.tensors.items():
+        for key, written in content.tensors.items():
             if key not in tensors:
-                tensors[key] = TensorPlaces(dtype=found.dtype, size=found.size, layout=found.layout)
+                tensors[key] = IndexedTensor(
+                    dtype=written.dtype, size=written.size, layout=written.layout
+                )
             known = tensors[key]
-            if None not in (known.layout, found.layout) and known.layout != found.layout:
-                continue  # another place of the pipeline has it, too
-            if found.layout is None:
+            if None not in (known.layout, written.layout) and known.layout != written.layout:
+                continue  # another pipeline-parallel rank wrote it, too
+            if written.layout is None:
                 tensors[key] = known.model_copy(update={"layout": None})
-            results += add_written(metadata, key, found)
-    for key, about in metadata.state_dict_metadata.items():
-        filled = sum(chunk.sizes.numel() for chunk in about.chunks)
-        if filled != about.size.numel():
+            results += add_written(metadata, key, written)
+    for key, tensor in metadata.state_dict_metadata.items():
+        filled = sum(chunk.sizes.numel() for chunk in tensor.chunks)
+        if filled != tensor.size.numel():
             raise FormatBugError(
-                f"{key}: the ranks wrote {filled} elements of {about.size.numel()}: this is a bug "
+                f"{key}: the ranks wrote {filled} elements of {tensor.size.numel()}: this is a bug "
                 "in torchtitan, please report it with this line"
             )
     return tensors, metadata, results, lanes
 
 
 def _read_all(path: Path, save: str, ranks: int) -> Iterator[RankFile]:
-    """What each rank has written. Object storage takes long to answer, so it is asked for many."""
+    """The `__N.json` of each rank; from object storage many at once, as its latency is high."""
     read = partial(_read, path, save)
     if not is_remote(path):
         yield from map(read, range(ranks))
@@ -395,7 +401,7 @@ def _read_all(path: Path, save: str, ranks: int) -> Iterator[RankFile]:
 
 
 def _read(path: Path, save: str, rank: int) -> RankFile:
-    """What `rank` has just written. A network file system may show it late."""
+    """The `__N.json` of `rank`. A network file system may show it late."""
     start = time.monotonic()
     pause = 0.05
     while True:
@@ -405,10 +411,10 @@ def _read(path: Path, save: str, rank: int) -> RankFile:
             if not isinstance(error.__cause__, FileNotFoundError):
                 raise
             if time.monotonic() - start > VISIBLE_WITHIN:
+                file = path / rank_file_name(rank)
                 raise CheckpointError(
-                    f"{socket.gethostname()} doesn't see {path / name_of(rank)}, which rank {rank} "
-                    "has written; checkpoint.folder must be in a folder that all nodes share, or "
-                    "at a URL"
+                    f"{socket.gethostname()} doesn't see {file}, which rank {rank} has written; "
+                    "checkpoint.folder must be in a folder that all nodes share, or at a URL"
                 ) from error
         if not is_remote(path):
             with suppress(OSError):

@@ -95,7 +95,9 @@ def disagreements(tensors: Mapping[str, Tensor], mesh: Mesh, device: torch.devic
                     f"{names[index]} differs along {axis}: {_versions(ranks, column)}"
                 )
     return list(
-        dict.fromkeys(text for rank in agree.found(differences or None) for text in rank or ())
+        dict.fromkeys(
+            text for rank in agree.problems_from_all(differences or None) for text in rank or ()
+        )
     )
 
 

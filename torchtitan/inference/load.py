@@ -14,8 +14,13 @@ from torchtitan.checkpoint.commit import checkpoints_at, damage
 from torchtitan.checkpoint.format.manifest import read_manifest
 from torchtitan.checkpoint.hf.folder import SafetensorsReader, read_hf_config
 from torchtitan.checkpoint.hf.weights import check_hf, load_hf
-from torchtitan.checkpoint.load import Reader, alone
-from torchtitan.checkpoint.state import check_averaged, check_own_model, model_of, read_weights
+from torchtitan.checkpoint.load import Reader, without_dist_warning
+from torchtitan.checkpoint.state import (
+    check_averaged,
+    check_matches_manifest,
+    model_of,
+    read_weights,
+)
 from torchtitan.config.load.decode import load_config
 from torchtitan.config.load.extend import recorded_tokenizer
 from torchtitan.config.registry import import_custom
@@ -162,7 +167,7 @@ def open_tokenizer(source: ModelSource, assets: str | None) -> Tokenizer:
 
 def load_weights(source: ModelSource, models: Sequence[nn.Module]) -> None:
     """Fill the weights of a model, sharded or not, or of this rank's pipeline stages."""
-    with alone():
+    with without_dist_warning():
         if source.hugging_face:
             load_hf(models, source.folder, hf_map(source.spec).names(source.args))
         else:
@@ -195,7 +200,7 @@ def load(
     with torch.device("meta"):
         model: Any = source.spec.build(args, attention_backend(device.type))
     if not source.hugging_face:
-        check_own_model(model, Reader(source.folder))
+        check_matches_manifest(model, Reader(source.folder))
     model.to(getattr(torch, dtype or usual_dtype(device)))
     if mesh is not None:
         apply_tensor_parallel(

@@ -58,7 +58,7 @@ class Tasks:
                     problem = str(error)
                 except Exception as error:
                     problem = f"{type(error).__name__}: {error}"
-            for message in agree.found(problem):
+            for message in agree.problems_from_all(problem):
                 if message:
                     raise UserError(f"lm-eval can't load {', '.join(names)}: {message}")
 

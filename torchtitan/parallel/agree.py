@@ -1,7 +1,7 @@
-"""Agreement of all ranks on what they have found. All ranks call each function together.
+"""Exchange of small objects, such as problems, so that all ranks agree.
 
-What is usual costs the same on any number of ranks: a reduced number, a broadcast, or a tree. The
-objects of all ranks reach all ranks only through `from_all`.
+All ranks call each function together. The usual case costs the same on any number of ranks: a
+reduced number, a broadcast, or a tree. Only `from_all` sends all ranks' objects to all ranks.
 """
 
 from collections.abc import Callable
@@ -30,17 +30,21 @@ def from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
-def found(value: T | None) -> list[T | None]:
-    """The `value` of every rank; empty if it is None on all, which one reduced number tells."""
+def problems_from_all(problem: T | None) -> list[T | None]:
+    """The `problem` of every rank, None where there is none; an empty list if no rank has one.
+
+    Without problems, it costs one reduced number.
+    """
     on_cuda = "nccl" in str(dist.get_backend_config())
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
-    return from_all(value) if AnyRank(value is not None, device).answer() > 0 else []
+    return from_all(problem) if AnyRank(problem is not None, device).answer() > 0 else []
 
 
 def merged_on_0(value: T, combine: Callable[[T, T], T]) -> T:
-    """The values of all ranks, combined in the order of ranks; only of some on other ranks than 0.
+    """The values of all ranks, combined in the order of ranks, on rank 0; other ranks get partial
+    results.
 
-    Along a binomial tree: of n ranks, each receives at most log2(n) objects and sends one.
+    Values travel along a binomial tree: of n ranks, each receives at most log2(n) and sends one.
     """
     rank = dist.get_rank()
     distance = 1
@@ -65,8 +69,8 @@ def together(action: Callable[[], T]) -> T:
     error = None
     try:
         result = action()
-    except CheckpointError as own:
-        error = own
-    if errors := [other for other in found(error) if other is not None]:
-        raise min(errors, key=lambda other: isinstance(other, DamageError))
+    except CheckpointError as raised:
+        error = raised
+    if errors := [problem for problem in problems_from_all(error) if problem is not None]:
+        raise min(errors, key=lambda problem: isinstance(problem, DamageError))
     return result  # type: ignore[return-value]

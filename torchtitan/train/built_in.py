@@ -274,7 +274,7 @@ class Save(Callback):
         step = run.progress.step
         last = step == run.config.training.steps
         model_only = last and config.last_save_model_only
-        self.checkpointer.about["model"] = describe_model(run.config, setup, stage)
+        self.checkpointer.run_info["model"] = describe_model(run.config, setup, stage)
         self.checkpointer.save(step, self.engine.state.share(), model_only=model_only)
         if last and config.last_save_in_hf:
             args = trained_args(run.config, setup, stage)

@@ -102,7 +102,7 @@ def restore(
     section = config.checkpoint
     if resumed := checkpointer.resume():
         state.load(resumed.train_state, set(section.exclude_from_loading), resumed.data_files)
-        if changed := changed_settings(resumed.manifest.model_dump(), checkpointer.about):
+        if changed := changed_settings(resumed.manifest.model_dump(), checkpointer.run_info):
             logger.info(f"Changed since step {resumed.step}: {', '.join(changed)}")
     elif section.enable and section.initial_load_in_hf:
         folder = Path(section.initial_load_path or find_asset(config.model.hf_assets_path))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import torchtitan
-from torchtitan.checkpoint import Checkpointer, Trained
+from torchtitan.checkpoint import Checkpointer, TrainedModel
 from torchtitan.config.derive import layout_degrees
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepBatch
@@ -128,11 +128,11 @@ class Trainer:
         self.checkpointer = Checkpointer(
             config.checkpoint,
             config.job.dump_folder,
-            Trained(
+            TrainedModel(
                 self.parts.models,
                 self.parts.optimizer,
                 self.parts.average,
-                places=config.parallelism.pipeline_parallel_degree,
+                pp_degree=config.parallelism.pipeline_parallel_degree,
             ),
             describe_run(config, self.setup, self.parts.loader.fingerprint),
             confirm=lambda: self.folders.confirm(remote=True),
@@ -180,7 +180,7 @@ class Trainer:
         self.telemetry = Telemetry(
             config,
             self.setup,
-            self.checkpointer.about,
+            self.checkpointer.run_info,
             step=self.progress.step,
             resumable=self.checkpointer.saving,
             # A process that exists for the run counts its imports, too.

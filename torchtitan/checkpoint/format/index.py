@@ -1,13 +1,13 @@
-"""What a checkpoint's tensors are, and where their parts are.
+"""The index of a checkpoint: its tensors, and where their chunks are.
 
-`__N.json` is what rank N wrote: its files, the parts of tensors in them, and their checksums. Each
-rank writes its own, so no rank collects what all have written. The file's last line is the SHA-256
-of all before it, and it repeats the number of the save that the manifest has: so a damaged file, or
+`__N.json` lists what rank N wrote: its files, the chunks of tensors in them, and checksums. Each
+rank writes its own, so no rank collects what all have written. The last line is the SHA-256 of
+everything before it, and the file repeats the manifest's number of the save: so a damaged file, or
 one of another save, is detected.
 
-`tensors.json` has dtype and size of each tensor, and which ranks have written which boxes of it: it
-is as large on 8 ranks as on 16,384. A reader opens the files of the ranks that hold what it needs.
-DCP's `.metadata` says all that too, but as a pickle, and reading a pickle runs what it names: it is
+`tensors.json` has dtype and size of each tensor, and which ranks wrote which boxes of it: it is as
+large on 8 ranks as on 16,384. A reader opens the files of the ranks that hold what it needs. DCP's
+`.metadata` has the same content, but is a pickle, and reading a pickle runs what it names: it is
 written for other programs, and never read.
 """
 
@@ -34,11 +34,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from torchtitan.checkpoint.format.layout import Layout
 from torchtitan.checkpoint.format.manifest import (
+    Crc32,
     FileEntry,
     FileName,
     Manifest,
     SaveNumber,
-    Sum,
     first_problem,
     read_manifest,
     sealed,
@@ -62,31 +62,32 @@ _DTYPES = {
 Size = Annotated[tuple[Count, ...], Field(max_length=64)]
 
 
-class TensorPart(NamedTuple):
-    """A box of a tensor, and the bytes that hold it."""
+class StoredChunk(NamedTuple):
+    """A chunk of a tensor: a box of its elements, and the bytes of a file that hold them."""
 
     offsets: Size
     sizes: Size
     file: FileName
     start: Count
     length: Count
-    crc32: Sum
+    crc32: Crc32
     """CRC-32 of those bytes."""
 
 
 class TensorShape(Strict):
-    """One tensor."""
+    """Dtype and shape of a tensor."""
 
     dtype: str
     size: Size
 
 
 class WrittenTensor(TensorShape):
-    """One tensor, as a rank wrote it."""
+    """A tensor with the chunks of it that one rank wrote."""
 
     layout: Layout | None
-    """None if the rank's box isn't where the layout has it."""
-    parts: list[TensorPart]
+    """None if the rank's box differs from the layout's."""
+    parts: list[StoredChunk]
+    """The chunks; the field keeps the name that it has in files."""
 
 
 class RankFile(Strict):
@@ -95,12 +96,12 @@ class RankFile(Strict):
     save: SaveNumber
     rank: Count
     data: DataPosition | None = None
-    """Where its lanes of the data are; only rank 0 reads it, to write the manifest."""
+    """The rank's data lanes and their positions; rank 0 reads them to write the manifest."""
     files: dict[FileName, FileEntry]
     tensors: dict[str, WrittenTensor]
 
 
-def name_of(rank: int) -> str:
+def rank_file_name(rank: int) -> str:
     return f"__{rank}.json"
 
 
@@ -109,7 +110,7 @@ def render_rank(content: RankFile) -> bytes:
 
 
 def read_rank(path: Path, save: str, rank: int) -> tuple[RankFile, FileEntry]:
-    """What `rank` wrote into the checkpoint `path`, and the size and checksum of the file about it.
+    """Read `__N.json` of `rank` in the checkpoint `path`; returns its content, size and checksum.
 
     Args:
         save: the manifest's `save`.
@@ -117,97 +118,97 @@ def read_rank(path: Path, save: str, rank: int) -> tuple[RankFile, FileEntry]:
     Raises:
         DamageError: it can't be read, or isn't of this save, or is not as it was written.
     """
-    name = name_of(rank)
+    name = rank_file_name(rank)
     try:
         content = patiently(path, lambda: read_regular(path / name, JSON_BYTES))
-        found = RankFile.model_validate_json(unsealed(content))
-        if (found.save, found.rank) != (save, rank):
+        record = RankFile.model_validate_json(unsealed(content))
+        if (record.save, record.rank) != (save, rank):
             raise ValueError("it belongs to another save, or another rank")
-        sizes = {file: entry.bytes for file, entry in found.files.items()}
-        for key, tensor in found.tensors.items():
-            check_parts(key, tensor, tensor.parts, sizes)
+        sizes = {file: entry.bytes for file, entry in record.files.items()}
+        for key, tensor in record.tensors.items():
+            check_chunks(key, tensor, tensor.parts, sizes)
     except OSError as error:
         raise DamageError(f"{path} is damaged: {name}: {error.strerror or error}") from error
     except ValidationError as error:
         raise DamageError(f"{path} is damaged: {name}: {first_problem(error)}") from None
     except ValueError as error:
         raise DamageError(f"{path} is damaged: {name}: {error}") from None
-    return found, FileEntry(bytes=len(content), crc32=zlib.crc32(content))
+    return record, FileEntry(bytes=len(content), crc32=zlib.crc32(content))
 
 
-def files_of(
-    path: Path, manifest: Manifest, part: int = 0, parts: int = 1
+def listed_files(
+    path: Path, manifest: Manifest, share: int = 0, shares: int = 1
 ) -> Iterator[tuple[str, FileEntry]]:
-    """The files of a checkpoint, but the manifest.
+    """The files of a checkpoint, except the manifest.
 
     Args:
-        part: only a share of them, number `part` of `parts`.
+        share: yield only every `shares`-th file, beginning with this one.
 
     Raises:
-        DamageError: a rank's own list can't be read.
+        DamageError: a rank's `__N.json` can't be read.
     """
-    yield from list(manifest.files.items())[part::parts]
-    for rank in range(part, manifest.written.ranks, parts):
-        content, about = read_rank(path, manifest.save, rank)
-        yield name_of(rank), about
+    yield from list(manifest.files.items())[share::shares]
+    for rank in range(share, manifest.written.ranks, shares):
+        content, entry = read_rank(path, manifest.save, rank)
+        yield rank_file_name(rank), entry
         yield from content.files.items()
 
 
-def check_parts(
-    key: str, shape: TensorShape, parts: list[TensorPart], files: Mapping[str, int]
+def check_chunks(
+    key: str, shape: TensorShape, chunks: list[StoredChunk], files: Mapping[str, int]
 ) -> torch.dtype:
-    """The dtype of a tensor whose parts are inside it, and in `files`.
+    """Check that the chunks of a tensor are inside it and in `files`; returns its dtype.
 
     Args:
         files: sizes in bytes, by name.
 
     Raises:
-        ValueError: one isn't.
+        ValueError: a chunk isn't, or the tensor is impossible.
     """
     try:
-        return _check(shape, parts, files)
+        return _check(shape, chunks, files)
     except ValueError as error:
         raise ValueError(f"{key[:200]!a}: {error}") from None
 
 
-def _check(shape: TensorShape, parts: list[TensorPart], files: Mapping[str, int]) -> torch.dtype:
+def _check(shape: TensorShape, chunks: list[StoredChunk], files: Mapping[str, int]) -> torch.dtype:
     if shape.dtype not in _DTYPES:
         raise ValueError(f"no dtype is called {shape.dtype[:80]!a}")
     dtype = _DTYPES[shape.dtype]
     if prod(shape.size) * dtype.itemsize >= 2**63:
         raise ValueError("its size is beyond any memory")
-    for part in parts:
-        if not len(part.offsets) == len(part.sizes) == len(shape.size):
+    for chunk in chunks:
+        if not len(chunk.offsets) == len(chunk.sizes) == len(shape.size):
             raise ValueError("a part has other dimensions")
-        if any(a + b > c for a, b, c in zip(part.offsets, part.sizes, shape.size, strict=True)):
+        if any(a + b > c for a, b, c in zip(chunk.offsets, chunk.sizes, shape.size, strict=True)):
             raise ValueError("a part is outside of it")
-        if part.file not in files:
-            raise ValueError(f"the manifest doesn't list its file {part.file}")
-        end = part.start + part.length
-        if end > files[part.file] or prod(part.sizes) * dtype.itemsize > part.length:
-            raise ValueError(f"{part.file} is too short for it")
+        if chunk.file not in files:
+            raise ValueError(f"the manifest doesn't list its file {chunk.file}")
+        end = chunk.start + chunk.length
+        if end > files[chunk.file] or prod(chunk.sizes) * dtype.itemsize > chunk.length:
+            raise ValueError(f"{chunk.file} is too short for it")
     return dtype
 
 
 @dataclass
-class Place(_StorageInfo):
-    """Where a part is, with its checksum."""
+class ChunkLocation(_StorageInfo):
+    """Where a chunk is stored, with its checksum."""
 
     crc32: int = field(kw_only=True)
 
 
-class TensorPlaces(TensorShape):
-    """One tensor."""
+class IndexedTensor(TensorShape):
+    """A tensor in `tensors.json`."""
 
     layout: Layout | None
-    """The ranks that have written it; None: any."""
+    """The ranks that have written it; None: any rank may have."""
 
 
-_INDEX = TypeAdapter(dict[str, TensorPlaces])
+_INDEX = TypeAdapter(dict[str, IndexedTensor])
 
 
-def render_index(tensors: Mapping[str, TensorPlaces]) -> bytes:
-    content = {name: about.model_dump() for name, about in tensors.items()}
+def render_index(tensors: Mapping[str, IndexedTensor]) -> bytes:
+    content = {name: tensor.model_dump() for name, tensor in tensors.items()}
     return json.dumps(content, separators=(",", ":")).encode()
 
 
@@ -236,7 +237,7 @@ def data_files(path: Path, manifest: Manifest) -> FileLists:
 
 
 def _listed_bytes(path: Path, manifest: Manifest, name: str) -> bytes:
-    """A file of the checkpoint `path`, held in memory.
+    """The content of a file that the manifest lists.
 
     Raises:
         DamageError: it can't be read, or isn't as the manifest says.
@@ -254,12 +255,12 @@ def _listed_bytes(path: Path, manifest: Manifest, name: str) -> bytes:
 
 
 class Index:
-    """The tensors of a checkpoint. Where their parts are is read when it is needed."""
+    """The tensors of a checkpoint. The locations of their chunks are read on demand."""
 
     def __init__(self, path: Path, manifest: Manifest | None = None, content: bytes | None = None):
         """
         Args:
-            manifest: of the checkpoint, if it was read already.
+            manifest: the checkpoint's, if it was read already.
             content: `index_bytes`, if they were read already.
 
         Raises:
@@ -270,7 +271,7 @@ class Index:
         self._layouts: dict[str, Layout | None] = {}
         self._files: dict[int, RankFile] = {}
         self._located: dict[str, set[int]] = {}
-        """The ranks whose parts of a tensor are known."""
+        """For each tensor, the ranks whose chunks of it are known."""
         if content is None:
             content = index_bytes(path, self.manifest)
         with self._explained(INDEX):
@@ -278,16 +279,16 @@ class Index:
 
     def _parse(self, content: bytes) -> Metadata:
         tensors = {}
-        for name, about in _INDEX.validate_json(content).items():
-            dtype = check_parts(name, about, [], {})
-            layout = about.layout
+        for name, tensor in _INDEX.validate_json(content).items():
+            dtype = check_chunks(name, tensor, [], {})
+            layout = tensor.layout
             if layout is not None:
                 pieces = prod(cut.pieces for cuts in layout.cuts for cut in cuts)
                 ranks = self.manifest.written.ranks
-                if len(layout.cuts) != len(about.size) or pieces > ranks:
+                if len(layout.cuts) != len(tensor.size) or pieces > ranks:
                     raise ValueError(f"{name[:200]!a}: its layout is not that of {ranks} ranks")
             self._layouts[name] = layout
-            tensors[name] = _described(dtype, about)
+            tensors[name] = _without_chunks(dtype, tensor)
         return Metadata(tensors, storage_data={})
 
     @contextmanager
@@ -300,25 +301,25 @@ class Index:
             raise DamageError(f"{self.path} is damaged: {file}: {error}") from None
 
     def locate(self, key: str, box: ChunkStorageMetadata | None = None) -> None:
-        """Let `metadata` know the parts that hold a box of a tensor, or the whole.
+        """Add to `metadata` the chunks that hold a box of a tensor, or all of it.
 
         Raises:
-            DamageError: a rank's file is damaged, or the parts don't fill the box.
+            DamageError: a rank's file is damaged, or the chunks don't fill the box.
         """
-        about = self.metadata.state_dict_metadata.get(key)
-        if about is None:
+        tensor = self.metadata.state_dict_metadata.get(key)
+        if tensor is None:
             return
-        size = tuple(about.size)
+        size = tuple(tensor.size)
         if box is None:
-            box = ChunkStorageMetadata(torch.Size([0] * len(size)), about.size)
+            box = ChunkStorageMetadata(torch.Size([0] * len(size)), tensor.size)
         layout = self._layouts[key]
-        every = range(self.manifest.written.ranks)
-        ranks = set(every if layout is None else layout.ranks(size, box))
+        all_ranks = range(self.manifest.written.ranks)
+        ranks = set(all_ranks if layout is None else layout.ranks(size, box))
         known = self._located.setdefault(key, set())
         for rank in sorted(ranks - known):
-            self._add(key, rank, every)
+            self._add(key, rank, all_ranks)
         known |= ranks
-        filled = sum(_common(chunk, box) for chunk in about.chunks)
+        filled = sum(_common(chunk, box) for chunk in tensor.chunks)
         if filled != prod(box.sizes):
             raise DamageError(
                 f"{self.path} is damaged: {key[:200]!a}: its parts hold {filled} elements instead "
@@ -334,53 +335,52 @@ class Index:
         for key in self.metadata.state_dict_metadata:
             self.locate(key)
 
-    def _add(self, key: str, rank: int, every: range) -> None:
-        """Add the parts of a tensor that a rank wrote."""
+    def _add(self, key: str, rank: int, ranks: range) -> None:
+        """Add the chunks of a tensor that a rank wrote."""
         if rank not in self._files:
-            if rank not in every:
+            if rank not in ranks:
                 raise DamageError(f"{self.path} is damaged: {INDEX}: {key[:200]!a}: no rank {rank}")
             self._files[rank] = read_rank(self.path, self.manifest.save, rank)[0]
-        found = self._files[rank].tensors.get(key)
-        if found is None:
+        written = self._files[rank].tensors.get(key)
+        if written is None:
             return
-        about = self.metadata.state_dict_metadata[key]
-        if (found.size, found.dtype) != (tuple(about.size), dtype_name(about.properties.dtype)):
-            raise DamageError(
-                f"{self.path} is damaged: {name_of(rank)}: {key[:200]!a} is not as in {INDEX}"
-            )
-        for part in found.parts:
-            self.metadata.storage_data[_add_part(about, key, part)] = _place(part)
+        known = self.metadata.state_dict_metadata[key]
+        if (written.size, written.dtype) != (tuple(known.size), dtype_name(known.properties.dtype)):
+            file = rank_file_name(rank)
+            raise DamageError(f"{self.path} is damaged: {file}: {key[:200]!a} is not as in {INDEX}")
+        for chunk in written.parts:
+            self.metadata.storage_data[_add_chunk(known, key, chunk)] = _location(chunk)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _described(dtype: torch.dtype, about: TensorShape) -> TensorStorageMetadata:
-    """What DCP knows of a tensor of which no part is known."""
-    return TensorStorageMetadata(TensorProperties(dtype), torch.Size(about.size), [])
+def _without_chunks(dtype: torch.dtype, shape: TensorShape) -> TensorStorageMetadata:
+    """DCP's metadata of a tensor, without chunks."""
+    return TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape.size), [])
 
 
-def _add_part(about: TensorStorageMetadata, key: str, part: TensorPart) -> MetadataIndex:
-    """Add a part to what DCP knows of a tensor; by what it finds the place."""
-    offsets = torch.Size(part.offsets)
-    about.chunks.append(ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
-    return MetadataIndex(key, offsets, len(about.chunks) - 1)
+def _add_chunk(tensor: TensorStorageMetadata, key: str, chunk: StoredChunk) -> MetadataIndex:
+    """Add a chunk to DCP's metadata of a tensor; returns the key of its location."""
+    offsets = torch.Size(chunk.offsets)
+    tensor.chunks.append(ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
+    return MetadataIndex(key, offsets, len(tensor.chunks) - 1)
 
 
-def _place(part: TensorPart) -> Place:
-    return Place(part.file, part.start, part.length, crc32=part.crc32)
+def _location(chunk: StoredChunk) -> ChunkLocation:
+    return ChunkLocation(chunk.file, chunk.start, chunk.length, crc32=chunk.crc32)
 
 
-def add_written(metadata: Metadata, key: str, found: WrittenTensor) -> list[WriteResult]:
-    """Add what a rank has written of a tensor to what DCP knows of a checkpoint; its places."""
-    dtype = check_parts(key, found, [], {})
-    about = metadata.state_dict_metadata.setdefault(key, _described(dtype, found))
+def add_written(metadata: Metadata, key: str, written: WrittenTensor) -> list[WriteResult]:
+    """Add a rank's chunks of a tensor to DCP's metadata; returns their locations."""
+    dtype = check_chunks(key, written, [], {})
+    tensor = metadata.state_dict_metadata.setdefault(key, _without_chunks(dtype, written))
     metadata.planner_data[key] = tuple(key.split(".", 1))
     results = []
-    for part in found.parts:
-        place = _StorageInfo(part.file, part.start, part.length)
-        results.append(WriteResult(_add_part(about, key, part), part.length, place))
+    for chunk in written.parts:
+        location = _StorageInfo(chunk.file, chunk.start, chunk.length)
+        results.append(WriteResult(_add_chunk(tensor, key, chunk), chunk.length, location))
     return results
 
 
@@ -391,10 +391,10 @@ def _common(a: ChunkStorageMetadata, b: ChunkStorageMetadata) -> int:
 
 
 def read_index(path: Path, manifest: Manifest | None = None) -> Metadata:
-    """All tensors of the checkpoint `path` and their parts, after checking that they fill them.
+    """All tensors of the checkpoint `path` and their chunks, after checking that these fill them.
 
     Raises:
-        DamageError: an index is damaged, or a part isn't inside of a file that is listed.
+        DamageError: an index is damaged, or a chunk isn't inside a file that is listed.
     """
     index = Index(path, manifest)
     index.locate_all()

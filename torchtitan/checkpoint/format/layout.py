@@ -19,40 +19,41 @@ from torch.distributed.tensor import DTensor
 from torchtitan.utils.formats import Count
 
 _SPREAD = 2**16
-"""Bytes of a part from which its copies share the work; a reader opens few files for smaller."""
+"""Smallest size in bytes from which the ranks that hold copies of tensors take turns to write them;
+one rank writes all smaller ones, so a reader opens few files for them."""
 
 
 class Cut(NamedTuple):
-    """Pieces of a dimension, even but for the last ones, as of `torch.chunk`."""
+    """A dimension cut into equal pieces, except for the last ones, as `torch.chunk` does."""
 
     pieces: Annotated[int, Field(ge=1, lt=2**31)]
     stride: Count
-    """Distance of the ranks of neighboring pieces."""
+    """Difference of the ranks of neighboring pieces."""
 
 
 class Layout(NamedTuple):
     """The ranks that write the boxes of one tensor."""
 
     first: Count
-    """Writes the first box."""
+    """The rank that writes the first box."""
     cuts: Annotated[list[Annotated[list[Cut], Field(max_length=8)]], Field(max_length=64)]
-    """Of each dimension, from the coarsest: each cuts the pieces of the one before."""
+    """The cuts of each dimension, coarsest first: each cuts the pieces of the one before."""
 
     def box(self, size: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Offsets and sizes of what `rank` writes, a rank of this layout."""
-        steps = sorted({cut for cuts in self.cuts for cut in cuts}, key=lambda cut: -cut.stride)
-        places = {}
-        left = rank - self.first
-        for cut in steps:
-            places[cut] = left // cut.stride if cut.pieces > 1 else 0
-            left -= places[cut] * cut.stride
+        """Offsets and sizes of the box that `rank`, one of this layout's, writes."""
+        all_cuts = {cut for cuts in self.cuts for cut in cuts}
+        coordinates = {}
+        remainder = rank - self.first
+        for cut in sorted(all_cuts, key=lambda cut: -cut.stride):
+            coordinates[cut] = remainder // cut.stride if cut.pieces > 1 else 0
+            remainder -= coordinates[cut] * cut.stride
         offsets = []
         sizes = []
         for length, cuts in zip(size, self.cuts, strict=True):
             start = 0
             for cut in cuts:
                 step = -(-length // cut.pieces)
-                low = min(places[cut] * step, length)
+                low = min(coordinates[cut] * step, length)
                 length = min(step, length - low)
                 start += low
             offsets.append(start)
@@ -60,18 +61,18 @@ class Layout(NamedTuple):
         return tuple(offsets), tuple(sizes)
 
     def ranks(self, size: tuple[int, ...], box: ChunkStorageMetadata) -> Iterator[int]:
-        """The ranks that wrote a box of a tensor of this size, or a part of it."""
-        places = zip(self.cuts, box.offsets, box.sizes, size, strict=True)
-        along = [
+        """The ranks that wrote any element of a box of a tensor of this size."""
+        dimensions = zip(self.cuts, box.offsets, box.sizes, size, strict=True)
+        distances_by_dim = [
             list(_distances(cuts, start, start + count, length))
-            for cuts, start, count, length in places
+            for cuts, start, count, length in dimensions
         ]
-        for distances in product(*along):
+        for distances in product(*distances_by_dim):
             yield self.first + sum(distances)
 
 
 def _distances(cuts: list[Cut], start: int, stop: int, length: int) -> Iterator[int]:
-    """Distances from the first rank of those that hold some of `start` to `stop`."""
+    """The ranks that hold any index from `start` to `stop`, relative to the first rank."""
     if start >= stop:
         return
     if not cuts:
@@ -87,31 +88,33 @@ def _distances(cuts: list[Cut], start: int, stop: int, length: int) -> Iterator[
 
 
 class Share(NamedTuple):
-    """One tensor of a rank."""
+    """A rank's share in writing one tensor."""
 
     layout: Layout
     writes: bool
-    """This rank writes its box; else another one that holds the same."""
+    """Whether this rank writes its box; otherwise another one with the same box does."""
 
 
 def shares(
     tensors: Mapping[str, Tensor], rank: int, holders: range
 ) -> tuple[dict[str, Share], int]:
-    """What a rank writes of its tensors. Of copies, the one with the least to do so far writes.
+    """What a rank writes of its tensors. Of the ranks with copies of a box, the one with the fewest
+    bytes so far writes it.
 
     Args:
-        holders: the ranks that hold these tensors, or shards of them: a place of the pipeline.
+        holders: the ranks that hold these tensors, or shards of them: those at the same position of
+            the pipeline.
 
     Returns:
         The share by name, and a number on which all `holders` must agree, lest a tensor is lost.
     """
     loads: dict[int, int] = {}
     grids: dict[DeviceMesh, tuple[int, list[Cut]]] = {}
-    found = {}
+    share_by_name = {}
     digest = sha256()
     for name in sorted(tensors):
         tensor = tensors[name]
-        cuts, copies, own = _layout(tensor, rank, holders, grids)
+        cuts, copies, local_first = _layout(tensor, rank, holders, grids)
         first = Layout(0, cuts).box(tuple(tensor.shape), 0)[1]
         bytes_each = math.prod(first) * tensor.dtype.itemsize
         writer = copies[0]
@@ -119,15 +122,15 @@ def shares(
             writer = min(copies, key=lambda copy: loads.get(copy, 0))
         loads[writer] = loads.get(writer, 0) + bytes_each
         layout = Layout(writer, cuts)
-        found[name] = Share(layout, own == writer)
+        share_by_name[name] = Share(layout, local_first == writer)
         digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype), layout)).encode())
-    return found, int.from_bytes(digest.digest()[:7])
+    return share_by_name, int.from_bytes(digest.digest()[:7])
 
 
 def _layout(
     tensor: Tensor, rank: int, holders: range, grids: dict[DeviceMesh, tuple[int, list[Cut]]]
 ) -> tuple[list[list[Cut]], list[int], int]:
-    """The cuts of a tensor, the first ranks of all its copies, and that of this rank's copy."""
+    """The cuts of a tensor, the first rank of each copy of it, and that of this rank's copy."""
     cuts: list[list[Cut]] = [[] for _ in tensor.shape]
     if not isinstance(tensor, DTensor):
         return cuts, list(holders), rank
@@ -138,7 +141,7 @@ def _layout(
     coordinates = mesh.get_coordinate()
     assert coordinates is not None, "a tensor of a mesh that this rank is not in"
     copies = [first]
-    own = rank
+    local_first = rank
     for axis in reversed(range(len(axes))):
         placement: Any = tensor.placements[axis]
         cut = axes[axis]
@@ -153,8 +156,8 @@ def _layout(
             pieces *= along[before].pieces
             before += 1
         along.insert(before, cut)
-        own -= coordinates[axis] * cut.stride
-    return cuts, sorted(copies), own
+        local_first -= coordinates[axis] * cut.stride
+    return cuts, sorted(copies), local_first
 
 
 def _grid(mesh: DeviceMesh) -> tuple[int, list[Cut]]:
@@ -167,14 +170,15 @@ def _grid(mesh: DeviceMesh) -> tuple[int, list[Cut]]:
         first = first[0]
         axes.append((count, second))
     flat = mesh.mesh.flatten().tolist()
-    found = []
+    cuts = []
     for count, second in axes:
         while isinstance(second, list):
             second = second[0]
-        found.append(Cut(count, second - first if second is not None else 0))
-    places = product(*(range(cut.pieces) for cut in found))
+        cuts.append(Cut(count, second - first if second is not None else 0))
+    positions = product(*(range(cut.pieces) for cut in cuts))
     expected = [
-        first + sum(i * cut.stride for i, cut in zip(place, found, strict=True)) for place in places
+        first + sum(i * cut.stride for i, cut in zip(position, cuts, strict=True))
+        for position in positions
     ]
     assert flat == expected, f"the ranks of a mesh are no regular grid: {flat[:8]}"
-    return first, found
+    return first, cuts

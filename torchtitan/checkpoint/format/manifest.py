@@ -38,12 +38,12 @@ _WRITTEN_BY = re.compile(rb'"torchtitan": "([\w.+-]{1,40})"')
 T = TypeVar("T", bound="CheckpointInfo")
 _SEAL = b',\n "sha256": '
 
-Sum = Annotated[int, Field(ge=0, lt=2**32)]
+Crc32 = Annotated[int, Field(ge=0, lt=2**32)]
 """CRC-32."""
 FileName = Annotated[
     str, Field(pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)
 ]
-"""Plain and relative: no slash, and more than dots."""
+"""A plain name: without slashes, and not only dots."""
 
 
 SaveNumber = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -54,7 +54,7 @@ class FileEntry(Strict):
     """One file of the checkpoint."""
 
     bytes: Count
-    crc32: Sum
+    crc32: Crc32
 
 
 class ProgressState(Strict):
@@ -80,12 +80,12 @@ class AverageState(Strict):
 
 
 def _share(value: object, validate: ValidatorFunctionWrapHandler) -> DataState:
-    """Accept a rank's share, which lacks other ranks' lanes; `render` checks the whole."""
+    """Accept a rank's own state, which lacks other ranks' lanes; `render` checks all of it."""
     return value if isinstance(value, DataState) else validate(value)
 
 
 class TrainState(Strict):
-    """Everything but tensors that a run continues from."""
+    """Everything except tensors that a run needs to resume."""
 
     progress: ProgressState
     lr_scheduler: ScheduleState
@@ -98,12 +98,12 @@ class TrainState(Strict):
 
 
 class Written(Strict):
-    """What the ranks have written, each its own files."""
+    """Totals of the files that the ranks wrote, each its own."""
 
     ranks: Annotated[int, Field(ge=1, lt=2**31)]
-    """Each has a file `__N.json`."""
+    """Number of ranks; each wrote a file `__N.json`."""
     files: Count
-    """Number of their files, those included."""
+    """Number of their files, including `__N.json`."""
     bytes: Count
 
 
@@ -113,7 +113,7 @@ class Merged(Strict):
     checkpoint: str
     step: Count
     averaged: bool
-    """The average that its run kept was taken, instead of the weights."""
+    """Whether the run's average of the weights was taken instead of the weights."""
     weight: Annotated[float, Field(gt=0, le=1)]
 
 
@@ -134,26 +134,26 @@ def _configuration(toml: str) -> str:
 
 
 class CheckpointInfo(Strict):
-    """What is known of a checkpoint before it is written."""
+    """The contents of a manifest that are known before the checkpoint is written."""
 
     step: Count
     model_only: bool
-    """It has only weights."""
+    """Whether it has only weights."""
     averaged: bool = False
-    """The weights are the average that the run kept (`ema.export`)."""
+    """Whether the weights are the run's average of them (`ema.export`)."""
     merged: list[Merged] | None = None
-    """What `torchtitan ckpt merge` made it of."""
+    """The checkpoints that `torchtitan ckpt merge` averaged."""
     versions: dict[str, str]
     model: dict[str, Any]
-    """`name` of the family, and the hyper-parameters."""
+    """The family's `name`, and the hyper-parameters."""
     git: str | None = None
     ranks: NonNegativeInt | None = None
     data: dict[str, Any]
     """Fingerprint of the training data."""
     config: Annotated[str, AfterValidator(_configuration)]
-    """TOML."""
+    """The run's configuration as TOML."""
     train_state: TrainState | None
-    """None if it comes from no run. A rank that saves knows only its own lanes of the data."""
+    """None if no run wrote the checkpoint. A rank that saves knows only its own data lanes."""
 
     @model_validator(mode="after")
     def _has_state(self) -> Self:
@@ -175,7 +175,7 @@ class Manifest(CheckpointInfo):
     tensor_bytes: dict[str, dict[str, Count]]
     """Bytes by part (`model`, `optimizer`, `ema`) and dtype."""
     files: Annotated[dict[FileName, FileEntry], Field(min_length=1)]
-    """All files but the manifest and the ranks' own."""
+    """All files except the manifest and those of single ranks."""
     save: SaveNumber
     written: Written
 
@@ -189,7 +189,7 @@ class Manifest(CheckpointInfo):
         return self
 
     def state(self) -> dict[str, Any]:
-        """`train_state` as the run gathered it, with a model of the data position."""
+        """`train_state` as a dictionary, but with the data position as a `DataState`."""
         if self.train_state is None:
             return {}
         return self.train_state.model_dump(exclude_unset=True, exclude={"data"}) | {
@@ -197,20 +197,20 @@ class Manifest(CheckpointInfo):
         }
 
     def file_bytes(self) -> int:
-        """Size of all files but the manifest."""
+        """Size of all files except the manifest."""
         return self.written.bytes + sum(file.bytes for file in self.files.values())
 
     def file_count(self) -> int:
-        """Number of all files but the manifest."""
+        """Number of all files except the manifest."""
         return self.written.files + len(self.files)
 
     def settings(self) -> dict[str, Any]:
-        """The configuration, as sections."""
+        """The run's configuration, by sections."""
         return tomli.loads(self.config)
 
 
 def checked(kind: type[T], content: dict[str, Any]) -> T:
-    """A model of what a run gathered.
+    """Validate `content` as a model of class `kind`.
 
     Raises:
         FormatBugError: the content doesn't fit the format.
@@ -269,7 +269,7 @@ def unsealed(file: bytes) -> bytes:
 
 
 class OtherFormatError(ValueError):
-    """A file of another format than this version's."""
+    """A manifest has another format than this version reads."""
 
     def __init__(self, number: int, file: bytes):
         match = _WRITTEN_BY.search(file)
@@ -304,10 +304,10 @@ def parse(file: bytes) -> Manifest:
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first of pydantic's complaints, in one line that is safe to print."""
+    """The first problem that pydantic reports, in one line that is safe to print."""
     first = error.errors(include_url=False)[0]
-    place = ".".join(map(str, first["loc"]))
-    return ascii(f"{place}: {first['msg']}" if place else first["msg"])[1:-1][:300]
+    location = ".".join(map(str, first["loc"]))
+    return ascii(f"{location}: {first['msg']}" if location else first["msg"])[1:-1][:300]
 
 
 def _checksum(body: bytes) -> bytes:

@@ -1,8 +1,8 @@
-"""CRC-32 of files and of tensors' parts of them, computed while they are written or read.
+"""CRC-32 of files and of the chunks in them, computed while they are written or read.
 
-CRC-32 is linear: the sum of A followed by B is that of A, shifted by the length of B, xor that of
-B. So the sums of a file up to two positions give that of the bytes between them (zlib's
-`crc32_combine`, which Python's zlib lacks).
+CRC-32 is linear: the checksum of A followed by B is that of A, shifted by the length of B, xor that
+of B. So the checksums of a file up to two positions give the checksum of the bytes between them
+(zlib's `crc32_combine`, which Python's zlib lacks).
 """
 
 import errno
@@ -18,7 +18,7 @@ _CHUNK = 1 << 22
 _EDGE = 1 << 16
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
-"""Polynomials over GF(2) have their lowest power in the highest bit."""
+"""The polynomial 1. Polynomials over GF(2) have their lowest power in the highest bit."""
 
 
 def crc32(path: Path) -> int:
@@ -31,12 +31,17 @@ def crc32(path: Path) -> int:
 
 
 def crc32_of_end(before: int, whole: int, length: int) -> int:
-    """CRC-32 of the last `length` bytes of what has the sum `whole`, and `before` without them."""
+    """CRC-32 of the last `length` bytes of a content.
+
+    Args:
+        before: the checksum of the content without them.
+        whole: the checksum of the content.
+    """
     return whole ^ _multiply(_power(8 * length), before)
 
 
 def _multiply(a: int, b: int) -> int:
-    """The product of two polynomials, modulo that of CRC-32."""
+    """The product of two polynomials, modulo CRC-32's polynomial."""
     product = 0
     while a:
         if a & _ONE:
@@ -48,7 +53,7 @@ def _multiply(a: int, b: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _power(n: int) -> int:
-    """x^n."""
+    """The polynomial x^n."""
     result = _ONE
     square = _ONE >> 1
     while n:
@@ -60,17 +65,17 @@ def _power(n: int) -> int:
 
 
 class SummedFile:
-    """A file being written, with the size and CRC-32 of its contents, and of its parts.
+    """A file being written, with the size and CRC-32 of its contents and of each chunk.
 
-    DCP asks for the position before and after each tensor: those are the parts' ends.
+    DCP asks for the position before and after each tensor: those are the ends of the chunks.
     """
 
     def __init__(self, file: IO[bytes]):
         self.file = file
         self.bytes = 0
         self.crc32 = 0
-        self._until = {0: 0}
-        """The sum of all before a position."""
+        self._crc32_before = {0: 0}
+        """CRC-32 of everything before a position, by position."""
 
     def write(self, data: Any) -> int:
         self.bytes += memoryview(data).nbytes
@@ -78,22 +83,22 @@ class SummedFile:
         return self.file.write(data)
 
     def tell(self) -> int:
-        self._until[self.bytes] = self.crc32
+        self._crc32_before[self.bytes] = self.crc32
         return self.bytes
 
     def crc32_of(self, start: int, length: int) -> int:
-        """CRC-32 of the bytes between two positions that `tell` gave."""
-        return crc32_of_end(self._until[start], self._until[start + length], length)
+        """CRC-32 of a range of bytes whose ends `tell` has returned."""
+        return crc32_of_end(self._crc32_before[start], self._crc32_before[start + length], length)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.file, name)
 
 
-class SummedPart(io.RawIOBase):
-    """A part of a file, as a file, that sums what is read of it.
+class SummedRange(io.RawIOBase):
+    """A range of a file, as a file, that computes the checksum of what is read from it.
 
-    `torch.load` reads the ends of a part in small pieces, in any order, and the tensor between them
-    in one piece into its memory. So the ends are kept here, and the rest passes through.
+    `torch.load` reads the ends of a chunk in small pieces, in any order, and the tensor between
+    them in one piece into its memory. So the ends are buffered here, and the middle passes through.
     """
 
     def __init__(self, file: Any, start: int, length: int):
@@ -113,7 +118,7 @@ class SummedPart(io.RawIOBase):
         self._crc32 = zlib.crc32(self._head)
 
     def crc32(self) -> int:
-        """CRC-32 of the whole part; what was not read yet is read now."""
+        """CRC-32 of the whole range; reads what was not read yet."""
         while self._summed < self._tail_start:
             self._position = self._summed
             self.readinto(bytearray(min(_CHUNK, self._tail_start - self._summed)))
@@ -144,11 +149,11 @@ class SummedPart(io.RawIOBase):
 
     def _read_some(self, view: memoryview) -> int:
         """Read at the position from the head, the middle or the tail."""
-        for start, kept in ((0, self._head), (self._tail_start, self._tail)):
-            if start <= self._position < start + len(kept):
-                found = kept[self._position - start :][: len(view)]
-                view[: len(found)] = found
-                return len(found)
+        for start, buffered in ((0, self._head), (self._tail_start, self._tail)):
+            if start <= self._position < start + len(buffered):
+                content = buffered[self._position - start :][: len(view)]
+                view[: len(content)] = content
+                return len(content)
         view = view[: self._tail_start - self._position]
         self._fill(self._position, view)
         if self._position == self._summed:

@@ -1,4 +1,4 @@
-"""Comparison of an export with what it was made from, before it gets its name."""
+"""Comparison of an export with its source, before the folder gets its final name."""
 
 import importlib.util
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchtitan.checkpoint.hf.folder import SafetensorsReader, read_hf_config
-from torchtitan.checkpoint.hf.tokenizer import differing_text, file_problem, is_own
+from torchtitan.checkpoint.hf.tokenizer import differing_text, file_problem, is_built_in
 from torchtitan.checkpoint.hf.weights import check_hf, on_meta
 from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec, hf_map
@@ -20,11 +20,11 @@ from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.torch_compat import silence_false_alarms
 
 PROMPT = 64
-"""Tokens in the prompt that an export and the original are compared on."""
-MOST_IN_A_RUN = 3 * 10**9
+"""Tokens of the prompt for the comparison of logits."""
+MAX_COMPARED_IN_RUN = 3 * 10**9
 """Parameters of the largest model whose logits a run compares at its end, while all ranks wait."""
 _LOGITS_AGREE = 1e-3
-"""Largest difference of logits that rounding explains, relative to the largest logit."""
+"""Tolerated difference of logits, from rounding, relative to the largest logit."""
 
 
 def check_description(folder: Path, spec: ModelSpec, args: Any) -> None:
@@ -47,7 +47,11 @@ def check_tokenizer_file(folder: Path, tokenizer: Tokenizer | None) -> None:
     Raises:
         CheckpointError: the folder's tokenizer gives other ids than training sees.
     """
-    if tokenizer is not None and is_own(tokenizer) and (problem := file_problem(tokenizer, folder)):
+    if (
+        tokenizer is not None
+        and is_built_in(tokenizer)
+        and (problem := file_problem(tokenizer, folder))
+    ):
         raise CheckpointError(f"tokenizer.json gives other ids than training: {problem}")
 
 
@@ -57,15 +61,15 @@ def compare(
     args: Any,
     tokenizer: Tokenizer | None,
     read: Callable[[str], Tensor],
-    most: float,
+    max_parameters: float,
     *,
     anyway: bool = False,
 ) -> list[str]:
     """Compare logits and token ids of transformers with ours, if it is installed.
 
     Args:
-        read: returns the exported weight, or buffer, of one of our names.
-        most: compare the logits of models of up to this many parameters.
+        read: returns the exported weight or buffer with one of our names.
+        max_parameters: compare the logits of models of up to this many parameters.
         anyway: compare the logits whatever memory they need.
 
     Returns:
@@ -92,18 +96,18 @@ def compare(
     if kind not in transformers.CONFIG_MAPPING:
         reason = f"transformers {transformers.__version__} has no {kind}"
     elif not anyway:
-        reason = _too_large(spec, args, most)
+        reason = _too_large(spec, args, max_parameters)
     if reason:
         return [*notes, f"Logits not compared: {reason}"]
     return [*notes, _logits_note(folder, spec, args, read)]
 
 
-def _too_large(spec: ModelSpec, args: Any, most: float) -> str | None:
+def _too_large(spec: ModelSpec, args: Any, max_parameters: float) -> str | None:
     count = sum(param.numel() for param in on_meta(spec, args).parameters())
-    if count > most:
+    if count > max_parameters:
         return (
-            f"{count / 1e9:.1f} billion parameters, at the end of a run up to {most / 1e9:g} are "
-            "compared; `torchtitan ckpt to-hf` compares larger models"
+            f"{count / 1e9:.1f} billion parameters, at the end of a run up to "
+            f"{max_parameters / 1e9:g} are compared; `torchtitan ckpt to-hf` compares larger models"
         )
     needed = 5 * count  # one model in float32 at a time
     if needed > psutil.virtual_memory().available:
@@ -112,17 +116,19 @@ def _too_large(spec: ModelSpec, args: Any, most: float) -> str | None:
 
 
 def _logits_note(folder: Path, spec: ModelSpec, args: Any, read: Callable[[str], Tensor]) -> str:
-    """Both models compute in float32 with the exported weights."""
+    """Compare the logits of both models, in float32 with the exported weights, in words."""
     from transformers import AutoModelForCausalLM
 
-    dropped = _of_training_alone(spec, args)
+    training_only = _training_only_prefixes(spec, args)
     tokens = torch.arange(PROMPT)[None] * 7919 % args.vocab_size
     with torch.no_grad():
         expected = _our_logits(spec, args, read, tokens)
         load = AutoModelForCausalLM.from_pretrained
         theirs, info = load(folder, dtype=torch.float32, output_loading_info=True)
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-            if keys := sorted(k for k in map(str, info[problem]) if not k.startswith(dropped)):
+            if keys := sorted(
+                k for k in map(str, info[problem]) if not k.startswith(training_only)
+            ):
                 words = problem.replace("_", " ")
                 raise CheckpointError(f"transformers finds {words}: {', '.join(keys[:3])}")
         gap = (theirs(tokens).logits - expected).abs().max().item()
@@ -135,9 +141,9 @@ def _logits_note(folder: Path, spec: ModelSpec, args: Any, read: Callable[[str],
     return f"Largest logit difference to transformers: {gap:.2g} (logits up to {size:.3g})"
 
 
-def _of_training_alone(spec: ModelSpec, args: Any) -> tuple[str, ...]:
-    """How their names of weights begin that transformers' models don't have: those of the modules
-    that predict further tokens.
+def _training_only_prefixes(spec: ModelSpec, args: Any) -> tuple[str, ...]:
+    """Prefixes of the exported weights that transformers' models lack: those of the modules that
+    predict further tokens.
     """
     if not isinstance(args, DecoderArgs):
         return ()
@@ -170,7 +176,7 @@ def _tokenizer_note(folder: Path, kind: str, tokenizer: Tokenizer | None) -> str
     problem = differing_text(tokenizer, lambda text: loaded(text)["input_ids"])
     if problem is None:
         return "Token ids: AutoTokenizer of transformers gives those of training"
-    if not is_own(tokenizer):
+    if not is_built_in(tokenizer):
         return f"Token ids: transformers doesn't know {tokenizer.name}; it gives others: {problem}"
     whole = PreTrainedTokenizerFast.from_pretrained(folder)
     if differing_text(tokenizer, lambda text: whole(text)["input_ids"]) is None:

@@ -16,7 +16,7 @@ from torchtitan.checkpoint.hf.export import HFExport
 from torchtitan.checkpoint.hf.folder import read_hf_config
 from torchtitan.checkpoint.hf.weights import import_hf
 from torchtitan.checkpoint.load import Reader
-from torchtitan.checkpoint.state import check_averaged, check_own_model, model_of
+from torchtitan.checkpoint.state import check_averaged, check_matches_manifest, model_of
 from torchtitan.config.load.decode import load_config
 from torchtitan.config.load.extend import recorded_tokenizer
 from torchtitan.config.load.render import to_toml_value
@@ -43,13 +43,13 @@ def to_hf(
     """Export a checkpoint, and compare what was written with it and with transformers' model.
 
     Args:
-        source: a checkpoint, or a folder of which the newest is taken.
-        dtype: of the exported weights; None: as stored.
-        assets: folder of the tokenizer; None: that of the run.
+        source: a checkpoint, or a folder of checkpoints, of which the newest is taken.
+        dtype: the dtype of the exported weights; None: as stored.
+        assets: folder of the tokenizer; None: the run's.
         check: whether to compare; None: as far as transformers is installed and memory suffices.
         custom_import: module that registers the model's family.
-        family: export as the Hugging Face class of this family, which has the same code; None: as
-            that of the model's own.
+        family: export as the Hugging Face class of this family, which must have the same code;
+            None: of the model's family.
         averaged: export the average of the weights.
 
     Raises:
@@ -67,12 +67,12 @@ def to_hf(
     Reader(step).check_files(manifest)
     spec, args, recorded = model_of(step, manifest, custom_import)
     with torch.device("meta"):
-        check_own_model(spec.build(args, None), Reader(step))
+        check_matches_manifest(spec.build(args, None), Reader(step))
     if family:
         other = get_spec(family)
         spec = replace(spec, hf=other.hf if other.build is spec.build else None)
     make = recorded_tokenizer(manifest.settings(), step)
-    tokenizer = _tokenizer(assets or recorded, make, given=assets is not None)
+    tokenizer = _tokenizer(assets or recorded, make, required=assets is not None)
     export = HFExport(
         step,
         target,
@@ -92,12 +92,12 @@ def to_hf(
 
 
 def _tokenizer(
-    assets: str, make: Callable[[Path], Tokenizer] | None, *, given: bool
+    assets: str, make: Callable[[Path], Tokenizer] | None, *, required: bool
 ) -> Tokenizer | None:
     try:
         return build_tokenizer(assets, make)
     except UserError as error:
-        if given:
+        if required:
             raise
         print(f"Exporting without a tokenizer: {error} (--assets sets its folder)")
         return None
@@ -113,8 +113,8 @@ def from_hf(
     """Convert a Hugging Face folder to `target/step-0`, and write a TOML that trains from it.
 
     Args:
-        family: None: that of its `config.json`.
-        check: gets the arguments of a run; raises a ConfigError if it couldn't start.
+        family: the model's family; None: the one in `config.json`.
+        check: called with the arguments of a run; raises a ConfigError if it couldn't start.
 
     Raises:
         UserError: `source` is not a model of this family, the checkpoint exists, or a run couldn't
@@ -176,8 +176,8 @@ def _check_recipe(
     """
     argv = ["--config", str(file), f"--checkpoint.initial_load_path={source}"]
     model = load_config(argv).config.model
-    own = spec.args(model.flavor, model.overrides, max_seq_len=args.max_seq_len)
-    assert own == args, f"{file} describes another model: {own}, not {args}"
+    described = spec.args(model.flavor, model.overrides, max_seq_len=args.max_seq_len)
+    assert described == args, f"{file} describes another model: {described}, not {args}"
     without = tokenizer_file(source) is None
     try:
         check(argv)
@@ -194,19 +194,19 @@ def _check_recipe(
 
 def nearest_flavor(spec: ModelSpec, args: Any) -> tuple[str, dict[str, Any]]:
     """The flavor nearest to `args`, and the `[model.overrides]` that turn it into them."""
-    wanted = args.model_dump()
-    del wanted["max_seq_len"]  # follows from training.seq_len
+    target = args.model_dump()
+    del target["max_seq_len"]  # follows from training.seq_len
     changes = {}
     for name, flavor in spec.flavors.items():
         sizes = flavor.model_dump()
-        differing = {key: value for key, value in wanted.items() if sizes[key] != value}
+        differing = {key: value for key, value in target.items() if sizes[key] != value}
         changes[name] = {key: _override(value) for key, value in differing.items()}
     nearest = min(changes, key=lambda name: len(changes[name]))
     return nearest, changes[nearest]
 
 
 def _override(value: Any) -> Any:
-    """A hyper-parameter as TOML can state it. In a table, what is left out is None."""
+    """A hyper-parameter as TOML can express it. A key missing from a table is None."""
     if isinstance(value, dict):
         return {key: inner for key, inner in value.items() if inner is not None}
     return "none" if value is None else value

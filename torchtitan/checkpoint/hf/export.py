@@ -25,10 +25,10 @@ from torchtitan.checkpoint.format.manifest import read_manifest
 from torchtitan.checkpoint.hf import check as hf_check
 from torchtitan.checkpoint.hf.folder import batches
 from torchtitan.checkpoint.hf.pieces import HFTensor, arrange, blocks, whole
-from torchtitan.checkpoint.hf.stored import DTYPES, Box, Entry, OpenFiles
+from torchtitan.checkpoint.hf.stored import DTYPES, Box, FileTensor, OpenSafetensors, shape_of
 from torchtitan.checkpoint.hf.tokenizer import write_tokenizer
 from torchtitan.checkpoint.hf.weights import on_meta
-from torchtitan.checkpoint.load import BoxReader, RankError, Reader, describe, read_tensor
+from torchtitan.checkpoint.load import BoxReader, PhaseError, Reader, describe, read_tensor
 from torchtitan.checkpoint.manager import Checkpointer
 from torchtitan.checkpoint.resume import wait_until_visible
 from torchtitan.checkpoint.save import Phases
@@ -63,16 +63,16 @@ class HFExport:
         *,
         averaged: bool = False,
         check: bool | None = None,
-        most_compared: float = math.inf,
+        max_compared_parameters: float = math.inf,
     ):
         """
         Args:
             source: a checkpoint, `.../step-N`.
-            dtype: of the written weights; None: as stored.
+            dtype: the dtype of the written weights; None: as stored.
             averaged: write the average of the weights.
             check: whether to read the files back, and compare logits and token ids with those of
                 transformers; None: as far as transformers is installed and memory suffices.
-            most_compared: compare the logits of models of up to this many parameters.
+            max_compared_parameters: compare the logits of models of up to this many parameters.
 
         Raises:
             CheckpointError: Hugging Face's class can't express the model, or the checkpoint is of
@@ -87,9 +87,9 @@ class HFExport:
         self.hf = hf_map(spec)
         self.tokenizer = tokenizer
         self.check = check
-        self.most_compared = most_compared
+        self.max_compared_parameters = max_compared_parameters
         self.notes: list[str] = []
-        """What was compared and what wasn't, in words; on rank 0, after `write`."""
+        """The results of the comparisons, in words; on rank 0, after `write`."""
         self.rank = 0
         self.world = 1
         if dist.is_initialized():
@@ -104,11 +104,11 @@ class HFExport:
         shapes = {}
         dtypes = {}
         for ours in self.names:
-            about = stored[self._key(ours)]
-            shapes[ours] = tuple(about.size)
-            dtypes[ours] = dtype or about.properties.dtype
+            metadata = stored[self._key(ours)]
+            shapes[ours] = tuple(metadata.size)
+            dtypes[ours] = dtype or metadata.properties.dtype
         self.tensors = arrange(self.names, shapes, dtypes)
-        """What is written, by Hugging Face's names."""
+        """The tensors to write, by Hugging Face's names."""
         self._boxes = BoxReader(self.reader)
         self.dtype = next(iter(self.tensors.values())).dtype
         """The dtype of the first written weight."""
@@ -116,33 +116,32 @@ class HFExport:
         groups = list(batches(sizes, max_file_bytes))
         count = len(groups)
         self.files = {"model.safetensors": groups[0]}
-        """The weights in each file."""
+        """The names of the weights in each file."""
         if count > 1:
             numbered = enumerate(groups, 1)
             self.files = {f"model-{i:05}-of-{count:05}.safetensors": g for i, g in numbered}
 
     def _key(self, ours: str) -> str:
-        """The checkpoint's key of what is exported. Buffers have no average."""
+        """The checkpoint's key of the tensor to export. Buffers have no average."""
         average = self._averaged and not is_buffer(self.names[ours])
         return f"ema.{ours}" if average else f"model.{ours}"
 
     def _check(self) -> None:
         """
         Raises:
-            CheckpointError: the checkpoint lacks some of the weights, or has some beside them that
-                matter.
+            CheckpointError: the checkpoint lacks weights, or has others that can't be left out.
         """
         names = {f"model.{name}" for name in self.names}
-        wanted = [self._key(name) for name in self.names]
+        expected = [self._key(name) for name in self.names]
         source = self.reader.path
         stored = self.reader.read_metadata().state_dict_metadata
-        other = f"{source} is not of the model in its manifest"
-        if missing := [key for key in wanted if key not in stored]:
-            raise CheckpointError(f"{other}: {missing[0]} is missing")
+        wrong_model = f"{source} is not of the model in its manifest"
+        if missing := [key for key in expected if key not in stored]:
+            raise CheckpointError(f"{wrong_model}: {missing[0]} is missing")
         buffers = {f"model.{name}" for name, _ in on_meta(self.spec, self.args).named_buffers()}
         for key in sorted(key for key in stored if key.startswith("model.") and key not in names):
             if key not in buffers:
-                raise CheckpointError(f"{other}: {key} is unknown")
+                raise CheckpointError(f"{wrong_model}: {key} is unknown")
             matters = stored[key].properties.dtype.is_floating_point
             if matters and read_tensor(self.reader, key).any():
                 raise CheckpointError(
@@ -153,7 +152,7 @@ class HFExport:
                 )
 
     def write(self, group: dist.ProcessGroup | None = None) -> None:
-        """Write the folder. `group` is that of all ranks.
+        """Write the folder. `group` holds all ranks.
 
         Raises:
             CheckpointError: on every rank, if it failed on any.
@@ -176,13 +175,13 @@ class HFExport:
             try:
                 phase()
             except UserError as error:  # without the name of its class
-                raise RankError(str(error)) from error
+                raise PhaseError(str(error)) from error
             return ()
 
         try:
             phases.run(act)
         except Exception as error:
-            if from_another_rank(error) and not isinstance(error, RankError):
+            if from_another_rank(error) and not isinstance(error, PhaseError):
                 raise  # that rank's end is the cause, not this export
             rank = "rank 0: " if phases.alone else ""
             raise CheckpointError(
@@ -206,8 +205,8 @@ class HFExport:
             return
         if len(self.files) > 1:
             total = {"total_size": sum(tensor.nbytes for tensor in self.tensors.values())}
-            places = {name: file for file, names in self.files.items() for name in names}
-            index = {"metadata": total, "weight_map": places}
+            file_of = {name: file for file, names in self.files.items() for name in names}
+            index = {"metadata": total, "weight_map": file_of}
             write_json(self.target / "model.safetensors.index.json", index)
         special: dict[str, int | None] = {}
         if tokenizer := self.tokenizer:
@@ -215,8 +214,8 @@ class HFExport:
             write_tokenizer(tokenizer, self.target, self.args.max_seq_len)
         sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
         write_json(self.target / "generation_config.json", sampling | special)
-        about = self.hf.config(self.args, str(self.dtype).removeprefix("torch."))
-        write_json(self.target / "config.json", about | special)
+        config = self.hf.config(self.args, str(self.dtype).removeprefix("torch."))
+        write_json(self.target / "config.json", config | special)
 
     def _read_back(self) -> None:
         """Compare each tensor that this rank wrote with the checkpoint's, bit by bit."""
@@ -224,13 +223,13 @@ class HFExport:
             return
         for file, names in list(self.files.items())[self.rank :: self.world]:
             path = self.target / file
-            with OpenFiles() as files:
+            with OpenSafetensors() as files:
                 for name in names:
                     self._compare_bits(files, name, path)
 
-    def _compare_bits(self, files: OpenFiles, name: str, path: Path) -> None:
+    def _compare_bits(self, files: OpenSafetensors, name: str, path: Path) -> None:
         tensor = self.tensors[name]
-        entry = Entry(name, str(path), tensor.shape, DTYPES[tensor.dtype])
+        entry = FileTensor(name, str(path), tensor.shape, DTYPES[tensor.dtype])
         for box, written in self._read(tensor):
             if not _same_bits(entry.read(files, box), written):
                 raise CheckpointError(
@@ -252,7 +251,7 @@ class HFExport:
             self.args,
             self.tokenizer,
             self._whole,
-            self.most_compared,
+            self.max_compared_parameters,
             anyway=bool(self.check),
         )
 
@@ -261,20 +260,20 @@ class HFExport:
             commit(self.folder)
 
     def _whole(self, ours: str) -> Tensor:
-        """The weight of one of our names, as it was exported."""
+        """The exported weight with one of our names."""
         first = hf_slices(self.names[ours])[0].name
         return read_tensor(self.reader, self._key(ours), self.tensors[first].dtype)
 
     def _read(self, tensor: HFTensor) -> Iterator[tuple[Box, Tensor]]:
-        """One of Hugging Face's tensors, in boxes in the order of its elements."""
+        """Read one of Hugging Face's tensors, in boxes in the order of its elements."""
         self._boxes.forget(besides={self._key(source.ours) for source in tensor.sources})
         most = _PIECE // tensor.dtype.itemsize
         for box in blocks(whole(tensor.shape), most):
-            value = torch.empty([part.stop - part.start for part in box], dtype=tensor.dtype)
+            value = torch.empty(shape_of(box), dtype=tensor.dtype)
             for source in tensor.sources:
-                own = source.box(box)
-                if all(part.start < part.stop for part in own):
-                    stored = self._boxes.read(self._key(source.ours), own)
+                source_box = source.box(box)
+                if all(shape_of(source_box)):
+                    stored = self._boxes.read(self._key(source.ours), source_box)
                     source.write(stored, value, box)
             yield box, value
 
@@ -297,7 +296,7 @@ def _write_safetensors(
     (https://github.com/huggingface/safetensors#format).
 
     Args:
-        tensors: by name.
+        tensors: the tensors by name.
         read: returns a tensor in pieces, in the order of its elements.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -345,7 +344,7 @@ def export_saved(
             dtype=getattr(torch, checkpointer.config.export_dtype),
             tokenizer=tokenizer,
             averaged=averaged,
-            most_compared=hf_check.MOST_IN_A_RUN,
+            max_compared_parameters=hf_check.MAX_COMPARED_IN_RUN,
         )
 
     export = together(open_export)

@@ -1,7 +1,7 @@
-"""Reading a Hugging Face model's folder, which may hold anything: `config.json` and safetensors.
+"""Reading `config.json` and the safetensors of a Hugging Face model's folder.
 
-Only regular files are opened, and nothing is unpickled. The library `safetensors` checks the
-headers.
+The folder may come from anyone: only regular files are opened, and nothing is unpickled. The
+library `safetensors` checks the headers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,8 +25,16 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from torchtitan.checkpoint.hf.pieces import blocks, their_box, to_ours, whole, within
-from torchtitan.checkpoint.hf.stored import NAMED, Box, Entry, OpenFiles, Stored, dequantized
-from torchtitan.checkpoint.load import alone, unwrapped
+from torchtitan.checkpoint.hf.stored import (
+    NAMED,
+    Box,
+    FileTensor,
+    OpenSafetensors,
+    Stored,
+    dequantized,
+    shape_of,
+)
+from torchtitan.checkpoint.load import unwrapped, without_dist_warning
 from torchtitan.models.hf.quantization import Quantization, read_quantization
 from torchtitan.models.hf_names import HFNames, HFSlice, hf_slices, is_stack
 from torchtitan.utils.errors import CheckpointError
@@ -57,7 +65,7 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 class _Index(BaseModel):
-    """Which file holds which weight, in a folder of several files."""
+    """The index of a folder of several files: the file of each weight."""
 
     model_config = {"strict": True}
 
@@ -72,8 +80,8 @@ def _weight_files(folder: Path) -> list[Path]:
     """
     index = folder / _INDEX
     if not index.exists():
-        if found := sorted(folder.glob("*.safetensors")):
-            return found
+        if files := sorted(folder.glob("*.safetensors")):
+            return files
         if pickles := sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern)):
             raise CheckpointError(
                 f"no .safetensors files in {folder}, but {pickles[0]}: a pickle, which runs code "
@@ -88,8 +96,8 @@ def _weight_files(folder: Path) -> list[Path]:
         names = sorted(set(_Index.model_validate(read_json_object(index)).weight_map.values()))
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))[:200]
-        raise CheckpointError(f"{index}: {place}: {first['msg']}") from None
+        key = ".".join(map(str, first["loc"]))[:200]
+        raise CheckpointError(f"{index}: {key}: {first['msg']}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(str(error)) from None
     for name in names:
@@ -101,11 +109,11 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 class _Piece(NamedTuple):
-    """What to read of a part, and where to."""
+    """A box of a part to read, and the tensor to fill with it."""
 
     part: HFSlice
     box: Box
-    """Of ours, without the dimension of a stack."""
+    """A box of our tensor, without the dimension of a stack."""
     target: Tensor
 
 
@@ -113,8 +121,7 @@ class SafetensorsReader(HuggingFaceStorageReader):
     """Reads weights under our names. Only the slices that a rank needs are read, a few megabytes at
     a time; quantized ones are dequantized.
 
-    To torch's checkpointing (DCP) a stack is a tensor that was saved in as many chunks as it has
-    parts.
+    For torch's checkpointing (DCP), a stack is a tensor that was saved in one chunk for each part.
     """
 
     def __init__(self, folder: Path, names: HFNames):
@@ -127,7 +134,7 @@ class SafetensorsReader(HuggingFaceStorageReader):
         self.folder = folder
         self.names = names
         self.parts = {ours: hf_slices(theirs) for ours, theirs in names.items()}
-        entries: dict[str, Entry] = {}
+        entries: dict[str, FileTensor] = {}
         for file in _weight_files(folder):
             for stored, entry in _read_header(file).items():
                 name = _in_text_model(stored)
@@ -136,13 +143,13 @@ class SafetensorsReader(HuggingFaceStorageReader):
                 entries[name] = entry
         self.quantization = _quantization(folder)
         self.entries = dequantized(entries, self.quantization)
-        """What the folder holds, by its names in a text model."""
+        """The folder's tensors, by their names in a text model."""
         self._metadata = self._describe()
 
     def _describe(self) -> Metadata:
-        """The weights that are complete."""
+        """DCP's metadata of the complete weights."""
         tensors: dict[str, TensorStorageMetadata] = {}
-        places: dict[MetadataIndex, HFSlice] = {}
+        parts_by_index: dict[MetadataIndex, HFSlice] = {}
         for ours, parts in self.parts.items():
             entries = [self.entries.get(part.name) for part in parts]
             first = entries[0]
@@ -150,29 +157,30 @@ class SafetensorsReader(HuggingFaceStorageReader):
                 continue
             shape = parts[0].our_shape(first.shape)
             stack = (len(parts),) if is_stack(self.names[ours]) else ()
-            part_size = torch.Size((*(1 for _ in stack), *shape))
+            chunk_size = torch.Size((*(1 for _ in stack), *shape))
             zeros = (0,) * len(shape)
             chunks = []
             for i, part in enumerate(parts):
                 offset = torch.Size((i, *zeros) if stack else zeros)
-                chunks.append(ChunkStorageMetadata(offset, part_size))
-                places[MetadataIndex(ours, offset)] = part
+                chunks.append(ChunkStorageMetadata(offset, chunk_size))
+                parts_by_index[MetadataIndex(ours, offset)] = part
             dtype = torch.float32 if parts[0].buffer else NAMED[first.dtype]
             properties = TensorProperties(dtype=dtype)
             tensors[ours] = TensorStorageMetadata(properties, torch.Size((*stack, *shape)), chunks)
-        about = StorageMeta(load_id=self.load_id)
-        return Metadata(tensors, storage_data=places, storage_meta=about)
+        return Metadata(
+            tensors, storage_data=parts_by_index, storage_meta=StorageMeta(load_id=self.load_id)
+        )
 
     def read_metadata(self) -> Metadata:
         return self._metadata
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Fill tensors in place, sharded ones too, and of other dtypes than the stored ones.
+        """Fill tensors in place; they may be sharded, and have other dtypes than the stored ones.
 
         Raises:
             CheckpointError: one can't be read, or holds NaN or infinity.
         """
-        with alone(), unwrapped():  # pipeline ranks load different weights
+        with without_dist_warning(), unwrapped():  # pipeline ranks load different weights
             dcp.load(dict(state), storage_reader=self, no_dist=True)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -200,10 +208,9 @@ class SafetensorsReader(HuggingFaceStorageReader):
         Raises:
             CheckpointError: it can't be read, or holds NaN or infinity.
         """
-        about = self._metadata.state_dict_metadata[name]
-        box = whole(about.size) if box is None else box
-        sizes = [part.stop - part.start for part in box]
-        out = torch.empty(sizes, dtype=about.properties.dtype)
+        tensor = self._metadata.state_dict_metadata[name]
+        box = whole(tensor.size) if box is None else box
+        out = torch.empty(shape_of(box), dtype=tensor.properties.dtype)
         parts = self.parts[name]
         if is_stack(self.names[name]):
             pairs = zip(parts[box[0]], out.unbind(), strict=True)
@@ -213,9 +220,9 @@ class SafetensorsReader(HuggingFaceStorageReader):
         return out
 
     def _fill(self, pieces: Iterable[_Piece]) -> None:
-        """Files are read in order, so that few are opened more than once."""
+        """Read the pieces, ordered by file, so that few files are opened more than once."""
         by_file = sorted(pieces, key=lambda piece: self.entries[piece.part.name].file)
-        with OpenFiles() as files:
+        with OpenSafetensors() as files:
             for part, box, target in by_file:
                 if not target.numel():
                     continue
@@ -226,7 +233,7 @@ class SafetensorsReader(HuggingFaceStorageReader):
                     target[within(block, box)].copy_(value)
 
     def problems(self, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-        """Why the folder can't fill our weights of these names and shapes."""
+        """The reasons why the folder can't fill our weights of these names and shapes."""
         nameless = [ours for ours in shapes if ours not in self.names]
         if nameless:
             return [f"{ours} has no name in Hugging Face's format" for ours in nameless]
@@ -234,22 +241,24 @@ class SafetensorsReader(HuggingFaceStorageReader):
         missing = [name for name in dict.fromkeys(names) if name not in self.entries]
         if missing:
             return [f"{name} is missing" for name in missing]
-        out = []
+        mismatches = []
         for ours, shape in shapes.items():
             parts = self.parts[ours]
             first = self.entries[parts[0].name]
-            own = tuple(shape)[1 if is_stack(self.names[ours]) else 0 :]
+            piece_shape = tuple(shape)[1 if is_stack(self.names[ours]) else 0 :]
             for part in parts:
                 entry = self.entries[part.name]
-                wanted = part.their_shape(own)
+                expected = part.their_shape(piece_shape)
                 kind = f"{part.name} has dtype {entry.dtype}"
-                if entry.shape != wanted:
-                    out.append(f"{part.name} is {list(entry.shape)}, should be {list(wanted)}")
+                if entry.shape != expected:
+                    mismatches.append(
+                        f"{part.name} is {list(entry.shape)}, should be {list(expected)}"
+                    )
                 elif entry.dtype not in NAMED:
-                    out.append(f"{kind}, must be one of {', '.join(NAMED)}")
+                    mismatches.append(f"{kind}, must be one of {', '.join(NAMED)}")
                 elif entry.dtype != first.dtype:
-                    out.append(f"{kind}, {parts[0].name} of the same stack {first.dtype}")
-        return out
+                    mismatches.append(f"{kind}, {parts[0].name} of the same stack {first.dtype}")
+        return mismatches
 
 
 def _checked(stored: Stored, value: Tensor) -> Tensor:
@@ -293,16 +302,16 @@ def batches(sizes: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
 
 
 def _in_text_model(name: str) -> str:
-    """The name that a tensor has in a folder of the text model alone, if this one has other parts,
-    too: a vision tower beside `language_model`.
+    """The name that a tensor would have in a folder of only the text model. This folder may hold
+    more, such as a vision tower beside `language_model`.
     """
-    for prefix, own in (("language_model.", ""), ("model.language_model.", "model.")):
+    for prefix, text_prefix in (("language_model.", ""), ("model.language_model.", "model.")):
         if name.startswith(prefix):
-            return own + name.removeprefix(prefix)
+            return text_prefix + name.removeprefix(prefix)
     return name
 
 
-def _read_header(file: Path) -> dict[str, Entry]:
+def _read_header(file: Path) -> dict[str, FileTensor]:
     """The tensors of a file.
 
     Raises:
@@ -320,8 +329,8 @@ def _read_header(file: Path) -> dict[str, Entry]:
                 )
             slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 - not a dictionary
             return {
-                name: Entry(name, str(file), tuple(part.get_shape()), part.get_dtype())
-                for name, part in slices.items()
+                name: FileTensor(name, str(file), tuple(tensor.get_shape()), tensor.get_dtype())
+                for name, tensor in slices.items()
             }
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} is damaged, or not safetensors: {error}") from None

@@ -1,6 +1,4 @@
-"""Which of our tensors Hugging Face's are made from, and how their boxes map to ours: what an
-`HFSlice` declares.
-"""
+"""The mapping between the boxes of our tensors and of Hugging Face's, as `HFSlice`s declare it."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,25 +7,25 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.hf.stored import Box
+from torchtitan.checkpoint.hf.stored import Box, shape_of
 from torchtitan.models.hf_names import HFNames, HFSlice, hf_slices, is_stack
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """The box of all of a tensor."""
+    """The box that is a whole tensor."""
     return tuple(slice(0, size) for size in shape)
 
 
 def blocks(box: Box, elements: int) -> Iterator[Box]:
-    """A box, cut along its first dimensions into boxes of at most so many elements."""
+    """A box, cut along its first dimensions into boxes of at most `elements` elements."""
     if not box:
         yield box
         return
-    first, *others = box
-    row = math.prod(part.stop - part.start for part in others)
+    first, others = box[0], box[1:]
+    row = math.prod(shape_of(others))
     if row > elements:
         for i in range(first.start, first.stop):
-            yield from ((slice(i, i + 1), *rest) for rest in blocks(tuple(others), elements))
+            yield from ((slice(i, i + 1), *block) for block in blocks(others, elements))
         return
     rows = max(1, elements // max(row, 1))
     for start in range(first.start, first.stop, rows):
@@ -35,13 +33,13 @@ def blocks(box: Box, elements: int) -> Iterator[Box]:
 
 
 def within(inner: Box, outer: Box) -> Box:
-    """Where a box is in another that holds it."""
+    """The position of a box within another that contains it."""
     pairs = zip(inner, outer, strict=True)
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in pairs)
 
 
 def their_box(part: HFSlice, ours: Box) -> Box:
-    """The smallest box of theirs that holds a box of ours, which isn't empty."""
+    """The smallest box of theirs that contains a nonempty box of ours."""
     box = list(part.to_theirs(ours, slice(0, 1)))
     if part.take:
         taken = box[part.dim]
@@ -51,7 +49,7 @@ def their_box(part: HFSlice, ours: Box) -> Box:
 
 
 def our_box(part: HFSlice, theirs: Box) -> Box:
-    """The box of ours that a box of theirs holds."""
+    """The box of ours that a box of theirs contains."""
     box = list(theirs)
     if part.take:
         taken = box[part.dim]
@@ -60,7 +58,7 @@ def our_box(part: HFSlice, theirs: Box) -> Box:
 
 
 def to_ours(part: HFSlice, value: Tensor, box: Box) -> Tensor:
-    """A box of ours, from `their_box` of it; a view where that can be one."""
+    """A box of ours, given the values of its `their_box`; a view where possible."""
     if part.take:
         taken = part.to_theirs(box, slice(0, 1))[part.dim]
         entries = _entries(part, taken) - part.entry(taken.start)
@@ -72,7 +70,7 @@ def to_ours(part: HFSlice, value: Tensor, box: Box) -> Tensor:
 
 
 def into_theirs(part: HFSlice, value: Tensor, target: Tensor, box: Box) -> None:
-    """Write `our_box` of a box of theirs, `target`, where it belongs there."""
+    """Write `value`, the `our_box` of `box`, into `target`, the values of `box` of theirs."""
     value = value.transpose(-2, -1) if part.transposed else value
     if part.dropped is not None:
         value = value.unsqueeze(part.dropped)
@@ -93,7 +91,7 @@ def _along(part: HFSlice, taken: slice) -> Box:
 
 
 def _entries(part: HFSlice, taken: slice) -> Tensor:
-    """`part.entry` of each of `taken`."""
+    """`part.entry` of each index in `taken`, as a tensor."""
     index = torch.arange(taken.start, taken.stop)
     return index // part.width * part.of + part.entry(0) + index % part.width
 
@@ -103,20 +101,20 @@ def _entries(part: HFSlice, taken: slice) -> Tensor:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one of our tensors is of one of Hugging Face's."""
+    """The contribution of one of our tensors to one of Hugging Face's."""
 
     ours: str
     part: HFSlice
     index: int | None
-    """In the stack that ours is; None: it is none."""
+    """Index in our stack; None if ours isn't a stack."""
 
     def box(self, theirs: Box) -> Box:
-        """The box of ours that a box of theirs is made from."""
-        own = our_box(self.part, theirs)
-        return own if self.index is None else (slice(self.index, self.index + 1), *own)
+        """The box of ours that contributes to a box of theirs."""
+        our_slice = our_box(self.part, theirs)
+        return our_slice if self.index is None else (slice(self.index, self.index + 1), *our_slice)
 
     def write(self, value: Tensor, target: Tensor, theirs: Box) -> None:
-        """Write `box(theirs)` of ours to where it is in that box, `target`."""
+        """Write `value`, our values of `box(theirs)`, into `target`, the values of `theirs`."""
         into_theirs(self.part, value if self.index is None else value.squeeze(0), target, theirs)
 
 
@@ -139,28 +137,28 @@ def arrange(
     """Hugging Face's tensors by name, in the order in which ours are.
 
     Args:
-        shapes: of ours, by our names.
-        dtypes: of ours, as they are to be written; a buffer is written in fp32.
+        shapes: the shapes of our tensors, by our names.
+        dtypes: the dtypes to write them in; buffers are always written in fp32.
     """
-    found: dict[str, HFTensor] = {}
+    tensors: dict[str, HFTensor] = {}
     for ours, theirs in names.items():
         stacked = is_stack(theirs)
         for i, part in enumerate(hf_slices(theirs)):
-            own = shapes[ours][1:] if stacked else shapes[ours]
-            shape = part.their_shape(own)
+            part_shape = shapes[ours][1:] if stacked else shapes[ours]
+            shape = part.their_shape(part_shape)
             dtype = torch.float32 if part.buffer else dtypes[ours]
             source = Contribution(ours, part, i if stacked else None)
             for name in (part.name, *part.copies):
-                tensor = found.setdefault(name, HFTensor(shape, dtype))
+                tensor = tensors.setdefault(name, HFTensor(shape, dtype))
                 assert (tensor.shape, tensor.dtype) == (shape, dtype), f"{name} has two shapes"
                 tensor.sources.append(source)
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         _check_covered(name, tensor)
-    return found
+    return tensors
 
 
 def _check_covered(name: str, tensor: HFTensor) -> None:
-    """Each element must have one source."""
+    """Check that each element has exactly one source."""
     first = tensor.sources[0].part
     taken: list[int] = []
     for source in tensor.sources:

@@ -1,7 +1,7 @@
 """Tensors in safetensors files, read box by box; quantized ones are dequantized.
 
-A box is a slice of each dimension, which may have a step. Nothing larger than a box, and what its
-values were made from, is in memory.
+A box is a slice of each dimension, which may have a step. Only the box, and the stored values that
+it is computed from, are in memory.
 """
 
 import contextlib
@@ -19,6 +19,12 @@ from torchtitan.utils.errors import CheckpointError
 
 Box = tuple[slice, ...]
 
+
+def shape_of(box: Box) -> tuple[int, ...]:
+    """The shape of a box without steps."""
+    return tuple(interval.stop - interval.start for interval in box)
+
+
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -26,34 +32,34 @@ DTYPES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
 }
-"""The names that safetensors gives dtypes of weights."""
+"""safetensors' names of the dtypes of weights."""
 NAMED = {name: dtype for dtype, name in DTYPES.items()}
 MAPPED_BYTES = 32 * 2**20
 _SCALES = ("F32", "BF16", "F8_E8M0")
 """Dtypes of the scales of fp8 blocks. The last is a power of two."""
 _MXFP4_VALUES = 32
-"""Values that share a scale."""
+"""Number of values that share a scale."""
 
 
-class OpenFiles(contextlib.AbstractContextManager["OpenFiles"]):
-    """Files that are being read. The pages that are read of a mapped file are this process's memory
-    until it is closed, so all are closed after each 32 MiB.
+class OpenSafetensors(contextlib.AbstractContextManager["OpenSafetensors"]):
+    """Open safetensors files. The pages read from a mapped file count as this process's memory
+    until the file is closed, so all are closed after every `MAPPED_BYTES`.
     """
 
     def __init__(self) -> None:
         self._files: dict[str, Any] = {}
         self._read = 0
 
-    def read(self, entry: "Entry", box: Box) -> Tensor:
+    def read(self, entry: "FileTensor", box: Box) -> Tensor:
         """A box of a tensor, mapped from its file.
 
         Raises:
             CheckpointError: it can't be read.
         """
-        span = tuple(slice(part.start, part.stop) for part in box)
+        span = tuple(slice(interval.start, interval.stop) for interval in box)
         size = entry.itemsize
-        for part in span:
-            size *= part.stop - part.start
+        for interval in span:
+            size *= interval.stop - interval.start
         if self._read and self._read + size > MAPPED_BYTES:
             self.close()
         self._read += size
@@ -64,7 +70,7 @@ class OpenFiles(contextlib.AbstractContextManager["OpenFiles"]):
             value = self._files[entry.file].get_slice(entry.name)[span or ...]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"can't read {entry.name} of {entry.file}: {error}") from None
-        return value[tuple(slice(None, None, part.step) for part in box)]
+        return value[tuple(slice(None, None, interval.step) for interval in box)]
 
     def close(self) -> None:
         for file in self._files.values():
@@ -77,7 +83,7 @@ class OpenFiles(contextlib.AbstractContextManager["OpenFiles"]):
 
 
 class Stored(Protocol):
-    """A tensor of a folder."""
+    """A tensor of a folder, whether stored as it is or quantized."""
 
     @property
     def file(self) -> str: ...
@@ -87,16 +93,16 @@ class Stored(Protocol):
 
     @property
     def dtype(self) -> str:
-        """The name that safetensors gives it."""
+        """safetensors' name of the dtype."""
         ...
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names in the files that it is made from."""
+        """The names of the tensors in the files that it is computed from."""
         ...
 
-    def read(self, files: OpenFiles, box: Box) -> Tensor:
-        """A box of it, in its dtype.
+    def read(self, files: OpenSafetensors, box: Box) -> Tensor:
+        """A box of the tensor, in its dtype.
 
         Raises:
             CheckpointError: it can't be read.
@@ -105,8 +111,8 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A tensor in a file, as it is."""
+class FileTensor:
+    """A tensor that is stored as it is."""
 
     name: str
     file: str
@@ -121,18 +127,18 @@ class Entry:
     def itemsize(self) -> int:
         return NAMED[self.dtype].itemsize if self.dtype in NAMED else 1
 
-    def read(self, files: OpenFiles, box: Box) -> Tensor:
+    def read(self, files: OpenSafetensors, box: Box) -> Tensor:
         return files.read(self, box)
 
 
 @dataclass(frozen=True)
 class BlockScaled:
-    """A matrix of e4m3, and a factor for each block of it (DeepSeek-V3, arXiv:2412.19437, section
+    """A matrix in e4m3 with a scale for each block of it (DeepSeek-V3, arXiv:2412.19437, section
     3.3). The last blocks may be smaller.
     """
 
-    weight: Entry
-    scale: Entry
+    weight: FileTensor
+    scale: FileTensor
     block: tuple[int, int]
     dtype: str = "BF16"
 
@@ -148,34 +154,34 @@ class BlockScaled:
     def names(self) -> tuple[str, ...]:
         return self.weight.name, self.scale.name
 
-    def read(self, files: OpenFiles, box: Box) -> Tensor:
-        strides = tuple(slice(None, None, part.step) for part in box)
-        box = tuple(slice(part.start, part.stop) for part in box)
+    def read(self, files: OpenSafetensors, box: Box) -> Tensor:
+        strides = tuple(slice(None, None, interval.step) for interval in box)
+        box = tuple(slice(interval.start, interval.stop) for interval in box)
         values = files.read(self.weight, box).float()
         blocks = tuple(
-            slice(part.start // size, -(-part.stop // size))
-            for part, size in zip(box, self.block, strict=True)
+            slice(interval.start // size, -(-interval.stop // size))
+            for interval, size in zip(box, self.block, strict=True)
         )
         scale = files.read(self.scale, blocks).float()
-        for dim, (part, size) in enumerate(zip(box, self.block, strict=True)):
-            skipped = part.start // size * size
-            entries = torch.arange(part.start - skipped, part.stop - skipped) // size
+        for dim, (interval, size) in enumerate(zip(box, self.block, strict=True)):
+            skipped = interval.start // size * size
+            entries = torch.arange(interval.start - skipped, interval.stop - skipped) // size
             scale = scale.index_select(dim, entries)
         return values.mul_(scale)[strides].bfloat16()
 
 
 @dataclass(frozen=True)
 class MXFP4:
-    """Stacked matrices of 4-bit floats, 32 of a row with a power of two (OCP Microscaling Formats,
-    version 1.0). In a file, a row holds what becomes a column here.
+    """Stacked matrices of 4-bit floats; each 32 of a row share a power of two (OCP Microscaling
+    Formats, version 1.0). A row in a file becomes a column here.
 
         blocks [..., rows, groups, 16] uint8, two values in a byte, the low half first
         scales [..., rows, groups] uint8, the exponent plus 127
         here   [..., groups * 32, rows]
     """
 
-    blocks: Entry
-    scales: Entry
+    blocks: FileTensor
+    scales: FileTensor
     dtype: str = "BF16"
 
     @property
@@ -191,7 +197,7 @@ class MXFP4:
     def names(self) -> tuple[str, ...]:
         return self.blocks.name, self.scales.name
 
-    def read(self, files: OpenFiles, box: Box) -> Tensor:
+    def read(self, files: OpenSafetensors, box: Box) -> Tensor:
         *stack, inner, rows = box
         first = inner.start // _MXFP4_VALUES
         groups = slice(first, -(-inner.stop // _MXFP4_VALUES))
@@ -207,8 +213,8 @@ class MXFP4:
 
 @lru_cache(maxsize=1)
 def _e2m1_pairs() -> Tensor:
-    """`[256, 2]`, the two values of each byte. One has a sign, two bits of exponent and one of
-    mantissa.
+    """`[256, 2]`, the two values of each byte. A value has a sign bit, two bits of exponent and one
+    of mantissa.
     """
     positive = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.bfloat16)
     values = torch.cat((positive, -positive))
@@ -218,40 +224,40 @@ def _e2m1_pairs() -> Tensor:
 
 @lru_cache(maxsize=1)
 def _powers() -> Tensor:
-    """`[256]`, what each exponent multiplies by; the last one is infinite."""
+    """`[256]`, the factor that each exponent means; the last one is infinite."""
     return (2.0 ** (torch.arange(256, dtype=torch.float64) - 127)).bfloat16()
 
 
 def dequantized(
-    entries: Mapping[str, Entry], quantization: Quantization | None
+    entries: Mapping[str, FileTensor], quantization: Quantization | None
 ) -> dict[str, Stored]:
-    """The tensors of a folder by name. Those with scales are one each, by the name it would have
-    unquantized.
+    """The tensors of a folder by name. A quantized tensor and its scales are one, under the name it
+    would have unquantized.
 
     Raises:
         CheckpointError: a quantized tensor lacks its scales, has others than its blocks need, or
             isn't announced by `config.json`.
     """
-    found: dict[str, Stored] = dict(entries)
+    tensors: dict[str, Stored] = dict(entries)
     method = quantization.method if quantization else None
     for name, entry in entries.items():
         weight = name.removesuffix("_scale_inv")
         if weight != name and weight in entries:
             _check_announced("fp8", method, entry)
             assert quantization is not None
-            found[weight] = _block_scaled(entries[weight], entry, quantization.block)
-            del found[name]
+            tensors[weight] = _block_scaled(entries[weight], entry, quantization.block)
+            del tensors[name]
         elif entry.dtype == "F8_E4M3" and method == "fp8" and f"{name}_scale_inv" not in entries:
             raise CheckpointError(f"{entry.file}: {name} is fp8 and has no {name}_scale_inv")
         elif entry.dtype == "U8" and name.endswith("_blocks"):
             _check_announced("mxfp4", method, entry)
             whole = name.removesuffix("_blocks")
-            found[whole] = _mxfp4(entry, entries.get(f"{whole}_scales"))
-            del found[name], found[f"{whole}_scales"]
-    return found
+            tensors[whole] = _mxfp4(entry, entries.get(f"{whole}_scales"))
+            del tensors[name], tensors[f"{whole}_scales"]
+    return tensors
 
 
-def _check_announced(method: str, stated: str | None, entry: Entry) -> None:
+def _check_announced(method: str, stated: str | None, entry: FileTensor) -> None:
     if stated != method:
         raise CheckpointError(
             f"{entry.file}: {entry.name} is {method}, but config.json has no quantization_config "
@@ -259,7 +265,7 @@ def _check_announced(method: str, stated: str | None, entry: Entry) -> None:
         )
 
 
-def _block_scaled(weight: Entry, scale: Entry, block: tuple[int, int]) -> BlockScaled:
+def _block_scaled(weight: FileTensor, scale: FileTensor, block: tuple[int, int]) -> BlockScaled:
     if weight.dtype != "F8_E4M3" or len(weight.shape) != 2 or scale.dtype not in _SCALES:
         kinds = f"{weight.dtype} {list(weight.shape)} with scales of {scale.dtype}"
         raise CheckpointError(f"{weight.file}: {weight.name} is {kinds}, not fp8 with fp32 scales")
@@ -272,7 +278,7 @@ def _block_scaled(weight: Entry, scale: Entry, block: tuple[int, int]) -> BlockS
     return BlockScaled(weight, scale, block)
 
 
-def _mxfp4(blocks: Entry, scales: Entry | None) -> MXFP4:
+def _mxfp4(blocks: FileTensor, scales: FileTensor | None) -> MXFP4:
     if scales is None:
         name = blocks.name.removesuffix("_blocks")
         raise CheckpointError(f"{blocks.file}: {blocks.name} has no {name}_scales")

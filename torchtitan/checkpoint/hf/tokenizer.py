@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder, written so that others get the ids that training sees."""
+"""The tokenizer of an export, written so that other programs get the same ids as training."""
 
 import shutil
 from collections.abc import Callable
@@ -23,37 +23,37 @@ TEXTS = (
     "def f(x):\n    return x**2  # naïve, cafe\u0301, Straße",
     "日本語のテキスト и кириллица 🙂🏽",
 )
-"""What tokenizers are compared on."""
+"""The texts on which tokenizers are compared."""
 _COPIED = ("special_tokens_map.json", "chat_template.jinja")
-_MADE = (HuggingFaceTokenizer, TiktokenTokenizer)
+_BUILT_IN = (HuggingFaceTokenizer, TiktokenTokenizer)
 
 
-def is_own(tokenizer: Tokenizer) -> bool:
+def is_built_in(tokenizer: Tokenizer) -> bool:
     """Whether `write_tokenizer` writes the files itself; registered tokenizers bring theirs."""
-    return type(tokenizer) in _MADE
+    return type(tokenizer) in _BUILT_IN
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Write the files of a tokenizer: a text gets its ids in training, begin-of-text first.
+    """Write the files of a tokenizer: a text gets the same ids as in training, begin-of-text first.
 
     Args:
-        max_length: tokens that the model takes.
+        max_length: the model's maximum number of tokens.
 
     Raises:
-        OSError, ValueError, UserError: its own files can't be read any more.
+        OSError, ValueError, UserError: the tokenizer's files can no longer be read.
     """
-    if not is_own(tokenizer):
+    if not is_built_in(tokenizer):
         for path in tokenizer.files:
             _copy(path, folder)
         return
     assert tokenizer.path is not None
     settings: dict[str, Any] = {}
     if isinstance(tokenizer, TiktokenTokenizer):
-        content = _of_tiktoken(tokenizer)
+        content = _tiktoken_json(tokenizer)
     else:
         content = read_json_object(tokenizer.path)
-        about = tokenizer.path.with_name("tokenizer_config.json")
-        settings = read_json_object(about) if about.is_file() else {}
+        config_file = tokenizer.path.with_name("tokenizer_config.json")
+        settings = read_json_object(config_file) if config_file.is_file() else {}
         for path in (tokenizer.path.with_name(file) for file in _COPIED):
             if path.is_file():
                 _copy(path, folder)
@@ -82,8 +82,8 @@ def _copy(path: Path, folder: Path) -> None:
         shutil.copyfileobj(original, copy)
 
 
-def _of_tiktoken(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
-    """`tokenizer.json` of Llama 3's tiktoken file: each way to split a token in two is a merge."""
+def _tiktoken_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
+    """`tokenizer.json` for Llama 3's tiktoken file: each way to split a token in two is a merge."""
     characters = _byte_characters()
     ranks = tokenizer.ranks
     spelled = {token: "".join(characters[byte] for byte in token) for token in ranks}
@@ -153,20 +153,22 @@ def _byte_characters() -> list[str]:
 
 
 def differing_text(tokenizer: Tokenizer, encode: Callable[[str], list[int]]) -> str | None:
-    """The first text that `encode` gives other ids than training, in words; None if none."""
+    """A description of the first text that `encode` gives other ids than training, or None."""
     for text in TEXTS:
         try:
-            wanted = tokenizer.encode(text, bos=True)
+            expected = tokenizer.encode(text, bos=True)
         except UserError:  # not every vocabulary has all characters
             continue
-        found = encode(text)
-        if found != wanted:
-            return f"{text!r} becomes {found[:8]}, in training {wanted[:8]}"
+        ids = encode(text)
+        if ids != expected:
+            return f"{text!r} becomes {ids[:8]}, in training {expected[:8]}"
     return None
 
 
 def file_problem(tokenizer: Tokenizer, folder: Path) -> str | None:
-    """How `tokenizer.json`, read by the library `tokenizers`, differs from training, if it does."""
+    """How the ids of `tokenizer.json`, read by the library `tokenizers`, differ from training's, or
+    None.
+    """
     from tokenizers import Tokenizer as Backend
 
     backend = Backend.from_file(str(folder / "tokenizer.json"))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchtitan.checkpoint.format.manifest import CheckpointInfo
 from torchtitan.checkpoint.hf.folder import SafetensorsReader
-from torchtitan.checkpoint.hf.stored import Box
+from torchtitan.checkpoint.hf.stored import Box, shape_of
 from torchtitan.checkpoint.save import write_streamed
 from torchtitan.checkpoint.state import model_state
 from torchtitan.models import HFNames, ModelSpec, hf_map
@@ -21,15 +21,19 @@ from torchtitan.utils.errors import CheckpointError
 def load_hf(models: Sequence[nn.Module], folder: Path, names: HFNames) -> None:
     """Fill the weights of a model, or of this rank's pipeline stages, from a folder of safetensors.
 
-    Buffers that Hugging Face's format has no place for stay as they are.
+    Buffers that Hugging Face's format lacks stay as they are.
 
     Raises:
         CheckpointError: the folder has no safetensors, or one is damaged; or a weight is missing,
             has another shape, or holds NaN or infinity.
     """
     reader = SafetensorsReader(folder, names)
-    own = {name for model in models for name, _ in model.named_buffers()} - names.keys()
-    ours = {name: value for name, value in model_state(models).items() if name not in own}
+    unstored_buffers = {
+        name for model in models for name, _ in model.named_buffers()
+    } - names.keys()
+    ours = {
+        name: value for name, value in model_state(models).items() if name not in unstored_buffers
+    }
     shapes = {name: value.shape for name, value in ours.items()}
     if problems := reader.problems(shapes):
         raise CheckpointError(
@@ -42,10 +46,10 @@ def load_hf(models: Sequence[nn.Module], folder: Path, names: HFNames) -> None:
 def check_hf(reader: SafetensorsReader, spec: ModelSpec, args: Any) -> list[str]:
     """
     Returns:
-        Tensors in the folder that the family leaves out.
+        The folder's tensors that the family ignores.
 
     Raises:
-        CheckpointError: the weights aren't those of a model of `args`, which came with them.
+        CheckpointError: the weights don't fit `args`, which are from the same folder.
     """
     parts = [part for parts in reader.parts.values() for part in parts]
     known = dict.fromkeys(part.name for part in parts)
@@ -73,17 +77,17 @@ def check_hf(reader: SafetensorsReader, spec: ModelSpec, args: Any) -> list[str]
 
 
 def on_meta(spec: ModelSpec, args: Any) -> nn.Module:
-    """The model of a family, without memory."""
+    """A model on the meta device, without memory."""
     with torch.device("meta"):
         return spec.build(args, None)
 
 
 class Imported(NamedTuple):
-    """What was read from a folder."""
+    """The result of an import."""
 
     parameters: int
     notes: list[str]
-    """What isn't as in the folder, for people."""
+    """Differences from the folder, for people."""
 
 
 def import_hf(
@@ -94,7 +98,7 @@ def import_hf(
 
     Args:
         target: the checkpoint, `.../step-0`.
-        info: what its manifest says beside its files.
+        info: the part of the manifest that isn't about files.
 
     Raises:
         CheckpointError: a weight is missing, unknown, not finite, or of another shape than `args`
@@ -104,15 +108,15 @@ def import_hf(
     ignored = check_hf(reader, spec, args)
     stored = reader.read_metadata().state_dict_metadata
     state = model_state([on_meta(spec, args)])
-    for name, about in stored.items():
-        state[name] = torch.empty(about.size, dtype=about.properties.dtype, device="meta")
+    for name, tensor in stored.items():
+        state[name] = torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
 
     def read(key: str, box: Box) -> Tensor:
         name = key.removeprefix("model.")
         if name in stored:
             return reader.read(name, box)
-        # What Hugging Face doesn't store are buffers, which start at zero.
-        return torch.zeros([part.stop - part.start for part in box], dtype=state[name].dtype)
+        # Hugging Face lacks only buffers, which start at zero.
+        return torch.zeros(shape_of(box), dtype=state[name].dtype)
 
     write_streamed(target, info, {"model": state}, read)
     sizes = (stored[name].size.numel() for name in parameters_of(reader.names))

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 import torchtitan.train
-from torchtitan.checkpoint.format.index import TensorPart, WrittenTensor, add_written
+from torchtitan.checkpoint.format.index import StoredChunk, WrittenTensor, add_written
 from torchtitan.checkpoint.format.layout import Cut, Layout
 from torchtitan.config.derive import axis_degrees, gradient_accumulation_steps
 from torchtitan.config.sections.schema import Config
@@ -267,8 +267,8 @@ def _metadata_bytes() -> float:
     count = 256
     metadata = Metadata({}, planner_data={})
     total = 0
-    for i in range(count):
-        piece = TensorPart(
+    for i in range(parts):
+        part = StoredChunk(
             (size * i, 0), (size, 2**14), f"__{i}_0.distcp", size * i, length=size, crc32=2**32 - 1
         )
         written = WrittenTensor(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlanner
 
-from torchtitan.checkpoint.format.index import Index, TensorPlaces, dtype_name, render_index
+from torchtitan.checkpoint.format.index import Index, IndexedTensor, dtype_name, render_index
 from torchtitan.checkpoint.format.manifest import (
     FORMAT,
     CheckpointInfo,
@@ -194,7 +194,7 @@ class NoFiles:
         confirm: Callable[[], object],
         committed: Callable[[], None],
         *,
-        beside: Mapping[str, bytes],
+        extra_files: Mapping[str, bytes],
         staged: bool,
     ) -> "_NothingWritten":
         return _NothingWritten(self, info)
@@ -210,12 +210,12 @@ class _NothingWritten:
     def begin(self) -> int:
         return 0
 
-    def plan(self, planner: DefaultSavePlanner, rank: int, world: int, places: int) -> LocalPlan:
-        plan: LocalPlan = aside(local_plan)(planner, rank, world, places)
+    def plan(self, planner: DefaultSavePlanner, rank: int, world: int, pp_degree: int) -> LocalPlan:
+        plan: LocalPlan = aside(local_plan)(planner, rank, world, pp_degree)
         tensors = planner.state_dict
         index = render_index(
             {
-                key: TensorPlaces(
+                key: IndexedTensor(
                     dtype=dtype_name(value.dtype), size=tuple(value.shape), layout=plan.layouts[key]
                 )
                 for key, value in tensors.items()
@@ -242,6 +242,6 @@ class _NothingWritten:
 class _NothingRead(Reader):
     """Leaves the tensors that it would read as they are."""
 
-    def check_files(self, manifest: Manifest, part: int = 0, parts: int = 1) -> None: ...
+    def check_files(self, manifest: Manifest, share: int = 0, shares: int = 1) -> None: ...
 
     def fill(self, state: dict[str, Any]) -> None: ...
