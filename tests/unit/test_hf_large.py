@@ -17,7 +17,7 @@ from tests.sparse_folders import (
     write_sparse,
 )
 from torchtitan.checkpoint.hf.folder import SafetensorsReader
-from torchtitan.checkpoint.hf.weights import check_hf, on_meta
+from torchtitan.checkpoint.hf.weights import check_hf, meta_model
 from torchtitan.checkpoint.save import LazyPlanner
 from torchtitan.checkpoint.state import model_state
 from torchtitan.models import parameter_names, spec_of_hf
@@ -58,7 +58,7 @@ def test_every_weight_of_a_large_model_has_its_source(tmp_path, model):
     for name in reader.names.keys() - parameter_names(spec, args):
         assert stored[name].properties.dtype == torch.float32
 
-    state = model_state([on_meta(spec, args)])
+    state = model_state([meta_model(spec, args)])
     wanted = {
         name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype, device="meta")
         for name in state

@@ -1,4 +1,4 @@
-"""Where a run stores its checkpoints: the interface, and its implementation by folders."""
+"""Storage of a run's checkpoints: the interface, and its implementation by folders."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from torchtitan.checkpoint.writer import CommittingWriter
 
 
 class Storage(Protocol):
-    """Where saves write and resumes read. A rehearsal implements it without files."""
+    """The storage that saves write and resumes read. A rehearsal implements it without files."""
 
     def steps(self, folder: Path) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""

@@ -97,7 +97,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def temporary_folder(final: Path) -> Path:
-    """Where `final` is written: beside it under a hidden name, or in place at a URL."""
+    """The folder in which to write `final`: a hidden one beside it, or at a URL `final` itself."""
     return final if is_remote(final) else final.with_name(f".{final.name}.tmp")
 
 

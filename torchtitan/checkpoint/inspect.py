@@ -19,16 +19,16 @@ _PIECE = 1 << 18
 
 def settings(manifest: Manifest) -> dict[str, Any]:
     """A run's configuration by dotted key, without the defaults."""
-    sections_given = manifest.settings()
+    tables = manifest.settings()
     out = {}
     for key, info in FIELDS.items():
-        table: Any = sections_given
+        table: Any = tables
         *sections, name = key.split(".")
         for section in sections:
             table = table.get(section, {}) if isinstance(table, dict) else {}
         if name in table and table[name] != info.get_default(call_default_factory=True):
             out[key] = table[name]
-    for name, keys in sections_given.get("custom", {}).items():
+    for name, keys in tables.get("custom", {}).items():
         if isinstance(keys, dict):
             out |= {f"custom.{name}.{key}": value for key, value in keys.items()}
     return out

@@ -316,7 +316,7 @@ class Checkpointer:
 
 
 def _advice(cause: str) -> str:
-    """What to do about a failed save."""
+    """Advice about a failed save."""
     if FormatBugError.__name__ in cause:
         return "Another try would probably fail in the same way"
     if any(f"[Errno {code}]" in cause for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):

@@ -89,7 +89,7 @@ class Writer(Protocol):
         """Prepare to write, on rank 0; returns the number of the save, of 62 bits."""
 
     def plan(self, planner: DefaultSavePlanner, rank: int, world: int, pp_degree: int) -> LocalPlan:
-        """What this rank writes."""
+        """Plan what this rank writes."""
 
     def write(self, save: str, rank: int, plan: LocalPlan, planner: SavePlanner) -> tuple[int, int]:
         """Write what this rank plans; returns number and bytes of its files."""

@@ -49,7 +49,7 @@ _BLOCK = 1 << 25
 _POLL_SECONDS = 2.0
 _RETRY_SECONDS = 60.0
 _PATIENCE_SECONDS = 1800.0
-"""How long a rank waits for the others at the end of a run."""
+"""Seconds that a rank waits for the others at the end of a run."""
 _DAMAGE = ".damaged"
 """File in a copy that can't be completed; holds the reason."""
 

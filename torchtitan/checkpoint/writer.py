@@ -152,7 +152,7 @@ class CommittingWriter(FileSystemWriter):
     def plan(
         self, planner: DefaultSavePlanner, rank: int, world: int, pp_degree: int
     ) -> "LocalPlan":
-        """What this rank writes, see `local_plan`."""
+        """Plan what this rank writes, see `local_plan`."""
         return local_plan(planner, rank, world, pp_degree)
 
     def write(
@@ -280,15 +280,15 @@ class CommittingWriter(FileSystemWriter):
 def measure(tensors: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Any]:
     """The manifest's `parameters`, and `tensor_bytes` by section and dtype."""
     parameters = 0
-    bytes_by_part: dict[str, dict[str, int]] = {}
+    tensor_bytes: dict[str, dict[str, int]] = {}
     for key, (size, dtype) in tensors.items():
         section = key.split(".")[0]
         if section == "model":
             parameters += size.numel()
-        sizes = bytes_by_part.setdefault(section, {})
+        sizes = tensor_bytes.setdefault(section, {})
         name = dtype_name(dtype)
         sizes[name] = sizes.get(name, 0) + size.numel() * dtype.itemsize
-    return {"parameters": parameters, "tensor_bytes": bytes_by_part}
+    return {"parameters": parameters, "tensor_bytes": tensor_bytes}
 
 
 def _wait(

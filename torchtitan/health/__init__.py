@@ -1,3 +1,3 @@
-"""What keeps a run healthy: the hang watch and its diagnosis, loss spikes, replicas that differ,
+"""Health of a run: the hang watch and its diagnosis, loss spikes, replicas that differ,
 slow ranks.
 """

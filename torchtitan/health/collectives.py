@@ -17,7 +17,7 @@ class Group(NamedTuple):
     description: str
     """Its name in words: `tp`, `all ranks = dp_shard`."""
     at: str = ""
-    """Where it was created, if known."""
+    """The line that created it, if known."""
     name: str = ""
     """torch's name, if known. Not unique: groups split off together share it."""
 
@@ -31,17 +31,17 @@ class Collective:
     """Sequence number in its group; sends and receives are counted separately."""
     op: str
     tensors: str
-    """Types and shapes of its inputs."""
+    """Types and shapes of the inputs."""
     at: str
-    """Where it was called."""
+    """The line that called it."""
     root: int | None = None
-    """Index in the group."""
+    """The root's index in the group."""
     during: str = ""
-    """Part of a rehearsal."""
+    """Phase of a rehearsal; empty in a run."""
 
     @property
     def call(self) -> tuple[str, str, int | None]:
-        """What must be equal on all members of the group."""
+        """The properties that must be equal on all members of the group."""
         return self.op, self.tensors, self.root
 
     def describe(self) -> str:
@@ -53,8 +53,8 @@ class Collective:
         )
 
     @property
-    def place(self) -> str:
-        """When and where it was called, as the end of a clause."""
+    def when_and_where(self) -> str:
+        """When and where the collective was called, as the end of a clause."""
         during = f" during the {self.during}" if self.during else ""
         return f"{during}, at {self.at}"
 
@@ -94,7 +94,8 @@ def different_calls(few: list[int], rare: Collective, most: list[int], other: Co
         root = _root(rare)
         other_root = _root(other)
     return (
-        f"{name_ranks(few)} entered {rare.describe()}{root}{rare.place}, where {name_ranks(most)} "
+        f"{name_ranks(few)} entered {rare.describe()}{root}{rare.when_and_where}, "
+        f"where {name_ranks(most)} "
         f"entered {other.op} ({other.tensors}){other_root}, at {other.at}"
     )
 

@@ -68,7 +68,7 @@ def _raised(dumps: Dumps) -> str | None:
     first = min(causes, key=lambda dump: dump.state["time"])
     state = first.state
     what = f"{state['error']['type']}: {state['error']['text']}"
-    return f"rank {state['rank']} raised {what}, in step {state['step']}, at {first.place()}"
+    return f"rank {state['rank']} raised {what}, in step {state['step']}, at {first.location()}"
 
 
 def _mismatch(dumps: Dumps) -> str | None:
@@ -112,7 +112,7 @@ def _silent(dumps: Dumps) -> str | None:
         return text
     rank = min(lost)
     dump = dumps.by_rank[rank]
-    text += f"; rank {rank} lost the connection in step {dump.state['step']}, at {dump.place()}"
+    text += f"; rank {rank} lost the connection in step {dump.state['step']}, at {dump.location()}"
     last = max(dump.collectives, key=lambda c: c.created, default=None)
     splits = dumps.describe_splits(rank, last)
     return f"{text}, in {_describe(last)}, where it {splits}" if splits else text

@@ -38,7 +38,7 @@ class Spike:
 
 
 def deviation(value: float, window: Sequence[float]) -> float:
-    """How many standard deviations `value` lies above the median of `window`.
+    """The number of standard deviations by which `value` exceeds the median of `window`.
 
     The modified z-score (Iglewicz and Hoaglin, "How to Detect and Handle Outliers", 1993). It is
     robust: spikes inside the window barely move the median and the median absolute deviation.

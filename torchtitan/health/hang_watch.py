@@ -48,10 +48,10 @@ PATIENCE = 0.75
 SAVE_SECONDS = 1800
 """Time limit of a save in seconds: it waits for disks."""
 ANSWER_SECONDS = 10
-"""How long to wait for the other ranks' answers."""
+"""Seconds to wait for the other ranks' answers."""
 DIAGNOSIS = "diagnosis.txt"
 _Position = tuple[Activity, dict[str, dict[str, int]]]
-"""What a rank is doing, and its numbers of collectives."""
+"""A rank's activity, and its numbers of collectives."""
 _watches = itertools.count()
 
 
@@ -76,7 +76,7 @@ class Watch:
         self._seen: _Position | None = None
         self._seen_at = 0.0
         self._hang: _Position | None = None
-        """Where this rank was when a hang was seen."""
+        """This rank's position when a hang was seen."""
         self._error_known = False
         """Whether a rank has raised an exception; errors that follow from it are not reported."""
         self._store = store_of_a_thread(f"watch-{next(_watches)}")
@@ -220,7 +220,7 @@ class Watch:
         return missing
 
     def _without_answer(self, rank: int) -> str:
-        """What is known about a rank that gives no answer."""
+        """A description of a rank that gives no answer."""
         key = f"process/{rank}"
         if not (self._has(key) and (known := self._on_store(self._store.get, key))):
             return "gave no answer"

@@ -1,5 +1,4 @@
-"""What the ranks wrote when a run stopped moving: read from disk and put into words. Imports no
-torch.
+"""The ranks' dumps of a run that stopped moving: read from disk and described. Imports no torch.
 
 `health/hang_watch.py` writes the state of each rank, torch's Flight Recorder its last collectives.
 """
@@ -46,14 +45,16 @@ class Recorded(Collective):
 
     @property
     def call(self) -> tuple[str, str, int | None]:
-        """What must be equal on all members of the group; other operations may differ in size."""
+        """The properties that must be equal on all members of the group; the tensors only for
+        operations of equal sizes.
+        """
         sized = self.op.replace("_base", "").startswith(_EQUAL_SIZES)
         return self.op, self.tensors if sized else "", None
 
 
 @dataclass
 class RankDump:
-    """What one rank wrote."""
+    """The dump of one rank."""
 
     state: dict[str, Any] = field(default_factory=dict)
     """See `hang_watch.Watch`; empty if only a Flight Recorder dump was found."""
@@ -124,7 +125,7 @@ class RankDump:
         """The stack of the main thread."""
         return self._threads.get("MainThread", [])
 
-    def place(self) -> str:
+    def location(self) -> str:
         """`file:line in function`, outside libraries, of the thread that does the work."""
         if self.error:
             return where(self.error["frames"])
@@ -138,19 +139,19 @@ class RankDump:
         return where(self.frames)
 
     def doing(self) -> str:
-        """What the rank is doing, as the rest of a sentence about it."""
+        """The rank's activity, as the predicate of a sentence."""
         if not self.state:
             return "wrote only its collectives"
         step = f"in step {self.state['step']}"
         if self.error:
-            return f"raised {self.error['type']} {step} while {self.phase}, at {self.place()}"
+            return f"raised {self.error['type']} {step} while {self.phase}, at {self.location()}"
         seconds = self.state["seconds"]
-        return f"has been {self.phase} for {seconds:.0f} s {step}, at {self.place()}"
+        return f"has been {self.phase} for {seconds:.0f} s {step}, at {self.location()}"
 
 
 @dataclass
 class Dumps:
-    """What all ranks wrote about one incident."""
+    """All ranks' dumps of one incident."""
 
     world: int
     why: str

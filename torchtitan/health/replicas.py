@@ -70,7 +70,8 @@ def disagreements(tensors: Mapping[str, Tensor], mesh: Mesh, device: torch.devic
     """Copies that differ, each as tensor, mesh axis and ranks; the same list on every rank.
 
     Args:
-        tensors: by name; ranks along an axis other than pp pass the same names in the same order.
+        tensors: tensors by name; ranks along an axis other than pp pass the same names in the same
+            order.
     """
     fingerprints = []
     for value in tensors.values():
@@ -118,7 +119,7 @@ def _replicated_along(value: Tensor, mesh: Mesh) -> Iterator[tuple[str, dist.Pro
 
 
 def _versions(ranks: Sequence[int], values: Sequence[int]) -> str:
-    """Which ranks agree with which, the smallest set first."""
+    """The sets of ranks that agree with each other, the smallest first."""
     by_value: dict[int, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         by_value.setdefault(value, []).append(rank)

@@ -1,4 +1,4 @@
-"""Which ranks are slower than the median rank, in computing or in waiting for data."""
+"""Stragglers: ranks that are slower than the median rank, in computing or in waiting for data."""
 
 from collections.abc import Sequence
 from statistics import median_low

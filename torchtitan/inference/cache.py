@@ -1,4 +1,4 @@
-"""What layers keep of earlier tokens in generation: keys and values, latent vectors, states.
+"""Caches of earlier tokens in generation: keys and values, latent vectors, states.
 
 The model is unchanged: layers call `self.attend`, `self.attend_latents` or `self.mix`, which are
 replaced by objects that remember. Rows are padded at the end, where causal attention doesn't look,
@@ -39,15 +39,15 @@ class Cache:
         for module in model.modules():
             attend = getattr(module, "attend", None)
             if isinstance(module, GatedDeltaNet):
-                module.mix = self._of_layer(CachedState(self))
+                module.mix = self._added(CachedState(self))
             elif isinstance(module, LatentAttention):
-                latents = self._of_layer(CachedLatents(self, module))
+                latents = self._added(CachedLatents(self, module))
                 module.attend_latents = latents  # type: ignore[method-assign]
             elif attend is not None:
                 plain = attend.plain if isinstance(attend, CachedAttention) else attend
-                module.attend = self._of_layer(CachedAttention(self, plain))
+                module.attend = self._added(CachedAttention(self, plain))
 
-    def _of_layer(self, layer: Any) -> Any:
+    def _added(self, layer: Any) -> Any:
         self.layers.append(layer)
         return layer
 
@@ -60,8 +60,8 @@ class Cache:
         """Move on to the tokens of the next forward.
 
         Args:
-            positions: of the new tokens, `[b, s]` on the host, consecutive in each row. All rows
-                begin at 0, or none does.
+            positions: the new tokens' positions, `[b, s]` on the host, consecutive in each row.
+                All rows begin at 0, or none does.
             counts: how many of each row aren't padding; 1 in all rows that don't begin at 0.
             device: where the model computes.
         """
@@ -75,7 +75,7 @@ class Cache:
         self._slots: dict[int, _Slots] = {}
 
     def slots(self, window: int | None) -> "_Slots":
-        """Where layers with this window keep tokens; computed once for all of them."""
+        """The slots in which layers with this window keep tokens; computed once for all of them."""
         size = self.length if window is None else min(window, self.length)
         if size not in self._slots:
             self._slots[size] = _Slots(self, size)
@@ -147,8 +147,8 @@ class CachedAttention:
 
 
 class CachedLatents:
-    """Latent attention to the new tokens and earlier ones, of which only the latent vectors and the
-    shared, rotated keys are kept.
+    """Latent attention to new and earlier tokens. The cache holds only the latent vectors and the
+    shared, rotated keys.
 
     Keys and values aren't expanded from them. Instead, queries are projected to the latent space,
     and attention's outputs from there (DeepSeek-V2, arXiv:2405.04434, section 2.1.2): all heads
@@ -174,8 +174,8 @@ class CachedLatents:
         layer = self.layer
         _, window, scale, _ = layer.scores.scaled(layer.head_dim)
         slots = self.cache.slots(window)
-        own = _local(compressed)
-        new = torch.cat([own, key.squeeze(2)], -1).unsqueeze(1)
+        local_latents = _local(compressed)
+        new = torch.cat([local_latents, key.squeeze(2)], -1).unsqueeze(1)
         if not self.buffers:
             self.buffers = [_empty(self.cache, new, slots.size)]
         latents = slots.keep(self.buffers[0], new)

@@ -21,7 +21,7 @@ from torchtitan.inference.cache import Cache
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose the next token."""
+    """Settings for choosing the next token."""
 
     temperature: float = 0.8
     """Divides the logits; 0: always the likeliest token."""

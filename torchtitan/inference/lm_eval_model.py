@@ -53,7 +53,7 @@ class Logits(Protocol):
 
 
 class EvalTokenizer:
-    """Texts to token ids as transformers does it, so that scores are those of the `hf` backend.
+    """Encodes texts as transformers does, so that scores equal those of the `hf` backend.
 
     Unlike in training, the spelling of a special token in a text becomes that token. A trained
     model gets begin-of-text where training does, as its export says; for a Hugging Face folder, the
@@ -127,9 +127,9 @@ class _Row:
 
     text: list[int]
     requests: list[int] = field(default_factory=list)
-    """Their indices."""
+    """The requests' indices."""
     scored: int = 0
-    """How many positions at the end of the text predict a token of a continuation."""
+    """Number of positions at the end of the text that predict a token of a continuation."""
     lasts: list[int] = field(default_factory=list)
     """The tokens that may follow the text."""
 
@@ -140,7 +140,7 @@ class HarnessModel(TemplateLM):
     def __init__(self, logits: Logits, tokenizer: Tokenizer, *, by_file: bool = False):
         """
         Args:
-            by_file: as for `EvalTokenizer`.
+            by_file: see `EvalTokenizer`.
         """
         super().__init__()
         self.logits = logits

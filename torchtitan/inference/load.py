@@ -187,7 +187,7 @@ def load(
     Args:
         max_seq_len: longest text, prompt included.
         rows: prompts per batch.
-        dtype: of the weights; None: `usual_dtype`.
+        dtype: the dtype of the weights; None: `usual_dtype`.
     """
     device = current_device()
     tune_cpu()

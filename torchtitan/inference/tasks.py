@@ -36,7 +36,7 @@ class Tasks:
     ):
         """
         Args:
-            names: of tasks, groups or tags.
+            names: names of tasks, groups or tags.
             include_path: folder of further task files.
             num_fewshot: solved examples before each question; None: what each task says.
             limit: documents of each task.
@@ -93,8 +93,8 @@ class Tasks:
 
         Args:
             logits: reads the model.
-            by_file: add the special tokens that the tokenizer's files ask for, not those of
-            training.
+            by_file: add the special tokens that the tokenizer's files ask for instead of
+                training's.
             bootstrap: samples for the errors of metrics that aren't a mean; 0: they have none.
         """
         from lm_eval import evaluator_utils

@@ -1,1 +1,1 @@
-"""What a run says about itself: metrics, time, hangs, spikes, slow ranks, profiles."""
+"""Reports of a run: console, metrics, events, notifications, the run record, profiles."""

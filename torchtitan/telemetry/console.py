@@ -27,7 +27,7 @@ _USUAL = 3.0
 
 
 class StageCost(NamedTuple):
-    """What the steps of a stage of the data cost."""
+    """The cost of the steps of one stage of the data."""
 
     first: int
     """The first step, counted from 1."""
@@ -235,7 +235,7 @@ def _is_loss_of_set(key: str) -> bool:
 def _validation(record: Record, suffix: str) -> str:
     """
     Args:
-        suffix: of the keys of one validation set.
+        suffix: the ending of one validation set's keys.
     """
     bits = record[f"validation_bits_per_byte{suffix}"]
     average = record.get(f"validation_loss_ema{suffix}")

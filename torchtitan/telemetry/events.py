@@ -59,8 +59,8 @@ class Events(logging.Handler):
         """Record how this start ended.
 
         Args:
-            reason: as in `run.json`; None on other ranks.
-            loss: of `step`, if this start trained it.
+            reason: the reason in `run.json`; None on other ranks than 0.
+            loss: the loss of `step`, if this start trained it.
         """
         if reason is not None:
             kind = _KIND.get(reason, "failed")

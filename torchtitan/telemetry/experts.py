@@ -1,4 +1,4 @@
-"""How evenly the experts of a mixture are loaded, and which of them are dead."""
+"""Metrics of a mixture's experts: how evenly they are loaded, and how many are dead."""
 
 import math
 from collections.abc import Sequence

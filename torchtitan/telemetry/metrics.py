@@ -1,4 +1,4 @@
-"""What a run reports at its logged steps."""
+"""The metrics that a run reports at its logged steps."""
 
 import json
 import re
@@ -124,9 +124,9 @@ class Metrics:
 
         Args:
             tokens, skipped: totals of the run: tokens predicted, steps skipped.
-            mtp_losses: of the modules of multi-token prediction.
-            experts: from `ExpertBalance.take`.
-            qk_clip: from `QKClip.take`.
+            mtp_losses: losses of the modules of multi-token prediction.
+            experts: the result of `ExpertBalance.take`.
+            qk_clip: the result of `QKClip.take`.
             sources: loss, tokens, epochs and bytes per token of each data source.
             logged: values that the user's callbacks log.
 
@@ -226,7 +226,7 @@ class Metrics:
         """Record benchmarks.
 
         Args:
-            scores: by task and metric.
+            scores: results by task and metric.
         """
         record: Record = {"step": step}
         for name, value in scores.items():
@@ -277,8 +277,9 @@ def describe_sources(
     """Entries `loss/<name>`, `tokens/<name>`, `epochs/<name>` and `bytes_per_token/<name>`.
 
     Args:
-        sums: from `SourceTally.take`. A source without rows since the last record has no loss.
-        tokens: read from each source by the whole run.
+        sums: the result of `SourceTally.take`. A source without rows since the last record has no
+            loss.
+        tokens: tokens that the whole run has read from each source.
     """
     record: dict[str, float | None] = {}
     for name, (loss, count, size, epochs), total in zip(names, sums, tokens, strict=True):
@@ -293,7 +294,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     """Peak FLOP/s of a device for compute in `dtype`, from `peak_flops.toml`; None if unknown.
 
     Args:
-        device_name: as torch reports it, for example `NVIDIA H100 80GB HBM3`.
+        device_name: torch's name of the device, for example `NVIDIA H100 80GB HBM3`.
     """
     if dtype != "bfloat16":
         return None

@@ -154,8 +154,8 @@ class RateLimit:
         self.config = config
 
     def admit(self, event: Event) -> int | None:
-        """How many events of this kind were left out since its last message; None to leave out
-        this one, too.
+        """The number of events of this kind that were suppressed since its last message; None to
+        suppress this one, too.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

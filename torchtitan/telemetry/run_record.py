@@ -33,12 +33,12 @@ KINDS = {
     "validation": "validation",
     "other": "other",
 }
-"""What time is spent on: name in the file, and in words."""
+"""The kinds of time: name in the file, and in words."""
 
 _Start = dict[str, Any]
-"""What the file says about one start."""
+"""The file's record of one start."""
 HEARTBEAT_SECONDS = 1.0
-"""Least time between two writes of the file, however short the steps are."""
+"""Minimum time between two writes of the file, however short the steps are."""
 
 
 def git_revision() -> str | None:
@@ -110,7 +110,7 @@ class RunRecord:
         self.id = secrets.token_hex(5)
         """The run's id, kept across restarts (rank 0 only)."""
         self.trackers: dict[str, Any] = {}
-        """What each tracker, by name, needs to continue the run at the next start."""
+        """The state that each tracker, by name, needs to continue the run at the next start."""
         self.starts: list[_Start] = self._earlier(step, resumable) if writes else []
         self.furthest = max((start["step"] for start in self.starts), default=0)
         self.seconds = dict.fromkeys(KINDS, 0.0)
@@ -156,7 +156,7 @@ class RunRecord:
     # ---- where time goes
 
     def kind_of(self, step: int) -> Kind:
-        """What the time of a step counts as."""
+        """The kind of time that a step counts as."""
         if self._first:
             return "first_step"
         return "repeated" if step <= self.furthest else "steps"

@@ -1,3 +1,3 @@
-"""What every folder may use: errors, logging, signals, devices, storage, and the clock of
+"""Helpers for every folder: errors, logging, signals, devices, storage, and the clock of
 phases.
 """

@@ -26,12 +26,12 @@ CHECKPOINT_GROUP = "checkpoint"
 
 
 class Activity(NamedTuple):
-    """What a rank is doing."""
+    """A rank's activity."""
 
     kind: Kind
-    """What its time counts as."""
+    """The kind of time that it counts as."""
     activity: str
-    """In words that follow "has been"."""
+    """The activity in words that follow "has been"."""
     step: int
     since: float
     """`monotonic()` when this activity began."""

@@ -96,7 +96,7 @@ def device_syncs(report: bool) -> Iterator[None]:
 
 
 def bf16_units(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
-    """What the CPU multiplies bf16 with; empty: nothing, None: unknown, since this isn't Linux.
+    """The CPU's units that multiply bf16; empty if it has none, None if unknown (not Linux).
 
     It need not be faster than fp32: with AVX-512 BF16, AMD's CPUs are and Intel's are not.
     """

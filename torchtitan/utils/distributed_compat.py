@@ -29,15 +29,15 @@ def run_gloo_in_order() -> None:
 
     torch gives it two. Without a lock, both write the name of their last collective into one
     string: the heap is corrupted, and the process dies sooner or later. Names of up to 15
-    characters need no heap, but those of DTensor's gathers, ALLGATHER_COALESCED, do.
+    characters need no heap, but the name of DTensor's gathers, ALLGATHER_COALESCED, does.
 
     torch 2.11 to 2.15. Delete once `ProcessGroupGloo` locks what its threads write.
     """
     from torch.distributed import ProcessGroupGloo, Store
 
-    with_two_threads = ProcessGroupGloo.__init__
+    original_init = ProcessGroupGloo.__init__
 
-    def with_one_thread(
+    def init_with_one_thread(
         group: ProcessGroupGloo,
         store: Store,
         rank: int,
@@ -54,9 +54,9 @@ def run_gloo_in_order() -> None:
         ] or [ProcessGroupGloo.create_default_device()]
         for name, value in since_2_15.items():
             setattr(options, name, value)
-        with_two_threads(group, store, rank, size, options)
+        original_init(group, store, rank, size, options)
 
-    ProcessGroupGloo.__init__ = with_one_thread
+    ProcessGroupGloo.__init__ = init_with_one_thread
 
 
 @contextmanager

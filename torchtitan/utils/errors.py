@@ -35,7 +35,7 @@ class ConfigError(UserError):
     ):
         """
         Args:
-            where: in the heading of several problems.
+            where: the location that the heading of several problems names.
             advice: a line after them.
         """
         self.problems = [cut(problem, PROBLEM_CHARACTERS) for problem in problems]
@@ -149,7 +149,7 @@ class Failure:
 
     @property
     def end(self) -> str:
-        """How the run ended, in `run.json`."""
+        """The way the run ended, as `run.json` records it."""
         if self.kind == KeyboardInterrupt.__name__:
             return "interrupted"
         return f"failed: {'another rank stopped' if self.elsewhere else self.headline}"

@@ -34,7 +34,7 @@ SEARCHED_AT_CHECK = 50_000
 RECORD_BYTES = 1000 * 2**20
 """A JSON line. It is held in memory."""
 CACHE_RECORD_BYTES = 2**32
-"""A record in the cache folder; that of a million files is smaller."""
+"""A record in the cache folder; the record of a million files is smaller."""
 CONVERSATION_CHARACTERS = 10_000_000
 """A conversation, which is encoded as a whole. Each character takes about 0.6 KB."""
 MESSAGE_LEVELS = 100

@@ -77,14 +77,14 @@ def current_holder() -> Holder:
     return Holder(
         run=uuid.uuid4().hex,
         host=socket.gethostname(),
-        place=_place(),
+        place=_machine_id(),
         pid=process.pid,
         started=process.create_time(),
         since=datetime.now(UTC),
     )
 
 
-def _place() -> str:
+def _machine_id() -> str:
     names = [socket.gethostname()]
     with suppress(OSError):  # not Linux
         names.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -109,7 +109,7 @@ def read_holder(folder: Path) -> tuple[Holder | None, bytes]:
         return None, content or b"?"
 
 
-def in_use(folder: Path, holder: Holder | None) -> str:
+def in_use_message(folder: Path, holder: Holder | None) -> str:
     """The message about a folder that another run holds."""
     who = f": {holder}" if holder else ""
     return (
@@ -123,7 +123,7 @@ def used_by_a_neighbor(folder: Path) -> str | None:
     with suppress(OSError):  # whether the folder can be used is for the run to say
         holder, _ = read_holder(folder)
         if holder is not None and holder.is_alive(current_holder()):
-            return in_use(folder, holder)
+            return in_use_message(folder, holder)
     return None
 
 
@@ -162,7 +162,9 @@ class FolderLock:
                 return True
             holder, content = read_holder(self.folder)
             if holder is not None:
-                raise UserError(f"this run has lost its folder: {in_use(self.folder, holder)}")
+                raise UserError(
+                    f"this run has lost its folder: {in_use_message(self.folder, holder)}"
+                )
             if not content:
                 logger.warning(
                     f"{self.folder} was deleted while the run was writing to it, and what it held "
@@ -219,7 +221,7 @@ class FolderLock:
 
     def _refusal(self) -> UserError:
         holder, _ = read_holder(self.folder)
-        return UserError(in_use(self.folder, holder))
+        return UserError(in_use_message(self.folder, holder))
 
     def _write(self, *, exclusive: bool = False) -> None:
         path = self.folder / NAME

@@ -32,8 +32,8 @@ when they first communicate: else n ranks ask the job's store n^2 times, and eac
 connections.
 """
 _GIVE_WAY_SECONDS = 10
-"""How long a rank that doesn't report an error waits for the one that does, because torchrun ends
-all ranks at the first exit.
+"""Seconds that a rank without an error to report waits for the one that has it, because torchrun
+ends all ranks at the first exit.
 """
 
 

@@ -85,7 +85,7 @@ class StopRequest:
             on_signal(number, partial(self.ask, number))
 
     def defer(self) -> None:
-        """From now on only set `requested`: there is something to save first."""
+        """Only set `requested` from now on, because there is something to save first."""
         self._leave = None
 
     def ignore(self) -> None:

@@ -50,7 +50,7 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 _WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     # FSDP2 of torch 2.13 and parallel/context/attention.py call collectives by names that are
-    # deprecated since, and of which 2.11 knows no others. torch 2.13 to 2.15. Delete once
+    # deprecated since; 2.11 has no others. torch 2.13 to 2.15. Delete once
     # pyproject.toml requires 2.14 and parallel/context/attention.py calls the new names.
     (
         ".*(all_gather_into_tensor|all_gather_tensor_autograd|reduce_scatter_tensor).*",
@@ -154,8 +154,8 @@ def must_save_attention(*, compiled: bool, tp_degree: int) -> bool:
 
 
 def softplus(x: "Tensor") -> "Tensor":
-    """The gradient of `F.softplus` is laid out like the gradient it is given, but the compiler is
-    told like the input; a graph that views it fails.
+    """The gradient of `F.softplus` has the layout of the incoming gradient, but the compiler
+    assumes the input's; a graph that views it fails.
 
     torch 2.13. Delete once tests/unit/test_delta.py passes with `F.softplus` here.
     """
@@ -207,8 +207,8 @@ def micro_pipeline_without_nccl() -> AbstractContextManager[None]:
 
     micro_pipeline: Callable[[Any], None] = post_grad.micro_pipeline_tp_pass
 
-    def with_nccl(graph: Any) -> None:
+    def micro_pipeline_with_nccl(graph: Any) -> None:
         with replaced(dist, is_nccl_available=lambda: True):
             micro_pipeline(graph)
 
-    return replaced(post_grad, micro_pipeline_tp_pass=with_nccl)
+    return replaced(post_grad, micro_pipeline_tp_pass=micro_pipeline_with_nccl)

@@ -192,7 +192,7 @@ def _check(shape: TensorShape, chunks: list[StoredChunk], files: Mapping[str, in
 
 @dataclass
 class ChunkLocation(_StorageInfo):
-    """Where a chunk is stored, with its checksum."""
+    """The location of a chunk in a file, with its checksum."""
 
     crc32: int = field(kw_only=True)
 

@@ -1,4 +1,5 @@
-"""Which rank writes which box of a tensor, as every rank derives it without a message.
+"""The assignment of a tensor's boxes to ranks that write them, derived by every rank without a
+message.
 
 A tensor is cut along its dimensions by the axes of a mesh, whose ranks are a regular grid. So the
 first rank and two numbers for each cut tell where any box is, on any number of ranks.
@@ -98,8 +99,8 @@ class Share(NamedTuple):
 def shares(
     tensors: Mapping[str, Tensor], rank: int, holders: range
 ) -> tuple[dict[str, Share], int]:
-    """What a rank writes of its tensors. Of the ranks with copies of a box, the one with the fewest
-    bytes so far writes it.
+    """A rank's share in writing its tensors. Of the ranks with copies of a box, the one with the
+    fewest bytes so far writes it.
 
     Args:
         holders: the ranks that hold these tensors, or shards of them: those at the same position of

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchtitan.checkpoint.hf.folder import SafetensorsReader, read_hf_config
 from torchtitan.checkpoint.hf.tokenizer import differing_text, file_problem, is_built_in
-from torchtitan.checkpoint.hf.weights import check_hf, on_meta
+from torchtitan.checkpoint.hf.weights import check_hf, meta_model
 from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec, hf_map
 from torchtitan.models.args import DecoderArgs
@@ -103,7 +103,7 @@ def compare(
 
 
 def _too_large(spec: ModelSpec, args: Any, max_parameters: float) -> str | None:
-    count = sum(param.numel() for param in on_meta(spec, args).parameters())
+    count = sum(param.numel() for param in meta_model(spec, args).parameters())
     if count > max_parameters:
         return (
             f"{count / 1e9:.1f} billion parameters, at the end of a run up to "

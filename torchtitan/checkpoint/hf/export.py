@@ -27,7 +27,7 @@ from torchtitan.checkpoint.hf.folder import batches
 from torchtitan.checkpoint.hf.pieces import HFTensor, arrange, blocks, whole
 from torchtitan.checkpoint.hf.stored import DTYPES, Box, FileTensor, OpenSafetensors, shape_of
 from torchtitan.checkpoint.hf.tokenizer import write_tokenizer
-from torchtitan.checkpoint.hf.weights import on_meta
+from torchtitan.checkpoint.hf.weights import meta_model
 from torchtitan.checkpoint.load import BoxReader, PhaseError, Reader, describe, read_tensor
 from torchtitan.checkpoint.manager import Checkpointer
 from torchtitan.checkpoint.resume import wait_until_visible
@@ -138,7 +138,7 @@ class HFExport:
         wrong_model = f"{source} is not of the model in its manifest"
         if missing := [key for key in expected if key not in stored]:
             raise CheckpointError(f"{wrong_model}: {missing[0]} is missing")
-        buffers = {f"model.{name}" for name, _ in on_meta(self.spec, self.args).named_buffers()}
+        buffers = {f"model.{name}" for name, _ in meta_model(self.spec, self.args).named_buffers()}
         for key in sorted(key for key in stored if key.startswith("model.") and key not in names):
             if key not in buffers:
                 raise CheckpointError(f"{wrong_model}: {key} is unknown")

@@ -137,7 +137,7 @@ class SafetensorsReader(HuggingFaceStorageReader):
         entries: dict[str, FileTensor] = {}
         for file in _weight_files(folder):
             for stored, entry in _read_header(file).items():
-                name = _in_text_model(stored)
+                name = _text_model_name(stored)
                 if first := entries.get(name):
                     raise CheckpointError(f"{name} is in two files: {first.file} and {file}")
                 entries[name] = entry
@@ -301,7 +301,7 @@ def batches(sizes: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
         yield batch
 
 
-def _in_text_model(name: str) -> str:
+def _text_model_name(name: str) -> str:
     """The name that a tensor would have in a folder of only the text model. This folder may hold
     more, such as a vision tower beside `language_model`.
     """

@@ -63,7 +63,7 @@ def check_hf(reader: SafetensorsReader, spec: ModelSpec, args: Any) -> list[str]
         elif not any(fnmatchcase(theirs, pattern) for pattern in usual):
             wrong.append(f"{theirs} is unknown")
     if not wrong:  # else the model could be of any size
-        model = on_meta(spec, args)
+        model = meta_model(spec, args)
         buffers = {name for name, _ in model.named_buffers()} - reader.names.keys()
         state = model_state([model])
         shapes = {name: value.shape for name, value in state.items() if name not in buffers}
@@ -76,7 +76,7 @@ def check_hf(reader: SafetensorsReader, spec: ModelSpec, args: Any) -> list[str]
     return ignored
 
 
-def on_meta(spec: ModelSpec, args: Any) -> nn.Module:
+def meta_model(spec: ModelSpec, args: Any) -> nn.Module:
     """A model on the meta device, without memory."""
     with torch.device("meta"):
         return spec.build(args, None)
@@ -107,7 +107,7 @@ def import_hf(
     reader = SafetensorsReader(source, hf_map(spec).names(args))
     ignored = check_hf(reader, spec, args)
     stored = reader.read_metadata().state_dict_metadata
-    state = model_state([on_meta(spec, args)])
+    state = model_state([meta_model(spec, args)])
     for name, tensor in stored.items():
         state[name] = torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
 

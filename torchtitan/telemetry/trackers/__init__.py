@@ -1,4 +1,4 @@
-"""Where metrics go: `metrics.jsonl` and the trackers that `metrics.sinks` names, one file each.
+"""Destinations of metrics: `metrics.jsonl` and the trackers in `metrics.sinks`, one file each.
 
 Every tracker gets the same records under the same names (`base.py`), in a thread of its own that
 contains every failure (`background.py`).

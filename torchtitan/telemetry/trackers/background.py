@@ -27,8 +27,8 @@ class Background:
     def __init__(self, name: str, make: Callable[[], Any]):
         """
         Args:
-            name: of the sink, in messages.
-            make: makes the sink, in the thread.
+            name: the sink's name in messages.
+            make: creates the sink, in the thread.
         """
         self.name = name
         self.make = make

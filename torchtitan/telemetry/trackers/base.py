@@ -1,4 +1,4 @@
-"""What a sink is, and what it gets. Imports no tracker."""
+"""The interface of sinks, and the run that they show. Imports no tracker."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ Record = dict[str, Any]
 
 
 class Sink(Protocol):
-    """Where records go.
+    """A destination of records.
 
-    One that a module of the user registers is made by `make(dump_folder, start_step[, keys])`, on
+    One that a user's module registers is created by `make(dump_folder, start_step[, keys])`, on
     rank 0, or on all with `metrics.save_for_all_ranks`; `start_step` is 0 or the step of the
     checkpoint. Its methods are called in a thread of its own, one at a time. These are optional:
 
@@ -26,7 +26,7 @@ class Sink(Protocol):
         """Take a record: names to numbers, with `step` and `time`. A validation has other names."""
 
     def close(self) -> None:
-        """The run ends."""
+        """Finish: the run ends."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Tracked:
 
     folder: Path
     id: str
-    """Stays the same over all starts."""
+    """The run's id, the same over all starts."""
     description: str
     config: Mapping[str, Any]
     start_step: int
     known: Mapping[str, Any]
-    """What this tracker remembered at an earlier start of the run; empty at the first."""
+    """The state that this tracker remembered at an earlier start; empty at the first."""
     remember: Callable[[Mapping[str, Any]], None]
     """Record what the next start needs to continue the same run of this tracker."""
     account: Callable[[], Mapping[str, float]]

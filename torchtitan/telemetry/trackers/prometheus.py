@@ -53,7 +53,7 @@ class PrometheusSink:
             self.server.server_close()
 
     def collect(self) -> Iterator[Any]:
-        """What a scrape gets. Called in the server's thread."""
+        """The metrics of a scrape. Called in the server's thread."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         run_name = self.run.name

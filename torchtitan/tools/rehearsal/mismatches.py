@@ -174,7 +174,7 @@ def _difference(
     if actual is not None and _begins(theirs[i + 1 :], usual[i:]):
         actual = _in_group(actual, group)
         return (
-            f"{name_ranks(few)} entered {actual.describe()}{actual.place}, which "
+            f"{name_ranks(few)} entered {actual.describe()}{actual.when_and_where}, which "
             f"{name_ranks(most)} did not enter"
         )
     assert actual is not None

@@ -267,8 +267,8 @@ def _metadata_bytes() -> float:
     count = 256
     metadata = Metadata({}, planner_data={})
     total = 0
-    for i in range(parts):
-        part = StoredChunk(
+    for i in range(count):
+        piece = StoredChunk(
             (size * i, 0), (size, 2**14), f"__{i}_0.distcp", size * i, length=size, crc32=2**32 - 1
         )
         written = WrittenTensor(
