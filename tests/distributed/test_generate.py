@@ -15,7 +15,7 @@ from torchtitan.commands import ckpt
 from torchtitan.commands import generate as command
 from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.inference import load as sources
-from torchtitan.inference.generator import Sampling, TextGenerator, sample
+from torchtitan.inference.generator import SamplingSettings, TextGenerator, sample
 from torchtitan.models import get_spec
 from torchtitan.models.attention.backend import attention_backend
 from torchtitan.parallel.tensor.styles import apply_tensor_parallel
@@ -32,7 +32,7 @@ TINY = {
     "ffn_dim": 96,
     "max_seq_len": 96,
 }
-GREEDY = Sampling(temperature=0)
+GREEDY = SamplingSettings(temperature=0)
 PROMPTS = [[5, 9, 3], [7], list(range(20, 61)), [1, 2, 3, 4, 5, 6]]
 CPU = torch.device("cpu")
 
@@ -77,14 +77,16 @@ def test_greedy_is_the_argmax_of_the_whole_forward(tied):
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(1.0), Sampling(1.5, top_k=20, top_p=0.9, seed=4)], ids=["all", "few"]
+    "sampling",
+    [SamplingSettings(1.0), SamplingSettings(1.5, top_k=20, top_p=0.9, seed=4)],
+    ids=["all", "few"],
 )
 def test_a_prompt_gets_the_same_text_in_any_batch(sampling):
     generate = generator(build())
     together = [row.tokens for row in generate(PROMPTS, sampling, 20)]
     assert [generate([prompt], sampling, 20)[0].tokens for prompt in PROMPTS] == together
     assert [row.tokens for row in generate(PROMPTS[::-1], sampling, 20)] == together[::-1]
-    assert generate(PROMPTS[:1], Sampling(1.0, seed=9), 20)[0].tokens != together[0]
+    assert generate(PROMPTS[:1], SamplingSettings(1.0, seed=9), 20)[0].tokens != together[0]
 
 
 def test_prompts_of_the_same_length_have_noise_of_their_own():
@@ -92,7 +94,7 @@ def test_prompts_of_the_same_length_have_noise_of_their_own():
     model = build()
     torch.nn.init.zeros_(model.output.weight)
     first, second = (
-        row.tokens for row in generator(model)([[5, 9, 3], [3, 9, 5]], Sampling(1.0), 20)
+        row.tokens for row in generator(model)([[5, 9, 3], [3, 9, 5]], SamplingSettings(1.0), 20)
     )
     assert sum(a == b for a, b in zip(first, second, strict=True)) < 4, (
         "of 20, each equal in one of 160 cases"
@@ -113,7 +115,7 @@ def test_reasons_for_the_end_of_a_text():
     assert (
         max(
             t
-            for row in generator(model, vocab_size=50)(PROMPTS, Sampling(3.0), 12)
+            for row in generator(model, vocab_size=50)(PROMPTS, SamplingSettings(3.0), 12)
             for t in row.tokens
         )
         < 50
@@ -128,7 +130,9 @@ def test_draws_follow_the_distribution():
 
     def draw(**how):
         return (
-            sample(logits.expand(count, -1), Sampling(**how), generators).bincount(minlength=6)
+            sample(logits.expand(count, -1), SamplingSettings(**how), generators).bincount(
+                minlength=6
+            )
             / count
         )
 
@@ -171,7 +175,7 @@ def on_two_ranks(family, sampling):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensor_parallel_ranks_generate_the_same_as_one_process(ranks, family):
-    for sampling in (GREEDY, Sampling(1.0)):
+    for sampling in (GREEDY, SamplingSettings(1.0)):
         expected = [row.tokens for row in generator(build_family(family))(PROMPTS, sampling, 12)]
         assert ranks(2, on_two_ranks, family, sampling) == [expected, expected]
 

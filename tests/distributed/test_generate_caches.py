@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from torchtitan.inference.generator import Sampling, TextGenerator
+from torchtitan.inference.generator import SamplingSettings, TextGenerator
 from torchtitan.models import get_spec
 from torchtitan.models.attention.backend import attention_backend
 from torchtitan.parallel.tensor.styles import apply_tensor_parallel
@@ -41,7 +41,7 @@ KINDS = {
     "latent queries": LATENT | {"q_lora_rank": 28, "layer_pattern": ["nope", "full"]},
     "latent window": LATENT | {"layer_pattern": ["window"], "window": 6, "attention_scale": 0.3},
 }
-GREEDY = Sampling(temperature=0)
+GREEDY = SamplingSettings(temperature=0)
 PROMPTS = [[5, 9, 3], [7], list(range(20, 61)), [1, 2, 3, 4, 5, 6]]
 SEQ = 64
 

@@ -11,7 +11,7 @@ from torchtitan.config.sections import schema
 from torchtitan.telemetry import experts as observed
 from torchtitan.telemetry.console import ConsoleSink, StageCost
 from torchtitan.telemetry.experts import read_loads
-from torchtitan.telemetry.metrics import Metrics, peak_flops
+from torchtitan.telemetry.metrics import MetricsReporter, peak_flops
 from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.telemetry.scores import record_scores
 from torchtitan.telemetry.trackers.jsonl import JsonlSink
@@ -48,7 +48,7 @@ def make(folder, start=0, total=20, peak=None, experts=False, **kwargs):
     config = schema.Metrics(**kwargs)
     rates = {"stages": [StageCost(1, 2e9, 1000)], "peak_flops": peak}
     ledger = RunRecord(folder, {}, step=start, resumable=False, writes=True, began=0.0)
-    return Metrics(
+    return MetricsReporter(
         config, job, {}, ledger, start_step=start, total_steps=total, **rates, experts=experts
     )
 

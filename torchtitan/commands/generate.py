@@ -37,7 +37,7 @@ def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
         raise ConfigError(problems)
     texts = _prompts(options)
 
-    from torchtitan.inference.generator import Sampling  # imports torch
+    from torchtitan.inference.generator import SamplingSettings  # imports torch
     from torchtitan.inference.load import find, load, open_tokenizer
 
     source = find(options.checkpoint, options.custom_import, averaged=options.ema)
@@ -50,7 +50,7 @@ def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
         source, tokenizer, length, min(options.batch_size, len(prompts)), options.dtype, world
     )
 
-    sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+    sampling = SamplingSettings(options.temperature, options.top_k, options.top_p, options.seed)
     printer = _Printer(tokenizer, texts) if rank == 0 and not options.json else None
     progress = printer.progress if printer else lambda _: None
     rows: list[Continuation] = []

@@ -138,7 +138,7 @@ class SpikeDetector:
         self.skipped = [list(r) for r in state["skipped"]]
 
 
-class Guard:
+class UpdateGuard:
     """Decides about each step's update, and carries out what a spike calls for."""
 
     def __init__(

@@ -24,7 +24,7 @@ from torchtitan.models.delta.layer import DeltaWeights, GatedDeltaNet, convolve,
 from torchtitan.models.delta.rule import chunked_delta_rule, normalize, recurrent_delta_rule
 
 
-class Cache:
+class GenerationCache:
     """The positions of one forward's tokens, for all layers, each of which keeps what it needs."""
 
     def __init__(self, model: Any, rows: int, length: int):
@@ -85,7 +85,7 @@ class Cache:
 class _Slots:
     """Places for the last `size` tokens of each row: position p is in slot `p % size`."""
 
-    def __init__(self, cache: Cache, size: int):
+    def __init__(self, cache: GenerationCache, size: int):
         self.cache = cache
         self.size = size
         self.all = size == cache.length
@@ -126,7 +126,7 @@ class _Slots:
 class CachedAttention:
     """Attention to the new tokens and earlier ones, whose keys and values are kept."""
 
-    def __init__(self, cache: Cache, plain: Attend):
+    def __init__(self, cache: GenerationCache, plain: Attend):
         self.cache = cache
         self.plain = plain
         self.buffers: list[Tensor] = []
@@ -155,7 +155,7 @@ class CachedLatents:
     share the latent vectors as keys and values.
     """
 
-    def __init__(self, cache: Cache, layer: LatentAttention):
+    def __init__(self, cache: GenerationCache, layer: LatentAttention):
         self.cache = cache
         self.layer = layer
         self.buffers: list[Tensor] = []
@@ -199,7 +199,7 @@ class CachedState:
     as much for any number of tokens.
     """
 
-    def __init__(self, cache: Cache):
+    def __init__(self, cache: GenerationCache):
         self.cache = cache
         self.buffers: list[Tensor] = []
 
@@ -242,7 +242,7 @@ class CachedState:
         return self.buffers
 
 
-def _empty(cache: Cache, like: Tensor, size: int) -> Tensor:
+def _empty(cache: GenerationCache, like: Tensor, size: int) -> Tensor:
     """`[rows, k, size, d]` for `like` `[b, k, s, d]`."""
     return like.new_zeros(cache.rows, like.shape[1], size, like.shape[3])
 

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtitan.data.encode.tokenizer import Tokenizer
-from torchtitan.inference.cache import Cache
+from torchtitan.inference.cache import GenerationCache
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingSettings:
     """Settings for choosing the next token."""
 
     temperature: float = 0.8
@@ -69,7 +69,9 @@ def noise_generator(seed: int, prompt: Sequence[int], device: torch.device) -> t
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def sample(logits: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
+def sample(
+    logits: Tensor, sampling: SamplingSettings, generators: Sequence[torch.Generator]
+) -> Tensor:
     """Sample one token per row.
 
     The argmax of logits plus Gumbel noise is a sample of their softmax (Gumbel, 1954). Noise is
@@ -109,7 +111,7 @@ NextLogits = Callable[[Sequence[list[int]]], Tensor]
 def continue_prompts(
     prompts: Sequence[list[int]],
     next_logits: NextLogits,
-    sampling: Sampling,
+    sampling: SamplingSettings,
     *,
     stop: Sequence[int],
     max_new_tokens: int,
@@ -170,13 +172,13 @@ class TextGenerator:
         self.vocab_size = vocab_size
         self.stop = set(stop)
         self.ranks = mesh.size() if mesh is not None else 1
-        self.cache = Cache(model, rows, max_seq_len + self.ranks)
+        self.cache = GenerationCache(model, rows, max_seq_len + self.ranks)
 
     @torch.no_grad()
     def __call__(
         self,
         prompts: Sequence[list[int]],
-        sampling: Sampling,
+        sampling: SamplingSettings,
         max_new_tokens: int,
         progress: Callable[[Continuation], None] = lambda _: None,
     ) -> list[Continuation]:

@@ -21,7 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from torchtitan.data.encode.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
-from torchtitan.inference.generator import Continuation, Sampling, continue_prompts
+from torchtitan.inference.generator import Continuation, SamplingSettings, continue_prompts
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.formats import read_json_object
 
@@ -284,10 +284,10 @@ class HarnessModel(TemplateLM):
                 f"lm-eval: a task asks for {new} new tokens, and the model reads {self.max_length} "
                 "in all; leave out the task, or lower max_gen_toks in its generation_kwargs"
             )
-        sampling = Sampling(temperature=0)
+        sampling = SamplingSettings(temperature=0)
         if settings["do_sample"]:
             chosen = {key: settings[key] for key in ("top_k", "top_p") if settings.get(key)}
-            sampling = Sampling(temperature=settings.get("temperature", 1.0), **chosen)
+            sampling = SamplingSettings(temperature=settings.get("temperature", 1.0), **chosen)
 
         def ends(row: Continuation) -> bool:
             text = self.texts.decode(row.tokens)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchtitan.config.registry import Custom
 from torchtitan.config.sections import schema
-from torchtitan.config.sections.metrics import Metrics as MetricsConfig
+from torchtitan.config.sections.metrics import Metrics
 from torchtitan.telemetry.console import ConsoleSink, StageCost
 from torchtitan.telemetry.experts import DeadExperts, ExpertLoads, Overload, read_loads
 from torchtitan.telemetry.run_record import RunRecord
@@ -31,7 +31,7 @@ TRAINING = ("first_step", "steps", "repeated", "data", "staging")
 _PEAKS = Path(__file__).with_name("peak_flops.toml")
 
 
-class Metrics:
+class MetricsReporter:
     """Turns steps into records every `log_freq` steps, and sends them to all sinks.
 
     Rates are per device, over the steps since the last record. Validation and saves don't count.
@@ -39,7 +39,7 @@ class Metrics:
 
     def __init__(
         self,
-        config: MetricsConfig,
+        config: Metrics,
         job: schema.Job,
         settings: Mapping[str, Any],
         run_record: RunRecord,

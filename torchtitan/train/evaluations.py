@@ -93,7 +93,7 @@ class WriteSamples(Callback):
             rows += continue_prompts(
                 prompts[first : first + probe.batch],
                 lambda texts: probe.next_logits(texts, tokenizer.vocab_size),
-                generator.Sampling(temperature=config.temperature, seed=config.seed),
+                generator.SamplingSettings(temperature=config.temperature, seed=config.seed),
                 stop=[tokenizer.eos_id],
                 max_new_tokens=config.max_new_tokens,
                 max_seq_len=probe.max_seq_len,

@@ -14,7 +14,7 @@ from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepLoader
 from torchtitan.data.read.contents import FileLists
-from torchtitan.health.guard import Guard
+from torchtitan.health.guard import UpdateGuard
 from torchtitan.models import hf_map
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.lr_schedule import LRSchedule
@@ -34,7 +34,7 @@ class RunState:
     progress: Progress
     schedule: LRSchedule
     loader: StepLoader
-    guard: Guard
+    guard: UpdateGuard
     average: WeightAverage | None
     callbacks: CallbackStates
 

@@ -10,7 +10,7 @@ from torchtitan.config.derive import layout_degrees, stages_of
 from torchtitan.config.sections.schema import Config
 from torchtitan.telemetry.console import StageCost
 from torchtitan.telemetry.events import Events
-from torchtitan.telemetry.metrics import Metrics, peak_flops
+from torchtitan.telemetry.metrics import MetricsReporter, peak_flops
 from torchtitan.telemetry.notify import start_notifier
 from torchtitan.telemetry.profiler import Profiler
 from torchtitan.telemetry.run_record import RunRecord
@@ -51,7 +51,7 @@ class Telemetry:
             writes=first_rank,
             began=began,
         )
-        self.metrics = Metrics(
+        self.metrics = MetricsReporter(
             config.metrics,
             config.job,
             config.model_dump(),

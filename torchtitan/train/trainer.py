@@ -13,7 +13,7 @@ from torchtitan.config.derive import layout_degrees
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepBatch
 from torchtitan.health.flight_recorder import configure_flight_recorder
-from torchtitan.health.guard import Guard
+from torchtitan.health.guard import UpdateGuard
 from torchtitan.health.hang_watch import Watch
 from torchtitan.inference.tasks import Tasks
 from torchtitan.parallel.collectives import AnyRank
@@ -140,7 +140,7 @@ class Trainer:
             data_files=self.parts.loader.record.lists,
             storage=builders.storage,
         )
-        guard = Guard(
+        guard = UpdateGuard(
             config.guard,
             config.training,
             self.checkpointer,
