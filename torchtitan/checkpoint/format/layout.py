@@ -21,7 +21,8 @@ from torchtitan.utils.formats import Count
 
 _SPREAD = 2**16
 """Smallest size in bytes from which the ranks that hold copies of tensors take turns to write them;
-one rank writes all smaller ones, so a reader opens few files for them."""
+one rank writes all smaller ones, so a reader opens few files for them.
+"""
 
 
 class Cut(NamedTuple):
