@@ -23,7 +23,7 @@ from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.pipeline.split import pipeline_stages
 from torchtitan.train.build import build_compute, build_data, set_determinism
 from torchtitan.train.preflight import Setup
-from torchtitan.train.state import Parts, seed_step
+from torchtitan.train.state import Components, seed_step
 from torchtitan.train.step import train_step
 from torchtitan.utils.device import current_device
 from torchtitan.utils.process import rank_and_world
@@ -31,7 +31,7 @@ from torchtitan.utils.process import rank_and_world
 FLAGS = ["--job.config_file=train_configs/debug_model.toml", "--training.steps=10"]
 
 
-def build(config: Config) -> Parts:
+def build(config: Config) -> Components:
     """Model, optimizer and data of this rank. The default process group must exist."""
     training = config.training
     device = current_device()
@@ -49,18 +49,20 @@ def build(config: Config) -> Parts:
     compute = build_compute(config, setup, mesh, device, models=models, section=training)
     optimizer = build_optimizer(models, config.optimizer, config.custom, setup.width_ratio)
     schedule = LRSchedule(optimizer, config.optimizer.lr, config.lr_scheduler)
-    return Parts(mesh, device, models, optimizer, schedule=schedule, loader=loader, compute=compute)
+    return Components(
+        mesh, device, models, optimizer, schedule=schedule, loader=loader, compute=compute
+    )
 
 
 def train(config: Config) -> Iterator[float]:
     """The loss of each step, the same on every rank."""
     set_determinism(config.debug)
-    parts = build(config)
-    for step, batch in zip(range(config.training.steps), parts.loader, strict=False):
-        seed_step(config.debug.seed, step, parts.mesh.dp_rank)
-        yield train_step(parts, batch, config).loss
-        parts.schedule.advance()
-    parts.loader.close()
+    components = build(config)
+    for step, batch in zip(range(config.training.steps), components.loader, strict=False):
+        seed_step(config.debug.seed, step, components.mesh.dp_rank)
+        yield train_step(components, batch, config).loss
+        components.schedule.advance()
+    components.loader.close()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torchtitan.train import build
 from torchtitan.train.forward import Compute
 
 REAL_PARALLELIZE = build.parallelize
-REAL_PART = Compute.own_part
+REAL_COLUMNS = Compute.local_columns
 REAL_ALL_REDUCE = dist.all_reduce
 REAL_BALANCE = ExpertBalance.step
 REAL_OPTIMIZER = build.build_optimizer
@@ -70,9 +70,9 @@ def partial_norm_gradient(models, mesh):
 
 
 def shifted_labels(self, rows, calls=[]):  # noqa: B006 - tokens and labels come in turns
-    part = REAL_PART(self, rows)
+    columns = REAL_COLUMNS(self, rows)
     calls.append(None)
-    return part.roll(1, 1) if len(calls) % 2 == 0 and part.shape[1] < rows.shape[1] else part
+    return columns.roll(1, 1) if len(calls) % 2 == 0 and columns.shape[1] < rows.shape[1] else columns
 
 
 def on_experts(kind, change):
@@ -158,7 +158,7 @@ def wrong_beta(models, settings, *args):
 def planted(bug):
     with ExitStack() as stack:
         if bug == "shifted labels":
-            stack.enter_context(mock.patch.object(Compute, "own_part", shifted_labels))
+            stack.enter_context(mock.patch.object(Compute, "local_columns", shifted_labels))
         elif bug == "dropped_all_reduce":
             stack.enter_context(mock.patch.object(dist, "all_reduce", dropped_all_reduce))
         elif bug in ("decayed_vectors", "wrong_beta"):

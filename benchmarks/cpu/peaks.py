@@ -112,16 +112,18 @@ def measured(argv: list[str]) -> float:
     """
     logging.disable(logging.WARNING)
     config = resolve(argv, dist.get_world_size()).config
-    parts = build(config, preflight(config, output=False), torch.device("cpu"))
-    batches = iter(parts.loader)
+    components = build(config, preflight(config, output=False), torch.device("cpu"))
+    batches = iter(components.loader)
     peaks = []
     for _ in range(6):
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
         ) as profiler:
-            forward_backward(parts, next(batches), HostUpdate(parts, config.training.max_norm))
-            parts.optimizer.step()
-            parts.optimizer.zero_grad(set_to_none=True)
+            forward_backward(
+                components, next(batches), HostUpdate(components, config.training.max_norm)
+            )
+            components.optimizer.step()
+            components.optimizer.zero_grad(set_to_none=True)
         events = (
             event
             for event in profiler.profiler.kineto_results.events()
@@ -129,7 +131,7 @@ def measured(argv: list[str]) -> float:
         )
         changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
         peaks.append(max(accumulate(changes)))
-    parts.loader.close()
+    components.loader.close()
     return min(peaks[1:]) / 2**20  # the first step allocates the optimizer's state
 
 

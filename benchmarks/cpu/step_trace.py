@@ -374,7 +374,7 @@ def trace_step(
             )
             optimizer = build.build_optimizer(models, config.optimizer)
             schedule = build.LRSchedule(optimizer, config.optimizer.lr, config.lr_scheduler)
-            parts = state.Parts(
+            components = state.Components(
                 mesh, device, models, optimizer, schedule=schedule, loader=None, compute=compute
             )
             batches = -(
@@ -382,7 +382,7 @@ def trace_step(
                 // (mesh.dp_degree * config.training.local_batch_size)
             )
             shape = batches * config.training.local_batch_size, config.training.seq_len
-            update = step.build_update(parts, config, agree=acts)
+            update = step.build_update(components, config, agree=acts)
             patches = (
                 (compute, "forward_backward", "forward"),
                 (optimizer, "step", "update"),
@@ -399,7 +399,7 @@ def trace_step(
                     tokens = torch.zeros(shape, dtype=torch.int64).pin_memory()
                     batch = StepBatch(tokens, tokens.clone().pin_memory(), {}, len(tokens))
                     step.train_step(
-                        parts, batch, config, update=update, approve=lambda loss, norm: True
+                        components, batch, config, update=update, approve=lambda loss, norm: True
                     )
         groups = {
             g.group_name: (g.group_desc, g.size()) for g in dist.distributed_c10d._world.pg_map

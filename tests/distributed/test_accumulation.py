@@ -54,23 +54,23 @@ def accumulate(argv):
     gradients at the end.
     """
     config = resolve(argv, dist.get_world_size()).config
-    parts = build(config, preflight(config), torch.device("cpu"))
-    batch = next(iter(parts.loader))
-    run = parts.compute.forward_backward
+    components = build(config, preflight(config), torch.device("cpu"))
+    batch = next(iter(components.loader))
+    run = components.compute.forward_backward
     held = []
     before = settled_bytes()
 
     def watched(*args, **kwargs):
         loss = run(*args, **kwargs)
-        gradients = [p.grad for model in parts.models for p in model.parameters()]  # noqa: F841 - else C++ alone has them
+        gradients = [p.grad for model in components.models for p in model.parameters()]  # noqa: F841 - else C++ alone has them
         held.append(settled_bytes() - before)
         return loss
 
-    parts.compute.forward_backward = watched
-    forward_backward(parts, batch, HostUpdate(parts, 0.0))
-    parts.loader.close()
+    components.compute.forward_backward = watched
+    forward_backward(components, batch, HostUpdate(components, 0.0))
+    components.loader.close()
     return held, {
-        name: full(p.grad).float() for m in parts.models for name, p in m.named_parameters()
+        name: full(p.grad).float() for m in components.models for name, p in m.named_parameters()
     }
 
 

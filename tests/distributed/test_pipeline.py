@@ -121,8 +121,10 @@ def test_a_schedule_from_a_file(ranks, one_process, tmp_path):
 def modules_held(argv):
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
-    names = [sorted(name for name, _ in model.named_parameters()) for model in trainer.parts.models]
-    counted = sum(p.numel() for model in trainer.parts.models for p in model.parameters())
+    names = [
+        sorted(name for name, _ in model.named_parameters()) for model in trainer.components.models
+    ]
+    counted = sum(p.numel() for model in trainer.components.models for p in model.parameters())
     trainer.close()
     return names, counted
 
@@ -196,10 +198,10 @@ def one_step(argv, schedules):
             setup = preflight(config)
         except ConfigError:
             continue
-        parts = build(config, setup, CPU)
-        batch = next(iter(parts.loader))
-        parts.loader.close()
-        result = forward_backward(parts, batch, HostUpdate(parts, 0.0))
+        components = build(config, setup, CPU)
+        batch = next(iter(components.loader))
+        components.loader.close()
+        result = forward_backward(components, batch, HostUpdate(components, 0.0))
         model = setup.spec.build(setup.args, attention_backend("cpu"))
         materialize(
             model,
@@ -286,13 +288,13 @@ def held_by_every_schedule(argv, orders, rows):
         sizes = [f"--training.local_batch_size={rows}", f"--training.global_batch_size={rows}"]
         config = resolve([*argv, *sizes, *extra], 2).config
         setup = preflight(config)
-        parts = build(config, setup, CPU)
-        batch = next(iter(parts.loader))
-        parts.loader.close()
+        components = build(config, setup, CPU)
+        batch = next(iter(components.loader))
+        components.loader.close()
         with watched() as trained:
-            forward_backward(parts, batch, HostUpdate(parts, 0.0))
+            forward_backward(components, batch, HostUpdate(components, 0.0))
         with watched() as evaluated:
-            parts.compute.forward(parts.compute.own_rows(batch.tokens, batch.labels))
+            components.compute.forward(components.compute.local_rows(batch.tokens, batch.labels))
         remote = [s for s, (a, b) in enumerate(pairwise(setup.stages.ranks), 1) if a != b]
         expected = max(
             sum(count for stage, count in held.microbatches.items() if stage in remote)

@@ -130,15 +130,17 @@ def measured_peak(argv):
     config = resolve(argv, dist.get_world_size()).config
     gc.collect()  # what earlier tests have left, whose addresses may be used again
     before = storages()
-    parts = build(config, preflight(config), torch.device("cpu"))
-    batches = iter(parts.loader)
+    components = build(config, preflight(config), torch.device("cpu"))
+    batches = iter(components.loader)
 
     def step():
-        forward_backward(parts, next(batches), HostUpdate(parts, config.training.max_norm))
-        parts.optimizer.step()
-        parts.optimizer.zero_grad(set_to_none=True)
-        if parts.average is not None:
-            parts.average.update(1)
+        forward_backward(
+            components, next(batches), HostUpdate(components, config.training.max_norm)
+        )
+        components.optimizer.step()
+        components.optimizer.zero_grad(set_to_none=True)
+        if components.average is not None:
+            components.average.update(1)
 
     step()
     gc.collect()
@@ -158,8 +160,8 @@ def measured_peak(argv):
         peaks.append(max(accumulate(changes)))
     gc.enable()
     between = sum(nbytes for address, nbytes in storages().items() if address not in before)
-    parts.loader.close()
-    return parts.mesh.rank("pp"), between + min(peaks)
+    components.loader.close()
+    return components.mesh.rank("pp"), between + min(peaks)
 
 
 @pytest.mark.parametrize("name", [*SUITE, *REST])

@@ -380,11 +380,11 @@ class Counted(TorchDispatchMode):
 def entered(argv):
     """Collectives of a real step, by kind."""
     config = resolve(argv, dist.get_world_size()).config
-    parts = build(config, preflight(config), torch.device("cpu"))
-    batch = next(iter(parts.loader))
+    components = build(config, preflight(config), torch.device("cpu"))
+    batch = next(iter(components.loader))
     with Counted() as counted:
-        train_step(parts, batch, config)
-    parts.loader.close()
+        train_step(components, batch, config)
+    components.loader.close()
     return counted.count
 
 

@@ -128,9 +128,9 @@ def advance(argv, agree):
     state of each step.
     """
     config = resolve(argv, dist.get_world_size()).config
-    parts = build(config, preflight(config), torch.device("cpu"))
-    update = build_update(parts, config, agree=agree)
-    (model,), batches, seen = parts.models, iter(parts.loader), []
+    components = build(config, preflight(config), torch.device("cpu"))
+    update = build_update(components, config, agree=agree)
+    (model,), batches, seen = components.models, iter(components.loader), []
 
     def poison(_, args):
         hidden = args[0]
@@ -141,9 +141,11 @@ def advance(argv, agree):
 
     model.layers["1"].ffn_norm.register_forward_pre_hook(poison)
     while len(seen) < config.training.steps:
-        result = train_step(parts, next(batches), config, update=update)
-        parts.schedule.advance()
-        states = {name: parts.optimizer.state[param] for name, param in model.named_parameters()}
+        result = train_step(components, next(batches), config, update=update)
+        components.schedule.advance()
+        states = {
+            name: components.optimizer.state[param] for name, param in model.named_parameters()
+        }
         tensors = {
             f"{name}.{slot}": full(value)
             for name, state in states.items()
@@ -151,7 +153,7 @@ def advance(argv, agree):
         }
         tensors |= {name: full(value) for name, value in model.state_dict().items()}
         seen.append((result.loss, result.grad_norm, result.updated, tensors))
-    parts.loader.close()
+    components.loader.close()
     return seen
 
 
@@ -190,9 +192,11 @@ def test_update_before_the_host_knows_the_norm(ranks, tmp_path, extra):
 def gradients(argv):
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
-    parts = trainer.parts
-    forward_backward(parts, next(iter(parts.loader)), HostUpdate(parts, 0.0))
-    found = {name: full(param.grad) for name, param in trainer.parts.models[0].named_parameters()}
+    components = trainer.components
+    forward_backward(components, next(iter(components.loader)), HostUpdate(components, 0.0))
+    found = {
+        name: full(param.grad) for name, param in trainer.components.models[0].named_parameters()
+    }
     trainer.close()
     return found
 

@@ -41,14 +41,14 @@ class Shapes(TorchDispatchMode):
 
 def shapes_of_a_step(argv):
     config = resolve(argv, dist.get_world_size()).config
-    parts = build(config, preflight(config), torch.device("cpu"))
+    components = build(config, preflight(config), torch.device("cpu"))
     embedded = []
-    parts.models[0].tok_embeddings.register_forward_hook(
+    components.models[0].tok_embeddings.register_forward_hook(
         lambda *a: embedded.append((type(a[2]).__name__, a[2].shape))
     )
     with Shapes() as shapes:
-        forward_backward(parts, next(iter(parts.loader)), HostUpdate(parts, 1.0))
-    parts.loader.close()
+        forward_backward(components, next(iter(components.loader)), HostUpdate(components, 1.0))
+    components.loader.close()
     return shapes.seen, *embedded[0]
 
 
@@ -114,9 +114,9 @@ def test_tied_embeddings(ranks, tmp_path, extra):
 
 def local_sizes(argv):
     config = resolve(argv, dist.get_world_size()).config
-    parts = build(config, preflight(config), torch.device("cpu"))
-    parts.loader.close()
-    return {name: tuple(p.to_local().shape) for name, p in parts.models[0].named_parameters()}
+    components = build(config, preflight(config), torch.device("cpu"))
+    components.loader.close()
+    return {name: tuple(p.to_local().shape) for name, p in components.models[0].named_parameters()}
 
 
 def test_every_matrix_is_split(ranks, tmp_path):

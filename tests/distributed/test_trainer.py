@@ -192,9 +192,11 @@ def gradients_after_one_backward(argv, max_norm):
 
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
-    parts = trainer.parts
-    result = forward_backward(parts, next(iter(parts.loader)), HostUpdate(parts, max_norm))
-    grads = {name: full(param.grad) for name, param in parts.models[0].named_parameters()}
+    components = trainer.components
+    result = forward_backward(
+        components, next(iter(components.loader)), HostUpdate(components, max_norm)
+    )
+    grads = {name: full(param.grad) for name, param in components.models[0].named_parameters()}
     trainer.close()
     return result.grad_norm, grads
 

@@ -44,7 +44,7 @@ from torchtitan.tools.rehearsal.substitution import Substitution, substituted
 from torchtitan.train.build import build_compute
 from torchtitan.train.forward import Compute
 from torchtitan.train.preflight import Setup, preflight
-from torchtitan.train.state import Parts
+from torchtitan.train.state import Components
 from torchtitan.train.step import build_update, device_step
 
 _TRACED_BATCHES = 3
@@ -215,7 +215,9 @@ def _record(
         compute.accumulation = accumulation(config)
         optimizer = build_optimizer(models, eager.optimizer, eager.custom, setup.width_ratio)
         average = WeightAverage(models, eager.ema) if eager.ema.enable else None
-        parts = Parts(mesh, device, models, optimizer, schedule=None, loader=None, compute=compute)  # type: ignore[arg-type]
+        components = Components(
+            mesh, device, models, optimizer, schedule=None, loader=None, compute=compute
+        )  # type: ignore[arg-type]
         params = [param for model in models for param in model.parameters()]
         _track(tracer, models, average)
         before = len(tracer.events)
@@ -224,8 +226,8 @@ def _record(
             _scaled(tracer, compute, gradient_accumulation_steps(config)) as batches,
         ):
             tokens = torch.empty(batches * t.local_batch_size, t.seq_len, dtype=torch.int64)
-            rows = compute.own_rows(tokens, tokens.clone())
-            device_step(parts, rows, 1, build_update(parts, eager, agree=True))
+            rows = compute.local_rows(tokens, tokens.clone())
+            device_step(components, rows, 1, build_update(components, eager, agree=True))
             tracer.rename([param.grad for param in params if param.grad is not None], "gradients")
             tracer.phase = "update"
             optimizer.step()

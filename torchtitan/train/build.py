@@ -1,4 +1,4 @@
-"""Build the parts of a run from a checked configuration."""
+"""Build the components of a run from a checked configuration."""
 
 import math
 import os
@@ -37,7 +37,7 @@ from torchtitan.train.forward import Compute, ModelLoss
 from torchtitan.train.logits import Probe
 from torchtitan.train.mtp_loss import MTPLoss
 from torchtitan.train.preflight import Setup
-from torchtitan.train.state import Parts
+from torchtitan.train.state import Components
 from torchtitan.train.validation import HeldOut, Validator
 
 
@@ -55,7 +55,7 @@ def set_determinism(debug: Debug) -> None:
 
 def build(
     config: Config, setup: Setup, device: torch.device, builders: "Builders | None" = None
-) -> Parts:
+) -> Components:
     """Everything the trainer works with. The default process group must exist."""
     builders = builders or Builders()
     mesh = builders.mesh(config, device.type, experts=setup.n_experts > 0)
@@ -88,7 +88,7 @@ def build(
     probe = None
     if config.eval.enable or config.sampling.prompts:
         probe = build_probe(config, setup, mesh, device=device, models=models)
-    return Parts(
+    return Components(
         mesh,
         device,
         models,

@@ -17,7 +17,7 @@ from torchtitan.train.callbacks import Callback, Run
 from torchtitan.train.engine import Engine
 from torchtitan.train.evaluations import RunTasks, Validate, WriteSamples, stops_early
 from torchtitan.train.run_info import describe_model, trained_args, write_config
-from torchtitan.train.state import Parts
+from torchtitan.train.state import Components
 from torchtitan.train.step import StepResult, max_over_ranks
 from torchtitan.utils.activity import SAVING, phase
 from torchtitan.utils.logging import event, logger
@@ -67,7 +67,7 @@ class AverageWeights(Callback):
     """Updates the average of the weights: `[ema]`."""
 
     def __init__(self, engine: Engine):
-        self.average = engine.parts.average
+        self.average = engine.components.average
 
     def after_step(self, run: Run, result: StepResult) -> None:
         if self.average is not None and result.updated:
@@ -81,7 +81,7 @@ class LimitCollectives(Callback):
 
     def __init__(self, engine: Engine):
         self.watch = engine.watch
-        self.parts = engine.parts
+        self.components = engine.components
         self.began = time.monotonic()
         self.warm = False
 
@@ -95,7 +95,7 @@ class LimitCollectives(Callback):
                 seconds = time.monotonic() - self.began
                 logger.info(f"The first step took {show_duration(seconds)}, most of it compilation")
             self._set(run.config.comm.train_timeout_seconds)
-        if run.config.compile.enable and _next_stage(run, self.parts) != self.parts.stage:
+        if run.config.compile.enable and _next_stage(run, self.components) != self.components.stage:
             self.warm = False
             self.began = time.monotonic()
             self._set(run.config.comm.init_timeout_seconds)
@@ -110,13 +110,13 @@ class AnnounceStages(Callback):
     """Logs each stage of the data before its first step: `[[training.stages]]`."""
 
     def __init__(self, engine: Engine):
-        self.parts = engine.parts
+        self.components = engine.components
 
     def after_step(self, run: Run, result: StepResult) -> None:
         training = run.config.training
         step = run.progress.step + 1
-        index = _next_stage(run, self.parts)
-        if index == self.parts.stage or step > training.steps:
+        index = _next_stage(run, self.components)
+        if index == self.components.stage or step > training.steps:
             return
         changes = training.stages[index - 1].model_dump(
             exclude_defaults=True, exclude={"from_step"}
@@ -128,10 +128,10 @@ class AnnounceStages(Callback):
         )
 
 
-def _next_stage(run: Run, parts: Parts) -> int:
+def _next_stage(run: Run, components: Components) -> int:
     """The stage of the data of the next step."""
     assert run.progress.data is not None
-    return parts.loader.stage_after(run.progress.data)
+    return components.loader.stage_after(run.progress.data)
 
 
 class ConfirmFolders(Callback):
@@ -152,14 +152,14 @@ class Report(Callback):
     def __init__(self, engine: Engine):
         self.metrics = engine.telemetry.metrics
         self.run_record = engine.telemetry.run_record
-        self.parts = engine.parts
+        self.components = engine.components
         self.record: Record = {}
         """The last record."""
 
     def after_step(self, run: Run, result: StepResult) -> None:
         progress = run.progress
-        experts = self.parts.experts
-        self.metrics.count(progress.step, result.read, self.parts.stage)
+        experts = self.components.experts
+        self.metrics.count(progress.step, result.read, self.components.stage)
         if not self.metrics.due(progress.step):
             return
         self.record = self.metrics.log(
@@ -171,7 +171,7 @@ class Report(Callback):
             tokens=progress.tokens,
             skipped=progress.skipped,
             experts=None if experts is None else experts.take(),
-            qk_clip=None if self.parts.qk_clip is None else self.parts.qk_clip.take(),
+            qk_clip=None if self.components.qk_clip is None else self.components.qk_clip.take(),
             mtp_losses=result.mtp_losses,
             sources=self._sources(run),
             logged=run.logged.take(),
@@ -181,7 +181,7 @@ class Report(Callback):
     def _sources(self, run: Run) -> Record:
         """What a record says of each data source, over the steps since the last one."""
         training = run.config.training
-        tally = self.parts.compute.tally
+        tally = self.components.compute.tally
         if tally is None:
             return {}
         assert run.progress.data is not None
@@ -194,12 +194,12 @@ class Report(Callback):
     def on_rewind(self, run: Run, step: int) -> None:
         self.metrics.rewind(step)
         run.logged.clear()
-        if self.parts.experts is not None:
-            self.parts.experts.take()
-        if self.parts.qk_clip is not None:
-            self.parts.qk_clip.take()
-        if self.parts.compute.tally is not None:
-            self.parts.compute.tally.clear()
+        if self.components.experts is not None:
+            self.components.experts.take()
+        if self.components.qk_clip is not None:
+            self.components.qk_clip.take()
+        if self.components.compute.tally is not None:
+            self.components.compute.tally.clear()
 
 
 class FindStragglers(Callback):
@@ -270,7 +270,7 @@ class Save(Callback):
     def _save(self, run: Run) -> None:
         config = run.config.checkpoint
         setup = self.engine.setup
-        stage = self.engine.parts.stage
+        stage = self.engine.components.stage
         step = run.progress.step
         last = step == run.config.training.steps
         model_only = last and config.last_save_model_only

@@ -11,7 +11,7 @@ from torchtitan.train.folder_locks import HeldFolders
 from torchtitan.train.preflight import Setup
 from torchtitan.train.restore import RunState
 from torchtitan.train.run_telemetry import Telemetry
-from torchtitan.train.state import Parts
+from torchtitan.train.state import Components
 
 
 @dataclass
@@ -20,7 +20,7 @@ class Engine:
 
     config: Config
     setup: Setup
-    parts: Parts
+    components: Components
     state: RunState
     checkpointer: Checkpointer
     telemetry: Telemetry

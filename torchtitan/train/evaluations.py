@@ -12,7 +12,7 @@ from torchtitan.inference.tasks import Tasks, scores
 from torchtitan.train.callbacks import Callback, Run
 from torchtitan.train.engine import Engine
 from torchtitan.train.logits import Probe
-from torchtitan.train.state import Parts
+from torchtitan.train.state import Components
 from torchtitan.train.step import StepResult, prepare_weights
 from torchtitan.utils.activity import note, phase
 
@@ -29,13 +29,13 @@ def stops_early(run: Run, result: StepResult) -> bool:
 
 
 @contextmanager
-def _averaged_weights(parts: Parts, config: Config) -> Iterator[None]:
+def _averaged_weights(components: Components, config: Config) -> Iterator[None]:
     """The model with the average of its weights."""
-    assert parts.average is not None
-    with parts.average.swapped():
-        prepare_weights(parts, config)
+    assert components.average is not None
+    with components.average.swapped():
+        prepare_weights(components, config)
         yield
-    prepare_weights(parts, config)
+    prepare_weights(components, config)
 
 
 class Validate(Callback):
@@ -43,17 +43,17 @@ class Validate(Callback):
 
     def __init__(self, engine: Engine):
         self.engine = engine
-        self.parts = engine.parts
+        self.components = engine.components
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        validator = self.parts.validation
+        validator = self.components.validation
         due = is_due(run, run.config.validation.freq)
         if validator is None or stops_early(run, result) or not due:
             return
         with phase("validation", "validating"):
             results = [one.record() for one in validator.run()]
             if run.config.ema.validation:
-                with _averaged_weights(self.parts, run.config):
+                with _averaged_weights(self.components, run.config):
                     averaged = [one.record() for one in validator.run()]
                 for one, other in zip(results, averaged, strict=True):
                     one["loss_ema"] = other["loss"]
@@ -62,15 +62,15 @@ class Validate(Callback):
         self.engine.notify("on_validation", results)
 
     def on_end(self, run: Run, reason: str) -> None:
-        if self.parts.validation is not None:
-            self.parts.validation.close()
+        if self.components.validation is not None:
+            self.components.validation.close()
 
 
 class WriteSamples(Callback):
     """Lets the model continue prompts: `[sampling]`."""
 
     def __init__(self, engine: Engine):
-        self.probe = engine.parts.probe
+        self.probe = engine.components.probe
         self.tokenizer = engine.setup.tokenizer
         self.metrics = engine.telemetry.metrics
 
@@ -110,7 +110,7 @@ class RunTasks(Callback):
 
     def __init__(self, engine: Engine, tasks: Tasks | None):
         self.tasks = tasks
-        self.probe = engine.parts.probe
+        self.probe = engine.components.probe
         self.tokenizer = engine.setup.tokenizer
         self.metrics = engine.telemetry.metrics
 

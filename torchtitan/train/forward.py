@@ -164,7 +164,7 @@ class Compute:
         self.tally = tally
         self._columns = positions.cpu()  # the loader's rows are on the host
 
-    def own_rows(
+    def local_rows(
         self,
         tokens: Tensor,
         labels: Tensor,
@@ -187,11 +187,14 @@ class Compute:
         if self.loss.mtp is not None:
             tokens, labels = with_next(tokens, labels, documents, self.loss.mtp.modules)
         rows = LocalBatch(
-            self.own_part(tokens), self.own_part(labels), documents, sources if self.tally else None
+            self.local_columns(tokens),
+            self.local_columns(labels),
+            documents,
+            sources if self.tally else None,
         )
         return rows.pinned() if self.pin else rows
 
-    def own_part(self, rows: Tensor) -> Tensor:
+    def local_columns(self, rows: Tensor) -> Tensor:
         """The columns of whole rows that this rank holds."""
         return rows if len(self._columns) == rows.shape[1] else rows[:, self._columns]
 

@@ -100,7 +100,7 @@ class Probe:
                     tokens[row, : len(texts[i])] = torch.tensor(texts[i])
                     numbers[row, list(chosen[i])] = torch.arange(starts[i], starts[i + 1])
                 compute = self._compute(length)
-                compute.forward(compute.own_rows(tokens, numbers).to(self.device))
+                compute.forward(compute.local_rows(tokens, numbers).to(self.device))
         self._found = torch.empty(0)
         return all_reduce(found, self.mesh.loss_group)
 

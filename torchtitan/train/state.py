@@ -1,4 +1,4 @@
-"""The parts of a run, and how far it is."""
+"""The components of a run, and how far it is."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from torchtitan.train.validation import Validator
 
 
 @dataclass
-class Parts:
+class Components:
     """What is built once; `compute` again where the shape of rows changes."""
 
     mesh: Mesh

@@ -24,7 +24,7 @@ from torchtitan.parallel.collectives import AnyRank, SquaredNorm, all_reduce, sc
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.precision.dense import refresh_scales
 from torchtitan.train.forward import LocalBatch
-from torchtitan.train.state import Parts
+from torchtitan.train.state import Components
 from torchtitan.utils.activity import note
 from torchtitan.utils.device import device_syncs
 
@@ -61,7 +61,7 @@ def is_finite(loss: float, grad_norm: float) -> bool:
 
 
 def train_step(
-    parts: Parts,
+    components: Components,
     batch: StepBatch,
     config: Config,
     *,
@@ -79,25 +79,25 @@ def train_step(
         before_update: called before any weight changes, with complete gradients that are not yet
             clipped; before the backward if that updates the weights.
     """
-    update = update or build_update(parts, config)
-    parts.enter(batch.stage)
-    learning_rate = parts.schedule.apply(batch.stage)
-    result = forward_backward(parts, batch, update, stop=stop, before_update=before_update)
+    update = update or build_update(components, config)
+    components.enter(batch.stage)
+    learning_rate = components.schedule.apply(batch.stage)
+    result = forward_backward(components, batch, update, stop=stop, before_update=before_update)
     approved = approve(result.loss, result.grad_norm)
     update.finish(approved)
     if approved:
-        prepare_weights(parts, config)
-    parts.optimizer.zero_grad(set_to_none=True)
+        prepare_weights(components, config)
+    components.optimizer.zero_grad(set_to_none=True)
     return StepResult(**vars(result), learning_rate=learning_rate, updated=approved)
 
 
-def prepare_weights(parts: Parts, config: Config) -> None:
+def prepare_weights(components: Components, config: Config) -> None:
     """Compute what depends on the weights alone and is needed before the next forward."""
     if (
         uses(config, FLOAT8)
         and config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp
     ):
-        refresh_scales(parts.models)
+        refresh_scales(components.models)
 
 
 # ---- the update
@@ -109,20 +109,20 @@ class Update:
     in_backward = False
     """The backward has changed them."""
 
-    def __init__(self, parts: Parts, max_norm: float, *, agree: bool = False):
+    def __init__(self, components: Components, max_norm: float, *, agree: bool = False):
         """
         Args:
             max_norm: clip gradients to this norm; 0: don't.
             agree: make loss and gradient norm bit-identical on all ranks, because a policy judges
                 them.
         """
-        self.parts = parts
+        self.components = components
         self.max_norm = max_norm
         self.agree = agree
 
     def clip(self) -> Tensor:
         """The norm of the gradients, which may be clipped here."""
-        return _norm(self.parts, _gradients(self.parts))
+        return _norm(self.components, _gradients(self.components))
 
     def on_device(self, loss: Tensor, norm: Tensor) -> None:
         """What the device does before the host has read loss and gradient norm."""
@@ -135,8 +135,8 @@ class HostUpdate(Update):
     """Updates the weights after the host has judged loss and gradient norm."""
 
     def clip(self) -> Tensor:
-        gradients = _gradients(self.parts)
-        norm = _norm(self.parts, gradients)
+        gradients = _gradients(self.components)
+        norm = _norm(self.components, gradients)
         if self.max_norm > 0:
             scale(gradients, _clip_factor(norm, self.max_norm))
         return norm
@@ -144,9 +144,9 @@ class HostUpdate(Update):
     def finish(self, approved: bool) -> None:
         note("updating the weights")
         if approved:
-            self.parts.optimizer.step()
-        rejected = torch.ones((), dtype=torch.bool, device=self.parts.device)
-        _end_step(self.parts, None if approved else rejected)
+            self.components.optimizer.step()
+        rejected = torch.ones((), dtype=torch.bool, device=self.components.device)
+        _end_step(self.components, None if approved else rejected)
 
 
 class DeviceUpdate(Update):
@@ -156,12 +156,12 @@ class DeviceUpdate(Update):
 
     def on_device(self, loss: Tensor, norm: Tensor) -> None:
         note("updating the weights")
-        optimizer = self.parts.optimizer
+        optimizer = self.components.optimizer
         assert isinstance(optimizer, ShardedAdam)
         divisor = 1 / _clip_factor(norm, self.max_norm) if self.max_norm > 0 else None
         skip = ~torch.isfinite(loss + norm)
         optimizer.step(divisor=divisor, skip=skip)
-        _end_step(self.parts, skip)
+        _end_step(self.components, skip)
 
 
 class UpdateInBackward(HostUpdate):
@@ -171,43 +171,43 @@ class UpdateInBackward(HostUpdate):
 
     def clip(self) -> Tensor:
         """The norm of the gradients, which are gone and were not clipped."""
-        optimizer = self.parts.optimizer
+        optimizer = self.components.optimizer
         assert isinstance(optimizer, OptimizerInBackward)
-        return optimizer.norm.take(self.parts.mesh.group("pp"), self.parts.device)
+        return optimizer.norm.take(self.components.mesh.group("pp"), self.components.device)
 
 
-def build_update(parts: Parts, config: Config, *, agree: bool = False) -> Update:
+def build_update(components: Components, config: Config, *, agree: bool = False) -> Update:
     """How the weights of a run change.
 
     Args:
         agree: as for `Update`. A policy must know loss and norm before the weights change.
     """
-    optimizer = parts.optimizer
+    optimizer = components.optimizer
     max_norm = config.training.max_norm
     if isinstance(optimizer, OptimizerInBackward):
-        return UpdateInBackward(parts, max_norm, agree=agree)
+        return UpdateInBackward(components, max_norm, agree=agree)
     can_skip = isinstance(optimizer, ShardedAdam) and optimizer.clips
     if can_skip and not agree and not config.training.enable_cpu_offload:
-        return DeviceUpdate(parts, max_norm)
-    return HostUpdate(parts, max_norm, agree=agree)
+        return DeviceUpdate(components, max_norm)
+    return HostUpdate(components, max_norm, agree=agree)
 
 
-def _end_step(parts: Parts, skip: Tensor | None) -> None:
+def _end_step(components: Components, skip: Tensor | None) -> None:
     """Update what follows from a step besides the optimizer, unless `skip` is true."""
-    for follower in (parts.experts, parts.qk_clip):
+    for follower in (components.experts, components.qk_clip):
         if follower is not None:
             follower.step(skip)
 
 
-def _gradients(parts: Parts) -> list[Tensor]:
-    return [p.grad for model in parts.models for p in model.parameters() if p.grad is not None]
+def _gradients(components: Components) -> list[Tensor]:
+    return [p.grad for model in components.models for p in model.parameters() if p.grad is not None]
 
 
-def _norm(parts: Parts, gradients: list[Tensor]) -> Tensor:
+def _norm(components: Components, gradients: list[Tensor]) -> Tensor:
     """The norm of the gradients of the whole model."""
     norms = SquaredNorm()
     norms.add(gradients)
-    return norms.take(parts.mesh.group("pp"), parts.device)
+    return norms.take(components.mesh.group("pp"), components.device)
 
 
 def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -219,7 +219,7 @@ def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def forward_backward(
-    parts: Parts,
+    components: Components,
     batch: StepBatch,
     update: Update,
     *,
@@ -237,10 +237,10 @@ def forward_backward(
             step.
         before_update: as in `train_step`.
     """
-    asked = AnyRank(stop, parts.device)
-    rows = parts.compute.own_rows(batch.tokens, batch.labels, batch.sources, batch.continues)
+    asked = AnyRank(stop, components.device)
+    rows = components.compute.local_rows(batch.tokens, batch.labels, batch.sources, batch.continues)
     local_tokens = int((rows.next_labels != IGNORE_INDEX).sum())
-    outcome = device_step(parts, rows, local_tokens, update, before_update=before_update)
+    outcome = device_step(components, rows, local_tokens, update, before_update=before_update)
     update.on_device(outcome.loss, outcome.norm)
     # One read-back for all: on CUDA this is the step's only wait for the device.
     with device_syncs(report=False):
@@ -275,7 +275,7 @@ class DeviceOutcome(NamedTuple):
 
 
 def device_step(
-    parts: Parts,
+    components: Components,
     rows: LocalBatch,
     local_tokens: int,
     update: Update,
@@ -290,9 +290,9 @@ def device_step(
         local_tokens: how many of its tokens have a label.
         before_update: as in `train_step`.
     """
-    mesh = parts.mesh
-    device = parts.device
-    compute = parts.compute
+    mesh = components.mesh
+    device = components.device
+    compute = components.compute
     if update.in_backward:
         before_update()
     # All rows are copied at once, because each copy from pageable memory may wait.

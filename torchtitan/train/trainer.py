@@ -122,22 +122,22 @@ class Trainer:
         """Build the model, what trains it, and what a checkpoint holds."""
         config = self.config
         note("building the model")
-        self.parts = build(config, self.setup, self.device, builders)
+        self.components = build(config, self.setup, self.device, builders)
         if self.owns_process_group:
             limit_groups(config.comm.init_timeout_seconds)
         self.checkpointer = Checkpointer(
             config.checkpoint,
             config.job.dump_folder,
             TrainedModel(
-                self.parts.models,
-                self.parts.optimizer,
-                self.parts.average,
+                self.components.models,
+                self.components.optimizer,
+                self.components.average,
                 pp_degree=config.parallelism.pipeline_parallel_degree,
             ),
-            describe_run(config, self.setup, self.parts.loader.fingerprint),
+            describe_run(config, self.setup, self.components.loader.fingerprint),
             confirm=lambda: self.folders.confirm(remote=True),
             confirm_copies=self.folders.confirm_copies,
-            data_files=self.parts.loader.record.lists,
+            data_files=self.components.loader.record.lists,
             storage=builders.storage,
         )
         guard = UpdateGuard(
@@ -147,23 +147,25 @@ class Trainer:
             config.job.dump_folder,
             updates_in_backward=config.optimizer.early_step_in_backward,
         )
-        self.update = build_update(self.parts, config, agree=guard.spikes.acts)
+        self.update = build_update(self.components, config, agree=guard.spikes.acts)
         self.state = RunState(
             progress=Progress(),
-            schedule=self.parts.schedule,
-            loader=self.parts.loader,
+            schedule=self.components.schedule,
+            loader=self.components.loader,
             guard=guard,
-            average=self.parts.average,
+            average=self.components.average,
             callbacks=CallbackStates(user_callbacks),
         )
 
     def _restore(self) -> None:
         """Load what the run starts from."""
         note("loading a checkpoint")
-        loader = self.parts.loader
-        restore(self.config, self.setup, self.parts.models, self.checkpointer, state=self.state)
+        loader = self.components.loader
+        restore(
+            self.config, self.setup, self.components.models, self.checkpointer, state=self.state
+        )
         loader.check_enough(self.config.training.steps)
-        self.parts.enter(loader.stage_after(loader.start))
+        self.components.enter(loader.stage_after(loader.start))
         write_config(self.config)
 
     def _start(
@@ -175,7 +177,7 @@ class Trainer:
     ) -> None:
         """Start the metrics, and make the callbacks."""
         config = self.config
-        parts = self.parts
+        components = self.components
         note("starting the metrics")
         self.telemetry = Telemetry(
             config,
@@ -190,17 +192,17 @@ class Trainer:
         run = Run(
             config=config,
             progress=self.progress,
-            models=parts.models,
-            optimizer=parts.optimizer,
-            mesh=parts.mesh,
+            models=components.models,
+            optimizer=components.optimizer,
+            mesh=components.mesh,
             device=self.device,
-            experts=parts.experts,
+            experts=components.experts,
             logged=LoggedValues(gather=bool(user_callbacks)),
         )
         self.engine = Engine(
             config=config,
             setup=self.setup,
-            parts=parts,
+            components=components,
             state=self.state,
             checkpointer=self.checkpointer,
             telemetry=self.telemetry,
@@ -231,7 +233,7 @@ class Trainer:
         try:
             with self.telemetry.profiler.capture_oom():
                 self.engine.notify("on_start")
-                batches = iter(self.parts.loader) if self.progress.step < steps else iter(())
+                batches = iter(self.components.loader) if self.progress.step < steps else iter(())
                 asked = AnyRank(self.stop_request.requested, self.device)
                 self.stopped = bool(asked.answer() > 0)
                 while self.progress.step < steps and not self.stopped:
@@ -256,14 +258,14 @@ class Trainer:
         config = self.config
         progress = self.progress
         guard = self.state.guard
-        seed_step(config.debug.seed, progress.step, self.parts.mesh.dp_rank)
-        with phase("data", f"{DATA} from {self.parts.loader.name}"):
+        seed_step(config.debug.seed, progress.step, self.components.mesh.dp_rank)
+        with phase("data", f"{DATA} from {self.components.loader.name}"):
             batch = next(batches)
         guard.spikes.rows_per_step = batch.count
         report_syncs = config.debug.report_device_syncs and progress.first_loss is not None
         with device_syncs(report=report_syncs):
             result = train_step(
-                self.parts,
+                self.components,
                 batch,
                 config,
                 update=self.update,
@@ -275,18 +277,18 @@ class Trainer:
         progress.epochs = batch.epochs
         if earlier := guard.handle_spike():
             self.state.rewind(earlier.train_state)
-            prepare_weights(self.parts, config)
+            prepare_weights(self.components, config)
             self.engine.notify("on_rewind", earlier.step)
             return
         progress.advance(result.tokens, result.loss, skipped=not result.updated)
-        self.parts.schedule.advance()
+        self.components.schedule.advance()
         self.stopped = stops_early(self.engine.run, result)
         self.engine.notify("after_step", result)
 
     def _record_skipped(self) -> None:
         """Count skipped documents: those of files at the start, those of streams at the end."""
         if self.config.training.on_bad_document == "skip":
-            skipped = skipped_documents(self.parts.loader, self.progress.data)
+            skipped = skipped_documents(self.components.loader, self.progress.data)
             self.telemetry.run_record.record("skipped_documents", skipped)
 
     def _out_of_memory(self, error: BaseException) -> OutOfMemoryError:
@@ -317,7 +319,7 @@ class Trainer:
             self.checkpointer.settle(COMMIT_SECONDS)
         self.telemetry.close(step, ended, reason, self.progress.last_loss)
         self._end_callbacks(reason, error)
-        self.parts.loader.close()
+        self.components.loader.close()
         if error is None and dist.get_rank() == 0:
             logger.info(self.telemetry.run_record.goodput())
         ends_together = self.owns_process_group and dist.is_initialized() and error is None

@@ -97,9 +97,9 @@ class Validator:
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         counts = torch.zeros(2, dtype=torch.int64, device=self.device)
         for batch in self._batches(held_out):
-            rows = self.compute.own_rows(batch.tokens, batch.labels, continues=batch.continues).to(
-                self.device
-            )
+            rows = self.compute.local_rows(
+                batch.tokens, batch.labels, continues=batch.continues
+            ).to(self.device)
             for part in rows.split(self.compute.batch_size):
                 loss += self.compute.forward(part).double()
             counts += self._tokens_and_bytes(rows.labels)

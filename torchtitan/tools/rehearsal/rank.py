@@ -224,7 +224,7 @@ def _run(
     recorder.record.metadata = _metadata_bytes()
     if run.checkpointer.config.enable:
         recorder.during = "resume"
-        restore(config, setup, run.parts.models, run.checkpointer, state=run.state)
+        restore(config, setup, run.components.models, run.checkpointer, state=run.state)
     recorder.during = "end"
     run.close()
 
