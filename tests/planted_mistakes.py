@@ -70,9 +70,9 @@ def partial_norm_gradient(models, mesh):
 
 
 def shifted_labels(self, rows, calls=[]):  # noqa: B006 - tokens and labels come in turns
-    columns = REAL_COLUMNS(self, rows)
+    local = REAL_COLUMNS(self, rows)
     calls.append(None)
-    return columns.roll(1, 1) if len(calls) % 2 == 0 and columns.shape[1] < rows.shape[1] else columns
+    return local.roll(1, 1) if len(calls) % 2 == 0 and local.shape[1] < rows.shape[1] else local
 
 
 def on_experts(kind, change):

@@ -137,9 +137,9 @@ def waits(argv, layers):
     trainer = Trainer(config, preflight(config))
     batches = iter(trainer.components.loader)
     for _ in range(2):
-        trainer._train_one(batches)
+        trainer._train_step(batches)
     with reading("tolist"), reading("item"), reading("__bool__"), reading("cpu"):
-        trainer._train_one(batches)
+        trainer._train_step(batches)
     trainer.close()
     return places
 

@@ -120,25 +120,25 @@ def _not_over_ranks(patch):
 
 def _across_documents(patch):
     """The last tokens of a document predict the next one's."""
-    right = mtp.with_next
+    right = mtp.stack_next_tokens
 
-    def with_next(tokens, labels, documents, count):
+    def stack_next_tokens(tokens, labels, documents, count):
         return right(tokens, labels, None, count)
 
-    patch.setattr("torchtitan.train.forward.with_next", with_next)
+    patch.setattr("torchtitan.train.forward.stack_next_tokens", stack_next_tokens)
 
 
 def _around_the_row(patch):
     """The last tokens of a row predict its first."""
-    right = mtp.with_next
+    right = mtp.stack_next_tokens
 
-    def with_next(tokens, labels, documents, count):
+    def stack_next_tokens(tokens, labels, documents, count):
         tokens_ahead, labels_ahead = right(tokens, labels, documents, count)
         for k in range(1, 1 + count):
             labels_ahead[:, -k:, k] = labels[:, :k]
         return tokens_ahead, labels_ahead
 
-    patch.setattr("torchtitan.train.forward.with_next", with_next)
+    patch.setattr("torchtitan.train.forward.stack_next_tokens", stack_next_tokens)
 
 
 FAULTS = {

@@ -17,7 +17,7 @@ from torchtitan.models.args import DecoderArgs
 from torchtitan.models.decoder.model import Decoder
 from torchtitan.models.decoder.traits import module_flops
 from torchtitan.parallel.pipeline.split import pipeline_stages
-from torchtitan.train.mtp_loss import with_next
+from torchtitan.train.mtp_loss import stack_next_tokens
 
 MODULES = 2
 
@@ -80,7 +80,7 @@ def test_logits_losses_and_gradients_equal_transformers(family):
     assert set(parameter_names(get_spec(family), ours.args)) <= weights.keys()
 
     ids = torch.randint(0, ours.args.vocab_size, (2, 40))
-    tokens, labels = with_next(ids[:, :-1], ids[:, 1:].contiguous(), None, MODULES)
+    tokens, labels = stack_next_tokens(ids[:, :-1], ids[:, 1:].contiguous(), None, MODULES)
     places = torch.arange(tokens.shape[1])[None]
     hidden = theirs.model(tokens[..., 0]).last_hidden_state
     wanted = [theirs.lm_head(hidden)]
@@ -107,7 +107,7 @@ def test_next_tokens_end_with_their_document_and_row():
     labels = torch.tensor([[6, 1, 7, 8, 9, 4]])
     documents = torch.tensor([[0, 0, 0, 1, 1, 1]])
     no = IGNORE_INDEX
-    ahead, wanted = with_next(tokens, labels, documents, 2)
+    ahead, wanted = stack_next_tokens(tokens, labels, documents, 2)
     assert torch.equal(ahead[..., 0], tokens)
     assert torch.equal(wanted[..., 0], labels)
     # The token that a document's last prediction is of may be the first of the next one, as it may
@@ -117,9 +117,9 @@ def test_next_tokens_end_with_their_document_and_row():
     for k in (1, 2):
         counted = wanted[..., k] != no
         assert torch.equal(ahead[..., k][counted], tokens.roll(-k, 1)[counted])
-    _, whole = with_next(tokens, labels, None, 1)
+    _, whole = stack_next_tokens(tokens, labels, None, 1)
     assert whole[..., 1].tolist() == [[1, 7, 8, 9, 4, no]]
-    _, padded = with_next(tokens, labels.masked_fill(labels == 4, no), None, 1)
+    _, padded = stack_next_tokens(tokens, labels.masked_fill(labels == 4, no), None, 1)
     assert padded[..., 1].tolist() == [[1, 7, 8, 9, no, no]]
 
 

@@ -38,7 +38,7 @@ from torchtitan.train.logits import Probe
 from torchtitan.train.mtp_loss import MTPLoss
 from torchtitan.train.preflight import Setup
 from torchtitan.train.state import Components
-from torchtitan.train.validation import HeldOut, Validator
+from torchtitan.train.validation import ValidationData, Validator
 
 
 def set_determinism(debug: Debug) -> None:
@@ -56,16 +56,16 @@ def set_determinism(debug: Debug) -> None:
 def build(
     config: Config, setup: Setup, device: torch.device, builders: "Builders | None" = None
 ) -> Components:
-    """Everything the trainer works with. The default process group must exist."""
+    """Build everything that the training step needs. The default process group must exist."""
     builders = builders or Builders()
     mesh = builders.mesh(config, device.type, experts=setup.n_experts > 0)
     share = mesh.dp_rank, mesh.dp_degree
     loader = builders.data(config, "training", setup.tokenizer, share)
-    held_out = []
+    validation_sets = []
     if config.validation.enable:
-        held_out = build_held_out(config, setup.tokenizer, share, builders.data)
-    for one in held_out:
-        loader.record.add_held_out(one.loader.record)
+        validation_sets = build_validation_data(config, setup.tokenizer, share, builders.data)
+    for validation_set in validation_sets:
+        loader.record.add_held_out(validation_set.loader.record)
     models = builders.models(
         config, setup.spec, setup.args, stages=setup.stages, mesh=mesh, device=device
     )
@@ -78,13 +78,15 @@ def build(
         config.custom,
         stages=config.training.stages,
     )
-    experts = _expert_balance(config, setup, models, device) if setup.n_experts else None
+    experts = _build_expert_balance(config, setup, models, device) if setup.n_experts else None
     qk_clip = None
     if config.optimizer.qk_clip:
-        qk_clip = _qk_clip(config, setup, mesh, device=device, models=models)
+        qk_clip = _build_qk_clip(config, setup, mesh, device=device, models=models)
     validation = None
-    if held_out:
-        validation = _validator(config, setup, held_out, mesh=mesh, device=device, models=models)
+    if validation_sets:
+        validation = _build_validator(
+            config, setup, validation_sets, mesh=mesh, device=device, models=models
+        )
     probe = None
     if config.eval.enable or config.sampling.prompts:
         probe = build_probe(config, setup, mesh, device=device, models=models)
@@ -101,12 +103,12 @@ def build(
         average=WeightAverage(models, config.ema) if config.ema.enable else None,
         probe=probe,
         qk_clip=qk_clip,
-        compute_of=computes,
+        build_stage_compute=computes,
     )
 
 
 class StageComputes:
-    """Builds what computes on the rows of a stage of the data."""
+    """Builds the `Compute` of each stage of the data, whose rows may have another length."""
 
     def __init__(
         self,
@@ -127,7 +129,7 @@ class StageComputes:
         if sources:
             self.tally = SourceTally(sources, setup.tokenizer.byte_lengths(), device)
         self.args = setup.args
-        """What the positions of `models` are made for."""
+        """The hyper-parameters that the positions of `models` currently fit."""
 
     def __call__(self, stage: int) -> Compute:
         args = self.setup.args_of(stage)
@@ -146,10 +148,10 @@ class StageComputes:
         )
 
 
-def _validator(
+def _build_validator(
     config: Config,
     setup: Setup,
-    sets: list[HeldOut],
+    sets: list[ValidationData],
     *,
     mesh: Mesh,
     device: torch.device,
@@ -163,7 +165,7 @@ def _validator(
     return Validator(compute, sets, mesh, device, byte_lengths=lengths)
 
 
-def _qk_clip(
+def _build_qk_clip(
     config: Config, setup: Setup, mesh: Mesh, *, device: torch.device, models: list[FSDPModule]
 ) -> QKClip:
     cp_group = mesh.group("cp")
@@ -179,35 +181,33 @@ def _qk_clip(
     )
 
 
-def _expert_balance(
+def _build_expert_balance(
     config: Config, setup: Setup, models: list[FSDPModule], device: torch.device
 ) -> ExpertBalance:
     rate = config.moe.balance_bias_rate
-    return ExpertBalance(models, _blocks(setup), setup.n_experts, rate, device=device)
+    modules = setup.spec.module_flops(setup.args, 1)
+    blocks = sum(name.startswith("layers.") for name in modules)  # of all pipeline stages
+    return ExpertBalance(models, blocks, setup.n_experts, rate, device=device)
 
 
-def _blocks(setup: Setup) -> int:
-    """Blocks of the whole model."""
-    return sum(name.startswith("layers.") for name in setup.spec.module_flops(setup.args, 1))
-
-
-def build_held_out(
+def build_validation_data(
     config: Config, tokenizer: Tokenizer, share: tuple[int, int], data: Callable[..., StepLoader]
-) -> list[HeldOut]:
+) -> list[ValidationData]:
     """The validation sets.
 
     Args:
         share: as for `build_data`.
-        data: called as `build_data` is.
+        data: builds each loader; called as `build_data` is.
     """
     section = config.validation
     if not section.sets:
-        return [HeldOut("", data(config, "validation", tokenizer, share), section.steps)]
-    sets = []
-    for one in section.sets:
-        loader = data(config, "validation", tokenizer, share, held_out=one)
-        sets.append(HeldOut(one.name, loader, section.steps if one.steps is None else one.steps))
-    return sets
+        return [ValidationData("", data(config, "validation", tokenizer, share), section.steps)]
+    data_of_sets = []
+    for validation_set in section.sets:
+        loader = data(config, "validation", tokenizer, share, held_out=validation_set)
+        steps = section.steps if validation_set.steps is None else validation_set.steps
+        data_of_sets.append(ValidationData(validation_set.name, loader, steps))
+    return data_of_sets
 
 
 def build_data(
@@ -218,15 +218,15 @@ def build_data(
     *,
     held_out: ValidationSet | None = None,
 ) -> StepLoader:
-    """The loader of `[training]` or `[validation]`. By default this rank reads every row of a step.
+    """Build the loader of `[training]` or `[validation]`; by default it reads all rows of a step.
 
     Args:
         share: this rank's index among those that read different rows, and their number.
-        held_out: one of several validation sets.
+        held_out: the validation set to read, if there are several.
     """
     comm = config.comm
     first = comm.init_timeout_seconds if key == "training" else comm.train_timeout_seconds
-    limits = first / 2, comm.train_timeout_seconds / 2
+    limits = first / 2, comm.train_timeout_seconds / 2  # fail before a collective does
     return build_loader(
         data_spec(config, key, tokenizer, held_out),
         dp_rank=share[0],
@@ -236,7 +236,7 @@ def build_data(
 
 
 def row_unit(config: Config) -> int:
-    """What the length of a row must be a multiple of."""
+    """The number that must divide the length of a row."""
     p = config.parallelism
     cp = config.parallelism.context_parallel_degree
     chunks = 2 * cp if cp > 1 and p.context_parallel_load_balancer else cp
@@ -252,10 +252,10 @@ def build_probe(
     models: list[FSDPModule],
     longest: int | None = None,
 ) -> Probe:
-    """Build what reads the logits of `models`, in batches of `training.local_batch_size` rows.
+    """Build a reader of the logits of `models`, with batches of `training.local_batch_size` rows.
 
     Args:
-        longest: tokens of the longest text; None: as many as the model supports.
+        longest: length of the longest text in tokens; None: the longest that the model supports.
     """
     training = config.training
     whole = replace(config, "training.document_mask", False)  # a text is one document
@@ -289,11 +289,13 @@ def build_compute(
     tally: SourceTally | None = None,
     trains: bool = True,
 ) -> Compute:
-    """Build what runs `models` on batches of `[training]` or `[validation]`.
+    """Bind model, loss and positions to the forward and backward of one shape of batch.
 
     Args:
-        loss: instead of the one that `training.loss` names.
-        trains: also run the modules that predict further tokens, if the model has some.
+        section: `[training]` or `[validation]`, whose batches it is for.
+        loss: replaces the loss that `training.loss` names.
+        tally: adds up the losses of each data source.
+        trains: also run the modules of multi-token prediction, if the model has some.
     """
     p = config.parallelism
     training = config.training
@@ -302,7 +304,7 @@ def build_compute(
     positions = local_positions(section.seq_len, *cp, balanced).to(device)
     attending = attending_positions(positions, p)
     further = setup.n_mtp if trains else 0
-    model_loss = _model_loss(config, mesh, device, loss, further=further)
+    model_loss = _build_model_loss(config, mesh, device, loss, further=further)
     dtype = getattr(torch, training.mixed_precision_param)
     pipeline = None
     if setup.stages is not None:
@@ -337,13 +339,13 @@ def build_compute(
     )
 
 
-def _model_loss(
+def _build_model_loss(
     config: Config, mesh: Mesh, device: torch.device, loss: RowLoss | None, *, further: int
 ) -> ModelLoss:
     """
     Args:
-        loss: instead of the one that `training.loss` names.
-        further: modules that predict further tokens.
+        loss: replaces the loss that `training.loss` names.
+        further: number of modules of multi-token prediction.
     """
     training = config.training
     row_loss = loss or build_loss(training.loss, config.custom, training.z_loss)
@@ -358,8 +360,8 @@ def _model_loss(
 
 @dataclass(frozen=True)
 class Builders:
-    """The functions that make what a run consists of. A rehearsal and the tests of parity replace
-    some, with functions of the same arguments.
+    """The functions that build a run's components. Rehearsals and tests of parity replace some of
+    them by functions with the same arguments.
     """
 
     connect: Callable[[Comm, torch.device], None] = init_distributed
@@ -368,4 +370,4 @@ class Builders:
     data: Callable[..., StepLoader] = build_data
     models: Callable[..., list[FSDPModule]] = parallelize
     storage: Storage | None = None
-    """Where checkpoints are written and read; None: in folders."""
+    """The storage of checkpoints; None: folders."""

@@ -1,4 +1,4 @@
-"""The callbacks of every run. `all_callbacks` lists them in the order in which they are called."""
+"""The built-in callbacks. `all_callbacks` lists them in the order in which they are called."""
 
 import gc
 import time
@@ -27,7 +27,7 @@ from torchtitan.utils.wording import show_duration
 def all_callbacks(
     engine: Engine, tasks: Tasks | None, users: Sequence[Callback]
 ) -> tuple[Callback, ...]:
-    """The built-in callbacks and the user's, in order.
+    """The built-in callbacks and the user's, in the order in which they are called.
 
     Args:
         tasks: from `load_tasks`.
@@ -53,7 +53,7 @@ def all_callbacks(
 
 
 class WaitForCopy(Callback):
-    """Keeps the weights until a save in the background has copied them."""
+    """Delays the update of the weights until an asynchronous save has copied them."""
 
     def __init__(self, engine: Engine):
         self.checkpointer = engine.checkpointer
@@ -135,7 +135,7 @@ def _next_stage(run: Run, components: Components) -> int:
 
 
 class ConfirmFolders(Callback):
-    """Checks, at logged steps, that the run still holds its folders."""
+    """Checks at logged steps that no other run has locked this run's folders."""
 
     def __init__(self, engine: Engine):
         self.metrics = engine.telemetry.metrics
@@ -179,7 +179,7 @@ class Report(Callback):
         self.run_record.heartbeat(progress.step)
 
     def _sources(self, run: Run) -> Record:
-        """What a record says of each data source, over the steps since the last one."""
+        """The metrics of each data source since the last record."""
         training = run.config.training
         tally = self.components.compute.tally
         if tally is None:
@@ -275,7 +275,7 @@ class Save(Callback):
         last = step == run.config.training.steps
         model_only = last and config.last_save_model_only
         self.checkpointer.run_info["model"] = describe_model(run.config, setup, stage)
-        self.checkpointer.save(step, self.engine.state.share(), model_only=model_only)
+        self.checkpointer.save(step, self.engine.state.local_state(), model_only=model_only)
         if last and config.last_save_in_hf:
             args = trained_args(run.config, setup, stage)
             folder = export_saved(
@@ -287,12 +287,12 @@ class Save(Callback):
 class CollectGarbage(Callback):
     """Collects garbage on all ranks after the same step: `training.gc_freq`.
 
-    Python's own collection is off during training: it strikes ranks at different times, and each
-    makes all others wait. Objects that exist at the start are never scanned.
+    Python's automatic collection is off during training: it would pause ranks at different times,
+    and each pause makes all ranks wait. Objects that exist at the start are never scanned.
     """
 
     freezes = True
-    """False where a server that forks ranks has frozen its own objects, which are to stay so."""
+    """False where a server that forks ranks has frozen its objects, which must stay frozen."""
 
     def on_start(self, run: Run) -> None:
         gc.collect()
@@ -306,10 +306,10 @@ class CollectGarbage(Callback):
         if step % training.gc_freq:
             return
         with phase("other", "collecting garbage"):
-            found = gc.collect()
+            collected = gc.collect()
         if training.gc_debug:
             logger.info(
-                f"step {step}: garbage collection found {found} objects in reference cycles"
+                f"step {step}: garbage collection found {collected} objects in reference cycles"
             )
 
     def on_end(self, run: Run, reason: str) -> None:

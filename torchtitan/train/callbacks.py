@@ -1,7 +1,7 @@
-"""What precedes, follows or watches a step: the base class of callbacks, and their view of a run.
+"""The base class of callbacks, which run before and after steps, and their view of a run.
 
-The built-in ones are in `train/built_in.py`, in the order of their calls. A user's follow all but
-the one that saves:
+`train/built_in.py` has the built-in callbacks, in the order in which they are called. A user's
+callbacks follow all of them except the one that saves:
 
     from torchtitan.config.registry import callbacks
     from torchtitan.train.callbacks import Callback, Run
@@ -11,8 +11,8 @@ the one that saves:
         def after_step(self, run, result):
             run.log("loudness", result.loss * 2)
 
-`experimental.custom_import` names the module, and `training.callbacks = ["loud"]` chooses it. What
-it must remember goes into checkpoints: `state_dict` and `load_state_dict`.
+`experimental.custom_import` names the module, and `training.callbacks = ["loud"]` chooses it. Its
+state is saved in checkpoints if it defines `state_dict` and `load_state_dict`.
 """
 
 import json
@@ -52,15 +52,15 @@ class Callback:
     """
 
     name: str = ""
-    """Key of its state in checkpoints. By default the name that it is registered under, or that of
-    its class.
+    """Key of its state in checkpoints. By default the name it is registered under, or its class's
+    name.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed or rewound run gives back to `load_state_dict`. Called with each save.
+        """The state that checkpoints hold, for `load_state_dict`. Called with each save.
 
-        It holds what JSON does: dictionaries with strings as keys, lists, strings, finite numbers,
-        booleans and None. It should be the same on all ranks: that of rank 0 is saved.
+        It consists of JSON values: dictionaries with strings as keys, lists, strings, finite
+        numbers, booleans and None. It should be the same on all ranks: rank 0's is saved.
         """
         return {}
 
@@ -83,7 +83,11 @@ class Callback:
         """
 
     def on_validation(self, run: "Run", results: Sequence[dict[str, Any]]) -> None:
-        """A validation is done: name, loss, bits_per_byte and tokens of each set."""
+        """A validation is done.
+
+        Args:
+            results: name, loss, bits_per_byte and tokens of each set.
+        """
 
     def on_save(self, run: "Run", step: int) -> None:
         """`step` was saved; with `checkpoint.async_mode`, it is still being written."""
@@ -92,13 +96,13 @@ class Callback:
         """The guard has gone back to the checkpoint of `step`."""
 
     def on_end(self, run: "Run", reason: str) -> None:
-        """Training has ended: `completed`, `preempted`, or an error, after which other ranks may be
-        gone: don't communicate then.
+        """Training has ended: `completed`, `preempted`, or with an error. After an error don't
+        communicate: other ranks may have exited.
         """
 
 
 class CallbackStates:
-    """The states of those callbacks that define `state_dict`, by name."""
+    """Saves and loads the states of the callbacks that define `state_dict`, by name."""
 
     def __init__(self, callbacks: Sequence[Callback]):
         """
@@ -121,12 +125,12 @@ class CallbackStates:
         """All states.
 
         Raises:
-            UserError: JSON would not give one of them back.
+            UserError: a state isn't JSON.
         """
         return {name: _checked(name, x.state_dict()) for name, x in self.callbacks.items()}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Give each callback its state. Logs which callbacks have none, and which are gone."""
+        """Load each callback's state. Logs which callbacks have none, and which are unknown."""
         for name, callback in self.callbacks.items():
             if name not in states:
                 logger.info(f"callback {name} starts fresh: the checkpoint has no state of it")
@@ -145,7 +149,7 @@ class CallbackStates:
 
 
 def _checked(name: str, state: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a callback's state, as a checkpoint gives it back."""
+    """A copy of a callback's state, as a checkpoint returns it."""
     what = f"callback {name}: state_dict()"
     try:
         text = json.dumps(state, allow_nan=False, ensure_ascii=False).encode()
@@ -168,11 +172,11 @@ _JSON = (
     "finite numbers, booleans and None"
 )
 _MOST_BYTES = 2**20
-"""Of one callback: manifests are read whole."""
+"""Largest state of a callback as JSON; manifests are read whole."""
 
 
 class LoggedValues:
-    """Values that callbacks log, until the next logged step takes them."""
+    """The values that callbacks have logged since the last logged step."""
 
     def __init__(self, *, gather: bool = False):
         """
@@ -198,14 +202,14 @@ class LoggedValues:
         """
         if not self.gather:
             return {}
-        own = {
+        local_values = {
             name: (reduce, [float(value) for value in values])
             for name, (reduce, values) in self._values.items()
         }
         self.clear()
         reductions: dict[str, str] = {}
         merged: dict[str, list[float]] = {}
-        for rank, logged in enumerate(from_all(own)):
+        for rank, logged in enumerate(from_all(local_values)):
             for name, (reduce, values) in logged.items():
                 if reductions.setdefault(name, reduce) != reduce:
                     raise UserError(
@@ -221,7 +225,7 @@ class LoggedValues:
 
 @dataclass(frozen=True)
 class Run:
-    """What callbacks see of a run. Read it; a change to its objects changes the run."""
+    """A callback's view of a run. Changing its objects changes the run."""
 
     config: Config
     progress: Progress
@@ -242,17 +246,18 @@ class Run:
         log different names, such as those of a pipeline stage's layers.
 
         Args:
-            value: a number, or a tensor of one element, which the host doesn't wait for until then.
+            value: a number, or a tensor of one element, which the host reads only at the logged
+                step.
             reduce: how values are combined; always the same for a name.
 
         Raises:
-            UserError: another reduction was declared for `name`, or none is called `reduce`.
+            UserError: `name` was logged with another reduction, or `reduce` is unknown.
         """
         self.logged.add(name, value, reduce)
 
 
 Arrange = Callable[[tuple[Callback, ...]], Sequence[Callback]]
-"""Takes the built-in and the user's callbacks, in order, and returns those that a run calls."""
+"""A function that takes all callbacks, in order, and returns those that the run calls."""
 
 
 def build_callbacks(config: Config) -> tuple[Callback, ...]:

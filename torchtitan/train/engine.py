@@ -1,4 +1,4 @@
-"""All that a run consists of, for the built-in callbacks. Users' callbacks see its `run`."""
+"""The objects of a run, for the built-in callbacks. Users' callbacks see only its `run`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ from torchtitan.checkpoint import Checkpointer
 from torchtitan.config.sections.schema import Config
 from torchtitan.health.hang_watch import Watch
 from torchtitan.train.callbacks import Callback, Run
-from torchtitan.train.folder_locks import HeldFolders
+from torchtitan.train.folder_locks import FolderLocks
 from torchtitan.train.preflight import Setup
 from torchtitan.train.restore import RunState
 from torchtitan.train.run_telemetry import Telemetry
@@ -16,7 +16,7 @@ from torchtitan.train.state import Components
 
 @dataclass
 class Engine:
-    """The objects of a run. `run` is their read-only face."""
+    """The objects of a run. `run` is the view of them that users' callbacks get."""
 
     config: Config
     setup: Setup
@@ -24,7 +24,7 @@ class Engine:
     state: RunState
     checkpointer: Checkpointer
     telemetry: Telemetry
-    folders: HeldFolders
+    folders: FolderLocks
     watch: Watch | None
     """None if the caller owns the process group."""
     run: Run

@@ -1,4 +1,4 @@
-"""The callbacks that measure the model: validation, samples, benchmarks."""
+"""The callbacks that evaluate the model: validation, samples, benchmarks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,19 +18,19 @@ from torchtitan.utils.activity import note, phase
 
 
 def is_due(run: Run, freq: int) -> bool:
-    """Whether something that happens every `freq` steps, and at the end, follows this step."""
+    """Whether this step is the last, or a multiple of `freq`."""
     step = run.progress.step
     return step % freq == 0 or step == run.config.training.steps
 
 
 def stops_early(run: Run, result: StepResult) -> bool:
-    """Whether the run was asked to stop and this is not its last step anyway."""
+    """Whether the run ends before its last step, because it was asked to stop."""
     return result.stop and run.progress.step < run.config.training.steps
 
 
 @contextmanager
 def _averaged_weights(components: Components, config: Config) -> Iterator[None]:
-    """The model with the average of its weights."""
+    """A context in which the model has the average of its weights."""
     assert components.average is not None
     with components.average.swapped():
         prepare_weights(components, config)
@@ -51,15 +51,15 @@ class Validate(Callback):
         if validator is None or stops_early(run, result) or not due:
             return
         with phase("validation", "validating"):
-            results = [one.record() for one in validator.run()]
+            records = [validated.record() for validated in validator.run()]
             if run.config.ema.validation:
                 with _averaged_weights(self.components, run.config):
-                    averaged = [one.record() for one in validator.run()]
-                for one, other in zip(results, averaged, strict=True):
-                    one["loss_ema"] = other["loss"]
-                    one["bits_per_byte_ema"] = other["bits_per_byte"]
-        self.engine.telemetry.metrics.log_validation(run.progress.step, results)
-        self.engine.notify("on_validation", results)
+                    averaged = [validated.record() for validated in validator.run()]
+                for record, of_average in zip(records, averaged, strict=True):
+                    record["loss_ema"] = of_average["loss"]
+                    record["bits_per_byte_ema"] = of_average["bits_per_byte"]
+        self.engine.telemetry.metrics.log_validation(run.progress.step, records)
+        self.engine.notify("on_validation", records)
 
     def on_end(self, run: Run, reason: str) -> None:
         if self.components.validation is not None:
@@ -67,7 +67,7 @@ class Validate(Callback):
 
 
 class WriteSamples(Callback):
-    """Lets the model continue prompts: `[sampling]`."""
+    """Writes the model's continuations of prompts: `[sampling]`."""
 
     def __init__(self, engine: Engine):
         self.probe = engine.components.probe
@@ -124,7 +124,7 @@ class RunTasks(Callback):
 
 
 def load_tasks(section: Eval) -> Tasks | None:
-    """The tasks of lm-eval, before anything that takes longer; None without `eval.enable`."""
+    """Load the tasks of lm-eval, early because they may not exist; None without `eval.enable`."""
     if not section.enable:
         return None
     note("loading tasks of lm-eval")

@@ -1,8 +1,8 @@
-"""Checks of a model family that has code of its own, before anything trains.
+"""Checks of a model family that is defined by a user's code, before anything trains.
 
-The framework calls a model in parts: a chunked loss projects the final hidden states itself, a
-pipeline stage lacks the modules of the others, and MFU follows from a formula. A family that
-changes only one of them would train another model, or report another speed, without an error.
+The framework relies on more than a model's forward: a chunked loss projects the final hidden states
+itself, a pipeline stage lacks the modules of the others, and MFU follows from a formula. A family
+that changes only one of these would train another model, or report a wrong speed, without an error.
 """
 
 import copy
@@ -35,12 +35,12 @@ _STAGE = "tok_embeddings, norm or output may be None, and the input hidden state
 
 @dataclass(frozen=True)
 class Findings:
-    """What is wrong with a family."""
+    """The mistakes of a family."""
 
     problems: list[str]
     """Reasons why it would train another model than it seems to."""
     warnings: list[str]
-    """What is reported wrong, and what couldn't be checked."""
+    """Numbers that would be reported wrong, and checks that couldn't run."""
 
 
 def check_family(config: Config, spec: ModelSpec, args: Any) -> Findings:
@@ -48,7 +48,7 @@ def check_family(config: Config, spec: ModelSpec, args: Any) -> Findings:
     device.
 
     Args:
-        args: hyper-parameters of the model that is to be trained.
+        args: hyper-parameters of the model that will be trained.
     """
     name = f"model.name {spec.name}"
     problems: list[str] = []
@@ -95,14 +95,14 @@ class _SmallCopy:
         self.inputs = _as_in_training(spec, self.args, self.tokens)
 
     def run(self, model: Any, inputs: Tensor, *, project: bool = True) -> Tensor:
-        """What `model`, or a part of it, returns; called as in training."""
-        one = inputs is self.tokens
-        own = _token_weights(self.spec, self.args, self.tokens if one else self.inputs)
-        return model(inputs, torch.arange(_LENGTH), None, project=project, **own)
+        """Call `model`, or a stage of it, as training does."""
+        single = inputs is self.tokens
+        options = _token_weights(self.spec, self.args, self.tokens if single else self.inputs)
+        return model(inputs, torch.arange(_LENGTH), None, project=project, **options)
 
 
 def _as_in_training(spec: ModelSpec, args: Any, tokens: Tensor) -> Tensor:
-    """Tokens `[b, s]`, with the next ones if the model predicts what follows those."""
+    """The model's input for tokens `[b, s]`: with multi-token prediction also the next tokens."""
     further = spec.mtp_modules(args)
     if not further:
         return tokens
@@ -116,7 +116,7 @@ def _token_weights(spec: ModelSpec, args: Any, tokens: Tensor) -> dict[str, Tens
 
 
 def _buffer_problems(model: Any) -> Iterator[str]:
-    """Buffers that still depend on what they held before they were computed."""
+    """Problems of buffers that `init_buffers` doesn't overwrite."""
     computed = []
     for value in (0, 1):
         for buffer in model.buffers():

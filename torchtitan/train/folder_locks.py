@@ -1,4 +1,4 @@
-"""The folders that a run writes to, which no other run may hold."""
+"""Locks on the folders that a run writes to, so that no other run writes to them."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ from torchtitan.utils.storage import is_remote, storage_path
 
 
 @dataclass(frozen=True)
-class HeldFolders:
-    """A run's claims on its folders; only rank 0 has any."""
+class FolderLocks:
+    """The locks that a run has on its folders; only rank 0 has any."""
 
     locks: list[FolderLock]
     copies: list[FolderLock]
-    """The lock of `checkpoint.upload_folder`. Losing it ends the uploads, not the run."""
+    """The lock on `checkpoint.upload_folder`. Losing it ends the uploads, not the run."""
 
     def confirm(self, *, remote: bool = False) -> bool:
-        """Check that the run still holds its folders.
+        """Check that the run still has the locks on its folders.
 
         Args:
-            remote: also of folders in object storage, which takes a request.
+            remote: also check folders in object storage, which takes a request.
 
         Returns:
             False if one was deleted; it exists again now.
@@ -35,8 +35,8 @@ class HeldFolders:
         Raises:
             UserError: another run has taken one.
         """
-        held = [lock.confirm() for lock in self.locks if remote or not is_remote(lock.folder)]
-        return all(held)
+        intact = [lock.confirm() for lock in self.locks if remote or not is_remote(lock.folder)]
+        return all(intact)
 
     def confirm_copies(self) -> None:
         """
@@ -47,16 +47,16 @@ class HeldFolders:
             lock.confirm()
 
     def release(self) -> None:
-        """Give the folders up."""
+        """Release all locks."""
         for lock in (*self.locks, *self.copies):
             lock.release()
 
 
-def hold_folders(config: Config) -> HeldFolders:
-    """Claim the folders that this run writes to. Called by all ranks.
+def lock_folders(config: Config) -> FolderLocks:
+    """Lock the folders that this run writes to. Called by all ranks.
 
     Raises:
-        ConfigError: another run holds one of them, or it can't be written to.
+        ConfigError: another run has locked one of them, or it can't be written to.
     """
     folders = {"job.dump_folder": Path(config.job.dump_folder)}
     if config.checkpoint.enable and not config.checkpoint.load_only:
@@ -66,23 +66,23 @@ def hold_folders(config: Config) -> HeldFolders:
     upload = "checkpoint.upload_folder"
     if config.checkpoint.upload_folder and "checkpoint.folder" in folders:
         folders[upload] = storage_path(config.checkpoint.upload_folder)
-    held = HeldFolders([], [])
+    claimed = FolderLocks([], [])
     problem = None
     if dist.get_rank() == 0:
         locks, problem = _take(folders)
         if problem is None:
             remove_leftovers(folders["job.dump_folder"])
-        held.copies.extend(lock for key, lock in locks.items() if key == upload)
-        held.locks.extend(lock for key, lock in locks.items() if key != upload)
+        claimed.copies.extend(lock for key, lock in locks.items() if key == upload)
+        claimed.locks.extend(lock for key, lock in locks.items() if key != upload)
     if problem := from_rank_0(problem):
-        held.release()
+        claimed.release()
         raise ConfigError([problem])
-    return held
+    return claimed
 
 
 def open_log(config: Config) -> None:
-    """Log to this rank's file from now on. Only for a run that holds its folders: another one's log
-    is left alone.
+    """Log to this rank's file from now on. Called after `lock_folders`, so that no log of another
+    run is overwritten.
     """
     log = config.logging
     log_to_file(
@@ -95,7 +95,7 @@ def open_log(config: Config) -> None:
 
 
 def _take(folders: dict[str, Path]) -> tuple[dict[str, FolderLock], str | None]:
-    """Claim all folders at once, as each claim may wait long; those got, and the first problem."""
+    """Lock all folders at once, as each may take long. Returns the locks and the first problem."""
     locks = {}
     problems = []
     with ThreadPoolExecutor(len(folders)) as pool:

@@ -1,4 +1,4 @@
-"""The forward that training and validation share, for a whole model or the stages of a pipeline."""
+"""The forward (and backward) that training and validation share, with or without a pipeline."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -16,44 +16,44 @@ from torchtitan.optim.loss import RowLoss, SourceTally, chunked_loss
 from torchtitan.parallel.fsdp import Accumulation
 from torchtitan.parallel.pipeline.pipeline import Pipeline
 from torchtitan.parallel.tensor.styles import loss_context
-from torchtitan.train.mtp_loss import MTPLoss, with_next
+from torchtitan.train.mtp_loss import MTPLoss, stack_next_tokens
 
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """What a rank computes on: its part of rows."""
+    """The part of a batch that one rank computes on."""
 
     tokens: Tensor
-    """`[batch, seq]`, the positions that this rank holds. Where further tokens are predicted,
-    `[batch, seq, 1 + n]`: each with the n tokens after it.
+    """`[batch, seq]`, the tokens at the positions that this rank holds. With n modules of
+    multi-token prediction `[batch, seq, 1 + n]`: each token with the n tokens after it.
     """
     labels: Tensor
-    """Shaped like `tokens`: what follows the last of them."""
+    """Shaped like `tokens`: the token after each of them."""
     documents: Tensor | None
-    """`[batch, whole row]`, the document of each token, on the host; None: attention sees whole
-    rows.
+    """`[batch, whole row]`, the document of each token, on the host; None: attention isn't limited
+    to documents.
     """
     sources: Tensor | None = None
-    """`[batch]`, the data source of each row, by its index in the configuration; None: it doesn't
-    matter.
+    """`[batch]`, the data source of each row, by its index in the configuration; None: losses of
+    sources aren't recorded.
     """
 
     @property
     def next_labels(self) -> Tensor:
-        """`[batch, seq]`, the next tokens alone."""
+        """`[batch, seq]`, only the label for the next token."""
         return self.labels if self.labels.dim() == 2 else self.labels[..., 0]
 
     def split(self, size: int) -> list["LocalBatch"]:
         """Batches of `size` rows."""
-        parts = [None if rows is None else rows.split(size) for rows in vars(self).values()]
+        fields = [None if rows is None else rows.split(size) for rows in vars(self).values()]
         count = len(self.tokens.split(size))
         return [
-            LocalBatch(*part)
-            for part in zip(*(part or [None] * count for part in parts), strict=True)
+            LocalBatch(*columns)
+            for columns in zip(*(columns or [None] * count for columns in fields), strict=True)
         ]
 
     def pinned(self) -> "LocalBatch":
-        """In page-locked memory, from which copies to the device need no wait."""
+        """The same batch in page-locked memory, from which copies don't make the host wait."""
         sources = None if self.sources is None else self.sources.pin_memory()
         return LocalBatch(
             self.tokens.pin_memory(), self.labels.pin_memory(), self.documents, sources
@@ -68,46 +68,48 @@ class LocalBatch:
 
 @dataclass(frozen=True)
 class ModelLoss:
-    """The summed loss of what a model returns: logits, or final hidden states if the loss is
-    chunked.
+    """The loss of a model's output, summed over tokens.
+
+    The output is logits; or final hidden states, if the loss is computed in chunks.
     """
 
-    of_logits: RowLoss
+    row_loss: RowLoss
     chunks: int
-    """Slices of the sequence whose logits exist one at a time."""
+    """Number of slices of the sequence; the logits of only one slice exist at a time."""
     tp_degree: int
-    """Ranks that share the sequence of the final hidden states."""
+    """Number of ranks that share the sequence of the final hidden states."""
     sharded: bool
-    """The logits are sharded over the vocabulary."""
+    """Whether the logits are sharded over the vocabulary."""
     mtp: MTPLoss | None = None
-    """The losses of further tokens; None: they are not predicted."""
+    """The losses of multi-token prediction, if there is any."""
 
     @property
     def project(self) -> bool:
-        """The model returns logits."""
+        """Whether the model returns logits rather than final hidden states."""
         return self.chunks == 1 and self.mtp is None
 
     def __call__(
         self, model: Any, output: Tensor, labels: Tensor, factors: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The summed loss of `output`, which the last module returned for tokens with `labels`.
+        """Compute the summed loss of `output`, which `model` returned for tokens with `labels`.
 
         Args:
-            factors: of the losses of the next and of further tokens, as for `chunked_loss`.
+            model: the whole model, or its last pipeline stage.
+            factors: weights of the losses of the next and of further tokens, as for `chunked_loss`.
 
         Returns:
-            A scalar, and, without a gradient, each row's part of it `[batch]`; with `factors`, as
-            `chunked_loss`.
+            The sum, a scalar; and the loss of each row `[batch]`, without a gradient. With
+            `factors` as `chunked_loss` returns them.
         """
         if self.project:
-            rows = self.of_logits(output, labels)
-            return rows.sum(), rows.detach()
+            losses = self.row_loss(output, labels)
+            return losses.sum(), losses.detach()
         return chunked_loss(
             output,
             model.output_weight,
             labels,
             project=model.project,
-            loss=self.of_logits,
+            loss=self.row_loss,
             chunks=self.chunks,
             tp_degree=self.tp_degree,
             factors=factors,
@@ -119,7 +121,7 @@ class ModelLoss:
 
 
 class Compute:
-    """Runs this rank's part of the model on this rank's part of rows of one length."""
+    """Runs forward and backward of this rank's part of the model, on batches of one shape."""
 
     def __init__(
         self,
@@ -139,15 +141,16 @@ class Compute:
     ):
         """
         Args:
+            models: this rank's pipeline stages; the whole model without a pipeline.
             positions: `[seq]`, the positions of this rank's tokens in their row, on the compute
-            device.
-            batch_size: rows of a forward and backward pass.
+                device.
+            batch_size: number of rows of a forward and backward.
             attending: `[queries]`, the positions whose attention this rank computes.
             document_end: the token that ends a document, if attention stays within documents.
-            dtype: of the activations.
+            dtype: dtype of the activations.
             pin: put batches into page-locked memory.
-            weighs_tokens: the model is a mixture of experts, and takes the weight of each token in
-            the loss.
+            weighs_tokens: pass the model the weight of each token in the loss, which a mixture of
+                experts needs.
             tally: adds up the losses of each data source.
         """
         self.models = models
@@ -171,9 +174,10 @@ class Compute:
         sources: Tensor | None = None,
         continues: Tensor | None = None,
     ) -> LocalBatch:
-        """This rank's part of whole rows `[batch, seq_len]`.
+        """Cut the part that this rank computes on out of whole rows.
 
         Args:
+            tokens, labels: `[batch, seq_len]`.
             sources: `[batch]`, the data source of each row.
             continues: `StepBatch.continues`.
         """
@@ -185,7 +189,7 @@ class Compute:
             ends = ends.long()
             documents = ends.cumsum(1) - ends  # the token that ends a document belongs to it
         if self.loss.mtp is not None:
-            tokens, labels = with_next(tokens, labels, documents, self.loss.mtp.modules)
+            tokens, labels = stack_next_tokens(tokens, labels, documents, self.loss.mtp.modules)
         rows = LocalBatch(
             self.local_columns(tokens),
             self.local_columns(labels),
@@ -199,41 +203,40 @@ class Compute:
         return rows if len(self._columns) == rows.shape[1] else rows[:, self._columns]
 
     def forward_backward(self, rows: LocalBatch, totals: Tensor, *, last: bool) -> Tensor:
-        """Add the gradients of one batch, on the compute device, to the parameters'.
+        """Add the gradients of one batch, which is on the compute device, to `param.grad`.
 
         Args:
-            totals: divide the losses: the predicted tokens of the whole step over all ranks, a
-            scalar; where further tokens are predicted `[1 + n]`, those of each loss.
-            last: no further batch of this step follows, so the gradients are those of all ranks
-            when this returns.
+            totals: number of predicted tokens of the whole step over all ranks, by which losses are
+                divided: a scalar, or with multi-token prediction `[1 + n]`, one for each loss.
+            last: this is the last batch of the step, after which gradients are summed over ranks.
 
         Returns:
-            This rank's share of the step's loss of the next token, a scalar; 0 if a pipeline's last
-            stage is elsewhere.
+            This rank's share of the step's loss of the next token, a scalar; 0 if another rank has
+            the pipeline's last stage.
         """
         mtp = self.loss.mtp
         total = totals if mtp is None else totals[0]
         factors = None if mtp is None else mtp.factors(totals)
 
-        def share(output: Tensor, labels: Tensor, first: int = 0) -> Tensor:
-            summed, of_rows = self.loss(self.models[-1], output, labels, factors)
+        def local_loss(output: Tensor, labels: Tensor, first: int = 0) -> Tensor:
+            summed, row_losses = self.loss(self.models[-1], output, labels, factors)
             if mtp is not None:
-                mtp.add(of_rows, totals)
-                of_rows = of_rows[:, 0]
+                mtp.add(row_losses, totals)
+                row_losses = row_losses[:, 0]
                 labels = labels[..., 0]
             if self.tally is not None and rows.sources is not None:
-                self.tally.add(rows.sources[first : first + len(labels)], of_rows, labels)
+                self.tally.add(rows.sources[first : first + len(labels)], row_losses, labels)
             return summed / total
 
         weights = (rows.labels != IGNORE_INDEX) / totals if self.weighs_tokens else None
         with self.loss.context():
             if self.pipeline is not None:
                 return self.pipeline.forward_backward(
-                    rows.tokens, rows.labels, rows.documents, share, weights
+                    rows.tokens, rows.labels, rows.documents, local_loss, weights
                 )
             (model,) = self.models
             self.accumulation.expect(model, last=last)
-            value = share(self._run(model, rows, weights), rows.labels)
+            value = local_loss(self._run(model, rows, weights), rows.labels)
             value.backward()
             return value.detach()
 
@@ -260,8 +263,8 @@ class Compute:
                 with_documents=reads_documents(model),
             )
         )
-        own = {} if token_weights is None else {"token_weights": token_weights}
-        return model(rows.tokens, self.positions, mask, project=self.loss.project, **own)
+        options = {} if token_weights is None else {"token_weights": token_weights}
+        return model(rows.tokens, self.positions, mask, project=self.loss.project, **options)
 
     def _summed(self, output: Tensor, labels: Tensor, first: int = 0) -> Tensor:
         return self.loss(self.models[-1], output, labels)[0]

@@ -1,10 +1,9 @@
-"""The model's logits at chosen positions of any texts, under any layout, by the forward that
-validates.
+"""Read the model's logits at chosen positions of any texts, under any layout.
 
-Texts are padded at the end, where causal attention doesn't look, and spread over the ranks that
-read different rows. Instead of labels, the forward gets the numbers of the chosen positions;
-instead of a loss, a function that reads the logits there. What it found is summed over ranks: each
-position is computed by one of them.
+The forward is the one that validates. Texts are padded at the end, where causal attention doesn't
+look, and spread over the ranks that read different rows. Instead of labels, the forward gets the
+numbers of the chosen positions; instead of a loss, a function that reads the logits there. Each
+position is computed by one rank, so a sum over ranks collects the results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,15 +21,15 @@ from torchtitan.train.forward import Compute
 from torchtitan.utils.activity import note
 
 Read = Callable[[Tensor, Tensor], Tensor]
-"""From the logits `[n, vocab]` (fp32) of n positions and their numbers `[n]` to `[n, width]`
-values.
+"""A function of the logits of n positions `[n, vocab]` (fp32), and of the positions' numbers `[n]`;
+returns values `[n, width]`.
 """
 _SHORTEST = 64
-"""Tokens of the shortest rows. Longer ones have powers of two times as many, so there are few
-shapes.
+"""Length of the shortest rows. Longer rows have this length times a power of two, so that there are
+few shapes.
 """
 _AT_ONCE = 1024
-"""Positions whose logits of the whole vocabulary exist at a time."""
+"""Number of positions whose logits are gathered over the vocabulary at a time."""
 
 
 class Probe:
@@ -49,11 +48,11 @@ class Probe:
     ):
         """
         Args:
-            build: what runs the model on rows of a length, with a loss.
-            rows: of a batch on each rank.
-            unit: the length of a row is a multiple of this.
-            max_seq_len: tokens of the longest text.
-            compiled: the model is compiled, for shapes other than these.
+            build: builds the `Compute` for rows of a length, with a loss.
+            rows: number of rows in a batch of each rank.
+            unit: divides the length of every row.
+            max_seq_len: length of the longest text in tokens.
+            compiled: the model is compiled, for other shapes.
         """
         self.build = build
         self.mesh = mesh
@@ -64,51 +63,51 @@ class Probe:
         self.compiled = compiled
         self._computes: dict[int, Compute] = {}
         self._read: Read = lambda logits, _: logits
-        self._found = torch.empty(0)
+        self._values = torch.empty(0)
 
     @property
     def batch(self) -> int:
-        """Texts of one forward over all ranks."""
+        """Number of texts in one forward over all ranks."""
         return self.rows * self.mesh.dp_degree
 
     @torch.no_grad()
     def __call__(
         self, texts: Sequence[list[int]], chosen: Sequence[Sequence[int]], read: Read, width: int
     ) -> Tensor:
-        """What `read` finds at the chosen positions: `[positions, width]` fp32, on the device.
+        """The values that `read` returns for the chosen positions: `[positions, width]` fp32, on
+        the device.
 
         Args:
             texts: token ids, at most `max_seq_len` each.
             chosen: positions of each text. They are numbered over all texts, in order.
         """
         starts = torch.tensor([0, *map(len, chosen)]).cumsum(0).tolist()
-        found = torch.zeros(starts[-1], width, device=self.device)
+        values = torch.zeros(starts[-1], width, device=self.device)
         self._read = read
-        self._found = found
-        order = sorted(
-            range(len(texts)), key=lambda i: -len(texts[i])
-        )  # alike lengths share a batch
+        self._values = values
+        # texts of similar lengths share a batch
+        order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
         with self._inference():
             for first in range(0, len(order), self.batch):
                 together = order[first : first + self.batch]
                 note(f"evaluating texts {first + 1} to {first + len(together)} of {len(texts)}")
                 length = self._length(len(texts[together[0]]))
-                own = together[self.mesh.dp_rank * self.rows :][: self.rows]
+                local = together[self.mesh.dp_rank * self.rows :][: self.rows]
                 tokens = torch.zeros(self.rows, length, dtype=torch.int64)
                 numbers = torch.full_like(tokens, IGNORE_INDEX)
-                for row, i in enumerate(own):
+                for row, i in enumerate(local):
                     tokens[row, : len(texts[i])] = torch.tensor(texts[i])
                     numbers[row, list(chosen[i])] = torch.arange(starts[i], starts[i + 1])
                 compute = self._compute(length)
                 compute.forward(compute.local_rows(tokens, numbers).to(self.device))
-        self._found = torch.empty(0)
-        return all_reduce(found, self.mesh.loss_group)
+        self._values = torch.empty(0)
+        return all_reduce(values, self.mesh.loss_group)
 
     def next_logits(self, texts: Sequence[list[int]], vocab_size: int) -> Tensor:
         """The logits of the token after each text: `[texts, vocab_size]` fp32.
 
         Args:
-            vocab_size: later ids are unknown to the tokenizer.
+            vocab_size: number of the tokenizer's ids; the model may have more.
         """
         return self(
             texts,
@@ -130,23 +129,21 @@ class Probe:
         return self._computes[length]
 
     def _take(self, logits: Tensor, numbers: Tensor) -> Tensor:
-        """In place of the losses of a microbatch, or of a slice of its positions."""
+        """Read the logits of a microbatch, or of a slice of its positions; called as a loss is."""
         rows, columns = (numbers != IGNORE_INDEX).nonzero(as_tuple=True)
         for row, column in zip(rows.split(_AT_ONCE), columns.split(_AT_ONCE), strict=True):
             number = numbers[row, column]
             if len(number):
-                self._found[number] = self._read(self._whole(logits, row, column), number)
+                self._values[number] = self._read(self._whole(logits, row, column), number)
         return torch.zeros(len(numbers), device=self.device)
 
     def _whole(self, logits: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        """The logits of some positions, gathered if they are sharded over the vocabulary: `[n,
-        vocab]` fp32.
-        """
+        """The logits of some positions over the whole vocabulary: `[n, vocab]` fp32."""
         if isinstance(logits, DTensor):
-            part = logits.to_local()[row, column].float()
+            local_logits = logits.to_local()[row, column].float()
             shape = torch.Size((len(row), logits.shape[-1]))
             sharded = DTensor.from_local(
-                part,
+                local_logits,
                 logits.device_mesh,
                 [Shard(1)],
                 run_check=False,
@@ -158,7 +155,7 @@ class Probe:
 
     @contextmanager
     def _inference(self) -> Iterator[None]:
-        """Not compiled: training's graphs, which are of one shape, stay the only ones."""
+        """A context in which the model evaluates, uncompiled: its graphs are for one shape only."""
         compute = self._compute(self._length(self.max_seq_len))
         for model in compute.models:
             model.eval()

@@ -1,4 +1,4 @@
-"""Multi-token prediction in training: what its modules read and predict, and their losses."""
+"""Multi-token prediction in training: the inputs, labels and losses of its modules."""
 
 import torch
 import torch.nn.functional as F
@@ -8,29 +8,33 @@ from torchtitan.data.order.rows import IGNORE_INDEX
 
 
 class MTPLoss:
-    """The losses of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, equations 24 and 25):
-    of module k, the mean over the tokens of the global batch that have a k-th token after the next.
+    """The losses of multi-token prediction (DeepSeek-V3, arXiv:2412.19437, equations 24 and 25).
+
+    The loss of module k is the mean over those tokens of the global batch that have a k-th token
+    after the next.
     """
 
     def __init__(self, modules: int, weight: float, device: torch.device):
         """
         Args:
-            weight: of the mean of the modules' losses, relative to the loss of the next token.
+            modules: number of modules.
+            weight: weight of the mean of their losses, relative to the loss of the next token.
         """
         self.modules = modules
         self.weight = weight
         self._sums = torch.zeros(modules, device=device)
 
     def factors(self, totals: Tensor) -> Tensor:
-        """The factors of the sums of all losses if that of the first is divided by `totals[0]`.
+        """The factor of each summed loss, `[1 + modules]`: the step's loss is their weighted sum
+        divided by `totals[0]`.
 
         Args:
-            totals: `[1 + modules]`, predicted tokens of the whole step for each loss.
+            totals: `[1 + modules]`, number of predicted tokens of the whole step for each loss.
         """
         return F.pad(self.weight / self.modules * totals[0] / totals[1:], (1, 0), value=1.0)
 
     def add(self, rows: Tensor, totals: Tensor) -> None:
-        """Count rows' losses `[batch, 1 + modules]`."""
+        """Add the losses of some rows, `[batch, 1 + modules]`."""
         self._sums += rows[:, 1:].sum(0) / totals[1:]
 
     def take(self) -> Tensor:
@@ -40,10 +44,10 @@ class MTPLoss:
         return sums
 
 
-def with_next(
+def stack_next_tokens(
     tokens: Tensor, labels: Tensor, documents: Tensor | None, count: int
 ) -> tuple[Tensor, Tensor]:
-    """Whole rows `[batch, seq]`, each token with the `count` tokens after it.
+    """Give each token of whole rows `[batch, seq]` the `count` tokens after it.
 
     Args:
         documents: `[batch, seq]`, the document of each token; None: a row counts as one.

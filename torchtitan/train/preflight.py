@@ -1,4 +1,4 @@
-"""Gathers the facts by which the rules of `config/rules` judge a run, before any rank starts.
+"""Gather the facts that the rules of `config/rules` need, and apply them before any rank starts.
 
 Needs no process group and no GPU, and imports no torch.
 """
@@ -50,9 +50,9 @@ class Setup:
     stages: StagePlan | None
     """None without pipeline parallelism."""
     warnings: tuple[str, ...] = ()
-    """What is legal, but probably a mistake."""
+    """Settings that are legal, but probably mistakes."""
     stage_args: tuple[Any, ...] = ()
-    """`args` in each stage of the data, which may have other positions; empty: there is one."""
+    """`args` in each stage of the data, whose positions may differ; empty if there is one stage."""
 
     def args_of(self, stage: int) -> Any:
         """Hyper-parameters in a stage of the data."""
@@ -60,12 +60,12 @@ class Setup:
 
     @property
     def n_experts(self) -> int:
-        """Experts of each block that has some; 0 for a dense model."""
+        """Number of experts in each block that has experts; 0 for a dense model."""
         return next(iter(self.spec.expert_sizes(self.args).values()), 0)
 
     @property
     def n_mtp(self) -> int:
-        """Modules that predict further tokens in training."""
+        """Number of modules of multi-token prediction."""
         return self.spec.mtp_modules(self.args)
 
     def width_ratio(self, fqn: str) -> float:
@@ -74,18 +74,18 @@ class Setup:
 
 
 def preflight(config: Config, *, output: bool = True, elsewhere: bool = False) -> Setup:
-    """Find the model, tokenizer, data and folders that `config` names, and ask the rules.
+    """Find the model, tokenizer, data and folders that `config` names, and apply the rules.
 
     Args:
         output: also create the dump folder and check that it is writable.
-        elsewhere: it trains on other machines: data, folders and packages that are missing here may
-        be there. The tokenizer is read here.
+        elsewhere: the run is on other machines, which may have data, folders and packages that are
+            missing here. The tokenizer is read here.
 
     Raises:
-        ConfigError: everything that is missing or doesn't fit together.
+        ConfigError: everything that is missing or inconsistent.
     """
     facts = _machine_facts(config, receivers=output, elsewhere=elsewhere)
-    found: list[str] = []
+    reasons: list[str] = []
     spec = args = tokenizer = None
     warnings: list[str] = []
     try:
@@ -93,22 +93,22 @@ def preflight(config: Config, *, output: bool = True, elsewhere: bool = False) -
         args, *later = args_of_stages(config, spec)
         facts = replace(facts, **_model_facts(config, spec, args, later))
         facts = replace(facts, schedule_file=schedule_file(config))
-        wrong, warnings = _check_own_code(config, spec, args)
-        found += wrong
+        family_problems, warnings = _check_family(config, spec, args)
+        reasons += family_problems
     except ConfigError as error:
-        found += error.problems
+        reasons += error.problems
     try:
         custom = tokenizers.chosen(config.model.tokenizer, config.custom)
         tokenizer = build_tokenizer(config.model.hf_assets_path, custom)
         facts = replace(facts, tokenizer=tokenizer)
-        found += _chat_problems(config, tokenizer)
+        reasons += _chat_problems(config, tokenizer)
     except UserError as error:
-        found.append(str(error))
-    found = [*problems(config, facts), *found]
-    if output and not found:  # last, because it creates the folder
-        found = problems(config, Facts(unwritable=_try_dump_folder(config)))
-    if found or spec is None or tokenizer is None:
-        raise ConfigError(found)
+        reasons.append(str(error))
+    reasons = [*problems(config, facts), *reasons]
+    if output and not reasons:  # last, because it creates the folder
+        reasons = problems(config, Facts(unwritable=_try_dump_folder(config)))
+    if reasons or spec is None or tokenizer is None:
+        raise ConfigError(reasons)
     warnings += problems(config, facts, refuses=False)
     return Setup(
         spec,
@@ -121,7 +121,7 @@ def preflight(config: Config, *, output: bool = True, elsewhere: bool = False) -
 
 
 def split_facts(spec: ModelSpec, args: Any) -> Facts:
-    """What the rules on splitting a model over ranks need, except for pipelines."""
+    """The facts for the rules on splitting a model over ranks, except for pipelines."""
     return Facts(
         old_torch=torch_is_before_2_13(),
         tensor_parallel_sizes=spec.tensor_parallel_sizes(args),
@@ -131,33 +131,33 @@ def split_facts(spec: ModelSpec, args: Any) -> Facts:
 
 
 def args_of_stages(config: Config, spec: ModelSpec) -> list[Any]:
-    """Hyper-parameters before the first stage of the data, and in each.
+    """The model's hyper-parameters before `training.stages` begin, and in each stage.
 
     Raises:
         ConfigError: an override that the family doesn't have, or positions that it can't have.
     """
     longest = _longest_row(config)
-    found: list[Any] = []
+    stage_args: list[Any] = []
     before = None
     for index, staged in enumerate(stages_of(config)):
         overrides = staged.model.overrides
         if overrides == before:
-            found.append(found[-1])
+            stage_args.append(stage_args[-1])
             continue
         before = overrides
         try:
-            found.append(spec.args(config.model.flavor, overrides, max_seq_len=longest))
+            stage_args.append(spec.args(config.model.flavor, overrides, max_seq_len=longest))
         except ConfigError as error:
             if not index:
                 raise
             step = config.training.stages[index - 1].from_step
             where = f"training.stages: the stage from_step {step}"
             raise ConfigError([f"{where}: {problem}" for problem in error.problems]) from None
-    return found
+    return stage_args
 
 
 def _longest_row(config: Config) -> int:
-    """Tokens of the longest row that the model reads."""
+    """Length of the longest row that the model reads."""
     lengths = [stage.training.seq_len for stage in stages_of(config)]
     if config.validation.enable:
         lengths.append(config.validation.seq_len)
@@ -190,14 +190,14 @@ def _model_facts(
     }
 
 
-def _check_own_code(config: Config, spec: ModelSpec, args: Any) -> tuple[list[str], list[str]]:
-    """Problems and warnings of a family with code of its own; only such a family imports torch."""
+def _check_family(config: Config, spec: ModelSpec, args: Any) -> tuple[list[str], list[str]]:
+    """Problems and warnings of a family that a user's code defines. Only this imports torch."""
     if is_decoder(spec):
         return [], []
     from torchtitan.train.family import check_family
 
-    found = check_family(config, spec, args)
-    return found.problems, found.warnings
+    findings = check_family(config, spec, args)
+    return findings.problems, findings.warnings
 
 
 # ---- this machine
@@ -206,8 +206,8 @@ def _check_own_code(config: Config, spec: ModelSpec, args: Any) -> tuple[list[st
 def _machine_facts(config: Config, *, receivers: bool, elsewhere: bool) -> Facts:
     """
     Args:
-        receivers: include what receives messages about the run.
-        elsewhere: include files and packages that this machine doesn't have.
+        receivers: include the facts on what receives messages about the run.
+        elsewhere: assume that files and packages exist on the machines of the run.
     """
     packages = ("lm_eval", "matplotlib", *TRACKER_PACKAGES.values())
     named = (config.eval.include_path, config.checkpoint.initial_load_path)
@@ -235,19 +235,19 @@ def _registered_compilers(config: Config) -> list[str]:
 
 
 def _data_sections(config: Config) -> dict[str, Training | Source | Validation | ValidationSet]:
-    """All that names data, by its key."""
+    """The sections that name data, by key."""
     sections: dict[str, Training | Source | Validation | ValidationSet] = {
         "training": config.training
     }
-    sections |= {f"training.sources.{one.name}": one for one in config.training.sources}
+    sections |= {f"training.sources.{entry.name}": entry for entry in config.training.sources}
     if config.validation.enable:
         sections["validation"] = config.validation
-        sections |= {f"validation.sets.{one.name}": one for one in config.validation.sets}
+        sections |= {f"validation.sets.{entry.name}": entry for entry in config.validation.sets}
     return sections
 
 
 def _chat_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
-    """Why conversations can't be read with the tokenizer."""
+    """Reasons why conversations can't be read with the tokenizer."""
     for name, section in _data_sections(config).items():
         if section.messages_column is None:
             continue
@@ -259,10 +259,10 @@ def _chat_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _data_problems(config: Config, *, elsewhere: bool) -> Iterator[tuple[str, str]]:
-    """(key of a path, why nothing can be read from it).
+    """Pairs: the key of a path, and why no data can be read from it.
 
     Args:
-        elsewhere: paths that this machine doesn't have are none.
+        elsewhere: a path that this machine doesn't have is no problem.
     """
     for name, section in _data_sections(config).items():
         path = section.dataset_path
@@ -288,7 +288,7 @@ def _path_problem(path: str, *, elsewhere: bool) -> str | None:
 
 
 def _try_dump_folder(config: Config) -> str | None:
-    """Create the dump folder; why it can't be written to."""
+    """Create the dump folder. Returns why it can't be written to, or None."""
     folder = Path(config.job.dump_folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -67,11 +67,10 @@ def main(argv: list[str]) -> int:
 
 
 def _run(resolved: Resolved, setup: Setup, stop: StopRequest, rank: int) -> int:
-    """Train; the exit status."""
+    """Train. Returns the exit status."""
     gc.disable()  # an import makes half a million objects, and no garbage
-    from torchtitan.train.trainer import (
-        Trainer,
-    )  # imports torch, so only after the configuration is checked
+    # imports torch, so only after the configuration is checked
+    from torchtitan.train.trainer import Trainer
 
     gc.enable()
     trainer = Trainer(resolved.config, setup, stop)
@@ -93,14 +92,14 @@ def _run(resolved: Resolved, setup: Setup, stop: StopRequest, rank: int) -> int:
 
 
 def _stopped(rank: int, when: str) -> int:
-    """Say how to resume; the exit status."""
+    """Print how to resume. Returns the exit status."""
     if rank == 0:
         print(f"Stopped {when}, as asked. To resume:\n  {_command()}", file=sys.stderr, flush=True)
     return os.EX_TEMPFAIL
 
 
 def _interrupt(trainer: "Trainer", rank: int) -> None:
-    """End at once, wherever the main thread is: somebody has pressed Ctrl-C again."""
+    """Exit at once, whatever the main thread does, after a second Ctrl-C."""
     step = trainer.progress.step
     if rank == 0:
         saved = trainer.checkpointer.newest_step if trainer.checkpointer.saving else None
@@ -118,10 +117,10 @@ def _interrupt(trainer: "Trainer", rank: int) -> None:
 
 
 def _lost(step: int, saved: int | None) -> str:
-    """What a run that ends at once after `step` loses, and what the same command does next.
+    """A sentence: which steps a run loses that exits after `step`, and where it would continue.
 
     Args:
-        saved: the newest checkpoint's step, 0 if there is none; None if the run saves none.
+        saved: the newest checkpoint's step, 0 if there is none; None if the run doesn't save.
     """
     first = (saved or 0) + 1
     what = f"step {step} is lost" if step == first else f"steps {first} to {step} are lost"

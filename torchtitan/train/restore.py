@@ -1,5 +1,5 @@
-"""What a checkpoint holds besides tensors, and what a run starts from: its own newest checkpoint,
-another run's, Hugging Face weights, or scratch.
+"""Restore a run from its newest checkpoint, another run's checkpoint or Hugging Face weights; and
+the state that a checkpoint holds besides tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from torchtitan.utils.storage import storage_path
 
 @dataclass
 class RunState:
-    """Everything a checkpoint holds but tensors, independent of the layout."""
+    """The state that a checkpoint holds besides tensors. It doesn't depend on the layout."""
 
     progress: Progress
     schedule: LRSchedule
@@ -38,8 +38,10 @@ class RunState:
     average: WeightAverage | None
     callbacks: CallbackStates
 
-    def share(self) -> dict[str, Any]:
-        """The state, with this rank's lanes of the data, which a save joins with the others'."""
+    def local_state(self) -> dict[str, Any]:
+        """The state to save. Its position in the data is that of this rank's lanes; a save joins
+        the positions of all ranks.
+        """
         state = {
             "progress": self.progress.state_dict(),
             "lr_scheduler": self.schedule.state_dict(),
@@ -59,7 +61,7 @@ class RunState:
 
         Args:
             exclude: `checkpoint.exclude_from_loading`.
-            data_files: reads the files that the data sources had.
+            data_files: reads the lists of files that the data sources had.
         """
         if "train_state" not in exclude:
             self.progress.load_state_dict(state["progress"])
@@ -93,7 +95,8 @@ def restore(
     *,
     state: RunState,
 ) -> None:
-    """Load what the configuration says to start from. Called by all ranks.
+    """Load the checkpoint or weights that the configuration says to start from, if any. Called by
+    all ranks.
 
     Raises:
         CheckpointError: it is missing, damaged, or another model's.

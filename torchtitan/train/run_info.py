@@ -1,6 +1,4 @@
-"""What a run records about itself: in every checkpoint's manifest, in `run.json`, and as
-`config.toml`.
-"""
+"""Descriptions of a run: in every checkpoint's manifest, in `run.json`, and as `config.toml`."""
 
 import hashlib
 import socket
@@ -28,7 +26,7 @@ from torchtitan.utils.logging import logger
 
 
 def describe_run(config: Config, setup: Setup, data: DataFingerprint) -> dict[str, Any]:
-    """What every checkpoint's manifest says about the run.
+    """The description of the run in every checkpoint's manifest.
 
     Args:
         data: the loader's fingerprint.
@@ -50,26 +48,26 @@ def describe_run(config: Config, setup: Setup, data: DataFingerprint) -> dict[st
 
 
 def describe_model(config: Config, setup: Setup, stage: int) -> dict[str, Any]:
-    """What a checkpoint's manifest says about the model in a stage of the data."""
+    """The description of the model in a checkpoint's manifest, for a stage of the data."""
     return {"name": setup.spec.name, **trained_args(config, setup, stage).model_dump()}
 
 
 def trained_args(config: Config, setup: Setup, stage: int) -> Any:
     """Hyper-parameters up to a stage of the data: `max_seq_len` is the longest row so far."""
-    lengths = [one.training.seq_len for one in stages_of(config)[: stage + 1]]
+    lengths = [stage_config.training.seq_len for stage_config in stages_of(config)[: stage + 1]]
     if config.validation.enable:
         lengths.append(config.validation.seq_len)
     return setup.args_of(stage).model_copy(update={"max_seq_len": max(lengths)})
 
 
 def describe_start(run: Mapping[str, Any], parallelism: Parallelism) -> dict[str, Any]:
-    """What `run.json` says about this start; whole on rank 0. Called by all ranks.
+    """The description of this start in `run.json`; complete on rank 0. Called by all ranks.
 
     Args:
         run: from `describe_run`.
     """
-    own = Counter([socket.gethostname()]), Counter([device_name()])
-    hosts, devices = agree.merged_on_0(own, lambda a, b: (a[0] + b[0], a[1] + b[1]))
+    local_counts = Counter([socket.gethostname()]), Counter([device_name()])
+    hosts, devices = agree.merged_on_0(local_counts, lambda a, b: (a[0] + b[0], a[1] + b[1]))
     return {
         "ranks": dist.get_world_size(),
         "layout": {
@@ -86,12 +84,12 @@ def describe_start(run: Mapping[str, Any], parallelism: Parallelism) -> dict[str
 
 
 def skipped_documents(loader: StepLoader, position: DataPosition | None) -> dict[str, int]:
-    """Bad documents that were left out, by kind, also in the log; whole on rank 0. Called by all
-    ranks.
+    """Count and log the bad documents that were left out, by kind. Complete on rank 0; called by
+    all ranks.
 
     Args:
-        position: this rank's part of the position up to which those of streams are counted; None
-        before the first step.
+        position: the position of this rank's lanes, up to which documents of streams are counted;
+            None before the first step.
     """
     merged = agree.merged_on_0(position or loader.start, lambda a, b: merge_positions([a, b]))
     skipped = loader.skipped(merged)

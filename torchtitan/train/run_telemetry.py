@@ -1,4 +1,4 @@
-"""What measures and reports a run: metrics, the run record, events, notifications, the profiler."""
+"""Telemetry of a run: metrics, the run record, events, notifications, the profiler."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,13 +21,13 @@ from torchtitan.utils.logging import event, logger
 
 
 class Telemetry:
-    """What this start reports, from its first event to its last."""
+    """Everything that measures and reports this start of the run."""
 
     def __init__(
         self,
         config: Config,
         setup: Setup,
-        about: Mapping[str, Any],
+        run_description: Mapping[str, Any],
         *,
         step: int,
         resumable: bool,
@@ -35,7 +35,7 @@ class Telemetry:
     ):
         """
         Args:
-            about: from `describe_run`.
+            run_description: from `describe_run`.
             step: the step of the checkpoint that this start resumes from; 0 from scratch.
             resumable: the run saves checkpoints.
             began: when this start began, in seconds since the epoch.
@@ -45,7 +45,7 @@ class Telemetry:
         self.profiler = Profiler(config.profiling, config.job.dump_folder)
         self.run_record = RunRecord(
             folder,
-            describe_start(about, config.parallelism),
+            describe_start(run_description, config.parallelism),
             step=step,
             resumable=resumable,
             writes=first_rank,
@@ -79,9 +79,9 @@ class Telemetry:
     def close(self, step: int, ended: str | None, reason: str, last_loss: float | None) -> None:
         """
         Args:
-            ended: from the run record; None on ranks but 0.
-            reason: how this start ended, as in `run.json`.
-            last_loss: the loss of `step`, if this start trained it.
+            ended: from the run record; None except on rank 0.
+            reason: why this start ended, as in `run.json`.
+            last_loss: the loss of `step`; None if this start didn't train it.
         """
         self.events.end(step, ended, last_loss)
         self.metrics.close(reason)

@@ -1,4 +1,4 @@
-"""The components of a run, and how far it is."""
+"""The components of a run, and its progress."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -22,7 +22,11 @@ from torchtitan.train.validation import Validator
 
 @dataclass
 class Components:
-    """What is built once; `compute` again where the shape of rows changes."""
+    """The objects that training works with: model, optimizer, data, and what goes with them.
+
+    They are built once, except `compute`, which is rebuilt when a stage of the data changes the
+    shape of rows.
+    """
 
     mesh: Mesh
     device: torch.device
@@ -42,27 +46,29 @@ class Components:
     qk_clip: QKClip | None = None
     """None without `optimizer.qk_clip`."""
     stage: int = 0
-    """The stage of the data that `compute` is for."""
-    compute_of: Callable[[int], Compute] | None = None
-    """Builds what computes on the rows of a stage; None: there is only one."""
+    """The stage of the data whose rows `compute` expects."""
+    build_stage_compute: Callable[[int], Compute] | None = None
+    """Builds `compute` for a stage of the data; None: there is only one stage."""
 
     def enter(self, stage: int) -> None:
-        """Prepare for the rows of this stage of the data, unless that is done."""
-        if stage != self.stage and self.compute_of is not None:
-            self.compute = self.compute_of(stage)
+        """Prepare for the rows of a stage of the data. Does nothing if it is the current one."""
+        if stage != self.stage and self.build_stage_compute is not None:
+            self.compute = self.build_stage_compute(stage)
         self.stage = stage
 
 
 @dataclass
 class Progress:
-    """How far the run is."""
+    """The progress of a run."""
 
     step: int = 0
     tokens: int = 0
     skipped: int = 0
     """Steps whose update was skipped: a spike, or a loss or gradient that was not finite."""
     data: DataPosition | None = None
-    """This rank's part of the data position; None before the first step of this start."""
+    """The position in the data of the lanes that this rank reads; None before the first step of
+    this process.
+    """
     epochs: Sequence[float] = ()
     """How often this rank has read each data source."""
     first_loss: float | None = None
@@ -86,8 +92,8 @@ class Progress:
 
 
 def seed_step(seed: int, step: int, dp_rank: int) -> None:
-    """Seed the step after `step`. Randomness is a function of (seed, step, rank), so no generator
-    state is saved.
+    """Seed the step that follows `step`. Randomness is a function of (seed, step, rank), so
+    checkpoints need no generator state.
     """
     key = f"{seed}:{step}:{dp_rank}"
     torch.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little") >> 1)

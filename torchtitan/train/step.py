@@ -1,9 +1,10 @@
 """The training step: forward, backward, clip, update.
 
-`train_step` is the whole of it. How the weights change is one of three updates, built once:
-`HostUpdate` waits for the loss and the gradient norm and lets a judge decide; `DeviceUpdate` lets
-the device clip and update ahead of the host; `UpdateInBackward` belongs to an optimizer that has
-updated each weight when the backward ends (`optimizer.early_step_in_backward`).
+`train_step` is the whole step. An `Update` clips the gradients and changes the weights; a run has
+one of three kinds. `HostUpdate` waits until the host has read the loss and the gradient norm, and
+approved them. `DeviceUpdate` clips and updates on the device without waiting for the host.
+`UpdateInBackward` is for an optimizer that updates each weight during the backward
+(`optimizer.early_step_in_backward`).
 """
 
 import math
@@ -36,15 +37,15 @@ class BackwardResult:
     loss: float
     grad_norm: float
     tokens: int
-    """Tokens with a label."""
+    """Number of tokens with a label."""
     read: int
-    """Tokens of the batch, with a label or not."""
+    """Number of tokens in the batch, with or without a label."""
     local_loss: float
-    """Mean loss of this rank's own tokens; 0 where a pipeline's last stage is elsewhere."""
+    """Mean loss of this rank's tokens; 0 if another rank has the pipeline's last stage."""
     mtp_losses: tuple[float, ...]
     """Loss of each module of multi-token prediction."""
     stop: bool
-    """Some rank had been asked to stop when the step began."""
+    """Whether any rank had been asked to stop when the step began."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class StepResult(BackwardResult):
 
     learning_rate: float
     updated: bool
-    """The weights were updated."""
+    """Whether the weights were updated."""
 
 
 def is_finite(loss: float, grad_norm: float) -> bool:
@@ -73,11 +74,11 @@ def train_step(
     """Train on one global batch.
 
     Args:
-        update: how the weights change, from `build_update`, which is called if there is none.
-        stop: as in `forward_backward`.
-        approve: whether to update the weights, given the loss and the gradient norm.
-        before_update: called before any weight changes, with complete gradients that are not yet
-            clipped; before the backward if that updates the weights.
+        update: from `build_update`; None: build it now.
+        stop: whether this rank was asked to stop.
+        approve: tells from the loss and the gradient norm whether to update the weights.
+        before_update: called once the gradients are complete, before they are clipped and any
+            weight changes; or before the backward, if the backward updates the weights.
     """
     update = update or build_update(components, config)
     components.enter(batch.stage)
@@ -92,7 +93,7 @@ def train_step(
 
 
 def prepare_weights(components: Components, config: Config) -> None:
-    """Compute what depends on the weights alone and is needed before the next forward."""
+    """Recompute what depends only on the weights and the next forward needs: Float8 scales."""
     if (
         uses(config, FLOAT8)
         and config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp
@@ -104,35 +105,42 @@ def prepare_weights(components: Components, config: Config) -> None:
 
 
 class Update:
-    """How a step changes the weights. Its methods are called in this order, after the backward."""
+    """Clips the gradients and updates the weights.
+
+    A step calls the methods in this order, after the backward: `clip`, `on_device`, `finish`.
+    """
 
     in_backward = False
-    """The backward has changed them."""
+    """Whether the backward itself updates the weights."""
 
     def __init__(self, components: Components, max_norm: float, *, agree: bool = False):
         """
         Args:
             max_norm: clip gradients to this norm; 0: don't.
-            agree: make loss and gradient norm bit-identical on all ranks, because a policy judges
-                them.
+            agree: make loss and gradient norm bit-identical on all ranks, because a policy decides
+                by them.
         """
         self.components = components
         self.max_norm = max_norm
         self.agree = agree
 
     def clip(self) -> Tensor:
-        """The norm of the gradients, which may be clipped here."""
+        """Compute the norm of the gradients, and clip them if this kind of update does it here."""
         return _norm(self.components, _gradients(self.components))
 
     def on_device(self, loss: Tensor, norm: Tensor) -> None:
-        """What the device does before the host has read loss and gradient norm."""
+        """Queue work on the device before the host reads loss and gradient norm."""
 
     def finish(self, approved: bool) -> None:
-        """What follows from the host's judgement."""
+        """Finish the update after the host has read loss and gradient norm.
+
+        Args:
+            approved: whether the weights may change.
+        """
 
 
 class HostUpdate(Update):
-    """Updates the weights after the host has judged loss and gradient norm."""
+    """Updates the weights after the host has approved loss and gradient norm."""
 
     def clip(self) -> Tensor:
         gradients = _gradients(self.components)
@@ -150,8 +158,8 @@ class HostUpdate(Update):
 
 
 class DeviceUpdate(Update):
-    """Clips and updates on the device, before the host knows whether loss and norm are finite. If
-    they aren't, nothing changes.
+    """Clips and updates on the device, before the host has read loss and norm. If they are not
+    finite, the device skips the update.
     """
 
     def on_device(self, loss: Tensor, norm: Tensor) -> None:
@@ -165,22 +173,23 @@ class DeviceUpdate(Update):
 
 
 class UpdateInBackward(HostUpdate):
-    """Goes with `OptimizerInBackward`, which frees each gradient once it has updated its weight."""
+    """The update of `OptimizerInBackward`, which frees each gradient after updating its weight."""
 
     in_backward = True
 
     def clip(self) -> Tensor:
-        """The norm of the gradients, which are gone and were not clipped."""
+        """The norm of the gradients, which were not clipped and are already freed."""
         optimizer = self.components.optimizer
         assert isinstance(optimizer, OptimizerInBackward)
         return optimizer.norm.take(self.components.mesh.group("pp"), self.components.device)
 
 
 def build_update(components: Components, config: Config, *, agree: bool = False) -> Update:
-    """How the weights of a run change.
+    """Choose the update for the run's optimizer.
 
     Args:
-        agree: as for `Update`. A policy must know loss and norm before the weights change.
+        agree: as for `Update`. A policy must see loss and norm before the weights change, which
+            excludes `DeviceUpdate`.
     """
     optimizer = components.optimizer
     max_norm = config.training.max_norm
@@ -193,10 +202,10 @@ def build_update(components: Components, config: Config, *, agree: bool = False)
 
 
 def _end_step(components: Components, skip: Tensor | None) -> None:
-    """Update what follows from a step besides the optimizer, unless `skip` is true."""
-    for follower in (components.experts, components.qk_clip):
-        if follower is not None:
-            follower.step(skip)
+    """Update the experts' routing biases and clip queries and keys, unless `skip` is true."""
+    for component in (components.experts, components.qk_clip):
+        if component is not None:
+            component.step(skip)
 
 
 def _gradients(components: Components) -> list[Tensor]:
@@ -233,23 +242,23 @@ def forward_backward(
     the result.
 
     Args:
-        stop: this rank was asked to stop. All ranks learn about it here, and so act after the same
-            step.
-        before_update: as in `train_step`.
+        stop: whether this rank was asked to stop. All ranks learn it here, so all of them stop
+            after the same step.
+        before_update: as for `train_step`.
     """
-    asked = AnyRank(stop, components.device)
+    any_stop = AnyRank(stop, components.device)
     rows = components.compute.local_rows(batch.tokens, batch.labels, batch.sources, batch.continues)
     local_tokens = int((rows.next_labels != IGNORE_INDEX).sum())
     outcome = device_step(components, rows, local_tokens, update, before_update=before_update)
     update.on_device(outcome.loss, outcome.norm)
-    # One read-back for all: on CUDA this is the step's only wait for the device.
+    # All results are read at once: on CUDA this is the only time the host waits for the device.
     with device_syncs(report=False):
-        judged = torch.stack([x.double() for x in (outcome.loss, outcome.norm)])
+        loss_and_norm = torch.stack([x.double() for x in (outcome.loss, outcome.norm)])
         if update.agree:
-            judged = all_reduce(judged, dist.group.WORLD) / dist.get_world_size()
-        others = [x.double() for x in (outcome.tokens, outcome.local_loss, asked.answer())]
-        values = torch.cat([judged, torch.stack(others), outcome.mtp_losses.double()]).tolist()
-    loss, grad_norm, tokens, local_loss, asking, *mtp_losses = values
+            loss_and_norm = all_reduce(loss_and_norm, dist.group.WORLD) / dist.get_world_size()
+        others = [x.double() for x in (outcome.tokens, outcome.local_loss, any_stop.answer())]
+        values = [loss_and_norm, torch.stack(others), outcome.mtp_losses.double()]
+        loss, grad_norm, tokens, local_loss, stop_flag, *mtp_losses = torch.cat(values).tolist()
     return BackwardResult(
         loss=loss,
         grad_norm=grad_norm,
@@ -257,17 +266,17 @@ def forward_backward(
         read=batch.count * batch.tokens.shape[1],
         local_loss=local_loss * tokens / max(local_tokens, 1),
         mtp_losses=tuple(mtp_losses),
-        stop=asking > 0,
+        stop=stop_flag > 0,
     )
 
 
 class DeviceOutcome(NamedTuple):
-    """A forward and backward over all ranks, on the device: scalars, but for the last."""
+    """Outcome of a forward and backward over all ranks, as tensors on the device."""
 
     loss: Tensor
     norm: Tensor
     tokens: Tensor
-    """Tokens with a label in the whole batch."""
+    """Number of tokens with a label in the global batch."""
     local_loss: Tensor
     """This rank's share of the loss."""
     mtp_losses: Tensor
@@ -282,27 +291,28 @@ def device_step(
     *,
     before_update: Callable[[], None] = lambda: None,
 ) -> DeviceOutcome:
-    """The device's part of a step, during which the host never waits for it. The planner traces
-    this function.
+    """Forward, backward and clipping, during which the host never waits for the device.
+
+    A test traces this function to check the planner.
 
     Args:
         rows: this rank's part of the global batch.
-        local_tokens: how many of its tokens have a label.
-        before_update: as in `train_step`.
+        local_tokens: number of its tokens that have a label.
+        before_update: as for `train_step`.
     """
     mesh = components.mesh
     device = components.device
     compute = components.compute
     if update.in_backward:
         before_update()
-    # All rows are copied at once, because each copy from pageable memory may wait.
+    # All rows are copied at once, because the host may wait for each copy from pageable memory.
     rows = rows.to(device)
-    # Not copied from the host, which would wait for the device.
+    # `full` fills on the device; a copy from the host would wait for it.
     totals = torch.full((), local_tokens, device=device)
     mtp = compute.loss.mtp
     if mtp is not None:
-        further = (rows.labels[..., 1:] != IGNORE_INDEX).sum(dim=(0, 1))
-        totals = torch.cat([totals[None], further])
+        mtp_tokens = (rows.labels[..., 1:] != IGNORE_INDEX).sum(dim=(0, 1))
+        totals = torch.cat([totals[None], mtp_tokens])
     totals = all_reduce(totals, mesh.batch_group).clamp(min=1)
     loss = torch.zeros((), device=device)
     batches = rows.split(compute.batch_size)
@@ -321,7 +331,7 @@ def device_step(
 
 
 def max_over_ranks(value: float, mesh: Mesh, device: torch.device) -> float:
-    """The largest of all ranks' values."""
+    """The largest value of all ranks."""
     return all_reduce(
         torch.full((), value, device=device), mesh.loss_group, dist.ReduceOp.MAX
     ).item()

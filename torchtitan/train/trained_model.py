@@ -1,4 +1,4 @@
-"""A trained model on the ranks of torchrun, in any layout, without what training needs."""
+"""Load a trained model for evaluation on the ranks of torchrun, in any layout."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ from torchtitan.utils.device import current_device, tune_cpu, usual_dtype
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """The default process group, ended with the context unless it existed before."""
+    """A context with the default process group, which it starts and ends unless there is one."""
     owns = not dist.is_initialized()
     if owns:
         init_distributed(Comm(), current_device())
@@ -48,13 +48,13 @@ def load_probe(
     max_seq_len: int | None = None,
     dtype: str | None = None,
 ) -> Probe:
-    """What reads the logits of the model in `source`. The default process group must exist.
+    """Load the model in `source`, to read its logits. The default process group must exist.
 
     Args:
-        layout: keys of the configuration, as on the command line.
-        rows: texts of a batch on each rank.
-        max_seq_len: longest text; None: what the model was trained with.
-        dtype: of the weights; None: `usual_dtype`.
+        layout: flags of the configuration, as on the command line.
+        rows: number of texts in a batch of each rank.
+        max_seq_len: length of the longest text; None: the longest row of training.
+        dtype: dtype of the weights; None: `usual_dtype`.
 
     Raises:
         ConfigError: the model can't be split in this way.
@@ -80,7 +80,7 @@ def load_probe(
 def _probe_config(
     source: ModelSource, layout: list[str], *, dtype: str, rows: int, longest: int
 ) -> Config:
-    """The configuration of a forward of `rows` rows that hold `longest` tokens or a few more."""
+    """The configuration of a forward of `rows` rows of `longest` tokens, rounded up."""
     sizes = {
         "dtype": dtype,
         "mixed_precision_param": dtype,
@@ -97,7 +97,11 @@ def _probe_config(
 
 
 def _allocate(
-    model: Model, home: torch.device, place: torch.device, seed: int, _: Callable[[str], Init]
+    model: Model,
+    home: torch.device,
+    buffer_device: torch.device,
+    seed: int,
+    _: Callable[[str], Init],
 ) -> None:
     """Allocate weights that are about to be loaded."""
-    materialize(model, home, place, seed, rule=lambda fqn: Init("zeros"))
+    materialize(model, home, buffer_device, seed, rule=lambda fqn: Init("zeros"))

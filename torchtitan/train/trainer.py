@@ -31,7 +31,7 @@ from torchtitan.train.callbacks import (
 )
 from torchtitan.train.engine import Engine
 from torchtitan.train.evaluations import load_tasks, stops_early
-from torchtitan.train.folder_locks import hold_folders, open_log
+from torchtitan.train.folder_locks import lock_folders, open_log
 from torchtitan.train.preflight import Setup
 from torchtitan.train.restore import RunState, restore
 from torchtitan.train.run_info import describe_run, skipped_documents, write_config
@@ -73,10 +73,10 @@ class Trainer:
         Args:
             config: derived and validated.
             setup: from `preflight`.
-            stop: whether this rank was asked to stop.
+            stop: tells whether this rank was asked to stop.
             callbacks: called after those that `training.callbacks` names.
             arrange: takes all callbacks in order, and returns those to call.
-            builders: make process groups, model and data.
+            builders: build process groups, model and data.
             device: where this rank computes; None: CUDA if available, else the CPU.
         """
         began = time.time()
@@ -86,7 +86,7 @@ class Trainer:
         self.device = device or current_device()
         self.stop_request = stop or StopRequest()
         self.stopped = False
-        """Some rank was asked to stop, so all have."""
+        """Whether training ends early, because some rank was asked to stop."""
         builders = builders or Builders()
         self._connect(builders)
         user_callbacks = (*build_callbacks(config), *callbacks)
@@ -96,7 +96,7 @@ class Trainer:
         self._start(began, tasks, user_callbacks, arrange)
 
     def _connect(self, builders: Builders) -> None:
-        """Set up the device, start the process group, and take the run's folders."""
+        """Set up the device, start the process group, and lock the run's folders."""
         config = self.config
         tune_cpu()
         set_determinism(config.debug)
@@ -109,8 +109,8 @@ class Trainer:
             if config.comm.trace_buf_size:
                 degrees = layout_degrees(config.parallelism)
                 self.watch = Watch(config.comm, config.job.dump_folder, degrees)
-        self.stop_request.defer()  # a rank that left alone from now on would make the others fail
-        self.folders = hold_folders(config)
+        self.stop_request.defer()  # from now on a rank that exits alone makes the others fail
+        self.folders = lock_folders(config)
         open_log(config)
         precision = describe_cpu_precision(config.training.mixed_precision_param)
         if self.device.type == "cpu" and precision:
@@ -119,7 +119,7 @@ class Trainer:
             logger.info(unused)
 
     def _build(self, builders: Builders, user_callbacks: Sequence[Callback]) -> None:
-        """Build the model, what trains it, and what a checkpoint holds."""
+        """Build the components, the checkpointer and the state that a checkpoint holds."""
         config = self.config
         note("building the model")
         self.components = build(config, self.setup, self.device, builders)
@@ -158,7 +158,7 @@ class Trainer:
         )
 
     def _restore(self) -> None:
-        """Load what the run starts from."""
+        """Load the checkpoint or the weights that the run starts from."""
         note("loading a checkpoint")
         loader = self.components.loader
         restore(
@@ -175,7 +175,7 @@ class Trainer:
         user_callbacks: tuple[Callback, ...],
         arrange: Arrange,
     ) -> None:
-        """Start the metrics, and make the callbacks."""
+        """Start telemetry, and build the callbacks."""
         config = self.config
         components = self.components
         note("starting the metrics")
@@ -185,7 +185,7 @@ class Trainer:
             self.checkpointer.run_info,
             step=self.progress.step,
             resumable=self.checkpointer.saving,
-            # A process that exists for the run counts its imports, too.
+            # The time of imports counts if the process exists only for this run.
             began=torchtitan.IMPORTED if self.owns_process_group else began,
         )
         self._record_skipped()
@@ -234,13 +234,13 @@ class Trainer:
             with self.telemetry.profiler.capture_oom():
                 self.engine.notify("on_start")
                 batches = iter(self.components.loader) if self.progress.step < steps else iter(())
-                asked = AnyRank(self.stop_request.requested, self.device)
-                self.stopped = bool(asked.answer() > 0)
+                any_stop = AnyRank(self.stop_request.requested, self.device)
+                self.stopped = bool(any_stop.answer() > 0)
                 while self.progress.step < steps and not self.stopped:
                     step = self.progress.step + 1
                     begin("other", "between two steps", step)
                     with phase(run_record.kind_of(step), "starting a step", step):
-                        self._train_one(batches)
+                        self._train_step(batches)
                     run_record.step_done(step)
                 with phase("saves", SAVING):
                     self.checkpointer.close()
@@ -254,7 +254,7 @@ class Trainer:
             raise
         return self.progress
 
-    def _train_one(self, batches: Iterator[StepBatch]) -> None:
+    def _train_step(self, batches: Iterator[StepBatch]) -> None:
         config = self.config
         progress = self.progress
         guard = self.state.guard
@@ -286,7 +286,7 @@ class Trainer:
         self.engine.notify("after_step", result)
 
     def _record_skipped(self) -> None:
-        """Count skipped documents: those of files at the start, those of streams at the end."""
+        """Record the documents that were skipped: of files at the start, of streams at the end."""
         if self.config.training.on_bad_document == "skip":
             skipped = skipped_documents(self.components.loader, self.progress.data)
             self.telemetry.run_record.record("skipped_documents", skipped)
@@ -303,7 +303,9 @@ class Trainer:
     # ---- the end
 
     def close(self, error: BaseException | None = None) -> None:
-        """Release what the run holds. After an error other ranks may be gone: don't wait.
+        """End the run: close what is open, and release folders and process group.
+
+        After an error nothing waits for other ranks, which may be gone.
 
         The order matters: the error is recorded and the other ranks' watches learn of it before
         anything may block; a save in flight gets a moment before its threads die; callbacks still

@@ -20,39 +20,39 @@ from torchtitan.utils.activity import DATA, note
 
 
 @dataclass
-class HeldOut:
-    """A validation set."""
+class ValidationData:
+    """The data of one validation set."""
 
     name: str
-    """Empty for the only one."""
+    """Empty if there is only one set."""
     loader: StepLoader
     limit: int
-    """Batches per validation; -1: the whole set."""
+    """Largest number of batches per validation; -1: the whole set."""
     batches: int | None = None
-    """How many there are up to the limit, over all ranks. Known after the first pass."""
+    """Number of batches that a validation reads, over all ranks; None before the first pass."""
 
 
 @dataclass(frozen=True)
-class Validated:
-    """What a validation of one set found."""
+class ValidationResult:
+    """The result of validating on one set."""
 
     name: str
     loss: float
     """Mean cross-entropy per predicted token, in nats."""
     tokens: int
-    """Predicted."""
+    """Number of predicted tokens."""
     bytes: int
     """UTF-8 bytes of the text behind the predicted tokens."""
 
     @property
     def bits_per_byte(self) -> float | None:
-        """The loss of a byte of text, whatever the tokenizer: `loss / ln 2 x tokens / bytes`. None
+        """The loss per byte, comparable between tokenizers: `loss / ln 2 x tokens / bytes`. None
         without text.
         """
         return self.loss / math.log(2) * self.tokens / self.bytes if self.bytes else None
 
     def record(self) -> dict[str, Any]:
-        """What is logged."""
+        """The result as it is logged."""
         return {
             "name": self.name,
             "loss": self.loss,
@@ -67,14 +67,14 @@ class Validator:
     def __init__(
         self,
         compute: Compute,
-        sets: Sequence[HeldOut],
+        sets: Sequence[ValidationData],
         mesh: Mesh,
         device: torch.device,
         byte_lengths: NDArray[np.int32],
     ):
         """
         Args:
-            byte_lengths: of each token, `[vocab]`.
+            byte_lengths: `[vocab]`, UTF-8 bytes of each token.
         """
         self.compute = compute
         self.sets = sets
@@ -82,57 +82,57 @@ class Validator:
         self.device = device
         self.byte_lengths = torch.from_numpy(byte_lengths).to(device)
 
-    def run(self) -> list[Validated]:
+    def run(self) -> list[ValidationResult]:
         """Validate on every set."""
         for model in self.compute.models:
             model.eval()
-        found = [self._validate(one) for one in self.sets]
+        results = [self._validate(data) for data in self.sets]
         self.compute.reshard()  # a checkpoint must not see gathered weights
         for model in self.compute.models:
             model.train()
-        return found
+        return results
 
     @torch.no_grad()
-    def _validate(self, held_out: HeldOut) -> Validated:
+    def _validate(self, data: ValidationData) -> ValidationResult:
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         counts = torch.zeros(2, dtype=torch.int64, device=self.device)
-        for batch in self._batches(held_out):
+        for batch in self._batches(data):
             rows = self.compute.local_rows(
                 batch.tokens, batch.labels, continues=batch.continues
             ).to(self.device)
-            for part in rows.split(self.compute.batch_size):
-                loss += self.compute.forward(part).double()
+            for microbatch in rows.split(self.compute.batch_size):
+                loss += self.compute.forward(microbatch).double()
             counts += self._tokens_and_bytes(rows.labels)
         all_reduce(loss, self.mesh.loss_group)
         all_reduce(counts, self.mesh.batch_group)
         tokens, size = counts.tolist()
-        return Validated(held_out.name, loss.item() / max(tokens, 1), tokens, size)
+        return ValidationResult(data.name, loss.item() / max(tokens, 1), tokens, size)
 
     def _tokens_and_bytes(self, labels: Tensor) -> Tensor:
         predicted = labels != IGNORE_INDEX
         lengths = self.byte_lengths[labels.masked_fill(~predicted, 0)].masked_fill(~predicted, 0)
         return torch.stack([predicted.sum(), lengths.sum()])
 
-    def _batches(self, held_out: HeldOut) -> Iterator[StepBatch]:
-        """This rank's part of each batch.
+    def _batches(self, data: ValidationData) -> Iterator[StepBatch]:
+        """This rank's rows of each batch.
 
         Ranks may run out of data at different times, but every rank must take part in every
         forward: one without data feeds rows without labels. Each pass over a set is the same, so
         ranks ask each other only in the first one whether any has data left, for which the host
         waits.
         """
-        batches = iter(held_out.loader)
-        name = f"{held_out.loader.name} for validation"
+        batches = iter(data.loader)
+        name = f"{data.loader.name} for validation"
         for index in itertools.count():
-            if index in (held_out.limit, held_out.batches):
+            if index in (data.limit, data.batches):
                 break
             note(f"{DATA} from {name}")
             batch = next(batches, None)
             note("validating")
-            if held_out.batches is None and not self._any_has(batch):
+            if data.batches is None and not self._any_has(batch):
                 break
-            yield batch or held_out.loader.blank()
-        held_out.batches = index
+            yield batch or data.loader.blank()
+        data.batches = index
 
     def _any_has(self, batch: StepBatch | None) -> bool:
         has = torch.full((), float(batch is not None), device=self.device)
@@ -140,5 +140,5 @@ class Validator:
 
     def close(self) -> None:
         """Stop reading ahead."""
-        for one in self.sets:
-            one.loader.close()
+        for data in self.sets:
+            data.loader.close()
