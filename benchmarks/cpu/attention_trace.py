@@ -115,7 +115,7 @@ def unpermutations() -> Iterator[dict[str, Any]]:
 
     def by_chunk(x: Tensor) -> list[Tensor]:
         layout = RowLayout("", RANKS, 0, balanced=True)
-        return list(layout.in_row_order(x.chunk(RANKS), dim=2).split(SIZE, dim=-1))
+        return list(layout.join_shards(x.chunk(RANKS), dim=2).split(SIZE, dim=-1))
 
     before = (2 * RANKS, 1, KV_HEADS, SEQ_LEN // RANKS, SIZE)
     now = (RANKS, KV_HEADS, SEQ_LEN // RANKS, width)

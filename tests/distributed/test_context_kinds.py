@@ -15,7 +15,7 @@ from torchtitan.models.attention import dense as attention_dense
 from torchtitan.models.attention.backend import attention_backend, document_mask
 from torchtitan.models.attention.interface import Scores
 from torchtitan.parallel.context import attention as context
-from torchtitan.parallel.context.attention import layout_of, ring_attention_backend
+from torchtitan.parallel.context.attention import build_row_layout, ring_attention_backend
 from torchtitan.parallel.context.layout import RowLayout
 from torchtitan.parallel.context.ulysses import copies_of_keys, ulysses_attention_backend
 from torchtitan.parallel.context.window import needed
@@ -39,7 +39,7 @@ def build(method, balanced):
     group = dist.group.WORLD
     if method == "ulysses":
         attend = attention_backend("cpu")
-        return ulysses_attention_backend(attend, layout_of(group, balanced))
+        return ulysses_attention_backend(attend, build_row_layout(group, balanced))
     return ring_attention_backend(group, method, balanced)
 
 
@@ -71,7 +71,7 @@ def differences(method, balanced, backend=None, kinds=KINDS):
     The gradient of sinks is summed over the ranks, as that of any parameter.
     """
     attend = build(method, balanced)
-    mine = layout_of(dist.group.WORLD, balanced).positions(ROW)
+    mine = build_row_layout(dist.group.WORLD, balanced).positions(ROW)
     if backend is not None:
         attend = torch.compile(attend, backend=backend, fullgraph=True, dynamic=False)
     results = []
@@ -156,7 +156,7 @@ class Sent(TorchDispatchMode):
 def traffic(method, balanced, kind):
     """Elements received in the forward and in the backward, and pairs of query and key computed."""
     qkv, sinks, own = arguments(kind)
-    mine = layout_of(dist.group.WORLD, balanced).positions(ROW)
+    mine = build_row_layout(dist.group.WORLD, balanced).positions(ROW)
     attend = build(method, balanced)
     q, k, v = (x[:, :, mine].clone().requires_grad_() for x in qkv)
     pairs = []

@@ -9,7 +9,7 @@ import pytest
 from tests.pipeline_moments import Held, held
 from tests.zero_bubble import zb_h1
 from torchtitan.parallel.pipeline.schedules import Action
-from torchtitan.parallel.pipeline.split import StagePlan
+from torchtitan.parallel.pipeline.split import PipelinePlan
 from torchtitan.tools.planner.pipeline_costs import batch_time, in_flight
 from torchtitan.tools.planner.pipeline_timeline import Program, program, simulate
 
@@ -20,7 +20,7 @@ def stages(name, degree, per_rank=1, csv_file=None):
     owners = tuple(
         2 * degree - 1 - s if v_shaped and s >= degree else s % degree for s in range(count)
     )
-    return StagePlan(tuple(((),) * count), owners, None if csv_file else name, csv_file, 1)
+    return PipelinePlan(tuple(((),) * count), owners, None if csv_file else name, csv_file, 1)
 
 
 def seconds_of(forward=1.0, backward=2.0, weights=1.0):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from torchtitan.config.sections import schema
-from torchtitan.parallel.collectives import gather
+from torchtitan.parallel.collectives import gather_values
 from torchtitan.utils.device import seconds_of_matmuls
 from torchtitan.utils.logging import event, logger
 
@@ -31,7 +31,7 @@ class Stragglers:
             return
         waits = record["data_loading_pct"] / 100 * record["step_time_s"]
         step = record["step"]
-        compute, data = zip(*gather([seconds_of_matmuls(), waits], device), strict=True)
+        compute, data = zip(*gather_values([seconds_of_matmuls(), waits], device), strict=True)
         slow = self.observe(compute, data, record["step_time_s"])
         for rank, what in slow.items():
             text = f"step {step}: rank {rank} is slow: it {what}"

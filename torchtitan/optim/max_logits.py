@@ -106,7 +106,7 @@ class RecordMaxLogits(nn.Module):
         layout = self.layout
         if layout is not None:
             gathered = funcol.all_gather_tensor(k.contiguous(), 0, layout.group_name)
-            k = layout.in_row_order(gathered.chunk(layout.ranks), dim=2)
+            k = layout.join_shards(gathered.chunk(layout.ranks), dim=2)
             positions = layout.positions(k.shape[2], q.device)
         starts = mask.starts if isinstance(mask, PackedDocuments) else None
         dense = mask if isinstance(mask, Tensor) else None

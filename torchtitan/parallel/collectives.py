@@ -1,4 +1,4 @@
-"""Sums and decisions over ranks, the global gradient norm, and the local parts of DTensors."""
+"""Sums and decisions over ranks, the global gradient norm, and the local shards of DTensors."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -40,7 +40,7 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class AnyRank:
-    """Whether any rank of the world says yes. Work before `answer` overlaps with the exchange."""
+    """A vote: does any rank say yes? Work before `answer` overlaps with the exchange."""
 
     def __init__(self, yes: bool, device: torch.device):
         self._value = torch.full((), float(yes), device=device)
@@ -56,15 +56,15 @@ class AnyRank:
         return self._value
 
 
-def gather(values: Sequence[float], device: torch.device) -> list[list[float]]:
-    """The values of every rank, by rank."""
-    own = torch.tensor(values, dtype=torch.float64, device=device)
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own)
-    return torch.stack(parts).tolist()
+def gather_values(values: Sequence[float], device: torch.device) -> list[list[float]]:
+    """All-gather a few numbers of every rank. Returns a list per rank."""
+    local_values = torch.tensor(values, dtype=torch.float64, device=device)
+    gathered = [torch.empty_like(local_values) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local_values)
+    return torch.stack(gathered).tolist()
 
 
-# ---- DTensors and their local parts
+# ---- DTensors and their local shards
 
 
 def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
@@ -98,7 +98,7 @@ def sharded_like(shard: Tensor, tensor: Tensor) -> Tensor:
 
 
 def layout_of(tensor: Tensor) -> Callable[[Tensor], Tensor]:
-    """`sharded_like` for later, without keeping the memory of `tensor`."""
+    """A function that turns shards into tensors like `tensor`, without keeping its memory."""
     if not isinstance(tensor, DTensor):
         return lambda shard: shard
     return partial(
@@ -151,8 +151,8 @@ class SquaredNorm:
         while groups := max(squares, key=len, default=()):
             *outer, innermost = groups
             square = all_reduce(squares.pop(groups), innermost)
-            rest = squares.get(tuple(outer))
-            squares[tuple(outer)] = square if rest is None else rest + square
+            outer_square = squares.get(tuple(outer))
+            squares[tuple(outer)] = square if outer_square is None else outer_square + square
         total = squares.get(())
         if total is None:
             total = torch.zeros((), dtype=torch.float64, device=device)
@@ -160,7 +160,7 @@ class SquaredNorm:
 
 
 def _sharded_over(mesh: DeviceMesh | None = None, placements: Sequence[Placement] = ()) -> Groups:
-    """The process groups whose ranks hold different parts of a tensor of this layout."""
+    """The process groups whose ranks hold different shards of a tensor with this layout."""
     if mesh is None:
         return ()
     assert not any(placement.is_partial() for placement in placements), (

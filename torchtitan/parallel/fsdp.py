@@ -1,4 +1,4 @@
-"""FSDP2 (Zhao et al., arXiv:2304.11277) for each block and the root.
+"""FSDP2 (Zhao et al., arXiv:2304.11277) on each block and on the whole model.
 
 One path serves a single process, DDP, FSDP and HSDP: `fully_shard` applies on a mesh of one rank
 too, so mixed precision, offload and gradient accumulation are the same code everywhere.
@@ -36,15 +36,16 @@ def apply_fsdp(
     pipelined: bool,
     projects_later: bool = False,
 ) -> None:
-    """Shard `model` in place over `mesh.fsdp`, and experts on other ranks over `mesh.expert_fsdp`.
+    """Shard `model` in place over `mesh.fsdp`, and its experts over `mesh.expert_fsdp` if set.
 
     Gradients are summed over ranks, not averaged, because the loss is already divided by the global
-    token count. Experts need no other factor: a rank's gradient is the sum over all rows that were
+    token count. The same holds for experts: a rank's gradient is the sum over all rows that were
     sent to it.
 
     Args:
         reshard: `parallelism.fsdp_reshard_after_forward`.
-        pipelined: a pipeline schedule gathers and frees the weights, once for all microbatches.
+        pipelined: the model is a pipeline stage, whose schedule gathers and frees the weights once
+            for all microbatches.
         projects_later: the loss uses the output weight after the forward.
     """
     shard = partial(
@@ -52,14 +53,17 @@ def apply_fsdp(
     )
     blocks = list(model.layers.values())
     for i, block in enumerate(blocks):
-        # The backward begins with the last block, and would gather it again.
-        ahead = i < len(blocks) - 1 and not pipelined
-        free = reshard == "always" or (reshard == "default" and ahead)
+        # The backward begins with the last block, so freeing that would only gather it again.
+        worth_freeing = i < len(blocks) - 1 and not pipelined
+        free = reshard == "always" or (reshard == "default" and worth_freeing)
         experts = next((m for m in block.modules() if isinstance(m, Experts)), None)
         if mesh.expert_fsdp is not None and experts is not None:
-            place = partial(_expert_placement, shards=mesh.expert_fsdp.size(-1))
+            placement = partial(_expert_placement, shards=mesh.expert_fsdp.size(-1))
             shard(
-                experts, mesh=mesh.expert_fsdp, reshard_after_forward=free, shard_placement_fn=place
+                experts,
+                mesh=mesh.expert_fsdp,
+                reshard_after_forward=free,
+                shard_placement_fn=placement,
             )
         shard(block, mesh=mesh.fsdp, reshard_after_forward=free)
         if mesh.expert_fsdp is not None and experts is not None:
@@ -94,7 +98,7 @@ def _offload(training: Training) -> OffloadPolicy:
 
 
 def _expert_placement(weight: nn.Parameter, shards: int) -> Shard:
-    """Along which dimension FSDP shards the stacked weights of experts."""
+    """The dimension along which FSDP shards the stacked weights of experts."""
     experts = len(local(weight))
     uneven = any(width % shards for width in weight.shape[1:])
     if uneven and not isinstance(weight, DTensor):
@@ -104,17 +108,21 @@ def _expert_placement(weight: nn.Parameter, shards: int) -> Shard:
 
 @dataclass(frozen=True)
 class Accumulation:
-    """How the gradients of a step's batches add up."""
+    """How the gradients of a step's batches are accumulated."""
 
     whole: bool
-    """Whole gradients add up and are reduced after the last batch; else each batch's are reduced,
-    and their shards add up.
+    """Accumulate whole gradients, and reduce them after the last batch. Otherwise reduce the
+    gradients of each batch, and accumulate their shards.
     """
     replicas_apart: bool
-    """Each replica adds up its own shards, which are all-reduced after the last batch."""
+    """Accumulate shards per replica, and all-reduce them over replicas after the last batch."""
 
     def expect(self, model: FSDPModule, *, last: bool) -> None:
-        """Prepare `model` for a backward, which may be the last of its step."""
+        """Prepare `model` for its next backward.
+
+        Args:
+            last: it is the last backward of its step.
+        """
         if self.whole:
             model.set_requires_gradient_sync(last)
             model.set_is_last_backward(last)
@@ -124,5 +132,5 @@ class Accumulation:
 
 
 def accumulation(config: Config) -> Accumulation:
-    """The way that takes least memory on the device, then communicates least."""
+    """The accumulation that needs the least device memory, and then the least communication."""
     return Accumulation(sums_whole_gradients(config), sums_on_replicas(config))

@@ -27,21 +27,21 @@ def init_distributed(comm: Comm, device: torch.device) -> None:
     rank, world = rank_and_world()
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     on_cuda = device.type == "cuda"
-    on_one_node = os.environ.get("LOCAL_WORLD_SIZE", "1") == str(world)
+    single_node = os.environ.get("LOCAL_WORLD_SIZE", "1") == str(world)
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if world > CONNECTED_RANKS:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    if on_one_node:
+    if single_node:
         for backend in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{backend}_SOCKET_IFNAME", _loopback())
 
     def start(store: dist.Store | None) -> None:
-        place = {} if store is None else {"store": store, "rank": rank, "world_size": world}
+        membership = {} if store is None else {"store": store, "rank": rank, "world_size": world}
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
             timeout=timeout,
             device_id=device if on_cuda else None,
-            **place,
+            **membership,
         )
 
     if agent_has_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
@@ -51,7 +51,7 @@ def init_distributed(comm: Comm, device: torch.device) -> None:
                 dist.barrier()  # until then, late ranks ask; pairs that connect later don't wait
     elif world == 1:
         start(dist.HashStore())
-    elif on_one_node and not agent_has_store:
+    elif single_node and not agent_has_store:
         start(_local_store(rank, world, timeout))
     else:
         start(None)
@@ -74,7 +74,7 @@ def _local_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
 
 
 def store_of_a_thread(prefix: str) -> dist.Store:
-    """The job's key-value store below a prefix, over a connection for one thread's use only."""
+    """The job's key-value store below a prefix, with a connection that only one thread may use."""
     return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store().clone())
 
 

@@ -105,6 +105,8 @@ def owned(param: Tensor, dim: int) -> Tensor:
 
 
 def _along_first(placement: Placement) -> Placement:
-    """The same sharding along dim 0. FSDP x TP places with a split factor, which isn't `Shard`."""
+    """The same sharding along dim 0. FSDP with TP uses a placement other than `Shard`, which has a
+    split factor.
+    """
     factor = getattr(placement, "split_factor", None)
     return Shard(0) if factor is None else type(placement)(0, split_factor=factor)

@@ -17,15 +17,15 @@ class Mesh:
     """
 
     degrees: dict[str, int]
-    """Ranks along each axis."""
+    """Number of ranks along each axis."""
     world: DeviceMesh
-    """The axes of more than one rank, and those that FSDP needs in any case."""
+    """All ranks. It has the axes of more than one rank, and those that FSDP always needs."""
     fsdp: DeviceMesh
     """FSDP2's axes: (dp_replicate, dp_shard x cp). Context-parallel ranks also share weights."""
     batch_group: dist.ProcessGroup
     """Ranks that see different tokens: dp_replicate x dp_shard x cp."""
     loss_group: dist.ProcessGroup
-    """Ranks over which losses are summed: pp x `batch_group`; only the last stage has a loss."""
+    """Ranks over which losses are summed: pp x `batch_group`. Only the last stage has a loss."""
     expert_fsdp: DeviceMesh | None = None
     """FSDP2's axes for experts, if they differ: (dp_replicate, efsdp), where efsdp is
     dp_shard x cp x tp / ep. Tensor-parallel ranks hold different tokens, so they don't split the
@@ -84,7 +84,7 @@ def build_mesh(config: Config, device_type: str, *, experts: bool = False) -> Me
 
 
 def _build(degrees: dict[str, int], device_type: str, replicas: bool, ep: int) -> Mesh:
-    """Each distinct set of ranks gets one process group: a communicator, and on NCCL its buffers.
+    """Build a mesh with one process group per distinct set of ranks, because groups take memory.
 
     Args:
         replicas: FSDP has an axis of replicas. It would all-reduce even in a group of one, so there
@@ -96,7 +96,7 @@ def _build(degrees: dict[str, int], device_type: str, replicas: bool, ep: int) -
     world = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def across(*names: str) -> DeviceMesh:
-        """One axis in place of several."""
+        """A single axis along all axes of `names`."""
         split = [name for name in names if degrees[name] > 1] or ["dp_shard"]
         if len(split) == 1:
             return world[split[0]]

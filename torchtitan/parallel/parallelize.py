@@ -1,4 +1,4 @@
-"""From a plain model to a distributed one: one ordered list of steps for all model families."""
+"""Turn a plain model into a distributed one: one ordered list of steps for all model families."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from torchtitan.parallel.context.delta import apply_delta_context
 from torchtitan.parallel.experts.shard import (
     Splits,
     apply_expert_parallel,
-    balance_of,
+    build_balance,
     count_splits,
 )
 from torchtitan.parallel.fsdp import apply_fsdp
@@ -24,7 +24,7 @@ from torchtitan.parallel.memory.checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.memory.offload import apply_activation_offload
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.pipeline.pipeline import keep_modules, stage_modules
-from torchtitan.parallel.pipeline.split import StagePlan
+from torchtitan.parallel.pipeline.split import PipelinePlan
 from torchtitan.parallel.precision.dense import quantize
 from torchtitan.parallel.tensor.styles import apply_tensor_parallel
 from torchtitan.utils.logging import logger
@@ -35,19 +35,20 @@ def parallelize(
     config: Config,
     spec: ModelSpec,
     args: ModelArgs,
-    stages: StagePlan | None,
+    stages: PipelinePlan | None,
     mesh: Mesh,
     device: torch.device,
     *,
     fill: Callable[..., None] = materialize,
     splits: Splits = count_splits,
-    modules_of: Callable[[StagePlan | None, int], list[tuple[str, ...] | None]] = stage_modules,
+    modules_of: Callable[[PipelinePlan | None, int], list[tuple[str, ...] | None]] = stage_modules,
 ) -> list[FSDPModule]:
-    """This rank's part of the model, sharded and initialized: a module for each pipeline stage.
+    """Build this rank's part of the model, sharded and initialized: a module per pipeline stage.
 
-    Nothing is allocated before `fill`, and nothing is communicated.
+    Everything before `fill` works on the meta device and allocates nothing. Nothing communicates.
 
     Args:
+        stages: the pipeline; None without pipeline parallelism.
         device: where this rank computes.
         fill: allocates and initializes the sharded model; called as `materialize` is.
         splits: tells how many rows experts' ranks exchange; called as `count_splits` is.
@@ -62,15 +63,15 @@ def parallelize(
     configure_compiler(config, mesh)
     attend = build_attention(mesh, p, device)  # context parallelism
     models = []
-    parameters = 0
+    parameter_count = 0
     for modules in modules_of(stages, mesh.rank("pp")):
         with torch.device("meta"):
             model = spec.build(args, attend)
-        parameters = sum(weight.numel() for weight in model.parameters())
+        parameter_count = sum(weight.numel() for weight in model.parameters())
         keep_modules(model, modules)
         model.to(getattr(torch, training.dtype))
         quantize(model, config, tp_degree)
-        apply_expert_parallel(model, mesh, balance_of(config), splits)
+        apply_expert_parallel(model, mesh, build_balance(config), splits)
         apply_tensor_parallel(
             model,
             mesh.tp,
@@ -97,10 +98,10 @@ def parallelize(
             pipelined=stages is not None,
             projects_later=training.loss_chunks > 1 or spec.mtp_modules(args) > 0,
         )
-        home = torch.device("cpu") if training.enable_cpu_offload else device
-        fill(model, home, device, config.debug.seed, lambda fqn: spec.init(fqn, args))
+        weights_device = torch.device("cpu") if training.enable_cpu_offload else device
+        fill(model, weights_device, device, config.debug.seed, lambda fqn: spec.init(fqn, args))
         models.append(model)
     layout = layout_name(layout_degrees(p))
     name = f"{config.model.name} {config.model.flavor}"
-    logger.info(f"Model {name}: {parameters:,} parameters on {layout}")
+    logger.info(f"Model {name}: {parameter_count:,} parameters on {layout}")
     return models

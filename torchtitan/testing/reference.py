@@ -28,7 +28,7 @@ from torchtitan.models.attention.interface import reads_documents
 from torchtitan.models.spec import is_matrix
 from torchtitan.optim.loss import RowLoss, build_loss
 from torchtitan.optim.lr_schedule import build_shape, lr_factor, stage_scale
-from torchtitan.parallel.experts.shard import balance_of
+from torchtitan.parallel.experts.shard import build_balance
 from torchtitan.parallel.init import materialize
 from torchtitan.testing.compare import Observation, pad_labels, trained_tensors
 from torchtitan.train.build import build_data
@@ -147,7 +147,7 @@ class _ReferenceExperts:
         self.ties: list[Tensor] = []
         self._ties = torch.zeros(self.blocks)
         for index, router in self.routers.items():
-            router.balance = balance_of(config)
+            router.balance = build_balance(config)
             router.register_forward_hook(partial(self._count_ties, index))
 
     @torch.no_grad()

@@ -26,7 +26,7 @@ from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.optim.optimizer import build_optimizer
 from torchtitan.optim.qk_clip import QKClip
 from torchtitan.parallel.compile import compiled_loss
-from torchtitan.parallel.context.attention import layout_of
+from torchtitan.parallel.context.attention import build_row_layout
 from torchtitan.parallel.context.layout import attending_positions, local_positions
 from torchtitan.parallel.fsdp import accumulation
 from torchtitan.parallel.groups import init_distributed
@@ -176,7 +176,7 @@ def _build_qk_clip(
         layers=setup.args.n_layers + setup.n_mtp,
         heads=setup.args.n_heads,
         tp=(mesh.rank("tp"), mesh.size("tp")),
-        layout=None if cp_group is None else layout_of(cp_group, balanced),
+        layout=None if cp_group is None else build_row_layout(cp_group, balanced),
         device=device,
     )
 

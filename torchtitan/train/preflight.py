@@ -32,7 +32,7 @@ from torchtitan.models import (
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.decoder.traits import is_decoder
 from torchtitan.parallel.pipeline.schedules import schedule_file
-from torchtitan.parallel.pipeline.split import StagePlan, assign_stages
+from torchtitan.parallel.pipeline.split import PipelinePlan, assign_stages
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.limits import SEARCHED_AT_CHECK
 from torchtitan.utils.storage import is_url, storage_path
@@ -47,7 +47,7 @@ class Setup:
     spec: ModelSpec
     args: Any
     tokenizer: Tokenizer
-    stages: StagePlan | None
+    stages: PipelinePlan | None
     """None without pipeline parallelism."""
     warnings: tuple[str, ...] = ()
     """Settings that are legal, but probably mistakes."""

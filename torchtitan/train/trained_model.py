@@ -98,10 +98,10 @@ def _probe_config(
 
 def _allocate(
     model: Model,
-    home: torch.device,
+    device: torch.device,
     buffer_device: torch.device,
     seed: int,
     _: Callable[[str], Init],
 ) -> None:
     """Allocate weights that are about to be loaded."""
-    materialize(model, home, buffer_device, seed, rule=lambda fqn: Init("zeros"))
+    materialize(model, device, buffer_device, seed, rule=lambda fqn: Init("zeros"))

@@ -1,1 +1,1 @@
-"""Context parallelism: attention over parts of a row."""
+"""Context parallelism: attention over rows that several ranks share."""

@@ -1,4 +1,4 @@
-"""Context parallelism: each rank holds a part of every row, and passes keys and values around.
+"""Context parallelism: each rank holds a part of every row; keys and values travel between ranks.
 
 Ring attention (Liu et al., arXiv:2310.01889): a rank attends to one rank's keys and values after
 another, and merges the partial results by online softmax (Milakov & Gimelshein, arXiv:1805.02867).
@@ -50,18 +50,20 @@ _all_gather = getattr(  # its name until torch 2.12 is deprecated
 
 
 def build_attention(mesh: Mesh, p: Parallelism, device: torch.device) -> Attend:
-    """Attention over the part of a row that each rank of `mesh` holds."""
+    """The attention function for the model: over whole rows, or over rows that ranks share."""
     group = mesh.group("cp")
     if group is None:
         return attention_backend(device.type)
     balanced = bool(p.context_parallel_load_balancer)
     if p.context_parallel_method == "ulysses":
-        return ulysses_attention_backend(attention_backend(device.type), layout_of(group, balanced))
+        return ulysses_attention_backend(
+            attention_backend(device.type), build_row_layout(group, balanced)
+        )
     return ring_attention_backend(group, p.context_parallel_rotate_method, balanced)
 
 
-def layout_of(group: dist.ProcessGroup, balanced: bool) -> RowLayout:
-    """How the ranks of `group` share a row."""
+def build_row_layout(group: dist.ProcessGroup, balanced: bool) -> RowLayout:
+    """The layout of a row that the ranks of `group` share."""
     return RowLayout(group.group_name, group.size(), group.rank(), balanced)
 
 
@@ -75,7 +77,7 @@ def ring_attention_backend(group: dist.ProcessGroup, rotate: str, balanced: bool
         rotate: how keys and values travel: `allgather` (all at once) or `alltoall` (rank to rank,
             overlapped).
     """
-    layout = layout_of(group, balanced)
+    layout = build_row_layout(group, balanced)
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, scores: Scores = CAUSAL, sinks: Tensor | None = None
@@ -111,8 +113,8 @@ def ring_attention_backend(group: dist.ProcessGroup, rotate: str, balanced: bool
 def _whole_sequence(k: Tensor, v: Tensor, layout: RowLayout) -> tuple[Tensor, Tensor]:
     """All-gather k `[b, k, s, d]` and v `[b, k, s, e]` in the order of the row: n s keys."""
     sizes = [k.shape[-1], v.shape[-1]]
-    parts = _all_gather(torch.cat([k, v], dim=-1), 0, layout.group_name).chunk(layout.ranks)
-    keys, values = layout.in_row_order(parts, dim=2).split(sizes, dim=-1)
+    shards = _all_gather(torch.cat([k, v], dim=-1), 0, layout.group_name).chunk(layout.ranks)
+    keys, values = layout.join_shards(shards, dim=2).split(sizes, dim=-1)
     return keys, values
 
 
@@ -120,12 +122,12 @@ def _whole_sequence(k: Tensor, v: Tensor, layout: RowLayout) -> tuple[Tensor, Te
 
 
 class _Block(NamedTuple):
-    """The local queries that see some keys of another rank."""
+    """The range of local queries that see keys of another rank, and the range of those keys."""
 
     rows: slice
-    """The queries' range."""
+    """The queries."""
     columns: slice
-    """The keys' range."""
+    """The keys."""
     causal: bool
 
 
@@ -148,10 +150,10 @@ class _Ring:
         if self.at_once:
             gathered = c10d.all_gather_into_tensor(buffer, self.n, self.name)
             yield self.rank, buffer
-            parts = c10d.wait_tensor(gathered).view(self.n, -1)
+            buffers = c10d.wait_tensor(gathered).view(self.n, -1)
             for i in range(1, self.n):
                 source = (self.rank - i) % self.n
-                yield source, parts[source]
+                yield source, buffers[source]
             return
         for i in range(self.n):
             following = self.shift(buffer) if i < self.n - 1 else None
@@ -168,7 +170,9 @@ class _Ring:
         return c10d.all_to_all_single(buffer, receive, send, self.name)
 
     def visible(self, source: int, s: int) -> _Block | None:
-        """What the `s` local queries see of the keys of `source`; None: nothing."""
+        """The block of attention between the `s` local queries and the keys of rank `source`; None
+        if they see none of them.
+        """
         every = slice(0, s)
         if source == self.rank:
             return _Block(every, every, True)
@@ -180,16 +184,16 @@ class _Ring:
         return _Block(slice(s // 2, s), every, False)
 
 
-def merge_blocks(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def merge_blocks(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Merge attention to other keys into `out` `[b, h, s, d]` and `lse` `[b, h, s]` in place.
 
     `exp(lse)` is the sum that an output was divided by, so the merged output is the mean weighted
     with it.
     """
-    part = part.to(out.dtype)
-    part_lse = part_lse.to(lse.dtype)
-    out.lerp_(part, torch.sigmoid(part_lse - lse).unsqueeze(-1))
-    lse -= F.logsigmoid(lse - part_lse)
+    block_out = block_out.to(out.dtype)
+    block_lse = block_lse.to(lse.dtype)
+    out.lerp_(block_out, torch.sigmoid(block_lse - lse).unsqueeze(-1))
+    lse -= F.logsigmoid(lse - block_lse)
 
 
 @cache
@@ -242,14 +246,14 @@ def ring_attention(
         rows, columns, causal = block
         keys, values = _unpack(buffer, k, v)
         scores = BlockScores(scale, causal)
-        part, part_lse = block_forward(
+        block_out, block_lse = block_forward(
             q[:, :, rows], keys[:, :, columns], values[:, :, columns], scores
         )
         if source == ring.rank:  # the first one, and whole
-            out = part.to(_accumulator(q)).contiguous()
-            lse = part_lse.to(_accumulator(q)).contiguous()
+            out = block_out.to(_accumulator(q)).contiguous()
+            lse = block_lse.to(_accumulator(q)).contiguous()
         else:
-            merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
+            merge(out[:, :, rows], lse[:, :, rows], block_out, block_lse)
     out, lse = join_sinks(out, lse, sinks)
     return out.to(q.dtype), lse
 

@@ -15,25 +15,25 @@ from torch.distributed._functional_collectives import all_gather_tensor
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.models.delta.layer import DeltaWeights, GatedDeltaNet, Mix
 from torchtitan.models.protocols import Model
-from torchtitan.parallel.context.attention import layout_of
+from torchtitan.parallel.context.attention import build_row_layout
 from torchtitan.parallel.context.layout import RowLayout
 from torchtitan.parallel.context.ulysses import to_heads, to_sequence
 from torchtitan.parallel.mesh import Mesh
 
 
 def apply_delta_context(model: Model, mesh: Mesh, p: Parallelism) -> None:
-    """Let the Gated DeltaNet layers of `model` mix rows that the ranks of `cp` share."""
+    """Make the Gated DeltaNet layers of `model` work on rows that the ranks of `cp` share."""
     group = mesh.group("cp")
     if group is None:
         return
-    layout = layout_of(group, bool(p.context_parallel_load_balancer))
+    layout = build_row_layout(group, bool(p.context_parallel_load_balancer))
     for module in model.modules():
         if isinstance(module, GatedDeltaNet):
             module.mix = mix_across(module.mix, layout)
 
 
 def mix_across(mix: Mix, layout: RowLayout) -> Mix:
-    """`mix`, which takes whole rows, for the part of each that a rank holds.
+    """Adapt `mix`, which takes whole rows, to the part of each row that a rank holds.
 
     The ranks of `layout` must divide the key heads.
     """
@@ -41,12 +41,14 @@ def mix_across(mix: Mix, layout: RowLayout) -> Mix:
     def mix_some_heads(
         qkv: Tensor, ba: Tensor, weights: DeltaWeights, documents: Tensor | None
     ) -> Tensor:
-        own = DeltaWeights(*(weight.chunk(layout.ranks)[layout.rank] for weight in weights))
+        local_weights = DeltaWeights(
+            *(weight.chunk(layout.ranks)[layout.rank] for weight in weights)
+        )
         if documents is not None:
-            parts = all_gather_tensor(documents, 0, layout.group_name).chunk(layout.ranks)
-            documents = layout.in_row_order(parts, dim=1)
+            shards = all_gather_tensor(documents, 0, layout.group_name).chunk(layout.ranks)
+            documents = layout.join_shards(shards, dim=1)
         qkv, ba = to_heads((qkv.transpose(1, 2), ba.transpose(1, 2)), layout)
-        out = mix(qkv.transpose(1, 2), ba.transpose(1, 2), own, documents)
+        out = mix(qkv.transpose(1, 2), ba.transpose(1, 2), local_weights, documents)
         return to_sequence(out.transpose(1, 2), layout).transpose(1, 2)
 
     return mix_some_heads

@@ -1,4 +1,4 @@
-"""Which tokens of a row each rank of context parallelism holds."""
+"""The layout of a row over the ranks of context parallelism: which tokens each rank holds."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from torchtitan.config.sections.parallelism import Parallelism
 
 
 class RowLayout(NamedTuple):
-    """How the ranks of a group share a row, and which of them this one is.
+    """How the ranks of a group share a row, and this rank's index among them.
 
     A row is cut into chunks of equal length: one per rank, or, balanced, two. Rank r of n then has
     chunks r and 2n-1-r, so that causal attention is the same work everywhere (Brandon et al.,
@@ -18,7 +18,7 @@ class RowLayout(NamedTuple):
     """
 
     group_name: str
-    """A compiled block can't look up the group, only use its name."""
+    """Name of the process group. A compiled block can use the name, but not look up the group."""
     ranks: int
     rank: int
     balanced: bool
@@ -32,18 +32,18 @@ class RowLayout(NamedTuple):
         chunks = torch.arange(seq_len, device=device).chunk(len(self.chunks(0)) * self.ranks)
         return torch.cat([chunks[chunk] for chunk in self.chunks(self.rank)])
 
-    def in_row_order(self, parts: Sequence[Tensor], dim: int) -> Tensor:
-        """The whole rows whose ranks hold `parts`, split along `dim`."""
+    def join_shards(self, shards: Sequence[Tensor], dim: int) -> Tensor:
+        """Join the shards of all ranks along `dim` to whole rows."""
         if self.balanced:
             # Not by index, whose backward adds up by `index_put`.
-            halves = [part.chunk(2, dim) for part in parts]
+            halves = [shard.chunk(2, dim) for shard in shards]
             heads = [head for head, _ in halves]
             tails = [tail for _, tail in reversed(halves)]
-            parts = heads + tails
-        return torch.cat(list(parts), dim)
+            shards = heads + tails
+        return torch.cat(list(shards), dim)
 
-    def of_ranks(self, rows: Tensor, dim: int) -> list[Tensor]:
-        """The reverse of `in_row_order`: for each rank the pieces that it holds."""
+    def split_rows(self, rows: Tensor, dim: int) -> list[Tensor]:
+        """Split whole rows along `dim` into a shard for each rank, the reverse of `join_shards`."""
         chunks = rows.chunk(len(self.chunks(0)) * self.ranks, dim)
         return [
             torch.cat([chunks[chunk] for chunk in self.chunks(rank)], dim)

@@ -21,7 +21,7 @@ def ulysses_attention_backend(attend: Attend, layout: RowLayout) -> Attend:
     """Attention over a row that ranks share as `layout` says.
 
     Args:
-        attend: attention on one device. Its masks are those of whole rows.
+        attend: attention on one device, with masks for whole rows.
     """
 
     def attend_some_heads(
@@ -52,8 +52,8 @@ def copies_of_keys(heads: int, kv_heads: int, ranks: int) -> int:
 
 
 def to_heads(tensors: Sequence[Tensor], layout: RowLayout) -> list[Tensor]:
-    """Part of the row, all heads -> whole rows, some heads: each `[b, h, s, d]` to
-    `[b, h / n, n s, d]`, in one all-to-all.
+    """Exchange parts of rows with all heads for whole rows with some heads, in one all-to-all: each
+    `[b, h, s, d]` becomes `[b, h / n, n s, d]`.
     """
     n = layout.ranks
     shapes = []
@@ -65,19 +65,19 @@ def to_heads(tensors: Sequence[Tensor], layout: RowLayout) -> list[Tensor]:
     sizes = [buffer.shape[1] for buffer in buffers]
     received = _exchange(torch.cat(buffers, dim=1), layout).split(sizes, dim=1)
     return [
-        layout.in_row_order(x.reshape(shape).unbind(0), dim=2)
+        layout.join_shards(x.reshape(shape).unbind(0), dim=2)
         for x, shape in zip(received, shapes, strict=True)
     ]
 
 
 def to_sequence(x: Tensor, layout: RowLayout) -> Tensor:
-    """The reverse, of one tensor: `[b, h / n, n s, e] -> [b, h, s, e]`."""
-    parts = torch.stack(layout.of_ranks(x, dim=2))
-    received = _exchange(parts.flatten(1), layout)
-    return received.view(parts.shape).movedim(0, 1).flatten(1, 2)
+    """The reverse of `to_heads` for one tensor: `[b, h / n, n s, e] -> [b, h, s, e]`."""
+    shards = torch.stack(layout.split_rows(x, dim=2))
+    received = _exchange(shards.flatten(1), layout)
+    return received.view(shards.shape).movedim(0, 1).flatten(1, 2)
 
 
 def _exchange(buffer: Tensor, layout: RowLayout) -> Tensor:
-    """Row i of `buffer` goes to rank i; row i of the result comes from it."""
+    """Send row i of `buffer` to rank i; row i of the result comes from rank i."""
     received = all_to_all_single_autograd(buffer.flatten(), None, None, layout.group_name)
     return received.view(buffer.shape)

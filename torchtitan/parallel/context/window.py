@@ -36,10 +36,10 @@ def attend_window(
     keys, values = (_chunks(x, length, layout) for x in (k, v))
     _receive(keys, values, k, v, layout=layout, window=window)
     outputs = []
-    for place, chunk in enumerate(layout.chunks(layout.rank)):
+    for index, chunk in enumerate(layout.chunks(layout.rank)):
         begin = max(0, chunk * length - (window - 1))
         end = (chunk + 1) * length
-        rows = slice(place * length, (place + 1) * length)
+        rows = slice(index * length, (index + 1) * length)
         chunk_mask = None if mask is None else mask[:, :, rows, begin:end]
         outputs.append(
             attend_variant(
@@ -54,10 +54,10 @@ def attend_window(
 
 
 def needed(layout: RowLayout, source: int, to: int, length: int, window: int) -> dict[int, int]:
-    """What `to` needs of the keys of rank `source`: chunk to the number of its last keys."""
+    """The keys of rank `source` that rank `to` needs: for each chunk the number of last keys."""
     counts = {}
     for chunk in layout.chunks(source):
-        later = [own for own in layout.chunks(to) if own > chunk]
+        later = [local_chunk for local_chunk in layout.chunks(to) if local_chunk > chunk]
         if source == to or not later:
             continue
         unseen = (min(later) - chunk) * length - (window - 1)
@@ -72,12 +72,12 @@ def _chunks(x: Tensor, length: int, layout: RowLayout) -> dict[int, Tensor]:
 
 
 def _between(chunks: dict[int, Tensor], begin: int, end: int, length: int) -> Tensor:
-    """Positions `begin` to `end` of the row. Of a chunk of another rank, only the end is here."""
-    parts = []
+    """Positions `begin` to `end` of the row, from `chunks`, of which some have only their end."""
+    pieces = []
     for chunk in range(begin // length, math.ceil(end / length)):
-        wanted = (chunk + 1) * length - max(begin, chunk * length)
-        parts.append(chunks[chunk][:, :, -wanted:])
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        count = (chunk + 1) * length - max(begin, chunk * length)
+        pieces.append(chunks[chunk][:, :, -count:])
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
 
 def _receive(
@@ -99,7 +99,7 @@ def _receive(
         return
     out = [needed(layout, me, rank, length, window=window) for rank in ranks]
     into = [needed(layout, rank, me, length, window=window) for rank in ranks]
-    parts = [
+    sent = [
         x[chunk][:, :, -count:].flatten()
         for counts in out
         for chunk, count in counts.items()
@@ -107,7 +107,7 @@ def _receive(
     ]
     per_key = [x[:, :, 0].numel() for x in (k, v)]
     received = all_to_all_single_autograd(
-        torch.cat([k[:, :, :0].flatten(), *parts]),
+        torch.cat([k[:, :, :0].flatten(), *sent]),
         [sum(counts.values()) * sum(per_key) for counts in into],
         [sum(counts.values()) * sum(per_key) for counts in out],
         layout.group_name,
@@ -119,6 +119,6 @@ def _receive(
         for like, x in ((k, keys), (v, values)):
             x[chunk] = next(flat).view(*like.shape[:2], count, like.shape[3])
     if not pieces:  # join the graph with no keys
-        (own,) = keys
+        (local_chunk,) = keys
         nothing = received.view(*k.shape[:2], 0, k.shape[3])
-        keys[own] = torch.cat([nothing, keys[own]], dim=2)
+        keys[local_chunk] = torch.cat([nothing, keys[local_chunk]], dim=2)

@@ -1,1 +1,1 @@
-"""Expert parallelism: experts over ranks, and the rows that travel to them."""
+"""Expert parallelism: sharded experts, and the exchange of rows between their ranks."""

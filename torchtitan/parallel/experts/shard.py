@@ -30,7 +30,7 @@ Splits: TypeAlias = Callable[[Tensor, Tensor, int], tuple[list[int], list[int]]]
 
 
 def count_splits(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """How many rows go to each rank, and how many come from each.
+    """The number of rows to send to each rank, and to receive from each.
 
     Args:
         sent, received: rows for each expert, `[ranks, local experts]`.
@@ -41,18 +41,18 @@ def count_splits(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], 
 
 
 class ShardedExperts(Experts):
-    """Experts of which each rank of `group` holds an equal part: `[n, dim] -> [n, dim]`."""
+    """Experts that are sharded evenly over the ranks of `group`: `[n, dim] -> [n, dim]`."""
 
     group: dist.ProcessGroup
     splits: Splits = staticmethod(count_splits)
-    """Tells how many rows go to each rank, and how many come from each."""
+    """Tells how many rows to send to each rank, and how many come from each."""
 
     def forward(
         self, rows: Tensor, ends: Tensor, meanwhile: Callable[[], None] = lambda: None
     ) -> Tensor:
         """
         Args:
-            rows: sorted by expert, of all experts.
+            rows: this rank's rows for all experts, sorted by expert.
             ends: `[experts]` int32, the index after each expert's last row.
             meanwhile: called while rows travel to their experts.
         """
@@ -64,13 +64,13 @@ class ShardedExperts(Experts):
         meanwhile()
         arrived = finish(travelling)
         order = _by_expert(arriving, sum(received))
-        place = inverse_permutation(order)
+        inverse = inverse_permutation(order)
         local_ends = arriving.sum(0).cumsum(0).to(torch.int32)
-        local_rows = permute(arrived, order, place)
-        del rows, arrived  # not to be held while the experts compute
+        local_rows = permute(arrived, order, inverse)
+        del rows, arrived  # frees them while the experts compute
         torch._dynamo.maybe_mark_dynamic(local_rows, 0)  # one graph for any number of rows
         weights = [w.to_local() if isinstance(w, DTensor) else w for w in self.parameters()]
-        results = permute(self.compute(local_rows, local_ends, *weights), place, order)
+        results = permute(self.compute(local_rows, local_ends, *weights), inverse, order)
         del local_rows
         travelling = start(results, received, sent, self.group)
         del results
@@ -88,8 +88,8 @@ def _by_expert(received: Tensor, rows: int) -> Tensor:
     return expert.repeat_interleave(received.flatten(), output_size=rows).argsort(stable=True)
 
 
-def balance_of(config: Config) -> Balance:
-    """What keeps the experts equally loaded, besides routing biases."""
+def build_balance(config: Config) -> Balance:
+    """The losses that balance the load of experts, besides routing biases."""
     moe = config.moe
     return Balance(
         sequence_loss=moe.sequence_balance_loss,
@@ -133,5 +133,5 @@ def _sum_over(groups: list[dist.ProcessGroup]) -> Callable[[Tensor], Tensor]:
 
 @cache
 def _sharded(kind: type) -> type:
-    """`kind`, whose networks are computed by the ranks that hold them."""
+    """A subclass of `kind` whose experts are computed by the ranks that hold them."""
     return type(f"Sharded{kind.__name__}", (ShardedExperts, kind), {})

@@ -4,9 +4,9 @@
     ...  # what doesn't need the rows
     rows = finish(travelling)
 
-The backward has the same shape: the gradient of `finish` starts the exchange the other way, that of
-`start` ends it. Autograd runs what was computed last first, so the backward of what stood between
-the two stands between them again.
+The backward has the same shape: the gradient of `finish` starts the reverse exchange, and the
+gradient of `start` ends it. Autograd runs backwards in reverse order, so the backward of the work
+between the two again runs between them.
 
 Shapes: n rows.
 """
@@ -26,17 +26,17 @@ from torchtitan.utils.activity import note_exchange
 @dataclass
 class _Exchange:
     sent: Sequence[int]
-    """Numbers of rows for each rank of `group`."""
+    """Number of rows sent to each rank of `group`."""
     received: Sequence[int]
-    """Numbers of rows from each."""
+    """Number of rows received from each rank."""
     group: dist.ProcessGroup
     rows: Tensor | None = None
-    """Rows that travel, or their gradient. Not passed through autograd, for which a gradient has
-    the shape of its tensor: here one has the shape of what was sent, the other of what arrived.
+    """Rows in transit, or their gradient. They bypass autograd, where a gradient must have the shape
+    of its tensor; but a rank doesn't send as many rows as it receives.
     """
 
     def start(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
-        # The note lets the hang doctor see who waits for whom.
+        # The note tells the hang diagnosis which ranks wait for which.
         note_exchange(dist.get_process_group_ranks(self.group), sent, received)
         self.rows = torch.ops._c10d_functional.all_to_all_single(
             rows.contiguous(), received, sent, self.group.group_name
@@ -58,7 +58,7 @@ def start(
     """Begin to send consecutive `rows` to the ranks of `group`: `[n, dim]`.
 
     Args:
-        sent, received: numbers of rows for each rank, and from each.
+        sent, received: number of rows to each rank, and from each.
     """
     exchange = _Exchange(sent, received, group)
     return _Start.apply(rows, exchange), exchange

@@ -1,1 +1,1 @@
-"""What saves memory: recomputed and offloaded activations."""
+"""Savings of memory: recomputed and offloaded activations."""

@@ -54,8 +54,8 @@ def apply_activation_checkpoint(
 
     Args:
         save_attention: never recompute attention.
-        experts_apart: as for `regions`. Operations are then selected in each region: what travels
-            between them is saved, and FSDP's hooks on the experts are not among the operations.
+        experts_apart: as for `regions`. Operations are then selected within each region; tensors
+            between regions are saved, and FSDP's hooks on the experts run outside.
     """
     if ac.mode not in ("full", "selective"):
         return
@@ -79,12 +79,12 @@ def apply_activation_checkpoint(
     for number, block in enumerate(model.layers.values(), 1):
         if number % every:
             continue
-        parts = regions(block, experts_apart=experts_apart)
-        if len(parts) > 1 and not by_operation:
-            # Around the graphs of the parts, so no operation in them can be selected.
+        methods = regions(block, experts_apart=experts_apart)
+        if len(methods) > 1 and not by_operation:
+            # This wraps the compiled regions, so no operation inside them can be selected.
             replace_method(block, "forward", whole)
             continue
-        for owner, name in parts:
+        for owner, name in methods:
             replace_method(owner, name, recomputing)
 
 

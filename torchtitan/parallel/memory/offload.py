@@ -1,7 +1,7 @@
-"""Activation offload: what a block keeps for its backward waits in host memory.
+"""Activation offload: tensors that a block saves for its backward are kept in host memory.
 
-torch's `saved_tensors_hooks` see everything that autograd keeps, also of a compiled block; of a
-checkpointed block, that is its inputs. Copies to the host run on a stream of their own, beside the
+torch's `saved_tensors_hooks` see everything that autograd saves, also in a compiled block; in a
+checkpointed block, only its inputs. Copies to the host run on a separate stream, during the
 forward. Copies back start when the backward reaches the next block, one block ahead of their use.
 """
 
@@ -28,16 +28,16 @@ Streams = tuple[torch.cuda.Stream, torch.cuda.Stream]
 
 
 def apply_activation_offload(model: Model, ac: ActivationCheckpoint) -> "Offload":
-    """Offload what the first `ac.offload_blocks` blocks of `model` keep, in place.
+    """Offload the tensors that the first `ac.offload_blocks` blocks of `model` save, in place.
 
-    Must come after checkpointing and compilation, whose results are what is kept, and before FSDP,
+    Must come after checkpointing and compilation, which decide what is saved, and before FSDP,
     which gathers the weights around `forward`.
     """
     offload = Offload()
     count = offloaded_blocks(ac, len(model.layers))
     if count == 0:
         return offload
-    # The backward of the block behind them starts to copy back what the last of them kept.
+    # One block more is wrapped: its backward starts to copy back what the last of them saved.
     for index, block in enumerate([*model.layers.values()][: count + 1]):
         wrap = partial(offload.wrap, first=index == 0, offloads=index < count)
         replace_method(block, "forward", wrap)
@@ -51,17 +51,17 @@ class Offload:
         self.moved = 0
         """Bytes copied to the host so far."""
         self._previous: _Visit | None = None
-        """The visit to the block before, in the forward that runs."""
+        """The visit to the previous block in the current forward."""
         self._streams: Streams | None = None
 
     def wrap(
         self, forward: Callable[..., Any], *, first: bool, offloads: bool
     ) -> Callable[..., Any]:
-        """A block's `forward`.
+        """Wrap a block's `forward`.
 
         Args:
             first: the block is the model's first.
-            offloads: it keeps in host memory what its backward needs.
+            offloads: keep in host memory what its backward needs.
         """
 
         def offloading_forward(block: nn.Module, x: Tensor, *shared: Any) -> Any:
@@ -94,17 +94,19 @@ class _Visit:
     def __init__(self, offload: Offload, stay: Iterable[Any]):
         """
         Args:
-            stay: weights, and what all blocks share, which stay on the device.
+            stay: tensors that stay on the device: weights, and inputs that all blocks share.
         """
         self._offload = offload
         plain = (_plain(x) for x in stay)
         self._stay = {_storage(shard) for shard in plain if shard is not None}
         self.copied: dict[tuple[int, int, int], tuple[Tensor, _Copy]] = {}
-        """Tensors by location in memory, which they keep from reuse during the forward."""
+        """Offloaded tensors by their location in memory. Holding them prevents its reuse during the
+        forward.
+        """
         self._copies: list[weakref.ref[_Copy]] = []
 
     def pack(self, tensor: Tensor) -> Any:
-        """What autograd keeps in place of `tensor`, which may be the tensor itself."""
+        """The object that autograd saves for `tensor`: a copy on the host, or the tensor itself."""
         shard = _plain(tensor)
         if shard is None or shard.nbytes < SMALL or not _is_dense(shard):
             return tensor
@@ -121,7 +123,7 @@ class _Visit:
         return _Saved(copy, tensor, shard)
 
     def fetch(self) -> None:
-        """Start to copy back what is still needed."""
+        """Start to copy back the tensors that are still needed."""
         for reference in self._copies:
             copy = reference()
             if copy is not None:
@@ -186,7 +188,7 @@ class _Saved:
 
 
 def _plain(x: Any) -> Tensor | None:
-    """This rank's part of a tensor; None for another class, such as a weight in Float8."""
+    """This rank's shard as a plain tensor; None for other classes, such as weights in Float8."""
     shard = local(x)
     return shard if type(shard) in (Tensor, nn.Parameter) else None
 

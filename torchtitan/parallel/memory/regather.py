@@ -1,11 +1,11 @@
 """Inputs that tensor parallelism gathers along the sequence, kept for the backward as shards.
 
 The linear layers that read a gathered input need it again for the gradients of their weights. Until
-then this rank keeps its own part, 1 / tp of the bytes, and all-gathers it once more (Korthikanti et
+then this rank keeps its shard, 1 / tp of the bytes, and all-gathers it once more (Korthikanti et
 al., arXiv:2205.05198, section 4.2.2). The numbers don't change.
 
-In eager blocks, `saved_tensors_hooks` around the layers exchange the two. Compilers don't run such
-hooks inside a graph: there the gather is a checkpointed region, because torch's partitioner
+In eager blocks, `saved_tensors_hooks` around the layers save the shard instead. Compilers don't run
+such hooks inside a graph: there the gather is a checkpointed region, because torch's partitioner
 recomputes no other collectives.
 """
 
@@ -40,12 +40,12 @@ def gather_sequence(x: DTensor) -> DTensor:
 
 
 class ColumnsOfGathered(ParallelStyle):
-    """Splits the outputs of a linear layer, and has it keep the shard of a gathered input."""
+    """Splits the outputs of a linear layer, which saves only the shard of its gathered input."""
 
     def __init__(self, split: ParallelStyle, gather: ParallelStyle | None = None):
         """
         Args:
-            gather: gathers the layer's own input; None: its module has done so.
+            gather: gathers the layer's input; None if a module around it already does.
         """
         self._split = split
         self._gather = gather
@@ -68,43 +68,43 @@ class _Gathered:
         pack, self._unpack = _outer_hooks()
         self._shard = pack(shard.detach())
         self._whole: DTensor | None = None
-        self._kept = 0
-        """How often layers keep it."""
+        self._users = 0
+        """Number of times that layers save it."""
         self._taken = 0
 
     def keep(self) -> None:
-        self._kept += 1
+        self._users += 1
 
     def take(self) -> DTensor:
-        """Gathered for the first layer that takes it, and dropped after the last.
+        """The whole tensor: gathered for the first layer that takes it, and freed after the last.
 
-        The halves of a backward that is split into inputs and weights gather once each: autograd
-        takes all that an operation keeps, whichever gradient it computes.
+        If a backward is split into inputs and weights, each half gathers once: autograd unpacks
+        everything that an operation saved, whichever gradient it computes.
         """
         if self._whole is None:
             self._whole = _gather(self._unpack(self._shard))
         whole = self._whole
         self._taken += 1
-        if self._taken % self._kept == 0:
+        if self._taken % self._users == 0:
             self._whole = None
         return whole
 
 
 class _View:
-    """The gathered tensor or a view of it, as autograd holds it."""
+    """A saved reference to the gathered tensor, or to a view of it."""
 
     def __init__(self, gathered: _Gathered, tensor: Tensor):
         gathered.keep()
         self._gathered = gathered
         view = local(tensor)
-        self._place = view.size(), view.stride(), view.storage_offset()
+        self._geometry = view.size(), view.stride(), view.storage_offset()
         self._sharded = layout_of(tensor)
 
     def unpack(self) -> Tensor:
-        part = local(self._gathered.take())
-        if (part.size(), part.stride(), part.storage_offset()) != self._place:
-            part = part.as_strided(*self._place)
-        return self._sharded(part)
+        view = local(self._gathered.take())
+        if (view.size(), view.stride(), view.storage_offset()) != self._geometry:
+            view = view.as_strided(*self._geometry)
+        return self._sharded(view)
 
 
 @cache
@@ -128,7 +128,7 @@ def _keeping_shards(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """Those of activation offload, which hooks inside of them would replace."""
+    """The hooks of activation offload around these, which would otherwise be replaced."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks or (_same, _same)
 
@@ -138,6 +138,6 @@ def _same(x: Any) -> Any:
 
 
 def _recomputes() -> bool:
-    """Whether this is a checkpointed region, whose recomputation gathers anyway."""
+    """Whether this runs in a checkpointed region, whose recomputation gathers anyway."""
     pack, _ = _outer_hooks()
     return pack.__module__ == checkpoint.__module__

@@ -10,10 +10,11 @@ from torchtitan.models.decoder.model import MoEBlock
 
 
 def regions(block: nn.Module, *, experts_apart: bool) -> list[tuple[nn.Module, str]]:
-    """The methods of a block that become a graph each, as (owner, name).
+    """The methods of a block that are compiled and recomputed separately, as (owner, name).
 
-    That is its forward; or, for a block whose experts are apart, what comes before the exchange of
-    rows, between the exchanges, what the shared expert computes meanwhile, and after them.
+    Usually that is only `forward`. A block whose experts are sharded separately has a region before
+    the exchange of rows, one between the exchanges, one after them, and one for the shared expert,
+    which is computed meanwhile.
 
     Args:
         experts_apart: FSDP gathers experts separately from their block, by hooks in its forward.

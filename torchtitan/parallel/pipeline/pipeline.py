@@ -26,7 +26,7 @@ from torchtitan.config.pipeline_schedules import SCHEDULES
 from torchtitan.models.attention.backend import document_mask
 from torchtitan.models.attention.interface import Mask, reads_documents
 from torchtitan.models.protocols import Model
-from torchtitan.parallel.pipeline.split import StagePlan
+from torchtitan.parallel.pipeline.split import PipelinePlan
 from torchtitan.parallel.pipeline.stage import Masks, Sends, Stage, send_through
 
 Loss = Callable[[Tensor, Tensor, int], Tensor]
@@ -38,7 +38,7 @@ _IN_FORWARD = ("FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD")
 """The computations, by torch's names, that a forward without a backward needs."""
 
 
-def stage_modules(stages: StagePlan | None, rank: int) -> list[tuple[str, ...] | None]:
+def stage_modules(stages: PipelinePlan | None, rank: int) -> list[tuple[str, ...] | None]:
     """Names of the modules on each stage of a rank; `[None]`, all modules, without a pipeline."""
     if stages is None:
         return [None]
@@ -63,7 +63,7 @@ def keep_modules(model: Model, names: Sequence[str] | None) -> None:
 
 @dataclass(frozen=True)
 class StageShapes:
-    """Shapes of what the stages of a pipeline receive and return for one batch.
+    """Shapes of the inputs and outputs of pipeline stages, for one batch.
 
     A stage receives and returns hidden states `[microbatch, seq / tp_degree, dim]`. The first stage
     receives tokens `[microbatch, seq]`. The last returns logits `[microbatch, seq, vocab]`, if it
@@ -71,25 +71,25 @@ class StageShapes:
     """
 
     rows: int
-    """Rows of a batch."""
+    """Number of rows in a batch."""
     seq_len: int
-    """Tokens of a row that this rank holds, after context parallelism."""
+    """Number of tokens of a row that this rank holds, after context parallelism."""
     dim: int
     vocab_size: int
     tp_degree: int
-    """Ranks that share the sequence of the hidden states."""
+    """Number of ranks that share the sequence of the hidden states."""
     dtype: torch.dtype
     """The dtype of hidden states and logits."""
     project: bool
     """The last stage returns logits rather than hidden states."""
     further: int = 0
-    """Further tokens that are predicted. Their embeddings travel with the hidden states, so
-    stages exchange `[microbatch, seq / tp_degree, (1 + further) * dim]`. Tokens are `[microbatch,
-    seq, 1 + further]`.
+    """Number of modules of multi-token prediction. The embeddings of further tokens travel with the
+    hidden states, so stages exchange `[microbatch, seq / tp_degree, (1 + further) * dim]`. Tokens
+    are `[microbatch, seq, 1 + further]`.
     """
 
     def ends(self, microbatch_size: int, *, first: bool, last: bool) -> dict[str, Tensor]:
-        """What a stage receives and returns, on the meta device."""
+        """A stage's input and output, on the meta device."""
         width = (1 + self.further) * self.dim
         hidden_shape = (microbatch_size, self.seq_len // self.tp_degree, width)
         tokens_shape = (
@@ -117,7 +117,7 @@ class Pipeline:
     def __init__(
         self,
         models: Sequence[FSDPModule],
-        stages: StagePlan,
+        stages: PipelinePlan,
         shapes: StageShapes,
         positions: Tensor,
         attending: Tensor,
@@ -179,8 +179,8 @@ class Pipeline:
         """Run all microbatches.
 
         This is torch's `schedule.step`, except that microbatches are split here, so a microbatch's
-        target can be more than a tensor: the loss function, the labels, and their place in the
-        batch.
+        target can be more than a tensor: the loss function, the labels, and the index of their
+        first row in the batch.
         """
         size = self.stages.microbatch_size
         masks = None if documents is None else self._masks(documents.split(size))
@@ -193,9 +193,11 @@ class Pipeline:
         targets = None
         losses: list[Tensor] | None = None
         if 0 in self.local_stages:
-            inputs = [(part,) for part in tokens.split(size)]
+            inputs = [(microbatch,) for microbatch in tokens.split(size)]
         if len(self.stages.modules) - 1 in self.local_stages:
-            targets = [(loss, part, i * size) for i, part in enumerate(labels.split(size))]
+            targets = [
+                (loss, microbatch, i * size) for i, microbatch in enumerate(labels.split(size))
+            ]
             losses = []
         schedule._step_microbatches(inputs, None, targets, losses, return_outputs=False)
         self._sends.end()
@@ -239,7 +241,7 @@ class Pipeline:
             self.stages.csv_file,
             self._make_stages(),
             self.microbatches,
-            loss_fn=_loss_of,
+            loss_fn=_target_loss,
         )
         send_through(schedule, self._sends)
         return schedule
@@ -250,7 +252,7 @@ class Pipeline:
 
         torch's `eval` of a training schedule fails for V shapes and divides existing gradients.
         """
-        schedule = _runtime(self._make_stages(), self.microbatches, loss_fn=_loss_of)
+        schedule = _runtime(self._make_stages(), self.microbatches, loss_fn=_target_loss)
         orders = {}
         for rank in range(self.group.size()):
             stages = self.stages.stages_of(rank)
@@ -277,13 +279,13 @@ _runtime = partial(_PipelineScheduleRuntime, scale_grads=False)
 def build_schedule(
     name: str | None, csv_file: str | None, stages: Sequence[Any], microbatches: int, **options: Any
 ) -> _PipelineScheduleRuntime:
-    """The schedule of this name, or of this file, with its communication.
+    """Build the schedule of this name, or from this file, with its communication.
 
     Args:
         name: in `config.pipeline_schedules.SCHEDULES`.
         csv_file: checked by `pipeline_schedules.schedule_file`.
-        stages: this rank's, as torch's schedules take them.
-        options: further arguments of torch's schedule.
+        stages: this rank's stages, as torch's schedules take them.
+        options: further arguments for torch's schedule.
     """
     if name is not None and (torch_class := SCHEDULES[name].torch_class):
         schedule_class = getattr(schedules, torch_class)
@@ -298,7 +300,7 @@ def build_schedule(
     return schedule
 
 
-def _loss_of(output: Tensor, target: tuple[Loss, Tensor, int]) -> Tensor:
+def _target_loss(output: Tensor, target: tuple[Loss, Tensor, int]) -> Tensor:
     loss, labels, first = target
     return loss(output, labels, first)
 

@@ -1,4 +1,4 @@
-"""A pipeline schedule on paper: each rank's computations in order, executed without computing.
+"""Check and simulate a pipeline schedule: each rank's computations in order.
 
 Here a schedule from a file is checked before any process starts; torch's loader reads it again to
 run it. A row of the file lists the computations of one rank, for example `0F0,0F1,0B0,0B1`: stage,
@@ -35,7 +35,7 @@ class Action:
 
 
 Entry = tuple[Action, ...]
-"""Computations of a rank that begin together: one, or a forward and a backward."""
+"""Computations of a rank that begin together: one, or a forward with a backward."""
 
 _ACTION = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
 _KEY = "parallelism.pipeline_parallel_schedule_csv"
@@ -45,7 +45,7 @@ def schedule_file(config: Config) -> FileSchedule | None:
     """The schedule in the file that the configuration names; None if it names none.
 
     Raises:
-        ConfigError: what is wrong with the file.
+        ConfigError: the file can't be read, or its schedule can't run.
     """
     p = config.parallelism
     path = p.pipeline_parallel_schedule_csv
@@ -65,17 +65,17 @@ def schedule_file(config: Config) -> FileSchedule | None:
 
 
 class ScheduleError(ValueError):
-    """Why a schedule can't run; continues the name of its file."""
+    """A schedule can't run. The message continues the name of its file."""
 
 
 def _parse(row: Sequence[str], rank: int) -> list[Entry]:
     """The entries of one rank. A pair is written `(0F1;3B0)OVERLAP_F_B`."""
     entries = []
     for cell in filter(None, map(str.strip, row)):
-        parts = cell.removesuffix("OVERLAP_F_B").strip("()").split(";")
-        matches = [_ACTION.fullmatch(part.strip()) for part in parts]
+        texts = cell.removesuffix("OVERLAP_F_B").strip("()").split(";")
+        matches = [_ACTION.fullmatch(text.strip()) for text in texts]
         actions = tuple(Action(int(m[1]), m[2], int(m[3])) for m in matches if m)
-        if len(actions) < len(parts):
+        if len(actions) < len(texts):
             raise ScheduleError(
                 f":{rank + 1}: {brief(cell)} is not a computation; write stage, F, B, I or W, and "
                 "microbatch, for example 0F3; leave out communication"
@@ -124,19 +124,19 @@ def _check(orders: Sequence[Sequence[Entry]], degree: int) -> FileSchedule:
     return FileSchedule(tuple(owner[stage] for stage in range(stages)), len(microbatches))
 
 
-class Step(NamedTuple):
-    """One computation of an executed schedule."""
+class ScheduledAction(NamedTuple):
+    """One computation of a simulated schedule."""
 
     rank: int
     action: Action
     source: int
-    """Index, among the steps, of the computation whose result this one waits for; -1: none."""
+    """Index in the list of the computation whose result this one waits for; -1: none."""
     remote: bool
-    """The source is on another rank."""
+    """Whether the source is on another rank."""
 
 
-def execute(orders: Sequence[Sequence[Entry]]) -> list[Step]:
-    """Execute a schedule: each rank its own order, each entry after what its computations wait for.
+def execute(orders: Sequence[Sequence[Entry]]) -> list[ScheduledAction]:
+    """Simulate a schedule: each rank runs its entries in order, each as soon as its inputs exist.
 
     Args:
         orders: the entries of each rank.
@@ -145,11 +145,11 @@ def execute(orders: Sequence[Sequence[Entry]]) -> list[Step]:
         Every computation, after its source.
 
     Raises:
-        ScheduleError: a rank that can't continue, and where it stops.
+        ScheduleError: some rank can't continue; says which, and where it stops.
     """
     last_stage = max(action.stage for order in orders for entry in order for action in entry)
     done: dict[tuple[int, str, int], int] = {}
-    steps: list[Step] = []
+    steps: list[ScheduledAction] = []
     position = [0] * len(orders)
     steps_before = -1
     while steps_before < len(steps):
@@ -166,7 +166,7 @@ def execute(orders: Sequence[Sequence[Entry]]) -> list[Step]:
                         result = "F" if action.kind == "F" else "B"
                         done[action.stage, result, action.microbatch] = len(steps)
                     remote = source >= 0 and steps[source].rank != rank
-                    steps.append(Step(rank, action, source, remote))
+                    steps.append(ScheduledAction(rank, action, source, remote))
                 position[rank] += 1
     stuck = [
         (rank, order[position[rank]])
@@ -179,7 +179,7 @@ def execute(orders: Sequence[Sequence[Entry]]) -> list[Step]:
 
 
 def _deadlock(stuck: Sequence[tuple[int, Entry]]) -> str:
-    """Why these ranks can't run their next entries: the first pair, else the first entry."""
+    """The reason why ranks can't run their next entries, for the first pair or the first entry."""
     rank, entry = next((item for item in stuck if len(item[1]) > 1), stuck[0])
     if len(entry) == 1:
         return f": can never run {entry[0]} of rank {rank}: what it waits for comes later"
@@ -190,8 +190,8 @@ def _deadlock(stuck: Sequence[tuple[int, Entry]]) -> str:
 
 
 def _waits_for(action: Action, last_stage: int) -> tuple[int, str, int] | None:
-    """Stage, kind (`F`, or `B` for B and I) and microbatch whose result `action` needs; None for
-    the first stage's forwards.
+    """The computation whose result `action` needs: stage, kind (`F`, or `B` for B and I) and
+    microbatch. None for the first stage's forwards.
     """
     stage, microbatch = action.stage, action.microbatch
     if action.kind == "F":

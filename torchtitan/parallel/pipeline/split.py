@@ -1,4 +1,4 @@
-"""Pipeline stages: their modules and their ranks. Imports no torch.
+"""Split a model into pipeline stages, and assign them to ranks. Imports no torch.
 
 A stage is a list of consecutive modules. Depending on the schedule, stages are assigned to the
 ranks of the `pp` axis round-robin (stage 0 to rank 0, stage 1 to rank 1, ..., then rank 0 again) or
@@ -25,8 +25,8 @@ from torchtitan.parallel.pipeline.schedules import schedule_file
 
 
 @dataclass(frozen=True)
-class StagePlan:
-    """A pipeline, checked."""
+class PipelinePlan:
+    """A checked pipeline: the modules and the rank of each stage, and its schedule."""
 
     modules: tuple[tuple[str, ...], ...]
     """Names of each stage's modules."""
@@ -43,7 +43,7 @@ class StagePlan:
 
 def pipeline_stages(
     config: Config, flops: Mapping[str, float], tied: Sequence[str]
-) -> StagePlan | None:
+) -> PipelinePlan | None:
     """The pipeline of `config`; None without pipeline parallelism.
 
     Args:
@@ -61,7 +61,7 @@ def pipeline_stages(
     return assign_stages(config, facts)
 
 
-def assign_stages(config: Config, facts: Facts) -> StagePlan | None:
+def assign_stages(config: Config, facts: Facts) -> PipelinePlan | None:
     """The pipeline of a checked configuration; None without pipeline parallelism."""
     p = config.parallelism
     degree = p.pipeline_parallel_degree
@@ -71,10 +71,10 @@ def assign_stages(config: Config, facts: Facts) -> StagePlan | None:
     size = p.pipeline_parallel_microbatch_size
     if facts.schedule_file is not None:
         csv_file = p.pipeline_parallel_schedule_csv
-        return StagePlan(modules, facts.schedule_file.ranks, None, csv_file, size)
+        return PipelinePlan(modules, facts.schedule_file.ranks, None, csv_file, size)
     v_shaped = schedule_of(p).v_shaped
     ranks = tuple(_rank_of(stage, degree, v_shaped) for stage in range(len(modules)))
-    return StagePlan(modules, ranks, p.pipeline_parallel_schedule, None, size)
+    return PipelinePlan(modules, ranks, p.pipeline_parallel_schedule, None, size)
 
 
 def _rank_of(stage: int, degree: int, v_shaped: bool) -> int:
@@ -110,7 +110,7 @@ def balanced(flops: Mapping[str, float], count: int) -> tuple[tuple[str, ...], .
 
 
 def _units(flops: tuple[tuple[str, float], ...], count: int) -> tuple[list[list[str]], list[float]]:
-    """The smallest parts that stages consist of, at least `count`, and their costs."""
+    """The smallest units that stages consist of, at least `count`, and their costs."""
     units: list[list[str]] = []
     costs: list[float] = []
     waiting: list[str] = []
@@ -122,8 +122,8 @@ def _units(flops: tuple[tuple[str, float], ...], count: int) -> tuple[list[list[
             waiting = []
     units[-1] += waiting
     if len(units) < count:
-        first, *rest = units
-        units = [first[:-1], first[-1:], *rest]
+        first, *others = units
+        units = [first[:-1], first[-1:], *others]
         costs = [0.0, *costs]
     return units, costs
 

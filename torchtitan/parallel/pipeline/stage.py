@@ -31,29 +31,30 @@ from torchtitan.utils.distributed_compat import (
 class _Send:
     number: int
     operations: list[dist.P2POp]
-    """They hold the tensors."""
+    """The operations, which keep the sent tensors alive."""
     works: list[dist.Work]
 
 
 Arrival = tuple[int, str, int]
-"""What a stage receives: stage, direction, microbatch."""
+"""Something that a stage receives: stage, direction, microbatch."""
 
 
 class Sends:
-    """The sends of a rank that may not have ended, each with the tensor it sends.
+    """A rank's sends in flight, each with the tensor it sends.
 
-    torch waits for them at the end of the batch (2.15: for those of gradients), so a tensor per
-    microbatch and stage stays allocated. Here a send ends when something arrives from the same rank
-    by a receive that was posted after it. Waiting for it then costs nothing: torch derives the
-    orders of all ranks from one sequence, in which a send stands beside its receive. So the other
-    rank posted that receive before it sent what has arrived, and on CUDA both took the same stream.
+    torch waits for sends only at the end of the batch (2.15: for those of gradients), so a tensor
+    per microbatch and stage stays allocated. Here a send ends when something arrives from the same
+    rank by a receive that was posted later. Waiting for the send then costs nothing: torch derives
+    the orders of all ranks from one sequence, in which a send stands beside its receive. So the
+    other rank posted the matching receive before it sent what has arrived, and on CUDA both use the
+    same stream.
     """
 
     def __init__(self) -> None:
         self._pending: dict[int, deque[_Send]] = defaultdict(deque)
-        """Sends by the other rank, in order."""
+        """The sends to each rank, in order."""
         self._expected: dict[Arrival, tuple[int, int]] = {}
-        """Arrivals asked for: the rank each comes from, and the number of the next send."""
+        """Posted receives: the rank each comes from, and the number of the next send."""
         self._number = 0
 
     def start(self, operations: list[dist.P2POp]) -> None:
@@ -67,13 +68,13 @@ class Sends:
             self._expected[what] = (operations[0].peer, self._number)
 
     def arrived(self, what: Arrival) -> None:
-        """What was expected has arrived. Does nothing for what a stage of this rank has sent."""
+        """An expected receive has arrived. Does nothing for tensors from stages of this rank."""
         if what in self._expected:
             peer, number = self._expected.pop(what)
             self._end(self._pending[peer], number)
 
     def end(self) -> None:
-        """Wait for all that are left."""
+        """Wait for all sends in flight."""
         for sends in self._pending.values():
             self._end(sends, self._number)
 
@@ -93,23 +94,23 @@ class Masks:
     def __init__(self, make: Callable[[int], Mask], users: int):
         self._make = make
         self._users = users
-        self._made: dict[int, tuple[Mask, int]] = {}
-        """Masks by microbatch, and how many stages will still ask for it."""
+        self._masks: dict[int, tuple[Mask, int]] = {}
+        """For each microbatch its mask, and the number of stages that will still use it."""
 
     def of(self, microbatch: int) -> Mask:
         """The mask for the next forward of `microbatch`."""
-        if microbatch not in self._made:
-            self._made[microbatch] = (self._make(microbatch), self._users)
-        mask, users = self._made.pop(microbatch)
+        if microbatch not in self._masks:
+            self._masks[microbatch] = (self._make(microbatch), self._users)
+        mask, users = self._masks.pop(microbatch)
         if users > 1:
-            self._made[microbatch] = (mask, users - 1)
+            self._masks[microbatch] = (mask, users - 1)
         return mask
 
 
 class Stage(PipelineStage):
-    """Passes its module what every stage needs besides hidden states.
+    """A pipeline stage that also passes its module positions, mask and token weights.
 
-    Not keyword arguments of the schedule: torch 2.11 would compute their gradients.
+    They aren't keyword arguments of the schedule, because torch 2.11 would compute their gradients.
     """
 
     positions: Tensor
@@ -117,7 +118,7 @@ class Stage(PipelineStage):
     masks: Masks | None
     """Shared by the stages that a schedule runs on this rank. None: attention sees whole rows."""
     token_weights: Sequence[Tensor] | None = None
-    """The weights of each microbatch's tokens, for a mixture of experts."""
+    """Weights of each microbatch's tokens, for a mixture of experts."""
     sends: Sends
     """Shared like `masks`."""
     microbatch: int
@@ -129,21 +130,21 @@ class Stage(PipelineStage):
         self.microbatch = fwd_chunk_id
         note(f"running stage {self.stage_index}, from the forward of microbatch {fwd_chunk_id}")
         if not self.has_backward:
-            self.clear_runtime_states()  # what came before has been sent
+            self.clear_runtime_states()  # earlier outputs have been sent
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if self.is_last:
             forget_output(self, fwd_chunk_id)
         return output
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        own = {
+        options = {
             "positions": self.positions,
             "mask": None if self.masks is None else self.masks.of(self.microbatch),
             "project": self.project,
         }
         if self.token_weights is not None:
-            own["token_weights"] = self.token_weights[self.microbatch]
-        return super().forward_maybe_with_nosync(*args, **own, **kwargs)
+            options["token_weights"] = self.token_weights[self.microbatch]
+        return super().forward_maybe_with_nosync(*args, **options, **kwargs)
 
     def backward_one_chunk(
         self,
@@ -155,7 +156,7 @@ class Stage(PipelineStage):
         note(f"running stage {self.stage_index}, from the backward of microbatch {bwd_chunk_id}")
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None:
-            loss.detach_()  # the schedule keeps it, and it would keep the whole graph
+            loss.detach_()  # the schedule keeps the loss, which would keep the whole graph
         if not full_backward:
             forget_what_weights_do_not_need(self, bwd_chunk_id)
 
@@ -213,5 +214,5 @@ def send_through(schedule: _PipelineScheduleRuntime, sends: Sends) -> None:
         _ComputationType.SEND_B: send_backward,
     }
     for order in schedule.pipeline_order_with_comms.values():
-        # torch 2.15 waits by actions of their own.
+        # torch 2.15 has separate actions that wait.
         order[:] = [x for x in order if not x.computation_type.name.startswith("WAIT_SEND")]

@@ -40,12 +40,12 @@ def check_hardware(config: Config, device: torch.device) -> None:
         ConfigError: it doesn't.
     """
     if device.type == "cuda":
-        found = Accelerator(
+        accelerator = Accelerator(
             torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         )
     else:
-        found = Accelerator("a CPU", (0, 0))
-    check(config, Facts(device=found))
+        accelerator = Accelerator("a CPU", (0, 0))
+    check(config, Facts(device=accelerator))
 
 
 def quantize(model: nn.Module, config: Config, tp_degree: int) -> None:
@@ -68,20 +68,20 @@ def _fits(module: nn.Module, fqn: str, excluded: Sequence[str], unit: int) -> bo
 
 
 def _report(model: nn.Module, kind: type, what: str) -> None:
-    """Log which linear layers are of the class `kind`."""
-    kept = []
+    """Log how many linear layers were converted to the class `kind`, and which were not."""
+    unconverted = []
     count = 0
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             count += 1
             if not isinstance(module, kind):
-                kept.append(name)
-    if len(kept) < count:
-        others = f", all but {', '.join(kept[:6])}" if kept else ""
-        more = ", ..." if len(kept) > 6 else ""
-        converted = count - len(kept)
+                unconverted.append(name)
+    if len(unconverted) < count:
+        others = f", all but {', '.join(unconverted[:6])}" if unconverted else ""
+        more = ", ..." if len(unconverted) > 6 else ""
+        converted = count - len(unconverted)
         logger.info(f"{what}: converted {converted} of {count} linear layers{others}{more}")
-    elif kept not in ([], ["output"]):  # not a pipeline stage without blocks
+    elif unconverted not in ([], ["output"]):  # not a pipeline stage without blocks
         logger.warning(f"{what}: converted no linear layer; all are excluded by name or size")
 
 
@@ -127,7 +127,7 @@ SEQUENCE = Shard(1)
 
 
 def as_sequence_shard(x: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A tensor `[b, s, ...]` of which each rank has a part of the sequence, as a DTensor."""
+    """A tensor `[b, s, ...]` that is sharded over the sequence, as a DTensor."""
     return x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [SEQUENCE], run_check=False)
 
 
@@ -155,15 +155,15 @@ class GatherSequenceInFloat8(ParallelStyle):
 
 
 def _linear_layers(module: nn.Module) -> list[nn.Module]:
-    """The module itself, or its children, as far as they are linear layers."""
+    """The module itself if it is a linear layer, else its children that are."""
     modules = [module] if isinstance(module, nn.Linear) else module.children()
     return [each for each in modules if isinstance(each, nn.Linear)]
 
 
 def float8_style(style: ShardingStyle, module: nn.Module) -> ParallelStyle | None:
-    """The style that communicates in Float8; None if a layer has not one Float8 scale per tensor.
+    """The style that communicates in Float8; None unless all layers have one scale per tensor.
 
-    Scales of rows or columns would have to be gathered too, so those recipes communicate in bf16.
+    Scales per row or column would have to be gathered too, so those recipes communicate in bf16.
     """
     from torchao.float8.config import ScalingGranularity
     from torchao.float8.float8_linear import Float8Linear

@@ -65,13 +65,13 @@ def padded(product: Product, multiple: int) -> Product:
         shifts = new_ends - longer - (ends - sizes)
         index = torch.arange(len(rows), device=rows.device)
         group = torch.searchsorted(ends, index, right=True, out_int32=True)
-        # Those of no group follow those of the last: as zeros, so that they don't count there.
+        # Rows of no group follow those of the last group, as zeros, so that they don't count.
         outside = (group == len(ends)).unsqueeze(-1)
-        place = index + shifts[group.clamp_(max=len(ends) - 1)]
+        index_in_padded = index + shifts[group.clamp_(max=len(ends) - 1)]
         new_ends[-1] = total
         rows = rows.masked_fill(outside, 0)
-        spread = rows.new_zeros(total, rows.shape[1]).index_copy(0, place, rows)
-        out = product(spread, weight, new_ends).index_select(0, place)
+        spread = rows.new_zeros(total, rows.shape[1]).index_copy(0, index_in_padded, rows)
+        out = product(spread, weight, new_ends).index_select(0, index_in_padded)
         return out.masked_fill(outside, 0)
 
     return padded_product
@@ -139,7 +139,7 @@ def _to_e4m3(x: Tensor, largest: Tensor) -> Tensor:
 
 
 def mxfp8(*, emulate: bool) -> Product:
-    """The product in MXFP8, whose emulation by torchao multiplies in bf16."""
+    """The product in MXFP8. torchao's emulation multiplies in bf16."""
 
     def product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         from torchao.prototype.moe_training.mxfp8_grouped_mm import (

@@ -1,1 +1,1 @@
-"""Tensor parallelism: how each layer is split, asynchronous products, gathering again."""
+"""Tensor parallelism: the styles that split layers, and asynchronous products."""

@@ -38,7 +38,7 @@ from torchtitan.utils.torch_compat import redistribute_and_wait
 VOCABULARY = Shard(-1)
 
 
-class _OwnRows(nn.Embedding):
+class _ShardedEmbedding(nn.Embedding):
     """An embedding sharded over the vocabulary: tokens `[b, s]` -> `[b, s / tp, dim]`.
 
     Each rank looks up the tokens whose rows it holds; the sum over ranks is reduce-scattered over
@@ -52,9 +52,15 @@ class _OwnRows(nn.Embedding):
         assert isinstance(self.weight, DTensor)
         weight = self.weight.to_local()
         row = tokens - self.first_row
-        own = row % len(weight)  # other ranks' tokens, too, because the backward adds up by row
-        found = F.embedding(own, weight).masked_fill((own != row).unsqueeze(-1), 0.0)
-        partial = DTensor.from_local(found, self.weight.device_mesh, [Partial()], run_check=False)
+        local_row = row % len(
+            weight
+        )  # valid for other ranks' tokens, too: the backward adds by row
+        embeddings = F.embedding(local_row, weight).masked_fill(
+            (local_row != row).unsqueeze(-1), 0.0
+        )
+        partial = DTensor.from_local(
+            embeddings, self.weight.device_mesh, [Partial()], run_check=False
+        )
         return redistribute_and_wait(partial, [SEQUENCE]).to_local()
 
 
@@ -65,7 +71,7 @@ class _Embedding(ParallelStyle):
         _, offsets = compute_local_shape_and_global_offset(
             module.weight.shape, device_mesh, [Shard(0)]
         )
-        module.__class__ = _OwnRows
+        module.__class__ = _ShardedEmbedding
         module.first_row = offsets[0]
         return module
 
@@ -95,7 +101,7 @@ class _TiedOutput(_GatherSequence):
 
 
 class _Router(ParallelStyle):
-    """Cuts the tokens' weights, the second input, to the rank's part of the sequence."""
+    """Cuts the second input, the tokens' weights, to the rank's part of the sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         size = device_mesh.size()
@@ -109,24 +115,24 @@ class _Router(ParallelStyle):
         return module
 
 
-class _OwnTokens(TokenLinear):
+class _LocalTokenLinear(TokenLinear):
     """A layer with replicated parameters, for this rank's part of the sequence.
 
     DTensor's linear layer gathers the sequence first on torch 2.11.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        own = []
+        weights = []
         for parameter in self.parameters():
             assert isinstance(parameter, DTensor)
-            # The gradient on this rank is that of its own tokens.
-            own.append(parameter.to_local(grad_placements=[Partial()]))
-        return self.compute(x, *own)
+            # The gradient on this rank is the sum over its tokens only.
+            weights.append(parameter.to_local(grad_placements=[Partial()]))
+        return self.compute(x, *weights)
 
 
 @cache
-def _on_own_tokens(kind: type) -> type:
-    return type(f"{kind.__name__}OfOwnTokens", (_OwnTokens, kind), {})
+def _local_token_linear(kind: type) -> type:
+    return type(f"{kind.__name__}OnLocalTokens", (_LocalTokenLinear, kind), {})
 
 
 class _Gate(ParallelStyle):
@@ -135,12 +141,12 @@ class _Gate(ParallelStyle):
         for name, _ in list(module.named_parameters()):
             distribute(module, name, device_mesh, Replicate())
         # mypy doubts that classes are hashable
-        module.__class__ = _on_own_tokens(type(module))  # type: ignore[arg-type]
+        module.__class__ = _local_token_linear(type(module))  # type: ignore[arg-type]
         return module
 
 
 class _SharedKey(ParallelStyle):
-    """Turns a gathered input into a tensor of which each rank's heads use a copy."""
+    """Turns a gathered input into a plain tensor, which each rank's heads use."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def copy(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -176,8 +182,8 @@ class _WholeNormStyle(ParallelStyle):
         return module
 
 
-class _OwnHeads(PerHead):
-    """Entries of this rank's heads, as a plain tensor."""
+class _ShardedPerHead(PerHead):
+    """A weight per head, sharded over the heads; returns this rank's as a plain tensor."""
 
     def forward(self) -> Tensor:
         assert isinstance(self.weight, DTensor)
@@ -188,7 +194,7 @@ class _PerHead(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert type(module) is PerHead, type(module)
         distribute(module, "weight", device_mesh, Shard(0))
-        module.__class__ = _OwnHeads
+        module.__class__ = _ShardedPerHead
         return module
 
 
@@ -199,7 +205,9 @@ class _Whole(ParallelStyle):
         return module
 
 
-def _style(style: Style, module: nn.Module, sharded_loss: bool, float8: bool) -> ParallelStyle:
+def _parallel_style(
+    style: Style, module: nn.Module, sharded_loss: bool, float8: bool
+) -> ParallelStyle:
     in_float8 = float8_style(style, module) if float8 else None
     if in_float8 is not None:
         return in_float8
@@ -253,7 +261,7 @@ def apply_tensor_parallel(
     for name, module in model.named_modules():
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         if pattern in styles:
-            applied[name] = _style(Style(styles[pattern]), module, sharded_loss, float8)
+            applied[name] = _parallel_style(Style(styles[pattern]), module, sharded_loss, float8)
     for name, _ in model.named_parameters():
         owner = name.rpartition(".")[0]
         style = applied.get(owner)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from torchtitan.config.pipeline_schedules import SCHEDULES
-from torchtitan.parallel.pipeline.split import StagePlan
+from torchtitan.parallel.pipeline.split import PipelinePlan
 from torchtitan.tools.planner.pipeline_timeline import program, simulate
 
 
@@ -25,7 +25,7 @@ class InFlight:
     """Microbatches by stage that wait for their weights' backward only."""
 
 
-def in_flight(pipeline: StagePlan, microbatches: int, rank: int) -> list[InFlight]:
+def in_flight(pipeline: PipelinePlan, microbatches: int, rank: int) -> list[InFlight]:
     """The activations that a pipeline rank keeps, at one moment or, if the backward is split, two.
 
     1F1B keeps a microbatch for each rank from here on; interleaving runs ahead by the rounds of all
@@ -71,7 +71,7 @@ def in_flight(pipeline: StagePlan, microbatches: int, rank: int) -> list[InFligh
     return moments
 
 
-def _in_flight_of_file(pipeline: StagePlan, microbatches: int, rank: int, sent: int) -> InFlight:
+def _in_flight_of_file(pipeline: PipelinePlan, microbatches: int, rank: int, sent: int) -> InFlight:
     """The moment of a file's order with the most microbatches, then the most of them postponed."""
     unfinished = dict.fromkeys(pipeline.stages_of(rank), 0)
     postponed = dict.fromkeys(unfinished, 0)
@@ -103,7 +103,10 @@ class BatchTime:
 
 
 def batch_time(
-    pipeline: StagePlan, microbatches: int, duration: Callable[[int, str], float], transfer: float
+    pipeline: PipelinePlan,
+    microbatches: int,
+    duration: Callable[[int, str], float],
+    transfer: float,
 ) -> BatchTime:
     """Seconds of one batch.
 

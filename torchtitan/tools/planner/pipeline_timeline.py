@@ -10,8 +10,8 @@ from functools import cache, cached_property, partial
 from types import SimpleNamespace
 from typing import Any
 
-from torchtitan.parallel.pipeline.schedules import Action, Step, execute
-from torchtitan.parallel.pipeline.split import StagePlan
+from torchtitan.parallel.pipeline.schedules import Action, ScheduledAction, execute
+from torchtitan.parallel.pipeline.split import PipelinePlan
 
 
 class Program:
@@ -30,7 +30,7 @@ class Program:
         )
 
     @cached_property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[ScheduledAction]:
         """Every computation, after the one it waits for."""
         return execute([[(action,) for action in order] for order in self.orders])
 
@@ -46,7 +46,7 @@ class Timeline:
     length: float
 
 
-def program(stages: StagePlan, microbatches: int) -> Program:
+def program(stages: PipelinePlan, microbatches: int) -> Program:
     """The schedule of `stages` for a batch of `microbatches`."""
     return _program(stages.schedule, stages.csv_file, stages.ranks, microbatches)
 

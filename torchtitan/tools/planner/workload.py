@@ -24,7 +24,7 @@ from torchtitan.config.derive import (
 )
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.args import DecoderArgs
-from torchtitan.parallel.pipeline.split import StagePlan
+from torchtitan.parallel.pipeline.split import PipelinePlan
 from torchtitan.tools.planner.block import COUNTED, Mixing, kind_of, mixing_of, vector_params
 from torchtitan.tools.planner.linears import Linear, block_linears, in_eight_bits, recompute_of
 from torchtitan.utils.errors import UserError
@@ -82,7 +82,7 @@ class Workload:
     """
 
     def __init__(
-        self, config: Config, args: Any, stages: StagePlan | None, *, kv_repeated: bool = False
+        self, config: Config, args: Any, stages: PipelinePlan | None, *, kv_repeated: bool = False
     ):
         """
         Args:

@@ -35,7 +35,7 @@ from torchtitan.data.read.positions import (
     SourcePosition,
 )
 from torchtitan.parallel.pipeline.pipeline import stage_modules
-from torchtitan.parallel.pipeline.split import StagePlan
+from torchtitan.parallel.pipeline.split import PipelinePlan
 from torchtitan.tools.rehearsal.fake import aside
 from torchtitan.tools.rehearsal.recorder import Recorder
 from torchtitan.train.preflight import Setup
@@ -44,7 +44,7 @@ from torchtitan.train.preflight import Setup
 
 
 def few_modules(
-    setup: Setup, recorder: Recorder, layers: int | None, stages: StagePlan | None, pp_rank: int
+    setup: Setup, recorder: Recorder, layers: int | None, stages: PipelinePlan | None, pp_rank: int
 ) -> list[tuple[str, ...] | None]:
     """The modules of a rank's stages, as `stage_modules` names them, with at most `layers` layers
     each; None: all.
