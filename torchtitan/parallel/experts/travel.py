@@ -31,8 +31,8 @@ class _Exchange:
     """Number of rows received from each rank."""
     group: dist.ProcessGroup
     rows: Tensor | None = None
-    """Rows in transit, or their gradient. They bypass autograd, where a gradient must have the shape
-    of its tensor; but a rank doesn't send as many rows as it receives.
+    """Rows in transit, or their gradient. They bypass autograd, in which a gradient has the shape of
+    its tensor; but a rank sends another number of rows than it receives.
     """
 
     def start(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
