@@ -31,7 +31,7 @@ class _Exchange:
     """Number of rows received from each rank."""
     group: dist.ProcessGroup
     rows: Tensor | None = None
-    """Rows in transit, or their gradient. They bypass autograd, in which a gradient has the shape of
+    """Rows in transit, or their gradient. They bypass autograd, where a gradient has the shape of
     its tensor; but a rank sends another number of rows than it receives.
     """
 
