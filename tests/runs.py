@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.rounding import assert_trained_alike
 from torchtitan.config import resolve
-from torchtitan.testing.compare import write_corpus
+from torchtitan.testing.observe import write_corpus
 from torchtitan.train.callbacks import Callback
 
 __all__ = [

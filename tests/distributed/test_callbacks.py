@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.examples import gradient_norm, mean_loss
 from tests.runs import SAVE, SCHEDULE, arguments, losses, read_metrics, train
 from torchtitan.config import resolve
-from torchtitan.testing.ranks import RankError
+from torchtitan.testing.ranks import RankFailure
 from torchtitan.train.callbacks import Callback
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
@@ -256,12 +256,12 @@ def test_a_state_that_cannot_be_saved_is_an_error_before_the_save(ranks, tmp_pat
 def test_a_state_that_cannot_be_loaded_is_an_error_that_names_the_callback(ranks, tmp_path):
     argv = arguments(tmp_path, *SAVE, "--checkpoint.interval=1", SCHEDULE, steps=1)
     ranks(1, remembering, argv, [{"count": 1}])
-    with pytest.raises(RankError, match=r"callback Remembers: load_state_dict failed .*count"):
+    with pytest.raises(RankFailure, match=r"callback Remembers: load_state_dict failed .*count"):
         ranks(1, remembering, [*argv, "--training.steps=2"], [{"count": 1}])
 
 
 def test_two_states_of_one_name_are_refused(ranks, tmp_path):
-    with pytest.raises(RankError, match="two callbacks with a state are called Remembers"):
+    with pytest.raises(RankFailure, match="two callbacks with a state are called Remembers"):
         ranks(1, remembering, arguments(tmp_path), [{}, {}])
 
 

@@ -104,7 +104,7 @@ def test_the_published_matrix_is_complete_and_has_no_bad_cell():
 @pytest.mark.skipif(torch_is_before_2_13(), reason="more is refused with torch before 2.13")
 def test_the_published_matrix_agrees_with_validation(tmp_path):
     """A cell is refused today exactly if the document says so, with the sentence it shows."""
-    from torchtitan.testing.compare import write_corpus
+    from torchtitan.testing.observe import write_corpus
 
     write_corpus(tmp_path / "corpus.jsonl")
     write_corpus(tmp_path / "held-out.jsonl")

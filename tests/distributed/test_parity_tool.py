@@ -10,8 +10,8 @@ import torch
 from tests.planted_mistakes import check
 from torchtitan.config.sections.optim import Optimizer
 from torchtitan.testing import parity
-from torchtitan.testing.compare import Observation
 from torchtitan.testing.difference import Difference, Tolerances, difference
+from torchtitan.testing.observe import Observation
 
 
 def degrees(**by_axis):

@@ -15,8 +15,8 @@ from tests.support_matrix.cells import NAMED_SCHEDULES
 from torchtitan.config import resolve
 from torchtitan.config.derive import AXES, DEGREE_KEYS, divisors
 from torchtitan.config.pipeline_schedules import SCHEDULES
-from torchtitan.testing.compare import write_corpus
 from torchtitan.testing.difference import tolerances_of
+from torchtitan.testing.observe import write_corpus
 from torchtitan.testing.parity import compare
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
@@ -377,7 +377,7 @@ def outcome(ranks, world: int, argv: list[str], timeout: float = 200) -> str:
     """`equal`, or why it is refused, or how it differs.
 
     Raises:
-        RankError: a rank failed or hung.
+        RankFailure: a rank failed or hung.
     """
     try:
         config = resolve(argv, world).config

@@ -21,7 +21,7 @@ from torchtitan.config import resolve
 from torchtitan.config.derive import layout_degrees
 from torchtitan.health.rank_dumps import read_dumps
 from torchtitan.parallel.experts import shard as expert
-from torchtitan.testing.ranks import RankError
+from torchtitan.testing.ranks import RankFailure
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
 from torchtitan.utils.torch_compat import torch_is_before_2_13
@@ -200,7 +200,7 @@ def test_ranks_that_disagree_about_the_rows_they_exchange(ranks, tmp_path):
     """The receiver waits for rows that don't come (NCCL), or continues without them (gloo): one
     sentence for both.
     """
-    with pytest.raises(RankError):
+    with pytest.raises(RankFailure):
         ranks(2, uneven_exchange, arguments(tmp_path, *MIXTURE))
     sentence = until_diagnosed(tmp_path / "out")
     found = re.match(

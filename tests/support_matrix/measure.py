@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from tests.support_matrix.cells import BAD, Cell
 from torchtitan.config import resolve
-from torchtitan.testing.compare import observe, write_corpus
 from torchtitan.testing.difference import Difference, Tolerances, difference
-from torchtitan.testing.ranks import RankError, RankPool
+from torchtitan.testing.observe import observe, write_corpus
+from torchtitan.testing.ranks import RankFailure, RankPool
 from torchtitan.testing.reference import reference
 from torchtitan.train.preflight import preflight
 
@@ -41,7 +41,7 @@ class Lab:
         """The difference to the reference, or the message that refuses the configuration.
 
         Raises:
-            RankError: a rank failed or hung.
+            RankFailure: a rank failed or hung.
         """
         self.runs += 1
         folder = self.folder / str(self.runs)
@@ -82,7 +82,7 @@ def _text_of(lab: Lab, cell: Cell, notes: list[str]) -> tuple[str, str]:
     """A cell's text in the document, and details for the terminal."""
     try:
         outcome = lab.measure(cell, timeout=900)
-    except RankError as error:
+    except RankFailure as error:
         return BAD[1], str(error)
     if isinstance(outcome, str):
         if outcome not in notes:

@@ -223,7 +223,7 @@ def test_a_ranks_stages_share_the_mask_of_a_microbatch():
     first = masks.of(0), masks.of(1)
     assert (masks.of(1), masks.of(0)) == first[::-1]
     assert made == [0, 1]
-    assert not masks._made, "kept longer than it is used"
+    assert not masks._masks, "kept longer than it is used"
 
 
 def test_variable_length_attention_copies_nothing():

@@ -36,8 +36,8 @@ logits of other tokens it is noise, which shrinks with the width.
 """
 
 Sizes = dict[tuple[str, str], float]
-"""By module and `start` or `change`: the mean absolute output at the start, or the mean absolute
-change by `STEPS` updates.
+"""Size by module and `start` or `change`: the mean absolute output at the start, or the mean
+absolute change of it by `STEPS` updates.
 """
 
 
@@ -50,7 +50,7 @@ class Trend:
     """`start` or `change`."""
     sizes: Sequence[float]
     slope: float
-    """Of the logarithm of the size over that of the width."""
+    """Slope of the logarithm of the size over the logarithm of the width."""
 
     @property
     def passes(self) -> bool:
@@ -98,12 +98,12 @@ def slope(widths: Sequence[int], sizes: Sequence[float]) -> float:
 
 
 def _sizes(config: Config, setup: Setup, heads: int) -> Sizes:
-    """Of a model with this many key-value heads: the mean over seeds."""
-    by_seed = [_of_seed(config, setup, heads, seed) for seed in range(SEEDS)]
+    """The sizes in a model with this many key-value heads: the mean over seeds."""
+    by_seed = [_sizes_for_seed(config, setup, heads, seed) for seed in range(SEEDS)]
     return {key: sum(sizes[key] for sizes in by_seed) / SEEDS for key in by_seed[0]}
 
 
-def _of_seed(config: Config, setup: Setup, heads: int, seed: int) -> Sizes:
+def _sizes_for_seed(config: Config, setup: Setup, heads: int, seed: int) -> Sizes:
     spec = setup.spec
     small = spec.tiny(setup.args, LAYERS, heads) | {"vocab_size": VOCAB}
     overrides = {**config.model.overrides, **small}

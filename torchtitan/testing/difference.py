@@ -1,4 +1,4 @@
-"""How far a run is from the reference, and how far it may be."""
+"""The differences between a run and its reference, and their tolerances."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 from torchtitan.config.sections.optim import Optimizer
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.spec import is_matrix
-from torchtitan.testing.compare import ROUTING_BIAS, Observation
+from torchtitan.testing.observe import ROUTING_BIAS, Observation
 
 EPS = torch.finfo(torch.float32).eps
 BF16_EPS = torch.finfo(torch.bfloat16).eps
@@ -23,8 +23,8 @@ def rounding(terms: int, chain: int = 1, dtype: torch.dtype = torch.float32) -> 
     (Higham and Mary, 2019).
 
     Args:
-        terms: of the longest sum.
-        chain: sums that follow each other.
+        terms: number of terms of the longest sum.
+        chain: number of sums that follow each other.
     """
     return 4 * math.sqrt(terms * chain) * torch.finfo(dtype).eps
 
@@ -33,14 +33,13 @@ def rounding(terms: int, chain: int = 1, dtype: torch.dtype = torch.float32) -> 
 class Tolerances:
     """Largest relative differences that fp32 sums in another order explain."""
 
-    gradient: float = rounding(
-        terms=4096, chain=12
-    )  # a vocabulary or the tokens of a step; some layers
+    # the terms are a vocabulary or the tokens of a step, the chain is some layers
+    gradient: float = rounding(terms=4096, chain=12)
     """Largest difference within a parameter's gradient, relative to its largest element."""
     loss: float = 1e-5
-    """Less, because it is a mean over tokens, whose errors cancel."""
+    """Smaller, because the loss is a mean over tokens, whose errors cancel."""
     grad_norm: float = 1e-5
-    """Less, because it sums over all elements."""
+    """Smaller, because the norm sums over all elements."""
 
 
 def tolerances_of(config: Config) -> Tolerances:
@@ -52,38 +51,38 @@ def tolerances_of(config: Config) -> Tolerances:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a run is from the reference; relative, as in `Tolerances`.
+    """Relative differences between a run and its reference, as in `Tolerances`.
 
-    Loss, norm and gradients are those of the steps that can be compared: not of one in which a
-    token went to another expert because two experts' scores were equal up to rounding.
+    Loss, norm and gradients cover the steps that can be compared. A step in which a token went to
+    another expert, because two experts' scores were equal up to rounding, can't.
     """
 
     loss: float
     first_loss: float
-    """In the first step: before any update, so it depends on the forward alone."""
+    """Difference in the first step: before any update, so it depends on the forward alone."""
     grad_norm: float
     step: int
-    """The first that can be compared, from 0."""
+    """The first step that can be compared, from 0."""
     gradients: dict[str, float]
-    """In that step."""
+    """Difference of each parameter's gradient in that step."""
     later_gradients: dict[str, float]
-    """The largest of the later steps; empty if there is none."""
+    """The largest difference in later steps; empty if there are none."""
     weights: dict[str, float]
-    """The largest difference of an update by the same gradients, in units of what its rounding
-    explains, which depends on the optimizer.
+    """The largest difference of an update by the same gradients, as a multiple of the difference
+    that rounding explains, which depends on the optimizer.
     """
     mtp_loss: float
     validation_loss: float
     tokens_differ: bool
     flips: int
-    """Tokens, at least, that were sent to other experts, over all steps and layers."""
+    """Lower bound of the tokens that were sent to other experts, over all steps and layers."""
     first_flip: tuple[int, int] | None
-    """Step and layer of the first of them."""
+    """Step and layer in which tokens were first sent to other experts."""
     miscount: str | None
-    """The first layer and step whose experts counted other numbers of rows together, in words."""
+    """A sentence on the first layer and step whose experts counted another total of rows."""
     biases: dict[str, float]
-    """Routing bias to its absolute difference after the first step. It follows from integers, so it
-    is exact.
+    """Absolute difference of each routing bias after the first step. Biases follow from integer
+    counts, so the difference should be 0.
     """
 
     @property
@@ -124,7 +123,7 @@ class Difference:
 
 
 def difference(run: Observation, expected: Observation, optimizer: Optimizer) -> Difference:
-    """How far `run` is from `expected`.
+    """Compare a run with its reference.
 
     Args:
         expected: the reference of this run.
@@ -138,7 +137,7 @@ def difference(run: Observation, expected: Observation, optimizer: Optimizer) ->
     assert len(run.weights) == len(expected.weights)
     compared = _comparable(run, expected)
     first, *later = (
-        _of_gradients(run.gradients[step], expected.gradients[step]) for step in compared
+        _gradient_differences(run.gradients[step], expected.gradients[step]) for step in compared
     )
     return Difference(
         loss=_worst(run.losses, expected.losses, compared),
@@ -149,7 +148,7 @@ def difference(run: Observation, expected: Observation, optimizer: Optimizer) ->
         later_gradients={name: max(distances[name] for distances in later) for name in first}
         if later
         else {},
-        weights=_of_updates(run.weights, expected.weights, optimizer),
+        weights=_update_differences(run.weights, expected.weights, optimizer),
         mtp_loss=_worst(run.mtp_losses, expected.mtp_losses, compared) if run.mtp_losses else 0.0,
         validation_loss=_worst(run.validation_losses, expected.validation_losses),
         tokens_differ=run.tokens != expected.tokens,
@@ -165,8 +164,8 @@ def difference(run: Observation, expected: Observation, optimizer: Optimizer) ->
 
 
 def _comparable(run: Observation, expected: Observation) -> list[int]:
-    """Steps in which every token went to the same experts, or to others for no reason; all if there
-    is none.
+    """The steps that can be compared: every token went to the same experts, or to others without a
+    tie that explains it. All steps if there are none.
     """
     steps = range(len(run.losses))
     if not run.loads:
@@ -179,15 +178,17 @@ def _comparable(run: Observation, expected: Observation) -> list[int]:
 
 
 def _tied(loads: Tensor, expected: Tensor, ties: Tensor) -> bool:
-    """Whether tokens were sent to other experts, and ties explain it; after the first such layer
-    all tokens differ.
+    """Whether tokens were sent to other experts, and ties explain it. Only the first such layer
+    counts, because after it all tokens differ.
     """
     flips = _flips(loads, expected)
     layers = flips.nonzero().flatten().tolist()
     return bool(layers) and bool(flips[layers[0]] <= ties[layers[0]])
 
 
-def _of_gradients(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def _gradient_differences(
+    gradients: dict[str, Tensor], expected: dict[str, Tensor]
+) -> dict[str, float]:
     assert gradients.keys() == expected.keys()
     return {
         name: _distance(gradients[name], value) / max(value.abs().max().item(), 1e-30)
@@ -195,7 +196,7 @@ def _of_gradients(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> 
     }
 
 
-def _of_updates(
+def _update_differences(
     weights: Sequence[dict[str, Tensor]],
     expected: Sequence[dict[str, Tensor]],
     optimizer: Optimizer,
@@ -214,8 +215,8 @@ def _of_updates(
 
 
 def _adam_distance(weights: Tensor, expected: Tensor, optimizer: Optimizer, step: int) -> float:
-    """The largest difference of an update, in units of what rounding explains; also for
-    element-wise optimizers.
+    """The largest difference of an update, as a multiple of the difference that rounding explains.
+    It holds for all element-wise optimizers.
 
     With equal gradients nothing is amplified: an update is at most about the learning rate, and
     some 16 operations on an element round by half an eps each. Then the weight is decayed and added
@@ -228,7 +229,7 @@ def _adam_distance(weights: Tensor, expected: Tensor, optimizer: Optimizer, step
 
 
 def _muon_distance(weights: Tensor, expected: Tensor, optimizer: Optimizer, step: int) -> float:
-    """The root mean square difference of an update of matrices, in units of what rounding explains.
+    """The root mean square difference of an update of matrices, as a multiple of its rounding.
 
     Muon divides a matrix by its norm, and rounds to bf16, on both sides: that adds singular values
     up to about eps / 2 * (rows^-1/2 + columns^-1/2). Each iteration multiplies those near 0 by
@@ -242,7 +243,7 @@ def _muon_distance(weights: Tensor, expected: Tensor, optimizer: Optimizer, step
 
 
 def _flips(loads: Tensor, expected: Tensor) -> Tensor:
-    """`[layers]`, how many rows must be of other experts, at least, if as many were counted."""
+    """`[layers]`, lower bound of the rows that went to other experts, if the totals are equal."""
     return ((loads - expected).abs().sum(1) - (loads.sum(1) - expected.sum(1)).abs()) / 2
 
 

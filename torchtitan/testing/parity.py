@@ -1,6 +1,4 @@
-"""Whether a distributed run computes what one process does, and if not, along which mesh axis it
-goes wrong.
-"""
+"""Check that a distributed run computes what one process does; if not, find the wrong mesh axes."""
 
 import itertools
 import math
@@ -24,8 +22,8 @@ from torchtitan.config.derive import (
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.sections.metrics import Metrics, Notifications
 from torchtitan.models.args import DecoderArgs
-from torchtitan.testing.compare import observe, write_corpus
 from torchtitan.testing.difference import Difference, Tolerances, difference, tolerances_of
+from torchtitan.testing.observe import observe, write_corpus
 from torchtitan.testing.reference import reference
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.utils.wording import plural
@@ -40,15 +38,15 @@ class Finding:
     difference: Difference
     problems: list[str]
     culprit: str | None
-    """The wrong gradient nearest to the loss, which the backward computes first; or the first wrong
-    routing bias.
+    """The parameter whose gradient is wrong and nearest to the loss, where the backward begins; or
+    the first wrong routing bias.
     """
     factor: float | None
-    """The factor that it is off by, if that explains the whole difference."""
+    """The factor by which the culprit is wrong; None if a factor doesn't explain the difference."""
 
 
 def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> list[str]:
-    """Arguments of the same run with a tiny model and few short rows, in fp32, with its files in
+    """Arguments for the same run with a tiny model and few short rows, in fp32, which writes to
     `folder`.
     """
     p = config.parallelism
@@ -84,10 +82,10 @@ def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> l
     if isinstance(setup.args, DecoderArgs) and setup.args.mup_base_dim:
         tiny["mup_base_dim"] = tiny["dim"] // 2  # wider than its base, as the model may be
     corpus = write_corpus(folder / "corpus.jsonl")
-    # Rewritten, because a flag in an old spelling would clash with the ones added here.
-    written = folder / "config.toml"
+    # The flags are written to a file, because one in an old spelling would clash with those below.
+    config_file = folder / "config.toml"
     silent = {"metrics": Metrics(log_freq=1), "notifications": Notifications()}
-    written.write_text(
+    config_file.write_text(
         to_toml(load_config(list(argv)).config.model_copy(update=silent)), encoding="utf-8"
     )
     sizes = {
@@ -125,7 +123,7 @@ def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> l
         "checkpoint.last_save_in_hf": "false",
     }
     return [
-        f"--job.config_file={written}",
+        f"--job.config_file={config_file}",
         *(f"--{key}={value}" for key, value in {**sizes, **off}.items()),
     ]
 
@@ -166,15 +164,15 @@ def _factor(copies: Tensor, expected: Tensor) -> float | None:
 def find_axes(
     argv: Sequence[str], degrees: dict[str, int], rows: int, tolerances: Tolerances
 ) -> list[str]:
-    """Mesh axes that cause the error: one, or several that cause it only in combination; empty if
-    none is found.
+    """Find the mesh axes that cause the error: one, or several that cause it only in combination.
+    Empty if none is found.
 
-    Each is tried alone. A data-parallel axis that has proved right fills up the remaining ranks.
+    Each axis is tried alone. A data-parallel axis that is right fills up the remaining ranks.
     Expert parallelism is no axis of the mesh: it takes as many of these ranks as it can.
 
     Args:
-        degrees: of the mesh axes, and of ep.
-        rows: of each data-parallel rank.
+        degrees: degrees of the mesh axes and of ep.
+        rows: number of rows of each data-parallel rank.
     """
     world = math.prod(degrees[axis] for axis in DEGREE_KEYS)
 

@@ -34,7 +34,7 @@ _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["torchtitan.testing.ranks_preload"])
 
 
-class RankError(AssertionError):
+class RankFailure(AssertionError):
     """A rank failed or hung; the message holds its traceback or stack."""
 
 
@@ -113,7 +113,7 @@ class RankPool:
             Their results, in order of rank.
 
         Raises:
-            RankError: a rank failed, or didn't return in time.
+            RankFailure: a rank failed, or didn't return in time.
         """
         if not self.processes:
             self.start()
@@ -146,8 +146,8 @@ class RankPool:
             self.close()
             primary = {r: e for r, e in errors.items() if not from_another_rank(e)} or errors
             for rank, text in primary.items():
-                raise RankError(f"rank {rank} of {self.world} failed:\n{text}")
-            raise RankError(
+                raise RankFailure(f"rank {rank} of {self.world} failed:\n{text}")
+            raise RankFailure(
                 "no answer in time:\n" + "\n".join(f"rank {r}:\n{s}" for r, s in stacks.items())
             )
         if threads > MAX_THREADS:

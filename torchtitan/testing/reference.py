@@ -1,4 +1,4 @@
-"""A run's reference on one process.
+"""The reference of a distributed run: the same run on one process.
 
 It is plain PyTorch: one module, `F.cross_entropy`, `torch.optim`. It shares with the framework only
 the model's definition and initial values, the order of the data, and the learning-rate schedule.
@@ -30,7 +30,7 @@ from torchtitan.optim.loss import RowLoss, build_loss
 from torchtitan.optim.lr_schedule import build_shape, lr_factor, stage_scale
 from torchtitan.parallel.experts.shard import build_balance
 from torchtitan.parallel.init import materialize
-from torchtitan.testing.compare import Observation, pad_labels, trained_tensors
+from torchtitan.testing.observe import Observation, pad_labels, trained_tensors
 from torchtitan.train.build import build_data
 from torchtitan.train.preflight import Setup, preflight
 
@@ -43,13 +43,13 @@ def reference(
     run: Observation | None = None,
     rounding: float = 0.0,
 ) -> Observation:
-    """The same run in plain PyTorch on this process, in fp32 on the CPU.
+    """Train the same run in plain PyTorch on this process, in fp32 on the CPU.
 
     Args:
         config: resolved for the distributed run; a step here is its global batch.
-        padded: the last quarter of each row doesn't count.
-        run: begin each step with its weights, and update by its gradients and loads. Else by the
-        reference's own.
+        padded: the last quarter of each row has no labels.
+        run: begin each step with the weights of this run, and update by its gradients and loads.
+            None: use the reference's.
         rounding: experts whose scores differ by less, relative to the token's largest, are ties.
     """
     device = torch.device("cpu")
@@ -60,7 +60,7 @@ def reference(
     settings = config.optimizer
     training = config.training
     optimizers = _optimizers(model, settings, config.custom, setup.width_ratio)
-    of_row = (
+    row_loss = (
         build_loss(training.loss, config.custom) if registry.losses.find(training.loss) else None
     )
     loader = build_data(config, "training", setup.tokenizer)
@@ -76,7 +76,7 @@ def reference(
             labels,
             _ends(batch, end),
             train=bool(experts.routers),
-            registered=of_row,
+            registered=row_loss,
             modules=setup.n_mtp,
             z_loss=training.z_loss,
         )
@@ -113,7 +113,7 @@ def reference(
             (step + 1) % config.validation.freq == 0 or step + 1 == training.steps
         ):
             out.validation_losses.append(
-                _validate(model, config, setup, end, of_row, padded=padded)
+                _validate(model, config, setup, end, row_loss, padded=padded)
             )
     loader.close()
     return out
@@ -132,7 +132,7 @@ def _update(
 
 
 class _ReferenceExperts:
-    """The routers of a model, if it has any: counts of each step, and updates of their biases."""
+    """Counts the rows of each router in each step, and updates the routing biases."""
 
     def __init__(self, model: Any, setup: Setup, config: Config, rounding: float):
         self.routers = {
@@ -168,7 +168,7 @@ class _ReferenceExperts:
         """End a step: record its counts, and update the routing biases.
 
         Args:
-            loads: `[layers, experts]`, update by these instead of the counts.
+            loads: `[layers, experts]`, update by these; None: by the counts.
         """
         if not self.routers:
             return
@@ -210,14 +210,14 @@ def _optimizers(
     for group in muon_groups:
         options = {"weight_decay": group["weight_decay"], "momentum": settings.muon_momentum}
         options["ns_steps"] = settings.muon_ns_steps
-        optimizer = _MuonOfEach(group["params"], adjust_lr_fn="match_rms_adamw", **options)
+        optimizer = _StackedMuon(group["params"], adjust_lr_fn="match_rms_adamw", **options)
         optimizer.param_groups[0]["lr_scale"] = group["lr_scale"]
         out.append(optimizer)
     return out
 
 
-class _MuonOfEach(torch.optim.Muon):
-    """torch's Muon of matrices, and of each matrix of a stack."""
+class _StackedMuon(torch.optim.Muon):
+    """torch's Muon, applied to matrices and to each matrix of a stack."""
 
     def __init__(self, params: Sequence[nn.Parameter], **options: Any):
         self._stacks = [
@@ -251,14 +251,14 @@ def _mean_losses(
     modules: int = 0,
     z_loss: float = 0.0,
 ) -> list[Tensor]:
-    """The loss of the next token, and those of the modules that predict further ones.
+    """The mean loss of the next token, and of each module of multi-token prediction.
 
     Args:
         ends: `[batch, seq]`, the tokens that end documents; None: a row counts as one.
         train: tell a mixture of experts which tokens count.
-        registered: instead of cross entropy.
-        modules: how many modules run.
-        z_loss: its coefficient; it changes gradients only.
+        registered: a registered loss; None: cross entropy.
+        modules: number of modules of multi-token prediction.
+        z_loss: coefficient of the z-loss, which changes gradients only.
     """
     mask = None
     documents = torch.zeros_like(tokens)
@@ -281,7 +281,7 @@ def _mean_losses(
 
 
 def _ends(batch: StepBatch, end: int | None) -> Tensor | None:
-    """For `_mean_losses`."""
+    """The argument `ends` of `_mean_losses`."""
     if end is None:
         return None
     assert batch.continues is not None
@@ -291,7 +291,7 @@ def _ends(batch: StepBatch, end: int | None) -> Tensor | None:
 def _shifted(
     tokens: Tensor, labels: Tensor, documents: Tensor, modules: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Tokens and labels k places on, for k = 0, 1, ...; no label beyond a token's document."""
+    """Tokens and labels shifted by k = 0, 1, ...; without labels beyond a token's document."""
     inputs = []
     targets = []
     for k in range(1 + modules):
@@ -309,14 +309,14 @@ def _mean(logits: Tensor, labels: Tensor, registered: RowLoss | None, z_loss: fl
     has_label = labels != IGNORE_INDEX
     counted = has_label.sum().clamp(min=1)
     squares = torch.logsumexp(logits[has_label].float(), dim=-1) ** 2
-    regularizer = z_loss * squares.sum() / counted
-    of_gradients = regularizer - regularizer.detach()
+    z_term = z_loss * squares.sum() / counted
+    z_gradients = z_term - z_term.detach()
     if registered is not None:
-        return registered(logits, labels).sum() / counted + of_gradients
+        return registered(logits, labels).sum() / counted + z_gradients
     summed = F.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
-    return summed / counted + of_gradients
+    return summed / counted + z_gradients
 
 
 @torch.no_grad()
@@ -346,6 +346,6 @@ def _validate(
 
 
 def run_reference(argv: list[str]) -> Observation:
-    """The reference for the run that `argv` configures for one rank."""
+    """Run the reference for the run that `argv` configures for one rank."""
     config = resolve(argv, 1).config
     return reference(config, preflight(config))

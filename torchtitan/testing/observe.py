@@ -1,4 +1,4 @@
-"""Observe a distributed run, to compare it with its reference; the corpus that both read."""
+"""Observe a run, to compare it with its reference; and write the corpus that both read."""
 
 import dataclasses
 import json
@@ -30,12 +30,12 @@ ROUTING_BIAS = "expert_bias"
 
 @dataclass
 class Observation:
-    """What a run computed."""
+    """The losses, gradients, weights and loads that a run computed."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    """Predicted tokens since the start of training, after each step."""
+    """Number of predicted tokens since the start of training, after each step."""
     mtp_losses: list[float] = field(default_factory=list)
     """Empty if no further tokens are predicted."""
     validation_losses: list[float] = field(default_factory=list)
@@ -50,17 +50,19 @@ class Observation:
     loads: list[Tensor] = field(default_factory=list)
     """`[layers, experts]`, the rows of each expert in each step; empty for a dense model."""
     ties: list[Tensor] = field(default_factory=list)
-    """`[layers]`, tokens of each step for which the last chosen expert and the next best score
-    alike up to rounding. Of the reference only.
+    """`[layers]`, number of tokens of each step for which the last chosen expert and the next best
+    have equal scores up to rounding. Only a reference has them.
     """
 
 
 def observe(config: Config, setup: Setup, *, padded: bool = False) -> Observation:
-    """Train on all ranks of the default process group. Tensors of all ranks are in the observation
-    of rank 0.
+    """Train on all ranks of the default process group, and record what they compute.
 
     Args:
-        padded: the last quarter of each row doesn't count.
+        padded: the last quarter of each row has no labels.
+
+    Returns:
+        The observation; on rank 0 with the tensors of all ranks.
     """
     out = Observation()
     order = list(setup.spec.module_flops(setup.args, config.training.seq_len))
@@ -100,7 +102,7 @@ def pad_labels(labels: Tensor) -> Tensor:
 
 
 class _PaddedLoader:
-    """A loader whose rows end with a quarter that doesn't count."""
+    """A loader whose rows end with a quarter without labels."""
 
     def __init__(self, loader: StepLoader):
         self.loader = loader
@@ -118,7 +120,7 @@ def _padded_data(*args: Any, **kwargs: Any) -> Any:
 
 
 class _Observer(Callback):
-    """Adds gradients, weights and the experts' loads of each step to an observation."""
+    """A callback that adds gradients, weights and experts' loads of each step to an observation."""
 
     def __init__(self, order: list[str], out: Observation):
         """
@@ -136,7 +138,7 @@ class _Observer(Callback):
             optimizer.register_step_post_hook(self._keep)
 
     def _keep(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """After the optimizer's step, because that may clip the gradients first."""
+        """Runs after the optimizer's step, because that may clip the gradients first."""
         for group in optimizer.param_groups:
             for p in group["params"]:
                 name = self.names[p]
@@ -146,7 +148,7 @@ class _Observer(Callback):
                     self.gradients[name] = _full(torch.zeros_like(p))
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        self.out.gradients.append(_of_all_ranks(self.gradients, self.order))
+        self.out.gradients.append(_gather_copies(self.gradients, self.order))
         self.gradients.clear()
         if run.experts is not None:
             self.out.loads.append(run.experts.loads.cpu().clone())
@@ -155,11 +157,11 @@ class _Observer(Callback):
             for model in run.models
             for name, value in trained_tensors(model).items()
         }
-        self.out.weights.append(_of_all_ranks(trained, self.order))
+        self.out.weights.append(_gather_copies(trained, self.order))
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, and the buffers that training changes and the forward uses."""
+    """The tensors that training changes and the forward uses: parameters and routing biases."""
     biases = {name: value for name, value in model.named_buffers() if name.endswith(ROUTING_BIAS)}
     return {**dict(model.named_parameters()), **biases}
 
@@ -168,9 +170,8 @@ def _full(value: Any) -> Tensor:
     return unsharded(value).detach().cpu().clone()
 
 
-def _of_all_ranks(tensors: dict[str, Tensor], order: list[str]) -> dict[str, Tensor]:
-    """The distinct copies that ranks hold of each tensor, in the model's order; a pipeline stage
-    holds only some.
+def _gather_copies(tensors: dict[str, Tensor], order: list[str]) -> dict[str, Tensor]:
+    """Gather the distinct copies that ranks hold of each tensor, in the model's order.
 
     Empty on all ranks but 0.
     """
