@@ -82,8 +82,8 @@ def reference(
         )
         loss = losses[0]
         model.zero_grad()
-        further = torch.stack(losses[1:]).mean() if setup.n_mtp else torch.zeros(())
-        (loss + training.mtp_loss_weight * further).backward()
+        mtp_loss = torch.stack(losses[1:]).mean() if setup.n_mtp else torch.zeros(())
+        (loss + training.mtp_loss_weight * mtp_loss).backward()
         grads = [p.grad.double().norm() for p in model.parameters()]
         norm = torch.stack(grads).norm().item()
         if training.max_norm > 0:
@@ -106,7 +106,7 @@ def reference(
         tokens += int((labels != IGNORE_INDEX).sum())
         out.losses.append(loss.item())
         if setup.n_mtp:
-            out.mtp_losses.append(further.item())
+            out.mtp_losses.append(mtp_loss.item())
         out.grad_norms.append(norm)
         out.tokens.append(tokens)
         if config.validation.enable and (

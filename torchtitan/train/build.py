@@ -303,8 +303,8 @@ def build_compute(
     cp = mesh.size("cp"), mesh.rank("cp")
     positions = local_positions(section.seq_len, *cp, balanced).to(device)
     attending = attending_positions(positions, p)
-    further = setup.n_mtp if trains else 0
-    model_loss = _build_model_loss(config, mesh, device, loss, further=further)
+    mtp_modules = setup.n_mtp if trains else 0
+    model_loss = _build_model_loss(config, mesh, device, loss, mtp_modules=mtp_modules)
     dtype = getattr(torch, training.mixed_precision_param)
     pipeline = None
     if setup.stages is not None:
@@ -318,7 +318,7 @@ def build_compute(
             tp_degree=mesh.size("tp"),
             dtype=dtype,
             project=model_loss.project,
-            further=further,
+            mtp_modules=mtp_modules,
         )
         pipeline = Pipeline(
             models, setup.stages, shapes, positions, attending=attending, group=pp_group
@@ -340,12 +340,12 @@ def build_compute(
 
 
 def _build_model_loss(
-    config: Config, mesh: Mesh, device: torch.device, loss: RowLoss | None, *, further: int
+    config: Config, mesh: Mesh, device: torch.device, loss: RowLoss | None, *, mtp_modules: int
 ) -> ModelLoss:
     """
     Args:
         loss: replaces the loss that `training.loss` names.
-        further: number of modules of multi-token prediction.
+        mtp_modules: number of modules of multi-token prediction.
     """
     training = config.training
     row_loss = loss or build_loss(training.loss, config.custom, training.z_loss)
@@ -354,7 +354,7 @@ def _build_model_loss(
         chunks=training.loss_chunks,
         tp_degree=mesh.size("tp"),
         sharded=mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel,
-        mtp=MTPLoss(further, training.mtp_loss_weight, device) if further else None,
+        mtp=MTPLoss(mtp_modules, training.mtp_loss_weight, device) if mtp_modules else None,
     )
 
 

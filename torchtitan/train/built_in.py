@@ -139,10 +139,10 @@ class ConfirmFolders(Callback):
 
     def __init__(self, engine: Engine):
         self.metrics = engine.telemetry.metrics
-        self.folders = engine.folders
+        self.folder_locks = engine.folder_locks
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        if self.metrics.due(run.progress.step) and not self.folders.confirm():
+        if self.metrics.due(run.progress.step) and not self.folder_locks.confirm():
             write_config(run.config)
 
 

@@ -24,7 +24,7 @@ class Engine:
     state: RunState
     checkpointer: Checkpointer
     telemetry: Telemetry
-    folders: FolderLocks
+    folder_locks: FolderLocks
     watch: Watch | None
     """None if the caller owns the process group."""
     run: Run

@@ -103,10 +103,10 @@ class _SmallCopy:
 
 def _as_in_training(spec: ModelSpec, args: Any, tokens: Tensor) -> Tensor:
     """The model's input for tokens `[b, s]`: with multi-token prediction also the next tokens."""
-    further = spec.mtp_modules(args)
-    if not further:
+    mtp_modules = spec.mtp_modules(args)
+    if not mtp_modules:
         return tokens
-    return torch.stack([tokens.roll(-k, 1) for k in range(1 + further)], dim=-1)
+    return torch.stack([tokens.roll(-k, 1) for k in range(1 + mtp_modules)], dim=-1)
 
 
 def _token_weights(spec: ModelSpec, args: Any, tokens: Tensor) -> dict[str, Tensor]:

@@ -50,7 +50,7 @@ class Components:
     build_stage_compute: Callable[[int], Compute] | None = None
     """Builds `compute` for a stage of the data; None: there is only one stage."""
 
-    def enter(self, stage: int) -> None:
+    def enter_stage(self, stage: int) -> None:
         """Prepare for the rows of a stage of the data. Does nothing if it is the current one."""
         if stage != self.stage and self.build_stage_compute is not None:
             self.compute = self.build_stage_compute(stage)

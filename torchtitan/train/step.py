@@ -81,7 +81,7 @@ def train_step(
             weight changes; or before the backward, if the backward updates the weights.
     """
     update = update or build_update(components, config)
-    components.enter(batch.stage)
+    components.enter_stage(batch.stage)
     learning_rate = components.schedule.apply(batch.stage)
     result = forward_backward(components, batch, update, stop=stop, before_update=before_update)
     approved = approve(result.loss, result.grad_norm)

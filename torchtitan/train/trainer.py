@@ -110,7 +110,7 @@ class Trainer:
                 degrees = layout_degrees(config.parallelism)
                 self.watch = Watch(config.comm, config.job.dump_folder, degrees)
         self.stop_request.defer()  # from now on a rank that exits alone makes the others fail
-        self.folders = lock_folders(config)
+        self.folder_locks = lock_folders(config)
         open_log(config)
         precision = describe_cpu_precision(config.training.mixed_precision_param)
         if self.device.type == "cpu" and precision:
@@ -122,22 +122,23 @@ class Trainer:
         """Build the components, the checkpointer and the state that a checkpoint holds."""
         config = self.config
         note("building the model")
-        self.components = build(config, self.setup, self.device, builders)
+        components = build(config, self.setup, self.device, builders)
+        self.components = components
         if self.owns_process_group:
             limit_groups(config.comm.init_timeout_seconds)
         self.checkpointer = Checkpointer(
             config.checkpoint,
             config.job.dump_folder,
             TrainedModel(
-                self.components.models,
-                self.components.optimizer,
-                self.components.average,
+                components.models,
+                components.optimizer,
+                components.average,
                 pp_degree=config.parallelism.pipeline_parallel_degree,
             ),
-            describe_run(config, self.setup, self.components.loader.fingerprint),
-            confirm=lambda: self.folders.confirm(remote=True),
-            confirm_copies=self.folders.confirm_copies,
-            data_files=self.components.loader.record.lists,
+            describe_run(config, self.setup, components.loader.fingerprint),
+            confirm=lambda: self.folder_locks.confirm(remote=True),
+            confirm_copies=self.folder_locks.confirm_copies,
+            data_files=components.loader.record.lists,
             storage=builders.storage,
         )
         guard = UpdateGuard(
@@ -147,25 +148,24 @@ class Trainer:
             config.job.dump_folder,
             updates_in_backward=config.optimizer.early_step_in_backward,
         )
-        self.update = build_update(self.components, config, agree=guard.spikes.acts)
+        self.update = build_update(components, config, agree=guard.spikes.acts)
         self.state = RunState(
             progress=Progress(),
-            schedule=self.components.schedule,
-            loader=self.components.loader,
+            schedule=components.schedule,
+            loader=components.loader,
             guard=guard,
-            average=self.components.average,
+            average=components.average,
             callbacks=CallbackStates(user_callbacks),
         )
 
     def _restore(self) -> None:
         """Load the checkpoint or the weights that the run starts from."""
         note("loading a checkpoint")
-        loader = self.components.loader
-        restore(
-            self.config, self.setup, self.components.models, self.checkpointer, state=self.state
-        )
+        components = self.components
+        loader = components.loader
+        restore(self.config, self.setup, components.models, self.checkpointer, state=self.state)
         loader.check_enough(self.config.training.steps)
-        self.components.enter(loader.stage_after(loader.start))
+        components.enter_stage(loader.stage_after(loader.start))
         write_config(self.config)
 
     def _start(
@@ -206,7 +206,7 @@ class Trainer:
             state=self.state,
             checkpointer=self.checkpointer,
             telemetry=self.telemetry,
-            folders=self.folders,
+            folder_locks=self.folder_locks,
             watch=self.watch,
             run=run,
         )
@@ -333,7 +333,7 @@ class Trainer:
         if ends_together:
             dist.destroy_process_group()
         self.checkpointer.end_uploads(wait=error is None and not self.stopped)
-        self.folders.release()
+        self.folder_locks.release()
 
     def _end_callbacks(self, reason: str, error: BaseException | None) -> None:
         try:

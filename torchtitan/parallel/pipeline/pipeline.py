@@ -82,20 +82,20 @@ class StageShapes:
     """The dtype of hidden states and logits."""
     project: bool
     """The last stage returns logits rather than hidden states."""
-    further: int = 0
-    """Number of modules of multi-token prediction. The embeddings of further tokens travel with the
-    hidden states, so stages exchange `[microbatch, seq / tp_degree, (1 + further) * dim]`. Tokens
-    are `[microbatch, seq, 1 + further]`.
+    mtp_modules: int = 0
+    """Number of modules of multi-token prediction. With n of them, the embeddings of further tokens
+    travel with the hidden states: stages exchange `[microbatch, seq / tp_degree, (1 + n) * dim]`,
+    and tokens are `[microbatch, seq, 1 + n]`.
     """
 
     def ends(self, microbatch_size: int, *, first: bool, last: bool) -> dict[str, Tensor]:
         """A stage's input and output, on the meta device."""
-        width = (1 + self.further) * self.dim
+        width = (1 + self.mtp_modules) * self.dim
         hidden_shape = (microbatch_size, self.seq_len // self.tp_degree, width)
         tokens_shape = (
             microbatch_size,
             self.seq_len,
-            *([1 + self.further] if self.further else []),
+            *([1 + self.mtp_modules] if self.mtp_modules else []),
         )
         logits_shape = (microbatch_size, self.seq_len, self.vocab_size)
         with torch.device("meta"):
@@ -150,7 +150,7 @@ class Pipeline:
         """Add the gradients of one batch to the parameters'.
 
         Args:
-            tokens, labels: `[batch, seq]`, or `[batch, seq, 1 + further]`.
+            tokens, labels: `[batch, seq]`, or `[batch, seq, 1 + mtp_modules]`.
             documents: `[batch, whole row]`, the document of each token, on the host; None:
                 attention sees whole rows.
             token_weights: shaped like `tokens`, for a mixture of experts.
