@@ -1,1 +1,1 @@
-"""From one device to many: mesh, process groups, and the ordered list that distributes a model."""
+"""Distribute a model: mesh, process groups, and the ordered list of steps, `parallelize`."""

@@ -108,7 +108,7 @@ def _expert_placement(weight: nn.Parameter, shards: int) -> Shard:
 
 @dataclass(frozen=True)
 class Accumulation:
-    """How the gradients of a step's batches are accumulated."""
+    """The way in which the gradients of a step's batches are accumulated."""
 
     whole: bool
     """Accumulate whole gradients, and reduce them after the last batch. Otherwise reduce the

@@ -1,5 +1,5 @@
 """The coordinate check of muP: do activations keep their size as the model gets wider, and do
-updates change them by as much (Yang et al., arXiv:2203.03466, appendix D.1)?
+updates change them by the same amount (Yang et al., arXiv:2203.03466, appendix D.1)?
 
 A model that passes can be trained, at any width, with the learning rate that was found at a small
 one. In the standard parametrization, activations or updates grow with the width to the power of 1/2
@@ -43,7 +43,7 @@ absolute change of it by `STEPS` updates.
 
 @dataclass(frozen=True)
 class Trend:
-    """How the outputs of one module depend on the width."""
+    """The sizes of one module's outputs over the width."""
 
     module: str
     what: str

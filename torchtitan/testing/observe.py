@@ -25,7 +25,7 @@ from torchtitan.train.step import StepResult
 from torchtitan.train.trainer import Trainer
 
 ROUTING_BIAS = "expert_bias"
-"""How the names of experts' routing biases end."""
+"""Suffix of the names of experts' routing biases."""
 
 
 @dataclass

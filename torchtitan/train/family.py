@@ -92,7 +92,7 @@ class _SmallCopy:
             for param in self.model.parameters():
                 param.normal_(std=0.5, generator=random)
         self.tokens = torch.randint(_VOCABULARY, (_ROWS, _LENGTH), generator=random)
-        self.inputs = _as_in_training(spec, self.args, self.tokens)
+        self.inputs = _training_inputs(spec, self.args, self.tokens)
 
     def run(self, model: Any, inputs: Tensor, *, project: bool = True) -> Tensor:
         """Call `model`, or a stage of it, as training does."""
@@ -101,7 +101,7 @@ class _SmallCopy:
         return model(inputs, torch.arange(_LENGTH), None, project=project, **options)
 
 
-def _as_in_training(spec: ModelSpec, args: Any, tokens: Tensor) -> Tensor:
+def _training_inputs(spec: ModelSpec, args: Any, tokens: Tensor) -> Tensor:
     """The model's input for tokens `[b, s]`: with multi-token prediction also the next tokens."""
     mtp_modules = spec.mtp_modules(args)
     if not mtp_modules:
@@ -216,7 +216,7 @@ def _forward_flops(spec: ModelSpec, args: Any, seq_len: int) -> float:
     """FLOPs per token that torch counts in a forward of one row."""
     with torch.device("meta"):
         model: Any = spec.build(args, attention_backend("cpu"))
-        tokens = _as_in_training(spec, args, torch.zeros(1, seq_len, dtype=torch.int64))
+        tokens = _training_inputs(spec, args, torch.zeros(1, seq_len, dtype=torch.int64))
         positions = torch.arange(seq_len)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(tokens, positions, None, **_token_weights(spec, args, tokens))
@@ -224,7 +224,7 @@ def _forward_flops(spec: ModelSpec, args: Any, seq_len: int) -> float:
 
 
 def _difference(logits: Tensor, expected: Tensor) -> str | None:
-    """How far `logits` are off, relative to the largest; None if only by rounding."""
+    """The error of `logits` relative to the largest, in words; None if it is only rounding."""
     if logits.shape != expected.shape:
         return f"their shape {list(logits.shape)} instead of {list(expected.shape)}"
     off = ((logits - expected).abs().max() / expected.abs().max()).item()

@@ -70,7 +70,7 @@ class Progress:
     this process.
     """
     epochs: Sequence[float] = ()
-    """How often this rank has read each data source."""
+    """Number of times that this rank has read each data source."""
     first_loss: float | None = None
     last_loss: float | None = None
 

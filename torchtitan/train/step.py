@@ -107,7 +107,7 @@ def prepare_weights(components: Components, config: Config) -> None:
 class Update:
     """Clips the gradients and updates the weights.
 
-    A step calls the methods in this order, after the backward: `clip`, `on_device`, `finish`.
+    A step calls the methods in this order, after the backward: `clip`, `queue_update`, `finish`.
     """
 
     in_backward = False
@@ -128,8 +128,8 @@ class Update:
         """Compute the norm of the gradients, and clip them if this kind of update does it here."""
         return _norm(self.components, _gradients(self.components))
 
-    def on_device(self, loss: Tensor, norm: Tensor) -> None:
-        """Queue work on the device before the host reads loss and gradient norm."""
+    def queue_update(self, loss: Tensor, norm: Tensor) -> None:
+        """Queue the update on the device before the host reads loss and norm, if this kind does."""
 
     def finish(self, approved: bool) -> None:
         """Finish the update after the host has read loss and gradient norm.
@@ -162,7 +162,7 @@ class DeviceUpdate(Update):
     finite, the device skips the update.
     """
 
-    def on_device(self, loss: Tensor, norm: Tensor) -> None:
+    def queue_update(self, loss: Tensor, norm: Tensor) -> None:
         note("updating the weights")
         optimizer = self.components.optimizer
         assert isinstance(optimizer, ShardedAdam)
@@ -250,7 +250,7 @@ def forward_backward(
     rows = components.compute.local_rows(batch.tokens, batch.labels, batch.sources, batch.continues)
     local_tokens = int((rows.next_labels != IGNORE_INDEX).sum())
     outcome = device_step(components, rows, local_tokens, update, before_update=before_update)
-    update.on_device(outcome.loss, outcome.norm)
+    update.queue_update(outcome.loss, outcome.norm)
     # All results are read at once: on CUDA this is the only time the host waits for the device.
     with device_syncs(report=False):
         loss_and_norm = torch.stack([x.double() for x in (outcome.loss, outcome.norm)])

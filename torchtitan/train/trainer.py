@@ -52,7 +52,7 @@ from torchtitan.utils.logging import logger
 from torchtitan.utils.signals import StopRequest
 
 COMMIT_SECONDS = 10.0
-"""How long, after an error, to wait for a save in the background to be committed."""
+"""Time to wait after an error until an asynchronous save is committed."""
 
 
 class Trainer:

@@ -10,7 +10,7 @@ from torchtitan.config.sections.parallelism import Parallelism
 
 
 class RowLayout(NamedTuple):
-    """How the ranks of a group share a row, and this rank's index among them.
+    """The layout of rows that the ranks of a group share, and this rank's index among them.
 
     A row is cut into chunks of equal length: one per rank, or, balanced, two. Rank r of n then has
     chunks r and 2n-1-r, so that causal attention is the same work everywhere (Brandon et al.,

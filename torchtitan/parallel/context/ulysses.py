@@ -39,7 +39,7 @@ def ulysses_attention_backend(attend: Attend, layout: RowLayout) -> Attend:
 
 
 def copies_of_keys(heads: int, kv_heads: int, ranks: int) -> int:
-    """How often each key head is sent, so that every rank has those of its query heads.
+    """Number of ranks that each key head is sent to, so that every rank has those of its queries.
 
     Raises:
         ValueError: the heads can't be split evenly over the ranks.

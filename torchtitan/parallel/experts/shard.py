@@ -63,7 +63,7 @@ class ShardedExperts(Experts):
         travelling = start(rows, sent, received, self.group)
         meanwhile()
         arrived = finish(travelling)
-        order = _by_expert(arriving, sum(received))
+        order = _expert_order(arriving, sum(received))
         inverse = inverse_permutation(order)
         local_ends = arriving.sum(0).cumsum(0).to(torch.int32)
         local_rows = permute(arrived, order, inverse)
@@ -77,7 +77,7 @@ class ShardedExperts(Experts):
         return finish(travelling)
 
 
-def _by_expert(received: Tensor, rows: int) -> Tensor:
+def _expert_order(received: Tensor, rows: int) -> Tensor:
     """`[n]`, the permutation that sorts rows by expert, which arrived sorted by rank.
 
     Args:
