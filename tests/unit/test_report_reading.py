@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.short_runs import BEGAN, collected, record, write, write_run
 from torchtitan.tools.reports import records as records_module
-from torchtitan.tools.reports.records import Record, last_training, read_records
+from torchtitan.tools.reports.records import MetricsRecord, last_training, read_records
 from torchtitan.tools.reports.series import Thinned
 
 
@@ -77,7 +77,7 @@ def test_thinned_records_are_those_that_count(steps, points):
     thinned = Thinned(points)
     counting: list[int] = []
     for i, step in enumerate(steps):
-        thinned.add(Record(step, {"i": i}))
+        thinned.add(MetricsRecord(step, {"i": i}))
         counting = [one for one in counting if one < step] + [step]
     left = [one.step for one in thinned.records()]
     assert left == sorted(set(left) & set(counting))

@@ -1,1 +1,1 @@
-"""Reads the folders of runs: how each run goes, and how runs differ."""
+"""Reads run folders, and reports the progress of each run and differences between runs."""

@@ -18,7 +18,7 @@ from torchtitan.utils.wording import listed, path_text
 
 
 def collect(folders: Sequence[Path], *, points: int = POINTS) -> dict[str, Any]:
-    """Everything about some runs that a report shows, as JSON can hold it.
+    """All data of a report about these runs, ready for JSON.
 
     Args:
         folders: dump folders; later runs are compared with the first.
@@ -38,7 +38,7 @@ def collect(folders: Sequence[Path], *, points: int = POINTS) -> dict[str, Any]:
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
-    """A name for each folder: its path without what all have in common."""
+    """A name for each folder: its path below the common parent."""
     if not folders:
         return []
     paths = [Path(os.path.abspath(folder)) for folder in folders]
@@ -47,7 +47,7 @@ def run_names(folders: Sequence[Path]) -> list[str]:
 
 
 def _describe(run: LoadedRun) -> dict[str, Any]:
-    """One run of a report."""
+    """Data of one run in a report."""
     folder = run.folder
     curves = run.curves
     latest = curves.latest()
@@ -125,7 +125,7 @@ _STYLES = [_FOLDER / "page.css"]
 
 
 def report_page(report: dict[str, Any], *, every: float | None = None) -> str:
-    """A self-contained page that shows `report`, what `collect` returns.
+    """A self-contained page that shows a report from `collect`.
 
     Args:
         every: seconds after which the page reads its own file again.

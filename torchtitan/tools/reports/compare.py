@@ -1,4 +1,4 @@
-"""Whether runs differ in loss and speed by more than noise."""
+"""Compares runs: whether loss, scores and speed differ by more than noise."""
 
 import json
 import math
@@ -17,11 +17,11 @@ from torchtitan.tools.reports.series import Curves
 from torchtitan.utils.wording import cut, plural, show_loss, show_rate, show_tokens
 
 SHARE = 0.25
-"""Part of the common tokens over which losses are compared: the last ones."""
+"""Losses are compared over this last share of the common tokens."""
 _MOST = 4096
-"""Records of a run that are compared, at most."""
+"""Maximum number of a run's records that are compared."""
 _SCORES = 20
-"""Scores of benchmarks that are compared, at most."""
+"""Maximum number of benchmark scores that are compared."""
 _NORMAL = 1.96
 """Standard errors in half of a 95 % confidence interval."""
 _LOSS = ("lower", "higher")
@@ -36,9 +36,9 @@ class LoadedRun:
     folder: Folder
     curves: Curves
     scores: dict[str, Curve] = field(default_factory=dict)
-    """What `torchtitan eval` found of its checkpoints."""
+    """Scores of its checkpoints by `torchtitan eval`."""
     samples: list[Curve] = field(default_factory=list)
-    """What the model wrote, see `read_samples`."""
+    """Generated texts, see `read_samples`."""
 
     @property
     def evals(self) -> dict[str, Curve]:
@@ -60,21 +60,21 @@ class LoadedRun:
 
 
 def compare(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
-    """Differences of each run to the first one."""
-    return [one for run in runs[1:] for one in _against(run, runs[0])]
+    """Differences between each run and the first one."""
+    return [difference for run in runs[1:] for difference in _against(run, runs[0])]
 
 
 def _against(run: LoadedRun, base: LoadedRun) -> Iterator[dict[str, Any]]:
-    every = (
+    comparisons = (
         _loss(run, base),
         *_validation(run, base),
         *islice(_evals(run, base), _SCORES),
         _speed(run, base),
     )
-    for found in every:
-        if found is None:
+    for comparison in comparisons:
+        if comparison is None:
             continue
-        metric, difference, text = found
+        metric, difference, text = comparison
         yield {
             "metric": metric,
             "run": run.name,
@@ -90,7 +90,7 @@ def _against(run: LoadedRun, base: LoadedRun) -> Iterator[dict[str, Any]]:
 
 
 def _loss(run: LoadedRun, base: LoadedRun) -> tuple[str, Gap, str] | None:
-    """The difference over the last tokens that both have trained on."""
+    """The difference in loss over the last tokens that both runs have trained on."""
     tokens = min(run.curves.last_tokens, base.curves.last_tokens)
     losses = _losses(run, tokens)
     base_losses = _losses(base, tokens)
@@ -112,7 +112,7 @@ def _loss(run: LoadedRun, base: LoadedRun) -> tuple[str, Gap, str] | None:
 
 
 def _losses(run: LoadedRun, tokens: float) -> dict[float, float]:
-    """Tokens to loss of the run's records in the last `SHARE` of `tokens`."""
+    """Loss by tokens, for the run's records in the last `SHARE` of `tokens`."""
     begin = (1 - SHARE) * tokens
     last = run.curves.step_at(tokens)
     records = run.tail
@@ -153,8 +153,8 @@ def _by_step(curve: Curve | None, key: str = "loss") -> dict[int, Any]:
 def _evals(run: LoadedRun, base: LoadedRun) -> Iterator[tuple[str, Gap, str]]:
     """The difference of each score at the last step at which both have it.
 
-    The errors are added as if the runs had answered different questions; of the same ones, the
-    difference is known better than that.
+    Errors are added as if the runs had answered different questions. The questions are the same,
+    so the true error of the difference is smaller.
     """
     other = base.evals
     for name, curve in run.evals.items():
@@ -207,7 +207,7 @@ def _verdict(
 ) -> str:
     """
     Args:
-        words: for a negative and a positive difference.
+        words: words for a negative and a positive difference.
     """
     if not difference.value:
         return "the same"
@@ -222,32 +222,32 @@ def _verdict(
 
 # ---- configurations
 
-_OWN = ("job.dump_folder", "job.save_config_file")
+_RUN_SPECIFIC = ("job.dump_folder", "job.save_config_file")
 """Keys that differ between any two runs."""
 _LONGEST = 500
 
 
 def settings(folder: Folder) -> dict[str, Any]:
     """A run's configuration, ranks, layout, devices, commit and versions, by key."""
-    found = {key: value for key, value in folder.config.items() if key not in _OWN}
+    values = {key: value for key, value in folder.config.items() if key not in _RUN_SPECIFIC}
     if not folder.starts:
-        return found
+        return values
     last = folder.starts[-1]
     layout = " x ".join(f"{axis} {degree}" for axis, degree in last.layout.items())
     devices = ", ".join(f"{count} {name}" for name, count in last.devices.items())
-    found["ranks"] = last.ranks
-    found["layout"] = layout or None
-    found["devices"] = devices or None
-    return found | last.about
+    values["ranks"] = last.ranks
+    values["layout"] = layout or None
+    values["devices"] = devices or None
+    return values | last.provenance
 
 
 def differences(folders: Sequence[Folder]) -> list[dict[str, Any]]:
     """Keys whose values differ between runs: `key` and `values`, None where unset."""
-    found = [settings(folder) for folder in folders]
-    keys = {key: None for one in found for key in one}
+    by_run = [settings(folder) for folder in folders]
+    keys = {key: None for run_settings in by_run for key in run_settings}
     rows = []
     for key in keys:
-        values = [_plain(one.get(key)) for one in found]
+        values = [_plain(run_settings.get(key)) for run_settings in by_run]
         if any(value != values[0] for value in values[1:]):
             rows.append({"key": cut(key, _LONGEST), "values": values})
     return rows

@@ -29,7 +29,7 @@ SAMPLES = "samples.jsonl"
 STATES = ("running", "completed", "preempted", "interrupted", "failed", "killed", "unknown")
 
 _EVENTS = 5000
-"""The latest events that are read."""
+"""Maximum number of events that are read, the latest ones."""
 _MESSAGE = 1000
 
 
@@ -45,13 +45,13 @@ class Start:
     ranks: int | None
     layout: dict[str, int]
     devices: dict[str, int]
-    about: dict[str, Any]
-    """Commit and versions."""
+    provenance: dict[str, Any]
+    """Commit and versions of the code, by name."""
 
 
 @dataclass
 class Folder:
-    """A run's folder. What is missing or damaged is empty."""
+    """A run's folder. Fields are empty if their file is missing or damaged."""
 
     path: Path
     starts: list[Start] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Folder:
 
     @cached_property
     def total_steps(self) -> int | None:
-        """The last step that the configuration asks for."""
+        """`training.steps` of the run; None if unknown."""
         section = f"\n{self._toml}".partition("\n[training]\n")[2].partition("\n[")[0]
         steps = _tables(section).get("steps")  # a fifth of the file, for a table of many runs
         return _whole(self.config.get("training.steps") if steps is None else steps)
@@ -102,7 +102,7 @@ def _modified(path: Path) -> float | None:
 
 
 def _state(folder: Folder, now: float) -> tuple[str, str]:
-    """State, and a message about it."""
+    """The run's state and a message about it."""
     end = folder.starts[-1].end if folder.starts else None
     alive = _alive(folder.path, now)
     if alive is None and end is None and folder.starts:  # no lock: recent news is a sign of life
@@ -120,7 +120,7 @@ def _state(folder: Folder, now: float) -> tuple[str, str]:
 
 
 def _alive(folder: Path, now: float) -> bool | None:
-    """Whether a process holds the folder; None if no lock says so."""
+    """Whether a live process holds the folder's lock; None without a lock."""
     try:
         holder, _ = read_holder(folder)
         if holder is None:
@@ -139,10 +139,10 @@ def _start(entry: Any) -> Start | None:
         return None
     last_seen = _time(_get(entry, "last_seen"))
     end = _get(entry, "end")
-    about = {"git": _get(entry, "git")}
+    code_versions = {"git": _get(entry, "git")}
     versions = _get(entry, "versions")
     if isinstance(versions, dict):
-        about |= {f"versions.{name}": version for name, version in versions.items()}
+        code_versions |= {f"versions.{name}": version for name, version in versions.items()}
     return Start(
         time=began,
         last_seen=max(began, last_seen or began),
@@ -152,8 +152,10 @@ def _start(entry: Any) -> Start | None:
         ranks=_whole(_get(entry, "ranks")),
         layout=_counts(_get(entry, "layout")),
         devices=_counts(_get(entry, "devices")),
-        about={
-            cut(key, 100): cut(value, 100) for key, value in about.items() if isinstance(value, str)
+        provenance={
+            cut(key, 100): cut(value, 100)
+            for key, value in code_versions.items()
+            if isinstance(value, str)
         },
     )
 
@@ -170,7 +172,7 @@ def _goodput(content: Any) -> dict[str, Any]:
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The latest events by time, each with `time`, `kind`, `step` (or None) and `message`.
 
-    A run without a file of events has at least the guard's spikes.
+    Without a file of events, they are the guard's spikes.
     """
     events = _json_objects(path / EVENTS)
     if not events:
@@ -182,7 +184,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
             }
             for spike in _json_objects(path / SPIKES)
         ]
-    found = [
+    parsed = [
         {
             "time": _time(event.get("time")),
             "kind": cut(str(event.get("kind")), 40),
@@ -192,7 +194,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         for event in events
     ]
     return sorted(
-        (event for event in found if event["time"] is not None), key=lambda event: event["time"]
+        (event for event in parsed if event["time"] is not None), key=lambda event: event["time"]
     )
 
 
@@ -205,13 +207,13 @@ def _json_objects(path: Path) -> list[dict[str, Any]]:
             lines = file.read(EVENTS_TAIL_BYTES).split(b"\n")
     except OSError:
         return []
-    found = []
+    objects = []
     for line in lines[1 if size > EVENTS_TAIL_BYTES else 0 : -1][-_EVENTS:]:
         with suppress(ValueError, RecursionError):
             content = json.loads(line)
             if isinstance(content, dict):
-                found.append(content)
-    return found
+                objects.append(content)
+    return objects
 
 
 def _tables(text: str) -> dict[str, Any]:
@@ -234,7 +236,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _time(value: Any) -> float | None:
-    """Seconds since the epoch, in the years that calendars can show."""
+    """Seconds since the epoch; None outside the years that calendars can show."""
     seconds = number(value)
     return seconds if seconds is not None and 0 <= seconds < 1e11 else None
 
@@ -243,8 +245,8 @@ def _counts(content: Any) -> dict[str, int]:
     """A table of whole numbers."""
     if not isinstance(content, dict):
         return {}
-    found = {cut(key, 100): _whole(value) for key, value in content.items()}
-    return {key: value for key, value in found.items() if value is not None}
+    counts = {cut(key, 100): _whole(value) for key, value in content.items()}
+    return {key: value for key, value in counts.items() if value is not None}
 
 
 # ---- the runs below a folder
@@ -252,7 +254,7 @@ def _counts(content: Any) -> dict[str, int]:
 _INNER = re.compile(
     r"step-\d+|checkpoint|tb|logs|wandb|mlruns|comm_traces|profile_traces|memory_snapshot|\..*"
 )
-"""Folders in which there are no runs, but maybe many files."""
+"""Folders that hold no runs, but perhaps many files."""
 
 
 class Runs:
@@ -261,7 +263,7 @@ class Runs:
     def __init__(self, folders: Sequence[Path]):
         self.folders = folders
         self.unreadable: list[str] = []
-        """What is wrong with the folders that could not be read."""
+        """A message for each folder that could not be read."""
         self._seen: set[tuple[int, int]] = set()
 
     def __iter__(self) -> Iterator[Path]:
@@ -279,14 +281,14 @@ class Runs:
                     continue
                 self._seen.add(identity)
                 with os.scandir(folder) as entries:
-                    found = {entry.name: _is_folder(entry) for entry in entries}
+                    is_folder = {entry.name: _is_folder(entry) for entry in entries}
             except OSError as error:
                 self.unreadable.append(f"{folder}: {error.strerror or error}")
                 continue
-            if found.get(RECORD) is False or found.get(METRICS) is False:
+            if is_folder.get(RECORD) is False or is_folder.get(METRICS) is False:
                 yield Path(folder)
-            for name in sorted(found, reverse=True):
-                if found[name] and not _INNER.fullmatch(name):
+            for name in sorted(is_folder, reverse=True):
+                if is_folder[name] and not _INNER.fullmatch(name):
                     waiting.append(os.path.join(folder, name))
 
 

@@ -1,4 +1,4 @@
-"""Differences between noisy curves: which are real, and which are within noise.
+"""Significance of differences between noisy curves.
 
 The values of successive steps are not independent, so the standard error of their mean can't be
 taken from their variance. The values are divided into `BLOCKS` successive blocks, and the means of
@@ -26,11 +26,11 @@ to 8 % of series without a difference are then said to have one, at any autocorr
 
 
 class Gap(NamedTuple):
-    """How far two runs are apart."""
+    """A difference between two runs, with its noise."""
 
     value: float
     noise: float | None
-    """Half the width of the 95 % confidence interval; None if it can't be told."""
+    """Half the width of the 95 % confidence interval; None if unknown."""
 
     @property
     def significant(self) -> bool:
@@ -49,40 +49,40 @@ def paired(differences: Sequence[float]) -> Gap:
 
 
 def at_points(series: Mapping[float, float], base: Mapping[float, float]) -> Gap:
-    """Mean difference of two curves where both have values, if few points are the same.
+    """Mean difference of two curves over their common range, for curves with few common points.
 
     Args:
-        series, base: point to value.
+        series, base: values by point.
     """
     first = max(min(series), min(base))
     last = min(max(series), max(base))
-    values, parts = _between(series, first, last)
-    base_values, base_parts = _between(base, first, last)
+    values, range_blocks = _between(series, first, last)
+    base_values, base_blocks = _between(base, first, last)
     if not values or not base_values:
         return Gap(math.nan, None)
     independent = min(independent_values(values), independent_values(base_values))
-    if independent < _INDEPENDENT or not all(parts) or not all(base_parts):
+    if independent < _INDEPENDENT or not all(range_blocks) or not all(base_blocks):
         return Gap(fmean(values) - fmean(base_values), None)
-    means = [fmean(a) - fmean(b) for a, b in zip(parts, base_parts, strict=True)]
+    means = [fmean(a) - fmean(b) for a, b in zip(range_blocks, base_blocks, strict=True)]
     return Gap(fmean(means), _interval(means))
 
 
 def _between(
     series: Mapping[float, float], first: float, last: float
 ) -> tuple[list[float], list[list[float]]]:
-    """Values from `first` to `last` in order, and the same in `BLOCKS` parts of equal range."""
+    """Values from `first` to `last` in order, and the same values in `BLOCKS` equal ranges."""
     ends = [first + (last - first) * i / BLOCKS for i in range(1, BLOCKS)]
     values: list[float] = []
-    parts: list[list[float]] = [[] for _ in range(BLOCKS)]
+    by_block: list[list[float]] = [[] for _ in range(BLOCKS)]
     for at, value in sorted(series.items()):
         if first <= at <= last:
             values.append(value)
-            parts[bisect_left(ends, at)].append(value)
-    return values, parts
+            by_block[bisect_left(ends, at)].append(value)
+    return values, by_block
 
 
 def unpaired(values: Sequence[float], base: Sequence[float]) -> Gap:
-    """The difference of the medians of two series in order; the medians of blocks tell the noise.
+    """The difference of the medians of two series in order; the medians of blocks give the noise.
 
     Medians, because single values may be far off, as those of a step that waited for storage.
     """
@@ -106,7 +106,7 @@ def _clipped(values: Sequence[float]) -> list[float]:
 
 
 def blocks(values: Sequence[float]) -> list[Sequence[float]]:
-    """`values` in `BLOCKS` successive parts of nearly the same length."""
+    """`values` in `BLOCKS` successive blocks of nearly the same length."""
     ends = [round(i * len(values) / BLOCKS) for i in range(BLOCKS + 1)]
     return [values[begin:end] for begin, end in pairwise(ends)]
 
@@ -116,7 +116,7 @@ def _interval(means: Sequence[float]) -> float:
 
 
 def independent_values(values: Sequence[float]) -> float:
-    """How many independent values would tell as much about the mean: n (1 - r) / (1 + r).
+    """Effective number of independent values for estimating the mean: n (1 - r) / (1 + r).
 
     r is the correlation of successive values, after a linear trend is taken out, corrected for its
     bias in short series (F. H. C. Marriott and J. A. Pope, Biometrika 41, 1954).
@@ -128,12 +128,12 @@ def independent_values(values: Sequence[float]) -> float:
     middle = (n - 1) / 2
     spread = sum((i - middle) ** 2 for i in range(n))
     slope = sum((i - middle) * v for i, v in enumerate(values)) / spread
-    rest = [v - center - slope * (i - middle) for i, v in enumerate(values)]
-    variance = sum(v * v for v in rest)
+    residuals = [v - center - slope * (i - middle) for i, v in enumerate(values)]
+    variance = sum(v * v for v in residuals)
     rounding = 1e-12 * (abs(center) + abs(slope) * n)
     if variance <= rounding**2 * n:  # no noise at all
         return float(n)
-    r = sum(a * b for a, b in pairwise(rest)) / variance
+    r = sum(a * b for a, b in pairwise(residuals)) / variance
     corrected = r + (1 + 4 * r) / n
     r = min(max(corrected, 0.0), 0.9999)
     return n * (1 - r) / (1 + r)
@@ -143,16 +143,16 @@ def smooth(values: Sequence[float | None], weight: float) -> list[float | None]:
     """Exponential moving averages with weights that sum to one; gaps stay gaps.
 
     Args:
-        weight: of the past, from 0 (no smoothing) to below 1.
+        weight: weight of past values, from 0 (no smoothing) to below 1.
     """
     total = 0.0
     norm = 0.0
-    out: list[float | None] = []
+    averages: list[float | None] = []
     for value in values:
         if value is None:
-            out.append(None)
+            averages.append(None)
             continue
         total = weight * total + (1 - weight) * value
         norm = weight * norm + (1 - weight)
-        out.append(total / norm)
-    return out
+        averages.append(total / norm)
+    return averages

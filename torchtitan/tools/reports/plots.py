@@ -8,10 +8,10 @@ from torchtitan.utils.wording import printable, show_tokens
 
 HEIGHT = 14
 SMOOTHED = {"loss": 0.95, "grad_norm": 0.9, "tokens_per_second": 0.9, "mfu": 0.9}
-"""Metrics that are drawn smoothed, with the weight of the past in the average."""
+"""Metrics that are smoothed, with the weight of past values in the average."""
 _TICKS = 5
 _MARKERS = "+x*o#@%&"
-"""Markers of the runs where there are no colors."""
+"""Markers that distinguish runs without colors."""
 
 
 class Line(NamedTuple):
@@ -23,26 +23,26 @@ class Line(NamedTuple):
 
 
 def plot(title: str, lines: Sequence[Line], *, unit: str, width: int, color: bool) -> str | None:
-    """The curves in one plot; None if they have no values.
+    """One plot of the curves; None if they have no values.
 
     Args:
-        unit: of the x axis.
-        width: in characters.
+        unit: unit of the x axis.
+        width: width in characters.
     """
     from plotext import figure
 
-    found = {
+    finite_lines = {
         line.name: [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if y is not None]
         for line in lines
     }
-    if not any(found.values()):
+    if not any(finite_lines.values()):
         return None
     figure.clear()
     figure.theme("default" if color else "colorless")
     figure.plot_size(width, HEIGHT)
     figure.title(title)
-    alone = len(found) == 1
-    for i, (name, points) in enumerate(found.items()):
+    alone = len(finite_lines) == 1
+    for i, (name, points) in enumerate(finite_lines.items()):
         if points:
             marker = None if color or alone else _MARKERS[i % len(_MARKERS)]
             signal = figure.signal([x for x, _ in points], [y for _, y in points], marker=marker)
@@ -50,7 +50,7 @@ def plot(title: str, lines: Sequence[Line], *, unit: str, width: int, color: boo
             if not alone:
                 signal.label(printable(name))
             figure.draw(signal)
-    shown = [point for points in found.values() for point in points]
+    shown = [point for points in finite_lines.values() for point in points]
     first = min(x for x, _ in shown)
     last = max(x for x, _ in shown)
     low = min(y for _, y in shown)
@@ -66,7 +66,7 @@ def plot(title: str, lines: Sequence[Line], *, unit: str, width: int, color: boo
 
 
 def lines_of(runs: Sequence[dict[str, Any]], metric: str, axis: str) -> list[Line]:
-    """The curves of a metric of `collect`'s runs, smoothed if it is noisy."""
+    """Curves of a metric of the runs from `collect`, smoothed if the metric is noisy."""
     weight = SMOOTHED.get(metric, 0.0)
     return [
         Line(run["name"], run["axes"][axis], smooth(run["metrics"][metric], weight))

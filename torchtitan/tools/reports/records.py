@@ -1,7 +1,7 @@
 """Records of `metrics.jsonl`: JSON lines with a step and numbers.
 
-A run may be writing the file: a line without its end isn't a record yet, and one that can't be read
-is passed over.
+A run may be writing the file: a line without its newline isn't a record yet. Lines that can't be
+parsed are skipped.
 """
 
 import json
@@ -15,31 +15,31 @@ from torchtitan.utils.files import open_regular
 from torchtitan.utils.limits import METRICS_LINE_BYTES, METRICS_TAIL_BYTES
 
 _ENTRIES = 1024
-"""Maximum number of entries of a record."""
+"""Maximum number of entries that are read of a record."""
 _LARGEST_STEP = 2**53
 _LARGEST = 1e60
 """Largest accepted magnitude: above float32's maximum, yet products stay finite."""
 _NUMBERS = (int, float, type(None))
 
 
-class Record(NamedTuple):
-    """What was recorded of a step."""
+class MetricsRecord(NamedTuple):
+    """The metrics that were recorded at a step."""
 
     step: int
     values: dict[str, float | None]
-    """Numbers by name; None for one that isn't finite."""
+    """Values by name; None for a value that isn't finite."""
 
     @property
     def is_training(self) -> bool:
-        """Whether a training step recorded it; others are of validations and benchmarks."""
+        """Whether a training step made the record, not a validation or benchmark."""
         return "loss" in self.values
 
 
-def read_records(path: Path) -> Iterator[Record]:
+def read_records(path: Path) -> Iterator[MetricsRecord]:
     """The records of a file, in its order.
 
     Raises:
-        OSError: it can't be read, or isn't a regular file.
+        OSError: the file can't be read, or isn't a regular file.
     """
     with open_regular(path, links=True) as file:
         at_begin = True
@@ -50,11 +50,11 @@ def read_records(path: Path) -> Iterator[Record]:
             at_begin = is_whole
 
 
-def last_training(path: Path) -> Record | None:
+def last_training(path: Path) -> MetricsRecord | None:
     """The last training record near the end of a file.
 
     Raises:
-        OSError: it can't be read, or isn't a regular file.
+        OSError: the file can't be read, or isn't a regular file.
     """
     with open_regular(path, links=True) as file:
         begin = max(os.fstat(file.fileno()).st_size - METRICS_TAIL_BYTES, 0)
@@ -66,8 +66,8 @@ def last_training(path: Path) -> Record | None:
     return None
 
 
-def parse(line: bytes) -> Record | None:
-    """The record of a line; None if it isn't an object with a step."""
+def parse(line: bytes) -> MetricsRecord | None:
+    """Parse a line; None if it isn't an object with a step."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
@@ -76,16 +76,18 @@ def parse(line: bytes) -> Record | None:
     if step is None:
         return None
     entries = islice(content.items(), _ENTRIES)
-    return Record(step, {key: number(value) for key, value in entries if type(value) in _NUMBERS})
+    return MetricsRecord(
+        step, {key: number(value) for key, value in entries if type(value) in _NUMBERS}
+    )
 
 
 def step_of(content: Any) -> int | None:
-    """The step of a record; None if this is none."""
+    """The step of a decoded line; None if it isn't a record."""
     step = content.get("step") if isinstance(content, dict) else None
     return step if type(step) is int and 0 <= step < _LARGEST_STEP else None
 
 
 def number(value: Any) -> float | None:
-    """`value` if it is a finite number, and not absurdly large; else None."""
+    """`value` if it is a finite number up to `_LARGEST`; else None."""
     usable = type(value) in (int, float) and -_LARGEST < value < _LARGEST
     return value if usable else None

@@ -1,4 +1,4 @@
-"""Texts that a model wrote during training, from `samples.jsonl`, by prompt."""
+"""Texts that a model generated during training, from `samples.jsonl`, by prompt."""
 
 import json
 import math
@@ -15,30 +15,30 @@ from torchtitan.utils.files import open_regular
 from torchtitan.utils.limits import SAMPLES_READ_BYTES
 from torchtitan.utils.wording import cut
 
-_PARTS = 64
-"""Evenly spaced parts that are read of a file that is too large."""
+_CHUNKS = 64
+"""Number of evenly spaced chunks that are read of a file that is too large."""
 _PROMPTS = 100
-"""Prompts shown, at most."""
+"""Maximum number of prompts shown."""
 _TEXT = 4000
-"""Characters of a text or prompt, at most."""
+"""Maximum number of characters of a text or prompt."""
 _CHARACTERS = 1_000_000
-"""All texts of a run, about; beyond, steps are left out evenly."""
+"""Approximate maximum characters of a run's texts; beyond it, steps are thinned evenly."""
 
 
 def read_samples(run: Path) -> list[dict[str, Any]]:
-    """The texts of a run, see `by_prompt`; empty if it has none."""
+    """Texts of a run by prompt, see `by_prompt`; empty without samples."""
     with suppress(OSError):
         return by_prompt(_lines(run / SAMPLES))
     return []
 
 
 def by_prompt(lines: Iterable[bytes]) -> list[dict[str, Any]]:
-    """For each prompt `step`, `text` and `end`, columns in the order of the steps.
+    """Columns `step`, `text` and `end` of each prompt, in the order of the steps.
 
     Args:
-        lines: of the file, whole. Those that are no samples are passed over.
+        lines: whole lines of the file. Lines that aren't samples are skipped.
     """
-    found: dict[str, dict[int, tuple[str, str]]] = {}
+    texts_by_prompt: dict[str, dict[int, tuple[str, str]]] = {}
     for line in lines:
         with suppress(ValueError, RecursionError):
             content = json.loads(line)
@@ -46,17 +46,19 @@ def by_prompt(lines: Iterable[bytes]) -> list[dict[str, Any]]:
             if step is None or not isinstance(content.get("prompt"), str):
                 continue
             prompt = cut(content["prompt"], _TEXT)
-            if prompt in found or len(found) < _PROMPTS:
+            if prompt in texts_by_prompt or len(texts_by_prompt) < _PROMPTS:
                 text = cut(str(content.get("text", "")), _TEXT)
                 end = cut(str(content.get("end", "")), 20)
-                found.setdefault(prompt, {})[step] = (text, end)
-    total = sum(len(text) for texts in found.values() for text, _ in texts.values())
+                texts_by_prompt.setdefault(prompt, {})[step] = (text, end)
+    total = sum(len(text) for texts in texts_by_prompt.values() for text, _ in texts.values())
     every = max(1, math.ceil(total / _CHARACTERS))
-    return [{"prompt": prompt, **_columns(texts, every)} for prompt, texts in found.items()]
+    return [
+        {"prompt": prompt, **_columns(texts, every)} for prompt, texts in texts_by_prompt.items()
+    ]
 
 
 def _columns(texts: dict[int, tuple[str, str]], every: int) -> Curve:
-    """Every so many of the steps, counted from the last."""
+    """Columns of every `every`-th step, counted from the last."""
     steps = sorted(texts)[::-1][::every][::-1]
     return {
         "step": steps,
@@ -66,14 +68,14 @@ def _columns(texts: dict[int, tuple[str, str]], every: int) -> Curve:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The whole lines of a file, or of parts of a large one."""
+    """Whole lines of a file, or of chunks of a large file."""
     with open_regular(path, links=True) as file:
         size = os.fstat(file.fileno()).st_size
         length = SAMPLES_READ_BYTES
         begins = [0]
         if size > length:
-            length //= _PARTS
-            begins = [i * (size - length) // (_PARTS - 1) for i in range(_PARTS)]
+            length //= _CHUNKS
+            begins = [i * (size - length) // (_CHUNKS - 1) for i in range(_CHUNKS)]
         for begin in begins:
             lines = os.pread(file.fileno(), length, begin).split(b"\n")
             yield from lines[1 if begin else 0 : -1]

@@ -1,4 +1,4 @@
-"""Scores of benchmarks over steps: those of training, and those of `torchtitan eval`."""
+"""Benchmark scores over steps, recorded during training or by `torchtitan eval`."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from torchtitan.utils.files import read_regular
 from torchtitan.utils.limits import SAMPLES_READ_BYTES
 
 Curve = dict[str, list[Any]]
-"""Columns of one length, by name."""
+"""Columns of equal length, by name."""
 _ERROR = "_stderr"
 _SETTINGS = {
     "ema": "average of the weights",
@@ -22,14 +22,16 @@ _SETTINGS = {
 }
 
 
-def score_curves(found: Iterable[tuple[int, Mapping[str, float | None]]]) -> dict[str, Curve]:
+def score_curves(
+    scores_by_step: Iterable[tuple[int, Mapping[str, float | None]]],
+) -> dict[str, Curve]:
     """The curve of each score: `step`, `value` and `error`, its standard error or None.
 
     Args:
-        found: steps, each with its scores and their errors by the names that lm-eval gives them.
+        scores_by_step: steps, each with scores and their errors by lm-eval's names.
     """
     curves: dict[str, Curve] = {}
-    for step, scores in found:
+    for step, scores in scores_by_step:
         errors = {name.replace(_ERROR, ""): name for name in scores if _ERROR in name}
         for name, value in scores.items():
             if value is None or name in errors.values():
@@ -42,19 +44,23 @@ def score_curves(found: Iterable[tuple[int, Mapping[str, float | None]]]) -> dic
 
 
 def read_scores(run: Path) -> dict[str, Curve]:
-    """The scores of a run's checkpoints. The name of each says what they depend on."""
-    found: dict[tuple[str, int], Mapping[str, Any]] = {}
+    """Scores of a run's checkpoints. Their names include the settings of the evaluation."""
+    scores_by_label: dict[tuple[str, int], Mapping[str, Any]] = {}
     with suppress(OSError, ValueError):
         for line in read_regular(run / FILE, SAMPLES_READ_BYTES, links=True).splitlines():
             with suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
                 content = json.loads(line)
                 step = step_of(content)
                 if step is not None:
-                    found[_label(content["settings"]), step] = {**content["scores"]}
+                    scores_by_label[_label(content["settings"]), step] = {**content["scores"]}
     curves: dict[str, Curve] = {}
-    for label in sorted({label for label, _ in found}):
-        of_label = sorted((step, scores) for (one, step), scores in found.items() if one == label)
-        finite = ((step, {k: number(v) for k, v in scores.items()}) for step, scores in of_label)
+    for label in sorted({label for label, _ in scores_by_label}):
+        label_scores = sorted(
+            (step, scores) for (other, step), scores in scores_by_label.items() if other == label
+        )
+        finite = (
+            (step, {k: number(v) for k, v in scores.items()}) for step, scores in label_scores
+        )
         curves |= {f"{name} ({label})": curve for name, curve in score_curves(finite).items()}
     return curves
 

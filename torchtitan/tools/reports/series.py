@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.tools.reports.folder import METRICS
-from torchtitan.tools.reports.records import Record, number, read_records
+from torchtitan.tools.reports.records import MetricsRecord, number, read_records
 from torchtitan.tools.reports.scores import Curve, score_curves
 
 POINTS = 2000
@@ -26,43 +26,43 @@ _EXPERTS = {"load_max": "expert_load_max", "entropy": "expert_entropy"}
 class Thinned:
     """Records in the order of their steps: every n-th, and the last one.
 
-    n doubles whenever `2 * points` records are held. A record of a step that was already recorded
-    replaces it and all later ones: a rewind or a resume has trained them again.
+    n doubles when there are more than `2 * points` records. A record of an earlier step replaces
+    that step's record and all later ones: a rewind or a resume has trained them again.
     """
 
     def __init__(self, points: int):
         self.every = 1
         self._points = points
-        self._kept: list[Record] = []
-        self._last: Record | None = None
+        self._records: list[MetricsRecord] = []
+        self._last: MetricsRecord | None = None
         self._count = 0
 
-    def add(self, record: Record) -> None:
+    def add(self, record: MetricsRecord) -> None:
         """Add the next record of the file. Records of one step, one after another, are merged."""
         if self._last is not None and record.step == self._last.step:
             self._last.values.update(record.values)
             return
         if self._last is not None and record.step < self._last.step:
-            while self._kept and self._kept[-1].step >= record.step:
-                self._kept.pop()
-            self._count = len(self._kept) * self.every
+            while self._records and self._records[-1].step >= record.step:
+                self._records.pop()
+            self._count = len(self._records) * self.every
         self._last = record
         if self._count % self.every == 0:
-            self._kept.append(record)
+            self._records.append(record)
         self._count += 1
-        if len(self._kept) > 2 * self._points:
-            self._kept = self._kept[::2]
+        if len(self._records) > 2 * self._points:
+            self._records = self._records[::2]
             self.every *= 2
 
-    def records(self) -> list[Record]:
-        """The records that are left."""
-        if self._last is None or self._last is self._kept[-1]:
-            return self._kept
-        return [*self._kept, self._last]
+    def records(self) -> list[MetricsRecord]:
+        """The remaining records, in the order of their steps."""
+        if self._last is None or self._last is self._records[-1]:
+            return self._records
+        return [*self._records, self._last]
 
 
-class Columns:
-    """Step, tokens, loss and tokens per second of all training records, to compare runs by."""
+class TrainingColumns:
+    """Step, tokens, loss and tokens per second of all training records, for comparing runs."""
 
     def __init__(self) -> None:
         self.step = array("q")
@@ -70,8 +70,8 @@ class Columns:
         self.loss = array("d")
         self.rate = array("d")
 
-    def add(self, record: Record) -> None:
-        """Add the next record; it replaces those of its step and later ones."""
+    def add(self, record: MetricsRecord) -> None:
+        """Add the next record; it replaces records of its step and of later steps."""
         if self.step and record.step <= self.step[-1]:
             first = bisect_left(self.step, record.step)
             for column in (self.step, self.tokens, self.loss, self.rate):
@@ -84,20 +84,20 @@ class Columns:
 
 
 class Curves:
-    """A run's records: training, evenly thinned, and validations and benchmarks."""
+    """A run's records of training, validations and benchmarks, evenly thinned."""
 
     def __init__(self, *, points: int = POINTS, began: float | None = None):
         """
         Args:
-            began: seconds since the epoch from which hours count; by default the first record.
+            began: seconds since the epoch at hour 0; by default the time of the first record.
         """
         self._training = Thinned(points)
         self._validations = Thinned(points)
         self._evals = Thinned(points)
         self._began = began
-        self.columns = Columns()
+        self.columns = TrainingColumns()
 
-    def add(self, record: Record) -> None:
+    def add(self, record: MetricsRecord) -> None:
         """Add the next record of the file."""
         if record.is_training:
             self._training.add(record)
@@ -108,18 +108,18 @@ class Curves:
             self._validations.add(record)
 
     @cached_property
-    def training(self) -> list[Record]:
+    def training(self) -> list[MetricsRecord]:
         """The training records, thinned."""
         return self._training.records()
 
     @property
     def sampled(self) -> int:
-        """How many training records of the file there are for each of `training`."""
+        """Number of training records in the file for each one in `training`."""
         return self._training.every
 
     @cached_property
     def began(self) -> float:
-        """Seconds since the epoch from which hours count."""
+        """Seconds since the epoch at hour 0."""
         if self._began is not None:
             return self._began
         return next((time for time in self._column("time") if time is not None), 0.0)
@@ -136,7 +136,7 @@ class Curves:
         return [record.values.get(key) for record in self.training]
 
     def axes(self) -> dict[str, list[Any] | None]:
-        """A value of each axis for every training record."""
+        """Values of each axis, one for every training record."""
         per_token = self.flops_per_token()
         flops = None
         if per_token is not None:
@@ -155,7 +155,7 @@ class Curves:
         return {name: self._column(name) for name in shown}
 
     def flops_per_token(self) -> float | None:
-        """What the run's TFLOP/s count for each token."""
+        """FLOPs per token, as the run's TFLOP/s count them."""
         for record in reversed(self.training):
             rate = record.values.get("tokens_per_second")
             tflops = record.values.get("tflops")
@@ -164,7 +164,7 @@ class Curves:
         return None
 
     def validation(self) -> dict[str, Curve]:
-        """The losses of each validation set; '' is the name of the only one."""
+        """The losses of each validation set; the name is '' if there is one set."""
         curves: dict[str, Curve] = {}
         for record in self._validations.records():
             for key, loss in record.values.items():
@@ -183,12 +183,12 @@ class Curves:
         """The scores of each benchmark, with their standard errors."""
         scores = []
         for record in self._evals.records():
-            named = {
+            by_name = {
                 key.removeprefix(_EVAL): value
                 for key, value in record.values.items()
                 if key.startswith(_EVAL)
             }
-            scores.append((record.step, named))
+            scores.append((record.step, by_name))
         return score_curves(scores)
 
     def sources(self) -> dict[str, Curve]:
@@ -217,13 +217,13 @@ class Curves:
         return self._tokens[-1] if self._tokens else 0.0
 
     def step_at(self, tokens: float) -> int:
-        """The step after which so many tokens were trained on."""
+        """The step after which this number of tokens was trained on."""
         if not self._steps:
             return 0
         return math.floor(_interpolated(tokens, self._tokens, self._steps))
 
     def seconds_per_step(self, since: float) -> float | None:
-        """The mean since the first record after `since`; None with fewer than two records."""
+        """Mean since the first record after `since`; None with fewer than two records."""
         times = zip(self._steps, self._column("time"), strict=True)
         known = [(step, time) for step, time in times if time is not None and time >= since]
         if len(known) < 2:
@@ -234,7 +234,7 @@ class Curves:
             return None
         return (last_time - first_time) / (last_step - first_step)
 
-    def _hours(self, record: Record) -> float | None:
+    def _hours(self, record: MetricsRecord) -> float | None:
         time = record.values.get("time")
         if time is None:
             return None
@@ -269,13 +269,13 @@ def _interpolated(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
 
 
 def _filled(values: Iterable[float | None]) -> list[float]:
-    """Values of an axis: never descending, and a missing one like that before it."""
+    """Values of an axis, made non-decreasing; a missing value repeats the one before it."""
     known = (0.0 if value is None else value for value in values)
     return list(accumulate(known, max))
 
 
-def _curve(records: Iterable[Record], keys: Mapping[str, str]) -> Curve:
-    """The steps and values of the records that have all of `keys` (name in the result to key)."""
+def _curve(records: Iterable[MetricsRecord], keys: Mapping[str, str]) -> Curve:
+    """The steps and values of the records that have all of `keys` (keys by name in the result)."""
     curve: Curve = {"step": [], **{name: [] for name in keys}}
     for record in records:
         values = {name: record.values.get(key) for name, key in keys.items()}

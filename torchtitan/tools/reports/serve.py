@@ -13,7 +13,7 @@ _TIMEOUT_SECONDS = 20.0
 
 
 class PageServer(ThreadingHTTPServer):
-    """Answers GET at `address` with the file as it is then, and nothing else."""
+    """Answers GET at `address` with the file's current content, and nothing else."""
 
     daemon_threads = True
 
@@ -21,7 +21,7 @@ class PageServer(ThreadingHTTPServer):
         """Listen on a port of loopback; 0 takes a free one.
 
         Raises:
-            UserError: it can't.
+            UserError: the port can't be used.
         """
         self.file = file
         self.path = f"/{secrets.token_urlsafe(16)}/"
@@ -35,7 +35,7 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """Where a browser finds the file."""
+        """URL of the file for a browser."""
         return f"http://{_LOOPBACK}:{self.server_port}{self.path}"
 
 

@@ -1,4 +1,4 @@
-"""A line about each of many runs."""
+"""A table of many runs, one line each."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -25,14 +25,14 @@ from torchtitan.utils.wording import (
 
 _MESSAGE = 80
 _COLUMNS = 12
-"""Settings that get a column, at most."""
+"""Maximum number of settings that get a column."""
 _SHOWN = ("ranks", "layout")
-"""Differences that have a column anyway."""
+"""Settings that always have a column."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What the table says about a run."""
+    """A run's line in the table."""
 
     name: str
     path: str
@@ -49,7 +49,7 @@ class Row:
     ranks: int | None
     layout: dict[str, int]
     settings: dict[str, Any]
-    """What differs between the runs, by key."""
+    """Values of the settings that differ between runs, by key."""
 
 
 ORDERS: dict[str, Callable[[Row], Any]] = {
@@ -63,17 +63,17 @@ ORDERS: dict[str, Callable[[Row], Any]] = {
     "mfu": lambda row: _descending(row.mfu),
     "goodput": lambda row: _descending(row.goodput),
 }
-"""What rows are sorted by: the latest, fastest and lowest loss first, unknown values last."""
+"""Sort keys by name: latest, fastest or lowest loss first, unknown values last."""
 
 
 def read_rows(paths: Sequence[Path], *, with_differences: bool = False) -> list[Row]:
     """A row for each run."""
     folders = [read_folder(path) for path in paths]
     changed = differences(folders) if with_differences else []
-    changed = [one for one in changed if one["key"] not in _SHOWN]
+    changed = [difference for difference in changed if difference["key"] not in _SHOWN]
     rows = []
     for i, (name, folder) in enumerate(zip(run_names(paths), folders, strict=True)):
-        settings = {one["key"]: one["values"][i] for one in changed}
+        settings = {difference["key"]: difference["values"][i] for difference in changed}
         rows.append(_row(name, folder, settings))
     return rows
 
@@ -108,12 +108,12 @@ def _descending(value: float | None) -> tuple[bool, float]:
 
 
 def as_data(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows as JSON can hold them."""
+    """The rows as data for JSON."""
     return [asdict(row) for row in rows]
 
 
 def as_text(rows: Sequence[Row], *, now: float | None = None) -> str:
-    """The rows as a table, their messages, and how many runs are in which state."""
+    """The rows as a table, their messages, and the number of runs in each state."""
     now = time.time() if now is None else now
     differing = list(rows[0].settings) if rows else []
     keys = differing[:_COLUMNS]

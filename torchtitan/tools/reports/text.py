@@ -24,39 +24,41 @@ from torchtitan.utils.wording import (
 
 Run = dict[str, Any]
 _LONGEST_LINE = 40
-"""Entries of a time line, at most."""
+"""Maximum number of entries in a time line."""
 _BEFORE_MESSAGE = 36
 _KIND = 40
 _VALUE = 60
 _SCORES = 4
-"""Scores of benchmarks in a summary, at most."""
+"""Maximum number of benchmark scores in a summary."""
 _SAMPLE = 160
-"""Characters of a text that the model wrote."""
+"""Maximum number of characters shown of a generated text."""
 
 
 def as_text(
     data: dict[str, Any], *, metrics: Sequence[str], axis: str, width: int, color: bool
 ) -> str:
-    """What `collect` returns, as text.
+    """A report for a terminal.
 
     Args:
-        metrics: to plot, against `axis`.
-        width: of the plots, in characters.
+        metrics: names of the metrics to plot against `axis`.
+        width: width of the plots in characters.
     """
     runs = data["runs"]
-    parts: list[str | None] = ["\n".join(_summary(run)) for run in runs]
+    sections: list[str | None] = ["\n".join(_summary(run)) for run in runs]
     for metric in metrics:
         title = metric.replace("_", " ") + (", smoothed" if metric in SMOOTHED else "")
-        parts.append(plot(title, lines_of(runs, metric, axis), unit=axis, width=width, color=color))
-    parts.append(_time_by_kind(runs))
-    parts += [
+        sections.append(
+            plot(title, lines_of(runs, metric, axis), unit=axis, width=width, color=color)
+        )
+    sections.append(_time_by_kind(runs))
+    sections += [
         "\n".join([printable(f"Time line of {run['name']}"), *time_line(run, width)])
         for run in runs
         if run["starts"]
     ]
     if len(runs) > 1:
-        parts += [_differences(data), _comparison(data, width)]
-    return "\n\n".join(filter(None, parts))
+        sections += [_differences(data), _comparison(data, width)]
+    return "\n\n".join(filter(None, sections))
 
 
 # ---- one run
@@ -75,14 +77,16 @@ def _summary(run: Run) -> Iterator[str]:
     yield _joined(
         f"step {run['step']:,}{total}",
         None if run["tokens"] is None else f"{show_tokens(run['tokens'])} tokens",
-        _of(latest, "loss", lambda loss: f"loss {show_loss(loss)}"),
+        _formatted(latest, "loss", lambda loss: f"loss {show_loss(loss)}"),
         *validation,
     )
     devices = ", ".join(f"{count} x {name}" for name, count in run["devices"].items())
     yield _joined(
-        _of(latest, "tokens_per_second", lambda rate: f"{show_rate(rate)} tokens/s per device"),
-        _of(latest, "mfu", lambda mfu: f"MFU {show_percent(mfu)}"),
-        _of(latest, "memory_gib", show_gib),
+        _formatted(
+            latest, "tokens_per_second", lambda rate: f"{show_rate(rate)} tokens/s per device"
+        ),
+        _formatted(latest, "mfu", lambda mfu: f"MFU {show_percent(mfu)}"),
+        _formatted(latest, "memory_gib", show_gib),
         devices or None,
         layout_name(run["layout"]) if (run["ranks"] or 1) > 1 else None,
     )
@@ -111,22 +115,24 @@ def _score(name: str, curve: dict[str, Any]) -> str:
     return f"{name} {show_loss(curve['value'][-1])}{noise} (step {curve['step'][-1]:,})"
 
 
-def _joined(*parts: str | None) -> str:
-    return "  " + "   ".join(printable(part) for part in parts if part)
+def _joined(*phrases: str | None) -> str:
+    return "  " + "   ".join(printable(phrase) for phrase in phrases if phrase)
 
 
-def _of(latest: dict[str, float | None], key: str, show: Any) -> str | None:
+def _formatted(latest: dict[str, float | None], key: str, show: Any) -> str | None:
     value = latest.get(key)
     return None if value is None else show(value)
 
 
 def time_line(run: Run, width: int) -> list[str]:
-    """Starts, ends and events of a run in order of time; like events in succession become one line.
+    """Starts, ends and events of a run in order of time; successive equal events share a line.
 
     Args:
-        width: about, in characters.
+        width: approximate width in characters.
     """
-    entries = [(one["hours"], one["kind"], one["step"], one["message"]) for one in run["events"]]
+    entries = [
+        (event["hours"], event["kind"], event["step"], event["message"]) for event in run["events"]
+    ]
     logged = any(kind in ("started", "resumed") for _, kind, _, _ in entries)
     for entry in _starts(run["starts"]):
         if not logged or entry[1] == "killed":  # a killed process logs nothing
@@ -134,9 +140,9 @@ def time_line(run: Run, width: int) -> list[str]:
     entries.sort(key=lambda entry: entry[0])
     rows = []
     for kind, group in groupby(entries, key=lambda entry: entry[1]):
-        first, *rest = group
-        last = rest[-1] if rest else first
-        often = f"{kind} x {len(rest) + 1}" if rest else kind
+        first, *later = group
+        last = later[-1] if later else first
+        often = f"{kind} x {len(later) + 1}" if later else kind
         known = [f"{step:,}" for _, _, step, _ in (first, last) if step is not None]
         steps = " to ".join(dict.fromkeys(known))
         message = cut(last[3], max(width - _BEFORE_MESSAGE, 64))
@@ -152,7 +158,7 @@ def time_line(run: Run, width: int) -> list[str]:
 
 
 def _starts(starts: Sequence[dict[str, Any]]) -> Iterator[tuple[float, str, int, str]]:
-    """Starts and ends as events, of a run that recorded none."""
+    """Starts and ends as events, for a run that recorded no events of these kinds."""
     layout = None
     for start in starts:
         where = f"{plural(start['ranks'] or 1, 'rank')}, {layout_name(start['layout'])}"
@@ -170,21 +176,21 @@ def _starts(starts: Sequence[dict[str, Any]]) -> Iterator[tuple[float, str, int,
 
 def _time_by_kind(runs: Sequence[Run]) -> str | None:
     seconds = [run["goodput"]["seconds"] for run in runs]
-    kinds = [kind for kind in KINDS if any(one.get(kind) for one in seconds)]
+    kinds = [kind for kind in KINDS if any(run_seconds.get(kind) for run_seconds in seconds)]
     if not kinds:
         return None
     rows = [["time", *(printable(run["name"]) for run in runs)]]
     for kind in kinds:
-        rows.append([KINDS[kind], *(_share(one, kind) for one in seconds)])
+        rows.append([KINDS[kind], *(_share(run_seconds, kind) for run_seconds in seconds)])
     return aligned(rows)
 
 
 def _share(seconds: dict[str, float], kind: str) -> str:
-    own = seconds.get(kind, 0.0)
+    spent = seconds.get(kind, 0.0)
     total = sum(seconds.values())
-    if not own or not total:
+    if not spent or not total:
         return ""
-    return f"{show_duration(own)}, {show_percent(100 * own / total)}"
+    return f"{show_duration(spent)}, {show_percent(100 * spent / total)}"
 
 
 def _differences(data: dict[str, Any]) -> str:
@@ -192,7 +198,7 @@ def _differences(data: dict[str, Any]) -> str:
         return "The configurations are the same"
     heading = ["differs", *(printable(run["name"]) for run in data["runs"])]
     return aligned(
-        [heading, *([one["key"], *map(_value, one["values"])] for one in data["differences"])]
+        [heading, *([row["key"], *map(_value, row["values"])] for row in data["differences"])]
     )
 
 
@@ -208,11 +214,12 @@ def _value(value: Any) -> str:
 def _comparison(data: dict[str, Any], width: int) -> str | None:
     lines = [
         fill(
-            f"{printable(one['run'])} against {printable(one['base'])}: {one['text']}",
+            f"{printable(comparison['run'])} against {printable(comparison['base'])}: "
+            f"{comparison['text']}",
             width,
             initial_indent="  ",
             subsequent_indent="      ",
         )
-        for one in data["comparison"]
+        for comparison in data["comparison"]
     ]
     return "\n".join(["Differences, with 95 % confidence", *lines]) if lines else None

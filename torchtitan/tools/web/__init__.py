@@ -22,11 +22,11 @@ def web_page(
     """A page that runs `scripts` on `data`.
 
     Args:
-        data: what the scripts see as `data`.
-        scripts: run in order, after those that pages share, in one scope.
-        styles: come after those that pages share.
+        data: value of the variable `data` in the scripts.
+        scripts: scripts to run in order in one scope, after the shared ones.
+        styles: style sheets, after the shared ones.
     """
-    parts = {
+    replacements = {
         "TITLE": html.escape(title),
         "STYLE": "\n".join(
             _read(path) for path in (*(_FOLDER / name for name in _STYLES), *styles)
@@ -39,7 +39,7 @@ def web_page(
         ),
     }
     pieces = _read(_FOLDER / "page.html").split("__")
-    return "".join(parts.get(piece, piece) for piece in pieces)
+    return "".join(replacements.get(piece, piece) for piece in pieces)
 
 
 def _read(path: Path) -> str:
