@@ -27,11 +27,11 @@ from torchtitan.data.read.opening import FileStamp
 from torchtitan.data.spec import DataSpec
 from torchtitan.data.tokens.token_files import TokenFiles, write_token_file
 from torchtitan.tools.corpus import sampling, tally
-from torchtitan.tools.corpus.columns import Columns, Drawn
+from torchtitan.tools.corpus.columns import DocumentColumns, Drawn
 from torchtitan.tools.corpus.mixture import mixture
 from torchtitan.tools.corpus.sampling import draw_items
 from torchtitan.tools.corpus.survey import survey
-from torchtitan.tools.corpus.tally import How
+from torchtitan.tools.corpus.tally import ReadOptions
 from torchtitan.tools.corpus.token_reading import _Documents
 from torchtitan.utils.errors import UserError
 
@@ -266,7 +266,7 @@ def test_intervals_hold_the_truth_95_times_of_100():
             Drawn(sizes.sum() / 200 / sizes[i], sizes[i], unit, "places")
             for unit, i in enumerate(chosen)
         ]
-        columns = Columns.of(tokens[chosen], sizes[chosen], drawn)
+        columns = DocumentColumns.from_draws(tokens[chosen], sizes[chosen], drawn)
         estimates = {
             "documents": columns.total(columns.documents),
             "tokens": columns.total(columns.tokens),
@@ -354,7 +354,7 @@ def test_files_count_by_their_size(tmp_path, capsys, monkeypatch):
 def test_of_a_long_text_parts_are_read(tmp_path, capsys, monkeypatch):
     draw_always(monkeypatch)
     monkeypatch.setattr(sampling, "_LONG_TEXT", 10_000)
-    monkeypatch.setattr(sampling, "_PIECE_BYTES", 2000)
+    monkeypatch.setattr(sampling, "_CHUNK_BYTES", 2000)
     text = " ".join(texts(1500))
     (tmp_path / "a.txt").write_text(text)
     size = len(text.encode())
@@ -415,7 +415,7 @@ def of_registered(made, sample, name="mine"):
         options=DataLoader(),
         custom={name: lambda path: made},
     )
-    (source,) = survey(spec, How(sample, 0, 1))["sources"]
+    (source,) = survey(spec, ReadOptions(sample, 0, 1))["sources"]
     return source
 
 

@@ -24,7 +24,7 @@ from torchtitan.config.sections.schema import Model
 from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.spec import DataSpec, data_spec
 from torchtitan.tools.corpus.survey import survey, survey_page
-from torchtitan.tools.corpus.tally import How
+from torchtitan.tools.corpus.tally import ReadOptions
 from torchtitan.tools.corpus.text import as_text
 from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.assets import shipped_configs
@@ -99,20 +99,20 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    own, flags = split_args(argv)
-    options = parser().parse_args(own)
+    words, flags = split_args(argv)
+    options = parser().parse_args(words)
     steps = None
     if any(_is_config(path) for path in options.paths):
-        spec, steps = _of_config(options, flags)
+        spec, steps = _sources_from_config(options, flags)
     elif flags:
         raise ConfigError([f"{flags[0]}: a key of the configuration, and none is named"])
     else:
-        spec = _of_paths(options)
+        spec = _sources_from_paths(options)
     if options.html and not options.html.parent.is_dir():
         raise UserError(f"--html {options.html}: there is no folder {options.html.parent}")
-    how = How(options.sample, options.seed, options.workers)
+    read_options = ReadOptions(options.sample, options.seed, options.workers)
     with redirect_stdout(sys.stderr):  # progress
-        content = survey(spec, how, steps)
+        content = survey(spec, read_options, steps)
     if options.html:
         write_output({options.html: survey_page(content).encode()})
         print(f"Wrote {options.html}", file=sys.stderr)
@@ -127,7 +127,7 @@ def _is_config(path: str) -> bool:
     return path.endswith(".toml") or (path in shipped_configs() and not os.path.exists(path))
 
 
-def _of_config(options: argparse.Namespace, flags: list[str]) -> tuple[DataSpec, int]:
+def _sources_from_config(options: argparse.Namespace, flags: list[str]) -> tuple[DataSpec, int]:
     """The sources of a configuration, and its number of steps."""
     if len(options.paths) > 1:
         raise UserError(
@@ -155,7 +155,7 @@ def _of_config(options: argparse.Namespace, flags: list[str]) -> tuple[DataSpec,
     return data_spec(config, "training", tokenizer), config.training.steps
 
 
-def _of_paths(options: argparse.Namespace) -> DataSpec:
+def _sources_from_paths(options: argparse.Namespace) -> DataSpec:
     tokenizer = build_tokenizer(options.tokenizer or Model().hf_assets_path)
     columns = {
         "text_column": options.text_column or "text",

@@ -1,1 +1,1 @@
-"""What a tokenizer makes of data: bytes per token, lengths of documents, use of the vocabulary."""
+"""Surveys of tokenized data: bytes per token, lengths of documents, use of the vocabulary."""

@@ -1,4 +1,4 @@
-"""Documents as columns, whole or drawn at random, and what they say about all documents.
+"""Documents as columns, read whole or drawn at random, and estimates for all documents.
 
 A drawn document stands for `weight` others. Totals are sums with these weights (Hansen and Hurwitz,
 "On the theory of sampling from finite populations", 1943); ratios are ratios of totals. Errors
@@ -20,34 +20,34 @@ PERCENTILES = (1, 5, 25, 50, 75, 95, 99)
 
 
 class Estimate(NamedTuple):
-    """A number, with half the width of its 95 % confidence interval; 0 if it is exact."""
+    """A number with half the width of its 95 % confidence interval, which is 0 if exact."""
 
     value: float
     noise: float
 
 
 class Drawn(NamedTuple):
-    """What was read in one place."""
+    """Sampling data of a document (or blank line) that was read."""
 
     weight: float
-    """Documents that it stands for."""
+    """Number of documents that it stands for."""
     raw: float
-    """Bytes of its file, or tokens of a token file, that it takes up."""
+    """Size in its file: bytes, or tokens of a token file."""
     unit: int
-    """Documents of the same unit were drawn together."""
+    """Number of its sampling unit; documents of a unit were drawn together."""
     how: Literal["all", "places", "beginnings"]
-    """How it was drawn, see `sampling`."""
+    """Sampling method, see `sampling`."""
     scale: float = 1.0
-    """Size of the document, relative to the part of it that is read."""
+    """Size of the document relative to the text that was read of it."""
 
 
 WHOLE = Drawn(weight=1.0, raw=0.0, unit=0, how="all")
-"""A document that stands for itself."""
+"""Sampling data of a document that stands only for itself."""
 
 
 @dataclass(frozen=True)
-class Columns:
-    """What was read, a row for each place: a document, or something that is none."""
+class DocumentColumns:
+    """Columns with a row for each document, blank line or bad document that was read."""
 
     documents: Array
     """1, or 0 for a blank line or a bad document."""
@@ -59,11 +59,12 @@ class Columns:
     how: Array
 
     @classmethod
-    def of(cls, tokens: Array, sizes: Array, drawn: Sequence[Drawn]) -> "Columns":
+    def from_draws(cls, tokens: Array, sizes: Array, drawn: Sequence[Drawn]) -> "DocumentColumns":
         """
         Args:
-            tokens: of each place; 0 if it is no document.
-            sizes: bytes of the texts.
+            tokens: tokens of each row; 0 if it is no document.
+            sizes: bytes of each text.
+            drawn: sampling data of each row.
         """
         counts = np.asarray(tokens, np.int64)
         return cls(
@@ -77,10 +78,10 @@ class Columns:
         )
 
     def total(self, values: Array) -> Estimate:
-        """The sum of something over all documents."""
+        """Estimated sum of `values` over all documents."""
         sampled = self.weight * values
         variance = 0.0
-        for rows in self._ways_of_drawing():
+        for rows in self._sampling_methods():
             raw = (self.weight * self.raw)[rows]
             sum_of_raw = raw.sum()
             rate = sampled[rows].sum() / sum_of_raw if sum_of_raw else 0.0
@@ -88,21 +89,23 @@ class Columns:
         return Estimate(float(sampled.sum()), NORMAL * variance**0.5)
 
     def ratio(self, above: Array, below: Array) -> Estimate | None:
-        """A ratio of two sums over all documents; None if the one below is zero."""
+        """Estimated ratio of two sums over all documents; None if the denominator is zero."""
         bottom = float((self.weight * below).sum())
         if not bottom:
             return None
         value = float((self.weight * above).sum()) / bottom
         residuals = self.weight * (above - value * below)
-        variance = sum(self._variance(rows, residuals[rows]) for rows in self._ways_of_drawing())
+        variance = sum(self._variance(rows, residuals[rows]) for rows in self._sampling_methods())
         return Estimate(value, NORMAL * variance**0.5 / bottom)
 
-    def _ways_of_drawing(self) -> list[Array]:
-        """Which rows were drawn in each of the ways, apart from those that were read whole."""
-        return [self.how == how for how in ("places", "beginnings") if (self.how == how).any()]
+    def _sampling_methods(self) -> list[Array]:
+        """A mask of rows for each random sampling method that was used."""
+        return [
+            self.how == method for method in ("places", "beginnings") if (self.how == method).any()
+        ]
 
     def _variance(self, rows: Array, residuals: Array) -> float:
-        """Of the sum of residuals of independent units."""
+        """Variance of the sum of the residuals of independent units."""
         _, units = np.unique(self.unit[rows], return_inverse=True)
         sums = np.bincount(units, residuals)
         if len(sums) == 1:  # a single file: its documents are all that there is to compare
@@ -113,7 +116,7 @@ class Columns:
     # ---- the distribution over documents
 
     def percentiles(self, values: Array) -> dict[str, float]:
-        """By percent, and `min`, `max` and `mean` of what was read; empty without documents."""
+        """Percentiles by percent, and `min`, `max` and `mean`; empty without documents."""
         at = self.documents > 0
         if not at.any():
             return {}

@@ -1,4 +1,4 @@
-"""What the steps of a run read of each source of a mixture."""
+"""Amount of data that the steps of a run read from each source of a mixture."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,22 +11,22 @@ def mixture(spec: DataSpec, steps: int, tokens: Mapping[str, float | None]) -> l
     """Rows, tokens, share of the tokens and epochs of each source.
 
     Args:
-        tokens: in each source; None if that isn't known.
+        tokens: tokens in each source; None if unknown.
     """
     shares = Shares()
     rows = dict.fromkeys(tokens, 0)
     read = dict.fromkeys(tokens, 0)
-    most = {source.name: source.max_epochs for source in spec.sources}
+    epoch_limits = {source.name: source.max_epochs for source in spec.sources}
     limits = {
         name: int(limit * count)
-        for name, limit in most.items()
+        for name, limit in epoch_limits.items()
         if limit is not None and (count := tokens[name]) is not None
     }
-    after = [plan.first for plan in spec.plans[1:]] + [steps]
-    for plan, end in zip(spec.plans, after, strict=True):
-        rows_of_stage = max(min(end, steps) - plan.first, 0) * plan.rows
-        left = {name: (limit - read[name]) // plan.seq_len for name, limit in limits.items()}
-        for name, count in divide(shares, plan.weights, rows_of_stage, left).items():
+    ends = [plan.first for plan in spec.plans[1:]] + [steps]
+    for plan, end in zip(spec.plans, ends, strict=True):
+        stage_rows = max(min(end, steps) - plan.first, 0) * plan.rows
+        rows_left = {name: (limit - read[name]) // plan.seq_len for name, limit in limits.items()}
+        for name, count in divide(shares, plan.weights, stage_rows, rows_left).items():
             rows[name] += count
             read[name] += count * plan.seq_len
     total = max(sum(read.values()), 1)

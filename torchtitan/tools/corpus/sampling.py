@@ -1,9 +1,9 @@
 """Documents drawn at random, at a cost that doesn't grow with the data.
 
-Of plain JSON lines, text files and token files, documents are drawn by *places*: a byte or token is
-chosen, and the document around it is read. So each is drawn in proportion to its size, which its
-weight undoes. Files that can't be read at any place (compressed, Parquet, Arrow, CSV, JSON arrays)
-are chosen at random, and their *beginnings* are read; CSV, Arrow and JSON arrays to their end.
+Documents of plain JSON lines, text files and token files are drawn by *places*: a byte or token is
+chosen, and the document around it is read. The chance of a document is proportional to its size,
+and its weight corrects for that. Files without random access (compressed, Parquet, Arrow, CSV, JSON
+arrays) are chosen at random, and their *beginnings* are read; CSV, Arrow and JSON arrays whole.
 """
 
 import math
@@ -16,25 +16,25 @@ import numpy as np
 
 from torchtitan.data.read.corpus import RawDocument
 from torchtitan.data.read.opening import BadDocument, FilePool, FileStamp, is_compressed
-from torchtitan.data.read.records import BOM, FileRecord, kind_of, read_records
+from torchtitan.data.read.records import BOM, kind_of, read_records
 from torchtitan.tools.corpus.columns import WHOLE, Drawn
 from torchtitan.utils.limits import RECORD_BYTES
 
 _BLOCK = 2**16
 _FILES = 32
-"""Files whose beginnings are read, at most."""
+"""Maximum number of files whose beginnings are read."""
 _LONG_TEXT = 2**20
-"""Of larger text files only a part is read, and the rest taken to be like it."""
-_PIECE_BYTES = 2**16
+"""Text files above this size are read in part, and scaled to their whole size."""
+_CHUNK_BYTES = 2**16
 WHOLE_BELOW = 4096
-"""Bytes per wanted document below which everything is read."""
+"""Everything is read if there are fewer bytes than this per document of the sample."""
 
 Draw = tuple[RawDocument | None, list[Drawn]]
-"""A document, or None for a blank line, and each time that it was drawn."""
+"""A document (None for a blank line), and its sampling data for each time it was drawn."""
 
 
 def draw_items(stamps: Sequence[FileStamp], column: str, count: int, seed: int) -> Iterator[Draw]:
-    """About `count` documents of some files.
+    """Draw about `count` documents from these files.
 
     Raises:
         OSError: a file can't be read.
@@ -44,11 +44,11 @@ def draw_items(stamps: Sequence[FileStamp], column: str, count: int, seed: int) 
     placed = [stamp for stamp in stamps if _is_placed(stamp)]
     others = [stamp for stamp in stamps if not _is_placed(stamp)]
     size = sum(stamp.size for stamp in stamps)
-    of_placed = round(count * sum(stamp.size for stamp in placed) / size)
+    placed_count = round(count * sum(stamp.size for stamp in placed) / size)
     if placed:
-        yield from _random_documents(placed, max(of_placed, 2), rng)
+        yield from _random_documents(placed, max(placed_count, 2), rng)
     if others:
-        yield from _beginnings(others, column, max(count - of_placed, 1), rng)
+        yield from _beginnings(others, column, max(count - placed_count, 1), rng)
 
 
 def _is_placed(stamp: FileStamp) -> bool:
@@ -62,11 +62,11 @@ def _is_placed(stamp: FileStamp) -> bool:
 def draw_positions(
     sizes: Sequence[int], count: int, rng: np.random.Generator
 ) -> Iterator[tuple[int, int]]:
-    """Random places in files of these sizes, each a file's index and an offset, in order."""
+    """Random positions in files of these sizes, in order: each a file's index and an offset."""
     ends = np.cumsum(sizes)
     for position in np.sort(rng.integers(0, ends[-1], count)):
-        which = int(np.searchsorted(ends, position, side="right"))
-        yield which, int(position - (ends[which - 1] if which else 0))
+        file_index = int(np.searchsorted(ends, position, side="right"))
+        yield file_index, int(position - (ends[file_index - 1] if file_index else 0))
 
 
 def _random_documents(
@@ -75,29 +75,29 @@ def _random_documents(
     files = FilePool()
     sizes = [stamp.size for stamp in stamps]
     documents = (
-        (stamps[which], *_document_at(files, stamps[which], offset))
-        for which, offset in draw_positions(sizes, count, rng)
+        (stamps[file_index], *_document_at(files, stamps[file_index], offset))
+        for file_index, offset in draw_positions(sizes, count, rng)
     )
-    unit = 0
-    for _, drawn in groupby(documents, key=lambda one: (one[0].path, one[1])):
-        (stamp, start, raw, content, scale), *again = drawn
+    next_unit = 0
+    for _, drawn in groupby(documents, key=lambda document: (document[0].path, document[1])):
+        (stamp, start, raw, content, scale), *repeats = drawn
         item = None if content is None else RawDocument(stamp.path, start, content)
         weight = sum(sizes) / count / raw
-        units = range(unit, unit + 1 + len(again))
-        yield item, [Drawn(weight, raw, one, "places", scale=scale) for one in units]
-        unit = units.stop
+        units = range(next_unit, next_unit + 1 + len(repeats))
+        yield item, [Drawn(weight, raw, unit, "places", scale=scale) for unit in units]
+        next_unit = units.stop
 
 
 def _document_at(files: FilePool, stamp: FileStamp, offset: int) -> tuple[int, int, Any, float]:
-    """The document around a byte: where it begins, bytes of the file that it takes up, its content
-    (None for a blank line), and its size relative to that.
+    """The document around a byte: its offset, its bytes in the file, its content (None for a blank
+    line), and its size relative to the content.
     """
     path = Path(stamp.path)
     if kind_of(path, stamp) == "text":
         if stamp.size <= _LONG_TEXT:
             (record,) = read_records(path, "", stamp=stamp)
             return 0, stamp.size, record.content, 1.0
-        length = min(_PIECE_BYTES, stamp.size - offset)
+        length = min(_CHUNK_BYTES, stamp.size - offset)
         piece = files.read(stamp.path, offset, length, stamp).decode(errors="ignore")
         return offset, stamp.size, piece or None, stamp.size / max(len(piece.encode()), 1)
     start, line = _line_at(files, stamp, offset)
@@ -110,9 +110,7 @@ def _document_at(files: FilePool, stamp: FileStamp, offset: int) -> tuple[int, i
 
 
 def _line_at(files: FilePool, stamp: FileStamp, offset: int) -> tuple[int, bytes]:
-    """The line around a byte: where it begins, and its bytes with the line's end. One that is too
-    long to be a document is cut.
-    """
+    """The line around a byte: its offset and its bytes with the newline; too long a line is cut."""
     before: list[bytes] = []
     begin = offset
     while begin > 0 and offset - begin <= RECORD_BYTES:
@@ -141,7 +139,7 @@ def _line_at(files: FilePool, stamp: FileStamp, offset: int) -> tuple[int, bytes
 def _beginnings(
     stamps: Sequence[FileStamp], column: str, count: int, rng: np.random.Generator
 ) -> Iterator[Draw]:
-    """The first documents of some files, as many of each."""
+    """The first documents of random files, the same number from each."""
     chosen = [stamps[i] for i in rng.permutation(len(stamps))[:_FILES]]
     quota = math.ceil(count / len(chosen))
     read = [_Beginning(stamp, column, quota) for stamp in chosen]
@@ -150,15 +148,15 @@ def _beginnings(
         for beginning in read:
             yield from ((item, [WHOLE]) for item in beginning.items)
         return
-    of_chosen = sum(stamp.size for stamp in chosen)
+    chosen_size = sum(stamp.size for stamp in chosen)
     for unit, (stamp, beginning) in enumerate(zip(chosen, read, strict=True)):
-        documents = stamp.size / beginning.raw * total / of_chosen
+        documents = stamp.size / beginning.raw * total / chosen_size
         for item in beginning.items:
             yield item, [Drawn(documents / len(beginning.items), beginning.raw, unit, "beginnings")]
 
 
 class _Beginning:
-    """The first documents of a file, and how many of its bytes one of them takes up."""
+    """The first documents of a file, and the mean size of a document in it."""
 
     def __init__(self, stamp: FileStamp, column: str, quota: int):
         path = Path(stamp.path)
@@ -169,7 +167,7 @@ class _Beginning:
         records = read_records(path, column, self._advance, stamp)
         seen, size = self._take(stamp, records, count=kind != "parquet")
         if kind == "parquet":
-            seen, size = _rows_of(path), stamp.size
+            seen, size = _row_count(path), stamp.size
         self.raw = max(size, 1) / max(seen, 1)
         self.is_whole = seen <= len(self.items)
         """Whether the file has no other documents."""
@@ -178,12 +176,10 @@ class _Beginning:
         if size:
             self._reads.append(size)
 
-    def _take(
-        self, stamp: FileStamp, records: Iterator[FileRecord], *, count: bool
-    ) -> tuple[int, int]:
-        """Take the first documents; returns how many were read with them, and in how many bytes.
+    def _take(self, stamp: FileStamp, records: Iterator[Record], *, count: bool) -> tuple[int, int]:
+        """Take the first documents; returns the number of documents read and their bytes.
 
-        CSV and Arrow files tell a single read, at their end: they are read as a whole.
+        CSV and Arrow files report one read at their end, so they are read whole.
         """
         seen = known = 0
         for number, content, _ in records:
@@ -196,8 +192,8 @@ class _Beginning:
         return seen, stamp.size
 
 
-def _rows_of(path: Path) -> int:
-    """The number of rows of a Parquet file, from its end."""
+def _row_count(path: Path) -> int:
+    """Number of rows of a Parquet file, from its footer."""
     import pyarrow.parquet
 
     rows: int = pyarrow.parquet.read_metadata(path).num_rows

@@ -1,4 +1,4 @@
-"""A tokenizer on data, as JSON can hold it: what text and page show."""
+"""Survey of a tokenizer on data, ready for JSON; shown as text or as a page."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,20 +7,20 @@ from typing import Any
 from torchtitan.config.sections.data import Source
 from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.data.spec import DataSpec
-from torchtitan.tools.corpus.columns import Columns, Estimate
+from torchtitan.tools.corpus.columns import DocumentColumns, Estimate
 from torchtitan.tools.corpus.mixture import mixture
 from torchtitan.tools.corpus.reading import read
-from torchtitan.tools.corpus.tally import How, Reading
+from torchtitan.tools.corpus.tally import Reading, ReadOptions
 from torchtitan.tools.corpus.vocabulary import Vocabulary
 from torchtitan.tools.web import web_page
 from torchtitan.utils.wording import listed
 
 
-def survey(spec: DataSpec, how: How, steps: int | None = None) -> dict[str, Any]:
-    """Read all sources.
+def survey(spec: DataSpec, options: ReadOptions, steps: int | None = None) -> dict[str, Any]:
+    """Read all sources and return what the survey shows.
 
     Args:
-        steps: of the run whose sources these are; None without a run.
+        steps: steps of the run that reads these sources; None without a run.
 
     Raises:
         UserError: a source can't be read.
@@ -28,20 +28,20 @@ def survey(spec: DataSpec, how: How, steps: int | None = None) -> dict[str, Any]
     vocabulary = Vocabulary(spec.tokenizer)
     sources = []
     for source in spec.sources:
-        reading = read(spec, source, how)
+        reading = read(spec, source, options)
         sources.append(_describe(source, reading, spec, vocabulary))
     return {
-        "tokenizer": _of_tokenizer(spec.tokenizer, vocabulary),
+        "tokenizer": _tokenizer_data(spec.tokenizer, vocabulary),
         "seq_len": spec.longest_row,
-        "sample": how.sample,
-        "seed": how.seed,
+        "sample": options.sample,
+        "seed": options.seed,
         "sources": sources,
         "steps": steps,
         "mixture": None if steps is None else mixture(spec, steps, dict(_known_tokens(sources))),
     }
 
 
-def _of_tokenizer(tokenizer: Tokenizer, vocabulary: Vocabulary) -> dict[str, Any]:
+def _tokenizer_data(tokenizer: Tokenizer, vocabulary: Vocabulary) -> dict[str, Any]:
     return {
         "name": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
@@ -68,7 +68,7 @@ def _describe(
         "name": source.name,
         "path": source.dataset_path or source.dataset,
         "kind": reading.kind,
-        "of_stream": reading.of_stream,
+        "of_stream": reading.is_stream,
         "file_bytes": reading.size,
         "drawn": tally.is_drawn,
         "read": dict(zip(("documents", "tokens", "bytes"), map(int, tally.totals), strict=True)),
@@ -88,7 +88,7 @@ def _describe(
 
 
 def _per_token(
-    columns: Columns, tokens: Estimate, size: Estimate, drawn: bool
+    columns: DocumentColumns, tokens: Estimate, size: Estimate, drawn: bool
 ) -> dict[str, float] | None:
     if drawn:
         bytes_per_token = columns.ratio(columns.bytes, columns.tokens)
@@ -98,7 +98,7 @@ def _per_token(
 
 
 def survey_page(content: dict[str, Any]) -> str:
-    """A self-contained page that shows what `survey` returns."""
+    """A self-contained page that shows a survey."""
     tools = Path(__file__).parents[1]
     scripts = [tools / "reports" / "formats.js", tools / "corpus" / "page.js"]
     title = listed([source["name"] for source in content["sources"]], 4)

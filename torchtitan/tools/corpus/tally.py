@@ -1,4 +1,4 @@
-"""What was read of a source, added up: a row for each document, and how often each token occurs."""
+"""Totals of a source as it is read: a row for each document, and counts of each token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.tools.corpus.columns import WHOLE, Columns, Drawn, Estimate
+from torchtitan.tools.corpus.columns import WHOLE, DocumentColumns, Drawn, Estimate
 
 _MAX_LENGTHS = 2**20
-"""Documents whose lengths are kept; of more, a random part."""
+"""Maximum number of documents with stored lengths; beyond it, a random sample is stored."""
 _HASHES = 2**24
-"""Documents among which duplicates are counted, at most."""
+"""Maximum number of documents for which duplicates are counted."""
 
 
 class Tally:
@@ -22,9 +22,9 @@ class Tally:
         self.read = np.zeros(vocab_size, np.int64)
         """How often each token was read."""
         self.counts = np.zeros(vocab_size)
-        """How often each token occurs in all documents, as far as what was read tells."""
+        """Estimated number of occurrences of each token in all documents."""
         self.bad: dict[str, float] = {}
-        """Bad documents by kind, like `counts`."""
+        """Estimated number of bad documents by kind."""
         self.first_bad: str | None = None
         self.totals = np.zeros(3, np.int64)
         """Documents, tokens and bytes that were read."""
@@ -33,7 +33,7 @@ class Tally:
         self._drawn: list[Drawn] = []
         self._num_lengths = 0
         self._share = 1
-        """One of so many whole documents is kept."""
+        """One in this number of whole documents has a row."""
         self._hashes: list[NDArray[Any]] | None = []
 
     def add(
@@ -46,10 +46,10 @@ class Tally:
         """Add whole documents.
 
         Args:
-            ids: of all of them, document after document.
-            lengths: tokens of each.
+            ids: tokens of all documents, one document after another.
+            lengths: number of tokens of each document.
             sizes: bytes of each text.
-            hashes: of the texts; None if they are unknown.
+            hashes: hashes of the texts; None if unknown.
         """
         occurrences = np.bincount(ids, minlength=len(self.read))
         self.read += occurrences
@@ -75,11 +75,11 @@ class Tally:
         self._share *= 2
 
     def add_drawn(self, ids: NDArray[Any], size: int, drawn: Sequence[Drawn]) -> None:
-        """Add a document that was drawn, or none (no ids) in its place.
+        """Add a document that was drawn, or a blank line or bad document (no ids).
 
         Args:
-            size: bytes of its text, or of the part of it that was read.
-            drawn: each time that it was drawn.
+            size: bytes of the text that was read.
+            drawn: sampling data for each time it was drawn.
         """
         occurrences = np.bincount(ids, minlength=len(self.read))
         self.read += occurrences
@@ -96,23 +96,23 @@ class Tally:
         self.bad[kind] = self.bad.get(kind, 0) + sum(draw.weight for draw in drawn)
         self.first_bad = self.first_bad or problem
 
-    def columns(self) -> Columns:
-        """The rows."""
+    def columns(self) -> DocumentColumns:
+        """The rows as columns."""
         columns = list(zip(*self._rows, strict=True)) or [(), ()]
         tokens, sizes = (np.concatenate(column) if column else np.zeros(0) for column in columns)
         drawn = self._drawn or [WHOLE._replace(weight=float(self._share))] * len(tokens)
-        return Columns.of(tokens, sizes, drawn)
+        return DocumentColumns.from_draws(tokens, sizes, drawn)
 
     @property
     def is_drawn(self) -> bool:
         """Whether documents were drawn at random."""
         return any(draw.how != "all" for draw in self._drawn)
 
-    def sums(self, columns: Columns) -> tuple[Estimate, Estimate, Estimate]:
+    def sums(self, columns: DocumentColumns) -> tuple[Estimate, Estimate, Estimate]:
         """Documents, tokens and bytes of the whole source.
 
         Args:
-            columns: what `columns` returned.
+            columns: result of `columns`.
         """
         if not self.is_drawn:
             documents, tokens, size = (Estimate(float(value), 0.0) for value in self.totals)
@@ -127,34 +127,37 @@ class Tally:
         """Number and bytes of the documents that equal an earlier one; None if not counted."""
         if not self._hashes:
             return None
-        every = np.concatenate(self._hashes)
-        every = every[np.argsort(every["hash"], kind="stable")]
-        again = every["hash"][1:] == every["hash"][:-1]
-        return {"documents": int(again.sum()), "bytes": int(every["bytes"][1:][again].sum())}
+        hashes = np.concatenate(self._hashes)
+        hashes = hashes[np.argsort(hashes["hash"], kind="stable")]
+        is_repeat = hashes["hash"][1:] == hashes["hash"][:-1]
+        return {
+            "documents": int(is_repeat.sum()),
+            "bytes": int(hashes["bytes"][1:][is_repeat].sum()),
+        }
 
 
 @dataclass(frozen=True)
-class How:
-    """How much to read."""
+class ReadOptions:
+    """Options for reading a source."""
 
     sample: int | None
-    """About this many documents of each source; None: everything."""
+    """Approximate number of documents of each source; None reads everything."""
     seed: int
     workers: int
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What was read of a source."""
+    """Result of reading a source."""
 
     tally: Tally
     kind: str
-    """What the source is, in words."""
+    """Kind of the source, in words."""
     size: int | None
-    """Bytes of its files."""
+    """Size of its files in bytes; None without files."""
     tokens: int | None = None
-    """If they are known without reading."""
+    """Number of tokens, if known without reading."""
     report: dict[str, Any] | None = None
-    """What `torchtitan tokenize` counted."""
-    of_stream: bool = False
-    """Whether these are the first documents of a stream."""
+    """Counts from `torchtitan tokenize`; None without a report."""
+    is_stream: bool = False
+    """Whether only the first documents of a stream were read."""

@@ -1,4 +1,4 @@
-"""What a survey of data says, for a terminal."""
+"""A survey of data as text for a terminal."""
 
 import json
 from collections.abc import Iterator
@@ -7,13 +7,13 @@ from typing import Any
 from torchtitan.utils.wording import aligned, cut, plural, printable, show_tokens
 
 _BAR = 30
-"""Characters of the longest bar of a histogram."""
+"""Length of a histogram's longest bar in characters."""
 _LISTED = 10
-"""Entries of the vocabulary that are named."""
+"""Number of vocabulary entries that are listed."""
 
 
 def as_text(content: dict[str, Any]) -> str:
-    """What `survey` returns, as text."""
+    """A survey as text."""
     tokenizer = content["tokenizer"]
     head = f"Tokenizer {tokenizer['name']}: {tokenizer['entries']:,} entries"
     sections = [printable(head), _table(content)]
@@ -45,7 +45,7 @@ def _table(content: dict[str, Any]) -> str:
 
 
 def amount(estimate: dict[str, float]) -> str:
-    """A number of documents, tokens or bytes; exact, or with half its confidence interval."""
+    """A number of documents, tokens or bytes; with half its confidence interval unless exact."""
     value = estimate["value"]
     if not estimate["noise"]:
         return f"{value:,.0f}" if value < 1e6 else show_tokens(value)
@@ -53,7 +53,7 @@ def amount(estimate: dict[str, float]) -> str:
 
 
 def percent(share: float) -> str:
-    """A share."""
+    """A share in percent."""
     if 0 < share < 1e-4:
         return "< 0.01%"
     return f"{100 * share:.2g}%" if share < 0.1 else f"{100 * share:.1f}%"
@@ -66,8 +66,10 @@ def _with_noise(estimate: dict[str, float], form: str) -> str:
 
 def _details(source: dict[str, Any], seq_len: int) -> Iterator[str]:
     read = source["read"]
-    how = f"; drawn at random: {plural(read['documents'], 'document')}" if source["drawn"] else ""
-    yield printable(f"{source['name']}: {source['path']}, {source['kind']}{how}")
+    sampling = (
+        f"; drawn at random: {plural(read['documents'], 'document')}" if source["drawn"] else ""
+    )
+    yield printable(f"{source['name']}: {source['path']}, {source['kind']}{sampling}")
     yield from _faults(source)
     if not source["lengths"]:
         yield "  no documents"
@@ -90,14 +92,14 @@ def _details(source: dict[str, Any], seq_len: int) -> Iterator[str]:
 
 
 def _faults(source: dict[str, Any]) -> Iterator[str]:
-    """Bad documents and duplicates."""
+    """Lines about bad documents and duplicates."""
     if source["bad"]:
         kinds = ", ".join(f"{number:,} {kind}" for kind, number in source["bad"].items())
         first = f"; the first is {cut(source['first_bad'], 200)}" if source["first_bad"] else ""
         yield printable(f"  bad documents: {kinds}{first}")
     if source["duplicates"] is not None:
-        again = source["duplicates"]
-        number = f"{again['documents']:,}, {again['bytes']:,} bytes"
+        duplicates = source["duplicates"]
+        number = f"{duplicates['documents']:,}, {duplicates['bytes']:,} bytes"
         yield f"  exact duplicates of other documents: {number}"
 
 
@@ -120,9 +122,9 @@ def _vocabulary(use: dict[str, Any], drawn: bool) -> Iterator[str]:
     yield f"    most frequent: {', '.join(frequent)}"
     if use["unseen"]:
         unseen = ", ".join(quoted(entry) for entry in use["unseen"][:_LISTED])
-        left = use["entries"] - use["seen"]
-        what = "not in what was read" if drawn else "never seen"
-        yield f"    {what}: {left:,}, as {unseen}"
+        number = use["entries"] - use["seen"]
+        label = "not in what was read" if drawn else "never seen"
+        yield f"    {label}: {number:,}, as {unseen}"
     fragments = use["parts"]
     yield (
         f"    bytes that are no whole character: {percent(fragments['tokens'])} of the tokens, for "

@@ -15,30 +15,30 @@ from torchtitan.data.spec import DataSpec
 from torchtitan.data.tokens.token_files import TokenFiles
 from torchtitan.tools.corpus.columns import Drawn
 from torchtitan.tools.corpus.sampling import WHOLE_BELOW, draw_positions
-from torchtitan.tools.corpus.tally import How, Reading, Tally
+from torchtitan.tools.corpus.tally import Reading, ReadOptions, Tally
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import read_regular
 from torchtitan.utils.limits import JSON_BYTES
 from torchtitan.utils.wording import plural
 
 _WINDOW = 2**20
-"""Tokens of a token file that are read at once."""
+"""Number of tokens read at once from a token file."""
 _STEP = 2**12
-"""Tokens read at once in search of the ends of a document."""
+"""Number of tokens read at once when searching for a document's ends."""
 _REACH = 2**17
-"""A longer document is cut, in tokens before and after the place."""
+"""Maximum tokens of a document before and after a position; a longer one is cut."""
 
 
-def read_tokens(spec: DataSpec, how: How, paths: list[Path], key: str) -> Reading:
+def read_tokens(spec: DataSpec, options: ReadOptions, paths: list[Path], key: str) -> Reading:
     """Read token files.
 
     Args:
-        key: names them in errors.
+        key: name of the files in errors.
 
     Raises:
-        UserError: they are damaged, packed, or of another tokenizer.
+        UserError: the files are damaged, packed, or from another tokenizer.
     """
-    tally = Tally(spec.tokenizer.vocab_size, how.seed)
+    tally = Tally(spec.tokenizer.vocab_size, options.seed)
     files = TokenFiles(paths, _WINDOW, spec.tokenizer, key)
     if files.packed is not None:
         raise UserError(
@@ -48,12 +48,12 @@ def read_tokens(spec: DataSpec, how: How, paths: list[Path], key: str) -> Readin
     counts = [tokens for *_, tokens in files.files]
     sizes = spec.tokenizer.byte_lengths()
     eos = spec.tokenizer.eos_id
-    if how.sample and sum(counts) > WHOLE_BELOW * how.sample:
+    if options.sample and sum(counts) > WHOLE_BELOW * options.sample:
         documents = _Documents(files.in_windows_of(_STEP), counts, eos)
-        draws = draw_positions(counts, how.sample, np.random.default_rng(how.seed))
-        for unit, (which, offset) in enumerate(draws):
-            ids = documents.document_at(which, offset)
-            weight = sum(counts) / how.sample / len(ids)
+        draws = draw_positions(counts, options.sample, np.random.default_rng(options.seed))
+        for unit, (file_index, offset) in enumerate(draws):
+            ids = documents.document_at(file_index, offset)
+            weight = sum(counts) / options.sample / len(ids)
             drawn = Drawn(weight, len(ids), unit, "places")
             tally.add_drawn(ids, int(sizes[ids].sum()), [drawn])
     else:
@@ -67,7 +67,7 @@ def read_tokens(spec: DataSpec, how: How, paths: list[Path], key: str) -> Readin
 def _whole_tokens(
     files: TokenFiles, counts: list[int], sizes: NDArray[Any], eos: int, tally: Tally
 ) -> None:
-    """Add all documents. They end with end-of-text, or with their file."""
+    """Add all documents of whole files."""
     index = 0
     for count in counts:
         pending = np.empty(0, np.int64)
@@ -80,32 +80,32 @@ def _whole_tokens(
                 ends = np.append(ends, len(pending))
             if not len(ends):
                 continue
-            whole, pending = pending[: ends[-1]] & PLAIN, pending[ends[-1] :]
+            complete, pending = pending[: ends[-1]] & PLAIN, pending[ends[-1] :]
             lengths = np.diff(ends, prepend=0)
-            bytes_of_each = np.add.reduceat(sizes[whole].astype(np.int64), ends - lengths)
-            tally.add(whole, lengths, bytes_of_each)
+            bytes_of_each = np.add.reduceat(sizes[complete].astype(np.int64), ends - lengths)
+            tally.add(complete, lengths, bytes_of_each)
         index += windows
 
 
 @dataclass(frozen=True)
 class _Documents:
-    """Documents around places of token files."""
+    """Finds documents around positions in token files."""
 
     files: TokenFiles
     counts: list[int]
-    """Tokens of each file."""
+    """Number of tokens of each file."""
     eos: int
 
-    def document_at(self, which: int, offset: int) -> NDArray[np.int64]:
-        """The document around a token of a file, or the part of a long one."""
+    def document_at(self, file_index: int, offset: int) -> NDArray[np.int64]:
+        """The document around a token of a file; a long one is cut."""
         width = self.files.width
-        first_window = int(self.files.ends[which - 1]) if which else 0
-        count = self.counts[which]
+        first_window = int(self.files.ends[file_index - 1]) if file_index else 0
+        count = self.counts[file_index]
         last = (count - 2) // width
         number = min(offset // width, last)
 
         def window(i: int) -> NDArray[np.int64]:
-            """Without the token that it shares with the next."""
+            """A window without the token that it shares with the next one."""
             ids = self.files.window(first_window + i) & ~UNPREDICTED
             return ids if i == last else ids[:width]
 
@@ -123,17 +123,17 @@ class _Documents:
                 break
             final += 1
             after.append(window(final))
-        left = np.concatenate(before)
-        right = np.concatenate(after)
-        starts = np.flatnonzero(left == self.eos)
-        ends = np.flatnonzero(right == self.eos)
+        head = np.concatenate(before)
+        tail = np.concatenate(after)
+        starts = np.flatnonzero(head == self.eos)
+        ends = np.flatnonzero(tail == self.eos)
         begin = starts[-1] + 1 if len(starts) else 0
-        end = ends[0] + 1 if len(ends) else len(right)
-        return np.concatenate([left[begin:], right[:end]]) & PLAIN
+        end = ends[0] + 1 if len(ends) else len(tail)
+        return np.concatenate([head[begin:], tail[:end]]) & PLAIN
 
 
 def _report_of(paths: list[Path]) -> dict[str, Any] | None:
-    """Duplicates and bad documents that `torchtitan tokenize` counted beside the files."""
+    """Duplicates and bad documents, from the reports of `torchtitan tokenize` beside the files."""
     folders = {file.parent for file in paths}
     reports = sorted(report for folder in folders for report in folder.glob(f"*{REPORT}"))
     read: list[Any] = []

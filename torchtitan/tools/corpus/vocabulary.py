@@ -1,4 +1,4 @@
-"""How much of a vocabulary data uses, and what it costs where the vocabulary has no entry."""
+"""Use of a vocabulary by data, and the cost of text without vocabulary entries."""
 
 from functools import cache
 from typing import Any
@@ -10,7 +10,7 @@ from torchtitan.data.encode.tokenizer import HuggingFaceTokenizer, Tokenizer
 
 _FREQUENT = 20
 _UNSEEN = 40
-"""Entries that are listed, at most."""
+"""Maximum number of entries listed."""
 _COVERED = (0.5, 0.9, 0.99)
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -26,15 +26,15 @@ class Vocabulary:
 
     @property
     def entries(self) -> int:
-        """Entries that stand for text."""
+        """Number of entries that stand for text."""
         return int((self.sizes > 0).sum())
 
     def _text(self, id: int) -> str:
         return self.tokenizer.decode([id])
 
     def is_fragment(self, id: int) -> bool:
-        """Whether an entry is bytes that are no whole characters: those of a byte fallback, or of
-        a byte-level vocabulary.
+        """Whether an entry is a fragment of a character, from a byte fallback or a byte-level
+        vocabulary.
         """
         return _REPLACEMENT in self.text(id)
 
@@ -47,11 +47,11 @@ class Vocabulary:
         return self.tokenizer.backend.token_to_id(name) if name else None
 
     def use(self, read: NDArray[np.int64], counts: NDArray[Any]) -> dict[str, Any]:
-        """What data uses of the entries, as JSON can hold it.
+        """Use of the entries by data, ready for JSON.
 
         Args:
-            read: how often each was read.
-            counts: how often each occurs in all documents.
+            read: number of times each entry was read.
+            counts: estimated occurrences of each entry in all documents.
         """
         total = max(float(counts.sum()), 1e-300)
         plain = self.sizes > 0
