@@ -14,8 +14,8 @@ import tomli
 from tests.slurm_stand_ins import BASE, ROOT, calls
 from torchtitan.commands.jobs import main as jobs
 from torchtitan.commands.submit import main
-from torchtitan.tools.launch.grid import in_folder, make_runs, run_in_turn, together
-from torchtitan.tools.launch.jobs import read_record
+from torchtitan.tools.launch.grid import flags_with_folder, group_problems, make_runs, run_in_turn
+from torchtitan.tools.launch.slurm_jobs import read_record
 from torchtitan.utils.errors import ConfigError, UserError
 
 GRID = ["--grid", "optimizer.lr=1e-4,3e-4", "--grid", "debug.seed=1,2"]
@@ -142,14 +142,17 @@ def test_what_is_no_file_of_runs(tmp_path, text):
 def test_checkpoints_outside_of_the_folder_are_not_shared():
     (run,) = make_runs(["debug.seed=1"], None)
     folder = Path("/g")
-    assert in_folder(run, folder, "checkpoint") == ("--debug.seed=1", "--job.dump_folder=/g/base")
+    assert flags_with_folder(run, folder, "checkpoint") == (
+        "--debug.seed=1",
+        "--job.dump_folder=/g/base",
+    )
     for shared in ("s3://bucket/all", "/scratch/all"):
-        assert in_folder(run, folder, shared)[-1] == f"--checkpoint.folder={shared}/base"
+        assert flags_with_folder(run, folder, shared)[-1] == f"--checkpoint.folder={shared}/base"
 
 
 def test_a_problem_of_many_runs_is_said_once():
     problems = {"a": ["x", "y"], "b": ["x"], "c": ["x"]}
-    assert together(problems) == ["runs a and 2 more: x", "run a: y"]
+    assert group_problems(problems) == ["runs a and 2 more: x", "run a: y"]
 
 
 # ---- an array

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from torchtitan.commands.jobs import main as jobs
-from torchtitan.tools.launch.jobs import RECORD, JobRecord, read_record
+from torchtitan.tools.launch.slurm_jobs import RECORD, JobRecord, read_record
 from torchtitan.utils.errors import UserError
 
 SQUEUE = """\

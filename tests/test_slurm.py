@@ -17,8 +17,8 @@ import pytest
 from tests.slurm_stand_ins import BASE, ROOT, calls
 from torchtitan.commands.submit import main
 from torchtitan.commands.train import node_range
-from torchtitan.tools.launch.job import MARK, TEMPLATE
-from torchtitan.tools.launch.jobs import read_record
+from torchtitan.tools.launch.slurm_jobs import read_record
+from torchtitan.tools.launch.slurm_script import MARK, TEMPLATE
 from torchtitan.utils.errors import ConfigError, UserError
 
 ENDPOINTS = "node7:23456,node8:23456,node9:23456"

@@ -16,7 +16,7 @@ from torchtitan.config.load.keys import FIELDS
 from torchtitan.models import get_spec
 from torchtitan.tools.launch.data_choice import find_data
 from torchtitan.tools.launch.model_choice import find_model
-from torchtitan.tools.launch.preparation import prepared_by, prepared_settings
+from torchtitan.tools.launch.preparation import preparation_commands, prepared_settings
 from torchtitan.tools.launch.questions import parse_length
 from torchtitan.tools.launch.recipe import suggested_tokens
 from torchtitan.tools.launch.request import Choice, Request
@@ -264,11 +264,11 @@ def test_conversations_are_read_as_they_are():
         1,
         1024,
         Path("a"),
-        given={"training.messages_column": Choice("messages", "as given")},
+        flag_settings={"training.messages_column": Choice("messages", "as given")},
     )
     settings = prepared_settings(request)
     assert settings["training.dataset_path"].value == str(Path("texts").absolute())
-    assert [step.words[0] for step in prepared_by(request)] == ["hf"], "no tokenizer"
+    assert [step.words[0] for step in preparation_commands(request)] == ["hf"], "no tokenizer"
 
 
 def test_a_size_without_a_tokenizer_takes_one_of_the_hub_for_streamed_data(capsys):

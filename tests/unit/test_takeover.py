@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from tests.runs import free_ports
 from torchtitan.tools.launch import takeover
-from torchtitan.tools.launch.takeover import Endpoint, Takeover, _Found
+from torchtitan.tools.launch.takeover import Endpoint, Takeover, _LiveStore
 
 
 class Meeting:
@@ -65,7 +65,7 @@ def together(*launchers):
 
 
 def switch_off(one):
-    one._held = one._joined = one._inner = None
+    one._hosted = one._joined = one._inner = None
 
 
 def test_the_next_living_endpoint_takes_over(launcher):
@@ -100,16 +100,16 @@ def test_a_holder_that_was_suspended_gives_way(launcher):
     first = launcher(0)
     second = launcher(1)
     together(first, second)
-    suspended = first._held
-    first._held = None
+    suspended = first._hosted
+    first._hosted = None
     second._leave()
     second._find = lambda find=second._find: (
-        None if second._held is None else find()
+        None if second._hosted is None else find()
     )  # can't reach it
     assert together(second) == {(2, 1)}
-    first._held = suspended
+    first._hosted = suspended
     assert together(first) == {(2, 1)}
-    assert first._held is None
+    assert first._hosted is None
 
 
 def test_of_two_new_stores_the_first_endpoint_s_is_joined(launcher):
@@ -117,20 +117,20 @@ def test_of_two_new_stores_the_first_endpoint_s_is_joined(launcher):
     first = launcher(0)
     second = launcher(1)
     other = launcher(None)
-    held = [_Found(1, index, dist.HashStore()) for index in (0, 1)]
-    first._held, second._held = held
+    held = [_LiveStore(1, index, dist.HashStore()) for index in (0, 1)]
+    first._hosted, second._hosted = held
     for one in (first, second, other):
         one._probe = [*held, None].__getitem__
     assert together(first, second, other) == {(1, 0)}
-    assert first._held is held[0]
-    assert second._held is None
+    assert first._hosted is held[0]
+    assert second._hosted is None
 
 
 def test_a_store_without_the_secret_is_refused(launcher):
     together(strange := launcher(0, secret=b"another"))
     with pytest.raises(RendezvousStateError):
         launcher(1).next_rendezvous()
-    assert strange._held is not None
+    assert strange._hosted is not None
 
 
 def test_launchers_of_one_address_take_turns(launcher):
@@ -142,13 +142,13 @@ def test_launchers_of_one_address_take_turns(launcher):
         one._here = [endpoint.is_here(None) for endpoint in one._endpoints]
         assert one._here == [True] * 3
     assert together(first, second, third) == {(1, 0)}
-    (holder,) = [one for one in (first, second, third) if one._held]
+    (holder,) = [one for one in (first, second, third) if one._hosted]
     left = [one for one in (first, second, third) if one is not holder]
     switch_off(holder)
     assert together(*left) == {(2, 1)}
-    (holder,) = [one for one in left if one._held]
+    (holder,) = [one for one in left if one._hosted]
     assert together(*left, holder) == {(2, 1)}, "its own store, found at another endpoint"
-    assert holder._held is not None
+    assert holder._hosted is not None
     (last,) = [one for one in left if one is not holder]
     switch_off(holder)
     assert together(last) == {(3, 2)}

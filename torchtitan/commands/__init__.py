@@ -42,18 +42,18 @@ GROUPS = {
     },
     "set up": {"completion": "Print a completion script for bash or zsh."},
 }
-"""What each command does, as `torchtitan --help` lists it."""
+"""Commands by group with a line of help each, in the order of `torchtitan --help`."""
 
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 
 
 def main() -> int:
-    """The `torchtitan` script."""
+    """Entry point of the `torchtitan` script."""
     return run_main(_dispatch, rank=reporting_rank())
 
 
 def command_module(name: str) -> ModuleType:
-    """The module of a command."""
+    """Import the module of a command."""
     return importlib.import_module(f"torchtitan.commands.{name.replace('-', '_')}")
 
 

@@ -31,17 +31,17 @@ def inspect(options: argparse.Namespace) -> int:
     from torchtitan.checkpoint.format.manifest import read_manifest
     from torchtitan.checkpoint.inspect import as_data, overview
 
-    found = []
+    checkpoints = []
     damaged = []
     for step in checkpoints_at(options.path):
         try:
-            found.append((step, read_manifest(step)))
+            checkpoints.append((step, read_manifest(step)))
         except DamageError as error:
             damaged.append(error)
-    if options.json and (found or not damaged):
-        print(json.dumps([as_data(*checkpoint) for checkpoint in found], indent=1))
-    elif found or not damaged:
-        print(overview(found))
+    if options.json and (checkpoints or not damaged):
+        print(json.dumps([as_data(*checkpoint) for checkpoint in checkpoints], indent=1))
+    elif checkpoints or not damaged:
+        print(overview(checkpoints))
     if damaged:
         raise CheckpointError("\n".join(map(str, damaged)))
     return 0
@@ -81,13 +81,14 @@ def diff(options: argparse.Namespace) -> int:
 
     a, b = (checkpoints_at(path)[-1] for path in (options.a, options.b))
     print(f"a: {a}\nb: {b}")
-    found = 0
-    for part, text in compare(a, b, options.tolerance):
-        if part in options.only:
-            found += 1
-            print(f"{part}: {text}")
-    print(f"{plural(found, 'difference') if found else 'equal'} in {', '.join(options.only)}")
-    return 1 if found else 0
+    differences = 0
+    for section, text in compare(a, b, options.tolerance):
+        if section in options.only:
+            differences += 1
+            print(f"{section}: {text}")
+    verdict = plural(differences, "difference") if differences else "equal"
+    print(f"{verdict} in {', '.join(options.only)}")
+    return 1 if differences else 0
 
 
 def prune(options: argparse.Namespace) -> int:
@@ -99,8 +100,8 @@ def prune(options: argparse.Namespace) -> int:
         step_folder,
     )
 
-    gone = disposable(options.path, options.keep_latest, options.keep_every)
-    for step in gone:
+    doomed = disposable(options.path, options.keep_latest, options.keep_every)
+    for step in doomed:
         why = retention(options.keep_latest, options.keep_every)
         print(
             f"{'would delete' if options.dry_run else 'deleting'} "
@@ -108,8 +109,8 @@ def prune(options: argparse.Namespace) -> int:
         )
         if not options.dry_run:
             remove(step_folder(options.path, step))
-    kept = [step for step in committed_steps(options.path) if step not in gone]
-    print(f"kept: {', '.join(map(str, kept)) or 'none; there are no checkpoints here'}")
+    remaining = [step for step in committed_steps(options.path) if step not in doomed]
+    print(f"kept: {', '.join(map(str, remaining)) or 'none; there are no checkpoints here'}")
     return 0
 
 
@@ -178,7 +179,7 @@ def merge(options: argparse.Namespace) -> int:
 
 
 def _share(text: str) -> float:
-    """A share of a mean: a number whose sums and ratios stay in range.
+    """Argument type of a weight in a mean: a number whose sums and ratios stay in range.
 
     Raises:
         ValueError: `text` isn't a number.
@@ -204,7 +205,7 @@ def parser() -> argparse.ArgumentParser:
     def command(
         name: str, run: Callable[[argparse.Namespace], int], help: str
     ) -> Callable[..., Any]:
-        """Add a command; its arguments are added with what this returns."""
+        """Add a command, and return the function that adds its arguments."""
         command = commands.add_parser(name, help=help)
         command.set_defaults(run=run)
         return command.add_argument
@@ -224,8 +225,14 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--tolerance", type=float, default=0.0, help="largest |a - b| of equal tensors (default: 0)"
     )
-    parts = ["config", "train_state", "tensors"]
-    add("--only", nargs="+", choices=parts, default=parts, help="parts to compare (default: all)")
+    sections = ["config", "train_state", "tensors"]
+    add(
+        "--only",
+        nargs="+",
+        choices=sections,
+        default=sections,
+        help="parts to compare (default: all)",
+    )
 
     add = command("prune", prune, "delete old checkpoints, never the newest that can be resumed")
     add("path", type=path_argument, help="folder of checkpoints")

@@ -13,7 +13,7 @@ from torchtitan.utils.argument_types import command_parser
 from torchtitan.utils.assets import shipped_configs
 
 CONFIGURED = ("init", "train", "data", "plan", "rehearse", "config", "parity", "submit")
-"""Commands that take a configuration."""
+"""Commands that take a configuration file and its flags."""
 
 SCRIPT = """\
 _torchtitan() {
@@ -43,7 +43,7 @@ ZSH_HEAD = "autoload -U +X bashcompinit && bashcompinit\n"
 """Makes zsh run bash's completion functions."""
 
 
-def words_of(parser: argparse.ArgumentParser) -> list[str]:
+def words_for(parser: argparse.ArgumentParser) -> list[str]:
     """A command's options, the choices of its arguments, and the options of its subcommands."""
     words: list[str] = []
     for action in parser._actions:
@@ -52,7 +52,7 @@ def words_of(parser: argparse.ArgumentParser) -> list[str]:
             words += action.choices or ()
         if isinstance(action, argparse._SubParsersAction):
             words += [
-                word for subcommand in action.choices.values() for word in words_of(subcommand)
+                word for subcommand in action.choices.values() for word in words_for(subcommand)
             ]
     return list(dict.fromkeys(words))
 
@@ -61,7 +61,7 @@ def script(shell: str) -> str:
     """The completion script, which answers without starting Python."""
     cases = []
     for name in COMMANDS:
-        words = " ".join(words_of(command_module(name).parser()))
+        words = " ".join(words_for(command_module(name).parser()))
         cases.append(f"        {name}) words='{words}' ;;")
     filled = SCRIPT % {
         "commands": " ".join(COMMANDS),

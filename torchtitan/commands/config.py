@@ -25,8 +25,8 @@ def explain(resolved: Resolved) -> str:
     ]
     for key in (*FIELDS, *custom):
         value: object = resolved.config
-        for part in key.split("."):
-            value = getattr(value, part)
+        for field in key.split("."):
+            value = getattr(value, field)
         entries = [where for k, where in resolved.sources.items() if k.startswith(key + ".")]
         origin = ", ".join(entries) or resolved.sources.get(key, "default")
         if key in resolved.formulas:

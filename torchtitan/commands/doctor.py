@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _report(folder: Path, prefix: str) -> list[str]:
-    """The diagnosis, and what each rank was doing; nothing if there are no reports."""
+    """The diagnosis and each rank's activity; empty if there are no reports."""
     dumps = read_dumps(folder, prefix)
     if dumps is None:
         return []

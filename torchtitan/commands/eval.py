@@ -25,7 +25,7 @@ from torchtitan.utils.process import rank_and_world
 from torchtitan.utils.storage import is_remote
 
 _BOOTSTRAP = 100_000
-"""Bootstrap samples for the error of a metric that isn't a mean, as lm-eval's default."""
+"""Bootstrap samples for the standard error of a metric that isn't a mean; lm-eval's default."""
 
 
 def main(argv: list[str]) -> int:
@@ -71,10 +71,10 @@ def _eval(argv: list[str], rank: int) -> int:
         bootstrap = _BOOTSTRAP if rank == 0 else 0
         results = tasks.run(probe, tokenizer, bootstrap=bootstrap, by_file=source.hugging_face)
     if rank == 0:
-        found = scores(results)
+        task_scores = scores(results)
         if not source.hugging_face:
-            _record(source.folder, found, options)
-        _report(str(source.folder), results, found, options.output)
+            _record(source.folder, task_scores, options)
+        _report(str(source.folder), results, task_scores, options.output)
     return 0
 
 
@@ -105,10 +105,10 @@ def _report(
     if results.get("groups"):
         print(make_table(results, "groups"))
     if output:
-        kept = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better")
-        about = {"checkpoint": checkpoint, "scores": scores}
-        about |= {key: results[key] for key in kept if key in results}
-        content = json.dumps(about, indent=1, default=str) + "\n"
+        copied = ("results", "groups", "n-shot", "n-samples", "versions", "higher_is_better")
+        report = {"checkpoint": checkpoint, "scores": scores}
+        report |= {key: results[key] for key in copied if key in results}
+        content = json.dumps(report, indent=1, default=str) + "\n"
         write_output({Path(output): content.encode()})
 
 

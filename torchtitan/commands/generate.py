@@ -68,21 +68,21 @@ def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
             file=sys.stderr,
         )
     elif rank == 0:
-        made = [
+        continuations = [
             {"prompt": text, "text": row.text(tokenizer), "tokens": row.tokens, "end": row.end}
             for text, row in zip(texts, rows, strict=True)
         ]
-        about = {
+        report = {
             "checkpoint": str(source.folder),
             "tokens_per_second": tokens / seconds,
-            "continuations": made,
+            "continuations": continuations,
         }
-        print(json.dumps(about, indent=1, ensure_ascii=False))
+        print(json.dumps(report, indent=1, ensure_ascii=False))
     return 0
 
 
 class _Printer:
-    """Prints a single text as it grows, or each of several when its batch is finished."""
+    """Prints one text as it is generated, or several texts as their batches finish."""
 
     def __init__(self, tokenizer: "Tokenizer", texts: Sequence[str]):
         self.tokenizer = tokenizer
@@ -144,9 +144,9 @@ def _model_problems(
     source: "ModelSource", prompts: Sequence[list[int]], world: int
 ) -> Iterator[str]:
     sizes = source.spec.tensor_parallel_sizes(source.args)
-    if wrong := ", ".join(f"{name} {size}" for name, size in sizes.items() if size % world):
+    if indivisible := ", ".join(f"{name} {size}" for name, size in sizes.items() if size % world):
         yield (
-            f"--nproc-per-node: {world} does not divide {wrong}; use a divisor of "
+            f"--nproc-per-node: {world} does not divide {indivisible}; use a divisor of "
             f"{math.gcd(*sizes.values())}"
         )
     limit = source.args.max_seq_len

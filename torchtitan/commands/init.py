@@ -19,10 +19,10 @@ from torchtitan.config.load.command_line import config_flags, show_help, split_a
 from torchtitan.tools.launch import project as projects
 from torchtitan.tools.launch import questions
 from torchtitan.tools.launch.ask import Asker, discard_typed
-from torchtitan.tools.launch.job import add_job_options, check_words
 from torchtitan.tools.launch.layout_choice import best_layouts, table
 from torchtitan.tools.launch.questions import CPU, devices_per_host, local_gpus
 from torchtitan.tools.launch.request import Choice, Choices, Request
+from torchtitan.tools.launch.slurm_script import add_job_options, check_words
 from torchtitan.tools.planner.hardware import load_hardware
 from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.errors import ConfigError, UserError
@@ -86,14 +86,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     show_help(argv, whole=False)
-    own, flags = split_args(argv)
-    options = parser().parse_intermixed_args(own)
-    check_words("", argv)  # they become a comment of the file
-    given = _given(flags)
+    words, flags = split_args(argv)
+    options = parser().parse_intermixed_args(words)
+    check_words("", argv)  # flags become a comment in the file
+    settings = _flag_settings(flags)
     if options.folder:
         _check_folder(Path(options.folder), force=options.force)
     asker = Asker(interactive=sys.stdin.isatty() and sys.stdout.isatty(), accept=options.yes)
-    request, measured = _ask(options, asker, given)
+    request, measured = _ask(options, asker, settings)
     per_node = options.gpus_per_node or devices_per_host(request.hardware)
     if request.on_cpu and not request.data.is_here:
         raise ConfigError([f"--data: no file or folder {request.data.path}"])
@@ -131,26 +131,26 @@ def main(argv: list[str]) -> int:
 def _finish(
     project: projects.Project, request: Request, prepare: bool | None, asker: Asker
 ) -> None:
-    """Prepare the data, if that is wanted, and print what is left to do then.
+    """Prepare the data if asked to, and print the commands that remain.
 
     Args:
-        prepare: None asks, if somebody is at the terminal.
+        prepare: None asks, if the terminal is interactive.
 
     Raises:
-        UserError: a command failed. What is left begins with it, as after Ctrl-C.
+        UserError: a command failed. It is the first of the printed commands, as after Ctrl-C.
     """
-    left = project.preparation.copy()
+    remaining = project.preparation.copy()
     try:
-        if prepare is None and left and request.data.is_here:
+        if prepare is None and remaining and request.data.is_here:
             default = "yes" if asker.interactive else "no"
-            question = questions.prepare_question(left, request.data, default)
+            question = questions.prepare_question(remaining, request.data, default)
             prepare = asker.answer(question, None)
-        while prepare and left:
-            print(f"\n{left[0]}", flush=True)
-            _run(*left[0].words)
-            del left[0]
+        while prepare and remaining:
+            print(f"\n{remaining[0]}", flush=True)
+            _run(*remaining[0].words)
+            del remaining[0]
     finally:
-        print("\nNext:", *left, *project.steps, sep="\n  ", flush=True)
+        print("\nNext:", *remaining, *project.steps, sep="\n  ", flush=True)
 
 
 def _run(program: str, command: str, *words: str) -> None:
@@ -170,39 +170,44 @@ def _run(program: str, command: str, *words: str) -> None:
         raise UserError(f"{program} {command}: {error}") from error
 
 
-def _given(flags: list[str]) -> Choices:
+def _flag_settings(flags: list[str]) -> Choices:
     """The configuration's flags as settings.
 
     Raises:
         ConfigError: one can't be read.
     """
     problems: list[str] = []
-    given = {
+    settings = {
         key: Choice(setting.value, "as given") for key, setting in config_flags(flags, problems)
     }
-    if "job.config_file" in given:
+    if "job.config_file" in settings:
         problems.append(
             "--config: `init` writes a configuration; name its model, data and hardware instead"
         )
     if problems:
         raise ConfigError(problems)
-    return given
+    return settings
 
 
 def _check_folder(folder: Path, *, force: bool) -> None:
-    if not force and (found := projects.existing(folder)):
+    if not force and (clashes := projects.existing(folder)):
         raise ConfigError(
-            [f"FOLDER: {folder} has {', '.join(found)}; choose another, or --force overwrites them"]
+            [
+                f"FOLDER: {folder} has {', '.join(clashes)}; choose another, or --force "
+                "overwrites them"
+            ]
         )
 
 
-def _ask(options: argparse.Namespace, asker: Asker, given: Choices) -> tuple[Request, str | None]:
-    """What the flags and the answers say; and the file of this machine's CPU, if it was
-    measured.
+def _ask(
+    options: argparse.Namespace, asker: Asker, settings: Choices
+) -> tuple[Request, str | None]:
+    """The request that flags and answers make, and the hardware file of this machine's CPU, if it
+    was measured.
     """
     model = asker.answer(questions.model_question(), options.model)
     data = asker.answer(questions.data_question(), options.data)
-    gpus, local = local_gpus()
+    gpus, local_count = local_gpus()
     hardware, measured = asker.answer(questions.hardware_question(gpus), options.hardware) or (
         None,
         None,
@@ -212,24 +217,26 @@ def _ask(options: argparse.Namespace, asker: Asker, given: Choices) -> tuple[Req
     if options.nodes and hardware:
         devices = options.nodes * (options.gpus_per_node or devices_per_host(hardware))
     elif options.nodes is None:
-        on_this = hardware is not None and hardware.name == gpus
-        usual = None if hardware is None else hardware.usual_devices or devices_per_host(hardware)
-        default = local if on_this else usual
-        on_one = on_cpu and options.devices is None
-        devices = asker.answer(
-            questions.devices_question(default), "1" if on_one else options.devices
+        is_local = hardware is not None and hardware.name == gpus
+        host_devices = (
+            None if hardware is None else hardware.usual_devices or devices_per_host(hardware)
         )
-    # `training.steps` says it, too.
+        default = local_count if is_local else host_devices
+        single_device = on_cpu and options.devices is None
+        devices = asker.answer(
+            questions.devices_question(default), "1" if single_device else options.devices
+        )
+    # `training.steps` answers the question, too.
     length = (
         f"{options.hours}h"
         if options.hours
-        else options.tokens or ("1" if "training.steps" in given else None)
+        else options.tokens or ("1" if "training.steps" in settings else None)
     )
     tokens, hours = asker.answer(questions.length_question(model, on_cpu=on_cpu), length) or (
         None,
         None,
     )
-    seq_len = given["training.seq_len"].value if "training.seq_len" in given else None
+    seq_len = settings["training.seq_len"].value if "training.seq_len" in settings else None
     seq_len = asker.answer(
         questions.seq_len_question(model), options.seq_len if seq_len is None else str(seq_len)
     )
@@ -246,13 +253,13 @@ def _ask(options: argparse.Namespace, asker: Asker, given: Choices) -> tuple[Req
         folder=folder,
         tokens=tokens,
         hours=hours,
-        given=given,
+        flag_settings=settings,
     ), measured
 
 
 def _command(request: Request, options: argparse.Namespace, number: int, flags: list[str]) -> str:
     """The command that makes the same project without questions."""
-    named = (
+    hardware_name = (
         CPU
         if options.hardware in (None, CPU) and request.on_cpu
         else options.hardware or request.hardware.name
@@ -260,7 +267,7 @@ def _command(request: Request, options: argparse.Namespace, number: int, flags: 
     settings = {
         "model": request.model.folder or request.model.name,
         "data": request.data.path or request.data.dataset,
-        "hardware": named,
+        "hardware": hardware_name,
         "devices": request.devices,
         "gpus-per-node": options.gpus_per_node,
         "seq-len": request.seq_len,

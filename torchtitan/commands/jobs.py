@@ -7,7 +7,14 @@ torchtitan jobs 123_4 --logs --follow
 
 import argparse
 
-from torchtitan.tools.launch.jobs import entries, find, held, log_files, show_logs, state_table
+from torchtitan.tools.launch.slurm_jobs import (
+    find_jobs,
+    held_jobs_advice,
+    list_jobs,
+    log_files,
+    show_logs,
+    state_table,
+)
 from torchtitan.utils.argument_types import command_parser, count
 
 
@@ -28,16 +35,16 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
-    jobs, task, record = find(options.target)
+    jobs, task, record = find_jobs(options.target)
     if options.logs or options.follow:
         return show_logs(log_files(jobs, task, record), options.lines, follow=options.follow)
-    found, note = entries(jobs, task, record)
+    listed, note = list_jobs(jobs, task, record)
     print(
-        state_table(found, record)
-        if found
+        state_table(listed, record)
+        if listed
         else f"The scheduler knows no job of {options.target or 'yours'}"
     )
-    for text in filter(None, (note, held(found))):
+    for text in filter(None, (note, held_jobs_advice(listed))):
         print(f"note: {text}")
     if record and record.runs:
         print(f"Results: torchtitan runs {options.target}")

@@ -21,7 +21,7 @@ from torchtitan.train.preflight import preflight
 from torchtitan.utils.argument_types import count
 
 TIMEOUT = 3600
-"""Seconds for all comparisons together."""
+"""Timeout in seconds for all comparisons together."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,11 +44,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def widths(text: str) -> list[int]:
-    """Several different widths, in order."""
-    found = sorted({count(word) for word in text.split(",")})
-    if len(found) < 2:
+    """Argument type of two or more different widths; returns them in ascending order."""
+    values = sorted({count(word) for word in text.split(",")})
+    if len(values) < 2:
         raise argparse.ArgumentTypeError(f"must be at least two widths, as 64,128,256: got {text}")
-    return found
+    return values
 
 
 def main(argv: list[str]) -> int:
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check_widths(config_argv: list[str], ranks: int, widths: list[int]) -> int:
-    """The number of ranks has no part in it, but a configuration may need it."""
+    """Compare widths on one process; `ranks` only completes the configuration."""
     config = resolve(config_argv, ranks).config
     setup = preflight(config, output=False)
 

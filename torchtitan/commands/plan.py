@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     if options.from_run:
         return _compare_run(options, flags)
     hardware = find_hardware(options.hardware)
-    plan, found = make_plan(
+    plan, layouts = make_plan(
         flags, options.world, hardware, searching=options.search, axes=options.axes
     )
     other = None
@@ -57,12 +57,14 @@ def main(argv: list[str]) -> int:
         else None
     )
     data |= {"budget": asdict(budget)} if budget else {}
-    data |= {"search": search_data(found)} if found else {}
+    data |= {"search": search_data(layouts)} if layouts else {}
     data |= {"compared": as_data(other, options.tokens)} if other else {}
     if options.json and options.json != _TERMINAL:
         _write(options.json, json.dumps(data, indent=1) + "\n")
     if options.html:
-        shown = data | pictures(plan, [proposal.plan for proposal in found.best] if found else [])
+        shown = data | pictures(
+            plan, [proposal.plan for proposal in layouts.best] if layouts else []
+        )
         _write(options.html, page(shown))
         _write(str(Path(options.html).with_suffix(".json")), json.dumps(shown, indent=1) + "\n")
     if options.schedule_svg:
@@ -75,7 +77,7 @@ def main(argv: list[str]) -> int:
     if options.json == _TERMINAL:
         print(json.dumps(data, indent=1))
     else:
-        tables = [search_table(found)] if found else []
+        tables = [search_table(layouts)] if layouts else []
         tables += [comparison(plan, other)] if other else []
         tables.append(as_text(plan, options.tokens))
         tables += [budget_text(budget, plan, failures, options.money)] if budget else []

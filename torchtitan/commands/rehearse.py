@@ -44,11 +44,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    own = parser()
-    options, flags = parse_args(own, argv or ["--help"], file_required=True)
-    if wrong := [rank for rank in options.ranks if not 0 <= rank < options.world]:
-        own.error(
-            f"--ranks: there is no rank {wrong[0]} among {options.world}; --world sets their number"
+    command = parser()
+    options, flags = parse_args(command, argv or ["--help"], file_required=True)
+    if outside := [rank for rank in options.ranks if not 0 <= rank < options.world]:
+        command.error(
+            f"--ranks: there is no rank {outside[0]} among {options.world}; --world sets their "
+            "number"
         )
     resolved = resolve(flags, options.world)
     show_warnings(resolved.warnings)

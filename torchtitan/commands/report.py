@@ -74,21 +74,21 @@ def _write_page(data: dict[str, Any], file: Path) -> None:
 
 
 def find_runs(folders: list[Path]) -> list[Path]:
-    """The runs in some folders and below, each once.
+    """Distinct runs in or below these folders.
 
     Raises:
-        UserError: there are none in one of them, or too many.
+        UserError: a folder has no run, or there are too many runs.
     """
-    found: list[Path] = []
+    distinct: list[Path] = []
     for folder in folders:
         runs = list(Runs([folder]))
         if not runs:
             raise UserError(
                 f"{folder}: no run here or below; a run's folder (job.dump_folder) has a run.json"
             )
-        found += [run for run in runs if run not in found]
-    if len(found) > _MOST:
+        distinct += [run for run in runs if run not in distinct]
+    if len(distinct) > _MOST:
         raise UserError(
-            f"{plural(len(found), 'run')} are too many for a report; name at most {_MOST}"
+            f"{plural(len(distinct), 'run')} are too many for a report; name at most {_MOST}"
         )
-    return found
+    return distinct

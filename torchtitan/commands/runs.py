@@ -65,9 +65,9 @@ def main(argv: list[str]) -> int:
         more = (
             f", and {len(runs.unreadable) - _NAMED} more" if len(runs.unreadable) > _NAMED else ""
         )
-        named = "; ".join(runs.unreadable[:_NAMED])
+        problems = "; ".join(runs.unreadable[:_NAMED])
         print(
-            f"warning: can't read {plural(len(runs.unreadable), 'folder')}: {named}{more}",
+            f"warning: can't read {plural(len(runs.unreadable), 'folder')}: {problems}{more}",
             file=sys.stderr,
         )
     if options.json:

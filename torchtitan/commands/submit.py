@@ -21,7 +21,7 @@ from pathlib import Path
 from torchtitan.commands.train import check, count_gpus, node_range
 from torchtitan.config import Config, load_config
 from torchtitan.config.load.command_line import parse_args
-from torchtitan.tools.launch import jobs
+from torchtitan.tools.launch import slurm_jobs
 from torchtitan.tools.launch.cluster_jobs import (
     LONGEST_TASK_NAME,
     jobset_files,
@@ -40,18 +40,24 @@ from torchtitan.tools.launch.container_options import (
     restarts,
     workdir,
 )
-from torchtitan.tools.launch.grid import GridRun, in_folder, make_runs, run_in_turn, together
-from torchtitan.tools.launch.job import (
-    Job,
+from torchtitan.tools.launch.grid import (
+    GridRun,
+    flags_with_folder,
+    group_problems,
+    make_runs,
+    run_in_turn,
+)
+from torchtitan.tools.launch.slurm_script import (
+    SlurmJob,
     add_job_options,
     array_script,
     check_words,
-    given_log,
     job_name,
     local_folder,
     nodes_and_ranks,
-    one_line,
+    sbatch_log,
     script,
+    single_line,
 )
 from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.errors import ConfigError
@@ -80,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     add_container_options(parser)
     add(
         "--output",
-        type=one_line,
+        type=single_line,
         metavar="FILE",
         help="file to write (<job name>.sbatch, .jobset.yaml or .sky.yaml)",
     )
@@ -109,13 +115,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 @dataclass(frozen=True)
-class _Size:
-    """The nodes of a run."""
+class _RunSize:
+    """Nodes and ranks of a run."""
 
     nodes: tuple[int, int]
-    """Fewest and most."""
+    """Minimum and maximum number of nodes."""
     ranks: int
-    """On each."""
+    """Ranks per node."""
 
     def __str__(self) -> str:
         fewest, most = self.nodes
@@ -125,33 +131,33 @@ class _Size:
 
 @dataclass(frozen=True)
 class _Batch:
-    """What is to be submitted, checked: one job, or several runs."""
+    """A checked submission: one job, or several runs."""
 
     config: str
     base: Config
     """The configuration of the job, or what all runs have in common."""
     runs: list[GridRun]
-    """Empty for one job."""
+    """Runs of a grid; empty for one job."""
     commands: list[list[str]]
     """The overrides of the job, or of each run."""
     folder: Path
     """The folder of all runs, or the job's dump folder."""
-    sizes: list[_Size]
-    """Of the job, or of each run."""
+    sizes: list[_RunSize]
+    """Size of the job, or of each run."""
     configs: list[Config]
-    """Of the job, or of each run, complete."""
+    """Completed configuration of the job, or of each run."""
 
 
 def main(argv: list[str]) -> int:
-    own = parser()
-    options, config_argv = parse_args(own, argv, file_required=True)
+    command = parser()
+    options, config_argv = parse_args(command, argv, file_required=True)
     several = bool(options.grid or options.runs)
     if options.gpus_per_node is None and not options.local:
-        own.error("the following arguments are required: --gpus-per-node")
+        command.error("the following arguments are required: --gpus-per-node")
     if not several and (options.at_most or options.folder or options.local):
-        own.error("--at-most, --folder and --local are for several runs; add --grid or --runs")
+        command.error("--at-most, --folder and --local are for several runs; add --grid or --runs")
     if options.local and options.to != SLURM:
-        own.error(f"--local runs here, not with --to {options.to}")
+        command.error(f"--local runs here, not with --to {options.to}")
     check_target(options)
     overrides = [word for word in config_argv if word != f"--job.config_file={options.config}"]
     check_words(options.config, overrides)
@@ -163,28 +169,28 @@ def main(argv: list[str]) -> int:
     runs = make_runs(options.grid, options.runs) if several else []
     if runs and any(word.partition("=")[0] == "--job.dump_folder" for word in overrides):
         raise ConfigError(["--job.dump_folder: each run has its own, below --folder; give that"])
-    batch = _checked(options, overrides, runs)
+    batch = _check_runs(options, overrides, runs)
     if options.local:
         return _run_here(options, batch)
     return _write(options, batch) if options.to == SLURM else _write_cluster(options, batch)
 
 
-def _checked(options: argparse.Namespace, overrides: list[str], runs: list[GridRun]) -> _Batch:
-    """Check every run as its nodes will.
+def _check_runs(options: argparse.Namespace, overrides: list[str], runs: list[GridRun]) -> _Batch:
+    """Check every run as its nodes will check it.
 
     Raises:
-        ConfigError: what any of them is refused for.
+        ConfigError: problems of all runs.
     """
     base = load_config([f"--job.config_file={options.config}", *overrides]).config
     dump = base.job.dump_folder
     folder = Path(options.folder or (f"{dump.rstrip('/')}-grid" if runs else dump))
     if options.to == SLURM:  # the other schedulers' nodes have other folders
         folder = Path(os.path.abspath(folder))
-    commands = [[*overrides, *in_folder(run, folder, base.checkpoint.folder)] for run in runs] or [
-        overrides
-    ]
+    commands = [
+        [*overrides, *flags_with_folder(run, folder, base.checkpoint.folder)] for run in runs
+    ] or [overrides]
     problems: dict[str, list[str]] = {}
-    sizes: dict[str, _Size] = {}
+    sizes: dict[str, _RunSize] = {}
     configs = []
     for name, words in zip([run.name for run in runs] or [""], commands, strict=True):
         argv = [f"--job.config_file={options.config}", *words]
@@ -196,7 +202,7 @@ def _checked(options: argparse.Namespace, overrides: list[str], runs: list[GridR
         except ConfigError as error:
             problems[name] = error.problems
     if problems:
-        raise ConfigError(together(problems) if runs else problems[""])
+        raise ConfigError(group_problems(problems) if runs else problems[""])
     if options.to == SLURM:
         _check_sizes(sizes)
     return _Batch(
@@ -210,11 +216,11 @@ def _checked(options: argparse.Namespace, overrides: list[str], runs: list[GridR
     )
 
 
-def _check_run(options: argparse.Namespace, argv: list[str], size: _Size) -> Config:
+def _check_run(options: argparse.Namespace, argv: list[str], size: _RunSize) -> Config:
     """The complete configuration of a run.
 
     Raises:
-        ConfigError: what it is refused for.
+        ConfigError: problems of the configuration.
     """
     elsewhere = options.to != SLURM
     config = check(argv, size.nodes, size.ranks, output=False, elsewhere=elsewhere)
@@ -223,7 +229,7 @@ def _check_run(options: argparse.Namespace, argv: list[str], size: _Size) -> Con
     return config
 
 
-def _check_sizes(sizes: dict[str, _Size]) -> None:
+def _check_sizes(sizes: dict[str, _RunSize]) -> None:
     """
     Raises:
         ConfigError: the tasks of an array would have different sizes.
@@ -242,48 +248,50 @@ def _check_sizes(sizes: dict[str, _Size]) -> None:
         )
 
 
-def _size(options: argparse.Namespace, argv: list[str]) -> _Size:
+def _size(options: argparse.Namespace, argv: list[str]) -> _RunSize:
     if options.local:
-        return _Size((1, 1), options.gpus_per_node or count_gpus() or 1)
-    return _Size(*nodes_and_ranks(load_config(argv).config, options.gpus_per_node, options.nodes))
+        return _RunSize((1, 1), options.gpus_per_node or count_gpus() or 1)
+    return _RunSize(
+        *nodes_and_ranks(load_config(argv).config, options.gpus_per_node, options.nodes)
+    )
 
 
 # ---- Slurm
 
 
 def _write(options: argparse.Namespace, batch: _Batch) -> int:
-    """Write the job, print how to submit it, and perhaps do so."""
+    """Write the job and print the command that submits it; with --submit, also run it."""
     # A % in a folder's name is none of Slurm's patterns.
     log = f"{str(batch.folder).replace('%', '%%')}/%x-%A_%a.log" if batch.runs else None
     size = batch.sizes[0]
-    job = Job(options.job_name, size.nodes, size.ranks, options, log)
+    job = SlurmJob(options.job_name, size.nodes, size.ranks, options, log)
     if batch.runs:
         text = array_script(job, batch.config, batch.commands, options.at_most)
     else:
         text = script(job, batch.config, batch.commands[0])
-    beside = batch.folder if batch.runs else Path()
-    path = Path(options.output or beside / f"{options.job_name}.sbatch")
+    script_folder = batch.folder if batch.runs else Path()
+    path = Path(options.output or script_folder / f"{options.job_name}.sbatch")
     each = f"{plural(len(batch.runs), 'run')}, each on " if batch.runs else ""
     if options.dry_run:
         print(f"{path}, not written: {each}{size}", file=sys.stderr)
         settings = "\n".join(line for line in text.splitlines() if line.startswith("#SBATCH"))
         print(f"{_table(batch.runs)}\n{settings}" if batch.runs else text.rstrip())
         return 0
-    here = str(Path.cwd()).replace("%", "%%")
-    record = jobs.JobRecord(
+    working_folder = str(Path.cwd()).replace("%", "%%")
+    record = slurm_jobs.JobRecord(
         options.job_name,
-        os.path.join(here, given_log(options.sbatch) or log or "%x-%j.log"),
+        os.path.join(working_folder, sbatch_log(options.sbatch) or log or "%x-%j.log"),
         [run.name for run in batch.runs],
-        jobs.submitted(batch.folder),
+        slurm_jobs.submitted(batch.folder),
     )
     files = {path: os.fsencode(text)}
     if batch.runs or options.submit:
-        files[batch.folder / jobs.RECORD] = record.encode()
+        files[batch.folder / slurm_jobs.RECORD] = record.encode()
     write_output(files)
     print(f"{path}: {each}{size}", file=sys.stderr)
     print(f"sbatch {shlex.quote(str(path))}")
     if options.submit:
-        jobs.submit(path, record, batch.folder)
+        slurm_jobs.submit(path, record, batch.folder)
     return 0
 
 
@@ -291,7 +299,7 @@ def _write(options: argparse.Namespace, batch: _Batch) -> int:
 
 
 def _write_cluster(options: argparse.Namespace, batch: _Batch) -> int:
-    """Write the jobs, and print how to submit them and what their containers must have."""
+    """Write the jobs. Print the commands that submit them and the files their containers need."""
     files_of = jobset_files if options.to == JOBSET else skypilot_files
     relative = "image" if options.to == JOBSET else "this folder, which is sent"
     most = max(size.nodes[1] for size in batch.sizes)
@@ -306,7 +314,7 @@ def _write_cluster(options: argparse.Namespace, batch: _Batch) -> int:
     ]
     notes = [f"The container must have {printable(line)}" for line in dict.fromkeys(inputs)]
     text = config_text(batch.base, printable(batch.config))
-    files, commands = files_of(options, text, _runs_of(options, batch), notes)
+    files, commands = files_of(options, text, _cluster_runs(options, batch), notes)
     if options.dry_run:
         print("".join(files.values()), end="")
     else:
@@ -321,13 +329,13 @@ def _write_cluster(options: argparse.Namespace, batch: _Batch) -> int:
     return 0
 
 
-def _runs_of(options: argparse.Namespace, batch: _Batch) -> list[ClusterRun]:
-    """The runs, with the names and sizes of their jobs."""
-    named: list[tuple[str, str | None, Sequence[str]]] = [
+def _cluster_runs(options: argparse.Namespace, batch: _Batch) -> list[ClusterRun]:
+    """The runs as jobs, with names and sizes."""
+    job_names: list[tuple[str, str | None, Sequence[str]]] = [
         (
             f"{options.job_name}-{index}",
             run.name,
-            in_folder(run, batch.folder, batch.base.checkpoint.folder),
+            flags_with_folder(run, batch.folder, batch.base.checkpoint.folder),
         )
         for index, run in enumerate(batch.runs)
     ] or [(options.job_name, None, [])]
@@ -339,7 +347,7 @@ def _runs_of(options: argparse.Namespace, batch: _Batch) -> list[ClusterRun]:
             restarts(options, size.nodes),
             own_code=bool(config.experimental.custom_import),
         )
-        for names, size, config in zip(named, batch.sizes, batch.configs, strict=True)
+        for names, size, config in zip(job_names, batch.sizes, batch.configs, strict=True)
     ]
 
 

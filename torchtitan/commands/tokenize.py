@@ -131,15 +131,15 @@ def _file_name(text: str) -> str:
 
 
 def _similarity(text: str) -> float:
-    found = share(text)
-    if found < 0.5:
+    fraction = share(text)
+    if fraction < 0.5:
         raise argparse.ArgumentTypeError(f"{text}: must be 50% or more")
-    return found
+    return fraction
 
 
-def _report(output: Output, parts: int) -> dict[str, Any]:
+def _report(output: Output, file_count: int) -> dict[str, Any]:
     """Write and return the summary of all token files."""
-    metas = [meta for i in range(parts) if (meta := output.meta(i))]
+    metas = [meta for i in range(file_count) if (meta := output.meta(i))]
     documents = sum(meta["documents"] for meta in metas)
     tokens = sum(meta["tokens"] for meta in metas)
     predicted = sum(meta.get("predicted", meta["tokens"]) for meta in metas)
@@ -149,25 +149,25 @@ def _report(output: Output, parts: int) -> dict[str, Any]:
     for meta in metas:
         bad.update(meta["bad"])
         packed += PackingStats(**meta.get("packing", {}))
-    hashes = [output.file(i).with_suffix(".hashes") for i in range(parts)]
-    again, again_bytes = count_duplicates(hashes)
+    hashes = [output.file(i).with_suffix(".hashes") for i in range(file_count)]
+    duplicates, duplicate_bytes = count_duplicates(hashes)
     dropped: dict[str, dict[str, int]] = {}
     for meta in metas:
         for kind, sizes in meta.get("dropped", {}).items():
-            of_kind = dropped.setdefault(kind, {"documents": 0, "bytes": 0})
-            of_kind["documents"] += sizes[0]
-            of_kind["bytes"] += sizes[1]
+            totals = dropped.setdefault(kind, {"documents": 0, "bytes": 0})
+            totals["documents"] += sizes[0]
+            totals["bytes"] += sizes[1]
     report = {
         "documents": documents,
         "tokens": tokens,
         **({"predicted": predicted} if predicted < tokens else {}),
         "bytes": size,
         "bytes_per_token": round(size / tokens, 4) if tokens else None,
-        "duplicates": {"documents": again, "bytes": again_bytes},
+        "duplicates": {"documents": duplicates, "bytes": duplicate_bytes},
         **({"dropped": dropped} if dropped else {}),
         "skipped": dict(bad.most_common()),
-        "first_skipped": [place for meta in metas for place in meta["places"]][:100],
-        "files": parts,
+        "first_skipped": [location for meta in metas for location in meta["places"]][:100],
+        "files": file_count,
     }
     if output.best_fit:
         report["packing"] = vars(packed)
@@ -238,20 +238,20 @@ def run(argv: list[str]) -> str:
     if done := sum(is_done(i, output, held_out) for i in output.existing()):
         print(f"{plural(done, 'part')} already done")
     encoder = Encoder(options.tokenizer, column, stop, messages, near=near)
-    parts = done
+    file_count = done
     if not _is_whole(held_out.output if held_out else output, done):
-        parts = _write(options, encoder, output, held_out, corpus)
-    report = _report(output, parts)
+        file_count = _write(options, encoder, output, held_out, corpus)
+    report = _report(output, file_count)
     _print_report(options, report)
     train = f"--training.dataset_path {output.folder}"
     if held_out:
-        held = _report(held_out.output, parts)
-        if not held["bytes"]:
+        held_out_report = _report(held_out.output, file_count)
+        if not held_out_report["bytes"]:
             raise UserError(
                 f"--held-out: none of {plural(report['documents'], 'document')} is held out; "
                 "choose a larger share, and an empty folder"
             )
-        print(f"Held out: {_sizes(held, held_out.output.folder)}")
+        print(f"Held out: {_sizes(held_out_report, held_out.output.folder)}")
         train += f" --validation.enable --validation.dataset_path {held_out.output.folder}"
     if options.best_fit:
         train += f" --training.seq_len {options.best_fit}"
@@ -259,29 +259,30 @@ def run(argv: list[str]) -> str:
 
 
 def _held_out(options: argparse.Namespace, common: dict[str, Any]) -> HeldOutSplit:
-    """What to hold out, for the folder `DIR-held-out`, which is made."""
-    named = options.output
-    folder = named.resolve() if named.name in ("", "..") else named  # has a name then
+    """Create the folder `DIR-held-out` and return the settings of the held-out documents."""
+    folder = options.output
+    if folder.name in ("", ".."):
+        folder = folder.resolve()  # has a name then
     folder = folder.with_name(f"{folder.name}-held-out")
     return HeldOutSplit(options.held_out, _output(options, folder, common))
 
 
-def _is_whole(output: Output, parts: int) -> bool:
-    """Whether an earlier run came to its end with as many parts; its report is written last."""
+def _is_whole(output: Output, file_count: int) -> bool:
+    """Whether an earlier run finished with the same number of files. Its report is written last."""
     try:
         report = read_json_object(output.folder / f"{output.name}{REPORT}")
     except (OSError, ValueError):
         return False
-    return bool(report.get("files") == parts)
+    return bool(report.get("files") == file_count)
 
 
 def _output(
     options: argparse.Namespace, folder: Path, common: dict[str, Any], best_fit: int | None = None
 ) -> Output:
-    """The token files in a folder, which is made.
+    """Create a folder for token files.
 
     Raises:
-        UserError: it can't be.
+        UserError: the folder can't be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -311,13 +312,13 @@ def _print_report(options: argparse.Namespace, report: dict[str, Any]) -> None:
     """
     skipped = Counter(report["skipped"])
     if not report["bytes"]:
-        what = (
+        text = (
             f"all {report['documents']:,} documents are empty"
             if report["documents"]
             else "no documents"
         )
         raise UserError(
-            f"--input: {', '.join(options.input)} holds no text: {what}; {counted(skipped)} skipped"
+            f"--input: {', '.join(options.input)} holds no text: {text}; {counted(skipped)} skipped"
         )
     print(_sizes(report, options.output))
     if "predicted" in report:
@@ -331,7 +332,7 @@ def _print_report(options: argparse.Namespace, report: dict[str, Any]) -> None:
             f"{duplicates['bytes']:,} bytes"
         )
     for kind, sizes in report.get("dropped", {}).items():
-        what = plural(sizes["documents"], f"{kind} duplicate")
-        print(f"Dropped {what} of other documents, {sizes['bytes']:,} bytes")
+        text = plural(sizes["documents"], f"{kind} duplicate")
+        print(f"Dropped {text} of other documents, {sizes['bytes']:,} bytes")
     if skipped:
         print(f"Skipped {counted(skipped)}; the first is {report['first_skipped'][0]}")

@@ -110,7 +110,7 @@ def main(argv: list[str]) -> int:
 
 
 def run(argv: list[str]) -> str:
-    """Train the tokenizer; returns the flags to use it with."""
+    """Train the tokenizer; returns the flags that use it."""
     options = parser().parse_args(argv)
     chat = MessageTexts() if options.messages_column else None
     corpus = Corpus(
@@ -151,7 +151,7 @@ def run(argv: list[str]) -> str:
 def _make_folder(options: argparse.Namespace) -> None:
     """
     Raises:
-        UserError: it can't be made, or has a tokenizer.
+        UserError: the folder can't be created, or already has a tokenizer.
     """
     if (options.output / "tokenizer.json").exists() and not options.force:
         raise UserError(

@@ -116,10 +116,10 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
 def _take_out_torchrun(
     ours: argparse.ArgumentParser, words: list[str]
 ) -> tuple[list[str], list[str]]:
-    """Split `words` into this command's own, and torchrun's options with their values."""
+    """Split `words` into this command's words, and torchrun's options with their values."""
     known = [option for action in ours._actions for option in action.option_strings]
-    own: list[str] = []
-    torchruns: list[str] = []
+    launcher_words: list[str] = []
+    torchrun_words: list[str] = []
     needs_value = False
     for word in words:
         if word.startswith("-"):
@@ -127,13 +127,13 @@ def _take_out_torchrun(
             name = name.replace("_", "-")  # torchrun accepts both
             if name not in known and (hint := _misspelt(name, known)):
                 ours.error(f"unrecognized option {word}{hint}")
-            (own if name in known else torchruns).append(name + equals + value)
+            (launcher_words if name in known else torchrun_words).append(name + equals + value)
             needs_value = name not in known and not equals
         else:
             is_value = needs_value and not word.endswith(".toml") and word not in shipped_configs()
-            (torchruns if is_value else own).append(word)
+            (torchrun_words if is_value else launcher_words).append(word)
             needs_value = False
-    return own, torchruns
+    return launcher_words, torchrun_words
 
 
 _ELSEWHERE = {
@@ -153,7 +153,7 @@ _ELSEWHERE = {
     ),
     **dict.fromkeys(("--nodes", "--num-nodes", "--num-machines"), "--nnodes"),
 }
-"""Options of other launchers, which torchrun doesn't have, and their names here."""
+"""Options of other launchers, mapped to their names here. torchrun has none of them."""
 
 
 def _misspelt(name: str, known: list[str]) -> str:
@@ -185,7 +185,7 @@ def node_range(text: str) -> tuple[int, int]:
 
 
 def _endpoints(text: str) -> str:
-    """Argument type of `HOST:PORT`, or of several that are separated by commas."""
+    """Argument type of one or more `HOST:PORT`, separated by commas."""
     several = text.split(",")
     for endpoint in several if len(several) > 1 else []:
         host, _, port = endpoint.rpartition(":")

@@ -25,9 +25,9 @@ from torchtitan.utils.wording import listed, printable
 PAGE = "report.html"
 _EVERY_SECONDS = 5
 _POLL_SECONDS = 1.0
-"""Between two looks for a run that hasn't begun."""
+"""Seconds between checks for a run that hasn't begun."""
 _BUSY = 0.1
-"""Maximum share of the time that is spent on reading and writing."""
+"""Maximum share of the time spent on reading and writing."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,11 +44,11 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _begun(folders: Sequence[Path]) -> list[Path]:
-    """The folders with a run in or below them, once there is one.
+def _wait_for_runs(folders: Sequence[Path]) -> list[Path]:
+    """Wait for the first run, and return the folders with a run in or below them.
 
     Raises:
-        UserError: one is no folder.
+        UserError: a path is not a folder.
     """
     for folder in folders:
         if folder.exists() and not folder.is_dir():
@@ -83,7 +83,7 @@ def _write(runs: Sequence[Path], page: Path, every: float | None) -> None:
 
 
 def _hint(page: Path, server: PageServer | None) -> str:
-    """How to open the page."""
+    """Instructions for opening the page."""
     if server is None:
         return (
             f"Open {page.absolute().as_uri()}\n"
@@ -102,19 +102,19 @@ def main(argv: list[str]) -> int:
     page = options.output or options.folders[0] / PAGE
     runs: list[Path] = []
     try:
-        runs = [Path(os.path.abspath(run)) for run in find_runs(_begun(options.folders))]
+        runs = [Path(os.path.abspath(run)) for run in find_runs(_wait_for_runs(options.folders))]
         server = None if options.port is None else PageServer(page, options.port)
-        every = options.every
-        _write(runs, page, every)
+        interval = options.every
+        _write(runs, page, interval)
         print(f"Watching {printable(listed(options.folders, 4))}  (Ctrl-C ends)")
         print(_hint(page, server), flush=True)
         if server is not None:
             threading.Thread(target=server.serve_forever, daemon=True).start()
         while True:
-            time.sleep(every)
+            time.sleep(interval)
             began = time.monotonic()
-            _write(runs, page, every)
-            every = max(options.every, (time.monotonic() - began) / _BUSY)
+            _write(runs, page, interval)
+            interval = max(options.every, (time.monotonic() - began) / _BUSY)
     except KeyboardInterrupt:
         if runs:
             _write(runs, page, None)

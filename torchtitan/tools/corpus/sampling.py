@@ -16,7 +16,7 @@ import numpy as np
 
 from torchtitan.data.read.corpus import RawDocument
 from torchtitan.data.read.opening import BadDocument, FilePool, FileStamp, is_compressed
-from torchtitan.data.read.records import BOM, kind_of, read_records
+from torchtitan.data.read.records import BOM, FileRecord, kind_of, read_records
 from torchtitan.tools.corpus.columns import WHOLE, Drawn
 from torchtitan.utils.limits import RECORD_BYTES
 
@@ -176,7 +176,9 @@ class _Beginning:
         if size:
             self._reads.append(size)
 
-    def _take(self, stamp: FileStamp, records: Iterator[Record], *, count: bool) -> tuple[int, int]:
+    def _take(
+        self, stamp: FileStamp, records: Iterator[FileRecord], *, count: bool
+    ) -> tuple[int, int]:
         """Take the first documents; returns the number of documents read and their bytes.
 
         CSV and Arrow files report one read at their end, so they are read whole.

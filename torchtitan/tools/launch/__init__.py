@@ -1,1 +1,1 @@
-"""Starting runs: a project from a few answers, many runs at once, and the jobs of the scheduler."""
+"""Starts runs: new projects, grids, the launcher of ranks, and jobs of schedulers."""

@@ -1,4 +1,4 @@
-"""Questions of a command: answered by flags, or on a terminal by hand."""
+"""Questions that a command asks: flags answer them, or the user on a terminal."""
 
 import sys
 import termios
@@ -14,19 +14,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Question(Generic[T]):
-    """Something that a command must know."""
+    """A value that a command needs from the user."""
 
     flag: str
-    """What answers it on the command line, as `--model FAMILY/SIZE`."""
+    """The flag that answers it, such as `--model FAMILY/SIZE`."""
     text: str
     choices: str
-    """What is possible, in one or more lines."""
+    """Description of possible answers, in one or more lines."""
     parse: Callable[[str], T]
-    """The answer's value. Raises a UserError, whose message starts with a flag."""
+    """Parses an answer. Raises a UserError whose message starts with a flag."""
     default: str | None = None
-    """None: it depends on an answer that is missing."""
+    """Default answer; None if it depends on a missing answer."""
     required: bool = True
-    """Without a terminal, the flag must be given. Otherwise the default is the answer."""
+    """Whether the flag must be given without a terminal; if not, the default is used."""
 
 
 class Asker:
@@ -35,26 +35,30 @@ class Asker:
     def __init__(self, *, interactive: bool, accept: bool):
         """
         Args:
-            interactive: somebody is at the terminal.
-            accept: take all defaults instead of asking.
+            interactive: whether a user is at the terminal.
+            accept: whether to take all defaults instead of asking.
         """
         self.interactive = interactive and not accept
         self.accept = accept
         self._missing: list[str] = []
         self._wrong: list[str] = []
 
-    def answer(self, question: Question[T], given: str | None) -> T | None:
-        """The answer; None if it is missing or wrong, which `check` reports."""
-        if given is None and self.interactive:
+    def answer(self, question: Question[T], text: str | None) -> T | None:
+        """The parsed answer; None if it is missing or wrong, which `check` reports.
+
+        Args:
+            text: value of the flag; None if it was not given.
+        """
+        if text is None and self.interactive:
             return self._ask(question)
-        if given is None and (self.accept or not question.required):
-            given = question.default
-        elif given is None:
+        if text is None and (self.accept or not question.required):
+            text = question.default
+        elif text is None:
             self._missing.append(f"{question.flag} is missing: {question.choices}")
-        if given is None:
+        if text is None:
             return None
         try:
-            return question.parse(given)
+            return question.parse(text)
         except UserError as error:
             self._wrong += error.problems if isinstance(error, ConfigError) else [str(error)]
             return None
@@ -86,7 +90,7 @@ class Asker:
                 print(f"  {error}", file=sys.stderr)
 
     def choose(self, text: str, most: int) -> int:
-        """A number from 1 to `most`; the first if nobody is asked."""
+        """Ask for a number from 1 to `most`; 1 without a terminal."""
         if not self.interactive or most == 1:
             return 1
         while True:
@@ -104,11 +108,11 @@ def _read(prompt: str) -> str:
 
 
 def discard_typed() -> None:
-    """Forget what was typed while nothing was asked: it would answer the next question."""
+    """Discard input typed before a question: it would count as the answer."""
     if sys.stdin.isatty():
         termios.tcflush(sys.stdin, termios.TCIFLUSH)
 
 
-def in_lines(words: Sequence[str], width: int = 100) -> str:
-    """Words with commas between them, in lines of at most `width`."""
+def wrapped(words: Sequence[str], width: int = 100) -> str:
+    """Words joined by commas and wrapped at `width` characters."""
     return "\n  ".join(textwrap.wrap(", ".join(words), width, break_on_hyphens=False))

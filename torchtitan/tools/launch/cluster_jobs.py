@@ -1,6 +1,6 @@
 """Jobs for Kubernetes and SkyPilot: fills in `jobset.yaml.j2` and `skypilot.yaml.j2`.
 
-Whatever a template inserts becomes a YAML scalar, text in quotes. So no name, path or flag can
+Every inserted value becomes a YAML scalar, with quotes around text. So no name, path or flag can
 change the structure of the file.
 """
 
@@ -22,17 +22,17 @@ from torchtitan.utils.assets import CHECKOUT
 from torchtitan.utils.errors import ConfigError
 
 _CONFIG = "/etc/torchtitan/config.toml"
-"""The configuration in a pod."""
+"""Path of the configuration in a pod."""
 _TAKEOVER = 3
-"""Pods at which the launchers may meet, if the number of nodes varies."""
+"""Number of pods that may host the rendezvous when the number of nodes varies."""
 _LABEL = 63
-"""Longest name of a pod's host."""
+"""Maximum length of a pod's host name."""
 _SUFFIX = len("-12345")
-"""Kubernetes adds this to the name of a pod."""
+"""Length of the suffix that Kubernetes adds to a pod's name."""
 LONGEST_TASK_NAME = 63
-"""SkyPilot's."""
+"""Maximum length of a task's name in SkyPilot."""
 _END = "END_OF_TOML"
-"""Ends the configuration in SkyPilot's script."""
+"""Line that ends the configuration in SkyPilot's script."""
 
 Files = dict[Path, str]
 
@@ -41,14 +41,14 @@ Files = dict[Path, str]
 
 
 class Yaml(str):
-    """What a template inserts as it is."""
+    """YAML text that a template inserts unchanged."""
 
 
 def render(template: Path, values: dict[str, Any], comments: Sequence[str]) -> str:
-    """A filled-in template below comments of a line each.
+    """Fill in a template and put one-line comments above it.
 
     Raises:
-        ConfigError: what is wrong with the template.
+        ConfigError: the template is not valid.
     """
     environment = jinja2.Environment(
         finalize=_inserted,
@@ -68,7 +68,7 @@ def render(template: Path, values: dict[str, Any], comments: Sequence[str]) -> s
 
 
 def _inserted(value: object) -> str:
-    """What a template writes for a value."""
+    """Text that a template writes for a value."""
     if isinstance(value, jinja2.Undefined):
         return str(value)  # raises the error that names it
     return value if isinstance(value, Yaml) else scalar(value)
@@ -86,7 +86,7 @@ def scalar(value: object) -> Yaml:
 _NOT_IN_A_BLOCK = re.compile(
     "[^\n\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
 )
-"""Characters that YAML reads otherwise, or not at all, in text without quotes."""
+"""Characters that YAML changes or refuses in unquoted text."""
 
 
 def block(text: str, indent: int) -> Yaml:
@@ -97,14 +97,14 @@ def block(text: str, indent: int) -> Yaml:
 
 
 def line(text: str) -> Yaml:
-    """Filter: text as it is, for one line of a block."""
+    """Filter: unchanged text for one line of a block."""
     if "\n" in text:
         raise jinja2.TemplateRuntimeError(f"{text!r} has several lines")
     return lines(text, 0)
 
 
 def lines(text: str, indent: int) -> Yaml:
-    """Filter: text as it is, for lines of a block that is indented by this much."""
+    """Filter: unchanged text for lines of a block with this indentation."""
     if match := _NOT_IN_A_BLOCK.search(text):
         raise jinja2.TemplateRuntimeError(f"a script can't hold the character {match[0]!r}")
     return Yaml(re.sub("\n(?!\n)", "\n" + " " * indent, text.rstrip("\n")))
@@ -114,7 +114,7 @@ def lines(text: str, indent: int) -> Yaml:
 
 
 def longest_name(nodes: int, runs: int) -> int:
-    """Characters of a job's name, so that the names of its pods are valid."""
+    """Maximum length of a job's name for which its pods' names are valid."""
     number = len(f"-{runs - 1}") if runs else 0
     return _LABEL - number - len(f"-node-0-{nodes - 1}") - _SUFFIX
 
@@ -122,10 +122,10 @@ def longest_name(nodes: int, runs: int) -> int:
 def jobset_files(
     options: argparse.Namespace, config: str, runs: Sequence[ClusterRun], comments: Sequence[str]
 ) -> tuple[Files, list[str]]:
-    """The file to apply, and the commands that do so.
+    """The file to apply, and the commands that apply it.
 
     Args:
-        options: the job's; see `add_container_options`.
+        options: the job's options, see `add_container_options`.
         config: text of the TOML file, which goes to a ConfigMap.
         comments: lines on top of the file.
     """
@@ -152,7 +152,7 @@ def jobset_files(
 
 
 def _pod_command(run: ClusterRun, grace: int) -> list[str]:
-    """The launcher's arguments, in which Kubernetes replaces `$(NAME)`, and `$$` by `$`."""
+    """The launcher's arguments. Kubernetes replaces `$(NAME)` in them, and `$$` by `$`."""
     most = run.nodes[1]
     flags = [launcher_grace(grace)]
     endpoints = ""
@@ -182,12 +182,12 @@ def skypilot_files(
     """A file for each run, and the commands that launch them.
 
     Args:
-        options: the job's; see `add_container_options`.
+        options: the job's options, see `add_container_options`.
         config: text of the TOML file, which becomes part of the script.
         comments: lines on top of the files.
 
     Raises:
-        ConfigError: what SkyPilot can't do.
+        ConfigError: SkyPilot can't run this job.
     """
     _check_skypilot(options, config, runs)
     values = {
@@ -235,7 +235,7 @@ def _check_skypilot(options: argparse.Namespace, config: str, runs: Sequence[Clu
 
 
 def _machine_command(options: argparse.Namespace, run: ClusterRun) -> str:
-    """The launcher and its arguments, for a shell."""
+    """The launcher's command line for a shell."""
     launcher = "torchtitan" if options.container else '"$python" -m torchtitan'
     grace = launcher_grace(options.grace or GRACE_SECONDS)
     words = train_words(run, f"~/{run.name}.toml", f'"$first":{PORT}', [grace])

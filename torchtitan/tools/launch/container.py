@@ -22,10 +22,10 @@ SECRET = "RDZV_SECRET"
 _CONFIG_BYTES = 1_000_000
 """A ConfigMap holds at most 1 MiB."""
 _LAUNCHER_SECONDS = 10
-"""The launcher gives up before its container is killed, and says so."""
+"""The launcher stops this long before its container is killed, to report why."""
 _NO_INPUTS = {"job.config_file", "job.dump_folder", "checkpoint.folder", "checkpoint.upload_folder"}
 _PATH = get_args(LocalPath)[-1]
-"""What marks a key as a path."""
+"""Annotation that marks a key as a path."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +33,19 @@ class ClusterRun:
     """One run, as a scheduler of containers starts it."""
 
     name: str
-    """Name of its job."""
+    """Name of the run's job."""
     title: str | None
-    """Name of a grid's run."""
+    """Name of the run in its grid; None for one job."""
     flags: Sequence[str]
-    """Overrides of the configuration that all runs share."""
+    """Flags that override the shared configuration."""
     nodes: tuple[int, int]
-    """Fewest and most."""
+    """Minimum and maximum number of nodes."""
     ranks: int
-    """On each node."""
+    """Ranks per node."""
     restarts: int
-    """After failures."""
+    """Number of restarts after failures."""
     own_code: bool = False
-    """Whether it imports a module of the user's, which may be in the folder it works in."""
+    """Whether the run imports a module of the user, perhaps from its working folder."""
 
     @property
     def elastic(self) -> bool:
@@ -56,13 +56,13 @@ class ClusterRun:
 
 
 def config_text(config: Config, name: str) -> str:
-    """The TOML file of the container: what differs from the defaults, without `extends`.
+    """The container's TOML file: values that differ from the defaults, without `extends`.
 
     Args:
-        name: of the file that it was made from.
+        name: name of the source file.
 
     Raises:
-        ConfigError: it is too large.
+        ConfigError: the file is too large.
     """
     text = f"# Written by `torchtitan submit` from {name}\n\n{to_toml(config, only_changed=True)}"
     if len(text.encode()) > _CONFIG_BYTES:
@@ -76,8 +76,8 @@ def needed_files(
     """The inputs that the container must have, as `key = path (volume NAME)`.
 
     Args:
-        workdir: folder that relative paths start from; None: one that is on no volume.
-        relative: what that one is.
+        workdir: folder of relative paths; None if it is on no volume.
+        relative: description of the folder of relative paths without `workdir`.
     """
     inputs = []
     for key, path in _local_paths(config):
@@ -118,13 +118,13 @@ def _volume_of(path: str, volumes: list[Volume], workdir: str | None) -> str | N
     """The name of the volume that holds a path."""
     if not path or (workdir is None and not path.startswith("/")):
         return None
-    whole = PurePosixPath(posixpath.normpath(PurePosixPath(workdir or "/", path)))
-    holding = [volume for volume in volumes if whole.is_relative_to(volume.path)]
-    return max(holding, key=lambda volume: len(volume.path)).name if holding else None
+    absolute = PurePosixPath(posixpath.normpath(PurePosixPath(workdir or "/", path)))
+    candidates = [volume for volume in volumes if absolute.is_relative_to(volume.path)]
+    return max(candidates, key=lambda volume: len(volume.path)).name if candidates else None
 
 
 def _local_paths(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(key, value) of all paths below a section, but for defaults: every installation has them."""
+    """(key, value) of all paths in a section, except defaults, which every installation has."""
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, BaseModel):
@@ -152,7 +152,7 @@ def train_words(run: ClusterRun, file: str, endpoint: str, flags: Sequence[str])
     """Arguments of the launcher on each node, up to the flags of the configuration.
 
     Args:
-        endpoint: of the rendezvous; unused on one node.
+        endpoint: endpoint of the rendezvous; unused on one node.
         flags: more options of the launcher.
     """
     fewest, most = run.nodes

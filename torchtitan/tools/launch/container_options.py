@@ -1,4 +1,4 @@
-"""Options of jobs for Kubernetes and SkyPilot, and what the names in them may be."""
+"""Options of jobs for Kubernetes and SkyPilot, and checks of the names in them."""
 
 import argparse
 import re
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 
-from torchtitan.tools.launch.job import one_line
 from torchtitan.tools.launch.ranks import ELASTIC_RESTARTS
+from torchtitan.tools.launch.slurm_script import single_line
 from torchtitan.utils.argument_types import count
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.wording import brief
@@ -15,7 +15,7 @@ from torchtitan.utils.wording import brief
 SLURM, JOBSET, SKYPILOT = "slurm", "jobset", "skypilot"
 TARGETS = (SLURM, JOBSET, SKYPILOT)
 RESTARTS = 3
-"""A node that is lost may count as a failure, so there are some by default."""
+"""Default number of restarts; losing a node may count as a failure."""
 GRACE_SECONDS = 300
 """Seconds from the signal to stop until the container is killed."""
 
@@ -47,21 +47,21 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
     "infra": {SLURM: "use --partition", JOBSET: "kubectl's context chooses the cluster"},
     "spot": {SLURM: "use --partition", JOBSET: "use --node-selector"},
 }
-"""Options that a target doesn't have, and what to do instead."""
+"""Options that a target lacks, with advice for each such target."""
 
 
 @dataclass(frozen=True)
 class Volume:
-    """A volume of the cluster, and where a container sees it."""
+    """A volume of the cluster and its path in a container."""
 
     name: str
     path: str
 
 
 def add_container_options(parser: argparse.ArgumentParser) -> None:
-    """The options of jobs for `--to jobset` and `--to skypilot`."""
-    both = parser.add_argument_group("--to jobset, --to skypilot")
-    both.add_argument(
+    """Add the options of `--to jobset` and `--to skypilot`."""
+    shared = parser.add_argument_group("--to jobset, --to skypilot")
+    shared.add_argument(
         "--volume",
         type=volume,
         action="append",
@@ -69,20 +69,20 @@ def add_container_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME:PATH",
         help="volume (Kubernetes: claim) to mount at PATH; a pod works in the first one",
     )
-    both.add_argument(
+    shared.add_argument(
         "--max-restarts",
         type=partial(count, fewest=0),
         metavar="N",
         help=f"restarts after failures ({RESTARTS}; {ELASTIC_RESTARTS} with MIN:MAX nodes); "
         "status 75 isn't one",
     )
-    both.add_argument(
+    shared.add_argument(
         "--grace",
         type=partial(count, fewest=30, most=7 * 24 * 3600),
         metavar="SECONDS",
         help=f"time to save when stopped ({GRACE_SECONDS})",
     )
-    both.add_argument(
+    shared.add_argument(
         "--template",
         type=Path,
         metavar="FILE",
@@ -108,7 +108,7 @@ def add_container_options(parser: argparse.ArgumentParser) -> None:
     )
     skypilot.add_argument(
         "--infra",
-        type=place,
+        type=cloud_location,
         metavar="CLOUD[/REGION[/ZONE]]",
         help="where to run (the cheapest place)",
     )
@@ -118,13 +118,14 @@ def add_container_options(parser: argparse.ArgumentParser) -> None:
 def check_target(options: argparse.Namespace) -> None:
     """
     Raises:
-        ConfigError: options that the target doesn't have, each with its counterpart, or lacks.
+        ConfigError: options that the target doesn't support, with advice, or required ones that
+            are missing.
     """
     to = options.to
     problems = [
         f"--{name.replace('_', '-')}: not for --to {to}: {instead[to]}"
         for name, instead in _ELSEWHERE.items()
-        if to in instead and _given(getattr(options, name))
+        if to in instead and _is_set(getattr(options, name))
     ]
     if to == JOBSET and not options.container:
         problems.append("--container: give the image that the pods run, as registry/name:tag")
@@ -143,21 +144,21 @@ def check_target(options: argparse.Namespace) -> None:
         raise ConfigError(problems)
 
 
-def _given(value: object) -> bool:
-    """Whether an option was given; `--max-restarts 0` is."""
+def _is_set(value: object) -> bool:
+    """Whether an option was set; 0 counts as set."""
     return bool(value) or (value == 0 and value is not False)
 
 
 def restarts(options: argparse.Namespace, nodes: tuple[int, int]) -> int:
-    """Restarts after failures."""
-    given: int | None = options.max_restarts
-    if given is not None:
-        return given
+    """Number of restarts after failures."""
+    requested: int | None = options.max_restarts
+    if requested is not None:
+        return requested
     return RESTARTS if nodes[0] == nodes[1] else ELASTIC_RESTARTS
 
 
 def workdir(options: argparse.Namespace) -> str | None:
-    """The folder that a pod works in; None: the image's, or SkyPilot's."""
+    """A pod's working folder; None for the default of the image or of SkyPilot."""
     return options.volume[0].path if options.to == JOBSET and options.volume else None
 
 
@@ -193,7 +194,7 @@ def gpu(text: str) -> str:
     return text
 
 
-def place(text: str) -> str:
+def cloud_location(text: str) -> str:
     """Argument type of a cloud, region and zone."""
     if not re.fullmatch(r"[\w.*:@-]+(/[\w.*:@-]+)*", text):
         raise argparse.ArgumentTypeError(f"{brief(text)} is not CLOUD[/REGION[/ZONE]]")
@@ -210,7 +211,7 @@ def volume(text: str) -> Volume:
             f"{brief(text)} is not NAME:PATH, with a path that starts with / and isn't one of "
             f"{', '.join(taken)}"
         )
-    return Volume(dns_label(name), one_line(str(plain)))
+    return Volume(dns_label(name), single_line(str(plain)))
 
 
 # ---- names
@@ -220,10 +221,10 @@ def cluster_name(name: str, longest: int) -> str:
     """A job's name from a file's: `my_run.v2` becomes `my-run-v2`.
 
     Args:
-        longest: number of characters that the scheduler leaves for it.
+        longest: maximum length that the scheduler allows.
 
     Raises:
-        ConfigError: nothing valid is left.
+        ConfigError: the file's name yields no valid name.
     """
     plain = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
     if not re.fullmatch("[a-z][a-z0-9-]*", plain):
@@ -235,7 +236,7 @@ def cluster_name(name: str, longest: int) -> str:
 def check_name(name: str, longest: int) -> None:
     """
     Raises:
-        ConfigError: pods and services couldn't be named after it.
+        ConfigError: it is not a valid name for pods and services.
     """
     if not re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", name):
         raise ConfigError(

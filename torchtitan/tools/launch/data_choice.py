@@ -1,4 +1,4 @@
-"""The data that a project can start with."""
+"""Data for a new project: built-in names, local files, or data sets of the hub."""
 
 import os
 import re
@@ -7,60 +7,62 @@ from dataclasses import dataclass
 from torchtitan.data.read.files import find_text_files, find_token_files
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 
-_HELD_OUT = {"demo": "demo_validation", "c4": "c4_validation"}
-"""Names of data to those of their held-out parts."""
+_VALIDATION_SETS = {"demo": "demo_validation", "c4": "c4_validation"}
+"""Built-in training sets and their validation sets."""
 _DOCUMENT = 4000
-"""Bytes of a document in a file of many; an estimate."""
+"""Assumed mean document size in bytes, for files of many documents."""
 _HUB = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?")
 
 
 @dataclass(frozen=True)
-class Data:
-    """What to train on."""
+class DataChoice:
+    """Data to train on."""
 
     dataset: str
     path: str | None = None
     held_out: str | None = None
-    """The part to validate on, as `validation.dataset`."""
+    """Value of `validation.dataset`; None if nothing is held out."""
     held_out_path: str | None = None
     kind: str = ""
-    """In words."""
+    """Description in words."""
     is_here: bool = True
-    """Whether this machine has it."""
+    """Whether this machine has the data."""
     corpus: str | None = None
-    """What `torchtitan tokenizer` and `tokenize` read; None: it is streamed, or tokens already."""
+    """Input of `torchtitan tokenizer` and `tokenize`; None for streams and token files."""
     size: int | None = None
-    """Bytes of the corpus; None if unknown."""
+    """Size of the corpus in bytes; None if unknown."""
     documents: int | None = None
-    """About so many documents of the corpus."""
+    """Estimated number of documents in the corpus."""
 
 
-def find_data(text: str) -> Data:
-    """The data that a name, a path, or `org/name:config@split` names.
+def find_data(text: str) -> DataChoice:
+    """Find data by built-in name, path, or `org/name:config@split`.
 
     Raises:
-        UserError: there is none, or nothing in it can be read.
+        UserError: there is no such data, or it can't be read.
     """
-    if text in _HELD_OUT:
+    if text in _VALIDATION_SETS:
         kinds = {
             "demo": "the text of Python's standard library",
             "c4": "C4 (English), streamed from the hub",
         }
         corpus = text if text == "demo" else None
-        return Data(text, held_out=_HELD_OUT[text], kind=kinds[text], corpus=corpus, size=0)
+        return DataChoice(
+            text, held_out=_VALIDATION_SETS[text], kind=kinds[text], corpus=corpus, size=0
+        )
     path = os.path.expanduser(text)
     if os.path.isabs(path) and not _is_pattern(path) and not os.path.exists(path):
         corpus = None if path.endswith((".bin", ".idx")) else path
-        return Data(_name(path), path, kind="local files", is_here=False, corpus=corpus)
+        return DataChoice(_name(path), path, kind="local files", is_here=False, corpus=corpus)
     if os.path.exists(path) or text.startswith((".", "/", "~")) or _is_pattern(text):
         return _local(os.path.abspath(path))
     if _HUB.fullmatch(text):
-        return Data(text, kind="streamed from the Hugging Face hub")
+        return DataChoice(text, kind="streamed from the Hugging Face hub")
     raise ConfigError(
         [
-            f"--data: {text!r} is no file or folder here; give one, {', '.join(_HELD_OUT)}, or a "
-            "data set of the Hugging Face hub as "
-            f"org/name:config@split{did_you_mean(text, _HELD_OUT)}"
+            f"--data: {text!r} is no file or folder here; give one, {', '.join(_VALIDATION_SETS)}, "
+            "or a data set of the Hugging Face hub as org/name:config@split"
+            f"{did_you_mean(text, _VALIDATION_SETS)}"
         ]
     )
 
@@ -70,22 +72,22 @@ def _is_pattern(path: str) -> bool:
 
 
 def _name(path: str) -> str:
-    """A name for files, which is none that the project knows."""
+    """A data set's name for local files, different from built-in names."""
     name = (
         re.sub(r"\W+", "_", os.path.basename(path.rstrip("/")).partition(".")[0]).strip("_")
         or "files"
     )
-    return f"my_{name}" if name in _HELD_OUT else name
+    return f"my_{name}" if name in _VALIDATION_SETS else name
 
 
-def _local(path: str) -> Data:
+def _local(path: str) -> DataChoice:
     name = _name(path)
     try:
         if find_token_files(path, "--data"):
             kind = "token files, for the tokenizer that they were made with"
-            beside = f"{path.rstrip('/')}-held-out"  # as `torchtitan tokenize` names it
-            held_out = beside if os.path.isdir(beside) else None
-            return Data(name, path, name if held_out else None, held_out, kind=kind)
+            held_out_folder = f"{path.rstrip('/')}-held-out"  # as `torchtitan tokenize` names it
+            held_out = held_out_folder if os.path.isdir(held_out_folder) else None
+            return DataChoice(name, path, name if held_out else None, held_out, kind=kind)
         files = find_text_files(path, "--data")
     except UserError as error:
         raise ConfigError([str(error)]) from None
@@ -94,4 +96,6 @@ def _local(path: str) -> Data:
         1 if {".txt", ".md"} & set(file.suffixes) else 1 + size // _DOCUMENT
         for file, size in zip(files, sizes, strict=True)
     )
-    return Data(name, path, kind="local files", corpus=path, size=sum(sizes), documents=documents)
+    return DataChoice(
+        name, path, kind="local files", corpus=path, size=sum(sizes), documents=documents
+    )

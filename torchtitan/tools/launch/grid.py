@@ -1,4 +1,4 @@
-"""Many runs of one configuration: what varies between them, and what each is called."""
+"""Grids: many runs of one configuration, their overrides and their names."""
 
 import itertools
 import os
@@ -27,7 +27,7 @@ from torchtitan.utils.storage import is_url
 from torchtitan.utils.wording import brief, flat, plural
 
 MOST_RUNS = 1000
-"""Slurm's default of `MaxArraySize` allows as many."""
+"""Maximum number of runs, allowed by Slurm's default `MaxArraySize`."""
 _LONGEST_VALUE = 40
 _LONGEST_NAME = 120
 _DUMP = "job.dump_folder"
@@ -36,16 +36,16 @@ _CHECKPOINTS = "checkpoint.folder"
 
 @dataclass(frozen=True)
 class GridRun:
-    """One of several runs."""
+    """One run of a grid."""
 
     name: str
     """Name of the run and its folder."""
     flags: tuple[str, ...]
-    """What it overrides."""
+    """Flags that override the shared configuration."""
 
 
 Flags = dict[str, str]
-"""Dotted key to the text after `--key=`."""
+"""Text after `--key=`, by dotted key."""
 
 
 # ---- what varies
@@ -58,11 +58,11 @@ def parse_axis(text: str) -> list[Flags]:
         ConfigError: it is neither.
     """
     key, equals, values = text.partition("=")
-    key = _today(key.strip().removeprefix("--").replace("-", "_"))
+    key = _current_key(key.strip().removeprefix("--").replace("-", "_"))
     if not equals or "." not in key:
         raise ConfigError([f"--grid: {brief(text)} is not section.key=value,value,..."])
     words = (
-        _listed(key, values)
+        _toml_values(key, values)
         if values.startswith("[")
         else [word.strip() for word in values.split(",")]
     )
@@ -73,7 +73,7 @@ def parse_axis(text: str) -> list[Flags]:
     return [{key: word} for word in words]
 
 
-def _listed(key: str, text: str) -> list[str]:
+def _toml_values(key: str, text: str) -> list[str]:
     try:
         values = tomli.loads(f"values = {text}")["values"]
     except (ValueError, RecursionError):
@@ -83,8 +83,8 @@ def _listed(key: str, text: str) -> list[str]:
     return [_word(value) for value in values]
 
 
-def _today(key: str) -> str:
-    """A key without its old spelling."""
+def _current_key(key: str) -> str:
+    """The current spelling of a key."""
     return current_key(key) or key
 
 
@@ -93,10 +93,10 @@ def _word(value: Any) -> str:
 
 
 def read_runs(path: Path) -> list[tuple[str | None, Flags]]:
-    """The runs of a file: a line of flags each, or `[[runs]]` tables, which may have a `name`.
+    """Read the runs of a file: lines of flags, or `[[runs]]` tables with an optional `name`.
 
     Raises:
-        ConfigError: it can't be read, or holds something else.
+        ConfigError: the file can't be read, or has another form.
     """
     try:
         text = read_regular(path, GRID_FILE_BYTES, links=True).decode()
@@ -105,31 +105,36 @@ def read_runs(path: Path) -> list[tuple[str | None, Flags]]:
         raise ConfigError([f"--runs: can't read {path}: {error.strerror or error}"]) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError([f"--runs: {path}: {error}"]) from None
-    return _of_tables(path, tables) if path.suffix == ".toml" else _of_lines(path, text)
+    return (
+        _runs_from_tables(path, tables) if path.suffix == ".toml" else _runs_from_lines(path, text)
+    )
 
 
-def _of_lines(path: Path, text: str) -> list[tuple[str | None, Flags]]:
+def _runs_from_lines(path: Path, text: str) -> list[tuple[str | None, Flags]]:
     runs: list[tuple[str | None, Flags]] = []
     problems: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
-        wrong: list[str] = []
+        line_problems: list[str] = []
         try:
             words = shlex.split(line, comments=True)
         except ValueError as error:
             words = []
-            wrong = [str(error).lower()]
-        settings = dict(config_flags(words, wrong)) if words else {}
-        problems += [f"--runs: {path}:{number}: {problem}" for problem in wrong]
+            line_problems = [str(error).lower()]
+        settings = dict(config_flags(words, line_problems)) if words else {}
+        problems += [f"--runs: {path}:{number}: {problem}" for problem in line_problems]
         if words:
             runs.append(
-                (None, {_today(key): _word(setting.value) for key, setting in settings.items()})
+                (
+                    None,
+                    {_current_key(key): _word(setting.value) for key, setting in settings.items()},
+                )
             )
     if problems or not runs:
         raise ConfigError(problems or [f"--runs: {path} has no line with flags"])
     return runs
 
 
-def _of_tables(path: Path, tables: dict[str, Any]) -> list[tuple[str | None, Flags]]:
+def _runs_from_tables(path: Path, tables: dict[str, Any]) -> list[tuple[str | None, Flags]]:
     entries = tables.get("runs")
     if (
         set(tables) != {"runs"}
@@ -149,7 +154,7 @@ def _of_tables(path: Path, tables: dict[str, Any]) -> list[tuple[str | None, Fla
         name = entry.pop("name", None)
         if name is not None and not isinstance(name, str):
             raise ConfigError([f"--runs: {path}: name: got {brief(name)}, must be a string"])
-        flags = {_today(key): _word(value) for key, value in flat(entry).items()}
+        flags = {_current_key(key): _word(value) for key, value in flat(entry).items()}
         runs.append((name, flags))
     if not runs:
         raise ConfigError([f"--runs: {path} has no [[runs]]"])
@@ -170,14 +175,14 @@ def make_runs(axes: Sequence[str], file: Path | None) -> list[GridRun]:
     keys = [{key for _, flags in choice for key in flags} for choice in choices]
     twice = [
         key
-        for i, some in enumerate(keys)
-        for key in sorted(some)
+        for i, run_keys in enumerate(keys)
+        for key in sorted(run_keys)
         if any(key in other for other in keys[:i])
     ]
     if twice:
         raise ConfigError([f"--grid: {twice[0]} is varied twice; give all its values at once"])
     for key in (_DUMP, "job.config_file"):
-        if any(key in some for some in keys):
+        if any(key in run_keys for run_keys in keys):
             raise ConfigError([f"--grid: {key} can't vary; each run gets a folder below --folder"])
     number = 1
     for choice in choices:
@@ -189,7 +194,7 @@ def make_runs(axes: Sequence[str], file: Path | None) -> list[GridRun]:
                 "several grids"
             ]
         )
-    combined = [_merged(parts) for parts in itertools.product(*choices)]
+    combined = [_merged(combination) for combination in itertools.product(*choices)]
     seen = [sorted(flags.items()) for _, flags in combined]
     for i, flags in enumerate(seen):
         if flags in seen[:i]:
@@ -201,22 +206,22 @@ def make_runs(axes: Sequence[str], file: Path | None) -> list[GridRun]:
     ]
 
 
-def _merged(parts: Sequence[tuple[str | None, Flags]]) -> tuple[str | None, Flags]:
+def _merged(runs: Sequence[tuple[str | None, Flags]]) -> tuple[str | None, Flags]:
     flags: Flags = {}
-    for _, some in parts:
-        flags |= some
-    return next((name for name, _ in parts if name), None), flags
+    for _, run_flags in runs:
+        flags |= run_flags
+    return next((name for name, _ in runs if name), None), flags
 
 
 def _names(runs: Sequence[tuple[str | None, Flags]]) -> list[str]:
     """A folder's name for each run: its name, and the keys that vary, as `lr=3e-4_seed=1`."""
     keys = list(dict.fromkeys(key for _, flags in runs for key in flags))
-    given = {name: [flags for other, flags in runs if other == name] for name, _ in runs}
+    by_name = {name: [flags for other, flags in runs if other == name] for name, _ in runs}
     short = _short(keys)
     names: list[str] = []
     for name, flags in runs:
-        alike = given[name]
-        varied = [key for key in flags if len({other.get(key) for other in alike}) > 1]
+        namesakes = by_name[name]
+        varied = [key for key in flags if len({other.get(key) for other in namesakes}) > 1]
         words = [f"{short[key]}={_plain(flags[key], _LONGEST_VALUE)}" for key in varied]
         words = [_plain(name, _LONGEST_VALUE), *words] if name else words
         names.append(_plain("_".join(words), _LONGEST_NAME) or "base")
@@ -229,49 +234,49 @@ def _names(runs: Sequence[tuple[str | None, Flags]]) -> list[str]:
 
 
 def _short(keys: Sequence[str]) -> dict[str, str]:
-    """Keys by as many of their last parts as tell them apart."""
-    out = {}
+    """The shortest unique ending of each key, in whole sections."""
+    names = {}
     for key in keys:
-        parts = key.split(".")
-        endings = (".".join(parts[-n:]) for n in range(1, len(parts) + 1))
-        out[key] = next(
+        sections = key.split(".")
+        endings = (".".join(sections[-n:]) for n in range(1, len(sections) + 1))
+        names[key] = next(
             end for end in endings if sum(f".{other}".endswith(f".{end}") for other in keys) == 1
         )
-    return out
+    return names
 
 
 def _plain(text: str, longest: int) -> str:
-    """What any file system and shell takes as a part of a name."""
+    """`text` with only characters that are safe in file names and shells."""
     return re.sub(r"[^\w.=+-]+", "-", text, flags=re.ASCII).strip("-.")[:longest]
 
 
-def in_folder(run: GridRun, folder: Path, checkpoints: str) -> tuple[str, ...]:
-    """The flags of a run with a folder of its own.
+def flags_with_folder(run: GridRun, folder: Path, checkpoints: str) -> tuple[str, ...]:
+    """The flags of a run, including those that set its own folders.
 
     Args:
-        folder: of all runs.
-        checkpoints: `checkpoint.folder` of the configuration. What isn't below the run's folder
-        would be shared.
+        folder: folder of all runs.
+        checkpoints: `checkpoint.folder` of the configuration. Runs would share one outside their
+        folders.
     """
     flags = (*run.flags, f"--{_DUMP}={folder / run.name}")
-    own = any(flag.startswith(f"--{_CHECKPOINTS}=") for flag in run.flags)
-    shared = not own and (is_url(checkpoints) or Path(checkpoints).is_absolute())
+    sets_checkpoints = any(flag.startswith(f"--{_CHECKPOINTS}=") for flag in run.flags)
+    shared = not sets_checkpoints and (is_url(checkpoints) or Path(checkpoints).is_absolute())
     return (*flags, f"--{_CHECKPOINTS}={checkpoints.rstrip('/')}/{run.name}") if shared else flags
 
 
-def together(problems: Mapping[str, Sequence[str]]) -> list[str]:
-    """The problems of several runs, each once, with the runs that have it.
+def group_problems(problems: Mapping[str, Sequence[str]]) -> list[str]:
+    """Distinct problems of several runs, each with the names of the runs that have it.
 
     Args:
-        problems: by run.
+        problems: problems by name of the run.
     """
     runs: dict[str, list[str]] = {}
-    for run, found in problems.items():
-        for problem in found:
+    for run, run_problems in problems.items():
+        for problem in run_problems:
             runs.setdefault(problem, []).append(run)
     return [
-        f"{'run' if len(of) == 1 else 'runs'} {_some(of)}: {problem}"
-        for problem, of in runs.items()
+        f"{'run' if len(names) == 1 else 'runs'} {_some(names)}: {problem}"
+        for problem, names in runs.items()
     ]
 
 
@@ -291,7 +296,7 @@ class _Runner:
         self.stop_requested = False
         self._run: subprocess.Popen[bytes] | None = None
         self._undelivered: int | None = None
-        """A signal that came between two runs, or while one was starting; the next one gets it."""
+        """A signal received before the next run was ready for it; sent to that run."""
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._handle)
         signal.signal(signal.SIGINT, self._interrupted)

@@ -1,4 +1,4 @@
-"""The layouts that a new project can choose from."""
+"""Layouts for a new project: searched, predicted and shown for a choice."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from torchtitan.utils.wording import (
 SHOWN = 3
 _FEW = 8
 _SAVING = ("--optimizer.state_dtype=bfloat16", "--training.enable_cpu_offload=true")
-"""What makes a model fit on few GPUs, the faster first."""
+"""Flags that lower memory on few GPUs, the faster first."""
 _LEGEND = (
     "9 of 10 runs are within the ranges. Batch: rows at a time x times per step and rank\n"
     "(docs/guides/init.md)."
@@ -34,29 +34,29 @@ _HEADINGS = ["", "layout", "batch", "recomputes", "tokens/s per device", "GiB", 
 
 
 def best_layouts(request: Request) -> tuple[list[Proposal], int]:
-    """The best layouts, or the given one, recommended first, and the number of legal ones.
+    """The best layouts, best first, or the one that flags set; and the number of legal layouts.
 
     Raises:
-        UserError: none fits.
-        ConfigError: none is legal.
+        UserError: no layout fits.
+        ConfigError: no layout is legal.
     """
-    if request.states_layout:
+    if request.has_layout:
         plan, _ = make_plan(as_flags(draft(request)), request.devices, request.hardware)
         return [Proposal(plan, "as given")], 1
-    found, _ = find_layouts(
+    search, _ = find_layouts(
         as_flags(draft(request)), request.devices, request.hardware, show_configured=False
     )
-    if not found.best:
-        reason = nothing_fits(found, request.devices, request.hardware)
-        raise UserError(f"{request.model.name}: {reason}; {_what_would_fit(request, found)}")
-    return found.best[:SHOWN], found.seen
+    if not search.best:
+        reason = nothing_fits(search, request.devices, request.hardware)
+        raise UserError(f"{request.model.name}: {reason}; {_what_would_fit(request, search)}")
+    return search.best[:SHOWN], search.seen
 
 
-def _what_would_fit(request: Request, found: SearchResult) -> str:
-    """The end of a message about a model that doesn't fit."""
+def _what_would_fit(request: Request, search: SearchResult) -> str:
+    """Advice for a model that doesn't fit."""
     if request.on_cpu:
         return "choose a smaller model or --seq-len"
-    short = found.smallest_gib / request.hardware.usable_gib
+    short = search.smallest_gib / request.hardware.usable_gib
     devices = request.devices * 2 ** math.ceil(math.log2(short * 1.1))
     changes = [f"--devices {devices} or more"]
     if request.devices <= _FEW:  # else each search takes long
@@ -67,14 +67,14 @@ def _what_would_fit(request: Request, found: SearchResult) -> str:
 def _fits_with(flag: str, request: Request) -> bool:
     argv = [*as_flags(draft(request)), flag]
     try:
-        found, _ = find_layouts(argv, request.devices, request.hardware, show_configured=False)
+        search, _ = find_layouts(argv, request.devices, request.hardware, show_configured=False)
     except ConfigError:
         return False
-    return bool(found.best)
+    return bool(search.best)
 
 
 def table(proposals: Sequence[Proposal], seen: int, request: Request) -> str:
-    """The layouts with their predictions and reasons."""
+    """A table of the layouts with predictions and reasons."""
     rows = [_HEADINGS]
     for i, proposal in enumerate(proposals):
         plan = proposal.plan

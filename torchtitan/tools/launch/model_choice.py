@@ -47,15 +47,15 @@ REPOSITORIES = {
     "smollm3": {"3B": "HuggingFaceTB/SmolLM3-3B-Base"},
     "qwen3_moe": {"30B-A3B": "Qwen/Qwen3-30B-A3B-Base", "235B-A22B": "Qwen/Qwen3-235B-A22B"},
 }
-"""Where the hub has the tokenizer of each size."""
+"""Repository of each size's tokenizer on the hub."""
 _PUBLISHED = "HuggingFaceTB/SmolLM2-135M"
 _PUBLISHED_ENTRIES = 49152
-"""A tokenizer for sizes that have none, where none can be trained, and its entries."""
+"""Fallback tokenizer and its number of entries, for sizes without one if none can be trained."""
 
 
 @dataclass(frozen=True)
-class Model:
-    """A model to train."""
+class ModelChoice:
+    """A model to train: a size of a family, or a Hugging Face folder."""
 
     spec: ModelSpec
     flavor: str
@@ -63,7 +63,7 @@ class Model:
     folder: Path | None = None
     """Its Hugging Face folder; None for a size of a family."""
     published: str | None = None
-    """Where the hub has the tokenizer that a size without one takes."""
+    """Repository of the fallback tokenizer, if the model uses it."""
 
     @property
     def name(self) -> str:
@@ -79,19 +79,19 @@ class Model:
 
     @property
     def repository(self) -> str | None:
-        """Where the hub has its tokenizer; None of debug models, which take the shipped one, and of
-        sizes that nobody has published with one.
+        """Repository of the tokenizer on the hub; None for debug models, which use the shipped one,
+        and for unpublished sizes.
         """
         known = None if self.folder else REPOSITORIES.get(self.spec.name, {}).get(self.flavor)
         return known or self.published
 
     @property
     def overrides_from(self) -> str:
-        """The reason of `overrides`."""
+        """The reason for `overrides`."""
         return "from config.json" if self.folder else f"entries of the tokenizer of {_PUBLISHED}"
 
-    def with_published_tokenizer(self) -> "Model":
-        """The model with a tokenizer of the hub, if it has none, and as many entries."""
+    def with_published_tokenizer(self) -> "ModelChoice":
+        """The model with the fallback tokenizer and its vocabulary size, if it has no tokenizer."""
         if self.folder or self.flavor == DEBUG or self.repository:
             return self
         entries = max(self.args.vocab_size, _PUBLISHED_ENTRIES)
@@ -100,11 +100,11 @@ class Model:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the hub asks for the licence to be accepted."""
+        """Whether the hub requires accepting a licence."""
         return (self.repository or "").startswith(("meta-llama/", "google/gemma-"))
 
     def parameters(self) -> tuple[int, int]:
-        """All parameters, and those that a token uses: of a mixture, its own experts'."""
+        """Total and active parameters. A token activates only the experts it is routed to."""
         config = Config()
         chosen = config.model.model_copy(
             update={"name": self.spec.name, "flavor": self.flavor, "overrides": self.overrides}
@@ -119,20 +119,20 @@ class Model:
         return total, round(total - idle)
 
 
-def offered() -> list[Model]:
+def offered() -> list[ModelChoice]:
     """Every size of every family."""
-    return [Model(spec, flavor) for spec in all_families() for flavor in spec.flavors]
+    return [ModelChoice(spec, flavor) for spec in all_families() for flavor in spec.flavors]
 
 
-def find_model(text: str) -> Model:
-    """The model that `FAMILY/SIZE`, or the path of a Hugging Face folder, names.
+def find_model(text: str) -> ModelChoice:
+    """Find a model by `FAMILY/SIZE` or by the path of a Hugging Face folder.
 
     Raises:
-        UserError: there is none, or no family can represent it.
+        UserError: there is no such model, or no family can represent it.
     """
     folder = Path(text).expanduser()
     if folder.is_dir():
-        return _of_folder(folder)
+        return _model_from_folder(folder)
     family, _, flavor = text.partition("/")
     known = {spec.name: spec for spec in all_families()}
     if family not in known:
@@ -150,10 +150,10 @@ def find_model(text: str) -> Model:
         hint = did_you_mean(flavor, spec.flavors) if flavor else ""
         sizes = ", ".join(f"{family}/{name}" for name in spec.flavors)
         raise ConfigError([f"--model: {family} has no size {flavor!r}; choose {sizes}{hint}"])
-    return Model(spec, same[0])
+    return ModelChoice(spec, same[0])
 
 
-def _of_folder(folder: Path) -> Model:
+def _model_from_folder(folder: Path) -> ModelChoice:
     try:
         config = read_json_object(folder / "config.json")
     except (OSError, ValueError) as error:
@@ -167,4 +167,4 @@ def _of_folder(folder: Path) -> Model:
         flavor, overrides = nearest_flavor(spec, hf_map(spec).args(config))
     except ConfigError as error:
         raise ConfigError([f"--model: {folder}: {problem}" for problem in error.problems]) from None
-    return Model(get_spec(spec.name), flavor, overrides, Path(os.path.abspath(folder)))
+    return ModelChoice(get_spec(spec.name), flavor, overrides, Path(os.path.abspath(folder)))

@@ -1,5 +1,5 @@
-"""What a project needs before it trains, a tokenizer and tokens with a held-out part: the settings
-that name it, and the commands that make it.
+"""Preparation of a project's tokenizer and tokens: the settings that name them, and the commands
+that make them.
 
 `init` prints these commands, or runs them: `--prepare`.
 """
@@ -14,21 +14,21 @@ from torchtitan.tools.launch.request import Choice, Choices, Request
 from torchtitan.utils.errors import ConfigError
 
 _SAMPLE = 2 * 10**9
-"""Bytes of text from which a tokenizer is trained; more hardly change it."""
+"""Maximum bytes of text to train a tokenizer on; more text hardly changes it."""
 _TOKENIZER_FILES = ("tokenizer.json", "original/tokenizer.model")
-_FEWEST = 20
-"""Documents from which some can be held out."""
-_HELD_OUT = 0.005
-_MOST_HELD_OUT = 0.2
+_MIN_DOCUMENTS = 20
+"""Minimum number of documents for holding some out."""
+_MIN_HELD_OUT_SHARE = 0.005
+_MAX_HELD_OUT_SHARE = 0.2
 _HELD_OUT_DOCUMENTS = 10
-"""Share of the documents to hold out: so small of a large corpus, and of a small one enough for
-about so many documents.
+"""The share of documents to hold out is the smallest of these that gives about this number of
+documents, within the limits.
 """
 
 
 @dataclass(frozen=True)
-class Step:
-    """A command that makes a part of a project; as text, a line for a shell."""
+class PreparationStep:
+    """A command that prepares a project; `str` gives its line for a shell."""
 
     words: tuple[str, ...]
     makes: str
@@ -42,10 +42,10 @@ class _Tokenizer:
     """The tokenizer of a project."""
 
     folder: str | None
-    """None: the shipped one."""
+    """Folder of the tokenizer; None for the shipped one."""
     why: str
-    step: Step | None = None
-    """What makes the folder, unless it is there."""
+    step: PreparationStep | None = None
+    """Command that makes the folder; None if it exists."""
 
 
 def prepared_settings(request: Request) -> Choices:
@@ -55,10 +55,10 @@ def prepared_settings(request: Request) -> Choices:
     if tokenizer.folder is not None:
         settings["model.hf_assets_path"] = Choice(tokenizer.folder, tokenizer.why)
     data = request.data
-    path = request.inside("tokens") if _tokenizes(request) else data.path
+    path = request.path_inside("tokens") if _tokenizes(request) else data.path
     if path:
-        of = f"tokens of {data.path}" if _tokenizes(request) else data.kind
-        settings["training.dataset_path"] = Choice(path, of)
+        reason = f"tokens of {data.path}" if _tokenizes(request) else data.kind
+        settings["training.dataset_path"] = Choice(path, reason)
     if not has_held_out(request):
         return settings
     settings["validation.dataset"] = Choice(data.held_out or data.dataset, "the held-out part")
@@ -67,8 +67,8 @@ def prepared_settings(request: Request) -> Choices:
     return settings
 
 
-def prepared_by(request: Request) -> list[Step]:
-    """The commands that make what the settings name, in order."""
+def preparation_commands(request: Request) -> list[PreparationStep]:
+    """Commands that make the files the settings name, in order."""
     tokenizer = _tokenizer(request)
     steps = [tokenizer.step] if tokenizer.step else []
     if _tokenizes(request):
@@ -77,56 +77,56 @@ def prepared_by(request: Request) -> list[Step]:
         words += [*_text_column(request), "--drop-duplicates"]
         if has_held_out(request):
             words += ["--held-out", f"{100 * _held_out_share(request):.2g}%"]
-        parts = "the tokens, and a held-out part" if has_held_out(request) else "the tokens"
-        steps.append(_step("torchtitan", *words, makes=parts))
+        products = "the tokens, and a held-out part" if has_held_out(request) else "the tokens"
+        steps.append(_step("torchtitan", *words, makes=products))
     return steps
 
 
-def _step(*words: object, makes: str) -> Step:
-    return Step(tuple(map(str, words)), makes)
+def _step(*words: object, makes: str) -> PreparationStep:
+    return PreparationStep(tuple(map(str, words)), makes)
 
 
 def has_held_out(request: Request) -> bool:
     """Whether there is, or will be, held-out data."""
     if not _tokenizes(request):
         return request.data.held_out is not None
-    return request.data.documents is None or request.data.documents >= _FEWEST
+    return request.data.documents is None or request.data.documents >= _MIN_DOCUMENTS
 
 
 def _held_out_share(request: Request) -> float:
     documents = request.data.documents
-    wanted = _HELD_OUT_DOCUMENTS / documents if documents else 0.0
-    return min(_MOST_HELD_OUT, max(_HELD_OUT, wanted))
+    share = _HELD_OUT_DOCUMENTS / documents if documents else 0.0
+    return min(_MAX_HELD_OUT_SHARE, max(_MIN_HELD_OUT_SHARE, share))
 
 
 def _tokenizes(request: Request) -> bool:
-    """Whether text of one's own is tokenized ahead."""
+    """Whether local text is tokenized ahead of training."""
     return request.corpus is not None and request.data.path is not None
 
 
 def _tokenizer(request: Request) -> _Tokenizer:
     """
     Raises:
-        ConfigError: nobody can know which.
+        ConfigError: the tokenizer of the token files is unknown.
     """
     model = request.model
-    if given := (request.given or {}).get("model.hf_assets_path"):
-        return _Tokenizer(str(given.value), given.why)
+    if chosen := (request.flag_settings or {}).get("model.hf_assets_path"):
+        return _Tokenizer(str(chosen.value), chosen.why)
     if model.folder:
         return _Tokenizer(str(model.folder), "tokenizer, sizes and weights")
     if model.flavor == DEBUG:
         return _Tokenizer(None, "the shipped one")
-    own = request.folder / "tokenizer"
-    if _is_tokenizer(own):
-        return _Tokenizer(request.inside("tokenizer"), "in the project's folder")
+    tokenizer_folder = request.folder / "tokenizer"
+    if _is_tokenizer(tokenizer_folder):
+        return _Tokenizer(request.path_inside("tokenizer"), "in the project's folder")
     if model.repository is None:
         entries = model.args.vocab_size
-        words = ["tokenizer", request.corpus, "--vocab-size", entries, "--output", own]
+        words = ["tokenizer", request.corpus, "--vocab-size", entries, "--output", tokenizer_folder]
         words += _text_column(request)
         large = request.data.size is None or request.data.size > _SAMPLE
         words += ["--sample", f"{_SAMPLE // 10**9}GB"] if large else []
         return _Tokenizer(
-            request.inside("tokenizer"),
+            request.path_inside("tokenizer"),
             f"{entries:,} entries, trained on the data",
             _step("torchtitan", *words, makes="the tokenizer"),
         )
@@ -140,10 +140,17 @@ def _tokenizer(request: Request) -> _Tokenizer:
     fetched = Path("assets/hf", model.repository.rpartition("/")[2])
     if _is_tokenizer(fetched):
         return _Tokenizer(os.path.abspath(fetched), f"the tokenizer of {model.repository}")
-    words = ["download", model.repository, "--include", "tokenizer*", "--local-dir", own]
+    words = [
+        "download",
+        model.repository,
+        "--include",
+        "tokenizer*",
+        "--local-dir",
+        tokenizer_folder,
+    ]
     gated = "; gated: needs an HF_TOKEN with access" if model.is_gated else ""
     return _Tokenizer(
-        request.inside("tokenizer"),
+        request.path_inside("tokenizer"),
         f"the tokenizer of {model.repository}",
         _step("hf", *words, makes=f"the tokenizer{gated}"),
     )
@@ -154,12 +161,12 @@ def _is_tokenizer(folder: Path) -> bool:
 
 
 def _near(path: str, request: Request) -> str:
-    """The path as a command names it, beside the project's folder."""
-    if path == request.inside("tokenizer"):
+    """The tokenizer's path for a command, relative if it is in the project's folder."""
+    if path == request.path_inside("tokenizer"):
         return str(request.folder / "tokenizer")
     return path
 
 
 def _text_column(request: Request) -> list[str]:
-    given = (request.given or {}).get("training.text_column")
-    return ["--text-column", str(given.value)] if given else []
+    column = (request.flag_settings or {}).get("training.text_column")
+    return ["--text-column", str(column.value)] if column else []

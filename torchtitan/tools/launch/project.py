@@ -10,10 +10,10 @@ from torchtitan.config import complete, load_config
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.load.toml_file import HERE
 from torchtitan.config.rules import Facts, check
-from torchtitan.tools.launch.job import Job, check_words, job_name, script
-from torchtitan.tools.launch.preparation import Step, has_held_out, prepared_by
+from torchtitan.tools.launch.preparation import PreparationStep, has_held_out, preparation_commands
 from torchtitan.tools.launch.recipe import as_flags, config_of, draft, final
 from torchtitan.tools.launch.request import Choice, Choices, Request
+from torchtitan.tools.launch.slurm_script import SlurmJob, check_words, job_name, script
 from torchtitan.tools.planner.planner import without_missing_files
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.render import band_ends, likelihood, run_of
@@ -29,14 +29,14 @@ HARDWARE = "hardware.toml"
 
 @dataclass(frozen=True)
 class Project:
-    """Files by name, and what to do with them."""
+    """Files of a new project, and the commands to run next."""
 
     folder: Path
     files: dict[str, str]
-    preparation: list[Step]
-    """Commands that make what the files name, in order."""
+    preparation: list[PreparationStep]
+    """Commands that make the data and tokenizer, in order."""
     steps: list[str]
-    """Commands to run then, with comments."""
+    """Commands to run after preparation, with comments."""
     notes: tuple[str, ...] = ()
 
 
@@ -51,17 +51,19 @@ def make_project(
     """The files of a project with a plan's layout.
 
     Args:
-        command: what makes the same project again.
-        slurm: options of a job's script; None: none is written.
-        per_node: devices of a node.
+        command: command that makes the same project again.
+        slurm: options of a Slurm script; None writes no script.
+        per_node: devices per node.
 
     Raises:
         UserError: the trainer would refuse the configuration.
     """
     settings = final(draft(request), plan, request)
     inside = {key: setting for key, setting in settings.items() if _name_inside(setting, request)}
-    named = {key: Choice(_name_inside(one, request), one.why) for key, one in inside.items()}
-    text = _toml(request, plan, settings | named, command)
+    portable = {
+        key: Choice(_name_inside(choice, request), choice.why) for key, choice in inside.items()
+    }
+    text = _toml(request, plan, settings | portable, command)
     notes = _validate_text(text, request, inside)
     if request.corpus and not has_held_out(request):
         notes = (*notes, "too few documents to hold some out; nothing is validated")
@@ -72,12 +74,12 @@ def make_project(
     if slurm is not None:
         files[SCRIPT] = _script(request, slurm, per_node)
     steps = _steps(request, slurm is not None, per_node)
-    return Project(request.folder, files, prepared_by(request), steps, notes=notes)
+    return Project(request.folder, files, preparation_commands(request), steps, notes=notes)
 
 
 def _name_inside(setting: Choice, request: Request) -> str | None:
-    """The value with `{here}`, if it is a path in the project's folder."""
-    folder = request.inside("")
+    """The value written with `{here}`, if it is a path in the project's folder; else None."""
+    folder = request.path_inside("")
     value = str(setting.value)
     return HERE + value.removeprefix(folder) if value.startswith(f"{folder}/") else None
 
@@ -110,21 +112,21 @@ def _validate_text(text: str, request: Request, inside: Choices) -> tuple[str, .
     """Check a configuration file as the trainer would on its devices.
 
     Args:
-        inside: the settings that name what the project's folder has, or will have.
+        inside: settings that are paths in the project's folder, which may not exist yet.
 
     Returns:
-        Notes on files that this machine doesn't have.
+        Notes on files that are missing on this machine.
 
     Raises:
-        ConfigError: it is refused. On this machine, missing files are a reason, too.
+        ConfigError: the trainer would refuse it.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, CONFIG)
         file.write_text(text)
         loaded = load_config([f"--config={file}", *as_flags(inside)])
         config = complete(loaded, request.devices).config
-    here, notes = without_missing_files(config)
-    preflight(here, output=False)
+    readable, notes = without_missing_files(config)
+    preflight(readable, output=False)
     check(config, Facts(device=request.hardware.accelerator))
     return tuple(
         note.replace("the plan doesn't need it, the run will", "the run will need it")
@@ -137,11 +139,11 @@ def _script(request: Request, slurm: Namespace, per_node: int) -> str:
     check_words(str(request.folder), [])
     nodes, ranks = nodes_of(request.devices, per_node)
     name = job_name(request.folder.absolute().name)
-    return script(Job(name, (nodes, nodes), ranks, slurm, beside=True), CONFIG, [])
+    return script(SlurmJob(name, (nodes, nodes), ranks, slurm, beside=True), CONFIG, [])
 
 
 def nodes_of(devices: int, per_node: int) -> tuple[int, int]:
-    """Nodes, and ranks on each.
+    """Number of nodes, and ranks per node.
 
     Raises:
         UserError: the devices don't fill whole nodes.
@@ -155,7 +157,7 @@ def nodes_of(devices: int, per_node: int) -> tuple[int, int]:
 
 
 def _steps(request: Request, slurm: bool, per_node: int) -> list[str]:
-    """What to do with a prepared project."""
+    """Commands that train a prepared project."""
     steps = []
     config = shlex.quote(str(request.folder / CONFIG))
     if request.devices > 1:
@@ -187,7 +189,7 @@ def write(project: Project) -> None:
 
 
 def summary(project: Project) -> str:
-    """What was written."""
+    """Message that lists the written files, and notes."""
     wrote = f"Wrote {', '.join(str(project.folder / name) for name in project.files)}"
     notes = [f"note: {note}" for note in project.notes]
     return "\n".join([wrote, *notes])

@@ -1,4 +1,4 @@
-"""What a new project must know, as questions."""
+"""Questions of `torchtitan init`, and what this machine answers by default."""
 
 import argparse
 import re
@@ -8,10 +8,10 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchtitan.tools.launch.ask import Question, discard_typed, in_lines
-from torchtitan.tools.launch.data_choice import Data, find_data
-from torchtitan.tools.launch.model_choice import DEBUG, Model, find_model, offered
-from torchtitan.tools.launch.preparation import Step
+from torchtitan.tools.launch.ask import Question, discard_typed, wrapped
+from torchtitan.tools.launch.data_choice import DataChoice, find_data
+from torchtitan.tools.launch.model_choice import DEBUG, ModelChoice, find_model, offered
+from torchtitan.tools.launch.preparation import PreparationStep
 from torchtitan.tools.launch.recipe import TOKENS_PER_PARAMETER, default_seq_len, suggested_tokens
 from torchtitan.tools.planner.hardware import Hardware, find_hardware, load_hardware
 from torchtitan.utils.argument_types import count
@@ -21,17 +21,17 @@ from torchtitan.utils.wording import brief, show_size, show_tokens
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _HOURS = {"m": 1 / 60, "min": 1 / 60, "h": 1.0, "d": 24.0}
 _CPU_TIME = "10min"
-"""Long enough to see the loss fall."""
+"""Default training time on a CPU, long enough to see the loss fall."""
 
 
-def model_question() -> Question[Model]:
+def model_question() -> Question[ModelChoice]:
     names = [*(model.name for model in offered()), "or a Hugging Face folder"]
     return Question(
-        "--model FAMILY/SIZE", "Which model?", in_lines(names), find_model, f"llama3/{DEBUG}"
+        "--model FAMILY/SIZE", "Which model?", wrapped(names), find_model, f"llama3/{DEBUG}"
     )
 
 
-def data_question() -> Question[Data]:
+def data_question() -> Question[DataChoice]:
     choices = (
         "demo (Python's standard library), c4, a file or folder, or org/name:config@split of "
         "the hub"
@@ -40,10 +40,10 @@ def data_question() -> Question[Data]:
 
 
 def hardware_question(gpus: str | None) -> Question[tuple[Hardware, str | None]]:
-    """Its answer is the hardware, and for this machine's CPU the file that describes it.
+    """Question whose answer is the hardware, and for this machine's CPU also its hardware file.
 
     Args:
-        gpus: the hardware of this machine's GPUs.
+        gpus: hardware name of this machine's GPUs, which is the default.
     """
 
     def parse(text: str) -> tuple[Hardware, str | None]:
@@ -59,7 +59,7 @@ def hardware_question(gpus: str | None) -> Question[tuple[Hardware, str | None]]
         *load_hardware(),
         "or a TOML file (`torchtitan plan --from-run` writes one)",
     ]
-    return Question("--hardware NAME", "On which hardware?", in_lines(names), parse, gpus or CPU)
+    return Question("--hardware NAME", "On which hardware?", wrapped(names), parse, gpus or CPU)
 
 
 def devices_question(default: int | None) -> Question[int]:
@@ -75,9 +75,9 @@ def devices_question(default: int | None) -> Question[int]:
 
 
 def length_question(
-    model: Model | None, *, on_cpu: bool
+    model: ModelChoice | None, *, on_cpu: bool
 ) -> Question[tuple[float | None, float | None]]:
-    """Its answer is tokens, or hours."""
+    """Question whose answer is (tokens, hours), one of them None."""
     choices = "tokens, as 160B, or a time, as 10min, 12h, 3d"
     default = _CPU_TIME
     if model:
@@ -92,10 +92,10 @@ def length_question(
 
 
 def parse_length(text: str) -> tuple[float | None, float | None]:
-    """Tokens, or hours: `10M` are tokens, `10m` is a time.
+    """Parse (tokens, hours), one of them None: `10M` is tokens, `10m` is a time.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the text is neither.
     """
     if match := re.fullmatch(r"(\d[\d,]*(?:\.\d+)?(?:[eE]\+?\d\d?)?) ?([A-Za-z]*)", text.strip()):
         number = float(match[1].replace(",", ""))
@@ -116,7 +116,7 @@ def parse_length(text: str) -> tuple[float | None, float | None]:
     )
 
 
-def seq_len_question(model: Model | None) -> Question[int]:
+def seq_len_question(model: ModelChoice | None) -> Question[int]:
     default = str(default_seq_len(model)) if model else None
     parse = _count("--seq-len", most=2**27)
     return Question(
@@ -124,7 +124,7 @@ def seq_len_question(model: Model | None) -> Question[int]:
     )
 
 
-def folder_question(model: Model | None) -> Question[Path]:
+def folder_question(model: ModelChoice | None) -> Question[Path]:
     default = re.sub(r"[^\w.-]+", "-", model.name.lower()) if model else None
     return Question(
         "FOLDER",
@@ -136,10 +136,12 @@ def folder_question(model: Model | None) -> Question[Path]:
     )
 
 
-def prepare_question(steps: Sequence[Step], data: Data, default: str) -> Question[bool]:
+def prepare_question(
+    steps: Sequence[PreparationStep], data: DataChoice, default: str
+) -> Question[bool]:
     """
     Args:
-        steps: the commands to run.
+        steps: commands that prepare the project.
     """
 
     def parse(text: str) -> bool:
@@ -171,7 +173,7 @@ CPU = "cpu"
 
 
 def local_gpus() -> tuple[str | None, int]:
-    """The hardware that this machine's GPUs are known as, if they are, and their number."""
+    """Hardware name of this machine's GPUs (None if unknown), and their number."""
     try:
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         names = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split("\n")
@@ -187,7 +189,7 @@ def local_gpus() -> tuple[str | None, int]:
 
 
 def measure_cpu() -> tuple[Hardware, str]:
-    """This machine's CPU, measured within seconds, and the file that describes it."""
+    """Measure this machine's CPU within seconds; returns it and the text of its hardware file."""
     from torchtitan.tools.planner.calibrate import describe_cpu  # imports torch
 
     text = describe_cpu()
@@ -198,5 +200,5 @@ def measure_cpu() -> tuple[Hardware, str]:
 
 
 def devices_per_host(hardware: Hardware) -> int:
-    """Devices that a launcher starts ranks on."""
+    """Number of devices on which one launcher starts ranks."""
     return hardware.gpus_per_host or hardware.gpus_per_node

@@ -1,4 +1,4 @@
-"""This node's ranks as the launcher sees them: stopping, waiting, exit statuses."""
+"""The launcher's control of this node's ranks: stopping, waiting, exit statuses."""
 
 import os
 import signal
@@ -13,9 +13,9 @@ import psutil
 from torchtitan.utils.signals import AGAIN_SECONDS, INTERRUPTED, STOP_SIGNALS, STOPPING, heeded
 
 ELASTIC_RESTARTS = 10
-"""Default of a run whose number of nodes varies."""
+"""Default number of restarts of a run whose number of nodes varies."""
 _LAST_WORDS_SECONDS = 5.0
-"""Time left to ranks to say what is lost, after a second Ctrl-C."""
+"""Time for ranks to report lost steps after a second Ctrl-C."""
 
 
 class Stop:
@@ -27,7 +27,7 @@ class Stop:
         """Whether torchrun has been started."""
         self.requested = False
         self.since = 0.0
-        """When the first signal came, by `time.monotonic`."""
+        """Time of the first signal, by `time.monotonic`."""
         self.statuses: list[int] = []
         """Exit statuses of the ranks; a signal is a negative number."""
         for number in heeded():
@@ -65,7 +65,7 @@ class Stop:
             self.statuses.append(ended)
 
     def _end_at_once(self) -> None:
-        """End the ranks without a save; rank 0 says what is lost."""
+        """End the ranks without a save; rank 0 reports the lost steps."""
         ranks = _signaled(signal.SIGINT)
         statuses = [ended for _, ended in _wait(ranks, _LAST_WORDS_SECONDS)]
         if statuses and set(statuses) <= {os.EX_TEMPFAIL}:  # they have saved meanwhile
@@ -88,7 +88,7 @@ class Stop:
 
 
 def _signaled(number: signal.Signals) -> list[psutil.Process]:
-    """The ranks of this node, which are sent a signal."""
+    """Send a signal to the ranks of this node, and return them."""
     ranks = psutil.Process().children()
     for rank in ranks:
         with suppress(psutil.NoSuchProcess):  # it has just ended

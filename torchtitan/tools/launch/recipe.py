@@ -1,4 +1,4 @@
-"""Turns a request into a configuration: values, each with the reason stated in the file."""
+"""Turns a request into a configuration whose file states the reason for each value."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ from torchtitan.config.derive import DEGREE_KEYS, divisors
 from torchtitan.config.load.decode import load_config
 from torchtitan.config.load.render import to_toml_value
 from torchtitan.config.sections.schema import Config
-from torchtitan.tools.launch.model_choice import Model
+from torchtitan.tools.launch.model_choice import ModelChoice
 from torchtitan.tools.launch.preparation import has_held_out, prepared_settings
 from torchtitan.tools.launch.request import Choice, Choices, Request
 from torchtitan.tools.planner.axes import read
@@ -47,23 +47,23 @@ _BATCHES = {
 _FEWEST_STEPS = 200
 """Optimizer steps below which a run learns little whatever its batch; shorter ones get less."""
 _ROUGH_EFFICIENCY = 0.6
-"""Of the rate of large products, for a guess at the speed."""
+"""Assumed share of the hardware's matmul rate, for a first guess at the speed."""
 _MOST_LOGITS = 2**27
-"""In a chunk of one row's loss: half a GiB in fp32."""
+"""Maximum logits in a chunk of one row's loss: half a GiB in fp32."""
 _BF16_GAIN = 1.5
-"""How much faster a CPU must multiply in bf16 than in fp32 to pay for casts and lost digits."""
+"""Minimum speedup of bf16 over fp32 products on a CPU that justifies casts and lost digits."""
 _WARMUP = 2000
 """Llama 2, arXiv:2307.09288, section 2.2."""
 _SAVE_SECONDS = 1800
 _VALIDATION_BATCHES = 8
 
 
-def default_seq_len(model: Model) -> int:
+def default_seq_len(model: ModelChoice) -> int:
     parameters = model.parameters()[0]
     return next((rows for size, rows in _ROWS.items() if parameters < size), _LONG_ROWS)
 
 
-def suggested_tokens(model: Model) -> float:
+def suggested_tokens(model: ModelChoice) -> float:
     """A compute-optimal number of tokens, by a mixture's active parameters (an assumption)."""
     return float(TOKENS_PER_PARAMETER * model.parameters()[1])
 
@@ -73,14 +73,14 @@ def _nearest(table: dict[float, tuple[Any, str]], parameters: int) -> tuple[Any,
 
 
 def _rows(tokens: int, seq_len: int, devices: int) -> int:
-    """Rows of about `tokens`, divisible among the devices, or among groups if they are fewer."""
-    wanted = max(1, round(tokens / seq_len))
-    unit = divisors(devices, wanted)[-1]
-    return unit * round(wanted / unit)
+    """Number of rows with about `tokens` in total, divisible by a large divisor of `devices`."""
+    nearest = max(1, round(tokens / seq_len))
+    unit = divisors(devices, nearest)[-1]
+    return unit * round(nearest / unit)
 
 
 def _global_batch(request: Request) -> tuple[int, str]:
-    """Rows of a step, and why: the published batch, or less in a short run, but one per device."""
+    """Rows of a step and the reason: the published batch, less for short runs, 1+ per device."""
     batch, source = _nearest(_BATCHES, request.model.parameters()[0])
     most = max(1.0, _rough_tokens(request) / _FEWEST_STEPS)
     short = most < batch
@@ -96,8 +96,8 @@ def _global_batch(request: Request) -> tuple[int, str]:
 
 
 def _rough_tokens(request: Request) -> float:
-    """Tokens of the run, before a plan knows its speed."""
-    if request.given and "training.steps" in request.given:
+    """Tokens of the run, estimated before a plan predicts its speed."""
+    if request.flag_settings and "training.steps" in request.flag_settings:
         return math.inf
     if request.tokens is not None:
         return request.tokens
@@ -108,7 +108,7 @@ def _rough_tokens(request: Request) -> float:
 
 
 def _chunks(seq_len: int, vocab_size: int) -> int:
-    """Parts of a row's loss, each of at most `_MOST_LOGITS`. A power of two, since degrees are."""
+    """Number of chunks of a row's loss, each of at most `_MOST_LOGITS`; a power of two."""
     chunks = 1
     while seq_len * vocab_size / chunks > _MOST_LOGITS and seq_len % (2 * chunks) == 0:
         chunks *= 2
@@ -116,7 +116,7 @@ def _chunks(seq_len: int, vocab_size: int) -> int:
 
 
 def draft(request: Request) -> Choices:
-    """All settings that a search for a layout needs."""
+    """Settings that a layout search needs."""
     model = request.model
     data = request.data
     parameters, active = model.parameters()
@@ -128,7 +128,9 @@ def draft(request: Request) -> Choices:
     size += f", {show_tokens(active)} of them active" if active < parameters else ""
     settings = {
         "job.description": Choice(f"{model.name} on {data.dataset}", "for the log and trackers"),
-        "job.dump_folder": Choice(request.inside("run"), "metrics and checkpoints of this run"),
+        "job.dump_folder": Choice(
+            request.path_inside("run"), "metrics and checkpoints of this run"
+        ),
         "model.name": Choice(model.spec.name, "the family"),
         "model.flavor": Choice(
             model.flavor, size if not model.overrides else "the nearest size; see the overrides"
@@ -166,11 +168,11 @@ def draft(request: Request) -> Choices:
             True, "start from the weights beside the tokenizer"
         )
     settings |= prepared_settings(request) | _validation(request)
-    return settings | (request.given or {})
+    return settings | (request.flag_settings or {})
 
 
 def _cpu_precision(hardware: Hardware) -> Choice:
-    """By measured products, not by the CPU's flags: some have the instructions and are slower."""
+    """The faster precision by measured products: bf16 instructions of some CPUs are slower."""
     ratio = hardware.bf16 / hardware.fp32
     if ratio >= _BF16_GAIN:
         return Choice(
@@ -194,7 +196,7 @@ def _validation(request: Request) -> Choices:
 
 
 def final(settings: Choices, plan: Plan, request: Request) -> Choices:
-    """The settings with a plan's layout, and what follows from its speed: steps, warm-up, saves."""
+    """The settings with a plan's layout, and with steps, warm-up and saves from its speed."""
     steps = steps_of(plan, request)
     per_save = max(1, min(round(_SAVE_SECONDS / plan.time.seconds), steps // 10))
     warmup = min(_WARMUP, max(1, steps // 10))
@@ -212,13 +214,13 @@ def final(settings: Choices, plan: Plan, request: Request) -> Choices:
         rows = plan.config.training.local_batch_size
         chosen["validation.freq"] = Choice(per_save, "when a checkpoint is saved")
         chosen["validation.local_batch_size"] = Choice(rows, "as in training, which fits")
-    return layout | chosen | (request.given or {})
+    return layout | chosen | (request.flag_settings or {})
 
 
 def steps_of(plan: Plan, request: Request) -> int:
-    """Steps of the run: of its tokens, or of the hours that the plan says they take."""
-    if request.given and "training.steps" in request.given:
-        return int(request.given["training.steps"].value)
+    """Number of steps, from the requested tokens or from hours at the planned speed."""
+    if request.flag_settings and "training.steps" in request.flag_settings:
+        return int(request.flag_settings["training.steps"].value)
     if request.tokens is not None:
         return max(1, math.ceil(request.tokens / plan.workload.tokens_per_step))
     return max(1, round((request.hours or 0.0) * 3600 / plan.time.seconds))
@@ -227,13 +229,13 @@ def steps_of(plan: Plan, request: Request) -> int:
 def _length(plan: Plan, request: Request, steps: int) -> str:
     tokens = float(steps * plan.workload.tokens_per_step)
     ratio = tokens / request.model.parameters()[1]
-    which = "active parameter" if plan.workload.experts else "parameter"
+    kind = "active parameter" if plan.workload.experts else "parameter"
     duration = show_duration(run_of(plan, tokens).hours * 3600)
-    return f"{show_tokens(tokens)} tokens, {ratio:.3g} per {which}; {duration} by the plan's speed"
+    return f"{show_tokens(tokens)} tokens, {ratio:.3g} per {kind}; {duration} by the plan's speed"
 
 
 def _layout(plan: Plan) -> Choices:
-    """What a search has chosen."""
+    """Settings of the layout that a search chose."""
     p = plan.config.parallelism
     ac = plan.config.activation_checkpoint
     axes = {

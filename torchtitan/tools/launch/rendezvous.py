@@ -1,4 +1,4 @@
-"""Where the launchers of a job meet: in memory on one node, else in a store whose state is signed.
+"""Rendezvous of a job's launchers: in memory on one node, else in a store whose state is signed.
 
 torch unpickles the state of a rendezvous, so whoever can write it runs code on every node. With
 several nodes, anyone who reaches the first node's port can write; but a state is read only if its
@@ -35,7 +35,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torchtitan.tools.launch.takeover import Endpoint, Takeover, join_seconds
 
 BACKEND = "torchtitan"
-"""What `torchrun --rdzv-backend` calls this rendezvous, once it is registered."""
+"""Name of this rendezvous for `torchrun --rdzv-backend`."""
 _SIGNATURE_BYTES = 32  # SHA-256
 
 
@@ -95,26 +95,26 @@ def register(secret: str) -> None:
     """
 
     def create(parameters: RendezvousParameters) -> RendezvousHandler:
-        def in_store(store: dist.Store) -> DynamicRendezvousHandler:
+        def rendezvous_in(store: dist.Store) -> DynamicRendezvousHandler:
             backend = C10dRendezvousBackend(store, parameters.run_id)
             return create_handler(store, SignedBackend(backend, secret.encode()), parameters)
 
         if parameters.max_nodes == 1:
-            return in_store(dist.HashStore())
+            return rendezvous_in(dist.HashStore())
         if "," in parameters.endpoint:
             texts = parameters.endpoint.split(",")
             endpoints = [Endpoint(*parse_rendezvous_endpoint(text, -1)) for text in texts]
-            return Takeover(endpoints, parameters, secret.encode(), in_store)
-        return in_store(_first_nodes_store(parameters))
+            return Takeover(endpoints, parameters, secret.encode(), rendezvous_in)
+        return rendezvous_in(_first_nodes_store(parameters))
 
     rendezvous_handler_registry.register(BACKEND, create)
 
 
 def _first_nodes_store(parameters: RendezvousParameters) -> dist.Store:
-    """The store at the only endpoint. Its node may start as late as others may join.
+    """The store at the only endpoint, whose node may start as late as others may join.
 
     Raises:
-        RendezvousConnectionError: it didn't start in time.
+        RendezvousConnectionError: the first node didn't start in time.
     """
     host, _ = parse_rendezvous_endpoint(parameters.endpoint, -1)
     if host == parameters.local_addr and "is_host" not in parameters.config:
@@ -146,7 +146,7 @@ _CAUSES: dict[type[RendezvousError], str] = {
 
 
 def explain(error: RendezvousError) -> str:
-    """Why this node could not meet the others, for users."""
+    """Message for users: why this node could not meet the others."""
     for kind, text in _CAUSES.items():
         if isinstance(error, kind):
             return text

@@ -1,61 +1,66 @@
-"""What somebody wants to train, and the settings that follow from it, each with its reason."""
+"""A request for a new project, and settings with reasons."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.tools.launch.data_choice import Data
-from torchtitan.tools.launch.model_choice import Model
+from torchtitan.tools.launch.data_choice import DataChoice
+from torchtitan.tools.launch.model_choice import ModelChoice
 from torchtitan.tools.planner.hardware import Hardware
 
-_OF_LAYOUT = ("activation_checkpoint.mode", "training.local_batch_size")
+_LAYOUT_KEYS = ("activation_checkpoint.mode", "training.local_batch_size")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A value of the configuration, and why it has it."""
+    """A value of the configuration and its reason."""
 
     value: Any
     why: str
 
 
 Choices = dict[str, Choice]
-"""Dotted key to its value."""
+"""Choices by dotted key."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What somebody wants to train, on what, and for how long."""
+    """Model, data, hardware and length of a run that the user wants."""
 
-    model: Model
-    data: Data
+    model: ModelChoice
+    data: DataChoice
     hardware: Hardware
     devices: int
     seq_len: int
     folder: Path
     tokens: float | None = None
     hours: float | None = None
-    """If `tokens` is not given."""
-    given: Choices | None = None
-    """Choices that prevail."""
+    """Training time, if `tokens` is None."""
+    flag_settings: Choices | None = None
+    """Choices from configuration flags, which take precedence."""
 
     def __post_init__(self) -> None:
-        if "model.hf_assets_path" not in (self.given or {}) and not self.corpus:
+        if "model.hf_assets_path" not in (self.flag_settings or {}) and not self.corpus:
             object.__setattr__(self, "model", self.model.with_published_tokenizer())
 
     @property
     def corpus(self) -> str | None:
-        """`Data.corpus`, unless it holds conversations, which training reads as they are."""
-        return None if "training.messages_column" in (self.given or {}) else self.data.corpus
+        """`DataChoice.corpus`, unless it holds conversations, which training reads as they are."""
+        return (
+            None if "training.messages_column" in (self.flag_settings or {}) else self.data.corpus
+        )
 
     @property
-    def states_layout(self) -> bool:
-        """Whether a layout is given, at least in parts: then it is not searched for."""
-        return any(key.startswith("parallelism.") or key in _OF_LAYOUT for key in self.given or {})
+    def has_layout(self) -> bool:
+        """Whether flags set (some of) the layout; if so, none is searched for."""
+        return any(
+            key.startswith("parallelism.") or key in _LAYOUT_KEYS
+            for key in self.flag_settings or {}
+        )
 
-    def inside(self, name: str) -> str:
-        """The path of what the project's folder has under this name, or will have."""
+    def path_inside(self, name: str) -> str:
+        """Absolute path of a file in the project's folder, which may not exist yet."""
         return os.path.abspath(self.folder / name)
 
     @property

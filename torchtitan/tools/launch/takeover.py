@@ -37,25 +37,25 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 _GENERATION = "torchtitan.generation"
 _CONNECT_SECONDS = 2.0
-"""Time for a node to answer; one that is switched off never does."""
+"""Seconds to wait for a node's answer; one that is switched off never answers."""
 _PATIENCE_SECONDS = 60
-"""Time for an endpoint's launcher to hold a store; stopping its ranks may take it 30 seconds."""
+"""Seconds to wait for an endpoint's launcher to host a store; it may stop ranks for 30 s first."""
 _JOIN_SECONDS = 600
-"""torch's default."""
+"""Default of torch for `join_timeout`, in seconds."""
 _SETTLE_SECONDS = 1.0
-"""Time before a new store is compared with those that others began to hold at the same time."""
+"""Seconds until a new store is compared with stores that others hosted at the same time."""
 _POLL_SECONDS = 0.5
 _LOST = (RendezvousConnectionError, dist.DistError)
 
 
 def join_seconds(parameters: RendezvousParameters) -> int:
-    """Time for launchers to come, as torch's rendezvous has it."""
+    """Seconds to wait for launchers, as in torch's rendezvous."""
     return parameters.get_as_int("join_timeout", _JOIN_SECONDS) or _JOIN_SECONDS
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a launcher may hold a store."""
+    """Address at which a launcher may host a store."""
 
     host: str
     port: int
@@ -64,7 +64,7 @@ class Endpoint:
         return f"{self.host}:{self.port}"
 
     def is_here(self, local_address: str | None) -> bool:
-        """Whether the launcher at `local_address`, by default this machine, has this endpoint."""
+        """Whether this endpoint is the launcher's at `local_address` (default: this machine)."""
         if local_address is not None:
             return self.host == local_address
         try:
@@ -74,13 +74,13 @@ class Endpoint:
         if any(ipaddress.ip_address(address).is_loopback for address in addresses):
             return True
         interfaces = psutil.net_if_addrs().values()
-        own = {address.address for interface in interfaces for address in interface}
-        return not own.isdisjoint(addresses)
+        local = {address.address for interface in interfaces for address in interface}
+        return not local.isdisjoint(addresses)
 
 
 @dataclass(frozen=True)
-class _Found:
-    """A living store."""
+class _LiveStore:
+    """A store that answers."""
 
     generation: int
     index: int
@@ -89,7 +89,7 @@ class _Found:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The largest one is joined."""
+        """Sort key; launchers join the store with the largest."""
         return self.generation, -self.index
 
 
@@ -101,23 +101,23 @@ class Takeover(RendezvousHandler):
         endpoints: Sequence[Endpoint],
         parameters: RendezvousParameters,
         secret: bytes,
-        meet: Callable[[dist.Store], DynamicRendezvousHandler],
+        meet_in: Callable[[dist.Store], DynamicRendezvousHandler],
     ):
         """
         Args:
-            meet: makes a rendezvous in a store.
+            meet_in: creates a rendezvous in a store.
         """
         self._endpoints = endpoints
         self._secret = secret
-        self._meet_in = meet
+        self._meet_in = meet_in
         self._run_id = parameters.run_id
         self._here = [endpoint.is_here(parameters.local_addr) for endpoint in endpoints]
         self._timeout = timedelta(seconds=parameters.get_as_int("read_timeout") or 60)
         self._patience = parameters.get_as_int("takeover_timeout") or _PATIENCE_SECONDS
         self._start_seconds = join_seconds(parameters)
-        self._held: _Found | None = None
-        self._joined: _Found | None = None
-        """The last one, also when it is lost."""
+        self._hosted: _LiveStore | None = None
+        self._joined: _LiveStore | None = None
+        """The store joined last, even if it is lost."""
         self._inner: DynamicRendezvousHandler | None = None
 
     # ---- what torchrun calls
@@ -156,18 +156,18 @@ class Takeover(RendezvousHandler):
     # ---- stores
 
     def _join(self) -> DynamicRendezvousHandler:
-        """Join the living store of the highest generation, or hold one at this launcher's turn."""
+        """Join the live store of the highest generation, or host one at this launcher's turn."""
         best = self._find() or self._take_turns()
         if self._inner is None or self._joined is None or best.rank != self._joined.rank:
             self._leave()
             self._inner = self._meet_in(best.store)
             self._joined = best
-        if self._held is not None and best.rank != self._held.rank:
-            self._held = None  # gives way, and closes its port
+        if self._hosted is not None and best.rank != self._hosted.rank:
+            self._hosted = None  # closes its port
         return self._inner
 
-    def _take_turns(self) -> _Found:
-        """Hold a store, or wait for one: each endpoint in turn, starting after the lost one."""
+    def _take_turns(self) -> _LiveStore:
+        """Host a store or wait for one, at each endpoint in turn, starting after the lost one."""
         order = list(range(len(self._endpoints)))
         if self._joined is not None:
             lost = self._joined.index
@@ -181,27 +181,27 @@ class Takeover(RendezvousHandler):
         deadline = time.monotonic() + (self._start_seconds if self._joined is None else 0)
         while True:
             for index in order:
-                found = self._hold(index) if self._here[index] else None
-                if found := found or self._wait():
-                    return found
+                store = self._host(index) if self._here[index] else None
+                if store := store or self._wait():
+                    return store
             if time.monotonic() >= deadline:
                 break
         raise RendezvousError(
             "no launcher at these endpoints can be reached, and none of them is here"
         )
 
-    def _wait(self) -> _Found | None:
-        """Wait for any launcher to hold a store; None: no patience is left."""
+    def _wait(self) -> _LiveStore | None:
+        """Wait for any launcher to host a store; None after a timeout."""
         deadline = time.monotonic() + self._patience
         while time.monotonic() < deadline:
-            found = self._find()
-            if found is not None:
-                return found
+            store = self._find()
+            if store is not None:
+                return store
             time.sleep(_POLL_SECONDS)
         return None
 
-    def _hold(self, index: int) -> _Found | None:
-        """Hold a store at an endpoint of this launcher, and find the best one; None: port taken."""
+    def _host(self, index: int) -> _LiveStore | None:
+        """Host a store at an endpoint of this launcher and find the best one; None: port taken."""
         endpoint = self._endpoints[index]
         seen = self._joined.generation if self._joined else 0
         try:
@@ -211,21 +211,21 @@ class Takeover(RendezvousHandler):
         except (RuntimeError, ValueError):
             return None
         store.set(_GENERATION, self._signed(b"%d.%d" % (seen + 1, index)))
-        self._held = _Found(seen + 1, index, store)
+        self._hosted = _LiveStore(seen + 1, index, store)
         time.sleep(_SETTLE_SECONDS)
         return self._find()
 
-    def _find(self) -> _Found | None:
-        """The living store of the highest generation, then of the first endpoint."""
-        own = self._held.index if self._held else None
-        others = [index for index in range(len(self._endpoints)) if index != own]
+    def _find(self) -> _LiveStore | None:
+        """The live store of the highest generation; among equals, of the first endpoint."""
+        hosted_index = self._hosted.index if self._hosted else None
+        others = [index for index in range(len(self._endpoints)) if index != hosted_index]
         with ThreadPoolExecutor(max(1, len(others))) as pool:
-            stores = [self._held, *pool.map(self._probe, others)]
+            stores = [self._hosted, *pool.map(self._probe, others)]
         alive = [store for store in stores if store is not None]
         return max(alive, key=lambda store: store.rank, default=None)
 
-    def _probe(self, index: int) -> _Found | None:
-        """The store at an endpoint, if it is alive and of this job."""
+    def _probe(self, index: int) -> _LiveStore | None:
+        """The store at an endpoint, if it answers and belongs to this job."""
         endpoint = self._endpoints[index]
         try:
             # The store's own client would try for as long as it may wait for an answer.
@@ -234,25 +234,25 @@ class Takeover(RendezvousHandler):
             store = dist.TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=seconds)
             if not store.check([_GENERATION]):
                 return None
-            found = store.get(_GENERATION)
+            signed = store.get(_GENERATION)
             store.set_timeout(self._timeout)
         except (OSError, RuntimeError, ValueError):
             return None
-        state, _, _ = found.partition(b" ")
-        if not hmac.compare_digest(self._signed(state), found):
+        state, _, _ = signed.partition(b" ")
+        if not hmac.compare_digest(self._signed(state), signed):
             raise RendezvousStateError(
                 f"{endpoint}: the state was not signed with this node's secret"
             )
         # Endpoints of one address all lead to one store: it knows for which it is held.
         generation, holder = map(int, state.split(b"."))
-        return _Found(generation, holder, store)
+        return _LiveStore(generation, holder, store)
 
     def _signed(self, state: bytes) -> bytes:
         signature = hmac.digest(self._secret, b"generation " + state, "sha256")
         return state + b" " + signature.hex().encode()
 
     def _leave(self) -> None:
-        """Drop the store that was joined: it is gone, or another one counts."""
+        """Leave the joined store: it is gone, or another one takes precedence."""
         if self._inner is not None:
             self._inner._stop_heartbeats()  # shutdown() would close the rendezvous to everybody
             self._inner = None

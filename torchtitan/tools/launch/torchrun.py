@@ -21,7 +21,7 @@ from torchtitan.utils.process import REPORTER_ENV
 from torchtitan.utils.signals import STOP_SIGNALS
 
 SECRET_ENV = "RDZV_SECRET"
-"""Not an option: every user of a machine sees the arguments of its processes."""
+"""Environment variable of the secret; as an option, every user of the machine could see it."""
 
 
 # ---- starting
@@ -29,8 +29,8 @@ SECRET_ENV = "RDZV_SECRET"
 
 @contextmanager
 def no_cpp_stacks() -> Iterator[None]:
-    """Torch, which reads its level when it is imported, then doesn't print the C++ stacks that
-    every node would show when another one leaves or can't be reached.
+    """Silence the C++ stacks that torch prints on every node when another one leaves or can't be
+    reached. Import torch in this context, since torch reads its log level then.
     """
     name = "TORCH_CPP_LOG_LEVEL"
     if name in os.environ or os.environ.get(DEBUG_ENV) == "1":
@@ -50,7 +50,7 @@ def run_ranks(
     config: Config,
     stop: Stop,
 ) -> int:
-    """Run all ranks of this node to their end; the exit status."""
+    """Run all ranks of this node to their end; returns the exit status."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -100,7 +100,7 @@ def run_ranks(
 
 
 def _set_environment(options: argparse.Namespace) -> None:
-    """Set what several ranks inherit."""
+    """Set the environment variables that several ranks inherit."""
     # Otherwise a restarted worker reads its predecessor's addresses from the agent's store.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     os.environ.setdefault(
@@ -134,9 +134,7 @@ def _torchrun_options(options: argparse.Namespace) -> list[str]:
 
 
 def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
-    """Why the run failed: from the reports of the ranks that failed, else from the first one's exit
-    code.
-    """
+    """Why the run failed: by the reports of failed ranks, else by the first rank's exit code."""
     exits = {rank: failure.exitcode for rank, failure in failures.items()}
     dumps = read_dumps(
         Path(config.job.dump_folder, config.comm.save_traces_folder),
@@ -153,7 +151,7 @@ def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
 
 
 def what_lowers_memory(config: Config, world: int) -> str:
-    """The planner's advice for a run that was out of memory; empty if it has none."""
+    """The planner's advice for a run that ran out of memory; empty without advice."""
     from torchtitan.models import get_spec
     from torchtitan.tools.planner.advice import advice
 

@@ -21,25 +21,25 @@ MARK = "# -- `torchtitan submit` writes here\n"
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """The options that become `#SBATCH` lines."""
+    """Add the options that become `#SBATCH` lines."""
     add = parser.add_argument
     add(
         "--time",
-        type=one_line,
+        type=single_line,
         metavar="TIME",
         help="time limit; the run saves and is requeued 5 minutes before it",
     )
-    add("--partition", type=one_line, metavar="NAME")
-    add("--account", type=one_line, metavar="NAME")
+    add("--partition", type=single_line, metavar="NAME")
+    add("--account", type=single_line, metavar="NAME")
     add(
         "--container",
-        type=one_line,
+        type=single_line,
         metavar="IMAGE",
         help="image: docker://..., .sqsh (pyxis), .sif (Apptainer); others: registry/name:tag",
     )
     add(
         "--sbatch",
-        type=one_line,
+        type=single_line,
         action="append",
         default=[],
         metavar="LINE",
@@ -47,21 +47,21 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def one_line(text: str) -> str:
-    """Argument type of what becomes a part of a line of the script, which a newline would end."""
+def single_line(text: str) -> str:
+    """Argument type of text without newlines, which would end its line of the script."""
     if not text.isprintable():
         raise argparse.ArgumentTypeError(f"{text!r} has a newline or another unprintable character")
     return text
 
 
 def job_name(text: str) -> str:
-    """Argument type of a job's name, which becomes part of the names of its log and script."""
+    """Argument type of a job's name, from which its log and script are named."""
     if not text or "/" in text or text[0] in ".-":
         raise argparse.ArgumentTypeError(
             f"{text!r} can't be part of a file name: no '/', and no '.' or '-' in front; "
             "--output takes a path"
         )
-    return one_line(text)
+    return single_line(text)
 
 
 def local_folder(text: str) -> Path:
@@ -74,10 +74,10 @@ def local_folder(text: str) -> Path:
 
 
 def check_words(config: str, overrides: Sequence[str]) -> None:
-    """Check the configuration's flags and its file's name, which may become the job's.
+    """Check the configuration's flags, and its file's name, which may name the job.
 
     Raises:
-        ConfigError: what can't stand in one line of the script.
+        ConfigError: one of them can't be part of a line of the script.
     """
     problems = []
     flag = "the configuration's file"
@@ -85,15 +85,15 @@ def check_words(config: str, overrides: Sequence[str]) -> None:
         if word.startswith("--"):
             flag = word.partition("=")[0]
         try:
-            one_line(word)
+            single_line(word)
         except argparse.ArgumentTypeError as error:
             problems.append(f"{flag}: {error}")
     if problems:
         raise ConfigError(problems)
 
 
-def given_log(lines: Sequence[str]) -> str | None:
-    """The log that the last of some `#SBATCH` lines names; None if none does."""
+def sbatch_log(lines: Sequence[str]) -> str | None:
+    """The log file set by the last of these `#SBATCH` lines; None if they set none."""
     log = None
     for line in lines:
         with suppress(ValueError):  # an open quote, which sbatch refuses
@@ -105,10 +105,10 @@ def given_log(lines: Sequence[str]) -> str | None:
 def nodes_and_ranks(
     config: Config, per_node: int, nodes: tuple[int, int] | None
 ) -> tuple[tuple[int, int], int]:
-    """Fewest and most nodes, and the ranks on each.
+    """Minimum and maximum number of nodes, and ranks per node.
 
     Args:
-        nodes: as given; None: as the layout's degrees need.
+        nodes: number of nodes; None derives it from the layout's degrees.
 
     Raises:
         ConfigError: the layout leaves the number of nodes open, or doesn't fill whole nodes.
@@ -136,33 +136,35 @@ def nodes_and_ranks(
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a script asks Slurm for."""
+class SlurmJob:
+    """Resources and options of a Slurm job."""
 
     name: str
     nodes: tuple[int, int]
-    """Fewest and most."""
+    """Minimum and maximum number of nodes."""
     ranks: int
-    """On a node."""
+    """Ranks per node."""
     options: argparse.Namespace
     """The options of `add_job_options`."""
     log: str | None = None
     """File of the output, with Slurm's `%` patterns."""
     beside: bool = False
-    """The configuration is in the folder where the job is submitted, wherever that is."""
+    """Whether the configuration is a file in the folder from which the job is submitted."""
 
 
-def script(job: Job, config: str, overrides: Sequence[str]) -> str:
+def script(job: SlurmJob, config: str, overrides: Sequence[str]) -> str:
     """The script of a job that trains a configuration."""
     return _filled(job, [], [shlex.join(["set", "--", _config_file(job, config), *overrides])])
 
 
-def array_script(job: Job, config: str, runs: Sequence[Sequence[str]], at_most: int | None) -> str:
+def array_script(
+    job: SlurmJob, config: str, runs: Sequence[Sequence[str]], at_most: int | None
+) -> str:
     """The script of a job array with a task for each run.
 
     Args:
-        runs: the overrides of each.
-        at_most: tasks that run at once.
+        runs: flags of each run.
+        at_most: maximum number of tasks that run at once.
     """
     file = _config_file(job, config)
     limit = f"%{at_most}" if at_most else ""
@@ -174,7 +176,7 @@ def array_script(job: Job, config: str, runs: Sequence[Sequence[str]], at_most: 
     return _filled(job, [f"--array=0-{len(runs) - 1}{limit}"], body)
 
 
-def _config_file(job: Job, config: str) -> str:
+def _config_file(job: SlurmJob, config: str) -> str:
     if job.beside:
         return config
     file = find_config(config).resolve()
@@ -183,7 +185,7 @@ def _config_file(job: Job, config: str) -> str:
     return config if shipped else str(file)
 
 
-def _filled(job: Job, header: Sequence[str], body: Sequence[str]) -> str:
+def _filled(job: SlurmJob, header: Sequence[str], body: Sequence[str]) -> str:
     fewest, most = job.nodes
     settings = {
         "job-name": job.name,

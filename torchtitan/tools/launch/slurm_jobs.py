@@ -1,4 +1,4 @@
-"""Jobs of the scheduler: submitted, listed by squeue and sacct, and their logs."""
+"""Slurm jobs: submitting them, listing them by squeue and sacct, showing their logs."""
 
 import json
 import os
@@ -20,7 +20,7 @@ RECORD = "job.json"
 _TIMEOUT = 60
 _JOB = re.compile("([0-9]{1,18})(?:_([0-9]{1,18}))?")
 _QUEUED = "%i|%T|%M|%l|%N|%r|%j"
-"""squeue's codes of `Entry`'s fields."""
+"""squeue's codes of `JobEntry`'s fields."""
 _PATTERNS = {"%": "%", "j": r"(\d+)", "A": r"(\d+)", "a": r"\d+"}
 """Slurm's patterns in the name of a log, as regular expressions."""
 _ENDED = "JobID,State,Elapsed,Timelimit,NodeList,ExitCode,JobName"
@@ -28,16 +28,16 @@ _ENDED = "JobID,State,Elapsed,Timelimit,NodeList,ExitCode,JobName"
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What `submit` leaves in the folder of what it submits."""
+    """Record that `torchtitan submit` writes to the folder of the runs."""
 
     name: str
     """The job's name."""
     log: str
     """File of the output, with Slurm's `%` patterns."""
     runs: list[str]
-    """Names of an array's runs, by task; empty for one job."""
+    """Names of an array's runs, in the order of its tasks; empty for one job."""
     jobs: list[int] = field(default_factory=list)
-    """Jobs that were submitted, the newest last."""
+    """Numbers of submitted jobs, the newest last."""
 
     def encode(self) -> bytes:
         return (json.dumps(asdict(self), indent=1) + "\n").encode()
@@ -48,7 +48,7 @@ class JobRecord:
         return self.runs[number] if 0 <= number < len(self.runs) else ""
 
     def known(self) -> list[int]:
-        """Jobs that were submitted, also those by hand that have left a log; the newest last."""
+        """Numbers of submitted jobs, the newest last; with those by hand that left a log."""
         folder, _, name = self.log.rpartition("/")
         folder = folder.replace("%%", "%")
         pattern = re.sub(
@@ -60,7 +60,7 @@ class JobRecord:
         )
 
     def logs(self, job: int, task: str | None = None) -> list[Path]:
-        """The files that a job's output, or that of one of its tasks, goes to."""
+        """Log files of a job, or of one of its tasks."""
         tasks = [task] if task else [str(i) for i in range(len(self.runs))] or [""]
         known = {"%": "%", "x": self.name, "j": str(job), "A": str(job)}
         paths = [re.sub("%([%xjAa])", lambda m: (known | {"a": t})[m[1]], self.log) for t in tasks]  # noqa: B023
@@ -68,7 +68,7 @@ class JobRecord:
 
 
 @dataclass(frozen=True)
-class Entry:
+class JobEntry:
     """A job, or a task of an array, as the scheduler describes it."""
 
     job: str
@@ -77,22 +77,22 @@ class Entry:
     limit: str
     nodes: str
     why: str
-    """It waits, or its exit code and signal."""
+    """Reason why the job waits, or its exit code and signal."""
     name: str
 
 
 def read_record(folder: Path) -> JobRecord:
     """
     Raises:
-        UserError: the folder has none.
+        UserError: the folder has no record, or a damaged one.
     """
     try:
         return TypeAdapter(JobRecord).validate_python(read_json_object(folder / RECORD))
     except (OSError, ValueError) as error:
-        what = f"{RECORD} is damaged" if isinstance(error, ValidationError) else error
+        problem = f"{RECORD} is damaged" if isinstance(error, ValidationError) else error
         raise UserError(
-            f"{folder} is not the folder of a submitted grid or job: {what}; give the number of a "
-            "job"
+            f"{folder} is not the folder of a submitted grid or job: {problem}; give the number "
+            "of a job"
         ) from None
 
 
@@ -102,7 +102,7 @@ def submit(script: Path, record: JobRecord, folder: Path) -> None:
     Raises:
         UserError: there is no Slurm here, or it refuses the job.
     """
-    answer = _ask(
+    answer = _query(
         ["sbatch", "--parsable", str(script)],
         f"--submit: submit {script} on a machine that has Slurm",
     )
@@ -115,21 +115,21 @@ def submit(script: Path, record: JobRecord, folder: Path) -> None:
 
 
 def submitted(folder: Path) -> list[int]:
-    """Jobs that were submitted from a folder's record; none if it has no record."""
+    """Numbers of the jobs in a folder's record; empty without a record."""
     try:
         return read_record(folder).jobs
     except UserError:
         return []
 
 
-def _ask(command: Sequence[str], without: str) -> str:
-    """What a command of Slurm prints.
+def _query(command: Sequence[str], without: str) -> str:
+    """Run a command of Slurm and return its output.
 
     Args:
         without: what to do if there is no such command; may be empty.
 
     Raises:
-        UserError: there is none, or it fails.
+        UserError: there is no such command, or it fails.
     """
     try:
         done = subprocess.run(
@@ -152,11 +152,11 @@ def _ask(command: Sequence[str], without: str) -> str:
 # ---- state
 
 
-def find(target: str | None) -> tuple[list[int], str | None, JobRecord | None]:
-    """The jobs of a number (`123`, `123_4`) or folder, the task and the record; None means all.
+def find_jobs(target: str | None) -> tuple[list[int], str | None, JobRecord | None]:
+    """Numbers of jobs, task and record for a number (`123`, `123_4`) or folder; all for None.
 
     Raises:
-        UserError: it names none.
+        UserError: the folder has no record.
     """
     if target is None:
         return [], None, None
@@ -166,37 +166,39 @@ def find(target: str | None) -> tuple[list[int], str | None, JobRecord | None]:
     return record.known(), None, record
 
 
-def entries(
+def list_jobs(
     jobs: Sequence[int], task: str | None, record: JobRecord | None
-) -> tuple[list[Entry], str | None]:
-    """The jobs, or all of the user's that haven't ended, and why the list may be incomplete.
+) -> tuple[list[JobEntry], str | None]:
+    """These jobs, or all unfinished jobs of the user, and a note if the list may be incomplete.
 
     A job that was submitted by hand from a record's script is found by its name, until it ends.
 
     Raises:
         UserError: there is no Slurm here.
     """
-    answer = _ask(
+    answer = _query(
         ["squeue", "--noheader", "--array", "--me", "-o", _QUEUED],
         "ask on a machine of the cluster",
     )
     queued = [entry for line in answer.splitlines() if (entry := _entry(line))]
-    wanted = {str(job) for job in jobs}
-    if wanted:
-        queued = [entry for entry in queued if entry.job.partition("_")[0] in wanted]
+    numbers = {str(job) for job in jobs}
+    if numbers:
+        queued = [entry for entry in queued if entry.job.partition("_")[0] in numbers]
     elif record:
         queued = [entry for entry in queued if entry.name == record.name]
-        wanted = {entry.job.partition("_")[0] for entry in queued}
-    ended, note = _ended(wanted) if wanted else ([], None)
+        numbers = {entry.job.partition("_")[0] for entry in queued}
+    ended, note = _ended(numbers) if numbers else ([], None)
     running = {entry.job for entry in queued}
-    found = queued + [entry for entry in ended if entry.job not in running and "[" not in entry.job]
+    listed = queued + [
+        entry for entry in ended if entry.job not in running and "[" not in entry.job
+    ]
     if task:
-        found = [entry for entry in found if entry.job.partition("_")[2] == task]
-    return sorted(found, key=lambda entry: [int(n) for n in re.findall(r"\d+", entry.job)]), note
+        listed = [entry for entry in listed if entry.job.partition("_")[2] == task]
+    return sorted(listed, key=lambda entry: [int(n) for n in re.findall(r"\d+", entry.job)]), note
 
 
-def _ended(jobs: set[str]) -> tuple[list[Entry], str | None]:
-    """Jobs in the accounting, which not every cluster has."""
+def _ended(jobs: set[str]) -> tuple[list[JobEntry], str | None]:
+    """Jobs in Slurm's accounting, and a note if the cluster has none."""
     command = [
         "sacct",
         "--noheader",
@@ -205,21 +207,21 @@ def _ended(jobs: set[str]) -> tuple[list[Entry], str | None]:
         f"--jobs={','.join(sorted(jobs))}",
     ]
     try:
-        answer = _ask([*command, f"--format={_ENDED}"], "")
+        answer = _query([*command, f"--format={_ENDED}"], "")
     except UserError as error:
         return [], f"jobs that have ended are not shown, since there is no accounting ({error})"
     return [entry for line in answer.splitlines() if (entry := _entry(line))], None
 
 
-def _entry(line: str) -> Entry | None:
+def _entry(line: str) -> JobEntry | None:
     """A job from a line of squeue or sacct. A name may hold the separator."""
-    parts = line.split("|", 6)
-    return Entry(*(printable(part.strip()) for part in parts)) if len(parts) == 7 else None
+    fields = line.split("|", 6)
+    return JobEntry(*(printable(text.strip()) for text in fields)) if len(fields) == 7 else None
 
 
-def held(found: Sequence[Entry]) -> str | None:
-    """What to do about jobs that Slurm holds because a node could not start them."""
-    jobs = [entry.job for entry in found if "launch failed requeued held" in entry.why]
+def held_jobs_advice(entries: Sequence[JobEntry]) -> str | None:
+    """Advice for jobs that Slurm holds because a node could not start them."""
+    jobs = [entry.job for entry in entries if "launch failed requeued held" in entry.why]
     if not jobs:
         return None
     return (
@@ -228,29 +230,29 @@ def held(found: Sequence[Entry]) -> str | None:
     )
 
 
-def state_table(found: Sequence[Entry], record: JobRecord | None) -> str:
-    """The jobs in a table, and how many are in which state."""
+def state_table(entries: Sequence[JobEntry], record: JobRecord | None) -> str:
+    """A table of the jobs, and the number of jobs in each state."""
     runs = bool(record and record.runs)
     rows = [["job", "run" if runs else "name", "state", "elapsed", "limit", "nodes", "why"]]
-    for entry in found:
+    for entry in entries:
         name = record.run(entry.job.partition("_")[2]) if record and runs else entry.name
         why = "" if entry.why in ("None", "0:0") else entry.why
         rows.append(
             [entry.job, name, entry.state.lower(), entry.elapsed, entry.limit, entry.nodes, why]
         )
-    states = Counter(entry.state.partition(" ")[0].lower() for entry in found)
+    states = Counter(entry.state.partition(" ")[0].lower() for entry in entries)
     total = ", ".join(f"{number:,} {state}" for state, number in states.most_common())
-    return f"{aligned(rows)}\n{plural(len(found), 'job')}: {total}"
+    return f"{aligned(rows)}\n{plural(len(entries), 'job')}: {total}"
 
 
 # ---- logs
 
 
 def log_files(jobs: Sequence[int], task: str | None, record: JobRecord | None) -> list[Path]:
-    """The logs that exist of the newest of these jobs.
+    """Existing logs of the newest of these jobs.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no log.
     """
     if not jobs:
         raise UserError(
@@ -261,12 +263,12 @@ def log_files(jobs: Sequence[int], task: str | None, record: JobRecord | None) -
         files = record.logs(job, task)
     else:
         name = f"{job}_{task}" if task else str(job)
-        answer = _ask(["scontrol", "show", "job", name], "ask on a machine of the cluster")
+        answer = _query(["scontrol", "show", "job", name], "ask on a machine of the cluster")
         files = [
             Path(path) for path in dict.fromkeys(re.findall(r"^\s*StdOut=(.+)$", answer, re.M))
         ]
-    if found := [file for file in files if file.is_file()]:
-        return found
+    if existing := [file for file in files if file.is_file()]:
+        return existing
     raise UserError(
         f"--logs: job {job} has no log yet (looked for {files[0] if files else 'StdOut'})"
     )
