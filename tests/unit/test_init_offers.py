@@ -18,7 +18,7 @@ from torchtitan.config.rules import Facts
 from torchtitan.tools.launch import questions
 from torchtitan.tools.launch.data_choice import find_data
 from torchtitan.tools.launch.model_choice import find_model, offered
-from torchtitan.tools.launch.recipe import Request, as_flags, draft
+from torchtitan.tools.launch.recipe import Request, as_flags, draft_settings
 from torchtitan.tools.planner.hardware import find_hardware, load_hardware
 from torchtitan.tools.planner.planner import any_layout, without_missing_files
 from torchtitan.train.preflight import preflight
@@ -35,7 +35,7 @@ def check(name: str, hardware_name: str) -> None:
     """
     hardware = find_hardware(hardware_name)
     request = Request(find_model(name), find_data("c4"), hardware, 8, 4096, Path("p"), tokens=1e9)
-    loaded = load_config(as_flags(draft(request)))
+    loaded = load_config(as_flags(draft_settings(request)))
     start = LoadedConfig(any_layout(loaded.config, 8), loaded.sources)
     here, _ = without_missing_files(complete(start, 1).config)
     preflight(here, output=False)

@@ -76,7 +76,7 @@ def test_the_launcher_adds_the_advice(monkeypatch, tmp_path, capsys):
             "train", {1: ProcessFailure(1, 1, OutOfMemoryError.exit_code, str(tmp_path / "none"))}
         )
 
-    monkeypatch.setattr(command, "Stop", lambda grace: SimpleNamespace())
+    monkeypatch.setattr(command, "StopHandler", lambda grace: SimpleNamespace())
     monkeypatch.setattr(command, "train", run_out)
     monkeypatch.setattr("torch.distributed.run.main", fail)
     monkeypatch.setattr("torchtitan.tools.launch.rendezvous.register", lambda secret: None)

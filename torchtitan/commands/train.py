@@ -19,7 +19,7 @@ from pathlib import Path
 from torchtitan.config import complete, load_config
 from torchtitan.config.load.command_line import parse_args, show_help, split_args
 from torchtitan.config.sections.schema import Config
-from torchtitan.tools.launch.ranks import ELASTIC_RESTARTS, Stop
+from torchtitan.tools.launch.ranks import ELASTIC_RESTARTS, StopHandler
 from torchtitan.tools.launch.torchrun import (
     SECRET_ENV,
     no_cpp_stacks,
@@ -274,7 +274,7 @@ def check(
 
 def main(argv: list[str]) -> int:
     options, torchrun_argv, config_argv = _parse(argv)
-    stop = Stop(options.grace)
+    stop = StopHandler(options.grace)
     several = options.nnodes[1] * options.nproc_per_node > 1
     alone = not (several or options.max_restarts or torchrun_argv or "RANK" in os.environ)
     with nullcontext() if alone else no_cpp_stacks():

@@ -29,7 +29,7 @@ def survey(spec: DataSpec, options: ReadOptions, steps: int | None = None) -> di
     sources = []
     for source in spec.sources:
         reading = read(spec, source, options)
-        sources.append(_describe(source, reading, spec, vocabulary))
+        sources.append(_source_data(source, reading, spec, vocabulary))
     return {
         "tokenizer": _tokenizer_data(spec.tokenizer, vocabulary),
         "seq_len": spec.longest_row,
@@ -54,7 +54,7 @@ def _known_tokens(sources: list[dict[str, Any]]) -> Iterator[tuple[str, float | 
         yield source["name"], None if source["of_stream"] else source["tokens"]["value"]
 
 
-def _describe(
+def _source_data(
     source: Source, reading: Reading, spec: DataSpec, vocabulary: Vocabulary
 ) -> dict[str, Any]:
     tally = reading.tally

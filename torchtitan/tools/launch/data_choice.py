@@ -53,9 +53,11 @@ def find_data(text: str) -> DataChoice:
     path = os.path.expanduser(text)
     if os.path.isabs(path) and not _is_pattern(path) and not os.path.exists(path):
         corpus = None if path.endswith((".bin", ".idx")) else path
-        return DataChoice(_name(path), path, kind="local files", is_here=False, corpus=corpus)
+        return DataChoice(
+            _dataset_name(path), path, kind="local files", is_here=False, corpus=corpus
+        )
     if os.path.exists(path) or text.startswith((".", "/", "~")) or _is_pattern(text):
-        return _local(os.path.abspath(path))
+        return _local_data(os.path.abspath(path))
     if _HUB.fullmatch(text):
         return DataChoice(text, kind="streamed from the Hugging Face hub")
     raise ConfigError(
@@ -71,7 +73,7 @@ def _is_pattern(path: str) -> bool:
     return re.search(r"[*?\[]", path) is not None
 
 
-def _name(path: str) -> str:
+def _dataset_name(path: str) -> str:
     """A data set's name for local files, different from built-in names."""
     name = (
         re.sub(r"\W+", "_", os.path.basename(path.rstrip("/")).partition(".")[0]).strip("_")
@@ -80,8 +82,8 @@ def _name(path: str) -> str:
     return f"my_{name}" if name in _VALIDATION_SETS else name
 
 
-def _local(path: str) -> DataChoice:
-    name = _name(path)
+def _local_data(path: str) -> DataChoice:
+    name = _dataset_name(path)
     try:
         if find_token_files(path, "--data"):
             kind = "token files, for the tokenizer that they were made with"

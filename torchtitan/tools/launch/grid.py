@@ -80,7 +80,7 @@ def _toml_values(key: str, text: str) -> list[str]:
         raise ConfigError(
             [f"--grid: {key}: {brief(text)} is not a list of TOML; quote it for the shell"]
         ) from None
-    return [_word(value) for value in values]
+    return [_flag_text(value) for value in values]
 
 
 def _current_key(key: str) -> str:
@@ -88,7 +88,7 @@ def _current_key(key: str) -> str:
     return current_key(key) or key
 
 
-def _word(value: Any) -> str:
+def _flag_text(value: Any) -> str:
     return value if isinstance(value, str) else to_toml_value(value)
 
 
@@ -126,7 +126,10 @@ def _runs_from_lines(path: Path, text: str) -> list[tuple[str | None, Flags]]:
             runs.append(
                 (
                     None,
-                    {_current_key(key): _word(setting.value) for key, setting in settings.items()},
+                    {
+                        _current_key(key): _flag_text(setting.value)
+                        for key, setting in settings.items()
+                    },
                 )
             )
     if problems or not runs:
@@ -154,7 +157,7 @@ def _runs_from_tables(path: Path, tables: dict[str, Any]) -> list[tuple[str | No
         name = entry.pop("name", None)
         if name is not None and not isinstance(name, str):
             raise ConfigError([f"--runs: {path}: name: got {brief(name)}, must be a string"])
-        flags = {_current_key(key): _word(value) for key, value in flat(entry).items()}
+        flags = {_current_key(key): _flag_text(value) for key, value in flat(entry).items()}
         runs.append((name, flags))
     if not runs:
         raise ConfigError([f"--runs: {path} has no [[runs]]"])
@@ -217,14 +220,14 @@ def _names(runs: Sequence[tuple[str | None, Flags]]) -> list[str]:
     """A folder's name for each run: its name, and the keys that vary, as `lr=3e-4_seed=1`."""
     keys = list(dict.fromkeys(key for _, flags in runs for key in flags))
     by_name = {name: [flags for other, flags in runs if other == name] for name, _ in runs}
-    short = _short(keys)
+    short_keys = _short_keys(keys)
     names: list[str] = []
     for name, flags in runs:
         namesakes = by_name[name]
         varied = [key for key in flags if len({other.get(key) for other in namesakes}) > 1]
-        words = [f"{short[key]}={_plain(flags[key], _LONGEST_VALUE)}" for key in varied]
-        words = [_plain(name, _LONGEST_VALUE), *words] if name else words
-        names.append(_plain("_".join(words), _LONGEST_NAME) or "base")
+        words = [f"{short_keys[key]}={_safe_name(flags[key], _LONGEST_VALUE)}" for key in varied]
+        words = [_safe_name(name, _LONGEST_VALUE), *words] if name else words
+        names.append(_safe_name("_".join(words), _LONGEST_NAME) or "base")
     unique: list[str] = []
     for i, name in enumerate(names):
         while name in unique:
@@ -233,7 +236,7 @@ def _names(runs: Sequence[tuple[str | None, Flags]]) -> list[str]:
     return unique
 
 
-def _short(keys: Sequence[str]) -> dict[str, str]:
+def _short_keys(keys: Sequence[str]) -> dict[str, str]:
     """The shortest unique ending of each key, in whole sections."""
     names = {}
     for key in keys:
@@ -245,7 +248,7 @@ def _short(keys: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def _plain(text: str, longest: int) -> str:
+def _safe_name(text: str, longest: int) -> str:
     """`text` with only characters that are safe in file names and shells."""
     return re.sub(r"[^\w.=+-]+", "-", text, flags=re.ASCII).strip("-.")[:longest]
 
@@ -275,12 +278,12 @@ def group_problems(problems: Mapping[str, Sequence[str]]) -> list[str]:
         for problem in run_problems:
             runs.setdefault(problem, []).append(run)
     return [
-        f"{'run' if len(names) == 1 else 'runs'} {_some(names)}: {problem}"
+        f"{'run' if len(names) == 1 else 'runs'} {_first_of(names)}: {problem}"
         for problem, names in runs.items()
     ]
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_of(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 

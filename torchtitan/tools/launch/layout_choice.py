@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from torchtitan.config.derive import layout_name
-from torchtitan.tools.launch.recipe import as_flags, draft, steps_of
+from torchtitan.tools.launch.recipe import as_flags, draft_settings, steps_of
 from torchtitan.tools.launch.request import Request
 from torchtitan.tools.planner.planner import find_layouts, make_plan, nothing_fits
 from torchtitan.tools.planner.proposals import Proposal
@@ -41,10 +41,10 @@ def best_layouts(request: Request) -> tuple[list[Proposal], int]:
         ConfigError: no layout is legal.
     """
     if request.has_layout:
-        plan, _ = make_plan(as_flags(draft(request)), request.devices, request.hardware)
+        plan, _ = make_plan(as_flags(draft_settings(request)), request.devices, request.hardware)
         return [Proposal(plan, "as given")], 1
     search, _ = find_layouts(
-        as_flags(draft(request)), request.devices, request.hardware, show_configured=False
+        as_flags(draft_settings(request)), request.devices, request.hardware, show_configured=False
     )
     if not search.best:
         reason = nothing_fits(search, request.devices, request.hardware)
@@ -65,7 +65,7 @@ def _what_would_fit(request: Request, search: SearchResult) -> str:
 
 
 def _fits_with(flag: str, request: Request) -> bool:
-    argv = [*as_flags(draft(request)), flag]
+    argv = [*as_flags(draft_settings(request)), flag]
     try:
         search, _ = find_layouts(argv, request.devices, request.hardware, show_configured=False)
     except ConfigError:

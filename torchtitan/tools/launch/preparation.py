@@ -73,7 +73,9 @@ def preparation_commands(request: Request) -> list[PreparationStep]:
     steps = [tokenizer.step] if tokenizer.step else []
     if _tokenizes(request):
         words = ["tokenize", "--input", request.corpus, "--output", request.folder / "tokens"]
-        words += ["--tokenizer", _near(tokenizer.folder, request)] if tokenizer.folder else []
+        words += (
+            ["--tokenizer", _command_path(tokenizer.folder, request)] if tokenizer.folder else []
+        )
         words += [*_text_column(request), "--drop-duplicates"]
         if has_held_out(request):
             words += ["--held-out", f"{100 * _held_out_share(request):.2g}%"]
@@ -160,7 +162,7 @@ def _is_tokenizer(folder: Path) -> bool:
     return any((folder / file).is_file() for file in _TOKENIZER_FILES)
 
 
-def _near(path: str, request: Request) -> str:
+def _command_path(path: str, request: Request) -> str:
     """The tokenizer's path for a command, relative if it is in the project's folder."""
     if path == request.path_inside("tokenizer"):
         return str(request.folder / "tokenizer")

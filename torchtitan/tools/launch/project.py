@@ -11,7 +11,7 @@ from torchtitan.config.load.render import to_toml
 from torchtitan.config.load.toml_file import HERE
 from torchtitan.config.rules import Facts, check
 from torchtitan.tools.launch.preparation import PreparationStep, has_held_out, preparation_commands
-from torchtitan.tools.launch.recipe import as_flags, config_of, draft, final
+from torchtitan.tools.launch.recipe import as_flags, config_of, draft_settings, final_settings
 from torchtitan.tools.launch.request import Choice, Choices, Request
 from torchtitan.tools.launch.slurm_script import SlurmJob, check_words, job_name, script
 from torchtitan.tools.planner.planner import without_missing_files
@@ -58,7 +58,7 @@ def make_project(
     Raises:
         UserError: the trainer would refuse the configuration.
     """
-    settings = final(draft(request), plan, request)
+    settings = final_settings(draft_settings(request), plan, request)
     inside = {key: setting for key, setting in settings.items() if _name_inside(setting, request)}
     portable = {
         key: Choice(_name_inside(choice, request), choice.why) for key, choice in inside.items()

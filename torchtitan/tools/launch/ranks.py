@@ -14,11 +14,11 @@ from torchtitan.utils.signals import AGAIN_SECONDS, INTERRUPTED, STOP_SIGNALS, S
 
 ELASTIC_RESTARTS = 10
 """Default number of restarts of a run whose number of nodes varies."""
-_LAST_WORDS_SECONDS = 5.0
+_REPORT_SECONDS = 5.0
 """Time for ranks to report lost steps after a second Ctrl-C."""
 
 
-class Stop:
+class StopHandler:
     """Handles signals that ask to stop; unlike torchrun, never kills the ranks after 30 seconds."""
 
     def __init__(self, grace: float):
@@ -53,21 +53,21 @@ class Stop:
 
     def _stop_ranks(self) -> None:
         """Ask the ranks of this node to save and exit, and wait until they have."""
-        ranks = _signaled(signal.SIGTERM)
-        for rank, ended in _wait(ranks, self.grace):
-            if ended is None:
+        ranks = _signal_ranks(signal.SIGTERM)
+        for rank, exit_status in _wait(ranks, self.grace):
+            if exit_status is None:
                 print(
                     f"error: killed a rank that did not save within --grace {self.grace:g} s",
                     file=sys.stderr,
                 )
                 rank.kill()
-                ended = -signal.SIGKILL
-            self.statuses.append(ended)
+                exit_status = -signal.SIGKILL
+            self.statuses.append(exit_status)
 
     def _end_at_once(self) -> None:
         """End the ranks without a save; rank 0 reports the lost steps."""
-        ranks = _signaled(signal.SIGINT)
-        statuses = [ended for _, ended in _wait(ranks, _LAST_WORDS_SECONDS)]
+        ranks = _signal_ranks(signal.SIGINT)
+        statuses = [exit_status for _, exit_status in _wait(ranks, _REPORT_SECONDS)]
         if statuses and set(statuses) <= {os.EX_TEMPFAIL}:  # they have saved meanwhile
             os._exit(os.EX_TEMPFAIL)
         if INTERRUPTED not in statuses:
@@ -87,7 +87,7 @@ class Stop:
         return status
 
 
-def _signaled(number: signal.Signals) -> list[psutil.Process]:
+def _signal_ranks(number: signal.Signals) -> list[psutil.Process]:
     """Send a signal to the ranks of this node, and return them."""
     ranks = psutil.Process().children()
     for rank in ranks:
@@ -102,13 +102,13 @@ def _wait(
     """The ranks and their exit statuses as they end; None for one still running at the deadline."""
     deadline = time.monotonic() + seconds
     for rank in ranks:
-        while (ended := _ended(rank.pid)) is None and time.monotonic() < deadline:
+        while (exit_status := _exit_status(rank.pid)) is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        yield rank, ended
+        yield rank, exit_status
 
 
-def _ended(pid: int) -> int | None:
-    """A child's exit status, which torchrun can still collect; None while it runs."""
+def _exit_status(pid: int) -> int | None:
+    """A child's exit status, left for torchrun to collect; None while it runs."""
     try:
         info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     except ChildProcessError:  # torchrun collected it

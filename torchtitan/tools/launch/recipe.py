@@ -17,10 +17,12 @@ from torchtitan.tools.planner.render import run_of
 from torchtitan.utils.wording import show_duration, show_tokens
 
 TOKENS_PER_PARAMETER = 20
-"""Hoffmann et al., "Training Compute-Optimal Large Language Models", arXiv:2203.15556."""
+"""Compute-optimal ratio of Hoffmann et al., "Training Compute-Optimal Large Language Models",
+arXiv:2203.15556.
+"""
 _ROWS = {20e6: 256, 100e6: 1024, 400e6: 2048}
-"""Parameters below which a model's rows are so long: as `debug_model.toml`'s, llama2.c's 42M
-(github.com/karpathy/llama2.c), and GPT-3's and MobileLLM's.
+"""Row lengths of models below these numbers of parameters, as in `debug_model.toml`, llama2.c's 42M
+(github.com/karpathy/llama2.c), GPT-3 and MobileLLM.
 """
 _LONG_ROWS = 4096
 _RATES = {
@@ -33,7 +35,7 @@ _RATES = {
     70e9: (1.5e-4, "Llama 3 70B, arXiv:2407.21783, table 3"),
     405e9: (8e-5, "Llama 3 405B, arXiv:2407.21783, table 3"),
 }
-"""Parameters to a peak learning rate and its source."""
+"""Peak learning rate and its source, by number of parameters."""
 _BATCHES = {
     6.2e6: (2**11, "debug_model.toml"),
     15e6: (2**17, "llama2.c's 15M, github.com/karpathy/llama2.c"),
@@ -43,9 +45,9 @@ _BATCHES = {
     6.7e9: (2**21, "GPT-3 6.7B, arXiv:2005.14165, table 2.1"),
     70e9: (2**22, "Llama 2 70B, arXiv:2307.09288, section 2.2"),
 }
-"""Parameters to the tokens of a step, and the source."""
+"""Tokens of a step and their source, by number of parameters."""
 _FEWEST_STEPS = 200
-"""Optimizer steps below which a run learns little whatever its batch; shorter ones get less."""
+"""Minimum number of optimizer steps; a run that is too short for it gets a smaller batch."""
 _ROUGH_EFFICIENCY = 0.6
 """Assumed share of the hardware's matmul rate, for a first guess at the speed."""
 _MOST_LOGITS = 2**27
@@ -53,7 +55,7 @@ _MOST_LOGITS = 2**27
 _BF16_GAIN = 1.5
 """Minimum speedup of bf16 over fp32 products on a CPU that justifies casts and lost digits."""
 _WARMUP = 2000
-"""Llama 2, arXiv:2307.09288, section 2.2."""
+"""Maximum warm-up steps, as Llama 2, arXiv:2307.09288, section 2.2."""
 _SAVE_SECONDS = 1800
 _VALIDATION_BATCHES = 8
 
@@ -115,7 +117,7 @@ def _chunks(seq_len: int, vocab_size: int) -> int:
     return chunks
 
 
-def draft(request: Request) -> Choices:
+def draft_settings(request: Request) -> Choices:
     """Settings that a layout search needs."""
     model = request.model
     data = request.data
@@ -195,7 +197,7 @@ def _validation(request: Request) -> Choices:
 # ---- with a layout
 
 
-def final(settings: Choices, plan: Plan, request: Request) -> Choices:
+def final_settings(settings: Choices, plan: Plan, request: Request) -> Choices:
     """The settings with a plan's layout, and with steps, warm-up and saves from its speed."""
     steps = steps_of(plan, request)
     per_save = max(1, min(round(_SAVE_SECONDS / plan.time.seconds), steps // 10))

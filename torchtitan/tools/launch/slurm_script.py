@@ -154,7 +154,9 @@ class SlurmJob:
 
 def script(job: SlurmJob, config: str, overrides: Sequence[str]) -> str:
     """The script of a job that trains a configuration."""
-    return _filled(job, [], [shlex.join(["set", "--", _config_file(job, config), *overrides])])
+    return _fill_template(
+        job, [], [shlex.join(["set", "--", _config_file(job, config), *overrides])]
+    )
 
 
 def array_script(
@@ -173,7 +175,7 @@ def array_script(
         f"    {i}) {shlex.join(['set', '--', file, *words])} ;;" for i, words in enumerate(runs)
     ]
     body += ['    *) echo "error: no run $SLURM_ARRAY_TASK_ID" >&2 && exit 2 ;;', "esac"]
-    return _filled(job, [f"--array=0-{len(runs) - 1}{limit}"], body)
+    return _fill_template(job, [f"--array=0-{len(runs) - 1}{limit}"], body)
 
 
 def _config_file(job: SlurmJob, config: str) -> str:
@@ -185,7 +187,7 @@ def _config_file(job: SlurmJob, config: str) -> str:
     return config if shipped else str(file)
 
 
-def _filled(job: SlurmJob, header: Sequence[str], body: Sequence[str]) -> str:
+def _fill_template(job: SlurmJob, header: Sequence[str], body: Sequence[str]) -> str:
     fewest, most = job.nodes
     settings = {
         "job-name": job.name,

@@ -14,7 +14,7 @@ from torchtitan.config import Config
 from torchtitan.health.diagnose import diagnose, killed
 from torchtitan.health.rank_dumps import read_dumps
 from torchtitan.telemetry.notify import report_failure
-from torchtitan.tools.launch.ranks import Stop, common_status
+from torchtitan.tools.launch.ranks import StopHandler, common_status
 from torchtitan.train.rank_main import LAUNCHER_ENV
 from torchtitan.utils.errors import DEBUG_ENV, OutOfMemoryError, UserError
 from torchtitan.utils.process import REPORTER_ENV
@@ -48,7 +48,7 @@ def run_ranks(
     torchrun_argv: list[str],
     config_argv: list[str],
     config: Config,
-    stop: Stop,
+    stop: StopHandler,
 ) -> int:
     """Run all ranks of this node to their end; returns the exit status."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -126,7 +126,7 @@ def _torchrun_options(options: argparse.Namespace) -> list[str]:
         f"--nnodes={fewest}:{most}",
         f"--nproc-per-node={options.nproc_per_node}",
         f"--max-restarts={options.max_restarts}",
-        "--signals-to-handle=SIGHUP,SIGQUIT",  # Stop handles the others
+        "--signals-to-handle=SIGHUP,SIGQUIT",  # StopHandler handles the others
     ]
 
 

@@ -31,7 +31,7 @@ def collect(folders: Sequence[Path], *, points: int = POINTS) -> dict[str, Any]:
         curves = read_curves(path, points=points, began=began)
         runs.append(LoadedRun(name, folder, curves, read_scores(path), samples=read_samples(path)))
     return {
-        "runs": [_describe(run) for run in runs],
+        "runs": [_run_data(run) for run in runs],
         "differences": differences([run.folder for run in runs]),
         "comparison": compare(runs),
     }
@@ -46,7 +46,7 @@ def run_names(folders: Sequence[Path]) -> list[str]:
     return [path_text(path.relative_to(common)) for path in paths]
 
 
-def _describe(run: LoadedRun) -> dict[str, Any]:
+def _run_data(run: LoadedRun) -> dict[str, Any]:
     """Data of one run in a report."""
     folder = run.folder
     curves = run.curves
@@ -77,8 +77,8 @@ def _describe(run: LoadedRun) -> dict[str, Any]:
         "sources": curves.sources(),
         "experts": curves.experts(),
         "samples": run.samples,
-        "starts": [_start(start, curves.began) for start in folder.starts],
-        "events": [_event(event, curves.began) for event in read_events(folder.path)],
+        "starts": [_start_data(start, curves.began) for start in folder.starts],
+        "events": [_event_data(event, curves.began) for event in read_events(folder.path)],
     }
 
 
@@ -92,7 +92,7 @@ def _seconds_left(folder: Folder, curves: Curves, step: int) -> float | None:
     return number(max(folder.total_steps - step, 0) * rate)
 
 
-def _start(start: Start, began: float) -> dict[str, Any]:
+def _start_data(start: Start, began: float) -> dict[str, Any]:
     return {
         "time": start.time,
         "hours": (start.time - began) / 3600,
@@ -105,7 +105,7 @@ def _start(start: Start, began: float) -> dict[str, Any]:
     }
 
 
-def _event(event: dict[str, Any], began: float) -> dict[str, Any]:
+def _event_data(event: dict[str, Any], began: float) -> dict[str, Any]:
     return {
         "hours": (event["time"] - began) / 3600,
         "kind": event["kind"],
