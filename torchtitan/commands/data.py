@@ -1,12 +1,12 @@
-"""Report what a tokenizer makes of data: bytes per token, lengths of documents, use of the
-vocabulary, and what a mixture reads of each source.
+"""Report how a tokenizer encodes data: bytes per token, lengths of documents, use of the
+vocabulary, and how much a mixture reads of each source.
 
     torchtitan data corpus/ code.jsonl.gz --tokenizer assets/hf/Llama-3.1-8B
     torchtitan data my.toml --sample 10000 --html data.html
 
-Reads what `training.dataset_path` reads, or the sources of a configuration, and writes nothing
-else. With --sample, about N documents of each source are drawn at random, so that the time doesn't
-grow with the data; estimates then have 95 % confidence intervals.
+Takes the same paths as `training.dataset_path`, or a configuration and its sources, and writes
+only the report. With --sample, about N documents of each source are drawn at random, so the time
+doesn't grow with the data; estimates then have 95 % confidence intervals.
 """
 
 import argparse

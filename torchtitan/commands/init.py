@@ -1,8 +1,8 @@
-"""Start a project: a configuration with the reason of each value, and the command or Slurm job that
-trains it.
+"""Start a project: a configuration with the reason for each value, and the command or Slurm job
+that trains it.
 
-Asks for what the flags leave open. Plans every legal layout for the hardware, shows the three best,
-and writes a file that trains as it is. Configuration flags prevail over what it would choose.
+Asks for values that no flag sets. Plans every legal layout for the hardware, shows the three best,
+and writes a complete file. Configuration flags take precedence over its choices.
 
     torchtitan init --model llama3/8B --data c4 --hardware h100-sxm --devices 64 --tokens 160B
 """

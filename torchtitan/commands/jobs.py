@@ -1,5 +1,5 @@
-"""List Slurm jobs and their logs: those of the user, one by its number, or those of a folder that
-was submitted.
+"""List Slurm jobs and their logs: all jobs of the user, one by number, or those of a submitted
+folder.
 
 torchtitan jobs outputs/my-grid
 torchtitan jobs 123_4 --logs --follow

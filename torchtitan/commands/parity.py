@@ -1,13 +1,12 @@
 """Check that a configuration computes what one process does.
 
-The model and its data are made tiny; degrees, schedule and features stay. The run is compared with
-plain PyTorch on one
-process: loss, gradient norm, the gradient of every parameter, token counts, the loads of experts
-and their biases, weights after the update. If they differ, each mesh axis and expert parallelism is
-tried on its own, to report along which one the error arises. The ranks are gloo processes on this
-machine; under torchrun they are torchrun's.
+The model and its data are shrunk; degrees, schedule and features stay. The run is compared with
+plain PyTorch on one process: loss, gradient norm, the gradient of every parameter, token counts,
+the loads of experts and their biases, weights after the update. If they differ, each mesh axis and
+expert parallelism is checked alone, to report which one is wrong. The ranks are gloo processes on
+this machine; under torchrun they are torchrun's.
 
-With --widths it checks on this process whether learning rates carry over from narrow to wide models
+With --widths it checks on this process whether learning rates transfer from narrow to wide models
 (muP's coordinate check).
 """
 

@@ -1,5 +1,5 @@
-"""Show runs, and how they differ: summary, curves, where the time went, what happened when; of
-several runs also the settings that differ, and whether loss and speed differ by more than noise.
+"""Show runs, and how they differ: summary, curves, time by kind, events. Several runs are compared:
+different settings, and whether loss and speed differ by more than noise.
 
 RUN is a run's folder (job.dump_folder) or one above several. The first run is the one others are
 compared with.

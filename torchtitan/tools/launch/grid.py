@@ -171,7 +171,7 @@ def make_runs(axes: Sequence[str], file: Path | None) -> list[GridRun]:
     """Every combination of the values of `axes` with the runs of `file`.
 
     Raises:
-        ConfigError: what varies can't be read, is set twice, or makes too many runs.
+        ConfigError: an axis can't be read, a key varies twice, or there are too many runs.
     """
     choices: list[list[tuple[str | None, Flags]]] = [read_runs(file)] if file else []
     choices += [[(None, flags) for flags in parse_axis(axis)] for axis in axes]
@@ -329,7 +329,7 @@ def run_in_turn(names: Sequence[str], commands: Sequence[Sequence[str]], folder:
     """Run `torchtitan` with each command. One that fails doesn't stop the others.
 
     Args:
-        folder: of all runs, for the last line.
+        folder: folder of all runs, for the last line.
 
     Returns:
         75 if asked to stop, 130 after a second Ctrl-C, 1 if a run failed, else 0.

@@ -1,8 +1,8 @@
 """Rendezvous of a job's launchers: in memory on one node, else in a store whose state is signed.
 
-torch unpickles the state of a rendezvous, so whoever can write it runs code on every node. With
-several nodes, anyone who reaches the first node's port can write; but a state is read only if its
-signature shows that the writer has the job's secret. On one node there is no port.
+torch unpickles the state of a rendezvous, so anyone who can write it can run code on every node.
+With several nodes, anyone who reaches the first node's port can write; but a state is read only if
+its signature proves that the writer has the job's secret. On one node there is no port.
 """
 
 import hmac
@@ -68,7 +68,7 @@ class SignedBackend(RendezvousBackend):
         """Write `state` if `token` is the current one's.
 
         Returns:
-            What is then stored, as `get_state` returns it, and whether it is `state`.
+            The stored state and token, as in `get_state`, and whether the write succeeded.
         """
         stored = self._backend.set_state(self._signature(state) + state, token)
         if stored is None:

@@ -126,7 +126,7 @@ def _query(command: Sequence[str], without: str) -> str:
     """Run a command of Slurm and return its output.
 
     Args:
-        without: what to do if there is no such command; may be empty.
+        without: advice if there is no such command; may be empty.
 
     Raises:
         UserError: there is no such command, or it fails.

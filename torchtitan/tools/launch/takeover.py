@@ -1,14 +1,15 @@
 """A rendezvous that survives the loss of its node: the next one of a list takes over.
 
-Every launcher gets the same list of endpoints. The first one's launcher holds the store in which
-all of them meet. When it is lost, each launcher looks for a living store at all endpoints; if there
-is none, the next endpoint of the list is to hold one, and the others wait for it, then for the one
-after it, and so on. A launcher that starts late, or again, joins the living store wherever it is.
+Every launcher gets the same list of endpoints. The launcher of the first endpoint hosts the store
+in which all of them meet. When it is lost, each launcher looks for a live store at all endpoints;
+if there is none, the launcher of the next endpoint hosts one while the others wait for it, then for
+the one after it, and so on. A launcher that starts late, or again, joins the live store.
 
 Every new store has a higher generation than those its launcher has seen, signed with the job's
-secret. A launcher that finds several joins the highest, also if it holds a lower one itself: one
-that was suspended and comes back gives way. Launchers that can't reach each other may still hold
-two stores. Then the lock on the dump folder decides: ranks whose folder another run holds exit.
+secret. A launcher that finds several stores joins the one of the highest generation, even if it
+hosts another itself, such as after a suspension. Launchers that can't reach each other may still
+host two stores. Then the lock on the dump folder decides: ranks whose folder another run holds
+exit.
 
 Several launchers may have one address, as the nodes of `slurmd -N` do. One of them gets the port.
 """
