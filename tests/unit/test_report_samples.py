@@ -120,4 +120,5 @@ def test_scores_of_two_runs_are_compared_by_their_errors(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "  arc_easy/acc 0.5833 ± 0.0200 (step 300)   a/acc (torchtitan eval) 0.5000" in text
     assert '  wrote at step 300: "The capital of France is text 0 of step 300 ' in text
-    assert "a/acc (torchtitan eval) 0.0300 ± 0.0277 higher, at step 200" in text
+    unwrapped = " ".join(text.split())
+    assert "a/acc (torchtitan eval) 0.0300 ± 0.0277 higher, at step 200" in unwrapped
