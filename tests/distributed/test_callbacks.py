@@ -11,11 +11,12 @@ import torch.distributed as dist
 from tests.examples import gradient_norm, mean_loss
 from tests.runs import SAVE, SCHEDULE, arguments, losses, read_metrics, train
 from torchtitan.config import resolve
+from torchtitan.config.registry import callbacks
 from torchtitan.testing.ranks import RankFailure
-from torchtitan.train.callbacks import Callback
+from torchtitan.train.callbacks import Callback, build_callbacks
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
-from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.logging import logger
 
 NAME = "layers.1.feed_forward.w1.weight"
@@ -226,6 +227,13 @@ class Remembers(Callback):
 
 def remembering(argv, states):
     return trained(argv, *map(Remembers, states))
+
+
+def test_a_class_that_is_no_callback_is_refused(monkeypatch):
+    config = resolve(EXAMPLE, 1).config
+    monkeypatch.setattr(callbacks, "chosen", lambda name, custom: object)
+    with pytest.raises(UserError, match="callback gradient_norm: object is no Callback"):
+        build_callbacks(config)
 
 
 LOOP = {}

@@ -376,6 +376,7 @@ def test_initial_loss_is_that_of_a_uniform_guess():
     [
         ("8b", {}, "did you mean '8B'"),
         ("8B", {"n_layer": 2}, "n_layers"),
+        ("8B", {"foo": 2}, r"unknown key; torchtitan\.models\.args\.DecoderArgs declares"),
         ("8B", {"n_layers": "2"}, "model.overrides.n_layers"),
         ("8B", {"n_heads": 12}, "n_heads"),
     ],

@@ -236,7 +236,13 @@ class ModelSpec(Generic[Args]):
             return kind.model_validate(base.model_dump() | dict(overrides) | derived)
         except ValidationError as error:
             problems = explain_errors(error, kind, lambda key: f"model.overrides.{key}".rstrip("."))
-            raise ConfigError(problems) from None
+            declared = f"; {kind.__module__}.{kind.__name__} declares those of {self.name}"
+            raise ConfigError(
+                [
+                    problem + declared if problem.endswith("unknown key") else problem
+                    for problem in problems
+                ]
+            ) from None
 
 
 _families: Registry[ModelSpec] = model_families

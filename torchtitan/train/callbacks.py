@@ -261,12 +261,21 @@ Arrange = Callable[[tuple[Callback, ...]], Sequence[Callback]]
 
 
 def build_callbacks(config: Config) -> tuple[Callback, ...]:
-    """The user's callbacks that `training.callbacks` names, in its order."""
+    """The user's callbacks that `training.callbacks` names, in its order.
+
+    Raises:
+        UserError: what is registered makes no `Callback`.
+    """
     callbacks = []
     for name in config.training.callbacks:
         make = registered.chosen(name, config.custom)
         assert make is not None, f"{name} is not registered"
-        callback: Callback = make()
+        callback = make()
+        if not isinstance(callback, Callback):
+            raise UserError(
+                f"callback {name}: {type(callback).__name__} is no Callback; derive it from "
+                "torchtitan.train.callbacks.Callback"
+            )
         callback.name = callback.name or name
         callbacks.append(callback)
     return tuple(callbacks)
