@@ -10,6 +10,7 @@ from tests import families
 from tests.hf_folders import SHIPPED
 from torchtitan.commands import ckpt
 from torchtitan.config import resolve
+from torchtitan.config.registry import model_families
 from torchtitan.models import get_spec
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
@@ -43,6 +44,24 @@ def write_model(folder, family="mistral", changes=None, tokenizer=True, **overri
 
 def convert(tmp_path):
     return ckpt.main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "ours")])
+
+
+def test_a_family_of_your_own_is_imported(tmp_path, monkeypatch):
+    write_model(tmp_path / "hf", "olmo3", {"model_type": "olmo3_of_mine"})
+    (tmp_path / "my_olmo.py").write_text(
+        "from torchtitan.models.decoder.traits import register_decoder\n"
+        "from torchtitan.models.families import olmo3\n"
+        "class Config(olmo3._Config):\n"
+        "    model_type = 'olmo3_of_mine'\n"
+        "register_decoder('my_olmo', olmo3.FLAVORS, Config)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="model_type: got 'olmo3_of_mine'"):
+        convert(tmp_path)
+    argv = ["from-hf", str(tmp_path / "hf"), str(tmp_path / "ours"), "--custom-import=my_olmo"]
+    assert ckpt.main(argv) == 0
+    assert settings(tmp_path).spec.name == "my_olmo"
+    del model_families._entries["my_olmo"]
 
 
 def settings(tmp_path, *argv):

@@ -167,7 +167,14 @@ def from_hf(options: argparse.Namespace) -> int:
     def check(argv: list[str]) -> None:
         preflight(resolve(argv, 1).config, output=False)
 
-    convert.from_hf(options.source, options.target, options.model, options.toml, check)
+    convert.from_hf(
+        options.source,
+        options.target,
+        options.model,
+        options.toml,
+        check,
+        custom_import=options.custom_import,
+    )
     return 0
 
 
@@ -273,6 +280,7 @@ def parser() -> argparse.ArgumentParser:
     add("target", type=path_argument, help="folder to create, for step-0 and train.toml")
     add("--model", help="model family, as in model.name (default: that of config.json)")
     add("--toml", help="TOML file to write (default: train.toml in the target)")
+    add("--custom-import", metavar="MODULE", help="module that registers the model's family")
 
     add = command("merge", merge, "average the weights of checkpoints of the same model")
     add("checkpoints", type=path_argument, nargs="+", help="checkpoints, or folders of them")

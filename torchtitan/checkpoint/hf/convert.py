@@ -20,6 +20,7 @@ from torchtitan.checkpoint.state import check_averaged, check_matches_manifest, 
 from torchtitan.config.load.decode import load_config
 from torchtitan.config.load.extend import recorded_tokenizer
 from torchtitan.config.load.render import to_toml_value
+from torchtitan.config.registry import import_custom
 from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer, tokenizer_file
 from torchtitan.models import ModelSpec, get_spec, hf_map, spec_of_hf
 from torchtitan.utils.errors import ConfigError, UserError
@@ -109,12 +110,14 @@ def from_hf(
     family: str | None,
     toml: str | None,
     check: Callable[[list[str]], object],
+    custom_import: str | None = None,
 ) -> None:
     """Convert a Hugging Face folder to `target/step-0`, and write a TOML that trains from it.
 
     Args:
         family: the model's family; None: the one in `config.json`.
         check: called with the arguments of a run; raises a ConfigError if it couldn't start.
+        custom_import: module that registers the model's family.
 
     Raises:
         UserError: `source` is not a model of this family, the checkpoint exists, or a run couldn't
@@ -123,11 +126,13 @@ def from_hf(
     config = read_hf_config(source)
     if 0 in committed_steps(target):
         raise UserError(f"{step_folder(target, 0)} exists; delete it, or choose another folder")
+    if custom_import:
+        import_custom(custom_import)
     spec = get_spec(family) if family else spec_of_hf(config)
     args = hf_map(spec).args(config)
     file = Path(toml or Path(target.name if is_remote(target) else target) / "train.toml")
     step = step_folder(target, 0)
-    text = _recipe(source, step, spec, args)
+    text = _recipe(source, step, spec, args, custom_import)
     with TemporaryDirectory() as folder:
         draft = Path(folder, file.name)
         draft.write_text(text)
@@ -212,11 +217,12 @@ def _override(value: Any) -> Any:
     return "none" if value is None else value
 
 
-def _recipe(source: Path, step: Path, spec: ModelSpec, args: Any) -> str:
+def _recipe(source: Path, step: Path, spec: ModelSpec, args: Any, custom_import: str | None) -> str:
     """The TOML of a run that starts from `step`."""
     flavor, overrides = nearest_flavor(spec, args)
     checkpoint = str(step) if is_remote(step) else os.path.abspath(step)
     tables = {
+        "experimental": {"custom_import": custom_import} if custom_import else {},
         "model": {"name": spec.name, "flavor": flavor, "hf_assets_path": os.path.abspath(source)},
         "model.overrides": overrides,
         "checkpoint": {"enable": True, "initial_load_path": checkpoint},
