@@ -33,6 +33,7 @@ from torchtitan.models.spec import ShardingStyle as Style
 from torchtitan.parallel.collectives import SumOverRanks, distribute
 from torchtitan.parallel.memory.regather import ColumnsOfGathered, gather_sequence
 from torchtitan.parallel.precision.dense import SEQUENCE, as_sequence_shard, float8_style
+from torchtitan.utils.errors import UserError
 from torchtitan.utils.torch_compat import redistribute_and_wait
 
 VOCABULARY = Shard(-1)
@@ -253,7 +254,7 @@ def apply_tensor_parallel(
         float8: communicate in Float8 where torchao's layers can.
 
     Raises:
-        AssertionError: a weight has no style.
+        UserError: a weight has no style.
     """
     if mesh is None:
         return
@@ -267,10 +268,14 @@ def apply_tensor_parallel(
         style = applied.get(owner)
         # Some styles change what a module reads, and leave its own weights as they are.
         shards = style is not None and not isinstance(style, (_GatherSequence, _Router))
-        assert shards, (
-            f"tensor_parallel_styles has no style for {owner}, so its weight would not be sharded: "
-            f"give {name} a module of its own, and that a style"
-        )
+        if not shards:
+            pattern = re.sub(r"\.\d+(?=\.|$)", ".*", owner)
+            raise UserError(
+                f"tensor parallelism: the model family's tensor_parallel_styles has no style that "
+                f"shards {name}; add one for {pattern!r}, such as ShardingStyle.COLUMNS for the "
+                "rows of each rank's heads (torchtitan.models.spec lists them). A parameter needs "
+                "a module that has no other parts"
+            )
     parallelize_module(model, mesh, applied)
 
 
