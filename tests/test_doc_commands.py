@@ -101,7 +101,7 @@ def ran(request, tmp_path_factory) -> Ran:
 
 ALONE = [
     ["torchtitan", name]
-    for name in ("train", "plan", "schedule", "config", "ckpt", "generate", "submit", "report")
+    for name in ("train", "plan", "config", "ckpt", "generate", "submit", "report")
 ]
 
 

@@ -78,6 +78,24 @@ def test_keys_exist(page):
             ), name
 
 
+def tracked() -> list[str]:
+    command = ["git", "ls-files"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize("page", [*PAGES, *MORE], ids=lambda p: str(p.relative_to(ROOT)))
+def test_source_files_exist(page):
+    """Every file of code that a page names by its folder is one; in docs/internals, also those
+    named alone. Elsewhere these may be the reader's.
+    """
+    files = [f"/{name}" for name in tracked()]
+    named = re.findall(r"`([\w./-]+\.py)`", page.read_text())
+    if page.parent.name != "internals":
+        named = [name for name in named if "/" in name]
+    assert [name for name in named if not any(f.endswith(f"/{name}") for f in files)] == []
+
+
 def test_toml_blocks_are_legal(tmp_path, monkeypatch):
     monkeypatch.chdir(workspace(tmp_path))
     Path("70b.toml").write_text("")  # `plan --write` makes it
@@ -133,9 +151,7 @@ def test_site_builds(tmp_path):
 
 
 def test_nothing_of_this_machine_is_in_the_project():
-    files = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split()
+    files = tracked()
     assert len(files) > 50
     for name in files:
         path = ROOT / name
