@@ -129,7 +129,8 @@ def check_names(options: argparse.Namespace) -> None:
         for name, find in finders.items():
             if text := getattr(options, name):
                 find(text)
-    if (hardware := getattr(options, "hardware", None)) and hardware != CPU:
+    hardware = getattr(options, "hardware", None)
+    if hardware and hardware != CPU and not hardware.endswith(".toml"):  # a file is the reader's
         find_hardware(hardware)
     if (tasks := getattr(options, "tasks", None)) and not options.include_path:
         for task in tasks.split(","):

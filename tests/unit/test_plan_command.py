@@ -143,6 +143,10 @@ def test_unknown_hardware_is_refused(tmp_path):
     assert any("mine.memory_gib" in problem for problem in error.value.problems)
     with pytest.raises(ConfigError, match="can't read"):
         find_hardware(str(tmp_path / "none.toml"))
+    run = tmp_path / "run.toml"  # a configuration by mistake
+    run.write_text('extends = "train_configs/debug_model.toml"\n[training]\nsteps = 3\n')
+    with pytest.raises(ConfigError, match="not a hardware file: extends is a key outside"):
+        find_hardware(str(run))
 
 
 def test_this_machines_cpu_is_measured(tmp_path, monkeypatch, capsys):

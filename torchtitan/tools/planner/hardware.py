@@ -152,6 +152,10 @@ def load_hardware(path: Path = FILE) -> dict[str, Hardware]:
         raise ConfigError(
             [f"--hardware: can't read {path}: {getattr(error, 'strerror', None) or error}"]
         ) from None
+    if keys := [name for name, value in tables.items() if not isinstance(value, dict)]:
+        raise ConfigError(
+            [f"--hardware: {path} is not a hardware file: {keys[0]} is a key outside of any table"]
+        )
     shared = tomli.loads(FILE.read_text(encoding="utf-8"))["shared"] | tables.pop("shared", {})
     tables.pop("peak_bf16", None)
     hardware = {}
