@@ -20,8 +20,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtitan.checkpoint.save import Phases
 from torchtitan.health.collectives import Group, describe_group
 from torchtitan.health.rank_dumps import is_library, where
+from torchtitan.parallel import agree, collectives
 from torchtitan.parallel.context.attention import ring_attention, ring_attention_backward
 from torchtitan.tools.rehearsal.events import (
     Creation,
@@ -33,6 +35,7 @@ from torchtitan.tools.rehearsal.events import (
     Wait,
 )
 from torchtitan.tools.rehearsal.rank_sample import coordinates
+from torchtitan.utils.torch_compat import redistribute_and_wait
 
 _OPS = (
     ("reduce_scatter", "reduce_scatter"),
@@ -51,17 +54,20 @@ _OPS = (
 """Part of an operator's name, and the collective that it is; the first match wins."""
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _REHEARSAL_FOLDER = __file__.rpartition("/")[0]
-_HELPERS = (
-    "all_reduce",
-    "gather",
-    "from_rank_0",
-    "found",
-    "merged_on_0",
-    "together",
-    "Phases.run",
-    "redistribute_and_wait",
-    "AnyRank.__init__",
-)
+_HELPERS = {
+    function.__qualname__
+    for function in (
+        collectives.all_reduce,
+        collectives.gather_values,
+        collectives.AnyRank.__init__,
+        agree.from_rank_0,
+        agree.problems_from_all,
+        agree.merged_on_0,
+        agree.together,
+        Phases.run,
+        redistribute_and_wait,
+    )
+}
 """Functions that communicate for others: the place of a collective is their caller's."""
 _ROOTED = ("broadcast", "gather", "scatter", "reduce")
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce")
