@@ -126,7 +126,7 @@ make_venv() {
         "$python" -m venv "$venv"
     fi
     locked=(--require-hashes --no-deps --requirement)
-    if [[ -n $release ]]; then
+    if [[ -n ${extra[*]}$release ]]; then # the hundreds of packages of the tests take pip minutes
         pip_install "$venv/bin/python" "${locked[@]}" <(awk '/^[^ ]/ {uv = /^uv==/} uv' "$root/requirements/dev.txt")
     fi
     uv_install "$venv/bin/python" "${locked[@]}" "$root/requirements/${extra:-run}.txt"

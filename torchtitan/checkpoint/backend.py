@@ -1,6 +1,8 @@
 """Storage of a run's checkpoints: the interface, and its implementation by folders."""
 
+import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -10,6 +12,7 @@ from torchtitan.checkpoint.format.manifest import CheckpointInfo, Manifest, mani
 from torchtitan.checkpoint.load import Reader
 from torchtitan.checkpoint.save import Writer
 from torchtitan.checkpoint.writer import CommittingWriter
+from torchtitan.utils.storage import is_remote
 
 
 class Storage(Protocol):
@@ -20,6 +23,9 @@ class Storage(Protocol):
 
     def manifest_bytes(self, path: Path) -> bytes:
         """The manifest of the checkpoint `path`. Raises OSError if it can't be read."""
+
+    def sees(self, path: Path, manifest: bytes) -> bool:
+        """Whether this node sees the manifest that rank 0 has read."""
 
     def index_bytes(self, path: Path, manifest: Manifest) -> bytes:
         """The checkpoint's index. Raises DamageError if it can't be read."""
@@ -48,6 +54,15 @@ class FolderStorage:
 
     def manifest_bytes(self, path: Path) -> bytes:
         return manifest_bytes(path)
+
+    def sees(self, path: Path, manifest: bytes) -> bool:
+        try:
+            return manifest_bytes(path) == manifest
+        except OSError:
+            if not is_remote(path):
+                with suppress(OSError):
+                    os.listdir(path.parent)  # makes NFS ask the server for the folder's names
+            return False
 
     def index_bytes(self, path: Path, manifest: Manifest) -> bytes:
         return index_bytes(path, manifest)

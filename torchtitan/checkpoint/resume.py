@@ -1,10 +1,8 @@
 """Finding and loading a checkpoint. Every function is called by all ranks together."""
 
-import os
 import socket
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from torchtitan.parallel.agree import from_rank_0, together
 from torchtitan.utils.errors import CheckpointError, DamageError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.process import first_of_node
-from torchtitan.utils.storage import is_remote
 
 
 @dataclass(frozen=True)
@@ -126,12 +123,9 @@ def agreed_steps(storage: Storage, folder: Path) -> list[int]:
     return steps
 
 
-def wait_until_visible(path: Path, read: Callable[[Path], bytes]) -> bytes | None:
+def wait_until_visible(path: Path, storage: Storage) -> bytes | None:
     """Wait until every node sees the manifest that rank 0 sees. A network file system may show a
     commit late.
-
-    Args:
-        read: reads the manifest.
 
     Returns:
         The manifest's content, damaged or not; None if rank 0 can't read it.
@@ -139,12 +133,19 @@ def wait_until_visible(path: Path, read: Callable[[Path], bytes]) -> bytes | Non
     Raises:
         CheckpointError: on every rank, if a node doesn't within `VISIBLE_WITHIN` seconds.
     """
-    expected = from_rank_0(_seen(path, read) if dist.get_rank() == 0 else None)
+
+    def read() -> bytes | None:
+        try:
+            return storage.manifest_bytes(path)
+        except OSError:
+            return None
+
+    expected = from_rank_0(read() if dist.get_rank() == 0 else None)
 
     def wait() -> None:
         start = time.monotonic()
         pause = 0.05
-        while expected is not None and _seen(path, read) != expected:
+        while expected is not None and not storage.sees(path, expected):
             if time.monotonic() - start > VISIBLE_WITHIN:
                 raise CheckpointError(
                     f"rank {dist.get_rank()} on {socket.gethostname()} doesn't see "
@@ -158,17 +159,6 @@ def wait_until_visible(path: Path, read: Callable[[Path], bytes]) -> bytes | Non
     return expected
 
 
-def _seen(path: Path, read: Callable[[Path], bytes]) -> bytes | None:
-    """The manifest as this rank sees it, damaged or not; None if it can't be read."""
-    try:
-        return read(path)
-    except OSError:
-        if not is_remote(path):
-            with suppress(OSError):
-                os.listdir(path.parent)  # makes NFS ask the server for the folder's names
-        return None
-
-
 def _opened(storage: Storage, path: Path) -> tuple[Manifest, Reader]:
     """Open a checkpoint and check that it looks intact: each rank checks the sizes of some files.
 
@@ -178,7 +168,7 @@ def _opened(storage: Storage, path: Path) -> tuple[Manifest, Reader]:
         DamageError: it isn't.
         CheckpointError: a rank doesn't see it.
     """
-    known = wait_until_visible(path, storage.manifest_bytes)
+    known = wait_until_visible(path, storage)
     manifest = together(lambda: read_manifest(path, known))
 
     def fetch() -> bytes | None:

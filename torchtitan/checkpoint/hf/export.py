@@ -332,7 +332,7 @@ def export_saved(
     checkpointer.wait()
     source = step_folder(checkpointer.folder, step)
     folder = checkpointer.folder / f"step-{step}-hf"
-    wait_until_visible(source, checkpointer.storage.manifest_bytes)
+    wait_until_visible(source, checkpointer.storage)
 
     def open_export() -> HFExport:
         averaged = checkpointer.exports_average and not read_manifest(source).model_only

@@ -180,6 +180,9 @@ class NoFiles:
         assert self._manifest is not None
         return render(self._manifest)
 
+    def sees(self, path: Path, manifest: bytes) -> bool:
+        return True  # each rank has a manifest of its own
+
     def index_bytes(self, path: Path, manifest: Manifest) -> bytes:
         return self._index
 
