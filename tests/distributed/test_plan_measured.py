@@ -14,12 +14,14 @@ CPU = """
 description = "a CPU"
 device = "cpu"
 memory_gib = 16
-bf16 = 5e10
+bf16 = 3e10
 fp8 = 0
-fp32 = 5e10
-memory_bandwidth = 1e10
+fp32 = 3e10
+memory_bandwidth = 6e9
 gpus_per_node = 1
 gemm_bf16 = 1.0
+gemm_ramp = 0.0
+gemm_depth = 0.0
 attention = 0.5
 reserve_gib = 1.0
 """

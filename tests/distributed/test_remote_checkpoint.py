@@ -3,14 +3,13 @@
 import functools
 import hashlib
 import os
+import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
 import torch.distributed as dist
@@ -32,27 +31,20 @@ SAVE = ["--checkpoint.enable", "--checkpoint.interval=3", "--lr_scheduler.total_
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory):
     """The environment of a client of a fresh server with the bucket `runs`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = (tmp_path_factory.mktemp("s3") / "log").open("w")
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-p", str(port)], stdout=log, stderr=log
-    )
+    log = tmp_path_factory.mktemp("s3") / "log"
+    with log.open("w") as file:  # on a free port, which the server names in its log
+        server = subprocess.Popen(
+            [sys.executable, "-u", "-m", "moto.server", "-p", "0"], stdout=file, stderr=file
+        )
+    while not (address := re.search(r"Running on (http://127.0.0.1:\d+)", log.read_text())):
+        assert server.poll() is None, log.read_text()
+        time.sleep(0.05)
     env = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ENDPOINT_URL": address[1],
         "AWS_ACCESS_KEY_ID": "any",
         "AWS_SECRET_ACCESS_KEY": "any",
         "AWS_DEFAULT_REGION": "us-east-1",
     }
-    deadline = time.monotonic() + 180
-    while True:
-        try:
-            urlopen(env["AWS_ENDPOINT_URL"])
-            break
-        except OSError:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
     os.environ.update(env)
     storage_path("s3://runs/x").fs.mkdir("runs")
     yield env
@@ -247,10 +239,10 @@ def train_through_an_outage(env, argv):
 
     real = upload._send_file
 
-    def refuse(source, *rest):
+    def refuse(source, *rest, **options):
         if source.name == "step-6":
             raise ConnectionError("the server has gone")
-        real(source, *rest)
+        real(source, *rest, **options)
 
     upload._send_file = refuse
     try:

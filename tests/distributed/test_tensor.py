@@ -13,10 +13,10 @@ from torchtitan.models import get_spec
 from torchtitan.models.attention.backend import attention_backend
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.parallel.tensor.styles import apply_tensor_parallel
+from torchtitan.testing.ranks import RankFailure
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import HostUpdate, forward_backward
-from torchtitan.utils.errors import UserError
 
 TP = ["--parallelism.tensor_parallel_degree=2"]
 VOCABULARY = 2048
@@ -151,7 +151,7 @@ def incomplete_plan(forgotten, bare=""):
 
 
 def test_a_plan_that_forgets_a_weight_is_an_error(ranks):
-    with pytest.raises(UserError, match=r"no style that shards layers\.0\.feed_forward\.w2"):
+    with pytest.raises(RankFailure, match=r"no style that shards layers\.0\.feed_forward\.w2"):
         ranks(2, incomplete_plan, "w2")
-    with pytest.raises(UserError, match=r"no style that shards layers\.0\.attention\.scale"):
+    with pytest.raises(RankFailure, match=r"no style that shards layers\.0\.attention\.scale"):
         ranks(2, incomplete_plan, "no module", "layers.0.attention")

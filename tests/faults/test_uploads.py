@@ -75,10 +75,10 @@ def failing(*names):
     """Let the storage refuse files of these names."""
     real = upload._send_file
 
-    def refuse(source, target, name, *rest):
+    def refuse(source, target, name, *rest, **options):
         if name in names:
             raise ConnectionError("the server has gone")
-        real(source, target, name, *rest)
+        real(source, target, name, *rest, **options)
 
     return mock.patch.object(upload, "_send_file", refuse)
 

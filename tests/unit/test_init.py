@@ -112,11 +112,11 @@ def test_the_table_has_bands_chances_and_reasons(capsys):
     for row in rows:
         speed, low, high = (
             int(n.replace(",", ""))
-            for n in re.search(r"([\d,]+) \(([\d,]+) to ([\d,]+)\)", row).groups()
+            for n in re.search(r"([\d,]+) \(([\d,]+)-([\d,]+)\)", row).groups()
         )
         assert low < speed < high
         assert "> 99%" in row
-    assert "fastest" in rows[0]
+    assert "\n1: the simplest within 2% of the fastest" in out
 
 
 def test_what_is_given_prevails():

@@ -124,7 +124,8 @@ def test_processes_share_the_work_of_indexing(corpus, tmp_path, monkeypatch):
     find = index.find_documents
     module = "torchtitan.data.read.index"
     monkeypatch.setattr(
-        f"{module}.find_documents", lambda one, *a: made.append(one.path) or find(one, *a)
+        f"{module}.find_documents",
+        lambda stamp, *rest, **options: made.append(stamp.path) or find(stamp, *rest, **options),
     )
     with ThreadPoolExecutor(4) as pool:
         jobs = [
