@@ -54,6 +54,11 @@ def say_that_it_hangs(folder):
 def until_diagnosed(folder, seconds=50):
     """Say that the run hangs, and wait for the sentence."""
     say_that_it_hangs(folder)
+    return diagnosed(folder, seconds)
+
+
+def diagnosed(folder, seconds=50):
+    """Wait for the sentence of a watch that was told of an error."""
     path = Path(folder, "comm_traces", "diagnosis.txt")
     deadline = time.monotonic() + seconds
     while not path.exists() and time.monotonic() < deadline:
