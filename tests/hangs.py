@@ -51,14 +51,14 @@ def say_that_it_hangs(folder):
     Path(folder, _MARK).touch()
 
 
-def until_diagnosed(folder, seconds=50):
-    """Say that the run hangs, and wait for the sentence."""
-    say_that_it_hangs(folder)
-    return diagnosed(folder, seconds)
+def until_diagnosed(folder, seconds=50, *, hangs=True):
+    """Wait for the sentence.
 
-
-def diagnosed(folder, seconds=50):
-    """Wait for the sentence of a watch that was told of an error."""
+    Args:
+        hangs: say first that the run hangs; False if the watch was told of an error.
+    """
+    if hangs:
+        say_that_it_hangs(folder)
     path = Path(folder, "comm_traces", "diagnosis.txt")
     deadline = time.monotonic() + seconds
     while not path.exists() and time.monotonic() < deadline:

@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.hangs import HERE, diagnosed, until_diagnosed, watched
+from tests.hangs import HERE, until_diagnosed, watched
 from tests.runs import EXPERTS, arguments, losses, read_metrics, train
 from torchtitan.config import resolve
 from torchtitan.config.derive import layout_degrees
@@ -192,7 +192,7 @@ def uneven_exchange(argv):
             watch.failed(error)
             # The pool kills the ranks soon after the first error. If the run also counted as
             # hanging, the other rank would then find this one gone, and say only that.
-            diagnosed(config.job.dump_folder)
+            until_diagnosed(config.job.dump_folder, hangs=False)
             raise
 
 
