@@ -12,7 +12,7 @@ from tests.corpora import TOKENIZER, loader
 from torchtitan.commands import tokenize
 from torchtitan.data.encode.tokenizer import LONG
 from torchtitan.data.read.documents import LocalDocuments
-from torchtitan.data.read.files import find_text_files, find_token_files
+from torchtitan.data.read.files import find_text_files, find_token_files, ignored_files
 from torchtitan.data.read.opening import DataError, FileStamp, open_plain
 from torchtitan.data.read.records import read_records
 from torchtitan.data.tokens.token_files import write_token_file
@@ -186,6 +186,31 @@ def test_links_out_of_the_folder_are_followed_once(tmp_path):
     (tmp_path / "data/c").symlink_to(tmp_path / "other")
     (tmp_path / "data/d.jsonl").symlink_to(tmp_path / "other/x.jsonl")
     assert find_text_files(str(tmp_path / "data"), "key") == [tmp_path / "data/b/x.jsonl"]
+
+
+def test_files_of_other_formats_are_counted_and_named(tmp_path, caplog, monkeypatch):
+    """7 of 150 real files were read, and nothing said so."""
+    monkeypatch.setattr("torchtitan.utils.logging.logger.propagate", True)
+    caplog.set_level("INFO")
+    write_lines(tmp_path / "a.jsonl")
+    for name in ("README.md", "x.gz", "\x1b[31m.gz", "copyright"):
+        (tmp_path / name).write_text("text")
+    ignored = []
+    assert find_text_files(str(tmp_path), "key", ignored) == [tmp_path / "a.jsonl"]
+    report = ignored_files(ignored)
+    assert report["files"] == 4
+    assert report["endings"] == {".gz": 2, ".md": 1, "without an ending": 1}
+    assert str(tmp_path / "copyright") in report["first"]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING", "of unknown format are more than are read"
+    assert record.getMessage().startswith(
+        "key: reading 1 of 5 files; ignoring 4 without documents (2 .gz, 1 .md, 1 without an "
+        "ending): ?[31m.gz, README.md, copyright, x.gz. Files must be of .jsonl"
+    )
+    for i in range(5):
+        write_lines(tmp_path / f"{i}.jsonl")
+    find_text_files(str(tmp_path / "*"), "key")
+    assert caplog.records[-1].levelname == "INFO"
 
 
 @pytest.fixture

@@ -4,12 +4,21 @@ import json
 import logging
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
+from torchtitan import commands
 from torchtitan.utils import logging as own
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.logging import event, init_logging, log_failure, log_to_file, logger
+from torchtitan.utils.logging import (
+    event,
+    init_command_logging,
+    init_logging,
+    log_failure,
+    log_to_file,
+    logger,
+)
 
 DATED = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 
@@ -44,6 +53,27 @@ def test_every_rank_logs_to_its_file_from_the_first_line(logs, capsys):
     ]  # fmt: skip
     assert all(re.match(DATED, line) for line in lines)
     assert re.fullmatch(rf"{DATED}\[rank 3\] and an error\n", capsys.readouterr().out)
+
+
+def test_commands_log_to_stderr(logs, capsys):
+    """Their stdout may be JSON for a script."""
+    init_command_logging(0)
+    logger.info("what was read")
+    logger.warning("most was ignored")
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "what was read\nwarning: most was ignored\n")
+    init_command_logging(3)
+    logger.info("on rank 0 alone")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", [name for name in commands.COMMANDS if name != "train"])
+def test_every_command_starts_the_log(logs, capsys, monkeypatch, command):
+    module = SimpleNamespace(main=lambda argv: logger.info("read by a person"))
+    monkeypatch.setattr(commands, "command_module", lambda name: module)
+    monkeypatch.setattr("sys.argv", ["torchtitan", command])
+    assert commands.main() == 0
+    assert capsys.readouterr() == ("", "read by a person\n")
 
 
 def test_a_restart_appends_after_a_line_that_was_cut_off(logs):

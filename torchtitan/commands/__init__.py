@@ -10,6 +10,7 @@ from types import ModuleType
 
 from torchtitan import __version__
 from torchtitan.utils.errors import did_you_mean
+from torchtitan.utils.logging import init_command_logging
 from torchtitan.utils.process import reporting_rank, run_main
 from torchtitan.utils.signals import exit_when_stopped
 
@@ -71,6 +72,8 @@ def _dispatch(argv: list[str]) -> int | None:
         return 2
     if name == "train":
         exit_when_stopped()  # before the half second that the import takes
+    else:  # the ranks of a run have their own log
+        init_command_logging(reporting_rank())
     return command_module(name).main(argv[1:])
 
 

@@ -77,7 +77,9 @@ def _check_widths(config_argv: list[str], ranks: int, widths: list[int]) -> int:
     setup = preflight(config, output=False)
 
     from torchtitan.testing.coordinates import check_widths
+    from torchtitan.utils.logging import hide_log
 
+    hide_log()
     passed, text = check_widths(config, setup, widths)
     print(text, flush=True)
     return 0 if passed else 1
@@ -90,15 +92,14 @@ def _check_under_torchrun(config_argv: list[str]) -> int:
     from torchtitan.parallel.groups import init_distributed
     from torchtitan.testing.parity import check
     from torchtitan.utils.device import current_device
-    from torchtitan.utils.logging import init_logging, logger
+    from torchtitan.utils.logging import hide_log, init_logging
     from torchtitan.utils.process import rank_and_world
 
     rank, world = rank_and_world()
     init_logging(rank)
     config = resolve(config_argv, world).config
     preflight(config, output=False)
-    for handler in logger.handlers:
-        handler.setLevel("ERROR")  # hides the log of the runs
+    hide_log()
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         configure_flight_recorder(config.comm, folder)
         init_distributed(config.comm, current_device())

@@ -25,7 +25,7 @@ from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.order.packing import PackingStats
 from torchtitan.data.read.corpus import Corpus
 from torchtitan.data.read.documents import counted
-from torchtitan.data.read.files import REPORT
+from torchtitan.data.read.files import REPORT, ignored_files
 from torchtitan.data.tokens.duplicates import count_duplicates
 from torchtitan.data.tokens.encoding import Encoder
 from torchtitan.data.tokens.near_duplicates import NearDuplicates
@@ -137,7 +137,7 @@ def _similarity(text: str) -> float:
     return fraction
 
 
-def _report(output: Output, file_count: int) -> dict[str, Any]:
+def _report(output: Output, file_count: int, corpus: Corpus) -> dict[str, Any]:
     """Write and return the summary of all token files."""
     metas = [meta for i in range(file_count) if (meta := output.meta(i))]
     documents = sum(meta["documents"] for meta in metas)
@@ -168,6 +168,8 @@ def _report(output: Output, file_count: int) -> dict[str, Any]:
         "skipped": dict(bad.most_common()),
         "first_skipped": [location for meta in metas for location in meta["places"]][:100],
         "files": file_count,
+        "input_files": len(corpus.stamps),
+        "ignored": ignored_files(corpus.ignored),
     }
     if output.best_fit:
         report["packing"] = vars(packed)
@@ -241,11 +243,12 @@ def run(argv: list[str]) -> str:
     file_count = done
     if not _is_whole(held_out.output if held_out else output, done):
         file_count = _write(options, encoder, output, held_out, corpus)
-    report = _report(output, file_count)
+    report = _report(output, file_count, corpus)
+    print(f"Read {corpus.sources()}")
     _print_report(options, report)
     train = f"--training.dataset_path {output.folder}"
     if held_out:
-        held_out_report = _report(held_out.output, file_count)
+        held_out_report = _report(held_out.output, file_count, corpus)
         if not held_out_report["bytes"]:
             raise UserError(
                 f"--held-out: none of {plural(report['documents'], 'document')} is held out; "

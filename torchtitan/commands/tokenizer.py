@@ -167,7 +167,8 @@ def _make_folder(options: argparse.Namespace) -> None:
 
 
 def _report(options: argparse.Namespace, corpus: Corpus, trained: TokenizerSummary) -> None:
-    print(f"Read {plural(trained.documents, 'document')}, {trained.bytes:,} bytes")
+    read = f"{plural(trained.documents, 'document')}, {trained.bytes:,} bytes"
+    print(f"Read {read}, from {corpus.sources()}")
     if options.sample:
         print(
             f"Trained on {plural(trained.sampled_documents, 'document')} of them, "

@@ -1,4 +1,4 @@
-"""The package's logger: stdout, and a file for each rank.
+"""The package's logger: runs log to stdout and a file for each rank, other commands to stderr.
 
 On stdout the ranks listed in `LOG_RANK` (default: 0) log, the others only errors. Every rank logs
 to its file.
@@ -13,7 +13,7 @@ from collections import deque
 from contextlib import suppress
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torchtitan.utils.errors import failure_of
 from torchtitan.utils.limits import PENDING_LOG_LINES
@@ -44,14 +44,26 @@ def _logs(rank: int) -> bool:
 def init_logging(rank: int) -> None:
     """Log to stdout, with the rank as a prefix if several ranks log."""
     prefix = f"[rank {rank}] " if rank != 0 or "," in os.environ.get("LOG_RANK", "") else ""
-    stdout = _Stdout()
-    stdout.setLevel(logging.INFO if _logs(rank) else logging.ERROR)
-    stdout.setFormatter(logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt=DATE))
-    stdout.addFilter(lambda record: not hasattr(record, "only_in_file"))
+    form = logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt=DATE)
+    _log_to(_Terminal("stdout", form, rank), _Pending())
+
+
+def init_command_logging(rank: int) -> None:
+    """Log to stderr, because what a command prints goes to stdout."""
+    _log_to(_Terminal("stderr", _Marked(), rank))
+
+
+def _log_to(*handlers: logging.Handler) -> None:
     for earlier in logger.handlers:
         earlier.close()
-    logger.handlers[:] = [stdout, _Pending()]
+    logger.handlers[:] = handlers
     logger.propagate = False
+
+
+def hide_log() -> None:
+    """Show only errors from now on: of a command that runs the trainer many times."""
+    for handler in logger.handlers:
+        handler.setLevel(logging.ERROR)
 
 
 def log_to_file(folder: Path, rank: int, *, as_json: bool, max_megabytes: int, keep: int) -> None:
@@ -83,15 +95,32 @@ def log_failure(error: BaseException) -> None:
     logger.error(failure.message, exc_info=traceback, extra={"only_in_file": True})
 
 
-class _Stdout(logging.StreamHandler):
-    """Writes to the current `sys.stdout`, which a live progress line replaces while it is shown."""
+class _Terminal(logging.StreamHandler):
+    """Writes to the current `sys.stdout` or `sys.stderr`, which a live progress line replaces while
+    it is shown.
+    """
+
+    def __init__(self, stream: Literal["stdout", "stderr"], form: logging.Formatter, rank: int):
+        self._name_of_stream = stream
+        super().__init__()
+        self.setLevel(logging.INFO if _logs(rank) else logging.ERROR)
+        self.setFormatter(form)
+        self.addFilter(lambda record: not hasattr(record, "only_in_file"))
 
     @property
     def stream(self) -> Any:
-        return sys.stdout
+        return getattr(sys, self._name_of_stream)
 
     @stream.setter
     def stream(self, _: Any) -> None: ...
+
+
+class _Marked(logging.Formatter):
+    """The message, after `warning: ` or `error: ` if it is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        mark = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        return mark + super().format(record)
 
 
 class _Pending(logging.Handler):

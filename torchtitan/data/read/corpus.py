@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torchtitan.data.read.contents import Contents, base_folder, sampled
 from torchtitan.data.read.documents import DemoDocuments
-from torchtitan.data.read.files import find_text_files
+from torchtitan.data.read.files import count_files, find_text_files
 from torchtitan.data.read.opening import BadDocument, DataError, FileStamp
 from torchtitan.data.read.records import Conversations, decode, read_records, record_location
 from torchtitan.utils.errors import UserError
@@ -65,13 +65,16 @@ class Corpus:
         self.skipped = Counter[str]()
         """Numbers of documents that `texts` left out, by kind."""
         self.stamps: list[FileStamp] = []
+        self.ignored: list[Path] = []
+        """Files in the same folders that hold no documents."""
         self._demo: DemoDocuments | None = None
         if self.paths in _DEMO:
             self._demo = DemoDocuments(validation=self.paths == ["demo_validation"])
             self.size = self._demo.text_bytes
             return
         try:
-            self.stamps = [FileStamp.of(file) for file in find_text_files(self.paths, key)]
+            files = find_text_files(self.paths, key, self.ignored)
+            self.stamps = [FileStamp.of(file) for file in files]
         except DataError as error:
             raise UserError(f"{key}: {error}") from None
         self.size = sum(stamp.size for stamp in self.stamps)
@@ -86,6 +89,13 @@ class Corpus:
         if reading or self.column != "text":
             reading = f"{self.column}: {reading or 'stop'}"
         return Contents.of(sampled(self.stamps, base_folder(self.paths)), reading).fingerprint
+
+    def sources(self) -> str:
+        """What is read, in words."""
+        if self._demo is not None:
+            return "the demo text"
+        of = f"{len(self.stamps):,} of " if self.ignored else ""
+        return of + count_files(self.stamps, self.ignored)
 
     def items(self, advance: Callable[[int], None]) -> Iterator[RawDocument]:
         """All documents, to be decoded in any process.

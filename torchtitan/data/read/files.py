@@ -3,6 +3,7 @@
 import glob
 import heapq
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from torchtitan.utils.errors import UserError
 from torchtitan.utils.formats import read_json_object
 from torchtitan.utils.limits import SEARCHED_FILES
 from torchtitan.utils.logging import logger
-from torchtitan.utils.wording import listed, plural
+from torchtitan.utils.wording import listed, plural, printable
 
 Format = Literal["lines", "json", "text", "csv", "tsv", "parquet", "arrow"]
 FORMATS: dict[str, Format] = {
@@ -50,6 +51,10 @@ _SPLITS_FILE = "dataset_dict.json"
 """The file that names the folders of splits that were saved together."""
 _SPLIT = "train"
 """The split to read if there are several."""
+_LISTED = 20
+"""Maximum number of ignored files that a report names."""
+_ENDINGS = 8
+"""Maximum number of endings by which ignored files are counted."""
 _DESCRIPTIONS = {
     "dataset_infos.json",
     "dataset_info.json",
@@ -73,8 +78,6 @@ def find_files(path: str | Sequence[str], key: str) -> list[Path]:
         files = _without_leftovers(files, os.path.isdir(expanded), key)
         described = {file.with_suffix(".json") for file in files if file.suffix == ".bin"}
         files = [file for file in files if file not in described]
-    if os.path.isdir(expanded):
-        files = [file for file in files if format_of(file)]
     if not files:
         raise UserError(
             f"{key}: no file matches {path!r} (looked for {', '.join(FORMATS)} and .bin "
@@ -208,14 +211,19 @@ def _files_named_by(path: str, key: str) -> list[Path]:
     return sorted(map(Path, files))
 
 
-def find_text_files(path: str | Sequence[str], key: str) -> list[Path]:
+def find_text_files(
+    path: str | Sequence[str], key: str, ignored: list[Path] | None = None
+) -> list[Path]:
     """The files that `path` names, without those that a folder or glob holds beside its documents.
+
+    Args:
+        ignored: takes the files that are left out, because of their format or as descriptions.
 
     Raises:
         UserError: there are none, or a file that is named by itself has an unknown format.
     """
+    ignored = [] if ignored is None else ignored
     chosen: list[Path] = []
-    ignored: list[Path] = []
     for name in [path] if isinstance(path, str) else path:
         files = find_files(name, key)
         if os.path.isfile(os.path.expanduser(name)):
@@ -231,9 +239,40 @@ def find_text_files(path: str | Sequence[str], key: str) -> list[Path]:
         where = listed([path] if isinstance(path, str) else path)
         raise UserError(f"{key}: no documents in {where}, only {names}; {_FORMATS_READ}")
     if ignored:
-        kinds = listed(sorted({file.name for file in ignored}), 6)
-        logger.info(f"{key}: ignoring {plural(len(ignored), 'file')} without documents: {kinds}")
+        text = f"{key}: reading {len(chosen):,} of {count_files(chosen, ignored)}"
+        unknown = sum(not format_of(file) for file in ignored)
+        if unknown > len(chosen):
+            logger.warning(f"{text}. {_FORMATS_READ[0].upper()}{_FORMATS_READ[1:]}")
+        else:
+            logger.info(text)
     return chosen
+
+
+def count_files(chosen: Sequence[Any], ignored: Sequence[Path]) -> str:
+    """`150 files; ignoring 143 without documents (96 .gz, 47 without an ending): a.gz, ...`."""
+    text = plural(len(chosen) + len(ignored), "file")
+    if not ignored:
+        return text
+    kinds = ", ".join(f"{number:,} {ending}" for ending, number in _endings(ignored).items())
+    names = listed(sorted({printable(file.name) for file in ignored}), 6)
+    return f"{text}; ignoring {len(ignored):,} without documents ({kinds}): {names}"
+
+
+def ignored_files(ignored: Sequence[Path]) -> dict[str, Any]:
+    """The files that were left out, for reports: their number, by ending, and the first ones."""
+    return {
+        "files": len(ignored),
+        "endings": dict(_endings(ignored)),
+        "first": [printable(str(file)) for file in ignored[:_LISTED]],
+    }
+
+
+def _endings(files: Sequence[Path]) -> dict[str, int]:
+    counts = Counter(printable(file.suffix.lower()) or "without an ending" for file in files)
+    common = counts.most_common(_ENDINGS)
+    if others := counts.total() - sum(number for _, number in common):
+        common.append(("others", others))
+    return dict(common)
 
 
 _FORMATS_READ = (

@@ -12,7 +12,7 @@ from torchtitan.config.sections.data import Source
 from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.tokenizer import PLAIN
 from torchtitan.data.read.corpus import Corpus, RawDocument
-from torchtitan.data.read.files import find_token_files
+from torchtitan.data.read.files import find_token_files, ignored_files
 from torchtitan.data.read.opening import DataError
 from torchtitan.data.read.streams import StreamCursor, open_stream
 from torchtitan.data.registered import RegisteredDocuments, open_custom
@@ -80,19 +80,19 @@ def _key(spec: DataSpec, source: Source) -> str:
 
 def _texts(spec: DataSpec, source: Source, options: ReadOptions, corpus: Corpus) -> Reading:
     tally = Tally(spec.tokenizer.vocab_size, options.seed)
-    files = plural(len(corpus.stamps), "file") if corpus.stamps else "demo text"
+    ignored = ignored_files(corpus.ignored)
     if options.sample and corpus.stamps and corpus.size > WHOLE_BELOW * options.sample:
         draws = draw_items(corpus.stamps, source.column, options.sample, options.seed)
         if options.sample < _DRAWN_ALONE:
             options = replace(options, workers=1)
         _encode_drawn(spec, source, options, draws, tally=tally)
-        return Reading(tally, files, corpus.size)
+        return Reading(tally, corpus.sources(), corpus.size, ignored=ignored)
     if corpus.size < _ALONE:
         options = replace(options, workers=1)
     with (meter := Meter(corpus.size)).bar:
         items = corpus.items(meter.advance)
         _encode_whole(spec, source, options, items, tally=tally, meter=meter)
-    return Reading(tally, files, corpus.size)
+    return Reading(tally, corpus.sources(), corpus.size, ignored=ignored)
 
 
 def _registered(

@@ -82,6 +82,7 @@ def _source_data(
         "longer": columns.longer_than(spec.longest_row),
         "bad": bad,
         "first_bad": tally.first_bad,
+        "ignored": reading.ignored,
         "duplicates": report.get("duplicates", tally.duplicates()),
         "vocabulary": vocabulary.use(tally.read, tally.counts),
     }

@@ -161,3 +161,5 @@ class Reading:
     """Counts from `torchtitan tokenize`; None without a report."""
     is_stream: bool = False
     """Whether only the first documents of a stream were read."""
+    ignored: dict[str, Any] | None = None
+    """Files beside the documents, see `files.ignored_files`; None without files of documents."""
