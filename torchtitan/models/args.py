@@ -172,7 +172,7 @@ class DecoderArgs(ModelArgs):
     logit_softcap: Scale | None = None
     """Largest absolute logit: `cap tanh(logit / cap)` (Gemma 2, arXiv:2408.00118)."""
     init_std: Scale = 0.02
-    """Standard deviation of the initial weights, but for the embedding and the output."""
+    """Standard deviation of the initial weights, but for an untied embedding and output."""
     n_mtp: Annotated[int, Field(ge=0, le=16)] = 0
     """Modules that predict further tokens in training (multi-token prediction, DeepSeek-V3,
     arXiv:2412.19437, section 2.2).

@@ -21,6 +21,10 @@ def init(fqn: str, args: DecoderArgs) -> Init:
     Matrices that write into the residual stream are scaled by 1/sqrt(2 * depth), as in GPT-2, which
     bounds the stream's variance. The output projection has standard deviation 1/sqrt(dim): logits
     start with unit variance, and the first loss is ln(vocab) + 1/2.
+
+    A tied embedding has at most `init_std`, as in published models. At 1/sqrt(dim), the embedding
+    would dominate the stream of a narrow model, which then predicts every token to repeat, with a
+    logit of sqrt(dim). With `init_std`, the first loss is ln(vocab) to ln(vocab) + 1/2.
     """
     path = fqn.split(".")
     if "delta" in path:
@@ -33,8 +37,7 @@ def init(fqn: str, args: DecoderArgs) -> Init:
         return Init("zeros")
     output = (args.mup_base_dim or args.dim) ** -0.5
     if path[0] == "tok_embeddings":
-        # A tied embedding is also the output projection, so it gets that scale.
-        return Init("normal", output if args.tie_embeddings else 1.0)
+        return Init("normal", min(args.init_std, output) if args.tie_embeddings else 1.0)
     if path[0] == "output":
         return Init("normal", output)
     std = args.init_std * mup.std_factor(fqn, args)
