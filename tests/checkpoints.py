@@ -62,7 +62,8 @@ def lane(index: int) -> dict[str, Any]:
 def small_checkpointer(folder: Path, features: int = 4, **settings: Any) -> Checkpointer:
     """A checkpointer of one linear layer, its folder being `folder` itself. Called by all ranks."""
     model = nn.Linear(features, 3)
-    config = schema.Checkpoint(enable=True, folder=str(folder), keep_latest_k=0, **settings)
+    settings = {"keep_latest_k": 0, **settings}
+    config = schema.Checkpoint(enable=True, folder=str(folder), **settings)
     trained = TrainedModel([model], torch.optim.AdamW(model.parameters()))
     return Checkpointer(config, str(folder.parent), trained, ABOUT)
 

@@ -109,17 +109,6 @@ LAYOUT_CASES = {
                 *ELASTIC,
                 "--training.global_batch_size=8",
                 "--checkpoint.enable",
-                "--checkpoint.load_step=4",
-            ],
-            "would go back to step 4",
-            ["--checkpoint.load_step=-1"],
-        ),
-        (
-            3,
-            [
-                *ELASTIC,
-                "--training.global_batch_size=8",
-                "--checkpoint.enable",
                 "--checkpoint.exclude_from_loading=dataloader",
             ],
             "would lose these parts",

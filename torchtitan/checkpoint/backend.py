@@ -18,8 +18,10 @@ from torchtitan.utils.storage import is_remote
 class Storage(Protocol):
     """The storage that saves write and resumes read. A rehearsal implements it without files."""
 
-    def steps(self, folder: Path) -> list[int]:
-        """Steps with a complete checkpoint, oldest first."""
+    def steps(self, folder: Path, *, abandoned: bool = False) -> list[int]:
+        """Steps with a complete checkpoint, oldest first: those to continue from, or those that a
+        run has abandoned.
+        """
 
     def manifest_bytes(self, path: Path) -> bytes:
         """The manifest of the checkpoint `path`. Raises OSError if it can't be read."""
@@ -49,8 +51,8 @@ class Storage(Protocol):
 class FolderStorage:
     """Folders of checkpoints, local or at a URL."""
 
-    def steps(self, folder: Path) -> list[int]:
-        return committed_steps(folder)
+    def steps(self, folder: Path, *, abandoned: bool = False) -> list[int]:
+        return committed_steps(folder, abandoned=abandoned)
 
     def manifest_bytes(self, path: Path) -> bytes:
         return manifest_bytes(path)

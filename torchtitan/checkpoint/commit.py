@@ -10,6 +10,9 @@ Object storage can't rename. There, a checkpoint is written under its own name, 
 last; without it, it doesn't count as one. Deletion removes the manifest first. `.incomplete` marks
 a checkpoint being written or deleted.
 
+A run that goes back to an earlier step abandons the later ones: a file `abandoned` in their folders
+keeps every start from resuming them. A save of the same step replaces it with its folder.
+
 `writer.py` commits from DCP's storage writer, so saves in the background commit in the same way.
 """
 
@@ -18,7 +21,7 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,12 +32,16 @@ from torchtitan.checkpoint.format.index import listed_files
 from torchtitan.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, read_manifest
 from torchtitan.checkpoint.format.sums import crc32
 from torchtitan.utils.errors import CheckpointError, DamageError
+from torchtitan.utils.files import read_regular
 from torchtitan.utils.logging import event, logger
 from torchtitan.utils.storage import delete_tree, is_remote, make_folder, patiently
 from torchtitan.utils.wording import listed
 
 MARK = ".incomplete"
 """Name of the file that marks a checkpoint at a URL as being written or deleted."""
+ABANDONED = "abandoned"
+"""Name of the file that marks a checkpoint as abandoned. Holds the step that the run went back to.
+"""
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
@@ -42,24 +49,38 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step}"
 
 
-def committed_steps(folder: Path) -> list[int]:
-    """Steps with a committed checkpoint, oldest first."""
+def committed_steps(folder: Path, *, abandoned: bool = False) -> list[int]:
+    """Steps with a committed checkpoint, oldest first: those that the run can continue from.
+
+    Args:
+        abandoned: the abandoned ones instead.
+    """
 
     def look() -> list[int]:
-        return [step for step, path in _steps(folder) if (path / MANIFEST).is_file()]
+        return [
+            step
+            for step, path in _steps(folder)
+            if (path / MANIFEST).is_file() and (path / ABANDONED).is_file() == abandoned
+        ]
 
     return sorted(patiently(folder, look))
 
 
-def checkpoints_at(path: Path) -> list[Path]:
+def checkpoints_at(path: Path, *, abandoned: bool = False) -> list[Path]:
     """The checkpoint at `path`, or those in the folder `path`, oldest first.
+
+    Args:
+        abandoned: include those.
 
     Raises:
         CheckpointError: there is none.
     """
     if patiently(path, lambda: (path / MANIFEST).is_file()):
         return [path]
-    if steps := committed_steps(path):
+    steps = committed_steps(path)
+    if abandoned:
+        steps = sorted([*steps, *committed_steps(path, abandoned=True)])
+    if steps:
         return [step_folder(path, step) for step in steps]
     kind = "holds no complete checkpoint" if path.is_dir() else "does not exist"
     raise CheckpointError(f"{path} {kind}; give a step-N folder, or a folder of them")
@@ -146,6 +167,43 @@ def remove(path: Path) -> None:
     patiently(path, lambda: delete_tree(old))
 
 
+def abandoned_at(path: Path) -> int | None:
+    """The step that the run went back to when it abandoned the checkpoint `path`; None if it
+    didn't.
+    """
+    mark = path / ABANDONED
+    if not patiently(path, mark.is_file):
+        return None
+    text = patiently(path, lambda: read_regular(mark, 20))
+    return int(text) if text.isdigit() else 0  # cut off by a crash: assume the furthest
+
+
+def go_back(folder: Path, step: int) -> list[int]:
+    """Abandon the checkpoints that a run doesn't continue when it goes on from `step`.
+
+    These are the later ones. If `step` itself was abandoned, they are those since the run went
+    back, and `step` is no longer abandoned. A crash in between leaves a folder from which the same
+    call does the rest.
+
+    Returns:
+        The newly abandoned steps, oldest first.
+    """
+    earlier = abandoned_at(step_folder(folder, step))
+    fork = step if earlier is None else earlier
+    gone = [other for other in committed_steps(folder) if other > fork and other != step]
+    marked = [
+        other
+        for other in committed_steps(folder, abandoned=True)
+        if other != step and (abandoned_at(step_folder(folder, other)) or 0) > fork
+    ]
+    for other in sorted([*gone, *marked], reverse=True):
+        write_file(step_folder(folder, other) / ABANDONED, str(fork).encode())
+    if earlier is not None:
+        mark = step_folder(folder, step) / ABANDONED
+        patiently(folder, lambda: mark.unlink(missing_ok=True))
+    return gone
+
+
 def leftovers(folder: Path) -> list[Path]:
     """Folders of saves and deletions that were interrupted or are in progress."""
     if is_remote(folder):
@@ -161,11 +219,23 @@ def unknown(folder: Path) -> list[Path]:
     return sorted(p for _, p in _steps(folder) if not any((p / name).is_file() for name in known))
 
 
-def clean(folder: Path) -> list[str]:
-    """Delete the remains of interrupted saves and deletions; returns their names."""
-    remains = leftovers(folder)
+def clean(folder: Path, keep: Collection[int] = ()) -> list[str]:
+    """Delete the remains of interrupted saves and deletions; returns their names.
+
+    A complete checkpoint at a URL loses its `.incomplete`: the run was killed between its last two
+    files, or as it began to delete it.
+
+    Args:
+        keep: steps at a URL that are still being written.
+    """
+    kept = {step_folder(folder, step).name for step in keep}
+    remains = [path for path in leftovers(folder) if path.name not in kept]
     for path in remains:
-        delete_tree(path)
+        patiently(path, lambda path=path: delete_tree(path))  # type: ignore[misc]
+    if is_remote(folder):
+        for _, path in _steps(folder):
+            if (path / MARK).is_file() and (path / MANIFEST).is_file():
+                patiently(path, lambda path=path: (path / MARK).unlink(missing_ok=True))  # type: ignore[misc]
     return [path.name for path in remains]
 
 
@@ -202,17 +272,26 @@ def disposable(
 ) -> list[int]:
     """Steps to delete: not the newest `keep_latest`, nor multiples of `keep_every`.
 
-    The newest checkpoint that can be resumed always stays.
+    The newest checkpoint that can be resumed always stays. Abandoned ones count as the oldest, and
+    their multiples don't stay.
 
     Args:
-        newest: ignore later steps, which a run that was rewound has yet to replace.
+        newest: ignore later steps, which a run that went back has yet to reach.
     """
-    steps = [step for step in committed_steps(folder) if newest is None or step <= newest]
+    steps, abandoned = (
+        [
+            step
+            for step in committed_steps(folder, abandoned=marked)
+            if newest is None or step <= newest
+        ]
+        for marked in (False, True)
+    )
     resumable = (step for step in reversed(steps) if _is_resumable(step_folder(folder, step)))
-    keep = {*steps[max(len(steps) - keep_latest, 0) :], next(resumable, None)}
+    by_age = [*abandoned, *steps]
+    keep = {*by_age[max(len(by_age) - keep_latest, 0) :], next(resumable, None)}
     if keep_every:
         keep |= {step for step in steps if step % keep_every == 0}
-    return [step for step in steps if step not in keep]
+    return [step for step in by_age if step not in keep]
 
 
 def purge(folder: Path, keep_latest: int, keep_every: int, newest: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchtitan.checkpoint.commit import abandoned_at
 from torchtitan.checkpoint.format.manifest import Manifest, read_manifest
 from torchtitan.checkpoint.load import Reader
 from torchtitan.config.load.keys import FIELDS
@@ -42,6 +43,7 @@ def as_data(step: Path, manifest: Manifest) -> dict[str, Any]:
         "path": str(step),
         **manifest.model_dump(include=same),
         "resumable": not manifest.model_only,
+        "abandoned": abandoned_at(step) is not None,
         "bytes": manifest.tensor_bytes,
         "files": manifest.file_count(),
         "file_bytes": manifest.file_bytes(),
@@ -62,7 +64,7 @@ def overview(checkpoints: Sequence[tuple[Path, Manifest]]) -> str:
     if len(checkpoints) == 1:
         return "\n".join(_page(*checkpoints[0]))
     rows = [("step", "saved", "parameters", "size", "weights", "tokens", "resumable")]
-    for _, manifest in checkpoints:
+    for step, manifest in checkpoints:
         state = manifest.train_state
         rows.append(
             (
@@ -72,7 +74,7 @@ def overview(checkpoints: Sequence[tuple[Path, Manifest]]) -> str:
                 show_size(manifest.file_bytes()),
                 ", ".join(manifest.tensor_bytes.get("model", {})),
                 "" if state is None else f"{state.progress.tokens:,}",
-                _kind(manifest) if manifest.model_only else "yes",
+                _resumable(step, manifest),
             )
         )
     return aligned(rows)
@@ -80,7 +82,10 @@ def overview(checkpoints: Sequence[tuple[Path, Manifest]]) -> str:
 
 def _page(step: Path, manifest: Manifest) -> Iterator[str]:
     yield str(step)
-    limits = f" ({_kind(manifest)}: can't be resumed)" if manifest.model_only else ""
+    resumable = _resumable(step, manifest)
+    limits = f" ({resumable}: can't be resumed)" if manifest.model_only else ""
+    if not manifest.model_only and resumable != "yes":
+        limits = f" ({resumable})"
     rows = [
         ("step", f"{manifest.step}{limits}"),
         ("saved", manifest.saved),
@@ -119,6 +124,14 @@ def _page(step: Path, manifest: Manifest) -> Iterator[str]:
             yield f"  {title}"
         for key, value in flat(table).items():
             yield f"    {key} = {value}"
+
+
+def _resumable(step: Path, manifest: Manifest) -> str:
+    """Whether a start resumes it, in words."""
+    if manifest.model_only:
+        return _kind(manifest)
+    back_to = abandoned_at(step)
+    return "yes" if back_to is None else f"abandoned: the run went back to step {back_to}"
 
 
 def _kind(manifest: Manifest) -> str:

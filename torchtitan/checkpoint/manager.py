@@ -12,20 +12,21 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.checkpoint.backend import FolderStorage, Storage
-from torchtitan.checkpoint.commit import discard, prepare, purge, step_folder
+from torchtitan.checkpoint.commit import discard, go_back, prepare, purge, step_folder
 from torchtitan.checkpoint.format.manifest import CheckpointInfo, checked
 from torchtitan.checkpoint.load import PhaseError, describe
-from torchtitan.checkpoint.resume import Resumed, agreed_steps, load_initial, load_newest
+from torchtitan.checkpoint.resume import Resumed, agreed_steps, load_initial, load_newest, went_back
 from torchtitan.checkpoint.save import Stager, Writer, build_stager, save
 from torchtitan.checkpoint.state import TrainedModel
 from torchtitan.checkpoint.upload import Uploader
 from torchtitan.config.sections import schema
 from torchtitan.data.read.contents import CONTENTS
-from torchtitan.parallel.agree import from_rank_0
+from torchtitan.parallel.agree import from_rank_0, together
 from torchtitan.utils.activity import CHECKPOINT_GROUP, SAVING, phase
 from torchtitan.utils.errors import CheckpointError, FormatBugError, from_another_rank
 from torchtitan.utils.logging import event, logger
 from torchtitan.utils.storage import storage_path
+from torchtitan.utils.wording import listed
 
 
 class Checkpointer:
@@ -69,6 +70,7 @@ class Checkpointer:
         self._step_in_flight = 0
         self.newest_step = 0
         """The step last saved or resumed from, on rank 0; 0 if there is none."""
+        self._resumed_in = self.folder
         self.group: dist.ProcessGroup | None = None
         """The group of all ranks for the collectives of saves and exports."""
         self._stager: Stager | None = None
@@ -246,7 +248,8 @@ class Checkpointer:
     def resume(self) -> Resumed | None:
         """Load the newest complete checkpoint of this run, or `load_step`; None if there is none.
 
-        A damaged one is reported, and the one before it is loaded instead.
+        A damaged one is reported, and the one before it is loaded instead. If the same command has
+        gone back to `load_step` before, and saved since, it continues from there.
 
         Raises:
             CheckpointError: `load_step` or every checkpoint is missing or damaged, or they are of
@@ -256,9 +259,16 @@ class Checkpointer:
             return None
         folder, steps = self._available()
         step = self.config.load_step
-        if step >= 0:
-            if step not in steps:
-                have = ", ".join(map(str, steps)) or "none"
+        if step >= 0 and went_back(self.storage, folder, steps, step, self.run_info["config"]):
+            logger.warning(
+                f"checkpoint.load_step = {step}: the same command has gone back to step {step} "
+                "before, and continues from what it has saved since. To go back once more, move "
+                f"{listed(f'step-{later}' for later in steps if later > step)} out of {folder}"
+            )
+        elif step >= 0:
+            abandoned = agreed_steps(self.storage, folder, abandoned=True)
+            if step not in [*steps, *abandoned]:
+                have = ", ".join(map(str, sorted([*steps, *abandoned]))) or "none"
                 raise CheckpointError(
                     f"checkpoint.load_step: {folder} has no step {step} (it has: {have})"
                 )
@@ -291,6 +301,38 @@ class Checkpointer:
                 return folder, steps
         return self.folder, []
 
+    def settle_folder(self, step: int, *, trains: bool) -> None:
+        """Bring the folder in line with the step that the run has resumed from or gone back to:
+        abandon later checkpoints, and delete what was left to delete.
+
+        Args:
+            trains: the run goes on from there; else later checkpoints stay as they are.
+
+        Raises:
+            CheckpointError: the folder can't be written to.
+        """
+        if self.saving and step:
+            together(lambda: self._settle(step, trains) if dist.get_rank() == 0 else None)
+
+    def _settle(self, step: int, trains: bool) -> None:
+        try:
+            gone = go_back(self._resumed_in, step) if trains else []
+            if gone:
+                names = listed(f"step-{other}" for other in gone)
+                logger.warning(
+                    f"The run goes back to step {step}: {names} in {self._resumed_in} "
+                    f"{'is' if len(gone) == 1 else 'are'} abandoned, as are exports of them. No "
+                    "start resumes an abandoned step, unless checkpoint.load_step names it",
+                    extra=event("abandoned", step, steps=gone, folder=str(self._resumed_in)),
+                )
+            purge(self.folder, self.config.keep_latest_k, self.config.keep_every_n, step)
+        except OSError as error:
+            raise CheckpointError(
+                f"can't write to {self._resumed_in}: {error.strerror or error}"
+            ) from error
+        if self._uploader is not None:
+            self._uploader.wake()
+
     def rewind(self, step: int) -> Resumed | None:
         """Load this run's newest complete checkpoint before `step`; None if there is none.
 
@@ -299,10 +341,15 @@ class Checkpointer:
         """
         self.wait()
         folder, steps = self._available(before=step)
-        return self._at(load_newest(self.storage, folder, steps, self.trained))
+        resumed = self._at(load_newest(self.storage, folder, steps, self.trained))
+        if resumed is not None:
+            self.settle_folder(resumed.step, trains=True)
+        return resumed
 
     def _at(self, resumed: Resumed | None) -> Resumed | None:
         self.newest_step = resumed.step if resumed is not None else 0
+        if resumed is not None:
+            self._resumed_in = resumed.path.parent
         return resumed
 
     def load_initial(self, path: Path) -> Resumed | None:

@@ -3,10 +3,12 @@
 import socket
 import time
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli
 import torch.distributed as dist
 
 from torchtitan.checkpoint.backend import Storage
@@ -21,6 +23,15 @@ from torchtitan.parallel.agree import from_rank_0, together
 from torchtitan.utils.errors import CheckpointError, DamageError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.process import first_of_node
+from torchtitan.utils.wording import flat
+
+_MAY_DIFFER = (
+    "training.steps",
+    "training.local_batch_size",
+    "lr_scheduler.total_steps",
+    "lr_scheduler.warmup_steps",
+)
+"""Keys in which the same command differs on other ranks or with more steps; some are derived."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +116,11 @@ def load_initial(
     return None if model_only else Resumed(manifest.step, manifest.state(), manifest, path)
 
 
-def agreed_steps(storage: Storage, folder: Path) -> list[int]:
-    """The committed steps, as rank 0 sees them.
+def agreed_steps(storage: Storage, folder: Path, *, abandoned: bool = False) -> list[int]:
+    """The steps that can be resumed, as rank 0 sees them.
+
+    Args:
+        abandoned: those that a run has abandoned instead.
 
     Raises:
         CheckpointError: rank 0 can't read the folder.
@@ -114,13 +128,40 @@ def agreed_steps(storage: Storage, folder: Path) -> list[int]:
     steps: list[int] | str = []
     if dist.get_rank() == 0:
         try:
-            steps = storage.steps(folder)
+            steps = storage.steps(folder, abandoned=abandoned)
         except OSError as error:
             steps = f"checkpoint.folder: can't read {folder}: {error.strerror or error}"
     steps = from_rank_0(steps)
     if isinstance(steps, str):
         raise CheckpointError(steps)
     return steps
+
+
+def went_back(storage: Storage, folder: Path, steps: Sequence[int], step: int, config: str) -> bool:
+    """Whether the same command has gone back to `step` before, and has saved the newest of `steps`
+    since. Further training steps and another layout count as the same command.
+
+    Args:
+        config: this run's configuration, as in manifests.
+    """
+
+    def look() -> bool:
+        for later in reversed([known for known in steps if known > step]):
+            path = step_folder(folder, later)
+            with suppress(DamageError, OSError):
+                written = read_manifest(path, storage.manifest_bytes(path)).settings()
+                return _compared(written) == _compared(tomli.loads(config))
+        return False
+
+    return from_rank_0(look() if dist.get_rank() == 0 else False)
+
+
+def _compared(settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in flat(settings).items()
+        if key not in _MAY_DIFFER and not key.startswith("parallelism.")
+    }
 
 
 def wait_until_visible(path: Path, storage: Storage) -> bytes | None:

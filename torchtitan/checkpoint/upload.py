@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.checkpoint.commit import (
+    ABANDONED,
     MARK,
+    abandoned_at,
+    clean,
     committed_steps,
     disposable,
-    leftovers,
     purge,
     remove,
     step_folder,
@@ -40,7 +42,7 @@ from torchtitan.checkpoint.format.manifest import (
 from torchtitan.utils.errors import DamageError, UserError
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.logging import logger
-from torchtitan.utils.storage import delete_tree, patiently
+from torchtitan.utils.storage import patiently
 from torchtitan.utils.wording import listed, plural, show_duration
 
 _CHUNK = 1 << 22
@@ -89,18 +91,26 @@ def send(
         raise GoneError(f"{source} was deleted") from None
     manifest = read_manifest(source, content)
     if _read(target / MANIFEST) == content:
+        for name in (MARK, ABANDONED) if rank == 0 else ():  # left by a kill, or from before
+            patiently(target, lambda name=name: (target / name).unlink(missing_ok=True))  # type: ignore[misc]
         return 0
     if not _begun(target, hashlib.sha256(content).hexdigest().encode(), rank):
         return None
     sent = 0
     uploaded = _sizes(target)
+    mine = []
     try:
         for name, entry in listed_files(source, manifest, rank, world):
+            mine.append(target / name)
             if uploaded.get(name) != entry.bytes:
                 _send_file(source, target, name, entry, proceed=proceed)
                 sent += entry.bytes
-    except DamageError as error:
         if not (source / MANIFEST).exists():
+            raise GoneError(f"{source} was deleted")
+    except (DamageError, GoneError) as error:
+        if isinstance(error, GoneError) or not (source / MANIFEST).exists():
+            for path in mine:  # rank 0 may have deleted what there was before
+                patiently(target, lambda path=path: path.unlink(missing_ok=True))  # type: ignore[misc]
             raise GoneError(f"{source} was deleted") from None
         cause = error.__cause__
         if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
@@ -297,7 +307,7 @@ class Uploader:
     def _send_all(self) -> None:
         if self.rank == 0:
             self.confirm()
-            self._clean()
+            self._tidy()
         began = time.monotonic()
         while waiting := self._pending():
             if self.rank == 0 and len(waiting) > 1 and waiting[-1] != self._newest:
@@ -310,6 +320,8 @@ class Uploader:
             if self._finishing.is_set() and time.monotonic() - began > _PATIENCE_SECONDS:
                 raise TimeoutError(f"other ranks have not sent their part of {_names(waiting)}")
             self._stopped.wait(_POLL_SECONDS)
+        if self.rank == 0:
+            self._tidy()
 
     def _send(self, step: int) -> bool:
         """Send a checkpoint, or this rank's share; returns whether nothing is left to do."""
@@ -326,7 +338,7 @@ class Uploader:
                 logger.warning(
                     f"step-{step} was deleted before it was uploaded: it was older than those kept"
                 )
-                self._clean()
+                self._tidy()
             return True
         except DamageError as error:
             logger.warning(f"Not uploaded: {error}")
@@ -337,19 +349,27 @@ class Uploader:
         self._done[step] = state
         if self.rank == 0 and sent:
             logger.info(f"Uploaded {target} in {show_duration(time.monotonic() - began)}")
-            purge(self.target, self.keep_latest, self.keep_every, step)
+            self._tidy()
         return True
 
     def _proceed(self) -> None:
         if self._stopped.is_set():
             raise _StoppedError
 
-    def _clean(self) -> None:
-        """Delete the beginnings of copies of checkpoints that no longer exist."""
-        known = {step_folder(self.target, step).name for step in committed_steps(self.source)}
-        for path in leftovers(self.target):
-            if path.name not in known:
-                patiently(path, lambda path=path: delete_tree(path))  # type: ignore[misc]
+    def _tidy(self) -> None:
+        """Bring the copies in line with the run: delete the beginnings of copies of checkpoints
+        that no longer exist, abandon what the run has abandoned, and delete old copies.
+        """
+        steps = committed_steps(self.source)
+        clean(self.target, keep=steps)
+        if not steps:
+            return
+        abandoned = committed_steps(self.source, abandoned=True)
+        for step in committed_steps(self.target):
+            if step in abandoned or step > steps[-1]:
+                back_to = abandoned_at(step_folder(self.source, step)) or steps[-1]
+                write_file(step_folder(self.target, step) / ABANDONED, str(back_to).encode())
+        purge(self.target, self.keep_latest, self.keep_every, steps[-1])
 
 
 def _names(steps: list[int]) -> str:

@@ -33,7 +33,7 @@ def inspect(options: argparse.Namespace) -> int:
 
     checkpoints = []
     damaged = []
-    for step in checkpoints_at(options.path):
+    for step in checkpoints_at(options.path, abandoned=True):
         try:
             checkpoints.append((step, read_manifest(step)))
         except DamageError as error:
@@ -48,12 +48,12 @@ def inspect(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    from torchtitan.checkpoint.commit import checkpoints_at, damage, leftovers
+    from torchtitan.checkpoint.commit import abandoned_at, checkpoints_at, damage, leftovers
     from torchtitan.checkpoint.format.index import read_index
     from torchtitan.checkpoint.format.manifest import read_manifest
 
     bad = 0
-    for step in checkpoints_at(options.path):
+    for step in checkpoints_at(options.path, abandoned=True):
         try:
             manifest = read_manifest(step)
             problems = list(damage(step, manifest))
@@ -66,7 +66,8 @@ def verify(options: argparse.Namespace) -> int:
             print("\n  ".join([f"{step}: damaged", *problems]))
         else:
             size = manifest.file_bytes()
-            print(f"{step}: OK, {manifest.file_count()} files, {size:,} bytes")
+            note = "" if abandoned_at(step) is None else "; abandoned"
+            print(f"{step}: OK, {manifest.file_count()} files, {size:,} bytes{note}")
     for path in leftovers(options.path):
         print(
             f"{path}: left by an interrupted save, or a save in progress; the run's next "
@@ -111,6 +112,9 @@ def prune(options: argparse.Namespace) -> int:
             remove(step_folder(options.path, step))
     remaining = [step for step in committed_steps(options.path) if step not in doomed]
     print(f"kept: {', '.join(map(str, remaining)) or 'none; there are no checkpoints here'}")
+    abandoned = committed_steps(options.path, abandoned=True)
+    if kept_aside := [step for step in abandoned if step not in doomed]:
+        print(f"abandoned, and kept: {', '.join(map(str, kept_aside))}")
     return 0
 
 

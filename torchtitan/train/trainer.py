@@ -232,6 +232,8 @@ class Trainer:
         run_record = self.telemetry.run_record
         try:
             with self.telemetry.profiler.capture_oom():
+                step = self.progress.step
+                self.checkpointer.settle_folder(step, trains=step < steps)
                 self.engine.notify("on_start")
                 batches = iter(self.components.loader) if self.progress.step < steps else iter(())
                 any_stop = AnyRank(self.stop_request.requested, self.device)

@@ -29,8 +29,8 @@ def event(kind: str, step: int | None = None, **details: Any) -> dict[str, Any]:
     """Marks a line of the log as an event: `logger.info("Saved ...", extra=event("saved", 100))`.
 
     Args:
-        kind: started, resumed, saved, deleted, spike, skipped, rewound, stage, straggler,
-            preempted, failed or finished.
+        kind: started, resumed, saved, deleted, abandoned, spike, skipped, rewound, stage,
+            straggler, preempted, failed or finished.
         details: more keys, whose values JSON can hold.
     """
     return {EVENT: {"kind": kind, "step": step, **details}}

@@ -109,11 +109,6 @@ def elastic_run_can_resume(config: Config, facts: Facts) -> Iterator[str]:
             f"checkpoint.enable: {why} resumes from checkpoints; set enable = true and load_only "
             "= false"
         )
-    if c.load_step >= 0:
-        yield (
-            f"checkpoint.load_step: with {why} every restart would go back to step {c.load_step}; "
-            "set -1"
-        )
     if c.exclude_from_loading:
         yield (
             f"checkpoint.exclude_from_loading: with {why} every restart would lose these parts; "

@@ -164,7 +164,9 @@ class Checkpoint(Section):
     keep_every_n: StepsOrZero = 0
     """Also keep, forever, the checkpoints at multiples of this many steps. 0: none."""
     load_step: StepsOrDefault = -1
-    """Resume from this step. -1: from the newest complete checkpoint."""
+    """Resume from this step, and abandon later ones. The same command then continues what it has
+    saved since. -1: resume from the newest complete checkpoint.
+    """
     exclude_from_loading: list[
         Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state", "ema"]
     ] = []

@@ -173,8 +173,8 @@ class NoFiles:
         self._manifest = manifest
         self._index = index
 
-    def steps(self, folder: Path) -> list[int]:
-        return [] if self._manifest is None else [self._manifest.step]
+    def steps(self, folder: Path, *, abandoned: bool = False) -> list[int]:
+        return [] if self._manifest is None or abandoned else [self._manifest.step]
 
     def manifest_bytes(self, path: Path) -> bytes:
         assert self._manifest is not None

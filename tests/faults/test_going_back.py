@@ -1,0 +1,224 @@
+"""A run that goes back to an earlier step continues from what it saved last, never from what it
+left.
+"""
+
+import shutil
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from tests.checkpoints import ABOUT, small_checkpointer, train_state
+from torchtitan.checkpoint import commit, upload
+from torchtitan.checkpoint.commit import ABANDONED, abandoned_at, committed_steps
+from torchtitan.checkpoint.upload import Uploader
+from torchtitan.commands import ckpt
+from torchtitan.utils import storage
+from torchtitan.utils.logging import logger
+from torchtitan.utils.storage import storage_path
+
+pytest.importorskip("upath")
+
+
+class Killed(BaseException):
+    """Stands for a kill."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(params=["folder", "URL"])
+def folder(request, tmp_path):
+    if request.param == "folder":
+        yield tmp_path / "checkpoint"
+    else:
+        url = storage_path(f"memory://{tmp_path.name}")
+        yield url
+        storage.delete_tree(url)
+
+
+def start(folder, *saves, last=20, config="", **settings):
+    """One start of a run: resume, train, save at some steps. Returns the step resumed from."""
+    config = config or f"checkpoint.load_step = {settings.get('load_step', -1)}"
+    checkpointer = small_checkpointer(folder, **settings)
+    checkpointer.run_info = {**ABOUT, "config": config}
+    try:
+        resumed = checkpointer.resume()
+        step = resumed.step if resumed else 0
+        checkpointer.settle_folder(step, trains=step < last)
+        for param in checkpointer.trained.models[0].parameters():
+            param.grad = param.detach() * 0
+        checkpointer.trained.optimizer.step()
+        for save in saves:
+            checkpointer.save(save, train_state(save))
+        checkpointer.end_uploads(wait=True)
+    finally:
+        checkpointer.close()
+    return step
+
+
+def test_what_was_saved_last_is_newest(folder, caplog):
+    logger.addHandler(caplog.handler)
+    start(folder, 2, 4, 6, 8, 10)
+    assert start(folder, 7, 8, load_step=6) == 6
+    logger.removeHandler(caplog.handler)
+    assert "step-8, step-10 in" in caplog.text
+    assert "are abandoned" in caplog.text
+    events = [record.event for record in caplog.records if hasattr(record, "event")]
+    event = next(event for event in events if event["kind"] == "abandoned")
+    assert (event["step"], event["steps"]) == (6, [8, 10])
+    assert committed_steps(folder) == [2, 4, 6, 7, 8], "step 8 is the new one"
+    assert committed_steps(folder, abandoned=True) == [10]
+    assert start(folder, 9) == 8
+    assert start(folder) == 9
+
+
+def test_a_run_stopped_before_its_first_save_stays_where_it_went_back_to(folder):
+    start(folder, 2, 4, 6)
+    assert start(folder, load_step=4) == 4
+    assert start(folder) == 4
+
+
+def test_with_nothing_left_to_train_nothing_is_abandoned(folder):
+    start(folder, 2, 4, 6)
+    assert start(folder, load_step=4, last=4) == 4
+    assert committed_steps(folder) == [2, 4, 6]
+
+
+def test_the_same_command_goes_back_once_and_another_again(folder):
+    start(folder, 2, 4, 6)
+    same = "optimizer.lr = 1.0\ntraining.steps = {}\nparallelism.x = {}\ncheckpoint.load_step = 2"
+    assert start(folder, load_step=2, config=same.format(8, 1)) == 2
+    assert start(folder, 3, load_step=2, config=same.format(8, 1)) == 2, "nothing was saved"
+    assert start(folder, load_step=2, config=same.format(8, 1)) == 3
+    assert start(folder, 5, load_step=2, config=same.format(9, 4)) == 3, "more steps, other ranks"
+    other = same.format(9, 4).replace("lr = 1.0", "lr = 2.0")
+    assert start(folder, load_step=2, config=other) == 2
+    assert committed_steps(folder) == [2]
+    assert committed_steps(folder, abandoned=True) == [3, 4, 5, 6]
+
+
+def test_an_abandoned_step_can_be_returned_to(folder):
+    start(folder, 2, 4, 6, 8)
+    start(folder, 5, load_step=4)
+    assert start(folder, load_step=8) == 8
+    assert committed_steps(folder) == [2, 4, 8], "step 5 is of the other branch"
+    assert committed_steps(folder, abandoned=True) == [5, 6]
+    start(folder, 3, load_step=2)
+    assert committed_steps(folder) == [2, 3]
+    assert start(folder, load_step=8) == 8
+    assert committed_steps(folder) == [2, 8], "step 3 isn't an ancestor of step 8"
+
+
+def test_killed_while_it_marks_them_the_same_command_does_the_rest(folder):
+    start(folder, 2, 4, 6, 8)
+    real = commit.write_file
+
+    def once(path, content):
+        if path.parent.name == "step-4":
+            raise Killed
+        real(path, content)
+
+    with mock.patch.object(commit, "write_file", once), pytest.raises(Killed):
+        start(folder, load_step=2)
+    assert start(folder, load_step=2) == 2
+    assert committed_steps(folder) == [2]
+    (folder / "step-8" / ABANDONED).write_bytes(b"")  # cut off
+    assert abandoned_at(folder / "step-8") == 0
+    assert start(folder) == 2
+
+
+def test_retention_deletes_abandoned_steps_first_but_only_those_behind(folder):
+    start(folder, 2, 4, 6, 8, 12)
+    start(folder, 7, load_step=6, keep_latest_k=2)
+    assert committed_steps(folder) == [6, 7]
+    assert committed_steps(folder, abandoned=True) == [8, 12], "ahead of the run: kept aside"
+    start(folder, 9, keep_latest_k=2, keep_every_n=4)
+    assert committed_steps(folder) == [7, 9]
+    assert committed_steps(folder, abandoned=True) == [12]
+    start(folder, 12, keep_latest_k=2)
+    assert committed_steps(folder) == [9, 12]
+    assert committed_steps(folder, abandoned=True) == []
+
+
+def test_a_deletion_that_a_kill_prevented_is_made_up_for_at_the_next_start(folder):
+    start(folder, 2, 4, 6)
+    assert start(folder, keep_latest_k=2, last=6) == 6
+    assert committed_steps(folder) == [4, 6]
+
+
+def test_a_damaged_newest_step_is_abandoned_by_the_run_that_fell_back(folder):
+    start(folder, 2, 4, 6)
+    shard = folder / "step-6/__0_0.distcp"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1])
+    assert start(folder, 5) == 4
+    shard.write_bytes(content)  # a file system that has come back
+    assert start(folder) == 5
+
+
+def test_a_rewind_abandons_what_it_passes(folder):
+    start(folder, 2, 4, 6)
+    checkpointer = small_checkpointer(folder)
+    shard = folder / "step-6/__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert checkpointer.rewind(8).step == 4
+    checkpointer.close()
+    assert committed_steps(folder) == [2, 4]
+    assert committed_steps(folder, abandoned=True) == [6]
+
+
+def test_the_commands_tell_them_apart(tmp_path, capsys):
+    folder = tmp_path / "checkpoint"
+    start(folder, 2, 4, 6)
+    start(folder, 3, load_step=2)
+    ckpt.main(["inspect", str(folder)])
+    out = capsys.readouterr().out
+    assert out.count("abandoned: the run went back to step 2") == 2
+    ckpt.main(["verify", str(folder)])
+    out = capsys.readouterr().out
+    assert out.count("; abandoned") == 2
+    assert out.count("OK") == 4
+    assert commit.checkpoints_at(folder)[-1].name == "step-3"
+    ckpt.main(["prune", str(folder), "--keep-latest", "2"])
+    assert committed_steps(folder) == [2, 3]
+    assert committed_steps(folder, abandoned=True) == []
+
+
+def test_copies_follow_the_run(tmp_path, monkeypatch):
+    url = storage_path(f"memory://{tmp_path.name}")
+    monkeypatch.setattr(upload, "_POLL_SECONDS", 0.01)
+    folder = tmp_path / "checkpoint"
+    settings = {"upload_folder": str(url)}
+    start(folder, 2, 4, 6, 8, **settings)
+    assert committed_steps(url) == [2, 4, 6, 8]
+    start(folder, 5, load_step=4, **settings)
+    assert committed_steps(url) == committed_steps(folder) == [2, 4, 5]
+    assert committed_steps(url, abandoned=True) == [6, 8]
+    start(folder, load_step=8, **settings)
+    assert committed_steps(url) == committed_steps(folder) == [2, 4, 8]
+
+    shutil.rmtree(folder)
+    assert start(folder, 9, load_step=4, **settings) == 4, "from the copies"
+    assert committed_steps(url) == [2, 4, 9]
+    assert committed_steps(url, abandoned=True) == [5, 6, 8]
+    storage.delete_tree(url)
+
+
+def test_copies_are_as_many_as_are_kept(tmp_path, monkeypatch):
+    """Also where saves are faster than uploads: the newest is sent first, then an older one."""
+    url = storage_path(f"memory://{tmp_path.name}")
+    folder = tmp_path / "checkpoint"
+    start(folder, 1, 2)
+    uploader = Uploader(folder, url, 0, 1, keep_latest=2)
+    uploader.finish()
+    assert committed_steps(url) == [1, 2]
+    start(folder, 3, 4, keep_latest_k=2)
+    uploader = Uploader(folder, url, 0, 1, keep_latest=2)
+    uploader.finish()
+    assert committed_steps(url) == [3, 4]
+    storage.delete_tree(url)
