@@ -67,3 +67,18 @@ def test_a_changed_file_is_named_by_a_resume(ranks, tmp_path):
         Exception, match=r"validation\.dataset_path: the data has changed .* a\.jsonl has "
     ):
         ranks(2, train, argv)
+
+
+def test_a_run_below_the_folder_of_its_data(ranks, tmp_path):
+    """`dataset_path = "."` beside `outputs/` and the cache: a resume reads what the start read."""
+    extra = [
+        f"--training.dataset_path={tmp_path}",
+        f"--training.dataloader.cache_folder={tmp_path / 'cache'}",
+        "--logging.format=json",
+    ]
+    argv = arguments(tmp_path, *SAVE, SCHEDULE, *extra, steps=6)
+    ranks(2, train, [*argv, "--training.steps=3"])
+    ranks(2, train, argv)
+    step = tmp_path / "out/checkpoint/step-6"
+    (files,) = data_files(step, read_manifest(step))["sources"].values()
+    assert [file.name for file in files] == ["corpus.jsonl"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +13,7 @@ from tests.corpora import TOKENIZER, loader
 from torchtitan.commands import tokenize
 from torchtitan.data.encode.tokenizer import LONG
 from torchtitan.data.read.documents import LocalDocuments
-from torchtitan.data.read.files import find_text_files, find_token_files, ignored_files
+from torchtitan.data.read.files import Ignored, find_text_files, find_token_files
 from torchtitan.data.read.opening import DataError, FileStamp, open_plain
 from torchtitan.data.read.records import read_records
 from torchtitan.data.tokens.token_files import write_token_file
@@ -195,22 +196,103 @@ def test_files_of_other_formats_are_counted_and_named(tmp_path, caplog, monkeypa
     write_lines(tmp_path / "a.jsonl")
     for name in ("README.md", "x.gz", "\x1b[31m.gz", "copyright"):
         (tmp_path / name).write_text("text")
-    ignored = []
+    ignored = Ignored()
     assert find_text_files(str(tmp_path), "key", ignored) == [tmp_path / "a.jsonl"]
-    report = ignored_files(ignored)
+    report = ignored.as_data()
     assert report["files"] == 4
     assert report["endings"] == {".gz": 2, ".md": 1, "without an ending": 1}
     assert str(tmp_path / "copyright") in report["first"]
     (record,) = caplog.records
     assert record.levelname == "WARNING", "of unknown format are more than are read"
     assert record.getMessage().startswith(
-        "key: reading 1 of 5 files; ignoring 4 without documents (2 .gz, 1 .md, 1 without an "
+        "key: reading 1 file; ignoring 4 files without documents (2 .gz, 1 .md, 1 without an "
         "ending): ?[31m.gz, README.md, copyright, x.gz. Files must be of .jsonl"
     )
     for i in range(5):
         write_lines(tmp_path / f"{i}.jsonl")
     find_text_files(str(tmp_path / "*"), "key")
     assert caplog.records[-1].levelname == "INFO"
+
+
+RUN = ["run.json", "events.jsonl", "metrics.jsonl", "config.toml", "logs/rank_0.jsonl"]
+WRITTEN = {
+    "run": RUN,
+    "run that has just begun": [".lock", "logs/rank_0.jsonl"],
+    "run without a record": ["metrics.jsonl", "config.toml", "samples.jsonl"],
+    "checkpoint": ["manifest.json", "tensors.json", "__0.json", "data_files.json"],
+    "checkpoint, cut off": [".incomplete", "__0.json", "__0_0.distcp"],
+    "model": ["config.json", "model.safetensors", "generation_config.json", "tokenizer.json"],
+    "model in shards": ["config.json", "pytorch_model.bin.index.json", "README.md"],
+    "tokenizer": ["tokenizer.json", "tokenizer_config.json", "merges.txt", "vocab.json"],
+}
+"""Names in folders that are no data."""
+
+
+def make_files(folder, names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('{"text": "no document"}')
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+@pytest.mark.parametrize("pattern", ["", "**", "**/*.json*", "[dr]*/**/*.json*"])
+def test_folders_that_runs_write_are_no_data(tmp_path, monkeypatch, caplog, kind, pattern):
+    """The second start read the checkpoint's `__0.json` as a document."""
+    monkeypatch.setattr("torchtitan.utils.logging.logger.propagate", True)
+    caplog.set_level("INFO")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    write_lines(tmp_path / "docs/a.jsonl")
+    make_files(Path("runs/one"), WRITTEN[kind])
+    (tmp_path / "named").symlink_to("runs/one")
+    for path in (pattern or ".", str(tmp_path / pattern)):
+        caplog.clear()
+        ignored = Ignored()
+        (file,) = find_text_files(path, "key", ignored)
+        assert (file.parent.name, file.name) == ("docs", "a.jsonl")
+        (line,) = [text for text in caplog.messages if "leaving out" in text]
+        (left_out,) = ignored.written
+        assert left_out.absolute() in (tmp_path / "runs/one", tmp_path / "named")
+        assert line == f"key: leaving out {left_out} ({ignored.written[left_out]}): never data"
+        assert kind.split()[0].strip(",") in ignored.written[left_out]
+
+
+def test_a_run_in_the_folder_of_the_data_itself(tmp_path, monkeypatch):
+    """`job.dump_folder = "."`: its files are left out, and no others."""
+    make_files(tmp_path, [*RUN, "run-20260101-010203.json", "checkpoint/other.json"])
+    make_files(tmp_path, ["more/logs/a.jsonl", "text.json", "tokenizer/words.txt"])
+    found = find_text_files(str(tmp_path), "key")
+    names = [str(file.relative_to(tmp_path)) for file in found]
+    assert names == ["more/logs/a.jsonl", "text.json", "tokenizer/words.txt"]
+    assert find_text_files(str(tmp_path / "metrics.jsonl"), "key"), "named by itself"
+    (tmp_path / "text.json").unlink()
+    with pytest.raises(UserError, match=r"no file matches .*metrics\.jsonl \(run\).* is no data"):
+        find_text_files(str(tmp_path / "*.json*"), "key")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["run.json", "walk.json"],
+        ["manifest.json", "index.json"],
+        ["config.json", "a.json"],
+        ["events.jsonl", "samples.jsonl"],
+        ["logs/a.jsonl", "wandb/a.jsonl"],
+    ],
+)
+def test_a_name_alone_makes_no_run(tmp_path, names):
+    make_files(tmp_path / "data", names)
+    found = find_text_files(str(tmp_path), "key")
+    assert [str(file.relative_to(tmp_path / "data")) for file in found] == sorted(names)
+
+
+def test_a_cache_beside_the_data_is_no_data(tmp_path):
+    file = write_lines(tmp_path / "a.jsonl")
+    for cache in (tmp_path / "cache", tmp_path):
+        for _ in range(2):
+            documents = LocalDocuments(str(tmp_path), "key", cache_folder=str(cache))
+            assert [index.path for index in documents.indexes] == [str(file)]
+    assert find_text_files(f"{tmp_path}/**/*", "key") == [file]
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.order.packing import PackingStats
 from torchtitan.data.read.corpus import Corpus
 from torchtitan.data.read.documents import counted
-from torchtitan.data.read.files import REPORT, ignored_files
+from torchtitan.data.read.files import REPORT
 from torchtitan.data.tokens.duplicates import count_duplicates
 from torchtitan.data.tokens.encoding import Encoder
 from torchtitan.data.tokens.near_duplicates import NearDuplicates
@@ -169,7 +169,7 @@ def _report(output: Output, file_count: int, corpus: Corpus) -> dict[str, Any]:
         "first_skipped": [location for meta in metas for location in meta["places"]][:100],
         "files": file_count,
         "input_files": len(corpus.stamps),
-        "ignored": ignored_files(corpus.ignored),
+        "ignored": corpus.ignored.as_data(),
     }
     if output.best_fit:
         report["packing"] = vars(packed)

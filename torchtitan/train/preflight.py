@@ -21,7 +21,8 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.config.sections.training import Training, Validation
 from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.data.read.files import TooManyFilesError, matching_files, path_problem
+from torchtitan.data.read.files import path_problem
+from torchtitan.data.read.matching import TooManyFilesError, matching_files
 from torchtitan.models import (
     ModelSpec,
     export_problems,

@@ -6,19 +6,18 @@ torch.
 """
 
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from glob import has_magic
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
 from torchtitan.data.read.files import FORMATS
+from torchtitan.data.read.matching import fixed_folder
 from torchtitan.data.read.opening import COMPRESSED, FileStamp, open_data, sample_hash
 from torchtitan.utils.formats import Count
 from torchtitan.utils.wording import listed, plural, printable
@@ -122,13 +121,7 @@ def base_folder(path: str | Sequence[str]) -> str:
     """The folder that the names of the files of `path` are relative to."""
     folders = []
     for name in [path] if isinstance(path, str) else path:
-        folder = os.path.abspath(os.path.expanduser(name))
-        if not os.path.isdir(folder):
-            fixed = itertools.takewhile(
-                lambda component: not has_magic(component), folder.split("/")[:-1]
-            )
-            folder = "/".join(fixed) or "/"
-        folders.append(folder)
+        folders.append(fixed_folder(os.path.abspath(os.path.expanduser(name))))
     return os.path.commonpath(folders)
 
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 from torchtitan.data.read.contents import Contents, base_folder, sampled
 from torchtitan.data.read.documents import DemoDocuments
-from torchtitan.data.read.files import count_files, find_text_files
+from torchtitan.data.read.files import Ignored, find_text_files
 from torchtitan.data.read.opening import BadDocument, DataError, FileStamp
 from torchtitan.data.read.records import Conversations, decode, read_records, record_location
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.wording import plural
 
 _DEMO = (["demo"], ["demo_validation"])
 
@@ -65,8 +66,7 @@ class Corpus:
         self.skipped = Counter[str]()
         """Numbers of documents that `texts` left out, by kind."""
         self.stamps: list[FileStamp] = []
-        self.ignored: list[Path] = []
-        """Files in the same folders that hold no documents."""
+        self.ignored = Ignored()
         self._demo: DemoDocuments | None = None
         if self.paths in _DEMO:
             self._demo = DemoDocuments(validation=self.paths == ["demo_validation"])
@@ -94,8 +94,7 @@ class Corpus:
         """What is read, in words."""
         if self._demo is not None:
             return "the demo text"
-        of = f"{len(self.stamps):,} of " if self.ignored else ""
-        return of + count_files(self.stamps, self.ignored)
+        return plural(len(self.stamps), "file") + self.ignored.in_words()
 
     def items(self, advance: Callable[[int], None]) -> Iterator[RawDocument]:
         """All documents, to be decoded in any process.

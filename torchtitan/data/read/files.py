@@ -1,14 +1,20 @@
 """Which files a path names: itself, those in a folder, or those that a pattern matches."""
 
-import glob
-import heapq
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from torchtitan.data.read.matching import (
+    TooManyFilesError,
+    fixed_folder,
+    matching_files,
+    without_aliases,
+)
 from torchtitan.data.read.opening import COMPRESSED, DataError
+from torchtitan.data.read.written_folders import WrittenFolders
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.formats import read_json_object
 from torchtitan.utils.limits import SEARCHED_FILES
@@ -51,6 +57,8 @@ _SPLITS_FILE = "dataset_dict.json"
 """The file that names the folders of splits that were saved together."""
 _SPLIT = "train"
 """The split to read if there are several."""
+_NAMED = 6
+"""Maximum number of files and folders that a message names."""
 _LISTED = 20
 """Maximum number of ignored files that a report names."""
 _ENDINGS = 8
@@ -64,24 +72,79 @@ _DESCRIPTIONS = {
 }
 
 
-def find_files(path: str | Sequence[str], key: str) -> list[Path]:
+@dataclass
+class Ignored:
+    """What lies in a folder, or matches a glob, and isn't read."""
+
+    files: list[Path] = field(default_factory=list)
+    """Files of unknown format, and descriptions."""
+    written: dict[Path, str] = field(default_factory=dict)
+    """Folders of runs, checkpoints and models, or files in them; and which they are."""
+
+    def in_words(self) -> str:
+        """`; ignoring 143 files without documents (96 .gz, 47 without an ending): a.gz, ...`;
+        nothing if nothing is ignored.
+        """
+        text = ""
+        if self.files:
+            kinds = ", ".join(f"{number:,} {ending}" for ending, number in self._endings().items())
+            names = listed(sorted({printable(file.name) for file in self.files}), _NAMED)
+            count = plural(len(self.files), "file")
+            text += f"; ignoring {count} without documents ({kinds}): {names}"
+        if self.written:
+            text += f"; leaving out {written_in_words(self.written)}"
+        return text
+
+    def as_data(self) -> dict[str, Any]:
+        """For reports: the number of files, also by ending, and the first ones."""
+        return {
+            "files": len(self.files),
+            "endings": self._endings(),
+            "first": [printable(str(file)) for file in self.files[:_LISTED]],
+            "written": {printable(str(path)): kind for path, kind in self.written.items()},
+        }
+
+    def _endings(self) -> dict[str, int]:
+        counts = Counter(
+            printable(file.suffix.lower()) or "without an ending" for file in self.files
+        )
+        common = counts.most_common(_ENDINGS)
+        if others := counts.total() - sum(number for _, number in common):
+            common.append(("others", others))
+        return dict(common)
+
+
+def written_in_words(written: Mapping[Path, str]) -> str:
+    """`outputs (run), exported (model or tokenizer)`."""
+    return listed((printable(f"{path} ({kind})") for path, kind in sorted(written.items())), _NAMED)
+
+
+def find_files(path: str | Sequence[str], key: str, ignored: Ignored | None = None) -> list[Path]:
     """The files that `path` names: a file, folder or glob, or several of them. Sorted within each.
+
+    Args:
+        ignored: takes what runs wrote, which is left out.
 
     Raises:
         UserError: there are none.
     """
+    ignored = Ignored() if ignored is None else ignored
     if not isinstance(path, str):
-        return [file for name in path for file in find_files(name, key)]
-    files = _files_named_by(path, key)
+        return [file for name in path for file in find_files(name, key, ignored)]
+    listing = _list(path, key)
+    files = listing.files
     expanded = os.path.expanduser(path)
     if not os.path.isfile(expanded):
         files = _without_leftovers(files, os.path.isdir(expanded), key)
         described = {file.with_suffix(".json") for file in files if file.suffix == ".bin"}
         files = [file for file in files if file not in described]
+    listing.log(key)
+    ignored.written |= listing.written
     if not files:
+        only = f"; {written_in_words(listing.written)} is no data" if listing.written else ""
         raise UserError(
             f"{key}: no file matches {path!r} (looked for {', '.join(FORMATS)} and .bin "
-            "token files)"
+            f"token files){only}"
         )
     return files
 
@@ -176,7 +239,8 @@ def find_token_files(path: str, key: str) -> list[Path]:
         if path.endswith(".idx"):
             path = path.removesuffix(".idx") + ".bin"
         return find_files(path, key) if path.endswith(".bin") else []
-    files = set(_files_named_by(path, key))
+    listing = _list(path, key)
+    files = set(listing.files)
     tokens = {file for file in files if file.suffix == ".bin"}
     if Path(folder) not in {file.parent for file in tokens}:  # below it may lie other binary files
         tokens = {
@@ -184,6 +248,8 @@ def find_token_files(path: str, key: str) -> list[Path]:
         }
     described = {file.with_suffix(".json") for file in tokens}
     beside = [file for file in files - described if format_of(file) and not _is_description(file)]
+    if tokens:
+        listing.log(key)
     if tokens and beside:
         names = listed(sorted(file.name for file in beside), 6)
         logger.warning(
@@ -193,86 +259,76 @@ def find_token_files(path: str, key: str) -> list[Path]:
     return sorted(tokens)
 
 
-def _files_named_by(path: str, key: str) -> list[Path]:
-    """The files in a folder, except hidden ones, or those that a pattern matches, each once,
-    sorted.
-    """
+@dataclass
+class _Listing:
+    """The files that a path names, each once, sorted."""
+
+    files: list[Path]
+    """Without what runs wrote."""
+    links: list[str]
+    """Links to what has another name."""
+    written: Mapping[Path, str]
+
+    def log(self, key: str) -> None:
+        if self.links:
+            logger.info(
+                f"{key}: skipping {plural(len(self.links), 'link')} to what is read under another "
+                f"name: {listed(self.links, _NAMED)}"
+            )
+        if self.written:
+            logger.info(f"{key}: leaving out {written_in_words(self.written)}: never data")
+
+
+def _list(path: str, key: str) -> _Listing:
+    """List the files in a folder, except hidden ones, or those that a pattern matches."""
     skipped: list[str] = []
-    matches = matching_files(os.path.expanduser(path), SEARCHED_FILES, skipped)
+    expanded = os.path.expanduser(path)
+    matches = matching_files(expanded, SEARCHED_FILES, skipped)
     try:
-        files, again = _without_aliases(matches)
+        names, again = without_aliases(matches)
     except TooManyFilesError as error:
         raise UserError(f"{key}: {error}; name a folder closer to the files") from None
-    if links := sorted({*skipped, *again}):
-        logger.info(
-            f"{key}: skipping {plural(len(links), 'link')} to what is read under another "
-            f"name: {listed(links, 6)}"
-        )
-    return sorted(map(Path, files))
+    files = sorted(map(Path, names))
+    links = sorted({*skipped, *again})
+    if os.path.isfile(expanded):
+        return _Listing(files, links, {})
+    folders = WrittenFolders(Path(fixed_folder(expanded)))
+    return _Listing(folders.without(files), links, folders.left_out)
 
 
 def find_text_files(
-    path: str | Sequence[str], key: str, ignored: list[Path] | None = None
+    path: str | Sequence[str], key: str, ignored: Ignored | None = None
 ) -> list[Path]:
     """The files that `path` names, without those that a folder or glob holds beside its documents.
 
     Args:
-        ignored: takes the files that are left out, because of their format or as descriptions.
+        ignored: takes what is left out.
 
     Raises:
         UserError: there are none, or a file that is named by itself has an unknown format.
     """
-    ignored = [] if ignored is None else ignored
+    ignored = Ignored() if ignored is None else ignored
     chosen: list[Path] = []
     for name in [path] if isinstance(path, str) else path:
-        files = find_files(name, key)
+        files = find_files(name, key, ignored)
         if os.path.isfile(os.path.expanduser(name)):
             if format_of(files[0]) is None:
                 raise UserError(f"{key}: {name} has an unknown format; {_FORMATS_READ}")
             chosen += files
             continue
-        texts = [file for file in files if format_of(file) and not _is_description(file)]
-        ignored += [file for file in files if not format_of(file) or _is_description(file)]
-        chosen += texts
+        chosen += [file for file in files if format_of(file) and not _is_description(file)]
+        ignored.files += [file for file in files if not format_of(file) or _is_description(file)]
     if not chosen:
-        names = listed(file.name for file in ignored[:4])
         where = listed([path] if isinstance(path, str) else path)
-        raise UserError(f"{key}: no documents in {where}, only {names}; {_FORMATS_READ}")
-    if ignored:
-        text = f"{key}: reading {len(chosen):,} of {count_files(chosen, ignored)}"
-        unknown = sum(not format_of(file) for file in ignored)
+        raise UserError(f"{key}: no documents in {where}{ignored.in_words()}; {_FORMATS_READ}")
+    if ignored.files:
+        text = f"{key}: reading {plural(len(chosen), 'file')}{Ignored(ignored.files).in_words()}"
+        unknown = sum(not format_of(file) for file in ignored.files)
         if unknown > len(chosen):
             logger.warning(f"{text}. {_FORMATS_READ[0].upper()}{_FORMATS_READ[1:]}")
         else:
             logger.info(text)
     return chosen
-
-
-def count_files(chosen: Sequence[Any], ignored: Sequence[Path]) -> str:
-    """`150 files; ignoring 143 without documents (96 .gz, 47 without an ending): a.gz, ...`."""
-    text = plural(len(chosen) + len(ignored), "file")
-    if not ignored:
-        return text
-    kinds = ", ".join(f"{number:,} {ending}" for ending, number in _endings(ignored).items())
-    names = listed(sorted({printable(file.name) for file in ignored}), 6)
-    return f"{text}; ignoring {len(ignored):,} without documents ({kinds}): {names}"
-
-
-def ignored_files(ignored: Sequence[Path]) -> dict[str, Any]:
-    """The files that were left out, for reports: their number, by ending, and the first ones."""
-    return {
-        "files": len(ignored),
-        "endings": dict(_endings(ignored)),
-        "first": [printable(str(file)) for file in ignored[:_LISTED]],
-    }
-
-
-def _endings(files: Sequence[Path]) -> dict[str, int]:
-    counts = Counter(printable(file.suffix.lower()) or "without an ending" for file in files)
-    common = counts.most_common(_ENDINGS)
-    if others := counts.total() - sum(number for _, number in common):
-        common.append(("others", others))
-    return dict(common)
 
 
 _FORMATS_READ = (
@@ -308,106 +364,3 @@ def format_of(file: Path) -> Format | None:
     for ending in COMPRESSED:
         name = name.removesuffix(ending)
     return FORMATS.get(Path(name).suffix)
-
-
-class TooManyFilesError(Exception):
-    """Too many files and folders would have to be searched."""
-
-
-def matching_files(path: str, most: int, skipped: list[str]) -> Iterator[str]:
-    """The files below the folder `path`, or those that match it as a pattern, in no order.
-
-    The rules are as in `glob.glob(path, recursive=True)`, except that `**` finds each folder once,
-    whatever links lead to it. Links that lead nowhere, pipes and devices are among the files:
-    opening them says what is wrong.
-
-    Args:
-        most: number of files and folders to look at.
-        skipped: takes the links to folders that were searched already.
-
-    Raises:
-        TooManyFilesError: there are more.
-    """
-    left = most
-
-    def look_at(count: int) -> None:
-        nonlocal left
-        left -= count
-        if left < 0:
-            raise TooManyFilesError(f"{path!r} searches more than {most:,} files and folders")
-
-    def matching(folder: str, patterns: Sequence[str]) -> Iterator[str]:
-        pattern, *below_it = patterns
-        if pattern == "**":
-            for below, files in _folders_below(folder, skipped):
-                look_at(len(files) + 1)
-                if below_it == ["*"]:
-                    yield from (os.path.join(below, name) for name in files if name[0] != ".")
-                else:
-                    yield from matching(below, below_it)
-            return
-        for name in glob.iglob(pattern, root_dir=folder or None):
-            look_at(1)
-            inner = os.path.join(folder, name)
-            is_folder = os.path.isdir(inner)
-            if below_it and is_folder:
-                yield from matching(inner, below_it)
-            elif not below_it and not is_folder:
-                yield inner
-
-    if os.path.isdir(path):
-        return matching(path, ["**", "*"])
-    patterns = [pattern for pattern in path.split("/") if pattern]
-    if not patterns:
-        return iter(())
-    if patterns[-1] == "**":
-        patterns.append("*")
-    return matching("/" if path.startswith("/") else "", patterns)
-
-
-def _folders_below(folder: str, skipped: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """A folder and those below it, without hidden ones, each once and with the names of its files.
-
-    Links come last, so that a folder is found under its own name.
-    """
-    links = [folder]
-    seen = set()
-    while links:
-        for path, folders, files in os.walk(heapq.heappop(links) or "."):
-            status = os.stat(path)
-            key = (status.st_dev, status.st_ino)
-            if key in seen and status.st_ino:  # 0: the file system doesn't number its files
-                skipped.append(path)
-                folders.clear()
-                continue
-            seen.add(key)
-            folders[:] = [name for name in folders if not name.startswith(".")]
-            for name in folders:
-                inner = os.path.join(path, name)
-                if os.path.islink(inner):
-                    heapq.heappush(links, inner)
-            yield path, files
-
-
-def _without_aliases(files: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Each file under one name, and the names left out, both sorted.
-
-    A file's own name precedes the names of links; hard links are files.
-    """
-    folders: dict[str, str] = {}
-    names: dict[str, str] = {}
-    again = []
-    for file in sorted(set(files)):
-        folder, name = os.path.split(file)
-        if folder not in folders:
-            folders[folder] = os.path.realpath(folder)
-        resolved = os.path.join(folders[folder], name)
-        target = os.path.realpath(resolved) if os.path.islink(resolved) else resolved
-        if target not in names:
-            names[target] = file
-        elif target == os.path.abspath(file):
-            again.append(names[target])
-            names[target] = file
-        else:
-            again.append(file)
-    return sorted(names.values()), sorted(again)

@@ -12,7 +12,7 @@ from torchtitan.config.sections.data import Source
 from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.tokenizer import PLAIN
 from torchtitan.data.read.corpus import Corpus, RawDocument
-from torchtitan.data.read.files import find_token_files, ignored_files
+from torchtitan.data.read.files import find_token_files
 from torchtitan.data.read.opening import DataError
 from torchtitan.data.read.streams import StreamCursor, open_stream
 from torchtitan.data.registered import RegisteredDocuments, open_custom
@@ -80,7 +80,7 @@ def _key(spec: DataSpec, source: Source) -> str:
 
 def _texts(spec: DataSpec, source: Source, options: ReadOptions, corpus: Corpus) -> Reading:
     tally = Tally(spec.tokenizer.vocab_size, options.seed)
-    ignored = ignored_files(corpus.ignored)
+    ignored = corpus.ignored.as_data()
     if options.sample and corpus.stamps and corpus.size > WHOLE_BELOW * options.sample:
         draws = draw_items(corpus.stamps, source.column, options.sample, options.seed)
         if options.sample < _DRAWN_ALONE:

@@ -162,4 +162,4 @@ class Reading:
     is_stream: bool = False
     """Whether only the first documents of a stream were read."""
     ignored: dict[str, Any] | None = None
-    """Files beside the documents, see `files.ignored_files`; None without files of documents."""
+    """Files beside the documents, see `files.Ignored.as_data`; None without files of documents."""
