@@ -1,20 +1,24 @@
 """The command line: configuration flags, alone or among a command's own options.
 
-Flags are `--section.key value`, `--section.key=value`, or a bare `--section.flag` for true; `-` and
-`_` are the same.
+Flags are `--section.key value`, `--section.key=value`, or a bare `--section.flag` for true and
+`--section.no-flag` for false; `-` and `_` are the same. A list is TOML, or else words: see
+`_parse_list`.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator
-from typing import Any, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import tomli
 from pydantic import TypeAdapter, ValidationError
 
 from torchtitan.config.load.compat import UNSUPPORTED, NoEffect, current_key
 from torchtitan.config.load.keys import FIELDS, Setting
+from torchtitan.config.load.render import help_text, to_toml_value
 from torchtitan.config.load.toml_file import size_problem
+from torchtitan.config.types import Text
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.limits import TOML_VALUES
@@ -129,8 +133,6 @@ def show_help(argv: list[str], *, whole: bool = True) -> None:
     if following and not following[0].startswith("-"):
         section = following[0].replace("-", "_")
     if section or whole:
-        from torchtitan.config.load.render import help_text
-
         print(help_text(section), flush=True)  # now: `run_main` ends quietly if a pipe is closed
         sys.exit(0)
 
@@ -153,12 +155,13 @@ def _count_values(argv: list[str], index: int) -> int:
     if "=" in word:
         return 0
     kind = _kind_of(_key_of(word))
-    takes_single = kind is not None and kind is not bool and get_origin(kind) is not list
+    needs_value = kind is not None and kind is not bool
     count = 0
     known = shipped_configs()
     for value in argv[index + 1 :]:
         is_file = value.endswith(".toml") or value in known
-        if value.startswith("--") or (is_file and not (takes_single and count == 0)):
+        is_file &= not (needs_value and count == 0)
+        if value.startswith("--") or is_file:
             break
         count += 1
     return count
@@ -187,18 +190,34 @@ def config_flags(argv: list[str], problems: list[str]) -> Iterator[tuple[str, Se
         while not equals and position < len(argv) and not argv[position].startswith("--"):
             values.append(argv[position])
             position += 1
+        named = key
         try:
-            value = _parse_value(key, values)
+            if (positive := _negated(key)) is not None:
+                key, value = positive, _false(positive, values)
+            else:
+                value = _parse_value(key, values)
         except ValueError as error:
-            problems.append(f"--{key}: {error}")
+            problems.append(f"--{named}: {error}")
             continue
         tables: Any = value
         for table in reversed(key.split(".")):
             tables = {table: tables}
         if problem := size_problem(tables):
-            problems.append(f"--{cut(key, 100)}: {problem}")
+            problems.append(f"--{cut(named, 100)}: {problem}")
         else:
-            yield key, Setting(value, f"--{key}")
+            yield key, Setting(value, f"--{named}")
+
+
+def flag_text(key: str, value: Any) -> str:
+    """The text after `--key=` that `config_flags` reads as `value`. Of the optional keys, those of
+    text can't be the words that unset them: `none`, `None`, `null`.
+    """
+    kind = _kind_of(key)
+    if not isinstance(value, str):
+        return to_toml_value(value)
+    if kind is None:  # a word such as 4 or true would be a value of TOML
+        return to_toml_value(value)
+    return to_toml_value([value]) if _element(kind) == Text else value
 
 
 def _key_of(flag: str) -> str:
@@ -215,7 +234,32 @@ def _kind_of(key: str) -> Any:
         kind = FIELDS[key].annotation
     elif isinstance(entry, NoEffect):
         kind = entry.kind
+    elif entry is not None and any(off is False for off in entry.off):
+        kind = bool
     return None if get_origin(kind) is dict else kind
+
+
+def _element(kind: Any) -> Any:
+    """The type of the elements of a list, the simplest if there are several; None if `kind` isn't
+    one.
+    """
+    kinds = [kind, *get_args(kind)]
+    return next((get_args(k)[0] for k in reversed(kinds) if get_origin(k) is list), None)
+
+
+def _negated(key: str) -> str | None:
+    """The key that `section.no_key` or `no_section.key` sets to false; None if it is another."""
+    section, _, name = key.rpartition(".")
+    for positive in (f"{section}.{name.removeprefix('no_')}", key.removeprefix("no_")):
+        if positive != key and _kind_of(positive) is bool:
+            return positive
+    return None
+
+
+def _false(key: str, words: list[str]) -> bool:
+    if words:
+        raise ValueError(f"takes no value; --{key} takes true or false")
+    return False
 
 
 def _parse_value(key: str, words: list[str]) -> Any:
@@ -224,24 +268,73 @@ def _parse_value(key: str, words: list[str]) -> Any:
     if kind is None:
         return _guess(words)
     optional = type(None) in get_args(kind)
-    options = [a for a in get_args(kind) if a is not type(None)] if optional else [kind]
     if optional and words in (["None"], ["none"], ["null"]):
         return None
-    if get_origin(options[0]) is list and len(words) == 1 and words[0].startswith(("[[", "[{")):
-        return _guess(words)
-    if get_origin(options[0]) is list:
-        words = [item.strip() for word in words for item in word.strip("[]").split(",")]
-        return [word.strip("\"'") for word in words if word]
     if not words and kind is bool:
         return True
     if not words:
         raise ValueError("needs a value")
+    if (element := _element(kind)) is not None:
+        return _parse_list(element, words)
     if len(words) > 1:
         raise ValueError(f"takes one value, got {brief(' '.join(words))}")
     try:
-        return TypeAdapter(kind).validate_strings(words[0])
+        return TypeAdapter(_unbounded(kind)).validate_strings(words[0])
     except ValidationError:
         return words[0]  # of the wrong type: validation reports it
+
+
+def _unbounded(kind: Any) -> Any:
+    """A type without its bounds, which validation reports with the value as a number."""
+    if get_origin(kind) is Annotated:
+        return _unbounded(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return Union[tuple(_unbounded(inner) for inner in get_args(kind))]  # noqa: UP007
+    return kind
+
+
+def _parse_list(element: Any, words: list[str]) -> list[Any]:
+    """The list that the words after a flag are: one in TOML, or else its elements. Names may also
+    have commas between them; text keeps its commas, brackets and quotes. Nothing, as in `--key=`,
+    is the empty list.
+
+    Raises:
+        ValueError: names in brackets that are no list of TOML.
+    """
+    is_text = element == Text
+    array = _toml_array(words[0]) if len(words) == 1 else None
+    if array is not None and not (is_text and any(not isinstance(item, str) for item in array)):
+        return array
+    if words == [""]:
+        return []
+    if is_text:
+        return words
+    if not _is_name(element):
+        return [_guess([word]) for word in words]
+    whole = " ".join(words)
+    if whole.startswith("[") and whole.endswith("]"):
+        raise ValueError(
+            f"got {brief(whole)}, not a list of TOML, whose strings have quotes; quote it for the "
+            "shell, too, or write a,b"
+        )
+    names = (name.strip() for word in words for name in word.split(","))
+    return [name for name in names if name]
+
+
+def _is_name(element: Any) -> bool:
+    return get_origin(element) is Literal or get_args(element)[:1] == (str,)
+
+
+def _toml_array(word: str) -> list[Any] | None:
+    """The array that `word` is in TOML, without a comment or anything else beside it."""
+    if not word.lstrip().startswith("["):
+        return None
+    try:
+        array = tomli.loads(f"value = {word}")["value"]
+        tomli.loads(f"value = [{word}]")  # invalid if it is followed by a comment or another key
+    except (ValueError, RecursionError):
+        return None
+    return array if isinstance(array, list) else None
 
 
 def _guess(words: list[str]) -> Any:

@@ -122,8 +122,8 @@ def help_text(section: str | None = None) -> str:
             [f"--help: no section {section!r} (sections: {', '.join(sections)}){hint}"]
         )
     lines = [
-        "Flags are --section.key value or --section.key=value; - and _ are the same; a bare flag "
-        "is true.",
+        "Flags are --section.key value or --section.key=value; - and _ are the same. A bare flag "
+        'is true, --section.no-key false. A list is TOML, \'["a", "b"]\', or words.',
         "",
     ]
     lines += ["--config FILE (or --job.config_file) reads a TOML file; flags override it.", ""]
@@ -146,9 +146,8 @@ def markdown() -> str:
     lines = [
         "# Configuration reference",
         "",
-        "Generated from the schema by `torchtitan config --markdown`. Every key is also a flag:",
-        "`--section.key value`. A list of tables, `[[section.key]]`, is given as one value:",
-        "`--section.key '[{...}, {...}]'`.",
+        "Generated from the schema by `torchtitan config --markdown`. Every key is also a",
+        "[flag](command-line.md#values-of-flags): `--section.key value`.",
         "",
     ]
     for _, header, model, fields in _documented_sections():

@@ -94,7 +94,7 @@ class _Files:
         inherited: dict[str, Setting] = {}
         for base in bases:
             inherited |= self.settings(find_config(base, path.parent), at, above)
-        local = {key: Setting(value, locate(key)) for key, value in _flatten(tables)}
+        local = {key: Setting(value, locate(key)) for key, value in flatten(tables)}
         return inherited | rename_old_keys(local, self.problems, self.warnings)
 
     def _parse(self, path: Path, named_at: str) -> tuple[str, dict[str, Any]]:
@@ -165,12 +165,23 @@ def size_problem(tables: dict[str, Any]) -> str | None:
     return f"tables or lists are nested more than {TOML_DEPTH} levels deep" if level else None
 
 
-def _flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in table.items():
-        if isinstance(value, dict) and (value or prefix + key in _TABLES):
-            yield from _flatten(value, f"{prefix}{key}.")
+def flatten(
+    table: dict[str, Any], prefix: str = "", *, names: str = "[^.]+"
+) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of the settings in nested tables. A table that isn't the schema's is one
+    value if it is empty or has a name that a dotted key can't hold.
+
+    Args:
+        names: pattern of the names that it can hold.
+    """
+    for name, value in table.items():
+        key = prefix + name
+        if isinstance(value, dict) and (
+            key in _TABLES or (value and all(re.fullmatch(names, inner) for inner in value))
+        ):
+            yield from flatten(value, f"{key}.", names=names)
         else:
-            yield prefix + key, value
+            yield key, value
 
 
 _HEADER = re.compile(r"[ \t]*\[{1,2}([^\[\]\n]+)\]")

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from torchtitan.config.types import InDumpFolder, LocalPath, Name, Seconds, Section, Steps
+from torchtitan.config.types import InDumpFolder, LocalPath, Name, Seconds, Section, Steps, Text
 
 
 class Prometheus(Section):
@@ -71,7 +71,7 @@ class Notifications(Section):
     and compatible services show. The URL itself is no key, because it is a secret, and
     configurations are recorded in checkpoints.
     """
-    command: Annotated[list[Name], Field(max_length=100)] = []
+    command: Annotated[list[Text], Field(max_length=100)] = []
     """Run this program with these arguments, without a shell. It gets the event as JSON on standard
     input.
     """

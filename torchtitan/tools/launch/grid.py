@@ -15,16 +15,15 @@ from typing import Any
 
 import tomli
 
-from torchtitan.config.load.command_line import config_flags
+from torchtitan.config.load.command_line import config_flags, flag_text
 from torchtitan.config.load.compat import current_key
-from torchtitan.config.load.render import to_toml_value
-from torchtitan.config.load.toml_file import size_problem
+from torchtitan.config.load.toml_file import flatten, size_problem
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import read_regular
 from torchtitan.utils.limits import GRID_FILE_BYTES
 from torchtitan.utils.signals import INTERRUPTED
 from torchtitan.utils.storage import is_url
-from torchtitan.utils.wording import brief, flat, plural
+from torchtitan.utils.wording import brief, plural
 
 MOST_RUNS = 1000
 """Maximum number of runs, allowed by Slurm's default `MaxArraySize`."""
@@ -80,16 +79,12 @@ def _toml_values(key: str, text: str) -> list[str]:
         raise ConfigError(
             [f"--grid: {key}: {brief(text)} is not a list of TOML; quote it for the shell"]
         ) from None
-    return [_flag_text(value) for value in values]
+    return [flag_text(key, value) for value in values]
 
 
 def _current_key(key: str) -> str:
     """The current spelling of a key."""
     return current_key(key) or key
-
-
-def _flag_text(value: Any) -> str:
-    return value if isinstance(value, str) else to_toml_value(value)
 
 
 def read_runs(path: Path) -> list[tuple[str | None, Flags]]:
@@ -113,7 +108,7 @@ def read_runs(path: Path) -> list[tuple[str | None, Flags]]:
 def _runs_from_lines(path: Path, text: str) -> list[tuple[str | None, Flags]]:
     runs: list[tuple[str | None, Flags]] = []
     problems: list[str] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         line_problems: list[str] = []
         try:
             words = shlex.split(line, comments=True)
@@ -127,7 +122,7 @@ def _runs_from_lines(path: Path, text: str) -> list[tuple[str | None, Flags]]:
                 (
                     None,
                     {
-                        _current_key(key): _flag_text(setting.value)
+                        _current_key(key): flag_text(key, setting.value)
                         for key, setting in settings.items()
                     },
                 )
@@ -157,7 +152,8 @@ def _runs_from_tables(path: Path, tables: dict[str, Any]) -> list[tuple[str | No
         name = entry.pop("name", None)
         if name is not None and not isinstance(name, str):
             raise ConfigError([f"--runs: {path}: name: got {brief(name)}, must be a string"])
-        flags = {_current_key(key): _flag_text(value) for key, value in flat(entry).items()}
+        settings = flatten(entry, names=r"\w+")  # the names that a flag can hold
+        flags = {_current_key(key): flag_text(key, value) for key, value in settings}
         runs.append((name, flags))
     if not runs:
         raise ConfigError([f"--runs: {path} has no [[runs]]"])

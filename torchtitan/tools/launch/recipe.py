@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 from torchtitan.config.derive import DEGREE_KEYS, divisors
+from torchtitan.config.load.command_line import flag_text
 from torchtitan.config.load.decode import load_config
-from torchtitan.config.load.render import to_toml_value
 from torchtitan.config.sections.schema import Config
 from torchtitan.tools.launch.model_choice import ModelChoice
 from torchtitan.tools.launch.preparation import has_held_out, prepared_settings
@@ -278,11 +278,7 @@ def _layout(plan: Plan) -> Choices:
 
 def as_flags(settings: Choices) -> list[str]:
     """The settings as flags of the command line."""
-    return [f"--{key}={_word(setting.value)}" for key, setting in settings.items()]
-
-
-def _word(value: Any) -> str:
-    return value if isinstance(value, str) else to_toml_value(value)
+    return [f"--{key}={flag_text(key, setting.value)}" for key, setting in settings.items()]
 
 
 def config_of(settings: Choices) -> Config:
