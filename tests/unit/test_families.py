@@ -63,7 +63,7 @@ def test_a_model_equals_transformers_and_is_written_back(tmp_path, file):
     ours, loaded = (spec.build(args, attention_backend("cpu")) for _ in range(2))
     assert {name for name, _ in ours.named_parameters()} == set(parameter_names(spec, args))
     read_weights([ours], step)
-    load_hf([loaded], tmp_path / "hf", names)
+    load_hf([loaded], tmp_path / "hf", spec, args)
     for name, value in ours.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value), name
 

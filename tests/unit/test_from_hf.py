@@ -93,6 +93,17 @@ def test_the_toml_describes_the_model(tmp_path, capsys, case):
         assert getattr(setup.args, name) == getattr(model.args, name), name
 
 
+def test_a_model_of_no_known_size_is_described(tmp_path, capsys):
+    write_model(tmp_path / "hf", "llama3")
+    convert(tmp_path)
+    assert "llama3, 3 layers of width 64, 348,608 parameters" in capsys.readouterr().out
+    section = resolve(["--model.flavor=30M"], 1).config.model
+    assert section.label == "llama3 30M"
+    assert (
+        section.model_copy(update={"overrides": {"dim": 64}}).label == "llama3 30M with overrides"
+    )
+
+
 def test_a_missing_head_size_is_none_in_the_toml_and_on_the_command_line(tmp_path):
     """The nearest flavor has heads of its own size."""
     write_model(tmp_path / "hf", "mistral", head_size=None)

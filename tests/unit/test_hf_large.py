@@ -16,11 +16,10 @@ from tests.sparse_folders import (
     gpt_oss,
     write_sparse,
 )
-from torchtitan.checkpoint.hf.folder import SafetensorsReader
-from torchtitan.checkpoint.hf.weights import check_hf, meta_model
+from torchtitan.checkpoint.hf.opening import meta_model, open_hf
 from torchtitan.checkpoint.save import LazyPlanner
 from torchtitan.checkpoint.state import model_state
-from torchtitan.models import parameter_names, spec_of_hf
+from torchtitan.models import parameter_names
 
 PIECE = 2**25
 MEMORY = 5 * 2 * PIECE
@@ -46,10 +45,9 @@ def test_every_weight_of_a_large_model_has_its_source(tmp_path, model):
     config, list_tensors, parameters, size = MODELS[model]
     tensors = list_tensors(config)
     assert write_sparse(tmp_path, config, tensors, files=64) > size
-    spec = spec_of_hf(config)
-    args = spec.hf.args(config)
-    reader = SafetensorsReader(tmp_path, spec.hf.names(args))
-    assert check_hf(reader, spec, args) == []  # nothing is missing, and nothing left over
+    opened = open_hf(tmp_path)  # nothing is missing, and nothing unknown
+    spec, args, reader = opened.spec, opened.args, opened.reader
+    assert not any("Not read" in note for note in opened.notes)
 
     stored = reader.read_metadata().state_dict_metadata
     later = tuple(f"layers.{config['num_hidden_layers'] + i}." for i in range(9))

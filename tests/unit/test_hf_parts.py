@@ -17,6 +17,7 @@ from torchtitan.checkpoint.commit import versions
 from torchtitan.checkpoint.format.manifest import CheckpointInfo
 from torchtitan.checkpoint.hf.export import HFExport
 from torchtitan.checkpoint.hf.folder import SafetensorsReader
+from torchtitan.checkpoint.hf.opening import open_hf
 from torchtitan.checkpoint.hf.weights import import_hf, load_hf
 from torchtitan.checkpoint.load import Reader, read_tensor
 from torchtitan.checkpoint.save import write_streamed
@@ -82,16 +83,16 @@ def test_every_arrangement_goes_both_ways(tmp_path, spec, dtype):
         assert torch.equal(value, expected[name]), name
     assert written["e_score_correction_bias"].dtype == torch.float32
     assert written["qkv"].dtype == dtype
-    args = (tmp_path / "hf", tmp_path / "back/step-0", spec, model.args)
-    imported = import_hf(*args, info(model))
-    assert imported.notes == []
-    assert imported.parameters == sum(param.numel() for param in model.parameters())
+    source = open_hf(tmp_path / "hf", spec)
+    assert source.notes == []
+    count = import_hf(source, tmp_path / "back/step-0", info(model))
+    assert count == sum(param.numel() for param in model.parameters())
     for name, value in state.items():
         back = read_tensor(Reader(tmp_path / "back/step-0"), f"model.{name}")
         assert back.dtype == value.dtype
         assert torch.equal(back, value if name != "load" else torch.zeros_like(value)), name
     again = Packed(model.args, None)
-    load_hf([again], tmp_path / "hf", names(model.args))
+    load_hf([again], tmp_path / "hf", spec, model.args)
     for name, value in state.items():
         assert torch.equal(again.state_dict()[name].to(value.dtype), value), name
 
@@ -123,16 +124,21 @@ def test_only_what_is_declared_may_be_left_over(tmp_path, spec):
     model = made(spec)
     found = {n: x.detach().clone().contiguous() for n, x in theirs(model.state_dict()).items()}
     del found["layers.9.embed"], found["layers.9.head"]  # copies aren't needed
-    args = (tmp_path, tmp_path / "back/step-0", spec, model.args, info(model))
-    save_file(found | {"mtp.norm": torch.ones(2)}, tmp_path / "model.safetensors")
-    assert import_hf(*args).notes == ["Not read, because the model has no place for it: mtp.norm"]
-    save_file(found | {"mtq.norm": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+
+    def opened(**changes):
+        save_file(found | changes, tmp_path / "model.safetensors")
+        return open_hf(tmp_path, spec)
+
+    notes = ["Not read, because the model has no place for it: mtp.norm"]
+    assert opened(**{"mtp.norm": torch.ones(2)}).notes == notes
     with pytest.raises(CheckpointError, match=r"mtq\.norm is unknown"):
-        import_hf(*args)
+        opened(**{"mtq.norm": torch.ones(2)})
+    with pytest.raises(CheckpointError, match=r"layers\.9\.head is not embed"):
+        opened(**{"layers.9.head": found["embed"] + 1})
     del found["e_score_correction_bias"]
-    save_file(found, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="e_score_correction_bias is missing"):
-        import_hf(*args)
+        opened()
 
 
 # ---- quantized

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import damaged_models
 from tests.init_runs import H100, SMALL, written
 from torchtitan.commands import tokenize, tokenizer
 from torchtitan.commands.init import main
@@ -186,14 +187,15 @@ def test_a_hugging_face_folder(tmp_path, capsys):
     source.mkdir()
     spec = get_spec("qwen3")
     args = spec.args("debugmodel", {"n_layers": 3})
-    (source / "config.json").write_text(json.dumps(spec.hf.config(args, "float32")))
+    config = spec.hf.config(args, "float32")
+    (source / "config.json").write_text(json.dumps(config))
     for file in (Path(__file__).parents[1] / "assets/tokenizer").glob("*.json"):
         (source / file.name).write_bytes(file.read_bytes())
     main(["a", f"--model={source}", *SMALL[1:], *H100])
     model = written("a")[1]["model"]
     assert model == {"name": "qwen3", "hf_assets_path": str(source), "overrides": {"n_layers": 3}}
     assert "initial_load_in_hf" not in written("a")[0]
-    (source / "model.safetensors").write_bytes(b"")
+    damaged_models.write_model(source, "qwen3", config)
     main(["b", f"--model={source}", *SMALL[1:], *H100])
     assert written("b")[1]["checkpoint"]["initial_load_in_hf"] is True
     (source / "config.json").write_text('{"model_type": "gpt2"}')

@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     else:
         config = resolved.config
         print(
-            f"OK: {setup.spec.name} {config.model.flavor} on {plural(options.world, 'rank')}, "
+            f"OK: {config.model.label} on {plural(options.world, 'rank')}, "
             f"global batch {config.training.global_batch_size} x {config.training.seq_len} "
             f"tokens, {plural(gradient_accumulation_steps(config), 'accumulation step')}, "
             f"{plural(config.training.steps, 'step')}"

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torchtitan.checkpoint.commit import checkpoints_at, damage
 from torchtitan.checkpoint.format.manifest import read_manifest
-from torchtitan.checkpoint.hf.folder import SafetensorsReader, read_hf_config
-from torchtitan.checkpoint.hf.weights import check_hf, load_hf
+from torchtitan.checkpoint.hf.opening import open_hf
+from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.checkpoint.load import Reader, without_dist_warning
 from torchtitan.checkpoint.state import (
     check_averaged,
@@ -27,13 +27,15 @@ from torchtitan.config.registry import import_custom
 from torchtitan.config.sections.schema import Comm
 from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.inference.generator import TextGenerator
-from torchtitan.models import ModelSpec, hf_map, spec_of_hf
+from torchtitan.models import ModelSpec
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.attention.backend import attention_backend
 from torchtitan.parallel.groups import init_distributed
 from torchtitan.parallel.tensor.styles import apply_tensor_parallel
 from torchtitan.utils.device import current_device, tune_cpu, usual_dtype
 from torchtitan.utils.errors import CheckpointError, ConfigError, UserError
+from torchtitan.utils.formats import read_json_object
+from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import is_remote, path_argument, storage_path
 
 
@@ -112,30 +114,45 @@ def _hugging_face(folder: Path, custom_import: str | None) -> ModelSource:
     if custom_import:
         import_custom(custom_import)
     try:
-        config = read_hf_config(folder)
-        spec = spec_of_hf(config)
-        args = hf_map(spec).args(config)
-        reader = SafetensorsReader(folder, hf_map(spec).names(args))
-        check_hf(reader, spec, args)  # before memory for weights of these sizes is allocated
+        source = open_hf(folder)  # before memory for weights of these sizes is allocated
     except UserError as error:
         lines = str(error).splitlines()
         raise ConfigError([f"--checkpoint: {folder}: {line}" for line in lines]) from None
-    stop = config.get("eos_token_id")
-    if stop is None:
-        stop = []
-    elif not isinstance(stop, list):
-        stop = [stop]
-    if any(type(i) is not int or not 0 <= i < args.vocab_size for i in stop):
-        file = folder / "config.json"
-        raise ConfigError([f"--checkpoint: {file}: eos_token_id must be ids of the vocabulary"])
+    for note in source.notes:
+        logger.info(note)
     return ModelSource(
         folder=folder,
         hugging_face=True,
-        spec=spec,
-        args=_for_inference(args),
+        spec=source.spec,
+        args=_for_inference(source.args),
         assets=str(folder),
-        stop=tuple(stop),
+        stop=_stop_ids(folder, source.args.vocab_size),
     )
+
+
+def _stop_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """Every token that `config.json` or `generation_config.json` says ends a text: they may name
+    different ones, such as the end of a turn and that of a text.
+
+    Raises:
+        ConfigError: one names others than tokens of the vocabulary.
+    """
+    stop: dict[int, None] = {}
+    for name in ("config.json", "generation_config.json"):
+        file = folder / name
+        if not file.is_file():
+            continue
+        try:
+            stated = read_json_object(file).get("eos_token_id")
+        except (OSError, ValueError) as error:
+            raise ConfigError([f"--checkpoint: {error}"]) from None
+        ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
+        wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]
+        # transformers writes defaults of its classes there, which small vocabularies lack
+        if wrong and name == "config.json":
+            raise ConfigError([f"--checkpoint: {file}: eos_token_id must be ids of the vocabulary"])
+        stop |= dict.fromkeys(i for i in ids if i not in wrong)
+    return tuple(stop)
 
 
 def open_tokenizer(source: ModelSource, assets: str | None) -> Tokenizer:
@@ -169,7 +186,7 @@ def load_weights(source: ModelSource, models: Sequence[nn.Module]) -> None:
     """Fill the weights of a model, sharded or not, or of this rank's pipeline stages."""
     with without_dist_warning():
         if source.hugging_face:
-            load_hf(models, source.folder, hf_map(source.spec).names(source.args))
+            load_hf(models, source.folder, source.spec, source.args)
         else:
             read_weights(models, source.folder, averaged=source.averaged)
 

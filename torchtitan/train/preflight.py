@@ -34,6 +34,7 @@ from torchtitan.models.args import DecoderArgs
 from torchtitan.models.decoder.traits import is_decoder
 from torchtitan.parallel.pipeline.schedules import schedule_file
 from torchtitan.parallel.pipeline.split import PipelinePlan, assign_stages
+from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.limits import SEARCHED_AT_CHECK
 from torchtitan.utils.storage import is_url, storage_path
@@ -96,6 +97,7 @@ def preflight(config: Config, *, output: bool = True, elsewhere: bool = False) -
         facts = replace(facts, schedule_file=schedule_file(config))
         family_problems, warnings = _check_family(config, spec, args)
         reasons += family_problems
+        reasons += _initial_weights_problems(config, spec, args)
     except ConfigError as error:
         reasons += error.problems
     try:
@@ -199,6 +201,35 @@ def _check_family(config: Config, spec: ModelSpec, args: Any) -> tuple[list[str]
 
     findings = check_family(config, spec, args)
     return findings.problems, findings.warnings
+
+
+def hf_weights_folder(config: Config) -> Path:
+    """The folder of `checkpoint.initial_load_in_hf`."""
+    path = config.checkpoint.initial_load_path
+    return storage_path(path) if path else find_asset(config.model.hf_assets_path)
+
+
+def _initial_weights_problems(config: Config, spec: ModelSpec, args: Any) -> list[str]:
+    """Why the run can't start from the Hugging Face folder that it names. Imports torch if there is
+    one, and no checkpoint that the run would resume from instead.
+    """
+    section = config.checkpoint
+    if not (section.enable and section.initial_load_in_hf) or spec.hf is None:
+        return []
+    if any(map(is_url, (section.initial_load_path or "", section.folder))):
+        return []  # a rule refuses the first, and the second is looked up when the run starts
+    folder = hf_weights_folder(config)
+    if not folder.is_dir():
+        return []
+    from torchtitan.checkpoint.commit import committed_steps
+    from torchtitan.checkpoint.hf.opening import open_hf
+
+    try:
+        if not committed_steps(storage_path(section.folder, config.job.dump_folder)):
+            open_hf(folder, spec, args)
+    except UserError as error:
+        return [f"checkpoint.initial_load_in_hf: {error}"]
+    return []
 
 
 # ---- this machine

@@ -4,7 +4,6 @@ the state that a checkpoint holds besides tensors.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -15,14 +14,12 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepLoader
 from torchtitan.data.read.contents import FileLists
 from torchtitan.health.guard import UpdateGuard
-from torchtitan.models import hf_map
 from torchtitan.optim.ema import WeightAverage
 from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.telemetry.run_record import changed_settings
 from torchtitan.train.callbacks import CallbackStates
-from torchtitan.train.preflight import Setup
+from torchtitan.train.preflight import Setup, hf_weights_folder
 from torchtitan.train.state import Progress
-from torchtitan.utils.assets import find_asset
 from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import storage_path
 
@@ -108,9 +105,9 @@ def restore(
         if changed := changed_settings(resumed.manifest.model_dump(), checkpointer.run_info):
             logger.info(f"Changed since step {resumed.step}: {', '.join(changed)}")
     elif section.enable and section.initial_load_in_hf:
-        folder = Path(section.initial_load_path or find_asset(config.model.hf_assets_path))
-        load_hf(models, folder, hf_map(setup.spec).names(setup.args))
-        logger.info(f"Starting from the Hugging Face weights in {folder}")
+        folder = hf_weights_folder(config)
+        notes = load_hf(models, folder, setup.spec, setup.args)
+        logger.info(". ".join([f"Starting from the Hugging Face weights in {folder}", *notes]))
     elif section.enable and section.initial_load_path:
         if initial := checkpointer.load_initial(storage_path(section.initial_load_path)):
             state.load(initial.train_state, set(), initial.data_files)

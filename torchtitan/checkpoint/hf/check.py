@@ -9,9 +9,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.hf.folder import SafetensorsReader, read_hf_config
+from torchtitan.checkpoint.hf.opening import meta_model, open_hf
 from torchtitan.checkpoint.hf.tokenizer import differing_text, file_problem, is_built_in
-from torchtitan.checkpoint.hf.weights import check_hf, meta_model
 from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.models import ModelSpec, hf_map
 from torchtitan.models.args import DecoderArgs
@@ -33,13 +32,7 @@ def check_description(folder: Path, spec: ModelSpec, args: Any) -> None:
     Raises:
         CheckpointError, ConfigError: they describe another model.
     """
-    hf = hf_map(spec)
-    described = hf.args(read_hf_config(folder))
-    names = hf.names(described)
-    if names != hf.names(args):
-        differing = sorted(names.keys() ^ hf.names(args).keys()) or ["the order of the weights"]
-        raise CheckpointError(f"config.json describes another model: {differing[0]}")
-    check_hf(SafetensorsReader(folder, names), spec, described)
+    open_hf(folder, spec, args)
 
 
 def check_tokenizer_file(folder: Path, tokenizer: Tokenizer | None) -> None:

@@ -14,6 +14,7 @@ from torchtitan.checkpoint.commit import checkpoints_at, committed_steps, step_f
 from torchtitan.checkpoint.format.manifest import CheckpointInfo, read_manifest
 from torchtitan.checkpoint.hf.export import HFExport
 from torchtitan.checkpoint.hf.folder import read_hf_config
+from torchtitan.checkpoint.hf.opening import open_hf
 from torchtitan.checkpoint.hf.weights import import_hf
 from torchtitan.checkpoint.load import Reader
 from torchtitan.checkpoint.state import check_averaged, check_matches_manifest, model_of
@@ -22,11 +23,11 @@ from torchtitan.config.load.extend import recorded_tokenizer
 from torchtitan.config.load.render import to_toml_value
 from torchtitan.config.registry import import_custom
 from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer, tokenizer_file
-from torchtitan.models import ModelSpec, get_spec, hf_map, spec_of_hf
+from torchtitan.models import ModelSpec, get_spec
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.storage import is_remote
-from torchtitan.utils.wording import brief
+from torchtitan.utils.wording import brief, plural
 
 
 def to_hf(
@@ -123,13 +124,12 @@ def from_hf(
         UserError: `source` is not a model of this family, the checkpoint exists, or a run couldn't
             start from it. Nothing is written.
     """
-    config = read_hf_config(source)
     if 0 in committed_steps(target):
         raise UserError(f"{step_folder(target, 0)} exists; delete it, or choose another folder")
     if custom_import:
         import_custom(custom_import)
-    spec = get_spec(family) if family else spec_of_hf(config)
-    args = hf_map(spec).args(config)
+    model = open_hf(source, get_spec(family) if family else None)
+    spec, args = model.spec, model.args
     file = Path(toml or Path(target.name if is_remote(target) else target) / "train.toml")
     step = step_folder(target, 0)
     text = _recipe(source, step, spec, args, custom_import)
@@ -146,14 +146,13 @@ def from_hf(
         config=text,
         train_state=None,
     )
-    imported = import_hf(source, step, spec, args, info=info)
+    count = import_hf(model, step, info)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, text.encode())
-    flavor = nearest_flavor(spec, args)[0]
-    print(f"{source} -> {step}: {spec.name} {flavor}, {imported.parameters:,} parameters")
-    for note in imported.notes:
+    print(f"{source} -> {step}: {described(spec, args)}, {count:,} parameters")
+    for note in model.notes:
         print(note)
-    if dropout := config.get("attention_dropout"):
+    if dropout := read_hf_config(source).get("attention_dropout"):
         print(
             f"warning: config.json: attention_dropout is {brief(dropout)}: transformers drops that "
             "share of the attention weights in training, this trainer drops none; evaluation is "
@@ -195,6 +194,15 @@ def _check_recipe(
         if problems:
             raise ConfigError(problems) from None
     return without
+
+
+def described(spec: ModelSpec, args: Any) -> str:
+    """A model in a few words: its size's name if it is one of the family's, else its sizes."""
+    flavor, overrides = nearest_flavor(spec, args)
+    if not overrides:
+        return f"{spec.name} {flavor}"
+    layers = f"{plural(args.n_layers, 'layer')} of " if hasattr(args, "n_layers") else ""
+    return f"{spec.name}, {layers}width {args.dim}"
 
 
 def nearest_flavor(spec: ModelSpec, args: Any) -> tuple[str, dict[str, Any]]:

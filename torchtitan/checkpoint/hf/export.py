@@ -24,10 +24,10 @@ from torchtitan.checkpoint.commit import (
 from torchtitan.checkpoint.format.manifest import read_manifest
 from torchtitan.checkpoint.hf import check as hf_check
 from torchtitan.checkpoint.hf.folder import batches
+from torchtitan.checkpoint.hf.opening import meta_model
 from torchtitan.checkpoint.hf.pieces import HFTensor, arrange, blocks, whole
 from torchtitan.checkpoint.hf.stored import DTYPES, Box, FileTensor, OpenSafetensors, shape_of
 from torchtitan.checkpoint.hf.tokenizer import write_tokenizer
-from torchtitan.checkpoint.hf.weights import meta_model
 from torchtitan.checkpoint.load import BoxReader, PhaseError, Reader, describe, read_tensor
 from torchtitan.checkpoint.manager import Checkpointer
 from torchtitan.checkpoint.resume import wait_until_visible

@@ -232,6 +232,17 @@ class SafetensorsReader(HuggingFaceStorageReader):
                     value = to_ours(part, _checked(stored, value), block)
                     target[within(block, box)].copy_(value)
 
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two of the folder's tensors hold the same values."""
+        stored, like = self.entries[name], self.entries[other]
+        if stored.shape != like.shape:
+            return False
+        with OpenSafetensors() as files:
+            return all(
+                torch.equal(stored.read(files, box).float(), like.read(files, box).float())
+                for box in blocks(whole(stored.shape), _ELEMENTS)
+            )
+
     def problems(self, shapes: Mapping[str, Sequence[int]]) -> list[str]:
         """The reasons why the folder can't fill our weights of these names and shapes."""
         nameless = [ours for ours in shapes if ours not in self.names]

@@ -118,6 +118,11 @@ class Model(Section):
     overrides: dict[str, Any] = {}
     """Replace fields of the flavor, as a table: `[model.overrides]` then `n_layers = 4`."""
 
+    @property
+    def label(self) -> str:
+        """The model in messages. With overrides it may be far from its flavor."""
+        return f"{self.name} {self.flavor}{' with overrides' if self.overrides else ''}"
+
 
 class Checkpoint(Section):
     """Saving and resuming."""

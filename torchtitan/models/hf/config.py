@@ -383,7 +383,7 @@ class RopeByLayer(HFConfig):
             "rope_theta": theta,
             "rope_scaling": scaling,
             "window_rope_theta": None if window_theta == theta else window_theta,
-            "scale_window_rope": window_scaling == scaling,
+            "scale_window_rope": scaling is not None and window_scaling == scaling,
         }
 
     @classmethod

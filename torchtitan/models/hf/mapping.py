@@ -7,7 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from torchtitan.config.load.render import to_toml_value
+from torchtitan.models.args import DecoderArgs
+from torchtitan.models.hf.config import effective_values
 from torchtitan.models.hf_names import is_buffer, parameters_of
 from torchtitan.models.spec import HFMap, ModelArgs, ModelSpec, all_families
 from torchtitan.utils.errors import ConfigError
@@ -47,6 +51,23 @@ def export_problems(spec: ModelSpec, args: ModelArgs) -> list[str]:
     ]
 
 
+def described_otherwise(args: ModelArgs, other: ModelArgs) -> dict[str, str]:
+    """The hyper-parameters by which two models of a family differ, each as the setting that makes
+    `args` like `other`. The length of rows and modules that only train may differ.
+    """
+    ours, theirs = (
+        effective_values(each) if isinstance(each, DecoderArgs) else each.model_dump()
+        for each in (args, other)
+    )
+    return {
+        name: f"{name} = {_shown(getattr(other, name))}"
+        for name, value in theirs.items()
+        if name not in ("max_seq_len", "n_mtp")
+        and hasattr(args, name)
+        and ours.get(name, getattr(args, name)) != value
+    }
+
+
 def _differing(hf: HFMap, args: ModelArgs) -> Mapping[str, Any]:
     return {name: only for name, only in hf.fixed(args).items() if getattr(args, name) != only}
 
@@ -71,6 +92,8 @@ def _other_families(spec: ModelSpec, args: ModelArgs) -> str:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, BaseModel):
+        value = value.model_dump(exclude_none=True)
     return '"none"' if value is None else to_toml_value(value)
 
 

@@ -161,10 +161,15 @@ def _model_from_folder(folder: Path) -> ModelChoice:
             f"--model: {folder} is not the folder of a Hugging Face model: {error}"
         ) from None
     from torchtitan.checkpoint.hf.convert import nearest_flavor  # imports torch
+    from torchtitan.checkpoint.hf.opening import open_hf
 
     try:
-        spec = spec_of_hf(config)
-        flavor, overrides = nearest_flavor(spec, hf_map(spec).args(config))
+        if any(folder.glob("*.safetensors")):
+            spec, args = open_hf(folder)[1:3]
+        else:
+            spec = spec_of_hf(config)
+            args = hf_map(spec).args(config)
+        flavor, overrides = nearest_flavor(spec, args)
     except ConfigError as error:
         raise ConfigError([f"--model: {folder}: {problem}" for problem in error.problems]) from None
     return ModelChoice(get_spec(spec.name), flavor, overrides, Path(os.path.abspath(folder)))

@@ -177,10 +177,7 @@ def fit(run: Measured, plan: Plan) -> Hardware:
 def fitted_file(run: Measured, plan: Plan) -> str:
     """The text of a hardware file whose constants are fitted to the run."""
     fitted = fit(run, plan)
-    source = (
-        f"{run.folder}, {run.world} x {run.device}, {plan.config.model.name} "
-        f"{plan.config.model.flavor}"
-    )
+    source = f"{run.folder}, {run.world} x {run.device}, {plan.config.model.label}"
     return to_table(
         "fitted", fitted, plan.hardware, f"fitted to {source}; the rest as {plan.hardware.name}"
     )

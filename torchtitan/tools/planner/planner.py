@@ -210,7 +210,7 @@ def planned_toml(plan: Plan, argv: list[str]) -> str:
     for key in KEYS:  # what only --axes change
         written = replace(written, key, read(planned, key))
     return (
-        f"# {config.model.name} {config.model.flavor} on {plan.workload.world} x "
+        f"# {config.model.label} on {plan.workload.world} x "
         f"{plan.hardware.description}.\n"
         f"# Planned: {show_rate(plan.tokens_per_second)} tokens/s per GPU, "
         f"{show_gib(plan.peak_gib)}.\n\n"

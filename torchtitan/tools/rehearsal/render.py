@@ -23,7 +23,7 @@ def as_text(rehearsal: Rehearsal) -> str:
     memory = max(record.memory for record in rehearsal.records.values()) / 2**30
     local_reads = "; ".join(sorted({at for at, shared in _reads(rehearsal) if not shared}))
     lines = [
-        f"{model.name} {model.flavor} on {plural(rehearsal.world, 'rank')}: {layout}",
+        f"{model.label} on {plural(rehearsal.world, 'rank')}: {layout}",
         f"Rehearsed {_ranks(rehearsal)}; {layers}; {', '.join(_phases(rehearsal))}",
         "",
         aligned(_table(rehearsal.records[0])),

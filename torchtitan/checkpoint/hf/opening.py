@@ -1,0 +1,189 @@
+"""Opening the folder of a Hugging Face model: what `config.json` says, and whether the tensors are
+that model. Imports, runs that start from a folder, generation and evaluation all open it here.
+"""
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from torchtitan.checkpoint.hf.folder import SafetensorsReader, read_hf_config
+from torchtitan.checkpoint.state import model_state
+from torchtitan.models import HFNames, ModelSpec, hf_map, spec_of_hf
+from torchtitan.models.hf.mapping import described_otherwise
+from torchtitan.models.hf_names import hf_slices
+from torchtitan.utils.errors import CheckpointError
+
+HEAD = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+_BUFFERS = "*rotary_emb.inv_freq"
+"""RoPE's frequencies, which old files hold and transformers ignores: `config.json` gives them."""
+
+
+class HFModel(NamedTuple):
+    """The model in a folder, checked."""
+
+    reader: SafetensorsReader
+    spec: ModelSpec
+    args: Any
+    """Hyper-parameters, those of `config.json` unless a note says otherwise."""
+    notes: list[str]
+    """What differs from `config.json`, and what isn't read, for people."""
+
+
+def open_hf(folder: Path, spec: ModelSpec | None = None, run: Any = None) -> HFModel:
+    """Open a folder, and check that its tensors are the model of its `config.json`.
+
+    Args:
+        spec: the model's family; None: the one in `config.json`.
+        run: hyper-parameters of a run that reads the folder, which must describe the same model.
+            The reader then gives its weights.
+
+    Raises:
+        CheckpointError: tensors are missing, unknown or of other shapes, or the run's model is
+            another one.
+        ConfigError: no family can represent the model, or `spec` isn't its family.
+    """
+    config = read_hf_config(folder)
+    spec = spec or spec_of_hf(config)
+    hf = hf_map(spec)
+    stated = hf.args(config)
+    reader = SafetensorsReader(folder, hf.names(stated))
+    args, notes = _as_stored(reader, stated)
+    if args is not stated:
+        reader = SafetensorsReader(folder, hf.names(args))
+    ignored, problems = check_tensors(reader, spec, args)
+    if run is not None:
+        problems += _other_model(reader, args, run, notes)
+    if problems:
+        raise CheckpointError("\n".join(problems))
+    if run is not None and hf.names(run) != reader.names:
+        reader = SafetensorsReader(folder, hf.names(run))
+        ignored = check_tensors(reader, spec, run)[0]
+    if reader.quantization:
+        notes.append(f"Dequantized from {reader.quantization.method} to bfloat16")
+    if ignored:
+        more = _more(ignored, 1)
+        notes.append(f"Not read, because the model has no place for it: {ignored[0]}{more}")
+    return HFModel(reader, spec, args if run is None else run, notes)
+
+
+# ---- what config.json says, and the tensors don't
+
+
+def _as_stored(reader: SafetensorsReader, args: Any) -> tuple[Any, list[str]]:
+    """The hyper-parameters in `config.json`, except where transformers goes by the tensors; and
+    notes on those.
+    """
+    notes = []
+    if getattr(args, "n_mtp", 0):
+        key = f"config.json: num_nextn_predict_layers is {args.n_mtp}"
+        prefixes = tuple(f"model.layers.{i}." for i in args.mtp_layers)
+        known = [name for name in _their_names(reader) if name.startswith(prefixes)]
+        missing = [name for name in known if name not in reader.entries]
+        if len(missing) == len(known):
+            # transformers saves the key, and not the modules.
+            notes.append(f"{key}, but the folder has no such modules: read without them")
+            args = args.model_copy(update={"n_mtp": 0})
+        elif missing:
+            raise CheckpointError(
+                f"{reader.folder}: {key}, but of these modules {missing[0]} is missing"
+                f"{_more(missing, 1)}; set the key to 0 to read the model without them"
+            )
+    both = reader.entries.keys() >= {HEAD, _EMBEDDING}
+    if getattr(args, "tie_embeddings", False) and both and not reader.equal(HEAD, _EMBEDDING):
+        notes.append(
+            f"config.json: tie_word_embeddings is true, but {HEAD} is not {_EMBEDDING}: read as a "
+            "model that isn't tied, as transformers 5 does"
+        )
+        args = args.model_copy(update={"tie_embeddings": False})
+    return args, notes
+
+
+def _other_model(reader: SafetensorsReader, args: Any, run: Any, notes: list[str]) -> list[str]:
+    """How the run's model differs from the folder's, in lines; none if it doesn't."""
+    differing = described_otherwise(run, args)
+    if HEAD in reader.entries and not getattr(run, "tie_embeddings", True):
+        differing.pop("tie_embeddings", None)  # the folder has the head that the run wants
+    if getattr(run, "n_mtp", 0) > getattr(args, "n_mtp", 0):
+        differing["n_mtp"] = f"n_mtp = {args.n_mtp}"
+    if not differing:
+        return []
+    return [
+        f"{reader.folder} holds another model than this configuration builds.",
+        *notes,
+        f"Set [model.overrides] {', '.join(differing.values())}. To train on with another RoPE on "
+        "purpose, give it in [[training.stages]] with from_step = 1.",
+    ]
+
+
+# ---- the tensors
+
+
+def check_tensors(
+    reader: SafetensorsReader, spec: ModelSpec, args: Any
+) -> tuple[list[str], list[str]]:
+    """
+    Returns:
+        The folder's tensors that the family ignores, and why the others aren't the model of `args`.
+    """
+    known = dict.fromkeys(_their_names(reader))
+    copies = {copy: name for copy, name in _copies(reader.names) if copy in reader.entries}
+    wrong = [f"{name} is missing" for name in known if name not in reader.entries]
+    tied = getattr(args, "tie_embeddings", False)  # then a head is the embedding: see _as_stored
+    ignored = []
+    for name in sorted(reader.entries.keys() - known - copies.keys()):
+        if hf_map(spec).ignores(name, args) and _is_extra(name, reader):
+            ignored.append(name)
+        elif not (fnmatchcase(name, _BUFFERS) or (tied and name == HEAD)):
+            wrong.append(f"{name} is unknown")
+    if not wrong:  # else the model could be of any size
+        wrong = reader.problems(_shapes(spec, args, reader.names))
+    if not wrong:
+        pairs = copies.items()
+        wrong = [f"{copy} is not {name}" for copy, name in pairs if not reader.equal(copy, name)]
+    if wrong:
+        some = f"{'; '.join(wrong[:3])}{_more(wrong, 3)}"
+        wrong = [f"{reader.folder} is not the model of its config.json: {some}"]
+    return ignored, wrong
+
+
+def _is_extra(name: str, reader: SafetensorsReader) -> bool:
+    """Whether a tensor of an ignored pattern is no layer of the model: one behind the last layer
+    predicts further tokens, or `config.json` has too few layers.
+    """
+    layer = re.match(r"model\.layers\.\d+\.", name)
+    return layer is None or f"{layer[0]}eh_proj.weight" in reader.entries
+
+
+def _their_names(reader: SafetensorsReader) -> list[str]:
+    return [part.name for parts in reader.parts.values() for part in parts]
+
+
+def _copies(names: HFNames) -> Iterable[tuple[str, str]]:
+    """Pairs: a name that only repeats a tensor, and the tensor's."""
+    for theirs in names.values():
+        for part in hf_slices(theirs):
+            yield from ((copy, part.name) for copy in part.copies)
+
+
+def _shapes(spec: ModelSpec, args: Any, names: HFNames) -> dict[str, torch.Size]:
+    """The shapes of everything that a folder has to give to a model."""
+    model = meta_model(spec, args)
+    buffers = {name for name, _ in model.named_buffers()} - names.keys()
+    state = model_state([model])
+    return {name: value.shape for name, value in state.items() if name not in buffers}
+
+
+def _more(items: list[str], shown: int) -> str:
+    return f" (and {len(items) - shown} more)" if len(items) > shown else ""
+
+
+def meta_model(spec: ModelSpec, args: Any) -> nn.Module:
+    """A model on the meta device, without memory."""
+    with torch.device("meta"):
+        return spec.build(args, None)
