@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from torchtitan.inference.options import add_model_options, reported_once
 from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.files import text_of
 from torchtitan.utils.process import rank_and_world
 from torchtitan.utils.wording import show_rate
 
@@ -115,12 +116,12 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     prompts = list(options.prompt)
     if options.prompts_file:
         try:
-            lines = Path(options.prompts_file).read_text(encoding="utf-8").splitlines()
+            lines = text_of(Path(options.prompts_file).read_bytes()).split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 [f"--prompts-file: can't read {options.prompts_file}: {error}"]
             ) from None
-        prompts += [line for line in lines if line.strip()]
+        prompts += [line.rstrip("\r") for line in lines if line.strip()]
         if not prompts:
             raise ConfigError(
                 [f"--prompts-file: {options.prompts_file} has no prompts (one per line)"]

@@ -23,6 +23,7 @@ from torch import Tensor
 from torchtitan.data.encode.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
 from torchtitan.inference.generator import Continuation, SamplingSettings, continue_prompts
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import BOM
 from torchtitan.utils.formats import read_json_object
 
 _MAX_NEW_TOKENS = 256
@@ -87,7 +88,9 @@ class EvalTokenizer:
         """Read the files as transformers' fast tokenizers do."""
         assert tokenizer.path is not None
         # recognizes special tokens
-        backend: Any = type(tokenizer.backend).from_file(str(tokenizer.path))
+        backend: Any = type(tokenizer.backend).from_buffer(
+            tokenizer.path.read_bytes().removeprefix(BOM)
+        )
         backend.no_truncation()
         backend.no_padding()
         self._special = {

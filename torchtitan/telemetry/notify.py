@@ -242,5 +242,5 @@ def report_error(config: Config, error: BaseException) -> None:
 
 def _last_step(folder: Path) -> int | None:
     with suppress(OSError, ValueError, LookupError, TypeError):
-        return int(json.loads((folder / "run.json").read_text())["starts"][-1]["step"])
+        return int(json.loads((folder / "run.json").read_bytes())["starts"][-1]["step"])
     return None

@@ -223,7 +223,7 @@ class RunRecord:
         return _account(self.starts)
 
     def _read(self) -> dict[str, Any]:
-        return json.loads(self.path.read_text())
+        return json.loads(self.path.read_bytes())
 
     def _take(self, run: Mapping[str, Any]) -> None:
         """Keep the file's id and trackers, which files of earlier releases lack."""

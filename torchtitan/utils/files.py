@@ -1,5 +1,6 @@
 """Atomic writes, and reads of regular files of limited size."""
 
+import codecs
 import errno
 import os
 import secrets
@@ -98,6 +99,21 @@ def regular_handle(path: str | Path, *, links: bool = False) -> int:
     if kind == stat.S_IFDIR:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+BOM = codecs.BOM_UTF8
+"""The byte order mark that some editors, such as Windows' Notepad, write in front of UTF-8 text."""
+
+
+def text_of(content: bytes) -> str:
+    """Text from a file that people write, or that others made: UTF-8, read over a byte order mark.
+
+    Raises:
+        UnicodeDecodeError: it has another encoding.
+    """
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UnicodeDecodeError("utf-8", content, 0, 2, "it is UTF-16; save it as UTF-8")
+    return content.removeprefix(BOM).decode()
 
 
 def read_regular(path: Path, most: int, *, links: bool = False) -> bytes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from torchtitan.utils.files import read_regular
+from torchtitan.utils.files import read_regular, text_of
 from torchtitan.utils.limits import JSON_BYTES
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         ValueError: it is nested too deeply, or not a JSON object; the message names the file.
     """
     try:
-        content = json.loads(read_regular(path, JSON_BYTES, links=True).decode())
+        content = json.loads(text_of(read_regular(path, JSON_BYTES, links=True)))
     except OSError as error:
         raise OSError(f"{path}: {error.strerror or error}") from None
     except RecursionError:

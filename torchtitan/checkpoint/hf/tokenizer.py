@@ -14,6 +14,7 @@ from torchtitan.data.encode.tokenizer import (
 )
 from torchtitan.data.encode.tokenizer_training import post_processor, tokenizer_config
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import BOM
 from torchtitan.utils.formats import read_json_object
 
 TEXTS = (
@@ -56,7 +57,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None
         settings = read_json_object(config_file) if config_file.is_file() else {}
         for path in (tokenizer.path.with_name(file) for file in _COPIED):
             if path.is_file():
-                _copy(path, folder)
+                (folder / path.name).write_bytes(path.read_bytes().removeprefix(BOM))
     bos = None if tokenizer.bos_id is None else _name(tokenizer, tokenizer.bos_id)
     content |= {
         "truncation": None,

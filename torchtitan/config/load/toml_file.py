@@ -14,7 +14,7 @@ from torchtitan.config.load.keys import FIELDS, Setting, prefixes
 from torchtitan.config.types import path_problem
 from torchtitan.utils.assets import find_config, shipped_configs
 from torchtitan.utils.errors import did_you_mean
-from torchtitan.utils.files import read_regular
+from torchtitan.utils.files import read_regular, text_of
 from torchtitan.utils.limits import KEY_LENGTH, NEAR_FILES, TOML_BYTES, TOML_DEPTH, TOML_VALUES
 from torchtitan.utils.wording import brief
 
@@ -100,7 +100,7 @@ class _Files:
     def _parse(self, path: Path, named_at: str) -> tuple[str, dict[str, Any]]:
         """The file's text and its tables, both empty if something is wrong with it."""
         try:
-            text = read_regular(path, self._bytes_left, links=True).decode()
+            text = text_of(read_regular(path, self._bytes_left, links=True))
             self._bytes_left -= len(text)
             tables = tomli.loads(text)
         except OSError as error:

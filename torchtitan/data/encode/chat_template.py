@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchtitan.data.read.opening import BadDocument
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.files import read_regular
+from torchtitan.utils.files import read_regular, text_of
 from torchtitan.utils.formats import read_json_object
 from torchtitan.utils.limits import CHAT_TEMPLATE_BYTES, CONVERSATION_CHARACTERS
 
@@ -138,7 +138,7 @@ def _find_template(tokenizer: Path, config: Mapping[str, Any], key: str) -> tupl
     file = tokenizer.with_name(_FILE)
     if file.is_file():
         try:
-            return file, read_regular(file, CHAT_TEMPLATE_BYTES, links=True).decode()
+            return file, text_of(read_regular(file, CHAT_TEMPLATE_BYTES, links=True))
         except (OSError, ValueError) as error:
             raise UserError(f"{key}: can't read {file}: {error}") from None
     template = config.get("chat_template")

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import BOM
 from torchtitan.utils.formats import read_json_object
 
 LLAMA3_SPECIAL = {
@@ -222,7 +223,7 @@ class HuggingFaceTokenizer(Tokenizer):
         from tokenizers import Tokenizer as Backend
 
         with rust_errors(path, "is not a tokenizer"):
-            self.backend = Backend.from_file(str(path))
+            self.backend = Backend.from_buffer(path.read_bytes().removeprefix(BOM))
         super().__init__(path)
         # The spelling of a special token in a text stays text.
         self.backend.encode_special_tokens = True
@@ -390,7 +391,7 @@ def _incomplete(tokenizer: object) -> str | None:
 def _read_ranks(path: Path) -> dict[bytes, int]:
     """Tokens and ranks of a tiktoken file. (tiktoken's reader would miss a changed file.)"""
     try:
-        pairs = (line.split() for line in path.read_bytes().splitlines() if line)
+        pairs = (line.split() for line in path.read_bytes().removeprefix(BOM).splitlines() if line)
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
         if not ranks or sorted(ranks.values()) != list(range(len(ranks))):
             raise ValueError("ranks are missing (truncated?)")

@@ -25,10 +25,10 @@ from torchtitan.data.read.opening import (
     open_plain,
 )
 from torchtitan.data.read.tables import missing_column, parquet_rows, rows_by_datasets
+from torchtitan.utils.files import BOM
 from torchtitan.utils.limits import RECORD_BYTES
 
 SKIP_ADVICE = '. on_bad_document = "skip" leaves such documents out'
-BOM = b"\xef\xbb\xbf"
 _NOUNS = {
     "json": "line",
     "array": "entry",

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from torchtitan.config.pipeline_schedules import FileSchedule
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.errors import ConfigError
-from torchtitan.utils.files import read_regular
+from torchtitan.utils.files import read_regular, text_of
 from torchtitan.utils.limits import PIPELINE_SCHEDULE_BYTES
 from torchtitan.utils.wording import brief, plural
 
@@ -52,7 +52,7 @@ def schedule_file(config: Config) -> FileSchedule | None:
     if not path or p.pipeline_parallel_degree == 1:
         return None
     try:
-        text = read_regular(Path(path), PIPELINE_SCHEDULE_BYTES, links=True).decode()
+        text = text_of(read_regular(Path(path), PIPELINE_SCHEDULE_BYTES, links=True))
         rows = list(csv.reader(text.splitlines()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error

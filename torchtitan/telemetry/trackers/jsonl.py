@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from torchtitan.telemetry.trackers.base import Record
-from torchtitan.utils.files import write_whole
+from torchtitan.utils.files import text_of, write_whole
 
 
 class JsonlSink:
@@ -48,7 +48,7 @@ def drop_after(path: Path, step: int) -> None:
         path.rename(path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}{path.suffix}"))
         return
     lines = []
-    for line in path.read_text().splitlines():
+    for line in text_of(path.read_bytes()).split("\n"):
         try:
             if json.loads(line)["step"] <= step:
                 lines.append(line + "\n")

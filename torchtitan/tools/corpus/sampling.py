@@ -16,8 +16,9 @@ import numpy as np
 
 from torchtitan.data.read.corpus import RawDocument
 from torchtitan.data.read.opening import BadDocument, FilePool, FileStamp, is_compressed
-from torchtitan.data.read.records import BOM, FileRecord, kind_of, read_records
+from torchtitan.data.read.records import FileRecord, kind_of, read_records
 from torchtitan.tools.corpus.columns import WHOLE, Drawn
+from torchtitan.utils.files import BOM
 from torchtitan.utils.limits import RECORD_BYTES
 
 _BLOCK = 2**16

@@ -19,7 +19,7 @@ from torchtitan.config.load.command_line import config_flags, flag_text
 from torchtitan.config.load.compat import current_key
 from torchtitan.config.load.toml_file import flatten, size_problem
 from torchtitan.utils.errors import ConfigError
-from torchtitan.utils.files import read_regular
+from torchtitan.utils.files import read_regular, text_of
 from torchtitan.utils.limits import GRID_FILE_BYTES
 from torchtitan.utils.signals import INTERRUPTED
 from torchtitan.utils.storage import is_url
@@ -94,7 +94,7 @@ def read_runs(path: Path) -> list[tuple[str | None, Flags]]:
         ConfigError: the file can't be read, or has another form.
     """
     try:
-        text = read_regular(path, GRID_FILE_BYTES, links=True).decode()
+        text = text_of(read_regular(path, GRID_FILE_BYTES, links=True))
         tables = tomli.loads(text) if path.suffix == ".toml" else {}
     except OSError as error:
         raise ConfigError([f"--runs: can't read {path}: {error.strerror or error}"]) from None

@@ -52,8 +52,8 @@ def read_run(folder: Path) -> Measured:
         UserError: it holds no run, or too few steps.
     """
     try:
-        start = json.loads((folder / "run.json").read_text())["starts"][-1]
-        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        start = json.loads((folder / "run.json").read_bytes())["starts"][-1]
+        lines = (folder / "metrics.jsonl").read_bytes().splitlines()
         records = [record for record in map(json.loads, lines) if "tokens_per_second" in record]
         world = int(start["ranks"])
         devices = list(start["devices"])

@@ -18,6 +18,7 @@ from pydantic import (
 
 from torchtitan.config.rules import Accelerator
 from torchtitan.utils.errors import ConfigError, did_you_mean
+from torchtitan.utils.files import text_of
 
 FILE = Path(__file__).with_name("hardware.toml")
 
@@ -147,7 +148,7 @@ def load_hardware(path: Path = FILE) -> dict[str, Hardware]:
         ConfigError: the file can't be read, or a table is incomplete or invalid.
     """
     try:
-        tables = tomli.loads(path.read_text(encoding="utf-8"))
+        tables = tomli.loads(text_of(path.read_bytes()))
     except (OSError, ValueError) as error:
         raise ConfigError(
             [f"--hardware: can't read {path}: {getattr(error, 'strerror', None) or error}"]

@@ -15,7 +15,7 @@ import tomli
 
 from torchtitan.telemetry.run_record import KINDS
 from torchtitan.tools.reports.records import number
-from torchtitan.utils.files import open_regular, read_regular
+from torchtitan.utils.files import open_regular, read_regular, text_of
 from torchtitan.utils.limits import EVENTS_TAIL_BYTES, RUN_FILE_BYTES
 from torchtitan.utils.lock import EXPIRY_SECONDS, NAME, current_holder, read_holder
 from torchtitan.utils.wording import cut, flat
@@ -75,7 +75,7 @@ class Folder:
     @cached_property
     def _toml(self) -> str:
         try:
-            return read_regular(self.path / CONFIG, RUN_FILE_BYTES, links=True).decode()
+            return text_of(read_regular(self.path / CONFIG, RUN_FILE_BYTES, links=True))
         except (OSError, ValueError):
             return ""
 
