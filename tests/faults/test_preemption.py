@@ -303,3 +303,29 @@ def test_only_a_later_ctrl_c_is_a_second_one(capsys):
     assert not ended
     stop.ask(signal.SIGINT)
     assert ended
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_rank_whose_launcher_was_killed_while_it_started_does_not_train(killed):
+    """It has another parent when it first looks; the killed one isn't collected yet."""
+    rank = f"sleep 0.5; exec {sys.executable} -m torchtitan.train --nonsense"
+    launcher = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import os, subprocess\n"
+            "os.environ['TORCHTITAN_REPORTER'] = str(os.getpid())\n"
+            f"rank = subprocess.Popen(['sh', '-c', {rank!r}])\n"
+            "print(flush=True)\n"
+            "rank.wait()",
+        ],
+        env=ENV | {"TORCHELASTIC_RUN_ID": "any"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    launcher.stdout.readline()
+    if killed:
+        launcher.kill()
+    _, err = launcher.communicate(timeout=60)
+    assert ("--nonsense" in err) == (not killed), err

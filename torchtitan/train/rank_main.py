@@ -19,7 +19,7 @@ from torchtitan.train.preflight import Setup, preflight
 from torchtitan.utils.errors import DEBUG_ENV, UserError
 from torchtitan.utils.logging import init_logging, log_failure, logger
 from torchtitan.utils.process import rank_and_world
-from torchtitan.utils.signals import INTERRUPTED, StopRequest, die_with_parent
+from torchtitan.utils.signals import INTERRUPTED, StopRequest
 from torchtitan.utils.storage import is_url, storage_path
 from torchtitan.utils.torch_versions import installed_torch, too_new
 from torchtitan.utils.wording import plural, show_loss, show_tokens
@@ -37,8 +37,6 @@ _RECORDING_SECONDS = 2.0
 
 
 def main(argv: list[str]) -> int:
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
     if os.environ.get(DEBUG_ENV) != "1":
         # Else torch prints C++ stacks on every rank when one dies.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

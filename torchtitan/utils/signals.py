@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Schedulers send the first two before they take a machine away; Ctrl-C sends the third."""
@@ -133,11 +134,28 @@ def become_stoppable() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent dies (Linux only)."""
+def die_with_parent(launcher: str = "") -> None:
+    """Make the kernel kill this process when its parent dies, and exit if it has died already (Linux
+    only).
+
+    Args:
+        launcher: process id of the launcher that started this process or an ancestor of it. Without
+            one, only a death during this call is noticed.
+    """
     parent = os.getppid()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "prctl"):
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the call
             os._exit(1)
+        if launcher.isdigit() and int(launcher) != parent and not _runs(int(launcher)):
+            os._exit(1)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process exists that hasn't ended; a killed one may wait to be collected."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return not Path("/proc/self/stat").exists()
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
