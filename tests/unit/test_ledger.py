@@ -9,9 +9,9 @@ import shutil
 
 import pytest
 
-from torchtitan.telemetry import run_record as ledgers
 from torchtitan.telemetry.run_record import RunRecord, changed_settings, git_revision
 from torchtitan.utils import activity as phases
+from torchtitan.utils import run_files
 from torchtitan.utils.activity import begin, phase
 from torchtitan.utils.errors import UserError
 
@@ -202,7 +202,7 @@ def test_a_full_disk_does_not_stop_the_run(tmp_path, clock, monkeypatch, caplog)
 
     monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
     with monkeypatch.context() as full, caplog.at_level("WARNING", "torchtitan"):
-        full.setattr(ledgers, "write_whole", no_space)
+        full.setattr(run_files, "write_whole", no_space)
         train(ledger, clock, [1, 2])
     assert f"can't write {tmp_path / 'run.json'}: No space left on device" in caplog.text
     assert read(tmp_path)["starts"][0]["step"] == 0, "as it was"

@@ -21,6 +21,7 @@ from torchtitan.config.sections.training import Training
 from torchtitan.utils.activity import phase
 from torchtitan.utils.errors import GuardError, NonFiniteError
 from torchtitan.utils.logging import event, logger
+from torchtitan.utils.run_files import RunFile
 
 _SIGMA = 1.4826
 """Standard deviation of a normal distribution, in units of its median absolute deviation."""
@@ -160,7 +161,7 @@ class UpdateGuard:
         self.checkpointer = checkpointer
         self.updates_in_backward = updates_in_backward
         self.spikes = SpikeDetector(config, training.global_batch_size)
-        self.journal = Path(dump_folder, "guard.jsonl")
+        self.journal = RunFile(Path(dump_folder, "guard.jsonl"))
         self._spike: Spike | None = None
 
     def approve(self, step: int, loss: float, grad_norm: float) -> bool:
@@ -237,9 +238,8 @@ class UpdateGuard:
             f"step {spike.step}: {spike.reason}; {done}", extra=event(kind, spike.step, **details)
         )
         if dist.get_rank() == 0:
-            with self.journal.open("a") as file:
-                line = {"step": spike.step, **details, "time": time.time()}
-                file.write(json.dumps(line) + "\n")
+            line = {"step": spike.step, **details, "time": time.time()}
+            self.journal.append(json.dumps(line))
         return resumed
 
     def load(self, train_state: dict[str, Any]) -> None:

@@ -6,13 +6,12 @@ ever appended to: unlike `metrics.jsonl` it keeps what a rewind or a resume undo
 
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torchtitan.utils.logging import EVENT, event, logger
+from torchtitan.utils.run_files import RunFile
 from torchtitan.utils.wording import show_loss
 
 FILE = "events.jsonl"
@@ -35,12 +34,12 @@ class Events(logging.Handler):
             continues: the run has earlier starts. If not, the file of another run is set aside.
         """
         super().__init__()
-        self.path = folder / FILE
+        self.file = RunFile(folder / FILE)
         self.listeners = listeners
         if not writes:
             return
-        if not continues and self.path.exists():
-            self.path.rename(self.path.with_name(f"events-{time.strftime('%Y%m%d-%H%M%S')}.jsonl"))
+        if not continues and self.file.path.exists():
+            self.file.set_aside()
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -48,10 +47,7 @@ class Events(logging.Handler):
         if fields is None:
             return
         entry = {"time": record.created, **fields, "message": record.getMessage()}
-        with suppress(OSError):  # the log has it too; not worth stopping the run for
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a") as file:  # opened each time: the file may have been deleted
-                file.write(json.dumps(entry) + "\n")
+        self.file.append(json.dumps(entry))
         for listener in self.listeners:
             listener(entry)
 

@@ -25,6 +25,7 @@ from torchtitan.utils.activity import Stopwatch
 from torchtitan.utils.device import peak_memory
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
+from torchtitan.utils.run_files import RunFile
 
 TRAINING = ("first_step", "steps", "repeated", "data", "staging")
 """Kinds of time that count in rates."""
@@ -74,7 +75,7 @@ class MetricsReporter:
         for name, enabled in (("metrics", True), ("expert_load", experts), ("samples", samples)):
             if enabled and rank == 0:
                 self.files[name] = JsonlSink(folder / f"{name}.jsonl", start_step)
-        self._scores = folder / SCORES if rank == 0 else None
+        self._scores = RunFile(folder / SCORES) if rank == 0 else None
         self._forget_scores(start_step)
         self.trackers = Trackers(
             config, job, settings, run_record, start_step=start_step, custom=custom or Custom()
@@ -266,8 +267,6 @@ class MetricsReporter:
         """
         self._stopwatch.close()
         self.console.close()
-        for file in self.files.values():
-            file.close()
         self.trackers.close(reason)
 
 

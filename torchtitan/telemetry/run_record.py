@@ -18,8 +18,8 @@ import tomli
 from torchtitan.utils.activity import Kind, Stopwatch
 from torchtitan.utils.assets import CHECKOUT
 from torchtitan.utils.errors import failure_of
-from torchtitan.utils.files import write_whole
-from torchtitan.utils.logging import logger
+from torchtitan.utils.files import read_regular
+from torchtitan.utils.run_files import RunFile
 from torchtitan.utils.wording import flat, plural, show_duration, show_percent
 
 KINDS = {
@@ -35,6 +35,9 @@ KINDS = {
 }
 """The kinds of time: name in the file, and in words."""
 
+_MOST_BYTES = 1 << 26
+"""Size of the largest file that is read."""
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _Start = dict[str, Any]
 """The file's record of one start."""
 HEARTBEAT_SECONDS = 1.0
@@ -104,7 +107,7 @@ class RunRecord:
             writes: this is rank 0.
             began: when the process started, in seconds since the epoch.
         """
-        self.path = folder / "run.json"
+        self.file = RunFile(folder / "run.json")
         self.clock = clock
         self.writes = writes
         self.id = secrets.token_hex(5)
@@ -138,19 +141,21 @@ class RunRecord:
 
     def _earlier(self, step: int, resumable: bool) -> list[_Start]:
         """The run's earlier starts. The file of another run is set aside, like its metrics."""
-        if not self.path.exists():
+        content = self.file.read(_MOST_BYTES)
+        if content is None:
             return []
         try:
-            run = self._read()
+            run = json.loads(content)
             starts: list[_Start] = run["starts"]
             end = starts[-1]["end"] or "killed"
             starts[-1]["end"] = end
             if step or (resumable and end not in ("completed", "interrupted")):
                 self._take(run)
                 return starts
-        except (ValueError, LookupError, TypeError) as error:
-            logger.warning(f"can't read {self.path} ({error}): set aside")
-        self.path.rename(self.path.with_name(f"run-{time.strftime('%Y%m%d-%H%M%S')}.json"))
+        except _UNREADABLE as error:
+            self.file.refuse(str(error))
+            return []
+        self.file.set_aside()
         return []
 
     # ---- where time goes
@@ -190,8 +195,8 @@ class RunRecord:
         else:
             reason = failure.end
         starts: list[_Start] = []
-        with suppress(OSError, ValueError, LookupError):
-            run = self._read()
+        with suppress(OSError, *_UNREADABLE):
+            run = json.loads(read_regular(self.file.path, _MOST_BYTES, links=True))
             starts = run["starts"]
         if self.writes:
             if failure is not None and failure.elsewhere and starts:
@@ -222,9 +227,6 @@ class RunRecord:
         """Goodput in percent, and the seconds of each kind, over all starts."""
         return _account(self.starts)
 
-    def _read(self) -> dict[str, Any]:
-        return json.loads(self.path.read_bytes())
-
     def _take(self, run: Mapping[str, Any]) -> None:
         """Keep the file's id and trackers, which files of earlier releases lack."""
         self.id = run.get("id", self.id)
@@ -244,11 +246,7 @@ class RunRecord:
             "trackers": self.trackers,
             "starts": starts,
         }
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
-            write_whole(self.path, json.dumps(record, indent=1).encode())
-        except OSError as error:  # not worth stopping the run for
-            logger.warning(f"can't write {self.path}: {error.strerror}")
+        self.file.replace(json.dumps(record, indent=1))
 
 
 def _account(starts: Sequence[_Start]) -> tuple[float, dict[str, float]]:

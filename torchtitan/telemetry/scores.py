@@ -5,11 +5,12 @@ on. Several commands may write at the same time.
 """
 
 import json
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from torchtitan.utils.files import append_line
 
 FILE = "evals.jsonl"
 
@@ -33,10 +34,5 @@ def record_scores(
     """
     file = run / FILE
     entry = {"step": step, "time": time.time(), "settings": settings, "scores": scores}
-    line = json.dumps(entry).encode() + b"\n"
-    handle = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        os.write(handle, line)  # at once: another command may append
-    finally:
-        os.close(handle)
+    append_line(file, json.dumps(entry).encode() + b"\n")
     return file

@@ -20,7 +20,7 @@ from torchtitan.utils.errors import DEBUG_ENV, UserError
 from torchtitan.utils.logging import init_logging, log_failure, logger
 from torchtitan.utils.process import rank_and_world
 from torchtitan.utils.signals import INTERRUPTED, StopRequest
-from torchtitan.utils.storage import is_url, storage_path
+from torchtitan.utils.storage import storage_path
 from torchtitan.utils.torch_versions import installed_torch, too_new
 from torchtitan.utils.wording import plural, show_loss, show_tokens
 
@@ -160,15 +160,14 @@ def _summarize(resolved: Resolved, progress: "Progress") -> None:
     )
     results = {"metrics": f"{dump}/metrics.jsonl", "config": f"{dump}/config.toml"}
     saved = config.checkpoint.enable and not config.checkpoint.load_only
+    checkpoint = storage_path(config.checkpoint.folder, dump) / f"step-{step}"
     if saved:
-        folder = config.checkpoint.folder
-        results["checkpoint"] = (
-            f"{folder if is_url(folder) else os.path.join(dump, folder)}/step-{step}"
-        )
+        results["checkpoint"] = str(checkpoint)
     for name, path in results.items():
-        logger.info(f"  {name:<11} {path}")
-    if lost := [path for path in results.values() if not storage_path(path).exists()]:
-        raise UserError(f"{', '.join(lost)}: deleted while the run was writing to it")
+        missing = "" if storage_path(path).exists() else " (missing)"
+        logger.info(f"  {name:<11} {path}{missing}")
+    if saved and not checkpoint.exists():
+        raise UserError(f"{checkpoint}: deleted while the run was writing to it")
     if saved:
         if not config.checkpoint.last_save_model_only:
             more = config.training.steps * 2

@@ -21,8 +21,8 @@ from torchtitan.parallel import agree
 from torchtitan.telemetry.run_record import git_revision
 from torchtitan.train.preflight import Setup
 from torchtitan.utils.device import device_name
-from torchtitan.utils.files import write_whole
 from torchtitan.utils.logging import logger
+from torchtitan.utils.run_files import RunFile
 
 
 def describe_run(config: Config, setup: Setup, data: DataFingerprint) -> dict[str, Any]:
@@ -105,7 +105,6 @@ def write_config(config: Config) -> None:
     if dist.get_rank() == 0:
         for name in ("config.toml", config.job.save_config_file):
             if name:
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                write_whole(folder / name, text.encode())
+                RunFile(folder / name).replace(text)
     if config.job.print_config:
         logger.info(f"Configuration:\n{text}")

@@ -42,6 +42,30 @@ def write_all(files: Mapping[Path, bytes]) -> None:
         raise
 
 
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line at once, since another process may append, too. One that doesn't fit on the
+    disk leaves nothing.
+
+    Raises:
+        OSError: it can't be written, or the file isn't a regular one.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        size = status.st_size
+        if size and os.pread(handle, 1, size - 1) != b"\n":  # a process was killed within a line
+            line = b"\n" + line
+        written = os.write(handle, line)
+        if written < len(line):
+            if os.fstat(handle).st_size == size + written:
+                os.ftruncate(handle, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(handle)
+
+
 def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files of processes that were killed in `write_all` over an hour ago."""
     for path in folder.glob(".*.????????.tmp"):

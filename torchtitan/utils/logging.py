@@ -4,6 +4,7 @@ On stdout the ranks listed in `LOG_RANK` (default: 0) log, the others only error
 to its file.
 """
 
+import errno
 import json
 import logging
 import os
@@ -167,6 +168,8 @@ class _File(RotatingFileHandler):
     def _open(self) -> Any:
         path = Path(self.baseFilename)
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_fifo():  # opening it would block
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         torn = False
         with suppress(OSError), path.open("rb") as before:
             before.seek(-1, os.SEEK_END)

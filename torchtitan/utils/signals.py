@@ -135,8 +135,8 @@ def become_stoppable() -> None:
 
 
 def die_with_parent(launcher: str = "") -> None:
-    """Make the kernel kill this process when its parent dies, and exit if it has died already (Linux
-    only).
+    """Make the kernel kill this process when its parent dies, and exit if it has died already
+    (Linux only).
 
     Args:
         launcher: process id of the launcher that started this process or an ancestor of it. Without

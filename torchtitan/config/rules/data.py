@@ -206,8 +206,10 @@ def tasks_have_a_folder(config: Config, facts: Facts) -> str | None:
 @rule("job.dump_folder", needs=["folders"])
 def logs_are_local(config: Config, facts: Facts) -> str | None:
     folder = config.job.dump_folder
-    if not is_url(folder):
+    if "://" not in folder:
         return None
+    if not is_url(folder):
+        return f"job.dump_folder: {folder!r}: write the path without file://"
     return (
         f"job.dump_folder: {folder!r} must be a local folder, because logs are appended to; for "
         "remote checkpoints set checkpoint.folder to the URL"

@@ -1,11 +1,10 @@
 """`metrics.jsonl` and the files beside it."""
 
 import json
-import time
 from pathlib import Path
 
 from torchtitan.telemetry.trackers.base import Record
-from torchtitan.utils.files import text_of, write_whole
+from torchtitan.utils.run_files import RunFile
 
 
 class JsonlSink:
@@ -14,44 +13,33 @@ class JsonlSink:
     """
 
     def __init__(self, path: Path, start_step: int):
-        self.path = path
-        drop_after(path, start_step)
-        self._open()
-
-    def _open(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = self.path.open("a", buffering=1)
+        self.file = RunFile(path)
+        drop_after(self.file, start_step)
 
     def rewind(self, step: int) -> None:
         """Drop what was recorded after `step`."""
-        self.file.close()
-        drop_after(self.path, step)
-        self._open()
+        drop_after(self.file, step)
 
     def log(self, record: Record) -> None:
-        if not self.path.exists():  # deleted: its open file would take the records with it
-            self.file.close()
-            self._open()
-        self.file.write(json.dumps(record) + "\n")
-
-    def close(self) -> None:
-        self.file.close()
+        self.file.append(json.dumps(record))
 
 
-def drop_after(path: Path, step: int) -> None:
+def drop_after(file: RunFile, step: int) -> None:
     """Drop the lines of later steps, which will be trained again; with step 0, set the file aside
     as another run's. There may be none.
     """
-    if not path.exists():
-        return
     if step == 0:
-        path.rename(path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}{path.suffix}"))
+        if file.path.exists():
+            file.set_aside()
         return
-    lines = []
-    for line in text_of(path.read_bytes()).split("\n"):
+    content = file.read()
+    if content is None:
+        return
+    kept = []
+    for line in content.decode("utf-8-sig", "replace").split("\n"):
         try:
             if json.loads(line)["step"] <= step:
-                lines.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue  # a line cut off by a crash
-    write_whole(path, "".join(lines).encode())
+    file.replace("".join(kept))

@@ -102,7 +102,7 @@ def check_outputs(config: Config, volumes: list[Volume], workdir: str | None) ->
     settings = config.checkpoint
     if not settings.enable:
         return
-    folder = str(PurePosixPath(config.job.dump_folder, settings.folder))
+    folder = str(PurePosixPath(config.job.dump_folder, settings.folder.removeprefix("file://")))
     targets = [settings.folder if is_url(settings.folder) else folder, settings.upload_folder or ""]
     if not any(is_url(target) or _volume_of(target, volumes, workdir) for target in targets):
         raise ConfigError(

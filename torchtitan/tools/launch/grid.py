@@ -22,7 +22,7 @@ from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import read_regular, text_of
 from torchtitan.utils.limits import GRID_FILE_BYTES
 from torchtitan.utils.signals import INTERRUPTED
-from torchtitan.utils.storage import is_url
+from torchtitan.utils.storage import is_url, storage_path
 from torchtitan.utils.wording import brief, plural
 
 MOST_RUNS = 1000
@@ -259,7 +259,8 @@ def flags_with_folder(run: GridRun, folder: Path, checkpoints: str) -> tuple[str
     """
     flags = (*run.flags, f"--{_DUMP}={folder / run.name}")
     sets_checkpoints = any(flag.startswith(f"--{_CHECKPOINTS}=") for flag in run.flags)
-    shared = not sets_checkpoints and (is_url(checkpoints) or Path(checkpoints).is_absolute())
+    outside = is_url(checkpoints) or storage_path(checkpoints).is_absolute()
+    shared = not sets_checkpoints and outside
     return (*flags, f"--{_CHECKPOINTS}={checkpoints.rstrip('/')}/{run.name}") if shared else flags
 
 
