@@ -112,8 +112,8 @@ def test_a_mixture_resumes_on_another_layout(ranks, tmp_path):
 def train_in_pieces(argv):
     """Train, taking documents of a thousand characters for long ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchtitan.data.encode.tokenizer.LONG", 1000)
-        patch.setattr("torchtitan.data.encode.tokenizer.PIECE", 300)
+        patch.setattr("torchtitan.data.encode.base.LONG", 1000)
+        patch.setattr("torchtitan.data.encode.base.PIECE", 300)
         return train(argv)
 
 

@@ -606,7 +606,7 @@ dataset_path = "{tmp_path}/a.jsonl"
         (["debug_model", "--tokenizer", ASSETS], "has a key for that; give --model.hf_assets_path"),
         (["debug_model", "demo"], "debug_model demo: a configuration names its sources; give it"),
         (["debug_model", "--training.dataset=c4"], "training.dataset: c4 is a stream"),
-        (["demo", "--tokenizer", "tests"], "model.hf_assets_path: tests holds neither"),
+        (["demo", "--tokenizer", "tests"], "model.hf_assets_path: tests holds no tokenizer"),
         (["demo", "--messages-column", "messages"], "--messages-column: "),
         (["demo", "--html", "/nowhere/a.html"], "--html /nowhere/a.html: there is no folder"),
     ],

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan.data.encode import tokenizer as module
-from torchtitan.data.encode.tokenizer import LLAMA3_PATTERN, build_tokenizer, pieces
+from torchtitan.data.encode import base as module
+from torchtitan.data.encode.base import pieces
+from torchtitan.data.encode.tiktoken_files import LLAMA3_PATTERN
+from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.utils.assets import find_asset
 
 SHIPPED = "./tests/assets/tokenizer"

@@ -52,8 +52,8 @@ def lines(texts, *bad):
 def short_pieces():
     """Let the documents of some hundred characters be long ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torchtitan.data.encode.tokenizer.LONG", 500)
-        patch.setattr("torchtitan.data.encode.tokenizer.PIECE", 60)
+        patch.setattr("torchtitan.data.encode.base.LONG", 500)
+        patch.setattr("torchtitan.data.encode.base.PIECE", 60)
         yield
 
 

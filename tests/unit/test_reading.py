@@ -18,7 +18,7 @@ import torch
 from tests.data_kinds import SEQ, TOKENIZER, loader, read, take, token_file_ids
 from tests.positions import saved
 from torchtitan.commands import tokenize
-from torchtitan.data.encode import tokenizer as tokenizer_module
+from torchtitan.data.encode import base as tokenizer_module
 from torchtitan.data.read import index
 from torchtitan.data.read.documents import LocalDocuments
 from torchtitan.data.read.index import IndexCache

@@ -270,7 +270,7 @@ def test_case_punctuation_and_pieces_change_no_keys(monkeypatch):
     assert NEAR.keys("日本語の文章です") == NEAR.keys("日 本、語 の文章です。")
     assert NEAR.keys("") != NEAR.keys("!") != NEAR.keys("?")
     assert NEAR.keys("one two") == NEAR.keys("One, two.") != NEAR.keys("one three")
-    monkeypatch.setattr("torchtitan.data.encode.tokenizer.PIECE", 50)
+    monkeypatch.setattr("torchtitan.data.encode.base.PIECE", 50)
     assert NEAR.keys(" ".join(words)) == keys
 
 

@@ -8,7 +8,8 @@ import shutil
 
 import pytest
 
-from torchtitan.data.encode.tokenizer import LLAMA3_SPECIAL, build_tokenizer
+from torchtitan.data.encode.tiktoken_files import LLAMA3_SPECIAL
+from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.read.documents import DemoDocuments
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError
@@ -179,7 +180,7 @@ def test_relative_path_is_found_from_another_folder(tmp_path, monkeypatch):
     ("files", "text"),
     [
         (None, "does not exist"),
-        ({}, "holds neither"),
+        ({}, "holds no tokenizer"),
         ({"tokenizer.json": "{"}, "is not a tokenizer"),
         ({"tokenizer.json": "{", "tokenizer_config.json": "[]"}, "is not a tokenizer"),
         ({"tokenizer.model": "no ranks here"}, "is not a tiktoken model"),

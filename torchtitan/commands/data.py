@@ -51,6 +51,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help=f"as model.hf_assets_path (default: {Model().hf_assets_path})",
     )
+    add("--end-of-document", metavar="TOKEN", help="as model.end_of_document")
+    add("--chat-template", metavar="FILE", help="as model.chat_template")
     column = parser.add_mutually_exclusive_group()
     column.add_argument(
         "--text-column", metavar="NAME", help="column or JSON key of the text (text)"
@@ -110,6 +112,8 @@ def main(argv: list[str]) -> int:
         spec = _sources_from_paths(options)
     if options.html and not options.html.parent.is_dir():
         raise UserError(f"--html {options.html}: there is no folder {options.html.parent}")
+    for note in (*spec.tokenizer.notes, spec.tokenizer.describe()):
+        print(note, file=sys.stderr)
     read_options = ReadOptions(options.sample, options.seed, options.workers)
     with redirect_stdout(sys.stderr):  # progress
         content = survey(spec, read_options, steps)
@@ -135,6 +139,8 @@ def _sources_from_config(options: argparse.Namespace, flags: list[str]) -> tuple
         )
     keys = {
         "tokenizer": "model.hf_assets_path",
+        "end_of_document": "model.end_of_document",
+        "chat_template": "model.chat_template",
         "text_column": "training.text_column",
         "messages_column": "training.messages_column",
         "seq_len": "training.seq_len",
@@ -151,12 +157,20 @@ def _sources_from_config(options: argparse.Namespace, flags: list[str]) -> tuple
             f"model.tokenizer: {config.model.tokenizer} is registered by your own module; "
             "torchtitan data reads tokenizer.json and tiktoken files"
         )
-    tokenizer = build_tokenizer(config.model.hf_assets_path)
+    model = config.model
+    tokenizer = build_tokenizer(
+        model.hf_assets_path, None, model.end_of_document, model.chat_template
+    )
     return data_spec(config, "training", tokenizer), config.training.steps
 
 
 def _sources_from_paths(options: argparse.Namespace) -> DataSpec:
-    tokenizer = build_tokenizer(options.tokenizer or Model().hf_assets_path)
+    tokenizer = build_tokenizer(
+        options.tokenizer or Model().hf_assets_path,
+        None,
+        options.end_of_document,
+        options.chat_template,
+    )
     columns = {
         "text_column": options.text_column or "text",
         "messages_column": options.messages_column,

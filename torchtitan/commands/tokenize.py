@@ -63,6 +63,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--tokenizer", default=Model().hf_assets_path, metavar="DIR", help="as model.hf_assets_path"
     )
+    add("--end-of-document", metavar="TOKEN", help="as model.end_of_document")
+    add("--chat-template", metavar="FILE", help="as model.chat_template")
     column = parser.add_mutually_exclusive_group()
     column.add_argument(
         "--text-column",
@@ -219,7 +221,11 @@ def run(argv: list[str]) -> str:
     stop = options.on_bad_document == "stop"
     column = options.messages_column or options.text_column
     corpus = Corpus(options.input, "--input", column, stop=stop)
-    tokenizer = build_tokenizer(options.tokenizer)
+    tokenizer = build_tokenizer(
+        options.tokenizer, None, options.end_of_document, options.chat_template
+    )
+    for note in (*tokenizer.notes, tokenizer.describe()):
+        print(note)
     messages = options.messages_column is not None
     near = None
     if options.drop_near_duplicates:
@@ -239,7 +245,7 @@ def run(argv: list[str]) -> str:
     held_out = _held_out(options, common) if options.held_out else None
     if done := sum(is_done(i, output, held_out) for i in output.existing()):
         print(f"{plural(done, 'part')} already done")
-    encoder = Encoder(options.tokenizer, column, stop, messages, near=near)
+    encoder = Encoder(tokenizer.origin, column, stop, messages, near=near)
     file_count = done
     if not _is_whole(held_out.output if held_out else output, done):
         file_count = _write(options, encoder, output, held_out, corpus)
@@ -258,6 +264,8 @@ def run(argv: list[str]) -> str:
         train += f" --validation.enable --validation.dataset_path {held_out.output.folder}"
     if options.best_fit:
         train += f" --training.seq_len {options.best_fit}"
+    if options.end_of_document is not None:
+        train += f' --model.end_of_document "{options.end_of_document}"'
     return f'{train} --model.hf_assets_path "{options.tokenizer}"'
 
 

@@ -58,9 +58,13 @@ class Continuation:
             self.end = "context"
 
     def text(self, tokenizer: Tokenizer) -> str:
-        """The continuation, decoded after the prompt: some tokenizers drop a leading space."""
-        whole = tokenizer.decode([*self.prompt, *self.tokens])
-        return whole[len(tokenizer.decode(self.prompt)) :]
+        """The continuation, decoded after the prompt: some tokenizers drop a leading space, of a
+        text, but not of what follows a mark at its beginning.
+        """
+        marked = self.prompt[0] in (tokenizer.bos_id, tokenizer.eos_id)
+        prompt = self.prompt[marked:]
+        whole = tokenizer.decode([*prompt, *self.tokens])
+        return whole[len(tokenizer.decode(prompt)) :] if prompt else whole
 
 
 def noise_generator(seed: int, prompt: Sequence[int], device: torch.device) -> torch.Generator:

@@ -23,7 +23,6 @@ from torch import Tensor
 from torchtitan.data.encode.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
 from torchtitan.inference.generator import Continuation, SamplingSettings, continue_prompts
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.files import BOM
 from torchtitan.utils.formats import read_json_object
 
 _MAX_NEW_TOKENS = 256
@@ -78,21 +77,14 @@ class EvalTokenizer:
         if isinstance(tokenizer, TiktokenTokenizer):
             backend = tokenizer.backend
             self._ids = lambda text, _: backend.encode(text, allowed_special="all")
-            self._special = {
-                backend.encode_single_token(name) for name in backend.special_tokens_set
-            }
+            self._special = set(tokenizer.special.values())
         elif isinstance(tokenizer, HuggingFaceTokenizer):
             self._read(tokenizer, by_file)
 
     def _read(self, tokenizer: HuggingFaceTokenizer, by_file: bool) -> None:
         """Read the files as transformers' fast tokenizers do."""
         assert tokenizer.path is not None
-        # recognizes special tokens
-        backend: Any = type(tokenizer.backend).from_buffer(
-            tokenizer.path.read_bytes().removeprefix(BOM)
-        )
-        backend.no_truncation()
-        backend.no_padding()
+        backend = tokenizer.reading_special_tokens
         self._special = {
             id for id, token in backend.get_added_tokens_decoder().items() if token.special
         }

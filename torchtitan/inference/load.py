@@ -22,7 +22,7 @@ from torchtitan.checkpoint.state import (
     read_weights,
 )
 from torchtitan.config.load.decode import load_config
-from torchtitan.config.load.extend import recorded_tokenizer
+from torchtitan.config.load.extend import recorded_text, recorded_tokenizer
 from torchtitan.config.registry import import_custom
 from torchtitan.config.sections.schema import Comm
 from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer
@@ -58,6 +58,8 @@ class ModelSource:
     """Load the average of the weights."""
     make_tokenizer: Callable[[Path], Tokenizer] | None = None
     """Builds a registered tokenizer; None for the built-in kinds."""
+    end_of_document: str | None = None
+    """`model.end_of_document` in training."""
 
 
 def find(path: str, custom_import: str | None = None, *, averaged: bool = False) -> ModelSource:
@@ -101,6 +103,7 @@ def find(path: str, custom_import: str | None = None, *, averaged: bool = False)
         tokenizer=manifest.data.get("tokenizer"),
         averaged=averaged,
         make_tokenizer=recorded_tokenizer(manifest.settings(), folder),
+        end_of_document=recorded_text(manifest.settings(), "end_of_document"),
     )
 
 
@@ -162,11 +165,13 @@ def open_tokenizer(source: ModelSource, assets: str | None) -> Tokenizer:
         ConfigError: it can't be read, or is not the one the model was trained with.
     """
     try:
-        tokenizer = build_tokenizer(assets or source.assets, source.make_tokenizer)
+        tokenizer = build_tokenizer(
+            assets or source.assets, source.make_tokenizer, source.end_of_document
+        )
     except UserError as error:
         raise ConfigError([str(error).replace("model.hf_assets_path", "--assets")]) from None
     problem = ""
-    if tokenizer.vocab_size > source.args.vocab_size:
+    if tokenizer.text_size > source.args.vocab_size:
         problem = (
             f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} entries, the model in "
             f"{source.folder} only {source.args.vocab_size}; give the folder of the tokenizer it "
@@ -233,6 +238,6 @@ def load(
         rows=rows,
         max_seq_len=max_seq_len,
         vocab_size=tokenizer.vocab_size,
-        stop=(tokenizer.eos_id, *source.stop),
+        stop=(tokenizer.eos_id, *tokenizer.stop_ids, *source.stop),
         mesh=mesh,
     )

@@ -94,7 +94,7 @@ class WriteSamples(Callback):
                 prompts[first : first + probe.batch],
                 lambda texts: probe.next_logits(texts, tokenizer.vocab_size),
                 generator.SamplingSettings(temperature=config.temperature, seed=config.seed),
-                stop=[tokenizer.eos_id],
+                stop=[tokenizer.eos_id, *tokenizer.stop_ids],
                 max_new_tokens=config.max_new_tokens,
                 max_seq_len=probe.max_seq_len,
                 device=run.device,

@@ -102,9 +102,14 @@ def preflight(config: Config, *, output: bool = True, elsewhere: bool = False) -
         reasons += error.problems
     try:
         custom = tokenizers.chosen(config.model.tokenizer, config.custom)
-        tokenizer = build_tokenizer(config.model.hf_assets_path, custom)
+        tokenizer = build_tokenizer(
+            config.model.hf_assets_path,
+            custom,
+            config.model.end_of_document,
+            config.model.chat_template,
+        )
         facts = replace(facts, tokenizer=tokenizer)
-        reasons += _chat_problems(config, tokenizer)
+        reasons += _chat_problems(config, tokenizer, args)
     except UserError as error:
         reasons.append(str(error))
     reasons = [*problems(config, facts), *reasons]
@@ -112,7 +117,7 @@ def preflight(config: Config, *, output: bool = True, elsewhere: bool = False) -
         reasons = problems(config, Facts(unwritable=_try_dump_folder(config)))
     if reasons or spec is None or tokenizer is None:
         raise ConfigError(reasons)
-    warnings += problems(config, facts, refuses=False)
+    warnings += [*tokenizer.notes, *problems(config, facts, refuses=False)]
     return Setup(
         spec,
         args,
@@ -278,14 +283,19 @@ def _data_sections(config: Config) -> dict[str, Training | Source | Validation |
     return sections
 
 
-def _chat_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
+def _chat_problems(config: Config, tokenizer: Tokenizer, args: Any) -> Iterator[str]:
     """Reasons why conversations can't be read with the tokenizer."""
     for name, section in _data_sections(config).items():
         if section.messages_column is None:
             continue
         key = f"{name}.messages_column"
         try:
-            Chat(tokenizer, key)
+            needed = Chat(tokenizer, key).vocabulary
+            if args is not None and needed > args.vocab_size:
+                yield (
+                    f"{key}: the chat template writes ids up to {needed - 1}, the model has only "
+                    f"{args.vocab_size}; set [model.overrides] vocab_size = {needed}"
+                )
         except UserError as error:
             yield str(error)
 

@@ -117,6 +117,7 @@ class Trainer:
             logger.info(precision)
         if unused := unused_gpu():
             logger.info(unused)
+        logger.info(self.setup.tokenizer.describe())
 
     def _build(self, builders: Builders, user_callbacks: Sequence[Callback]) -> None:
         """Build the components, the checkpointer and the state that a checkpoint holds."""

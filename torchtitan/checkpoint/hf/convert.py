@@ -4,6 +4,7 @@ import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +20,7 @@ from torchtitan.checkpoint.hf.weights import import_hf
 from torchtitan.checkpoint.load import Reader
 from torchtitan.checkpoint.state import check_averaged, check_matches_manifest, model_of
 from torchtitan.config.load.decode import load_config
-from torchtitan.config.load.extend import recorded_tokenizer
+from torchtitan.config.load.extend import recorded_text, recorded_tokenizer
 from torchtitan.config.load.render import to_toml_value
 from torchtitan.config.registry import import_custom
 from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer, tokenizer_file
@@ -74,7 +75,11 @@ def to_hf(
         other = get_spec(family)
         spec = replace(spec, hf=other.hf if other.build is spec.build else None)
     make = recorded_tokenizer(manifest.settings(), step)
-    tokenizer = _tokenizer(assets or recorded, make, required=assets is not None)
+    text = partial(recorded_text, manifest.settings())
+    open_it = partial(
+        build_tokenizer, assets or recorded, make, text("end_of_document"), text("chat_template")
+    )
+    tokenizer = _tokenizer(open_it, required=assets is not None)
     export = HFExport(
         step,
         target,
@@ -93,11 +98,9 @@ def to_hf(
         print(note)
 
 
-def _tokenizer(
-    assets: str, make: Callable[[Path], Tokenizer] | None, *, required: bool
-) -> Tokenizer | None:
+def _tokenizer(build: Callable[[], Tokenizer], *, required: bool) -> Tokenizer | None:
     try:
-        return build_tokenizer(assets, make)
+        return build()
     except UserError as error:
         if required:
             raise

@@ -208,9 +208,13 @@ class HFExport:
             file_of = {name: file for file, names in self.files.items() for name in names}
             index = {"metadata": total, "weight_map": file_of}
             write_json(self.target / "model.safetensors.index.json", index)
-        special: dict[str, int | None] = {}
+        special: dict[str, int | list[int] | None] = {}
         if tokenizer := self.tokenizer:
-            special = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+            ends = list(dict.fromkeys([tokenizer.eos_id, *tokenizer.stop_ids]))
+            special = {
+                "bos_token_id": tokenizer.bos_id,
+                "eos_token_id": ends if len(ends) > 1 else ends[0],
+            }
             write_tokenizer(tokenizer, self.target, self.args.max_seq_len)
         sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
         write_json(self.target / "generation_config.json", sampling | special)

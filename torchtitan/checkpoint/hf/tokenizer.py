@@ -6,12 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.checkpoint.commit import write_json
-from torchtitan.data.encode.tokenizer import (
-    LLAMA3_PATTERN,
-    HuggingFaceTokenizer,
-    TiktokenTokenizer,
-    Tokenizer,
-)
+from torchtitan.data.encode.hugging_face import RANDOM
+from torchtitan.data.encode.special_tokens import CONFIG, MAP
+from torchtitan.data.encode.tokenizer import HuggingFaceTokenizer, TiktokenTokenizer, Tokenizer
 from torchtitan.data.encode.tokenizer_training import post_processor, tokenizer_config
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import BOM
@@ -25,7 +22,7 @@ TEXTS = (
     "日本語のテキスト и кириллица 🙂🏽",
 )
 """The texts on which tokenizers are compared."""
-_COPIED = ("special_tokens_map.json", "chat_template.jinja")
+_COPIED = (MAP, "chat_template.jinja")
 _BUILT_IN = (HuggingFaceTokenizer, TiktokenTokenizer)
 
 
@@ -46,18 +43,23 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None
     if not is_built_in(tokenizer):
         for path in tokenizer.files:
             _copy(path, folder)
+        _name_the_end(tokenizer, folder)
         return
     assert tokenizer.path is not None
-    settings: dict[str, Any] = {}
     if isinstance(tokenizer, TiktokenTokenizer):
         content = _tiktoken_json(tokenizer)
     else:
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
         content = read_json_object(tokenizer.path)
-        config_file = tokenizer.path.with_name("tokenizer_config.json")
-        settings = read_json_object(config_file) if config_file.is_file() else {}
-        for path in (tokenizer.path.with_name(file) for file in _COPIED):
-            if path.is_file():
-                (folder / path.name).write_bytes(path.read_bytes().removeprefix(BOM))
+        content["added_tokens"] = [*content.get("added_tokens", []), *tokenizer.added]
+        content["model"] |= {name: None for name in RANDOM if name in content["model"]}
+    config_file = tokenizer.path.with_name(CONFIG)
+    settings = read_json_object(config_file) if config_file.is_file() else {}
+    for path in (tokenizer.path.with_name(file) for file in _COPIED):
+        if path.is_file():
+            (folder / path.name).write_bytes(path.read_bytes().removeprefix(BOM))
+    if tokenizer.chat_template is not None:
+        shutil.copyfile(tokenizer.chat_template, folder / "chat_template.jinja")
     bos = None if tokenizer.bos_id is None else _name(tokenizer, tokenizer.bos_id)
     content |= {
         "truncation": None,
@@ -65,10 +67,17 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None
         "post_processor": post_processor(bos, tokenizer.bos_id),
     }
     write_json(folder / "tokenizer.json", content)
-    write_json(
-        folder / "tokenizer_config.json",
-        tokenizer_config(settings, bos, _name(tokenizer, tokenizer.eos_id), max_length),
-    )
+    config = tokenizer_config(settings, bos, _name(tokenizer, tokenizer.eos_id), max_length)
+    write_json(folder / CONFIG, config)
+    _name_the_end(tokenizer, folder)
+
+
+def _name_the_end(tokenizer: Tokenizer, folder: Path) -> None:
+    """Name the token of `model.end_of_document` in the files of an export."""
+    for file in (folder / CONFIG, folder / MAP):
+        content = read_json_object(file) if tokenizer.stop_ids and file.is_file() else {}
+        if "eos_token" in content:
+            write_json(file, content | {"eos_token": _name(tokenizer, tokenizer.eos_id)})
 
 
 def _name(tokenizer: Tokenizer, id: int) -> str:
@@ -84,7 +93,7 @@ def _copy(path: Path, folder: Path) -> None:
 
 
 def _tiktoken_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
-    """`tokenizer.json` for Llama 3's tiktoken file: each way to split a token in two is a merge."""
+    """`tokenizer.json` for a tiktoken file: each way to split a token in two is a merge."""
     characters = _byte_characters()
     ranks = tokenizer.ranks
     spelled = {token: "".join(characters[byte] for byte in token) for token in ranks}
@@ -96,10 +105,8 @@ def _tiktoken_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
             [spelled[left], spelled[right]]
             for left, right in sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
         ]
-    special = {
-        name: tokenizer.backend.encode_single_token(name)
-        for name in tokenizer.backend.special_tokens_set
-    }
+    special = tokenizer.special
+    form = tokenizer.rules.normal_form
     flags = {
         "single_word": False,
         "lstrip": False,
@@ -115,7 +122,7 @@ def _tiktoken_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
     }
     split = {
         "type": "Split",
-        "pattern": {"Regex": LLAMA3_PATTERN},
+        "pattern": {"Regex": tokenizer.rules.pattern},
         "behavior": "Isolated",
         "invert": False,
     }
@@ -127,7 +134,7 @@ def _tiktoken_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
             {"id": id, "content": name, **flags}
             for name, id in sorted(special.items(), key=lambda item: item[1])
         ],
-        "normalizer": None,
+        "normalizer": form and {"type": form},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
         "post_processor": None,
         "decoder": byte_level | {"add_prefix_space": True, "use_regex": True},

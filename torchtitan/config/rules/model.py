@@ -14,9 +14,9 @@ from torchtitan.utils.wording import brief, plural
 
 @rule("model.hf_assets_path", "model.overrides", needs=["tokenizer", "args"])
 def vocabulary_holds_the_tokenizer(config: Config, facts: Facts) -> str | None:
-    entries = facts.tokenizer.vocab_size
-    if entries <= facts.args.vocab_size:
+    if facts.tokenizer.text_size <= facts.args.vocab_size:
         return None
+    entries = facts.tokenizer.vocab_size
     return (
         f"model.hf_assets_path: the tokenizer has {entries} entries, more than vocab_size "
         f"{facts.args.vocab_size} of {config.model.flavor}; set [model.overrides] vocab_size = "

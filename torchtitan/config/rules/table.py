@@ -60,6 +60,9 @@ class TextEncoder(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def text_size(self) -> int: ...
+
     def encode(self, text: str, *, bos: bool = ...) -> list[int]: ...
 
 

@@ -93,13 +93,20 @@ class Model(Section):
     8B, 70B, 405B).
     """
     hf_assets_path: LocalPath = "./tests/assets/tokenizer"
-    """Folder with the tokenizer (`tokenizer.json` or a tiktoken `.model`) and, optionally, Hugging
-    Face weights. A relative path that does not exist is also looked up in the project's folder.
+    """Folder with the tokenizer (`tokenizer.json`, a `.model` of SentencePiece or tiktoken, or
+    Mistral's `tekken.json`) and, optionally, Hugging Face weights. A relative path that does not
+    exist is also looked up in the project's folder.
     """
     tokenizer: Name | None = None
     """A tokenizer that `experimental.custom_import` registers; it gets `hf_assets_path`. Default:
     the one in that folder.
     """
+    end_of_document: str | None = None
+    """The token that ends documents, such as `<|endoftext|>` in a folder of an instruct model whose
+    `eos_token` ends a turn. Default: the `eos_token` of the folder.
+    """
+    chat_template: LocalPath | None = None
+    """File of the chat template for conversations. Default: the one in the tokenizer's folder."""
     converters: list[
         Literal[
             "float8",

@@ -9,16 +9,19 @@ assistant's turns.
 Between reading and encoding a conversation is the JSON of its messages, so that whatever carries
 texts carries conversations too. The assistant's turns are what the template has between
 `{% generation %}` and `{% endgeneration %}`. In a template without these, a turn is what it adds to
-the conversation before it, rendered with the prompt for the assistant.
+the conversation before it, rendered with the prompt for the assistant; where it writes turns
+differently once others follow, a turn is what follows the prompt's text (`turns_after_prompts`).
 
-Special tokens in the template are ids of their own. Their spelling in a message stays text: before
-rendering, a mark is put into it, which is removed before encoding. Imports no torch.
+Special tokens in the template are ids of their own, and so are other added tokens that it writes.
+Their spelling in a message stays text: before rendering, a mark is put into it, which is removed
+before encoding. Only tags such as `<think>` the assistant writes itself. Imports no torch.
 """
 
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,10 +36,13 @@ from torchtitan.data.encode.tokenizer import (
     flagged,
     rust_errors,
 )
+from torchtitan.data.encode.turns import any_of, end_of_turn, turns_after_prompts
 from torchtitan.data.read.opening import BadDocument
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.limits import MESSAGE_LEVELS
 
+_CONTROL = re.compile(r"<\S+>|\[\S+\]")
+_TAG = re.compile(r"</?\w+>")
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -67,28 +73,45 @@ class Chat:
                 "tokenizer.json with one"
             )
         self.tokenizer = tokenizer
-        named = {"eos_token": tokenizer.decode([tokenizer.eos_id])}
-        if tokenizer.bos_id is not None:
-            named["bos_token"] = tokenizer.decode([tokenizer.bos_id])
-        self.template = ChatTemplate(tokenizer.path, named, key)
+        self.template = ChatTemplate(tokenizer.path, tokenizer.names, key, tokenizer.chat_template)
         self.fingerprint = self.template.fingerprint
         tokens = tokenizer.backend.get_added_tokens_decoder().values()
-        self.special = sorted(
-            (token.content for token in tokens if token.special), key=len, reverse=True
-        )
-        self._pattern = re.compile("|".join(map(re.escape, self.special)) or r"(?!)")
+        special = [token.content for token in tokens if token.special]
+        written = [
+            token.content
+            for token in tokens
+            if _CONTROL.fullmatch(token.content) and not token.special
+            if token.content in self.template.source
+        ]
+        self._special = any_of(special)
+        self._tokens = any_of([*special, *written])
+        self._own = any_of([*special, *(name for name in written if not _TAG.fullmatch(name))])
+        """What the assistant doesn't write as tokens."""
+        self._written = written
+        self.special = [*special, *written]
+        """Names of the tokens that the template writes, or could."""
         self._starts = {name[:size] for name in self.special for size in range(1, len(name))}
         self._longest = max(map(len, self.special), default=0)
         self._last: tuple[str, Rendered] | None = None
 
     @cached_property
     def _backend(self) -> Any:
-        """The tokenizer's library, reading special tokens."""
-        from tokenizers import Tokenizer as Backend
-
-        backend = Backend.from_str(self.tokenizer.backend.to_str())
-        backend.encode_special_tokens = False
+        """The tokenizer's library, for which no token that the template writes is in a text."""
+        if not self._written:
+            return self.tokenizer.backend
+        content = json.loads(self.tokenizer.backend.to_str())
+        for token in content["added_tokens"]:
+            token["special"] |= token["content"] in self._written
+        backend = type(self.tokenizer.backend).from_str(json.dumps(content))
+        backend.encode_special_tokens = True
         return backend
+
+    @property
+    def vocabulary(self) -> int:
+        """Largest id that a conversation can have, plus one."""
+        tokens = self.tokenizer.backend.get_added_tokens_decoder()
+        written = [id for id, token in tokens.items() if token.content in self.template.source]
+        return max(self.tokenizer.text_size, *(id + 1 for id in written), 0)
 
     def document(self, value: Any) -> str:
         """The document of a list of messages.
@@ -114,13 +137,16 @@ class Chat:
         """Bytes of a conversation without the special tokens of its template."""
         special = (
             match[0]
-            for match in self._pattern.finditer(rendered.text)
+            for match in self._special.finditer(rendered.text)
             if match.start() not in rendered.spelled
         )
         return len(rendered.text.encode()) - sum(len(token.encode()) for token in special)
 
     def _render(self, messages: Messages) -> Rendered:
-        marked = [self._marked(message) for message in messages]
+        marked = [
+            self._marked(message, self._own if message["role"] == "assistant" else self._tokens)
+            for message in messages
+        ]
         if self.template.marks_turns:
             whole = self.template.render(marked)
         else:
@@ -133,37 +159,68 @@ class Chat:
         return rendered
 
     def _with_turns(self, messages: Messages) -> str:
-        """The text, with marks around the turns that the template doesn't mark."""
+        """The text, with marks around the turns that the template doesn't mark.
+
+        Raises:
+            UserError: it isn't clear what the assistant says.
+        """
         whole = self.template.render(messages)
+        always = self._always(messages, whole)
         chunks = []
         done = 0
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
                 before = self.template.render(messages[:i], prompt=True)
                 after = self.template.render(messages[: i + 1])
+                after = after[: len(after) - len(always)]
                 if not (whole.startswith(after) and after.startswith(before)):
-                    raise UserError(self.template.not_by_prefixes)
+                    return self._with_turns_after_prompts(messages, whole)
                 end = self._end_of_turn(after)
                 chunks += [whole[done : len(before)], START, whole[len(before) : end], END]
                 done = end
         return "".join([*chunks, whole[done:]])
 
+    def _always(self, messages: Messages, whole: str) -> str:
+        """The prompt for the assistant, in a template that writes it behind every conversation."""
+        if self.template.render(messages, prompt=True) != whole:
+            return ""
+        try:
+            nothing = self.template.render([])
+        except BadDocument:
+            return ""
+        nothing = nothing.removeprefix(self.template.special.get("bos_token", ""))
+        return nothing if whole.endswith(nothing) else ""
+
+    def _with_turns_after_prompts(self, messages: Messages, whole: str) -> str:
+        """`_with_turns` of a template that writes turns differently once others follow."""
+        first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        before = self.template.render(messages[:first]) if first else ""
+        prompted = self.template.render(messages[:first], prompt=True)
+        if not first or not prompted.startswith(before):
+            raise UserError(self.template.not_by_prefixes)
+        turns = turns_after_prompts(whole, prompted[len(before) :], self._tokens)
+        roles = [role for role, _ in groupby(message["role"] for message in messages)]
+        if len(turns) != roles.count("assistant"):
+            raise UserError(self.template.not_by_prefixes)
+        for begin, end in reversed(turns):
+            whole = f"{whole[:begin]}{START}{whole[begin:end]}{END}{whole[end:]}"
+        return whole
+
     def _end_of_turn(self, text: str) -> int:
         """Where a text ends, without the line break after an end-of-turn token."""
-        short = text.rstrip()
-        return len(short if short.endswith(tuple(self.special)) else text)
+        return end_of_turn(text, self._tokens)
 
-    def _marked(self, value: Any) -> Any:
-        """Part of a message, with a mark in each spelling of a special token."""
+    def _marked(self, value: Any, tokens: re.Pattern[str]) -> Any:
+        """Part of a message, with a mark in each spelling of a token."""
         if isinstance(value, dict):
-            return {name: self._marked(inner) for name, inner in value.items()}
+            return {name: self._marked(inner, tokens) for name, inner in value.items()}
         if isinstance(value, list):
-            return [self._marked(inner) for inner in value]
+            return [self._marked(inner, tokens) for inner in value]
         if not isinstance(value, str):
             return value
         starts = []
         at = -1
-        while match := self._pattern.search(value, at + 1):
+        while match := tokens.search(value, at + 1):
             at = match.start()
             starts.append(at)
         # A beginning at the end could be completed by what the template puts behind it.
@@ -183,10 +240,11 @@ class Chat:
             UserError: the tokenizer fails on this text.
         """
         conversation = self.rendered(text)
+        tokenizer = self.tokenizer
         ids: list[int] = []
         spans: list[NDArray[np.int64]] = []
         for begin, end, special in self._pieces(conversation):
-            backend = self._backend if special else self.tokenizer.backend
+            backend = tokenizer.reading_special_tokens if special else self._backend
             with rust_errors(self.tokenizer.name, "can't encode a conversation"):
                 encoding = backend.encode(conversation.text[begin:end], add_special_tokens=False)
             ids += encoding.ids
@@ -211,7 +269,7 @@ class Chat:
         of the template.
         """
         begin = at = 0
-        while rendered.spelled and (match := self._pattern.search(rendered.text, at)):
+        while rendered.spelled and (match := self._tokens.search(rendered.text, at)):
             at = match.start() + 1
             if match.start() not in rendered.spelled:
                 at = match.end()

@@ -43,20 +43,25 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 class ChatTemplate:
     """Renders messages."""
 
-    def __init__(self, tokenizer: Path, special: Mapping[str, str], key: str):
+    def __init__(
+        self, tokenizer: Path, special: Mapping[str, str | None], key: str, file: Path | None = None
+    ):
         """
         Args:
-            tokenizer: its file; the template is beside it.
-            special: special tokens by the names that templates use, such as `eos_token`, if
-                `tokenizer_config.json` doesn't name them.
+            tokenizer: its file; the template is beside it, unless `file` names it.
+            special: special tokens by the names that templates use, such as `eos_token`.
             key: a configuration key, for errors.
 
         Raises:
             UserError: there is no template, or it can't be parsed.
         """
         config = _read_config(tokenizer, key)
-        self.path, source = _find_template(tokenizer, config, key)
-        self.special = {**special, **_special_names(config)}
+        if file is not None:
+            self.path, source = file, _read_template(file, "model.chat_template")
+        else:
+            self.path, source = _find_template(tokenizer, config, key)
+        self.source = source
+        self.special = {role: name for role, name in special.items() if name is not None}
         self.marks_turns = bool(_GENERATION.search(source))
         """Whether it says which text is the assistant's."""
         content = json.dumps([source, sorted(self.special.items())])
@@ -123,24 +128,11 @@ def _read_config(tokenizer: Path, key: str) -> dict[str, Any]:
         raise UserError(f"{key}: {error}") from None
 
 
-def _special_names(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by their names in `tokenizer_config.json`."""
-    names = {}
-    for name, value in config.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(content, str):
-            names[name] = content
-    return names
-
-
 def _find_template(tokenizer: Path, config: Mapping[str, Any], key: str) -> tuple[Path, str]:
     """The file of a template, and the template."""
     file = tokenizer.with_name(_FILE)
     if file.is_file():
-        try:
-            return file, text_of(read_regular(file, CHAT_TEMPLATE_BYTES, links=True))
-        except (OSError, ValueError) as error:
-            raise UserError(f"{key}: can't read {file}: {error}") from None
+        return file, _read_template(file, key)
     template = config.get("chat_template")
     path = tokenizer.with_name(_CONFIG)
     if isinstance(template, list):
@@ -157,14 +149,21 @@ def _find_template(tokenizer: Path, config: Mapping[str, Any], key: str) -> tupl
         template = named["default"]
     if not isinstance(template, str):
         raise UserError(
-            f"{key}: the tokenizer of model.hf_assets_path has no chat template; write one to "
-            f'{file}, or as "chat_template" to {_CONFIG}'
+            f"{key}: the tokenizer of model.hf_assets_path has no chat template; name a file with "
+            f"one as model.chat_template, or write one to {file}"
         )
     if len(template) > CHAT_TEMPLATE_BYTES:
         raise UserError(
             f"{key}: the chat template in {path} is longer than {CHAT_TEMPLATE_BYTES:,} characters"
         )
     return path, template
+
+
+def _read_template(file: Path, key: str) -> str:
+    try:
+        return text_of(read_regular(file, CHAT_TEMPLATE_BYTES, links=True))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: can't read {file}: {error}") from None
 
 
 class _Generation(Extension):

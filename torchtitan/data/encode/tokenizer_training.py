@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchtitan.data.encode.tokenizer import LLAMA3_PATTERN, QWEN2_PATTERN, pieces
+from torchtitan.data.encode.base import pieces
+from torchtitan.data.encode.tiktoken_files import LLAMA3_PATTERN, QWEN2_PATTERN
 from torchtitan.data.read.corpus import Corpus, uniform
 from torchtitan.data.read.documents import counted
 from torchtitan.utils.errors import UserError
@@ -253,7 +254,7 @@ def tokenizer_config(
     """`tokenizer_config.json`, naming the class that uses `tokenizer.json` as it is.
 
     Args:
-        given: its contents so far.
+        config: its contents so far, whose tokens stay as they are.
         max_length: tokens that the model takes, for a file that doesn't say.
     """
     fixed = {
@@ -264,5 +265,9 @@ def tokenizer_config(
     usual: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     if max_length is not None:
         usual["model_max_length"] = max_length
-    usable = {key: value for key, value in config.items() if key != "auto_map"}
-    return usual | usable | fixed | {"bos_token": bos, "eos_token": eos}
+    usable = {
+        key: value["content"] if key.endswith("_token") and isinstance(value, dict) else value
+        for key, value in config.items()
+        if key != "auto_map"
+    }
+    return usual | {"bos_token": bos, "eos_token": eos} | usable | fixed

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.data.encode.chat import Chat
-from torchtitan.data.encode.tokenizer import PIECE, Tokenizer, build_tokenizer
+from torchtitan.data.encode.tokenizer import PIECE, Origin, Tokenizer
 from torchtitan.data.read.corpus import RawDocument, bad_document, hash_text
 from torchtitan.data.read.opening import BadDocument
 from torchtitan.data.read.records import decode
@@ -55,7 +55,7 @@ class Encoded(NamedTuple):
 class Encoder:
     """Encodes batches; sent to the processes that do it."""
 
-    tokenizer: str
+    tokenizer: Origin
     column: str
     stop: bool
     """Whether a bad document is an error."""
@@ -115,21 +115,22 @@ class Encoder:
         return Encoded(joined, lengths, table, np.column_stack([table["hash"], others]), bad=bad)
 
 
-def open_again(path: str) -> Tokenizer:
+def open_again(origin: Origin) -> Tokenizer:
     """`tokenizer_of` as it is now: since an earlier call, another may have been trained there."""
     tokenizer_of.cache_clear()
     _chat.cache_clear()
-    return tokenizer_of(path)
+    return tokenizer_of(origin)
 
 
 @cache
-def tokenizer_of(path: str) -> Tokenizer:
+def tokenizer_of(origin: Origin) -> Tokenizer:
     """The tokenizer of this process, which uses one core."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    return build_tokenizer(path)
+    build, arguments = origin
+    return build(*arguments)
 
 
 @cache
-def _chat(path: str) -> Chat:
+def _chat(origin: Origin) -> Chat:
     """The chat template of that tokenizer."""
-    return Chat(tokenizer_of(path), "--messages-column")
+    return Chat(tokenizer_of(origin), "--messages-column")

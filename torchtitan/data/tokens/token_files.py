@@ -48,6 +48,8 @@ class _Meta(BaseModel):
     tokenizer: str
     packed: int | None = Field(None, ge=2, lt=2**31)
     """Ids of each of the rows that documents were packed into; None: they follow one another."""
+    end_of_document: int | None = None
+    """The id that ends documents, if the writer says so."""
     hash: str = Field("", pattern=r"^[0-9a-f]{0,64}$")
     """Hash of the token file, from its writer."""
 
@@ -104,6 +106,7 @@ def write_token_file(
         "documents": count,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.fingerprint,
+        "end_of_document": tokenizer.eos_id,
         "hash": digest.hexdigest(),
         **({"predicted": tokens - unpredicted} if flags else {}),
         **entries,
@@ -131,7 +134,14 @@ class TokenFiles:
             if meta.tokenizer != tokenizer.fingerprint:
                 raise UserError(
                     f"{key}: {file} was made with another tokenizer than model.hf_assets_path; "
-                    "tokenize the text again, or set model.hf_assets_path to that tokenizer"
+                    "tokenize the text again, or set model.hf_assets_path to that tokenizer, and "
+                    "model.end_of_document to the token that ends documents"
+                )
+            if meta.end_of_document not in (None, tokenizer.eos_id):
+                raise UserError(
+                    f"{key}: documents in {file} end with id {meta.end_of_document}, those of "
+                    f"model.hf_assets_path with {tokenizer.eos_id}; set model.end_of_document to "
+                    "that token, or tokenize the text again"
                 )
             name, _, flags = meta.dtype.partition("-")
             if meta.packed is not None and (not flags or meta.tokens % meta.packed):

@@ -160,7 +160,7 @@ def _item(source: Source, number: int, text: str) -> RawDocument:
 
 def _encoder(spec: DataSpec, source: Source) -> Encoder:
     return Encoder(
-        str(spec.tokenizer.path),
+        spec.tokenizer.origin,
         source.column,
         stop=False,
         messages=source.messages_column is not None,

@@ -1,0 +1,214 @@
+"""A Hugging Face folder's `tokenizer.json`, read by the `tokenizers` library as the files beside it
+say.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torchtitan.data.encode.base import Tokenizer, rust_errors
+from torchtitan.data.encode.special_tokens import (
+    BEGIN_NAMES,
+    END_NAMES,
+    NamedTokens,
+    around_text,
+    choose,
+    named_tokens,
+)
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import BOM
+
+RANDOM = ("dropout", "alpha", "nbest_size")
+"""Settings of a model that make ids random: of BPE, and of Unigram."""
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json`."""
+
+    def __init__(self, path: Path, end_of_document: str | None = None):
+        """
+        Args:
+            end_of_document: the token that ends documents, instead of the folder's.
+
+        Raises:
+            UserError: it is damaged, contradicts the files beside it, or lacks a token.
+        """
+        super().__init__(path)
+        self.backend, settings = open_backend(path)
+        named = named_tokens(path)
+        self.added = _add_tokens(self.backend, path, named)
+        """Entries of `tokenizer.json` for the tokens that only the files beside it list."""
+        # The spelling of a special token in a text stays text.
+        self.backend.encode_special_tokens = True
+        self.vocab_size = (
+            max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        )
+        processor = self.backend.post_processor
+        around = around_text(json.loads(processor.__getstate__()) if processor else None)
+        added = self.backend.get_added_tokens_decoder().values()
+        special = [token.content for token in added if token.special]
+        bos, eos = (
+            choose(role, named, one, usual, special)
+            for role, one, usual in (
+                ("bos_token", around[0], BEGIN_NAMES),
+                ("eos_token", around[1], END_NAMES),
+            )
+        )
+        self.names = named.names | {"bos_token": bos, "eos_token": eos}
+        """Special tokens by their roles, as the folder names them."""
+        self.bos_id = self._id("bos_token", bos) if bos and named.add_bos else None
+        if end_of_document is not None:
+            self.eos_id = self._id("model.end_of_document", end_of_document)
+            self.stop_ids = () if eos is None else (self._id("eos_token", eos),)
+            if self.stop_ids != (self.eos_id,):
+                self.fingerprint += f"-ends-{self.eos_id}"
+        elif eos is None:
+            raise UserError(
+                f"model.hf_assets_path: {path} has no end-of-text token; name it as "
+                "eos_token in tokenizer_config.json, or set model.end_of_document"
+            )
+        else:
+            self.eos_id = self._id("eos_token", eos)
+        self.notes = (*settings, *named.notes)
+        if end_of_document is None:
+            self.notes += tuple(self._end_of_turn(special))
+
+    def _id(self, role: str, name: str) -> int:
+        id: int | None = self.backend.token_to_id(name)
+        if id is None:
+            raise UserError(
+                f"model.end_of_document: {self.path} has no token {name!a}"
+                if role == "model.end_of_document"
+                else f"model.hf_assets_path: {role} is {name!a}, which {self.path} doesn't have"
+            )
+        return id
+
+    def _end_of_turn(self, special: Sequence[str]) -> Iterable[str]:
+        """A warning if documents end with what probably ends a turn of a conversation."""
+        end = self.backend.id_to_token(self.eos_id)
+        base = next((name for name in END_NAMES if name in special), None)
+        if end not in END_NAMES and base:
+            yield (
+                f"Documents end with {end}, which ends a turn in a folder of an instruct model. "
+                f'Base models of its kind use {base}: set model.end_of_document = "{base}"'
+            )
+
+    @cached_property
+    def reading_special_tokens(self) -> Any:
+        """The library's tokenizer, for which the spelling of a special token is that token."""
+        backend = type(self.backend).from_str(self.backend.to_str())
+        backend.encode_special_tokens = False
+        return backend
+
+    @property
+    def text_size(self) -> int:
+        added = self.backend.get_added_tokens_decoder()
+        ids = {id for id, token in added.items() if not token.special}
+        ids |= set(self.backend.get_vocab(with_added_tokens=False).values())
+        return max(ids | {self.eos_id} | {self.bos_id or 0}) + 1
+
+    @cached_property
+    def drops_space(self) -> bool:  # type: ignore[override]
+        apart = self._ids("a") + self._ids("b")
+        return self._ids("a b") == apart != self._ids("a") + self._ids(" b")
+
+    def _ids(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def _batch_ids(self, texts: Sequence[str]) -> Iterable[Sequence[int]]:
+        # "fast" leaves out the places of tokens in the text.
+        encode = getattr(self.backend, "encode_batch_fast", self.backend.encode_batch)
+        return (encoding.ids for encoding in encode(list(texts), add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.backend.decode(list(ids), skip_special_tokens=False)
+
+    def _byte_lengths(self) -> dict[int, int]:
+        added = self.backend.get_added_tokens_decoder()
+        special = {id for id, token in added.items() if token.special} | {self.bos_id, self.eos_id}
+        vocabulary = self.backend.get_vocab(with_added_tokens=False)
+        plain = {id: name for name, id in vocabulary.items() if id not in added}
+        kinds = _kinds(self.backend)
+        if "ByteLevel" in kinds:
+            # Each character of a token's name stands for a byte; added tokens are spelled out.
+            lengths = {id: len(name) for id, name in plain.items()}
+            lengths |= {id: len(token.content.encode()) for id, token in added.items()}
+        else:
+            lengths = self._decoded_lengths([*plain, *added])
+            if "ByteFallback" in kinds:  # single bytes, which may not decode alone
+                for id, name in plain.items():
+                    if re.fullmatch("<0x[0-9A-F]{2}>", name):
+                        lengths[id] = 1
+        return {id: length for id, length in lengths.items() if id not in special}
+
+
+def open_backend(path: Path) -> tuple[Any, list[str]]:
+    """Open a `tokenizer.json` without the settings that make ids random or texts shorter.
+
+    Returns:
+        The library's tokenizer, and what was switched off.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    from tokenizers import Tokenizer as Backend
+
+    with rust_errors(path, "is not a tokenizer"):
+        backend = Backend.from_buffer(path.read_bytes().removeprefix(BOM))
+    off = []
+    if backend.truncation:
+        off.append(f"truncation to {backend.truncation['max_length']} tokens")
+        backend.no_truncation()
+    if backend.padding:
+        off.append("padding")
+        backend.no_padding()
+    model = backend.model
+    for name in RANDOM:
+        if value := getattr(model, name, None):
+            off.append(f"{name} {value:g}")
+            setattr(model, name, None)
+    return backend, [f"{path}: switched off {', '.join(off)}"] if off else []
+
+
+def _add_tokens(backend: Any, path: Path, named: NamedTokens) -> list[dict[str, Any]]:
+    """Add the tokens that the files beside a tokenizer list, and it lacks.
+
+    Returns:
+        The entries that `tokenizer.json` would have of them.
+
+    Raises:
+        UserError: they can't have their ids.
+    """
+    from tokenizers import AddedToken
+
+    known = backend.get_added_tokens_decoder()
+    roles = {name for role, name in named.names.items() if name}
+    entries = []
+    for id, token in sorted(named.added.items()):
+        if id in known and known[id].content == token["content"]:
+            continue
+        fields = {"special": token["content"] in roles, "normalized": False} | token
+        added = AddedToken(**fields)
+        (backend.add_special_tokens if fields["special"] else backend.add_tokens)([added])
+        got = backend.token_to_id(token["content"])
+        if got != id:
+            raise UserError(
+                f"model.hf_assets_path: the files beside {path} give {token['content']!a} the id "
+                f"{id}, but its place is {got}"
+            )
+        flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+        entries.append({"id": id, "content": added.content} | {f: getattr(added, f) for f in flags})
+    return entries
+
+
+def _kinds(backend: Any) -> set[str]:
+    """The types of a tokenizer's decoders and pre-tokenizers."""
+    kinds = set()
+    for component in (backend.decoder, backend.pre_tokenizer):
+        description = json.loads(component.__getstate__()) if component is not None else {}
+        nested = [*description.get("decoders", []), *description.get("pretokenizers", [])]
+        kinds |= {step["type"] for step in (description, *nested) if "type" in step}
+    return kinds
