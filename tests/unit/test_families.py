@@ -107,6 +107,17 @@ ROPES = {"window_rope_theta": 2e4, "rope_scaling": {"type": "linear", "factor": 
         ("gemma3", {"attention_scale": 0.07}, ["attention_scale"]),
         ("gpt_oss", {"rope_scaling": "none"}, []),
         ("gpt_oss", {"wo_bias": False}, ["qkv_bias"]),  # one key for both
+        ("gpt_oss", {"n_experts": 0}, ["n_experts"]),
+        ("mixtral", {"n_experts": 0}, ["n_experts"]),
+        ("mixtral", WINDOWS, ["layer_pattern"]),
+        ("mixtral", {"normalize_expert_weights": False}, ["normalize_expert_weights"]),
+        ("olmo2", WINDOWS, ["layer_pattern"]),
+        ("olmo2", {"norm_placement": "both"}, ["norm_placement"]),
+        ("phi4", {"rope_scaling": {"type": "yarn"}}, ["rope_scaling"]),
+        ("phi4", {"rope_fraction": 0.75}, []),
+        ("phi4", {"qkv_bias": True}, ["qkv_bias"]),
+        ("qwen2_moe", WINDOWS | {"qkv_bias": False}, []),
+        ("qwen2_moe", {"shared_expert_gate": False}, ["shared_expert_gate"]),
         ("smollm3", WINDOWS, ["layer_pattern"]),
         ("smollm3", {"layer_pattern": ["nope", "full"], "init_std": 0.1}, []),
     ],
@@ -132,6 +143,26 @@ def test_all_sizes_pass_through_transformers_configuration(spec):
         padding = about.get("pad_token_id")  # its embedding must exist
         assert padding is None or padding < args.vocab_size, flavor
         assert export_problems(spec, args) == [], flavor
+
+
+PUBLISHED = json.loads((TINY_MODELS[0].parents[1] / "published_models.json").read_text())
+"""FAMILY/SIZE to the keys of its published `config.json` that decide what it computes."""
+OWN = {"30M", "125M", "350M"}
+"""Sizes of `llama3` that nobody published with their vocabulary."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_size_is_the_published_one(name):
+    family, flavor = name.split("/")
+    published = spec_of_hf(PUBLISHED[name]).hf.args(PUBLISHED[name])
+    # The length follows from the run, and further predictions are chosen by it.
+    from_run = {"max_seq_len": published.max_seq_len, "n_mtp": published.n_mtp}
+    assert get_spec(family).args(flavor, from_run) == published
+
+
+def test_every_size_is_compared_with_a_published_one():
+    sizes = {f"{spec.name}/{size}" for spec in BUILT_IN for size in spec.flavors.keys() - OWN}
+    assert sizes - {f"{spec.name}/debugmodel" for spec in BUILT_IN} == PUBLISHED.keys()
 
 
 def test_gemma_with_a_vision_tower_is_read_as_its_text_model(tmp_path, capsys):

@@ -48,6 +48,13 @@ PUBLISHED = {
         "8B": 8_030_261_248,
         "70B": 70_553_706_496,
         "405B": 405_853_388_800,
+        "Llama-2-7B": 6_738_415_616,
+        "Llama-2-13B": 13_015_864_320,
+        "Llama-2-70B": 68_976_648_192,
+        "CodeLlama-7B": 6_738_546_688,
+        "CodeLlama-13B": 13_016_028_160,
+        "CodeLlama-34B": 33_743_970_304,
+        "CodeLlama-70B": 68_976_910_336,
     },
     "mistral": {
         "7B-v0.1": 7_241_732_096,
@@ -55,6 +62,14 @@ PUBLISHED = {
         "Nemo-12B": 12_247_782_400,
         "Small-24B": 23_572_403_200,
     },
+    "mixtral": {"8x7B": 46_702_792_704, "8x22B": 140_620_634_112},
+    "phi4": {
+        "14B": 14_659_507_200,
+        "Phi-3-mini-4k": 3_821_079_552,
+        "Phi-3-medium-4k": 13_960_238_080,
+    },
+    # the larger one's as transformers' class has it
+    "qwen2_moe": {"A2.7B": 14_315_784_192, "57B-A14B": 57_408_658_944},
     "qwen2_5": {
         "0.5B": 494_032_768,
         "1.5B": 1_543_714_304,
@@ -63,6 +78,15 @@ PUBLISHED = {
         "14B": 14_770_033_664,
         "32B": 32_763_876_352,
         "72B": 72_706_203_648,
+        "Coder-0.5B": 494_032_768,
+        "Coder-1.5B": 1_543_714_304,
+        "Coder-3B": 3_085_938_688,
+        "Coder-7B": 7_615_616_512,
+        "Coder-14B": 14_770_033_664,
+        "Coder-32B": 32_763_876_352,
+        "Math-1.5B": 1_543_714_304,
+        "Math-7B": 7_615_616_512,
+        "Math-72B": 72_706_203_648,
     },
     "qwen3": {
         "0.6B": 596_049_920,
@@ -74,7 +98,18 @@ PUBLISHED = {
     },
     "qwen3_moe": {"30B-A3B": 30_532_122_624, "235B-A22B": 235_093_634_560},
     "gpt_oss": {"20b": 20_914_757_184, "120b": 116_829_156_672},
-    "olmo3": {"7B": 7_298_011_136, "32B": 32_233_522_176},
+    "olmo2": {
+        "1B": 1_484_916_736,
+        "7B": 7_298_617_344,
+        "13B": 13_716_198_400,
+        "32B": 32_234_279_936,
+    },
+    "olmo3": {
+        "7B": 7_298_011_136,
+        "32B": 32_233_522_176,
+        "7B-64k": 7_298_011_136,
+        "32B-64k": 32_233_522_176,
+    },
     "gemma3": {
         # without the vision tower
         "1b": 999_885_952,
@@ -98,7 +133,16 @@ WITHOUT_EMBEDDINGS = {
     "qwen3": {"0.6B": 0.44, "1.7B": 1.4, "4B": 3.6, "8B": 6.95, "14B": 13.2, "32B": 31.2},
     "qwen3_moe": {"30B-A3B": 29.9, "235B-A22B": 234},
 }
-ACTIVE = {"30B-A3B": 3.3, "235B-A22B": 22, "20b": 3.6 + 0.58, "120b": 5.1 + 0.58}
+ACTIVE = {
+    "30B-A3B": 3.3,
+    "235B-A22B": 22,
+    "20b": 3.6 + 0.58,
+    "120b": 5.1 + 0.58,
+    "8x7B": 12.9,
+    "8x22B": 39,
+    "A2.7B": 2.7,
+    "57B-A14B": 14.2,
+}
 """Billions, from the model cards; gpt-oss's leaves out the input embedding."""
 
 
@@ -290,6 +334,18 @@ def test_missing_keys_mean_what_they_do_in_transformers(family):
             {"mlp_only_layers": 3},
             "mlp_only_layers: got 3, must be a list of the first layers",
         ),
+        ("olmo2", {"attention_bias": True}, "attention_bias: got True, must be False"),
+        (
+            "phi4",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}},
+            "rope_scaling.type: got 'longrope', must be 'default'",
+        ),
+        (
+            "phi4",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_parameters.rope_type: got 'yarn', must be 'default'",
+        ),
+        ("qwen2_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers: got \[1\], must be a list"),
         (
             "qwen3_moe",
             {"num_experts_per_tok": 99},

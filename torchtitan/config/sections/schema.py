@@ -90,7 +90,7 @@ class Model(Section):
     """Model family."""
     flavor: Name = "debugmodel"
     """Size of the model, one of the family's flavors (llama3: debugmodel, 30M, 125M, 350M, 1B, 3B,
-    8B, 70B, 405B).
+    8B, 70B, 405B, and Llama 2 and Code Llama by name).
     """
     hf_assets_path: LocalPath = "./tests/assets/tokenizer"
     """Folder with the tokenizer (`tokenizer.json`, a `.model` of SentencePiece or tiktoken, or

@@ -1,23 +1,18 @@
 """Mistral (Jiang et al., "Mistral 7B", arXiv:2310.06825). Only version 0.1 has a sliding window."""
 
-from collections.abc import Sequence
 from functools import partial
 
-from torchtitan.models.args import DecoderArgs, LayerKind
+from torchtitan.models.args import DecoderArgs
 from torchtitan.models.decoder.traits import register_decoder
-from torchtitan.models.hf.config import HFConfig
+from torchtitan.models.hf.config import OneWindow
 
 
-class _Config(HFConfig):
+class _Config(OneWindow):
     model_type = "mistral"
     architecture = "MistralForCausalLM"
     num_key_value_heads: int | None = 8
     max_position_embeddings: int = 131072
     sliding_window: int | None = 4096
-
-    def layer_kinds(self) -> Sequence[LayerKind]:
-        kind: LayerKind = "full" if self.sliding_window is None else "window"
-        return [kind] * self.num_hidden_layers
 
 
 _mistral = partial(DecoderArgs, n_heads=32, n_kv_heads=8, rope_theta=1e6)

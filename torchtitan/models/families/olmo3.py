@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.decoder.traits import register_decoder
 from torchtitan.models.hf.config import LayerTypes, RopeByLayer
+from torchtitan.models.rope_scaling import YarnScaling
 
 
 class _Config(RopeByLayer):
@@ -34,12 +35,20 @@ _olmo3 = partial(
     norm_eps=1e-6,
 )
 
+_7b = partial(_olmo3, dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008)
+_32b = partial(_olmo3, dim=5120, n_layers=64, n_heads=40, n_kv_heads=8, ffn_dim=27648)
+_YARN = YarnScaling(
+    factor=8.0, original_max_seq_len=8192, attention_factor=1.2079441541679836
+)  # of the long-context stage, from 8,192 tokens to 65,536
+
 FLAVORS = {
     "debugmodel": _olmo3(
         vocab_size=2048, dim=256, n_layers=8, n_heads=8, n_kv_heads=4, window=64, ffn_dim=768
     ),
-    "7B": _olmo3(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008),
-    "32B": _olmo3(dim=5120, n_layers=64, n_heads=40, n_kv_heads=8, ffn_dim=27648),
+    "7B": _7b(),
+    "32B": _32b(),
+    "7B-64k": _7b(rope_scaling=_YARN),
+    "32B-64k": _32b(rope_scaling=_YARN),
 }
 
 spec = register_decoder("olmo3", FLAVORS, _Config)

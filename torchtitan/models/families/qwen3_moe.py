@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
-from pydantic import AliasChoices, Field
-
 from torchtitan.models.args import DecoderArgs, LayerKind
 from torchtitan.models.decoder.traits import register_decoder
-from torchtitan.models.hf.config import FirstLayers, HFConfig
+from torchtitan.models.hf.qwen import ExpertsConfig, NumExperts
 
 
-class _Config(HFConfig):
+class _Config(ExpertsConfig):
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
     qk_norm = True
@@ -21,12 +19,9 @@ class _Config(HFConfig):
     attention_bias: Literal[False] = False
     use_sliding_window: bool = False
     sliding_window: int | None = 4096
-    decoder_sparse_step: Literal[1] = 1
-    mlp_only_layers: FirstLayers = 0
-    num_experts: int = Field(128, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    num_experts: NumExperts = 128
     num_experts_per_tok: int = 8
     moe_intermediate_size: int = 768
-    norm_topk_prob: bool = False
 
     def layer_kinds(self) -> Sequence[LayerKind]:
         windows = self.use_sliding_window and self.sliding_window is not None

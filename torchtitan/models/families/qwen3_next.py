@@ -4,27 +4,27 @@ three layers of Gated DeltaNet to one of gated attention, and a mixture of exper
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import Field
 
 from torchtitan.models.args import DecoderArgs, LayerKind
 from torchtitan.models.decoder.traits import register_decoder
-from torchtitan.models.hf.blocks import feed_forward_names
-from torchtitan.models.hf.config import FirstLayers, HFConfig, LayerTypes
+from torchtitan.models.hf.config import LayerTypes
+from torchtitan.models.hf.qwen import NumExperts, SharedExpertConfig
 from torchtitan.models.hf_names import HFNames, HFSlice
 
 
-class _Config(HFConfig):
+class _Config(SharedExpertConfig):
     model_type = "qwen3_next"
     architecture = "Qwen3NextForCausalLM"
     keys: ClassVar[Mapping[str, str]] = {
+        **SharedExpertConfig.keys,
         "delta_key_heads": "linear_num_key_heads",
         "delta_value_heads": "linear_num_value_heads",
         "delta_key_size": "linear_key_head_dim",
         "delta_value_size": "linear_value_head_dim",
         "delta_conv_size": "linear_conv_kernel_dim",
-        "shared_expert_dim": "shared_expert_intermediate_size",
     }
     ignored = ("mtp.*",)
     kinds = ("full", "delta")
@@ -33,7 +33,6 @@ class _Config(HFConfig):
     qk_norm = True
     gated_attention: ClassVar[bool] = True
     norm_plus_one: ClassVar[bool] = True
-    shared_expert_gate: ClassVar[bool] = True
     intermediate_size: int = 5632
     num_key_value_heads: int | None = 2
     head_dim: int | None = 256
@@ -47,9 +46,7 @@ class _Config(HFConfig):
     linear_key_head_dim: int = 128
     linear_value_head_dim: int = 128
     linear_conv_kernel_dim: int = 4
-    decoder_sparse_step: Literal[1] = 1
-    mlp_only_layers: FirstLayers = 0
-    num_experts: int = Field(512, validation_alias=AliasChoices("num_experts", "num_local_experts"))
+    num_experts: NumExperts = 512
     num_experts_per_tok: int = 10
     moe_intermediate_size: int = 512
     shared_expert_intermediate_size: int = 512
@@ -60,12 +57,6 @@ class _Config(HFConfig):
             return super().layer_kinds()
         layers = range(1, self.num_hidden_layers + 1)
         return ["delta" if i % self.full_attention_interval else "full" for i in layers]
-
-    @classmethod
-    def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
-        # They always share an expert: without one, the model isn't theirs.
-        shared = args.shared_expert_dim or args.expert_dim
-        return super().write(args, dtype) | {"shared_expert_intermediate_size": shared}
 
     @classmethod
     def block_names(cls, args: DecoderArgs, layer: int) -> HFNames:
@@ -80,9 +71,6 @@ class _Config(HFConfig):
             joint = "self_attn.q_proj.weight"
             names["attention.wq.weight"] = HFSlice(joint, take=(0, size), of=2 * size)
             names["attention.wg.weight"] = HFSlice(joint, take=(size, 2 * size), of=2 * size)
-        if args.has_experts(layer):
-            names |= feed_forward_names(args, "moe.shared", "mlp.shared_expert")
-            names["moe.shared_gate.weight"] = "mlp.shared_expert_gate.weight"
         return names
 
 

@@ -45,7 +45,7 @@ _smollm3 = partial(
     layer_pattern=("full", "full", "full", "nope"),
     n_heads=16,
     n_kv_heads=4,
-    rope_theta=2e6,
+    rope_theta=5e6,
     norm_eps=1e-6,
 )
 

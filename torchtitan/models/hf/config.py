@@ -1,8 +1,8 @@
 """`config.json` of Hugging Face's decoders, to and from `DecoderArgs`: every key, and how each
 layer is called. Imports no torch.
 
-`HFConfig` has the keys that most classes share; `LaterWindows` and `RopeByLayer` add keys for
-layers that differ. A family subclasses one of them.
+`HFConfig` has the keys that most classes share; `OneWindow`, `LaterWindows` and `RopeByLayer` add
+keys for layers with a window. A family subclasses one of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -103,7 +103,6 @@ class HFConfig(BaseModel):
     keys: ClassVar[Mapping[str, str]] = {}
     """Hyper-parameter to its key, where this class has another key than most."""
     qk_norm: ClassVar[bool] = False
-    qkv_bias: ClassVar[bool] = False
     ignored: ClassVar[tuple[str, ...]] = ()
     """Patterns (`fnmatch`) of tensors in folders of this class that these models don't have."""
     explicit_head_size: ClassVar[bool] = False
@@ -190,6 +189,9 @@ class HFConfig(BaseModel):
             theirs: getattr(args, ours) for ours, theirs in cls.hyper_parameter_keys().items()
         }
         values["head_dim"] = args.head_dim
+        if not args.n_experts and "num_local_experts" in cls.model_fields:
+            # All their layers have experts: a dense model isn't theirs.
+            values |= {"num_local_experts": 1, "num_experts_per_tok": 1}
         return {
             "architectures": [cls.architecture],
             "model_type": cls.model_type,
@@ -305,6 +307,16 @@ class HFConfig(BaseModel):
             "rope_scaling": rope.scaling(self.max_position_embeddings),
             "rope_fraction": fraction,
         }
+
+
+class OneWindow(HFConfig):
+    """Classes whose layers all have a window, if `sliding_window` is set."""
+
+    sliding_window: int | None = None
+
+    def layer_kinds(self) -> Sequence[LayerKind]:
+        kind: LayerKind = "full" if self.sliding_window is None else "window"
+        return [kind] * self.num_hidden_layers
 
 
 class LaterWindows(HFConfig):

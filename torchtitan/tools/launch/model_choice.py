@@ -21,15 +21,30 @@ REPOSITORIES = {
         "8B": "meta-llama/Llama-3.1-8B",
         "70B": "meta-llama/Llama-3.1-70B",
         "405B": "meta-llama/Llama-3.1-405B",
-    },
+    }
+    | {f"Llama-2-{size}B": f"meta-llama/Llama-2-{size}b-hf" for size in (7, 13, 70)}
+    | {f"CodeLlama-{size}B": f"codellama/CodeLlama-{size}b-hf" for size in (7, 13, 34, 70)},
     "mistral": {
         "7B-v0.1": "mistralai/Mistral-7B-v0.1",
         "7B-v0.3": "mistralai/Mistral-7B-v0.3",
         "Nemo-12B": "mistralai/Mistral-Nemo-Base-2407",
         "Small-24B": "mistralai/Mistral-Small-24B-Base-2501",
     },
+    "mixtral": {size: f"mistralai/Mixtral-{size}-v0.1" for size in ("8x7B", "8x22B")},
+    "phi4": {
+        "14B": "microsoft/phi-4",
+        "Phi-3-mini-4k": "microsoft/Phi-3-mini-4k-instruct",
+        "Phi-3-medium-4k": "microsoft/Phi-3-medium-4k-instruct",
+    },
+    "qwen2_moe": {"A2.7B": "Qwen/Qwen1.5-MoE-A2.7B", "57B-A14B": "Qwen/Qwen2-57B-A14B"},
+    "olmo2": {
+        "1B": "allenai/OLMo-2-0425-1B",
+        "7B": "allenai/OLMo-2-1124-7B",
+        "13B": "allenai/OLMo-2-1124-13B",
+        "32B": "allenai/OLMo-2-0325-32B",
+    },
     "qwen2_5": {
-        size: f"Qwen/Qwen2.5-{size}" for size in ("0.5B", "1.5B", "3B", "7B", "14B", "32B", "72B")
+        size: f"Qwen/Qwen2.5-{size}" for size in get_spec("qwen2_5").flavors if size != DEBUG
     },
     "qwen3": {size: f"Qwen/Qwen3-{size}-Base" for size in ("0.6B", "1.7B", "4B", "8B", "14B")}
     | {"32B": "Qwen/Qwen3-32B"},
@@ -42,7 +57,11 @@ REPOSITORIES = {
     },
     "glm4_moe": {"106B-A12B": "zai-org/GLM-4.5-Air-Base", "355B-A32B": "zai-org/GLM-4.5-Base"},
     "gpt_oss": {size: f"openai/gpt-oss-{size}" for size in ("20b", "120b")},
-    "olmo3": {"7B": "allenai/Olmo-3-1025-7B", "32B": "allenai/Olmo-3-1125-32B"},
+    "olmo3": {
+        f"{size}{context}": f"allenai/Olmo-3-{month}-{size}"
+        for size, month in (("7B", 1025), ("32B", 1125))
+        for context in ("", "-64k")
+    },
     "gemma3": {size: f"google/gemma-3-{size}-pt" for size in ("1b", "4b", "12b", "27b")},
     "smollm3": {"3B": "HuggingFaceTB/SmolLM3-3B-Base"},
     "qwen3_moe": {"30B-A3B": "Qwen/Qwen3-30B-A3B-Base", "235B-A22B": "Qwen/Qwen3-235B-A22B"},
