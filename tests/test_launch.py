@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tests.processes import run_module
 from tests.runs import arguments, read_metrics
+from torchtitan.models import get_spec
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.e2e
@@ -102,10 +103,8 @@ def test_torchrun_names_our_error_as_the_root_cause(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     late = "--experimental.custom_import=tests.faults.late_rank_0"
     done = start(*torchrun, "-m", "torchtitan.train", "--model.flavor=3X", late, cwd=tmp_path)
-    error = (
-        "error: model.flavor: llama3 has no flavor '3X' (it has debugmodel, 30M, 125M, 350M, 1B, "
-        "3B, 8B, 70B, 405B)"
-    )
+    sizes = ", ".join(get_spec("llama3").flavors)
+    error = f"error: model.flavor: llama3 has no flavor '3X' (it has {sizes})"
     assert done.returncode == 1
     assert f"traceback : {error}" in done.stderr.split("Root Cause")[1]
     assert done.stderr.splitlines().count(error) == 1
