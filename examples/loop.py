@@ -54,8 +54,8 @@ def build(config: Config) -> Components:
     )
 
 
-def train(config: Config) -> Iterator[float]:
-    """The loss of each step, the same on every rank."""
+def train(config: Config) -> Iterator[float | None]:
+    """The loss of each step, the same on every rank; None if no token of it is predicted."""
     set_determinism(config.debug)
     components = build(config)
     for step, batch in zip(range(config.training.steps), components.loader, strict=False):
@@ -71,5 +71,5 @@ if __name__ == "__main__":
     init_distributed(config.comm, current_device())
     for step, loss in enumerate(train(config), 1):
         if rank == 0:
-            print(f"step {step}: loss {loss:.4f}")
+            print(f"step {step}: " + ("no loss" if loss is None else f"loss {loss:.4f}"))
     dist.destroy_process_group()

@@ -13,7 +13,6 @@ from tests.runs import (
     SCHEDULE,
     arguments,
     assert_continues,
-    losses,
     read_metrics,
     train,
     write_corpus,
@@ -122,26 +121,6 @@ def test_experts_and_further_tokens_count_what_is_predicted(ranks, tmp_path, axi
     argv = chats(tmp_path, *flags, f"{P}{axis}_degree=2", "--training.max_norm=0", steps=3)
     found = ranks(2, compared, argv, timeout=240)[0]
     assert not found.problems, found
-
-
-def test_a_step_that_predicts_nothing(ranks, tmp_path):
-    """Its loss is 0, and training goes on."""
-    write_tokenizer(tmp_path / "tokenizer")
-    write_chats(tmp_path / "chats.jsonl", [say("x" * 4000, "y")] * 4)
-    run = ranks(
-        2,
-        train,
-        arguments(
-            tmp_path,
-            f"--training.dataset_path={tmp_path / 'chats.jsonl'}",
-            "--training.messages_column=messages",
-            f"--model.hf_assets_path={tmp_path / 'tokenizer'}",
-            "--model.overrides.vocab_size=2056",
-            steps=2,
-            global_batch=4,
-        ),
-    )[0]
-    assert losses(run) == [0.0, 0.0]
 
 
 def test_resumes_on_another_layout(ranks, tmp_path):

@@ -17,6 +17,8 @@ class MeanLoss(Callback):
         self.sum = 0.0
 
     def after_step(self, run: Run, result: StepResult) -> None:
+        if result.loss is None:  # no token of the batch was predicted
+            return
         self.steps += 1
         self.sum += result.loss
         run.log("mean_loss", self.sum / self.steps)

@@ -68,13 +68,18 @@ class SpikeDetector:
         """Whether a spike changes the update. If so, all ranks must judge bit-identical numbers."""
         return self.config.policy in ("skip", "rewind")
 
-    def judge(self, step: int, loss: float, grad_norm: float) -> Spike | None:
-        """Record the outcome of a step; the spike, if it is one."""
+    def judge(self, step: int, loss: float | None, grad_norm: float) -> Spike | None:
+        """Record the outcome of a step; the spike, if it is one.
+
+        Args:
+            loss: None if the step predicted nothing. It counts as read, and is no standard for
+                others.
+        """
         config = self.config
-        values = {"loss": loss, "grad_norm": grad_norm}
         self.rows += self.rows_per_step
-        if config.policy == "off":
+        if config.policy == "off" or loss is None:
             return None
+        values = {"loss": loss, "grad_norm": grad_norm}
         answers = [self._reason(name, value) for name, value in values.items()]
         reasons = [reason for reason in answers if reason]
         # Under "warn" spikes enter the window too; otherwise a lasting change would be reported
@@ -163,15 +168,22 @@ class UpdateGuard:
         self.spikes = SpikeDetector(config, training.global_batch_size)
         self.journal = RunFile(Path(dump_folder, "guard.jsonl"))
         self._spike: Spike | None = None
+        self._told_empty = False
 
-    def approve(self, step: int, loss: float, grad_norm: float) -> bool:
+    def approve(self, step: int, loss: float | None, grad_norm: float) -> bool:
         """Whether to update the weights with this step's gradients.
+
+        Args:
+            loss: None if the step predicted nothing.
 
         Raises:
             NonFiniteError: NaN or infinity, and `training.on_nonfinite = "stop"`.
         """
         self._spike = self.spikes.judge(step, loss, grad_norm)
         if self._spike is not None and self._spike.action != "warn":
+            return False
+        if loss is None:
+            self._say_empty(step)
             return False
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return True
@@ -190,6 +202,15 @@ class UpdateGuard:
         self.spikes.skip_step()
         logger.warning(f"step {step}: {what}; update skipped", extra=event("skipped", step))
         return False
+
+    def _say_empty(self, step: int) -> None:
+        if not self._told_empty:
+            self._told_empty = True
+            logger.warning(
+                f"step {step}: no token of its batch is predicted, so it has no loss, and nothing "
+                "is updated (later ones aren't reported). Raise training.global_batch_size or "
+                "training.seq_len if turns of users fill whole batches"
+            )
 
     def handle_spike(self) -> Resumed | None:
         """Carry out and log the action for a spike in this step; the checkpoint rewound to.

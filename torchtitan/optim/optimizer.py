@@ -84,9 +84,14 @@ class OptimizerInBackward(_OptimizerList):
         super().__init__(list(self._by_param.values()))
         self.norm = SquaredNorm()
         """The gradients' squared norm since it was last taken."""
+        self.paused = False
+        """Whether gradients are freed without an update."""
 
     def _update(self, param: Tensor) -> None:
         assert param.grad is not None
+        if self.paused:
+            param.grad = None
+            return
         self.norm.add([param.grad])
         optimizer = self._by_param[param]
         optimizer.step()

@@ -65,9 +65,8 @@ class ConsoleSink:
         for line in self.line(record).splitlines():
             logger.info(line)
         if self.bar is not None and "loss" in record:
-            loss = show_loss(record["loss"])
             rate = show_rate(record["tokens_per_second"])
-            self.bar.show(record["step"], figures=f"loss {loss}  {rate} tok/s")
+            self.bar.show(record["step"], figures=f"{_loss(record)}  {rate} tok/s")
 
     def line(self, record: Record) -> str:
         """The record in words; a line for each set of a validation."""
@@ -80,9 +79,10 @@ class ConsoleSink:
     def _training(self, record: Record) -> list[str]:
         if "loss" not in record:
             return []
+        norm = record["grad_norm"]
         fields = [
-            f"loss {show_loss(record['loss'])}",
-            f"grad norm {record['grad_norm']:.3f}",
+            _loss(record),
+            *([] if norm is None else [f"grad norm {norm:.3f}"]),
             f"lr {record['lr']:.2e}",
             f"{show_rate(record['tokens_per_second'])} tok/s",
             f"{record['tflops']:.2f} TFLOP/s",
@@ -207,6 +207,11 @@ class _Bar:
         self._progress.stop()
 
 
+def _loss(record: Record) -> str:
+    loss = record["loss"]
+    return "no predicted tokens" if loss is None else f"loss {show_loss(loss)}"
+
+
 def _eta(seconds: float | None) -> str:
     """`ETA 22 s (12:04:16)`, with the date unless that is today."""
     if seconds is None:
@@ -242,7 +247,10 @@ def _validation(record: Record, suffix: str) -> str:
     text = "validation loss"
     if suffix:
         text += f" of {suffix[1:]}"
-    text += f" {show_loss(record[f'validation_loss{suffix}'])}"
+    loss = record[f"validation_loss{suffix}"]
+    if loss is None:
+        return f"{text}: no predicted tokens"
+    text += f" {show_loss(loss)}"
     if average is not None:
         text += f" ({show_loss(average)} averaged)"
     if bits is not None:

@@ -109,9 +109,9 @@ class MetricsReporter:
         self,
         step: int,
         *,
-        loss: float,
-        max_loss: float,
-        grad_norm: float,
+        loss: float | None,
+        max_loss: float | None,
+        grad_norm: float | None,
         lr: float,
         tokens: int,
         skipped: int,
@@ -124,6 +124,7 @@ class MetricsReporter:
         """Record `step`.
 
         Args:
+            loss, max_loss, grad_norm: None if the step predicted nothing.
             tokens, skipped: totals of the run: tokens predicted, steps skipped.
             mtp_losses: losses of the modules of multi-token prediction.
             experts: the result of `ExpertBalance.take`.

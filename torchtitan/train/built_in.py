@@ -162,11 +162,13 @@ class Report(Callback):
         self.metrics.count(progress.step, result.read, self.components.stage)
         if not self.metrics.due(progress.step):
             return
+        max_loss = max_over_ranks(result.local_loss, run.mesh, run.device)
+        empty = result.loss is None
         self.record = self.metrics.log(
             progress.step,
             loss=result.loss,
-            max_loss=max_over_ranks(result.local_loss, run.mesh, run.device),
-            grad_norm=result.grad_norm,
+            max_loss=None if empty else max_loss,
+            grad_norm=None if empty else result.grad_norm,
             lr=result.learning_rate,
             tokens=progress.tokens,
             skipped=progress.skipped,

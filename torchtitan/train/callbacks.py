@@ -9,7 +9,7 @@ callbacks follow all of them except the one that saves:
     @callbacks.register("loud")
     class Loud(Callback):
         def after_step(self, run, result):
-            run.log("loudness", result.loss * 2)
+            run.log("loudness", result.grad_norm * 2)
 
 `experimental.custom_import` names the module, and `training.callbacks = ["loud"]` chooses it. Its
 state is saved in checkpoints if it defines `state_dict` and `load_state_dict`.

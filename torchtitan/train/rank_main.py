@@ -148,16 +148,16 @@ def _summarize(resolved: Resolved, progress: "Progress") -> None:
     first = progress.first_loss
     last = progress.last_loss
     dump = config.job.dump_folder
-    if first is None or last is None:
+    if progress.data is None:
         logger.info(
             f"Nothing to do: this run already has its {step} steps. Raise training.steps "
             "to continue."
         )
         return
-    logger.info(
-        f"Done: step {step}, {show_tokens(progress.tokens)} tokens, loss {show_loss(first)} -> "
-        f"{show_loss(last)}"
-    )
+    loss = "no loss: no token was predicted"
+    if first is not None and last is not None:
+        loss = f"loss {show_loss(first)} -> {show_loss(last)}"
+    logger.info(f"Done: step {step}, {show_tokens(progress.tokens)} tokens, {loss}")
     results = {"metrics": f"{dump}/metrics.jsonl", "config": f"{dump}/config.toml"}
     saved = config.checkpoint.enable and not config.checkpoint.load_only
     checkpoint = storage_path(config.checkpoint.folder, dump) / f"step-{step}"

@@ -64,7 +64,9 @@ class Progress:
     step: int = 0
     tokens: int = 0
     skipped: int = 0
-    """Steps whose update was skipped: a spike, or a loss or gradient that was not finite."""
+    """Steps whose update was skipped: a spike, a loss or gradient that was not finite, or no
+    predicted token.
+    """
     data: DataPosition | None = None
     """The position in the data of the lanes that this rank reads; None before the first step of
     this process.
@@ -74,13 +76,13 @@ class Progress:
     first_loss: float | None = None
     last_loss: float | None = None
 
-    def advance(self, tokens: int, loss: float, *, skipped: bool) -> None:
-        """Record a finished step."""
+    def advance(self, tokens: int, loss: float | None, *, skipped: bool) -> None:
+        """Record a finished step; without a loss if it predicted nothing."""
         self.step += 1
         self.tokens += tokens
         self.skipped += skipped
         self.first_loss = loss if self.first_loss is None else self.first_loss
-        self.last_loss = loss
+        self.last_loss = self.last_loss if loss is None else loss
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step, "tokens": self.tokens, "skipped": self.skipped}

@@ -34,7 +34,10 @@ from torchtitan.utils.device import device_syncs
 class BackwardResult:
     """Outcome of a forward and backward, over all ranks."""
 
-    loss: float
+    loss: float | None
+    """Mean over the tokens with a label; None if no token of the global batch has one. Then nothing
+    is updated.
+    """
     grad_norm: float
     tokens: int
     """Number of tokens with a label."""
@@ -43,7 +46,7 @@ class BackwardResult:
     local_loss: float
     """Mean loss of this rank's tokens; 0 if another rank has the pipeline's last stage."""
     mtp_losses: tuple[float, ...]
-    """Loss of each module of multi-token prediction."""
+    """Loss of each module of multi-token prediction; empty without a `loss`."""
     stop: bool
     """Whether any rank had been asked to stop when the step began."""
 
@@ -57,8 +60,9 @@ class StepResult(BackwardResult):
     """Whether the weights were updated."""
 
 
-def is_finite(loss: float, grad_norm: float) -> bool:
-    return math.isfinite(loss) and math.isfinite(grad_norm)
+def is_finite(loss: float | None, grad_norm: float) -> bool:
+    """Whether the weights may be updated: there is a loss, and all is finite."""
+    return loss is not None and math.isfinite(loss) and math.isfinite(grad_norm)
 
 
 def train_step(
@@ -68,7 +72,7 @@ def train_step(
     *,
     update: "Update | None" = None,
     stop: bool = False,
-    approve: Callable[[float, float], bool] = is_finite,
+    approve: Callable[[float | None, float], bool] = is_finite,
     before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Train on one global batch.
@@ -76,7 +80,8 @@ def train_step(
     Args:
         update: from `build_update`; None: build it now.
         stop: whether this rank was asked to stop.
-        approve: tells from the loss and the gradient norm whether to update the weights.
+        approve: tells from the loss and the gradient norm whether to update the weights; without a
+            loss, nothing is updated whatever it says.
         before_update: called once the gradients are complete, before they are clipped and any
             weight changes; or before the backward, if the backward updates the weights.
     """
@@ -84,7 +89,7 @@ def train_step(
     components.enter_stage(batch.stage)
     learning_rate = components.schedule.apply(batch.stage)
     result = forward_backward(components, batch, update, stop=stop, before_update=before_update)
-    approved = approve(result.loss, result.grad_norm)
+    approved = approve(result.loss, result.grad_norm) and result.loss is not None
     update.finish(approved)
     if approved:
         prepare_weights(components, config)
@@ -128,8 +133,19 @@ class Update:
         """Compute the norm of the gradients, and clip them if this kind of update does it here."""
         return _norm(self.components, _gradients(self.components))
 
-    def queue_update(self, loss: Tensor, norm: Tensor) -> None:
-        """Queue the update on the device before the host reads loss and norm, if this kind does."""
+    def queue_update(self, loss: Tensor, norm: Tensor, tokens: Tensor) -> None:
+        """Queue the update on the device before the host reads loss and norm, if this kind does.
+
+        Args:
+            tokens: number of tokens with a label in the global batch; without any, nothing changes.
+        """
+
+    def expect(self, any_label: AnyRank) -> None:
+        """Prepare for the backward of a batch.
+
+        Args:
+            any_label: whether any token of the global batch has a label.
+        """
 
     def finish(self, approved: bool) -> None:
         """Finish the update after the host has read loss and gradient norm.
@@ -159,15 +175,15 @@ class HostUpdate(Update):
 
 class DeviceUpdate(Update):
     """Clips and updates on the device, before the host has read loss and norm. If they are not
-    finite, the device skips the update.
+    finite, or no token has a label, the device skips the update.
     """
 
-    def queue_update(self, loss: Tensor, norm: Tensor) -> None:
+    def queue_update(self, loss: Tensor, norm: Tensor, tokens: Tensor) -> None:
         note("updating the weights")
         optimizer = self.components.optimizer
         assert isinstance(optimizer, ShardedAdam)
         divisor = 1 / _clip_factor(norm, self.max_norm) if self.max_norm > 0 else None
-        skip = ~torch.isfinite(loss + norm)
+        skip = ~torch.isfinite(loss + norm) | (tokens == 0)
         optimizer.step(divisor=divisor, skip=skip)
         _end_step(self.components, skip)
 
@@ -176,6 +192,13 @@ class UpdateInBackward(HostUpdate):
     """The update of `OptimizerInBackward`, which frees each gradient after updating its weight."""
 
     in_backward = True
+
+    def expect(self, any_label: AnyRank) -> None:
+        """The only time the host waits for the device before the backward: later is too late."""
+        optimizer = self.components.optimizer
+        assert isinstance(optimizer, OptimizerInBackward)
+        with device_syncs(report=False):
+            optimizer.paused = not any_label.answer() > 0
 
     def clip(self) -> Tensor:
         """The norm of the gradients, which were not clipped and are already freed."""
@@ -249,8 +272,10 @@ def forward_backward(
     any_stop = AnyRank(stop, components.device)
     rows = components.compute.local_rows(batch.tokens, batch.labels, batch.sources, batch.continues)
     local_tokens = int((rows.next_labels != IGNORE_INDEX).sum())
+    if update.in_backward:
+        update.expect(AnyRank(local_tokens > 0, components.device))
     outcome = device_step(components, rows, local_tokens, update, before_update=before_update)
-    update.queue_update(outcome.loss, outcome.norm)
+    update.queue_update(outcome.loss, outcome.norm, outcome.tokens)
     # All results are read at once: on CUDA this is the only time the host waits for the device.
     with device_syncs(report=False):
         loss_and_norm = torch.stack([x.double() for x in (outcome.loss, outcome.norm)])
@@ -260,12 +285,12 @@ def forward_backward(
         values = [loss_and_norm, torch.stack(others), outcome.mtp_losses.double()]
         loss, grad_norm, tokens, local_loss, stop_flag, *mtp_losses = torch.cat(values).tolist()
     return BackwardResult(
-        loss=loss,
+        loss=loss if tokens else None,
         grad_norm=grad_norm,
         tokens=int(tokens),
         read=batch.count * batch.tokens.shape[1],
         local_loss=local_loss * tokens / max(local_tokens, 1),
-        mtp_losses=tuple(mtp_losses),
+        mtp_losses=tuple(mtp_losses) if tokens else (),
         stop=stop_flag > 0,
     )
 
@@ -313,7 +338,8 @@ def device_step(
     if mtp is not None:
         mtp_tokens = (rows.labels[..., 1:] != IGNORE_INDEX).sum(dim=(0, 1))
         totals = torch.cat([totals[None], mtp_tokens])
-    totals = all_reduce(totals, mesh.batch_group).clamp(min=1)
+    counts = all_reduce(totals, mesh.batch_group)
+    totals = counts.clamp(min=1)
     loss = torch.zeros((), device=device)
     batches = rows.split(compute.batch_size)
     for i, batch in enumerate(batches, 1):
@@ -325,9 +351,9 @@ def device_step(
     local_loss = loss.clone()
     if mtp is None:
         all_reduce(loss, mesh.loss_group)
-        return DeviceOutcome(loss, norm, totals, local_loss, mtp_losses=loss.new_zeros(0))
+        return DeviceOutcome(loss, norm, counts, local_loss, mtp_losses=loss.new_zeros(0))
     losses = all_reduce(torch.cat([loss[None], mtp.take()]), mesh.loss_group)
-    return DeviceOutcome(losses[0], norm, totals[0], local_loss, mtp_losses=losses[1:])
+    return DeviceOutcome(losses[0], norm, counts[0], local_loss, mtp_losses=losses[1:])
 
 
 def max_over_ranks(value: float, mesh: Mesh, device: torch.device) -> float:

@@ -37,8 +37,8 @@ class ValidationResult:
     """The result of validating on one set."""
 
     name: str
-    loss: float
-    """Mean cross-entropy per predicted token, in nats."""
+    loss: float | None
+    """Mean cross-entropy per predicted token, in nats; None if no token is predicted."""
     tokens: int
     """Number of predicted tokens."""
     bytes: int
@@ -49,7 +49,9 @@ class ValidationResult:
         """The loss per byte, comparable between tokenizers: `loss / ln 2 x tokens / bytes`. None
         without text.
         """
-        return self.loss / math.log(2) * self.tokens / self.bytes if self.bytes else None
+        if self.loss is None or not self.bytes:
+            return None
+        return self.loss / math.log(2) * self.tokens / self.bytes
 
     def record(self) -> dict[str, Any]:
         """The result as it is logged."""
@@ -106,7 +108,8 @@ class Validator:
         all_reduce(loss, self.mesh.loss_group)
         all_reduce(counts, self.mesh.batch_group)
         tokens, size = counts.tolist()
-        return ValidationResult(data.name, loss.item() / max(tokens, 1), tokens, size)
+        mean = loss.item() / tokens if tokens else None
+        return ValidationResult(data.name, mean, tokens, size)
 
     def _tokens_and_bytes(self, labels: Tensor) -> Tensor:
         predicted = labels != IGNORE_INDEX
