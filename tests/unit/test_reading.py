@@ -1,10 +1,12 @@
 """Local files and streams as people have them, against a plain reading of the same files."""
 
 import bz2
+import errno
 import gzip
 import json
 import logging
 import lzma
+import os
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +20,12 @@ import torch
 from tests.data_kinds import SEQ, TOKENIZER, loader, read, take, token_file_ids
 from tests.positions import saved
 from torchtitan.commands import tokenize
+from torchtitan.config.sections.data import DataLoader
 from torchtitan.data.encode import base as tokenizer_module
 from torchtitan.data.read import index
 from torchtitan.data.read.documents import LocalDocuments
 from torchtitan.data.read.index import IndexCache
+from torchtitan.data.read.opening import Retry
 from torchtitan.data.tokens.duplicates import HASH, count_duplicates, save_hashes
 from torchtitan.utils.errors import UserError
 
@@ -163,14 +167,45 @@ def test_without_a_cache(corpus, tmp_path, monkeypatch):
         LocalDocuments(str(folder), "key", text_column="body", cache_folder="none")
 
 
-def test_a_cache_that_cannot_be_written(corpus, tmp_path):
+NO_CACHE = {
+    "HOME below a file": {"HOME": "FILE"},
+    "HOME that can't be made": {"HOME": "/proc/no-home"},
+    "XDG_CACHE_HOME": {"XDG_CACHE_HOME": "FILE/x"},
+    "TORCHTITAN_CACHE": {"TORCHTITAN_CACHE": "FILE"},
+    "nobody's home": {"TORCHTITAN_CACHE": "~no-such-user/cache"},
+}
+
+
+@pytest.mark.parametrize("kind", [*NO_CACHE, "key"])
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, kind):
+    """Not the data are to blame, and another attempt wouldn't help."""
+    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: pytest.fail("tried again"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        UserError, match=r"training.dataloader.cache_folder: can't write to .*file/cache"
-    ):
-        LocalDocuments(
-            f"{corpus[0]}/0.jsonl", "key", text_column="body", cache_folder=f"{tmp_path}/file/cache"
-        )
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    for name in ("XDG_CACHE_HOME", "TORCHTITAN_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in NO_CACHE.get(kind, {}).items():
+        monkeypatch.setenv(name, value.replace("FILE", str(tmp_path / "file")))
+    folder = str(tmp_path / "file/cache") if kind == "key" else None
+    retry = Retry("training", "a.jsonl", DataLoader())
+    with pytest.raises(UserError) as error:
+        retry("it", lambda: LocalDocuments(str(tmp_path), "key", cache_folder=folder))
+    text = str(error.value)
+    assert text.startswith("training.dataloader.cache_folder: can't write to ")
+    assert "environment variable TORCHTITAN_CACHE" in text
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EDQUOT])
+def test_what_a_library_cannot_write_is_no_fault_of_the_data(code):
+    attempts = []
+
+    def read():
+        attempts.append(1)
+        raise OSError(code, os.strerror(code), "/home/me/.cache/huggingface")
+
+    with pytest.raises(UserError, match=r"training\.dataset: .*This is not the data.* set HF_HOME"):
+        Retry("training", "c4", DataLoader())("it", read)
+    assert len(attempts) == 1
 
 
 def test_a_file_that_changes_is_indexed_again_or_an_error(tmp_path):

@@ -17,7 +17,7 @@ from torchtitan.data.read.index import (
     RANGE_BYTES,
     FileIndex,
     IndexCache,
-    default_folder,
+    chosen_cache,
     find_documents,
     new_index,
 )
@@ -127,7 +127,7 @@ class LocalDocuments:
         self._chat = chat
         self._folder: Path | None = None
         if cache_folder != "none":
-            self._folder = Path(cache_folder).expanduser() if cache_folder else default_folder()
+            self._folder = chosen_cache(cache_folder, cache_key)
         self._ranges = list[NDArray[np.int64]]()
         """`[documents, 2]` for each file, without a cache folder."""
         try:

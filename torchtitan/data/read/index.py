@@ -226,11 +226,22 @@ def find_documents(
     return np.asarray(byte_ranges, np.int64).reshape(-1, 2)
 
 
-def default_folder() -> Path:
-    """`$TORCHTITAN_CACHE`, or `torchtitan` in the user's cache folder."""
-    if chosen := os.environ.get("TORCHTITAN_CACHE"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser(), "torchtitan")
+def chosen_cache(chosen: str | None, key: str) -> Path:
+    """The folder that is named, or else `$TORCHTITAN_CACHE`, or `torchtitan` in the user's cache
+    folder.
+
+    Args:
+        key: the configuration key that names it.
+
+    Raises:
+        UserError: the user has no home.
+    """
+    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = chosen or os.environ.get("TORCHTITAN_CACHE") or f"{user}/torchtitan"
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:
+        raise cache_error(key, folder, str(error)) from None
 
 
 class IndexCache:
@@ -261,7 +272,7 @@ class IndexCache:
         corpus = self.folder / f"{key_of(stamps, column, self._template)}.corpus.json"
         if (complete := self._read_corpus(corpus, stamps, column)) is not None:
             return complete
-        with self._errors():
+        with self._errors(stamps):
             self.folder.mkdir(parents=True, exist_ok=True)
             new = [new_index(stamp, column, self._template) for stamp in stamps]
             todo = {index.key: index for index in new}
@@ -423,18 +434,29 @@ class IndexCache:
             logger.info(what[0].upper() + what[1:])
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _errors(self, inputs: Sequence[FileStamp]) -> Iterator[None]:
+        """Tell an error of writing the cache from one of reading the data."""
         try:
             yield
         except OSError as error:
-            if error.errno not in _CANT_WRITE:
+            named = error.filename and os.path.abspath(os.fsdecode(error.filename))
+            of_input = named in {stamp.path for stamp in inputs}
+            if of_input or (named is None and error.errno not in _CANT_WRITE):
                 raise
-            if error.filename is not None and not str(error.filename).startswith(str(self.folder)):
-                raise  # an input
-            raise UserError(
-                f"{self.key}: can't write to {self.folder}: {error.strerror}. Name a folder with "
-                "space, or tokenize the files ahead (torchtitan tokenize), which needs none"
-            ) from error
+            raise cache_error(self.key, self.folder, error.strerror) from error
+
+
+def cache_error(key: str, folder: Path | str, problem: str | None) -> UserError:
+    """The error about a cache folder that can't be used.
+
+    Args:
+        key: the configuration key that sets the folder.
+    """
+    return UserError(
+        f"{key}: can't write to {folder}, which keeps the index of the data: {problem}. Set {key}, "
+        "or the environment variable TORCHTITAN_CACHE, to a folder with space that can be written "
+        'to, or set the key to "none"; or tokenize the files ahead (torchtitan tokenize)'
+    )
 
 
 def _finalize(temporary: Path, path: Path, hash: Callable[[int], str]) -> CachedFile:

@@ -352,6 +352,12 @@ class Retry:
             raise
         except Exception as error:
             cause = first_line(error)
+            if _is_of_writing(error):
+                raise UserError(
+                    f"{self.section}.dataset: {target}: {cause}. This is not the data, but what is "
+                    "kept of it on this machine: set HF_HOME and TMPDIR to folders that can be "
+                    "written to and have space"
+                ) from error
             if not _is_transient(error):
                 raise UserError(f"{self.section}.dataset: {target}: {cause}") from error
             raise UserError(
@@ -362,7 +368,12 @@ class Retry:
 
 def _is_transient(error: Exception) -> bool:
     permanent = isinstance(error, _PERMANENT_ERRORS) and not isinstance(error, OSError)
-    return not isinstance(error, UserError) and not permanent
+    return not (isinstance(error, UserError) or permanent or _is_of_writing(error))
+
+
+def _is_of_writing(error: Exception) -> bool:
+    """Whether something couldn't be written: a library keeps what it downloads."""
+    return isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
 def first_line(error: BaseException | None) -> str:
