@@ -25,11 +25,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.checkpoints import ABOUT, manifest, outcome, rank_file, save_steps, small_checkpointer
+from tests.checkpoints import (
+    ABOUT,
+    manifest,
+    outcome,
+    rank_file,
+    save_steps,
+    sealed,
+    small_checkpointer,
+)
 from tests.checkpoints import train_state as state_of
 from torchtitan.checkpoint import Checkpointer, TrainedModel, manager
 from torchtitan.checkpoint import save as saving
 from torchtitan.checkpoint import writer as writing
+from torchtitan.checkpoint.format import coverage
 from torchtitan.checkpoint.format import layout as layouts
 from torchtitan.checkpoint.format.index import Index
 from torchtitan.checkpoint.format.layout import Cut, Layout
@@ -373,3 +382,57 @@ def test_a_failure_of_one_rank_reaches_all(ranks, tmp_path):
     assert sorted(p.name for p in folder.iterdir()) == ["step-1", "step-5", "step-6"]
     assert manifest(folder / "step-6")["written"]["ranks"] == 2
     assert ckpt.main(["verify", str(folder / "step-5")]) == 0, "what rank 0 committed alone"
+
+
+BOX = st.tuples(st.integers(0, 4), st.integers(0, 4)).map(
+    lambda ends: (min(ends), abs(ends[0] - ends[1]))
+)
+
+
+@given(st.lists(st.tuples(BOX, BOX), max_size=6), st.tuples(BOX, BOX), st.randoms())
+@settings(max_examples=300, deadline=None)
+def test_boxes_fill_a_tensor_as_counting_each_element_says(boxes, whole, random):
+    """Random boxes, which mostly don't, and tilings, which do until one is replaced."""
+
+    def chunk(box):
+        return ChunkStorageMetadata(*(torch.Size(values) for values in zip(*box, strict=True)))
+
+    def counted(boxes):
+        hits = torch.zeros(8, 8)
+        for (i, m), (j, n) in boxes:
+            hits[i : i + m, j : j + n] += 1
+        (i, m), (j, n) = whole
+        return bool((hits[i : i + m, j : j + n] == 1).all())
+
+    tiles = [((i, 2), (j, 2)) for i in (0, 2) for j in (0, 2)]
+    other = [*tiles[1:], random.choice([*tiles, *boxes, tiles[0]])]
+    for case in (boxes, tiles, other):
+        assert coverage.fill(map(chunk, case), chunk(whole)) == counted(case)
+
+
+def test_a_save_that_writes_a_half_twice_is_called_a_bug(ranks, tmp_path):
+    message = ranks(1, save_a_half_twice, tmp_path / "run")[0]
+    assert "the ranks wrote elements twice, and others not at all: this is a bug" in message
+    assert not list((tmp_path / "run").glob("step-*"))
+
+
+def save_a_half_twice(folder):
+    """As with a mistake in the layouts of ranks."""
+    real = CommittingWriter._describe
+
+    def describe(self, save, rank, plan, results):
+        out = real(self, save, rank, plan, results)
+        record = rank_file(self.path, rank)
+        for tensor in record["tensors"].values():
+            if len(tensor["size"]) == 2:
+                ((offsets, (rows, columns), *where),) = tensor["parts"]
+                tensor["parts"] = [[offsets, [rows, columns // 2], *where]] * 2
+        (self.path / f"__{rank}.json").write_bytes(sealed(record))
+        return out
+
+    with mock.patch.object(CommittingWriter, "_describe", describe):
+        try:
+            save_steps(folder, 1)
+        except CheckpointError as error:
+            return str(error)
+    return ""

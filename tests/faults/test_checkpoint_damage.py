@@ -97,6 +97,18 @@ def tensor(change_it):
     return damage
 
 
+def overlap(step):
+    """Say that each matrix was written as one half of it, twice."""
+    tensors = index(step)
+    for about in tensors.values():
+        if len(about["size"]) == 2:
+            (whole,) = about["parts"]
+            rows, columns = about["size"]
+            half = [whole[0], [rows, columns // 2], *whole[2:]]
+            about["parts"] = [half, half]
+    replace_index(step, tensors)
+
+
 def part(number, value):
     return tensor(lambda about: about["parts"][0].__setitem__(number, value))
 
@@ -240,6 +252,10 @@ DAMAGES = {
     "part outside": part(0, [1, 1]),
     "part too small": part(1, [1, 1]),
     "part of fewer dimensions": part(1, [1]),
+    "parts overlap": overlap,
+    "ranks without end": lambda step: change(
+        step, written=manifest(step)["written"] | {"ranks": 2**31 - 1}
+    ),
     "shard unlisted": part(2, "__7_0.distcp"),
     "shard above": part(2, "../step-1/__0_0.distcp"),
     "beyond the end": part(3, 10**6),
@@ -286,6 +302,8 @@ FEW = (
     "shard is a pipe",
     "index unlisted",
     "shard unlisted",
+    "parts overlap",
+    "ranks without end",
     "beyond the end",
     "rank's file missing",
     "rank's file of another save",

@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.filesystem import FileSystemBase, _StoragePrefix
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from torchtitan.checkpoint.commit import begin, commit, temporary_folder, write_file
+from torchtitan.checkpoint.format.coverage import fill
 from torchtitan.checkpoint.format.index import (
     INDEX,
     IndexedTensor,
@@ -360,7 +361,7 @@ def read_written(
     """Read all ranks' `__N.json`: returns the index, DCP's metadata and results, and data lanes.
 
     Raises:
-        FormatBugError: some elements of a tensor were not written.
+        FormatBugError: some elements of a tensor were not written, or written twice.
     """
     tensors: dict[str, IndexedTensor] = {}
     metadata = Metadata({}, planner_data={})
@@ -385,6 +386,12 @@ def read_written(
             raise FormatBugError(
                 f"{key}: the ranks wrote {filled} elements of {tensor.size.numel()}: this is a bug "
                 "in torchtitan, please report it with this line"
+            )
+        whole = ChunkStorageMetadata(torch.Size([0] * len(tensor.size)), tensor.size)
+        if not fill(tensor.chunks, whole):
+            raise FormatBugError(
+                f"{key}: the ranks wrote elements twice, and others not at all: this is a bug in "
+                "torchtitan, please report it with this line"
             )
     return tensors, metadata, results, lanes
 

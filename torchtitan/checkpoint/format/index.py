@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from torchtitan.checkpoint.format.coverage import fill
 from torchtitan.checkpoint.format.layout import Layout
 from torchtitan.checkpoint.format.manifest import (
     Crc32,
@@ -314,17 +315,19 @@ class Index:
             box = ChunkStorageMetadata(torch.Size([0] * len(size)), tensor.size)
         layout = self._layouts[key]
         all_ranks = range(self.manifest.written.ranks)
-        ranks = set(all_ranks if layout is None else layout.ranks(size, box))
         known = self._located.setdefault(key, set())
-        for rank in sorted(ranks - known):
-            self._add(key, rank, all_ranks)
-        known |= ranks
+        for rank in all_ranks if layout is None else sorted(set(layout.ranks(size, box))):
+            if rank not in known:
+                self._add(key, rank, all_ranks)
+                known.add(rank)
         filled = sum(_common(chunk, box) for chunk in tensor.chunks)
         if filled != prod(box.sizes):
             raise DamageError(
                 f"{self.path} is damaged: {key[:200]!a}: its parts hold {filled} elements instead "
                 f"of {prod(box.sizes)}"
             )
+        if not fill(tensor.chunks, box):
+            raise DamageError(f"{self.path} is damaged: {key[:200]!a}: its parts overlap")
 
     def locate_all(self) -> None:
         """Locate every tensor, as `torchtitan ckpt verify` does.

@@ -100,7 +100,7 @@ class TrainState(Strict):
 class Written(Strict):
     """Totals of the files that the ranks wrote, each its own."""
 
-    ranks: Annotated[int, Field(ge=1, lt=2**31)]
+    ranks: Annotated[int, Field(ge=1, lt=2**20)]
     """Number of ranks; each wrote a file `__N.json`."""
     files: Count
     """Number of their files, including `__N.json`."""
