@@ -9,6 +9,7 @@ import pytest
 from tests.chats import CHATML, CHATML_MARKED, CHATS, LLAMA3, MISTRAL, PAIRS, say, write_tokenizer
 from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.tokenizer import CONTINUES, PLAIN, UNPREDICTED, build_tokenizer
+from torchtitan.data.encode.turns import any_of, end_of_turn
 from torchtitan.data.read.opening import BadDocument
 from torchtitan.utils.errors import UserError
 
@@ -83,6 +84,22 @@ HOLES = [
     "<<|im_end|>|im_end|>",
     "\ufdd3<|im_",
 ]
+
+
+def test_a_template_never_completes_a_special_token(tmp_path):
+    """All but the last character of any, also of the longest, in front of that character."""
+    chat = open_chat(tmp_path, CHATML.replace("<|im_end|>", "><|im_end|>"))
+    special = {chat.tokenizer.backend.token_to_id(name) for name in chat.special}
+    plain, _ = encode(chat, say("x", "x"))
+    for name in chat.special:
+        ids, _ = encode(chat, say(name[:-1], name[:-1]))
+        assert [i for i in ids if i in special] == [i for i in plain if i in special], name
+
+
+def test_only_blanks_behind_a_token_are_left_out_of_a_turn():
+    tokens = any_of(["<e>"])
+    for text, end in (("a<e>\n", 4), ("a \n", 3), ("<e> a \n", 7), (" \n", 2)):
+        assert end_of_turn(text, tokens) == end
 
 
 @pytest.mark.parametrize("template", [CHATML, CHATML_MARKED])

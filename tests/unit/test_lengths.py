@@ -131,6 +131,7 @@ def test_random_lengths_cover_all_windows():
             for pieces in taken.values():
                 assert sum(piece.after - piece.first for piece in pieces) <= length
                 seen += [(p.window, i) for p in pieces for i in range(p.first, p.after)]
+            assert order.read == len(seen)
             resumed = WindowOrder(width, 99, count, epochs * count)
             resumed.seek(order.position())
             order = resumed

@@ -20,7 +20,7 @@ from torchtitan.config.sections.data import DataLoader, DataStage, Source
 from torchtitan.data.encode.tokenizer import PLAIN, UNPREDICTED, build_tokenizer
 from torchtitan.data.loader import build_loader
 from torchtitan.data.order.lanes import PackedLane
-from torchtitan.data.order.packing import best_fit, pack
+from torchtitan.data.order.packing import Packer, best_fit, pack
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.data.read.positions import StreamPosition, complete_state
 from torchtitan.data.spec import DataSpec
@@ -91,6 +91,17 @@ def test_every_token_is_predicted_once_from_its_own_document(sizes, length):
         assert sum(holding) == max(1, -(-(len(document) - 1) // (length - 1)))
     of_stream = [len({i // length for i in range(a, b)}) for a, b in itertools.pairwise(starts)]
     assert packed.cut_by_stream == sum(rows > 1 for rows in of_stream)
+
+
+def test_the_pool_of_a_file_is_counted_in_rows(monkeypatch):
+    """More documents in a pool leave less padding."""
+    monkeypatch.setattr("torchtitan.data.order.packing._FILE_POOL_ROWS", 4)
+    packer = Packer(8, 0)
+    documents = [np.full(5, 1, np.uint32), np.full(3, 2, np.uint32)] * 10
+    pools = [len(ids) // 8 for ids in packer.add(documents)]
+    assert pools == [4, 4]
+    assert len(packer.finish()) == 2 * 8
+    assert packer.packed.padding == 0
 
 
 def test_waste_of_a_known_case():

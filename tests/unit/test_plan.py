@@ -21,7 +21,12 @@ from torchtitan.models.spec import ModelArgs
 from torchtitan.parallel.memory.checkpoint import apply_activation_checkpoint
 from torchtitan.tools.planner.block import COUNTED
 from torchtitan.tools.planner.costs import step_time
-from torchtitan.tools.planner.memory import memory_of, predict_memory
+from torchtitan.tools.planner.memory import (
+    hidden_bytes,
+    memory_of,
+    offloaded_per_block,
+    predict_memory,
+)
 from torchtitan.tools.planner.planner import make_plan
 from torchtitan.tools.planner.predict import derived_workload, memory_band, predict
 from torchtitan.tools.planner.render import run_of
@@ -313,6 +318,7 @@ def test_state_is_sharded_and_optimizers_differ():
     )
     assert 12 / 8 < state("--optimizer.name=Muon") < 13 / 8
     assert state("--ema.enable") == pytest.approx(20 / 8)
+    assert state("--ema.enable", "--optimizer.state_dtype=bfloat16") == pytest.approx(16 / 8)
     assert state("--training.enable_cpu_offload", "--ema.enable") == 0
 
 
@@ -403,6 +409,28 @@ def test_what_saves_memory(less, more):
     assert smaller < larger
 
 
+def test_tensor_parallelism_splits_all_that_a_dense_block_keeps():
+    one, four = (
+        workload("--model.flavor=8B", NONE, f"--parallelism.tensor_parallel_degree={tp}", world=tp)
+        for tp in (1, 4)
+    )
+    assert offloaded_per_block(one) == 4 * offloaded_per_block(four)
+
+
+def test_z_loss_keeps_logits_in_fp32():
+    one, more = (workload("--model.flavor=8B", *argv) for argv in ([], ["--training.z_loss=1e-4"]))
+    kept = memory_of(more, 0).parts["logits"] - memory_of(one, 0).parts["logits"]
+    assert kept == 4 * one.tokens * one.vocab
+
+
+def test_embeddings_travel_with_hidden_states_if_further_tokens_are_predicted():
+    argv = ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=2"]
+    one, two, three = (
+        hidden_bytes(workload(*argv, f"--model.overrides.n_mtp={n}", world=2)) for n in (0, 1, 2)
+    )
+    assert (two, three) == (2 * one, 3 * one)
+
+
 def test_weights_that_are_not_freed_stay_gathered():
     """All blocks in bf16 instead of two; and none is gathered again for the backward."""
     freed, kept = (
@@ -474,6 +502,8 @@ def test_each_stage_of_longer_rows_is_planned():
     changes = ["--training.seq_len=8192", "--training.local_batch_size=1"]
     long, _ = make_plan([*argv, *changes], 4, H100)
     both, _ = make_plan([*argv, stage], 4, H100)
+    back = "--training.stages=[{from_step = 11, seq_len = 1024, local_batch_size = 2}]"
+    assert make_plan([*argv, *changes, back], 4, H100)[0].memory == long.memory
     assert both.memory == long.memory
     assert both.peak_gib > short.peak_gib
     assert both.time == short.time

@@ -211,6 +211,14 @@ def test_seen_is_a_set():
     assert np.flatnonzero(seen.has(every)).tolist() == sorted(reference)
 
 
+def test_keys_of_dropped_documents_do_not_count():
+    """Otherwise a chain of documents, each like the one before, would shrink to its first."""
+    chain = np.array([[1, 2], [2, 3], [3, 4], [4, 1]], np.uint64)
+    seen = Seen()
+    assert seen.take(chain).tolist() == [True, False, True, False]
+    assert seen.take(np.array([[5, 3], [6, 7]], np.uint64)).tolist() == [False, True]
+
+
 NEAR = NearDuplicates.for_similarity(0.8)
 WORDS = [f"w{i}" for i in range(400)]
 
