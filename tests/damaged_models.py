@@ -202,7 +202,7 @@ WEIGHTS = {
         index({"weight_map": {"a": "pytorch_model.bin"}}),
         "must name .safetensors files beside it",
     ),
-    "index of nothing": (index({"weight_map": {"a": "x.safetensors"}}), "x.safetensors is missing"),
+    "index of others": (index({"weight_map": {"a": "x.safetensors"}}), "holds two models: model.s"),
     "deep index": (index(DEEP), "index.json is nested too deeply"),
     "index of zeros": (
         linked("model.safetensors.index.json", "/dev/zero"),
@@ -241,7 +241,10 @@ CONFIGS = {
     "no vocabulary": (config(vocab_size=0), "config.json: vocab_size: got 0"),
     "large vocabulary": (config(vocab_size=2**31), "vocab_size|should be"),
     "no heads": (config(num_attention_heads=0), "config.json: num_attention_heads: got 0"),
-    "odd heads": (config(num_attention_heads=3), "config.json: dim 16 must be n_heads 3 times"),
+    "odd heads": (
+        config(num_attention_heads=3),
+        "hidden_size 16 must be num_attention_heads 3 times",
+    ),
     "true": (config(hidden_size=True), "config.json: hidden_size: got True, must be an integer"),
     "null": (config(hidden_size=None), "config.json: hidden_size: got None"),
     "tied": (

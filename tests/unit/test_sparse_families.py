@@ -280,8 +280,12 @@ def test_missing_keys_mean_what_they_do_in_transformers(family):
         ("deepseek_v3", {"attention_bias": True}, "attention_bias: got True, must be False"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func: got 'softmax'"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq: got 2, must be 1"),
-        ("deepseek_v3", {"num_key_value_heads": 1}, "n_kv_heads 1 must be n_heads 4"),
-        ("deepseek_v3", {"topk_group": 9}, "expert_groups_per_token 9 must be at most"),
+        (
+            "deepseek_v3",
+            {"num_key_value_heads": 1},
+            "num_key_value_heads 1 must be num_attention_heads 4",
+        ),
+        ("deepseek_v3", {"topk_group": 9}, "topk_group 9 must be at most"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob: got True, must be False"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method: got 'noaux_tc'"),
         ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func: got 'softmax'"),
@@ -292,7 +296,11 @@ def test_missing_keys_mean_what_they_do_in_transformers(family):
             {"layer_types": ["sliding_attention"] * 4},
             "layer_types: got 'sliding_attention', must be one of 'full_attention', 'linear_att",
         ),
-        ("qwen3_next", {"linear_num_value_heads": 6}, "delta_value_heads 6 must be a multiple"),
+        (
+            "qwen3_next",
+            {"linear_num_value_heads": 6},
+            "linear_num_value_heads 6 must be a multiple",
+        ),
         ("glm4_moe", {"model_type": "kimi_k2"}, "model_type: got 'kimi_k2', must be 'glm4_moe'"),
     ],
 )

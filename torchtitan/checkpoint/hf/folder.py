@@ -35,11 +35,18 @@ from torchtitan.checkpoint.hf.stored import (
     shape_of,
 )
 from torchtitan.checkpoint.load import unwrapped, without_dist_warning
-from torchtitan.models.hf.quantization import Quantization, read_quantization
+from torchtitan.models.hf.agreement import with_text_config
+from torchtitan.models.hf.quantization import (
+    QUANTIZER_FILES,
+    Quantization,
+    check_quantizer_file,
+    read_quantization,
+)
 from torchtitan.models.hf_names import HFNames, HFSlice, hf_slices, is_stack
 from torchtitan.utils.errors import CheckpointError
 from torchtitan.utils.formats import read_json_object
 
+_WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ELEMENTS = 2**21
 """Elements that are read at a time."""
@@ -105,6 +112,11 @@ def _weight_files(folder: Path) -> list[Path]:
             raise CheckpointError(
                 f"{index} names {name[:200]!r}, must name .safetensors files beside it"
             )
+    if (folder / _WHOLE).exists() and _WHOLE not in names:
+        raise CheckpointError(
+            f"{folder} holds two models: {_WHOLE}, which transformers would read, and the files "
+            f"that {_INDEX} names; delete those of the wrong one"
+        )
     return [folder / name for name in names]
 
 
@@ -286,15 +298,21 @@ def _checked(stored: Stored, value: Tensor) -> Tensor:
 def _quantization(folder: Path) -> Quantization | None:
     """
     Raises:
-        CheckpointError: `config.json` is damaged, or names a kind that can't be read.
+        CheckpointError: `config.json` is damaged, or names a kind that can't be read, or another
+            file describes the weights otherwise.
     """
-    file = folder / "config.json"
-    if not file.exists():
-        return None
+    name, quantization = "config.json", None
     try:
-        return read_quantization(read_json_object(file).get("quantization_config"))
+        if (folder / name).exists():
+            config = with_text_config(read_json_object(folder / name), {"quantization_config"})
+            name = "config.json: quantization_config"
+            quantization = read_quantization(config.get("quantization_config"))
+        for name in QUANTIZER_FILES:
+            if (folder / name).exists():
+                check_quantizer_file(name, read_json_object(folder / name), quantization)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}: config.json: quantization_config: {error}") from None
+        raise CheckpointError(f"{folder}: {name}: {error}") from None
+    return quantization
 
 
 def batches(sizes: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:

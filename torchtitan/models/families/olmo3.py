@@ -1,7 +1,7 @@
 """OLMo 3 (Team OLMo, "Olmo 3", arXiv:2512.13961)."""
 
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.decoder.traits import register_decoder
@@ -13,6 +13,7 @@ class _Config(RopeByLayer):
     model_type = "olmo3"
     architecture = "Olmo3ForCausalLM"
     default_theta = 500_000.0
+    default_window_theta = 500_000.0
     full_every = 4
     qk_norm = True
     qk_norm_whole: ClassVar = True
@@ -21,6 +22,18 @@ class _Config(RopeByLayer):
     attention_bias: Literal[False] = False
     sliding_window: int | None = 4096
     layer_types: LayerTypes = None
+
+    def ropes(self) -> dict[str, Any]:
+        ropes = super().ropes()
+        windows = self.rope_parameters and self.rope_parameters.sliding_attention.rope_theta
+        if self.rope_theta not in (None, self.default_window_theta) and not windows:
+            raise ValueError(
+                f"rope_theta is {self.rope_theta:g}: in layers with a window, transformers 4 uses "
+                f"it, too, and 5 {self.default_window_theta:g}; give "
+                "rope_parameters.full_attention.rope_theta and "
+                "rope_parameters.sliding_attention.rope_theta instead"
+            )
+        return ropes
 
 
 _olmo3 = partial(

@@ -17,7 +17,6 @@ class _PlainRope(Rope):
     """transformers takes other types for `longrope`, with a factor for each feature."""
 
     rope_type: Literal["default"] | None = None
-    type: Literal["default"] | None = None
 
 
 class _Config(OneWindow):

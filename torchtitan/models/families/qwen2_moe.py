@@ -9,7 +9,7 @@ from typing import ClassVar
 from torchtitan.models.args import DecoderArgs, LayerKind
 from torchtitan.models.decoder.traits import register_decoder
 from torchtitan.models.hf.config import LaterWindows
-from torchtitan.models.hf.qwen import NumExperts, SharedExpertConfig
+from torchtitan.models.hf.qwen import SharedExpertConfig
 
 
 class _Config(SharedExpertConfig, LaterWindows):
@@ -23,7 +23,7 @@ class _Config(SharedExpertConfig, LaterWindows):
     num_key_value_heads: int | None = 16
     max_position_embeddings: int = 32768
     qkv_bias: bool = True
-    num_experts: NumExperts = 60
+    num_experts: int = 60
     num_experts_per_tok: int = 4
     moe_intermediate_size: int = 1408
     shared_expert_intermediate_size: int = 5632

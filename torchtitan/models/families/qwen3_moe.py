@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torchtitan.models.args import DecoderArgs, LayerKind
 from torchtitan.models.decoder.traits import register_decoder
-from torchtitan.models.hf.qwen import ExpertsConfig, NumExperts
+from torchtitan.models.hf.qwen import ExpertsConfig
 
 
 class _Config(ExpertsConfig):
@@ -19,7 +19,7 @@ class _Config(ExpertsConfig):
     attention_bias: Literal[False] = False
     use_sliding_window: bool = False
     sliding_window: int | None = 4096
-    num_experts: NumExperts = 128
+    num_experts: int = 128
     num_experts_per_tok: int = 8
     moe_intermediate_size: int = 768
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from torchtitan.models.args import DecoderArgs, LayerKind
 from torchtitan.models.decoder.traits import register_decoder
 from torchtitan.models.hf.config import LayerTypes
-from torchtitan.models.hf.qwen import NumExperts, SharedExpertConfig
+from torchtitan.models.hf.qwen import SharedExpertConfig
 from torchtitan.models.hf_names import HFNames, HFSlice
 
 
@@ -46,15 +46,13 @@ class _Config(SharedExpertConfig):
     linear_key_head_dim: int = 128
     linear_value_head_dim: int = 128
     linear_conv_kernel_dim: int = 4
-    num_experts: NumExperts = 512
+    num_experts: int = 512
     num_experts_per_tok: int = 10
     moe_intermediate_size: int = 512
     shared_expert_intermediate_size: int = 512
     norm_topk_prob: bool = True
 
-    def layer_kinds(self) -> Sequence[LayerKind]:
-        if self.layer_types is not None:
-            return super().layer_kinds()
+    def periodic_kinds(self) -> Sequence[LayerKind]:
         layers = range(1, self.num_hidden_layers + 1)
         return ["delta" if i % self.full_attention_interval else "full" for i in layers]
 

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from torchtitan.models.args import DecoderArgs, LayerKind
 from torchtitan.models.decoder.traits import register_decoder
-from torchtitan.models.hf.config import HFConfig, all_kinds
+from torchtitan.models.hf.config import HFConfig, LayerTypes, all_kinds
 
 
 class _Config(HFConfig):
@@ -25,10 +25,14 @@ class _Config(HFConfig):
     attention_bias: Literal[False] = False
     mlp_bias: Literal[False] = False
     use_sliding_window: Literal[False] = False
+    layer_types: LayerTypes = None
+    kinds = ("full",)
     no_rope_layers: list[int] | None = None
     no_rope_layer_interval: Annotated[int, Field(ge=1)] = 4
 
     def layer_kinds(self) -> Sequence[LayerKind]:
+        if self.layer_types is not None:
+            super().layer_kinds()  # refuses windows
         n = self.num_hidden_layers
         rotated = self.no_rope_layers
         if rotated is None:

@@ -5,6 +5,7 @@ layer is called. Imports no torch.
 keys for layers with a window. A family subclasses one of them.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,9 +14,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, PlainSerializer
 from torchtitan.config.load.messages import explain_value
 from torchtitan.config.types import Layers
 from torchtitan.models.args import DecoderArgs, LayerKind, unused
+from torchtitan.models.hf.agreement import one_value, with_one_name, with_text_config
 from torchtitan.models.hf.blocks import block_names, decoder_names
 from torchtitan.models.hf.quantization import check_quantization
-from torchtitan.models.hf.rope import Rope, write_scaling
+from torchtitan.models.hf.rope import Rope, agreed, write_scaling
 from torchtitan.models.hf_names import HFNames
 from torchtitan.models.spec import HFMap
 from torchtitan.utils.errors import ConfigError
@@ -134,6 +136,7 @@ class HFConfig(BaseModel):
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
     partial_rotary_factor: float | None = None
+    original_max_position_embeddings: int | None = None
     tie_word_embeddings: bool = False
 
     @classmethod
@@ -211,6 +214,8 @@ class HFConfig(BaseModel):
             keys["layer_types"] = [layer_type(kind) for kind in known]
         if "sliding_window" in cls.model_fields:
             keys["sliding_window"] = args.window if "window" in args.kinds else None
+            if "layer_types" in keys:  # transformers builds the mask, used or not
+                keys["sliding_window"] = args.window or cls.model_fields["sliding_window"].default
         return keys
 
     @classmethod
@@ -237,10 +242,9 @@ class HFConfig(BaseModel):
             raise ConfigError(
                 [f"config.json: model_type: got {brief(kind)}, must be {cls.model_type!r}"]
             )
-        text = config.get("text_config")
-        if isinstance(text, dict):
-            config = config | text
+        keys = cls.model_fields.keys()
         try:
+            config = with_one_name(with_text_config(config, keys), keys)
             return DecoderArgs(**cls.model_validate(config).hyper_parameters())
         except ValidationError as error:
             names = _KEYS | dict(cls.keys) | _LAYER_KEYS
@@ -275,7 +279,11 @@ class HFConfig(BaseModel):
                 f"{self.num_hidden_layers}"
             )
         values["layer_pattern"] = shortest_pattern(kinds)
-        values["window"] = getattr(self, "sliding_window", None) if "window" in kinds else None
+        values["window"] = None
+        if "window" in kinds:
+            values["window"] = getattr(self, "sliding_window", None)
+            if values["window"] is None:
+                raise ValueError("sliding_window is null, but layers have a window; set its size")
         return values | self.ropes()
 
     def layer_kinds(self) -> Sequence[LayerKind]:
@@ -286,24 +294,52 @@ class HFConfig(BaseModel):
         """
         types: Sequence[LayerKind] | None = getattr(self, "layer_types", None)
         if types is None:
-            every = getattr(self, "sliding_window_pattern", self.full_every)
-            layers = range(self.num_hidden_layers)
-            return ["window" if (i + 1) % every else "full" for i in layers]
+            return self.periodic_kinds()
         if unsupported := [kind for kind in types if kind not in self.kinds]:
             known = ", ".join(repr(layer_type(kind)) for kind in self.kinds)
             raise ValueError(
                 f"layer_types: got {layer_type(unsupported[0])!r}, must be one of {known}"
             )
+        period = "sliding_window_pattern"
+        if period in self.model_fields_set and list(types) != list(self.periodic_kinds()):
+            stated = getattr(self, period)
+            raise ValueError(f"layer_types contradicts {period} {stated}; remove the wrong one")
         return types
 
+    def periodic_kinds(self) -> Sequence[LayerKind]:
+        """The kind of each block without `layer_types`."""
+        every = getattr(self, "sliding_window_pattern", self.full_every)
+        return ["window" if (i + 1) % every else "full" for i in range(self.num_hidden_layers)]
+
+    def rope(self) -> Rope:
+        """RoPE's settings.
+
+        Raises:
+            ValueError: two keys contradict each other.
+        """
+        # transformers takes an empty rope_scaling for none
+        empty = self.rope_scaling is not None and not self.rope_scaling.model_fields_set
+        scaling = None if empty else self.rope_scaling
+        ropes = {"rope_scaling": scaling, "rope_parameters": self.rope_parameters}
+        if scaling is None and self.rope_parameters is None:
+            ropes = {"": self.default_rope}
+        names = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+        return agreed(
+            ropes, {name: getattr(self, name) for name in names if name in self.model_fields_set}
+        )
+
     def ropes(self) -> dict[str, Any]:
-        """Hyper-parameters of the rotary positions."""
-        rope = self.rope_scaling or self.rope_parameters or self.default_rope
+        """Hyper-parameters of the rotary positions.
+
+        Raises:
+            ValueError: the keys contradict each other, or no decoder has such positions.
+        """
+        rope = self.rope()
         fraction = rope.partial_rotary_factor or self.partial_rotary_factor or 1.0
         if fraction != 1 and not self.partial_rope:
             raise ValueError(f"partial_rotary_factor is {fraction}, must be 1: RoPE of whole heads")
         return {
-            "rope_theta": rope.rope_theta or self.rope_theta or self.default_theta,
+            "rope_theta": rope.rope_theta or self.default_theta,
             "rope_scaling": rope.scaling(self.max_position_embeddings),
             "rope_fraction": fraction,
         }
@@ -329,12 +365,13 @@ class LaterWindows(HFConfig):
     max_window_layers: int = 28
     layer_types: LayerTypes = None
 
-    def hyper_parameters(self) -> dict[str, Any]:
-        values = super().hyper_parameters()
-        return values if self.use_sliding_window else values | {"window": None}
-
     def layer_kinds(self) -> Sequence[LayerKind]:
         if self.layer_types is not None:
+            if "window" in self.layer_types and not self.use_sliding_window:
+                raise ValueError(
+                    "layer_types has 'sliding_attention', but use_sliding_window is false; set it "
+                    "to true, or remove layer_types"
+                )
             return super().layer_kinds()
         first = self.num_hidden_layers
         if self.use_sliding_window and self.sliding_window is not None:
@@ -366,31 +403,39 @@ class RopeByLayer(HFConfig):
     `rope_scaling` of layers with full attention; those with a window are never scaled.
     """
 
-    default_window_theta: ClassVar[float | None] = None
-    """RoPE's base in layers with a window where `config.json` gives none. None: the same as in the
-    others.
-    """
+    default_window_theta: ClassVar[float]
+    """RoPE's base in layers with a window where `config.json` gives none."""
 
     rope_parameters: LayerRopes | None = None  # type: ignore[assignment]
 
     def ropes(self) -> dict[str, Any]:
-        by_layer = self.rope_parameters or LayerRopes(full_attention=self.rope_scaling or Rope())
-        length = self.max_position_embeddings
-        full = by_layer.full_attention
-        window = by_layer.sliding_attention
-        theta = full.rope_theta or self.rope_theta or self.default_theta
-        window_theta = (
-            window.rope_theta
-            or getattr(self, "rope_local_base_freq", None)
-            or self.default_window_theta
+        by_layer = self.rope_parameters or LayerRopes()
+        key = "rope_parameters.sliding_attention"
+        full = agreed(
+            {
+                "rope_scaling": self.rope_scaling,
+                "rope_parameters.full_attention": by_layer.full_attention,
+            },
+            {"rope_theta": self.rope_theta},
         )
-        scaling = full.scaling(length)
-        window_scaling = window.scaling(length)
+        window = by_layer.sliding_attention
+        window_theta = one_value(
+            {
+                "rope_local_base_freq": getattr(self, "rope_local_base_freq", None),
+                f"{key}.rope_theta": window.rope_theta,
+            }
+        )
+        for rope in (full, window):
+            if rope.truncate is False:  # it looks for the key beside the kinds of layers
+                raise ValueError("truncate of YaRN must be true: transformers 5 doesn't read it")
+            if one_value({"": rope.partial_rotary_factor}) not in (None, 1):
+                raise ValueError("partial_rotary_factor must be 1: RoPE of whole heads")
+        theta = full.rope_theta or self.default_theta
+        scaling = full.scaling(self.max_position_embeddings)
+        window_scaling = window.scaling(self.max_position_embeddings)
         if window_scaling not in (None, scaling):
-            raise ValueError(
-                "rope_parameters.sliding_attention: must be plain RoPE, or scaled like "
-                "full_attention's"
-            )
+            raise ValueError(f"{key}: must be plain RoPE, or scaled like full_attention's")
+        window_theta = window_theta or self.default_window_theta
         return {
             "rope_theta": theta,
             "rope_scaling": scaling,
@@ -402,6 +447,8 @@ class RopeByLayer(HFConfig):
     def write_rope(cls, args: DecoderArgs) -> dict[str, Any]:
         plain: dict[str, Any] = {"rope_type": "default"}
         scaling = write_scaling(args.rope_scaling)
+        if scaling:
+            scaling.pop("truncate", None)
         window_scaling = scaling if args.scale_window_rope else None
         window_theta = args.window_rope_theta or args.rope_theta
         keys: dict[str, Any] = {
@@ -457,6 +504,7 @@ _READ_ONLY = {
     "rope_scaling",
     "rope_parameters",
     "partial_rotary_factor",
+    "original_max_position_embeddings",
     "layer_types",
     "sliding_window",
     "sliding_window_pattern",
@@ -467,4 +515,8 @@ def _explain(item: Any, names: Mapping[str, str]) -> str:
     key = ".".join(names.get(name, str(name)) for name in item["loc"])
     if item["type"] == "missing":
         return f"{key} is missing"
-    return ": ".join(filter(None, (key, explain_value(item))))
+    problem = explain_value(item)
+    if not key:  # of values that don't go together
+        for ours, theirs in names.items():
+            problem = re.sub(rf"\b{ours} (?=\d)", f"{theirs} ", problem)
+    return ": ".join(filter(None, (key, problem)))

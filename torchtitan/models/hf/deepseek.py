@@ -129,6 +129,15 @@ class LatentConfig(SharedExpertsConfig):
             "v_head_dim": args.value_dim,
         }
 
+    def ropes(self) -> dict[str, Any]:
+        rope = self.rope()
+        if rope.mscale_all_dim and rope.kind not in ("default", "yarn"):
+            raise ValueError(
+                f"mscale_all_dim of RoPE scaling of type {rope.kind!r}: transformers scales "
+                "attention's scores by it, here it belongs to 'yarn'; remove it"
+            )
+        return super().ropes()
+
     def hyper_parameters(self) -> dict[str, Any]:
         return super().hyper_parameters() | {
             "head_size": self.qk_nope_head_dim + self.qk_rope_head_dim,

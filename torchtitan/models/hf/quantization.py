@@ -2,6 +2,7 @@
 `config.json`. Imports no torch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,6 +60,30 @@ def _kind(stated: Any) -> str:
         kind = weights.get("type", kind)
     format_of = f"{str(kind)[:8].upper()}{bits} " if type(bits) is int else ""
     return f"{format_of}weights of quant_method {brief(stated['quant_method'])}"
+
+
+QUANTIZER_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files beside `config.json` in which NVIDIA's ModelOpt, GPTQ and AWQ describe their weights."""
+
+
+def check_quantizer_file(name: str, stated: Mapping[str, Any], known: Quantization | None) -> None:
+    """Compare a quantizer's own file with `config.json`.
+
+    Args:
+        known: what `config.json` says.
+
+    Raises:
+        ValueError: the file says that the weights are quantized, and `config.json` doesn't.
+    """
+    about = stated.get("quantization", stated)
+    algorithm = about.get("quant_algo") if isinstance(about, dict) else None
+    if name == "hf_quant_config.json" and isinstance(about, dict) and algorithm is None:
+        return  # of the cache alone
+    if known and isinstance(algorithm, str) and known.method in algorithm.lower():
+        return
+    kind = algorithm or about
+    says = f"config.json says {known.method}" if known else "config.json says nothing of it"
+    raise ValueError(f"weights quantized as {brief(kind)} can't be read, and {says}. {_WHAT_TO_DO}")
 
 
 def check_quantization(stated: Any) -> Any:

@@ -1,18 +1,12 @@
 """`config.json` of Qwen's mixtures of experts. Imports no torch."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
-
-from pydantic import AliasChoices, Field
+from typing import Any, ClassVar, Literal
 
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.hf.blocks import feed_forward_names
 from torchtitan.models.hf.config import FirstLayers, HFConfig
 from torchtitan.models.hf_names import HFNames
-
-NumExperts = Annotated[
-    int, Field(validation_alias=AliasChoices("num_experts", "num_local_experts"))
-]
 
 
 class ExpertsConfig(HFConfig):
@@ -20,7 +14,7 @@ class ExpertsConfig(HFConfig):
 
     decoder_sparse_step: Literal[1] = 1
     mlp_only_layers: FirstLayers = 0
-    num_experts: NumExperts
+    num_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int
     norm_topk_prob: bool = False

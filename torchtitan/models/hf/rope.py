@@ -1,9 +1,11 @@
 """RoPE in a `config.json` of Hugging Face's transformers. Imports no torch."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, model_validator
 
+from torchtitan.models.hf.agreement import one_value
 from torchtitan.models.rope_scaling import AnyScaling, LinearScaling, RopeScaling, YarnScaling
 
 _SCALINGS: dict[str, type[RopeScaling | YarnScaling | LinearScaling]] = {
@@ -24,7 +26,6 @@ class Rope(BaseModel):
     model_config = {"strict": True}
 
     rope_type: str | None = None
-    type: str | None = None
     rope_theta: float | None = None
     partial_rotary_factor: float | None = None
     factor: float | None = None
@@ -38,9 +39,19 @@ class Rope(BaseModel):
     mscale: float | None = None
     mscale_all_dim: float | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_type(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or "type" not in values:
+            return values
+        kind = one_value({name: values.get(name) for name in ("rope_type", "type")})
+        return {name: value for name, value in values.items() if name != "type"} | {
+            "rope_type": kind
+        }
+
     @property
     def kind(self) -> str:
-        return self.rope_type or self.type or "default"
+        return self.rope_type or "default"
 
     def scaling(self, max_seq_len: int) -> AnyScaling | None:
         """
@@ -69,6 +80,24 @@ class Rope(BaseModel):
         if needed - values.keys():
             raise ValueError(f"RoPE scaling of type {self.kind!r} lacks some of its factors")
         return scaling.model_validate(values)
+
+
+def agreed(ropes: Mapping[str, Rope | None], outer: Mapping[str, Any]) -> Rope:
+    """RoPE's settings from all places of a `config.json` that give some.
+
+    Args:
+        ropes: by their key.
+        outer: the keys that give one setting, under its name.
+
+    Raises:
+        ValueError: two places contradict each other.
+    """
+    settings = {key: rope.model_dump() for key, rope in ropes.items() if rope is not None}
+    values = {}
+    for name in Rope.model_fields:
+        places = {f"{key}.{name}": values[name] for key, values in settings.items()}
+        values[name] = one_value({name: outer.get(name)} | places)
+    return Rope(**values)
 
 
 def write_scaling(scaling: AnyScaling | None) -> dict[str, Any] | None:
