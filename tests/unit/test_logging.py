@@ -4,11 +4,16 @@ import json
 import logging
 import re
 import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
+import tomli
+import yaml
 
 from torchtitan import commands
+from torchtitan.config.load.render import to_toml_value
+from torchtitan.tools.launch.cluster_jobs import block, scalar
 from torchtitan.utils import logging as own
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import (
@@ -19,6 +24,7 @@ from torchtitan.utils.logging import (
     log_to_file,
     logger,
 )
+from torchtitan.utils.process import run_main, unescaped
 
 DATED = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 
@@ -150,3 +156,46 @@ def test_a_program_with_logs_of_its_own_gets_no_file(tmp_path, monkeypatch):
     logger.info("line")
     assert not list(tmp_path.iterdir())
     assert own.logger.handlers[0].__class__ is logging.NullHandler
+
+
+HOSTILE = "a\x1b[31mb\x07\u202ec\u2028d\x9be"
+
+
+def test_what_is_printed_cannot_control_the_terminal(capsys):
+    """On either stream, by print, by an error's message or a traceback; progress bars may."""
+
+    def printing(_):
+        print(HOSTILE, "é漢\tx")
+        print("\r 10 %", end="")
+        sys.stdout.writelines([HOSTILE])
+        unescaped(sys.stdout).write("\x1b[2K")
+        raise UserError(HOSTILE)
+
+    def failing(_):
+        raise RuntimeError(HOSTILE)
+
+    before = sys.stdout, sys.stderr
+    assert run_main(printing, []) == 1
+    assert run_main(failing, []) == 1
+    assert (sys.stdout, sys.stderr) == before
+    out, err = capsys.readouterr()
+    shown = r"a\u001b[31mb\u0007\u202ec\u2028d\u009be"
+    assert out == f"{shown} é漢\tx\n\r 10 %{shown}\x1b[2K"
+    assert err.count(shown[:22]) == 2
+    assert not set("\x1b\x07\u202e\u2028\x9b") & set(err)
+
+
+def test_what_is_logged_cannot_control_the_terminal(logs, capsys):
+    path = logs()
+    logger.warning(HOSTILE)
+    for text in (capsys.readouterr().out, path.read_text()):
+        assert r"a\u001b[31mb\u0007\u202ec\u2028d\u009be" in text
+        assert "\x1b" not in text
+
+
+def test_what_is_written_for_schedulers_cannot_either():
+    for text in (to_toml_value(HOSTILE), scalar(HOSTILE), block(f"a: {HOSTILE}\n", 2)):
+        assert not set("\x1b\x07\u202e\u2028\x9b") & set(text)
+    assert tomli.loads(f"x = {to_toml_value(HOSTILE)}") == {"x": HOSTILE}
+    assert yaml.safe_load(scalar(HOSTILE)) == HOSTILE
+    assert yaml.safe_load(f"x: {block(f'a: {HOSTILE}' + chr(10), 2)}") == {"x": f"a: {HOSTILE}\n"}

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torchtitan.telemetry.trackers import Record
 from torchtitan.utils.logging import logger
+from torchtitan.utils.process import unescaped
 from torchtitan.utils.wording import (
     show_date,
     show_duration,
@@ -186,7 +187,8 @@ class _Bar:
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
             TextColumn("{task.fields[eta]}"),
-            console=Console(),  # the one that rich shares shows nothing below another live line
+            # the one that rich shares shows nothing below another live line
+            console=Console(file=unescaped(sys.stdout)),
             transient=True,
             expand=True,
             refresh_per_second=4,

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from torchtitan.utils.errors import failure_of
 from torchtitan.utils.limits import PENDING_LOG_LINES
-from torchtitan.utils.wording import DATE
+from torchtitan.utils.wording import DATE, escaped
 
 logger = logging.getLogger("torchtitan")
 logger.setLevel(logging.INFO)  # on all ranks: files have what standard output may not show
@@ -45,7 +45,7 @@ def _logs(rank: int) -> bool:
 def init_logging(rank: int) -> None:
     """Log to stdout, with the rank as a prefix if several ranks log."""
     prefix = f"[rank {rank}] " if rank != 0 or "," in os.environ.get("LOG_RANK", "") else ""
-    form = logging.Formatter(f"%(asctime)s {prefix}%(message)s", datefmt=DATE)
+    form = _Text(f"%(asctime)s {prefix}%(message)s", datefmt=DATE)
     _log_to(_Terminal("stdout", form, rank), _Pending())
 
 
@@ -82,7 +82,7 @@ def log_to_file(folder: Path, rank: int, *, as_json: bool, max_megabytes: int, k
     path = folder / f"rank_{rank}.{'jsonl' if as_json else 'log'}"
     file = _File(path, max_megabytes * 1_000_000, keep)
     file.setFormatter(
-        _Json(rank) if as_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s", DATE)
+        _Json(rank) if as_json else _Text("%(asctime)s %(levelname)s %(message)s", DATE)
     )
     for record in list(pending.records):  # a failure to write adds one
         file.handle(record)
@@ -116,7 +116,14 @@ class _Terminal(logging.StreamHandler):
     def stream(self, _: Any) -> None: ...
 
 
-class _Marked(logging.Formatter):
+class _Text(logging.Formatter):
+    """Text that can't control the terminal which shows it, or later the file."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
+
+
+class _Marked(_Text):
     """The message, after `warning: ` or `error: ` if it is one."""
 
     def format(self, record: logging.LogRecord) -> str:

@@ -3,6 +3,7 @@
 import sys
 import time
 
+from torchtitan.utils.process import unescaped
 from torchtitan.utils.wording import show_duration
 
 _REPORT_SECONDS = 30.0
@@ -16,6 +17,7 @@ class Meter:
         Args:
             size: bytes of all files.
         """
+        from rich.console import Console
         from rich.progress import (
             BarColumn,
             Progress,
@@ -30,7 +32,8 @@ class Meter:
             TimeRemainingColumn(),
             TextColumn("{task.description}"),
         )
-        self.bar = Progress(*columns, disable=not sys.stdout.isatty())
+        console = Console(file=unescaped(sys.stdout))
+        self.bar = Progress(*columns, console=console, disable=not sys.stdout.isatty())
         self._task = self.bar.add_task("", total=size)
         self._size = size
         self._read = 0

@@ -10,9 +10,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 from torchtitan.utils.errors import (
     DEBUG_ENV,
@@ -23,6 +24,7 @@ from torchtitan.utils.errors import (
     failure_of,
     report,
 )
+from torchtitan.utils.wording import escaped
 
 REPORTER_ENV = "TORCHTITAN_REPORTER"
 """Process id of a launcher that reports the errors of its ranks itself."""
@@ -94,13 +96,18 @@ def run_main(
     main: Callable[[list[str]], int | None], argv: list[str] | None = None, *, rank: int = 0
 ) -> int:
     """Run `main(argv)` and return its exit code. Each failure is reported once, by the rank that
-    caused it.
+    caused it. What is printed meanwhile can't control the terminal.
 
     Prints the message of a `UserError`, one line if another rank has died, and the traceback of any
     other error. Only rank 0 reports configuration errors and hangs, which all ranks have in common.
     """
+    with _escaping():
+        return _run_main(main, sys.argv[1:] if argv is None else argv, rank)
+
+
+def _run_main(main: Callable[[list[str]], int | None], argv: list[str], rank: int) -> int:
     try:
-        code = main(sys.argv[1:] if argv is None else argv) or 0
+        code = main(argv) or 0
         sys.stdout.flush()
         return code
     except UserError as error:
@@ -124,6 +131,43 @@ def run_main(
             traceback.print_exception(error)
             tell_torchrun(error_text(error))
         return 1
+
+
+class _Escaping:
+    """Standard output or error, for text from files that others made: nothing in it controls the
+    terminal.
+    """
+
+    def __init__(self, stream: TextIO):
+        self.unescaped = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unescaped, name)
+
+    def write(self, text: str) -> int:
+        returns = text[:1] == "\r"  # as progress bars begin
+        self.unescaped.write("\r" * returns + escaped(text[returns:]))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+
+@contextmanager
+def _escaping() -> Iterator[None]:
+    """Escape what is printed."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, _Escaping(unescaped(stream))) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+def unescaped(stream: TextIO) -> TextIO:
+    """The stream below `sys.stdout`, for a progress bar, which controls the terminal."""
+    return stream.unescaped if isinstance(stream, _Escaping) else stream
 
 
 def _nobody_reads() -> bool:

@@ -37,6 +37,19 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
 
 
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Characters that control a terminal, end lines for some readers or turn their direction; not tab
+and newline.
+"""
+
+
+def escaped(text: str) -> str:
+    """`text`, with what could control a terminal written as JSON and TOML write it, `\\u001b`."""
+    return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
 def path_text(path: str | os.PathLike[str]) -> str:
     """A path for a page: bytes of a name that aren't UTF-8 are replaced."""
     return os.fsencode(path).decode(errors="replace")

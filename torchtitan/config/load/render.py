@@ -16,6 +16,7 @@ from torchtitan.config.load.keys import fields_of
 from torchtitan.config.registry import Custom
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.errors import ConfigError, did_you_mean
+from torchtitan.utils.wording import escaped
 
 _WIDTH = 120
 """Columns of help and of a commented TOML file."""
@@ -239,8 +240,8 @@ def _commented(line: str, comment: str | None) -> list[str]:
 
 
 def to_toml_value(value: Any) -> str:
-    """One value in TOML. JSON strings are valid TOML, except that TOML requires DEL to be
-    escaped.
+    """One value in TOML. JSON strings are valid TOML, except that TOML requires more characters to
+    be escaped.
     """
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -253,7 +254,7 @@ def to_toml_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(to_toml_value(v) for v in value) + "]"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return escaped(json.dumps(value, ensure_ascii=False))
     if isinstance(value, date | time):
         return value.isoformat()
     return repr(value)

@@ -20,6 +20,7 @@ from torchtitan.tools.launch.container import PORT, SECRET, ClusterRun, launcher
 from torchtitan.tools.launch.container_options import GRACE_SECONDS
 from torchtitan.utils.assets import CHECKOUT
 from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.wording import escaped
 
 _CONFIG = "/etc/torchtitan/config.toml"
 """Path of the configuration in a pod."""
@@ -79,14 +80,16 @@ def scalar(value: object) -> Yaml:
     plain words are text (`1e3`, `0o17`, `y`).
     """
     style = '"' if isinstance(value, str) else None
-    text = yaml.safe_dump(value, default_style=style, allow_unicode=True, width=float("inf"))
+    readable = not isinstance(value, str) or escaped(value) == value
+    text = yaml.safe_dump(value, default_style=style, allow_unicode=readable, width=float("inf"))
     return Yaml(text.removesuffix("\n").removesuffix("\n..."))
 
 
 _NOT_IN_A_BLOCK = re.compile(
-    "[^\n\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
+    "[^\n\x20-\x7e\xa0-\u061b\u061d-\u200d\u2010-\u2027\u202f-\u2065\u206a-\ud7ff"
+    "\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
 )
-"""Characters that YAML changes or refuses in unquoted text."""
+"""Characters that YAML changes or refuses in unquoted text, or that turn a line's direction."""
 
 
 def block(text: str, indent: int) -> Yaml:
