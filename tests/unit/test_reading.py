@@ -97,7 +97,7 @@ def test_a_folder_of_everything(corpus, tmp_path, name, caplog, monkeypatch):
         assert found == expected
     assert documents.text_bytes == sum(len(text.encode()) for text in expected)
     assert not documents.skipped
-    assert "without documents: " in caplog.text
+    assert "ignoring 5 files without documents (" in caplog.text
     assert "README.md" in caplog.text
     assert f"go to {tmp_path}, about" in caplog.text
 
@@ -296,6 +296,7 @@ def test_tokenize_anything(corpus, tmp_path, capsys, workers, monkeypatch):
     assert token_file_ids(tmp_path) == expected
     assert not (tmp_path / "cache").exists()
     report = json.loads((tmp_path / "tokens-report.json").read_text())
+    assert (report.pop("input_files"), report.pop("ignored")["files"]) == (9, 5)
     size = sum(len(text.encode()) for text in texts)
     again = Counter(texts)
     assert report == {

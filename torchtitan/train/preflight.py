@@ -23,6 +23,7 @@ from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.data.read.files import path_problem
 from torchtitan.data.read.matching import TooManyFilesError, matching_files
+from torchtitan.data.tokens.token_files import describe
 from torchtitan.models import (
     ModelSpec,
     export_problems,
@@ -40,6 +41,9 @@ from torchtitan.utils.limits import SEARCHED_AT_CHECK
 from torchtitan.utils.storage import is_url, storage_path
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 from torchtitan.utils.torch_versions import installed_torch
+
+_DESCRIBED = 16
+"""Number of a folder's token files that are checked."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,7 @@ def preflight(config: Config, *, output: bool = True, elsewhere: bool = False) -
         )
         facts = replace(facts, tokenizer=tokenizer)
         reasons += _chat_problems(config, tokenizer, args)
+        reasons += _token_file_problems(config, tokenizer)
     except UserError as error:
         reasons.append(str(error))
     reasons = [*problems(config, facts), *reasons]
@@ -298,6 +303,22 @@ def _chat_problems(config: Config, tokenizer: Tokenizer, args: Any) -> Iterator[
                 )
         except UserError as error:
             yield str(error)
+
+
+def _token_file_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
+    """Reasons why files of ids that are here can't be read: of a folder, its first ones."""
+    for name, section in _data_sections(config).items():
+        path = Path(section.dataset_path or "").expanduser()
+        if not section.dataset_path or data_sources.find(section.dataset):
+            continue
+        named = [path.with_suffix(".bin")] if path.suffix in (".bin", ".idx") else []
+        files = sorted(path.glob("*.bin"))[:_DESCRIBED] if path.is_dir() else named
+        for file in filter(Path.is_file, files):
+            try:
+                describe(file, tokenizer, f"{name}.dataset_path")
+            except UserError as error:
+                yield str(error)
+                break
 
 
 def _data_problems(config: Config, *, elsewhere: bool) -> Iterator[tuple[str, str]]:

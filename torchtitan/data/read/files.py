@@ -1,8 +1,9 @@
 """Which files a path names: itself, those in a folder, or those that a pattern matches."""
 
 import os
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -57,6 +58,17 @@ _SPLITS_FILE = "dataset_dict.json"
 """The file that names the folders of splits that were saved together."""
 _SPLIT = "train"
 """The split to read if there are several."""
+_VALIDATION = re.compile(r"(.*[_-])?val([_-]\d+)?\.bin")
+_LITDATA_OR_MDS = re.compile(r"chunk-\d+-\d+(\..+)?\.bin|.*\.mds(\..+)?")
+_FOREIGN = {
+    "MosaicML's MDS": re.compile(r".*\.mds(\..+)?"),
+    "litdata": re.compile(r"chunk-\d+-\d+(\..+)?\.bin"),
+    "WebDataset, or another tar archive": re.compile(r".*\.(tar(\..+)?|tgz)"),
+    "TFRecord": re.compile(r".*\.(tfrecords?|array_record)(-.+|\..+)?"),
+    "NumPy arrays": re.compile(r".*\.np[yz]"),
+    "SQLite, or another database": re.compile(r".*\.(sqlite3?|db|lmdb|mdb)"),
+}
+"""Names of files of formats that can't be read."""
 _NAMED = 6
 """Maximum number of files and folders that a message names."""
 _LISTED = 20
@@ -246,6 +258,7 @@ def find_token_files(path: str, key: str) -> list[Path]:
         tokens = {
             file for file in tokens if {file.with_suffix(".json"), file.with_suffix(".idx")} & files
         }
+    tokens -= _held_out(tokens, key)
     described = {file.with_suffix(".json") for file in tokens}
     beside = [file for file in files - described if format_of(file) and not _is_description(file)]
     if tokens:
@@ -257,6 +270,24 @@ def find_token_files(path: str, key: str) -> list[Path]:
             f"beside: {names}. To read that, name it by itself, or as another source"
         )
     return sorted(tokens)
+
+
+def is_undescribed(file: Path) -> bool:
+    """Whether neither a JSON description nor Megatron's index lies beside a token file."""
+    return not (file.with_suffix(".json").exists() or file.with_suffix(".idx").exists())
+
+
+def _held_out(tokens: Set[Path], key: str) -> set[Path]:
+    """The files that llm.c and nanoGPT name as those for validation, if others are for training."""
+    undescribed = {file for file in tokens if is_undescribed(file)}
+    held_out = {file for file in undescribed if _VALIDATION.fullmatch(file.name)}
+    if not held_out or held_out == undescribed:
+        return set()
+    names = listed(sorted(file.name for file in held_out), _NAMED)
+    logger.info(
+        f"{key}: leaving out {names}, by name for validation; name it as validation.dataset_path"
+    )
+    return held_out
 
 
 @dataclass
@@ -313,14 +344,17 @@ def find_text_files(
         files = find_files(name, key, ignored)
         if os.path.isfile(os.path.expanduser(name)):
             if format_of(files[0]) is None:
-                raise UserError(f"{key}: {name} has an unknown format; {_FORMATS_READ}")
+                raise UserError(f"{key}: {_unknown(name)}")
             chosen += files
             continue
         chosen += [file for file in files if format_of(file) and not _is_description(file)]
         ignored.files += [file for file in files if not format_of(file) or _is_description(file)]
     if not chosen:
         where = listed([path] if isinstance(path, str) else path)
-        raise UserError(f"{key}: no documents in {where}{ignored.in_words()}; {_FORMATS_READ}")
+        foreign = _foreign(file.name for file in ignored.files)
+        raise UserError(
+            f"{key}: no documents in {where}{ignored.in_words()}{foreign}; {_FORMATS_READ}"
+        )
     if ignored.files:
         text = f"{key}: reading {plural(len(chosen), 'file')}{Ignored(ignored.files).in_words()}"
         unknown = sum(not format_of(file) for file in ignored.files)
@@ -342,18 +376,45 @@ def path_problem(path: str) -> str | None:
     named = Path(path).expanduser()
     if not named.is_dir():
         known = format_of(named) or named.suffix in (".bin", ".idx")
-        return None if known else f"{path} has an unknown format; {_FORMATS_READ}"
+        return None if known else _unknown(path)
     try:
+        names = os.listdir(named)
+        if foreign := _foreign(names):
+            files = [named / name for name in names]
+            if not any(
+                file.is_dir()
+                or (file.suffix == ".bin" and not _foreign([file.name]))
+                or (format_of(file) and not _is_description(file))
+                for file in files
+            ):
+                return f"no documents in {path}{foreign}; {_FORMATS_READ}"
         _saved_splits(named)
         _saved_shards(named)
     except DataError as error:
         return str(error)
+    except OSError as error:
+        return f"{path}: {error.strerror or error}"
     return None
+
+
+def _unknown(path: str) -> str:
+    return f"{path} has an unknown format{_foreign([os.path.basename(path)])}; {_FORMATS_READ}"
+
+
+def _foreign(names: Iterable[str]) -> str:
+    """`: a.tfrecord is TFRecord, which can't be read`; nothing if all formats are unknown."""
+    for name in sorted(names):
+        for words, pattern in _FOREIGN.items():
+            if pattern.fullmatch(name.lower()):
+                return f": {printable(name)} is {words}, which can't be read"
+    return ""
 
 
 def _is_description(file: Path) -> bool:
     name = file.name.lower()
     if name in _DESCRIPTIONS or name.endswith(REPORT):
+        return True
+    if name == "index.json" and any(map(_LITDATA_OR_MDS.fullmatch, os.listdir(file.parent))):
         return True
     return FORMATS.get(file.suffix.lower()) == "text" and name.startswith(_DESCRIPTION_PREFIXES)
 

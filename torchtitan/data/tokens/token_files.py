@@ -4,7 +4,8 @@
              "uint32-flagged" if some are read but not predicted (`tokenizer.UNPREDICTED`)
     X.json   {"dtype", "tokens", "documents", "bytes", "vocab_size", "tokenizer", "hash", ...}
 
-Megatron's token files, which have an `.idx` file instead, are read as well (`megatron.py`).
+Megatron's token files, which have an `.idx` file instead, are read as well (`megatron.py`), and so
+are those of llm.c and nanoGPT (`raw.py`).
 """
 
 import copy
@@ -25,9 +26,11 @@ from torchtitan.data.order.mixture import permute
 from torchtitan.data.order.rows import Row, Share, SourceReader, local_rows, padded
 from torchtitan.data.order.windows import Piece, WindowOrder
 from torchtitan.data.read.contents import Contents, sampled
+from torchtitan.data.read.files import is_undescribed
 from torchtitan.data.read.opening import DataError, EndOfFileError, FilePool, FileStamp, Retry
 from torchtitan.data.read.positions import SourcePosition
 from torchtitan.data.tokens.megatron import read_index
+from torchtitan.data.tokens.raw import read_raw
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.formats import read_json_object
@@ -120,8 +123,9 @@ class TokenFiles:
     """Token files as a sequence of windows of `width + 1` ids that overlap by one."""
 
     def __init__(self, files: Sequence[Path], width: int, tokenizer: Tokenizer, key: str):
-        self.files: list[tuple[FileStamp, np.dtype[Any], bool, int]] = []
-        """(stamp when it was opened, dtype, whether ids may be flagged, number of tokens)"""
+        self.files: list[tuple[FileStamp, int, np.dtype[Any], bool, int]] = []
+        """(stamp when it was opened, first id's byte, dtype, whether ids may be flagged, number of
+        tokens)"""
         self._open = FilePool()
         self.vocab_size = tokenizer.vocab_size
         stamps: list[FileStamp] = []
@@ -130,44 +134,19 @@ class TokenFiles:
         packed: dict[int | None, Path] = {}
         """A file of each length of rows."""
         for file in files:
-            meta = _read_megatron(file, tokenizer, key) or _read_meta(file, key)
-            if meta.tokenizer != tokenizer.fingerprint:
-                raise UserError(
-                    f"{key}: {file} was made with another tokenizer than model.hf_assets_path; "
-                    "tokenize the text again, or set model.hf_assets_path to that tokenizer, and "
-                    "model.end_of_document to the token that ends documents"
-                )
-            if meta.end_of_document not in (None, tokenizer.eos_id):
-                raise UserError(
-                    f"{key}: documents in {file} end with id {meta.end_of_document}, those of "
-                    f"model.hf_assets_path with {tokenizer.eos_id}; set model.end_of_document to "
-                    "that token, or tokenize the text again"
-                )
+            meta, start, stamp = describe(file, tokenizer, key)
             name, _, flags = meta.dtype.partition("-")
-            if meta.packed is not None and (not flags or meta.tokens % meta.packed):
-                raise UserError(
-                    f"{key}: {file.with_suffix('.json')} names packed rows of {meta.packed} "
-                    f"tokens, which {meta.tokens} of type {meta.dtype} are not; tokenize the text "
-                    "again"
-                )
-            dtype = np.dtype(name)
-            size = dtype.itemsize * meta.tokens
-            stamp = _stamp(file, key)
-            if stamp.size != size:
-                raise UserError(
-                    f"{key}: {file} has {stamp.size} bytes instead of {size} (truncated?); "
-                    "tokenize the text again"
-                )
             stamps.append(stamp)
             wholes.append(meta.hash)
             dtypes.add(meta.dtype)
             packed.setdefault(meta.packed, file)
             if meta.tokens > 1:
-                self.files.append((stamp, dtype, bool(flags), meta.tokens))
-        if unnamed := sum(file.with_suffix(".idx").exists() for file in files):
+                self.files.append((stamp, start, np.dtype(name), bool(flags), meta.tokens))
+        if unnamed := sum(not file.with_suffix(".json").exists() for file in files):
             logger.info(
-                f"{key}: {plural(unnamed, 'Megatron token file')} of a tokenizer that can't be "
-                f"checked: ids must be those of model.hf_assets_path, and below {self.vocab_size}"
+                f"{key}: {plural(unnamed, 'token file')} of a tokenizer that can't be checked "
+                "(Megatron's, llm.c's or nanoGPT's): ids must be those of model.hf_assets_path, "
+                f"and below {self.vocab_size}"
             )
         if len(packed) > 1:
             few = ", ".join(f"{file} ({length or 'not packed'})" for length, file in packed.items())
@@ -224,7 +203,7 @@ class TokenFiles:
         """
         which = int(np.searchsorted(self.ends, index, side="right"))
         start = (index - (int(self.ends[which - 1]) if which else 0)) * self.width
-        stamp, dtype, flags, tokens = self.files[which]
+        stamp, begin, dtype, flags, tokens = self.files[which]
         after = min(self.width if after is None else after, tokens - start - 1)
         if first >= after:
             return np.empty(0, np.int64)
@@ -232,7 +211,7 @@ class TokenFiles:
         count = after - first + 1
         size = dtype.itemsize
         try:
-            content = self._open.read(stamp.path, start * size, count * size, stamp)
+            content = self._open.read(stamp.path, begin + start * size, count * size, stamp)
         except EndOfFileError:
             raise OSError(f"{stamp.path} ends before token {start + count} (truncated?)") from None
         ids = np.frombuffer(content, dtype).astype(np.int64)
@@ -317,21 +296,60 @@ def _stamp(file: Path, key: str) -> FileStamp:
         raise UserError(f"{key}: {error}") from None
 
 
-def _read_megatron(file: Path, tokenizer: Tokenizer, key: str) -> _Meta | None:
-    """The description by Megatron's index, which names no tokenizer; None without an index."""
-    if not os.path.lexists(file.with_suffix(".idx")):
-        return None
+def describe(file: Path, tokenizer: Tokenizer, key: str) -> tuple[_Meta, int, FileStamp]:
+    """What is known of a token file before its ids are read, and the first id's byte.
+
+    Raises:
+        UserError: it isn't one, is damaged, or was made with another tokenizer.
+    """
+    stamp = _stamp(file, key)
+    meta, start = _read_foreign(stamp, tokenizer, key) or (_read_meta(file, key), 0)
+    if meta.tokenizer != tokenizer.fingerprint:
+        raise UserError(
+            f"{key}: {file} was made with another tokenizer than model.hf_assets_path; "
+            "tokenize the text again, or set model.hf_assets_path to that tokenizer"
+        )
+    name, _, flags = meta.dtype.partition("-")
+    if meta.packed is not None and (not flags or meta.tokens % meta.packed):
+        raise UserError(
+            f"{key}: {file.with_suffix('.json')} names packed rows of {meta.packed} "
+            f"tokens, which {meta.tokens} of type {meta.dtype} are not; tokenize the text "
+            "again"
+        )
+    size = start + np.dtype(name).itemsize * meta.tokens
+    if stamp.size != size:
+        raise UserError(
+            f"{key}: {file} has {stamp.size} bytes instead of {size} (truncated?); "
+            "tokenize the text again"
+        )
+    return meta, start, stamp
+
+
+def _read_foreign(stamp: FileStamp, tokenizer: Tokenizer, key: str) -> tuple[_Meta, int] | None:
+    """The description of a file of Megatron, llm.c or nanoGPT, which names no tokenizer; None if
+    it has our own.
+    """
+    file = Path(stamp.path)
+    start = 0
     try:
-        dtype, tokens = read_index(FileStamp.of(file))
+        if os.path.lexists(file.with_suffix(".idx")):
+            dtype, tokens = read_index(stamp)
+        elif is_undescribed(file) and (found := read_raw(stamp)):
+            dtype, tokens, start = found
+        else:
+            return None
     except DataError as error:
         raise UserError(f"{key}: {error}") from None
     fields = {"dtype": dtype, "tokens": tokens, "tokenizer": tokenizer.fingerprint}
-    return _Meta.model_validate(fields)
+    return _Meta.model_validate(fields), start
 
 
 def _read_meta(file: Path, key: str) -> _Meta:
     description = file.with_suffix(".json")
-    advice = "write token files with torchtitan tokenize; of Megatron's, copy the .idx file, too"
+    advice = (
+        "write token files with torchtitan tokenize; of Megatron's, copy the .idx file, too; files "
+        "of llm.c have a header, and of nanoGPT the name train.bin or val.bin"
+    )
     try:
         return _Meta.model_validate(read_json_object(description))
     except ValidationError as error:
