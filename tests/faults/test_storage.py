@@ -1,6 +1,7 @@
 """Storage that is full, read-only, or corrupts files."""
 
 import ctypes
+import errno
 import os
 import shutil
 import tempfile
@@ -11,14 +12,16 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from tests.checkpoints import small_checkpointer, train_state
+from tests.checkpoints import save_steps, small_checkpointer, train_state
 from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, first, train
 from torchtitan.checkpoint import writer
 from torchtitan.checkpoint.commit import begin, temporary_folder
+from torchtitan.checkpoint.format.sums import SummedFile
+from torchtitan.commands import ckpt
 from torchtitan.config import resolve
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
-from torchtitan.utils.errors import CheckpointError, ConfigError
+from torchtitan.utils.errors import CheckpointError, ConfigError, UserError
 from torchtitan.utils.logging import logger
 
 
@@ -202,3 +205,39 @@ def test_a_read_only_folder_is_refused_before_anything_starts(public):
             preflight(config)
     finally:
         set_file_user(0)
+
+
+class FullAfter:
+    """A file on a disk that is full after some bytes."""
+
+    def __init__(self, file, room):
+        self.file = file
+        self.room = room
+
+    def write(self, data):
+        self.room -= memoryview(data).nbytes
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.file.write(data)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+@pytest.mark.parametrize("room", [0, 100, 700, 1000, 1500])
+def test_merging_onto_a_full_disk_says_so_wherever_it_fills(ranks, tmp_path, room):
+    """torch's writer of zip files fails with an error of its own then."""
+    ranks(1, save_steps, tmp_path / "run", 1, 2)
+    real = SummedFile.__init__
+
+    def limited(self, file):
+        real(self, FullAfter(file, room))
+
+    steps = [str(tmp_path / f"run/step-{step}") for step in (1, 2)]
+    out = tmp_path / "merged"
+    with (
+        mock.patch.object(SummedFile, "__init__", limited),
+        pytest.raises(UserError, match="No space left on device"),
+    ):
+        ckpt.main(["merge", *steps, "--output", str(out)])
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -2,12 +2,16 @@
 
 import json
 import pickle
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from torchtitan.commands.doctor import main
+from torchtitan.config import resolve
 from torchtitan.health.diagnose import diagnose
 from torchtitan.health.rank_dumps import Dumps, read_dumps
+from torchtitan.tools.launch import torchrun
 from torchtitan.utils.errors import UserError
 
 DESCRIPTIONS = {"0": "default_pg", "1": "mesh_dp_shard", "3": "mesh_tp", "5": "mesh_pp"}
@@ -347,3 +351,24 @@ def test_doctor_on_damaged_reports(tmp_path, state):
     (tmp_path / "state-0.json").write_text(state)
     with pytest.raises(UserError, match="a report is damaged"):
         main([str(tmp_path)])
+
+
+def test_a_kill_that_torchrun_sent_itself_is_not_the_cause(tmp_path):
+    """30 seconds after another rank failed; a kill before that is."""
+    config = resolve([f"--job.dump_folder={tmp_path}"], 2).config
+
+    def failures(seconds):
+        return {
+            0: SimpleNamespace(exitcode=1, pid=1, timestamp=1000),
+            1: SimpleNamespace(exitcode=-9, pid=2, timestamp=1000 + seconds),
+        }
+
+    with mock.patch.object(torchrun, "read_dumps") as read:
+        nothing = {"error": None, "exchanges": [], "collectives": [], "state": {}, "phase": ""}
+        dump = SimpleNamespace(pid=1, blocked=False, **nothing)
+        read.side_effect = lambda *_: Dumps(
+            2, "", {0: dump}, {1: "is stopped (process 2): SIGCONT resumes it"}
+        )
+        told = torchrun._cause(config, 0, failures(30))
+        assert told == "rank 1 is stopped (process 2): SIGCONT resumes it"
+        assert "rank 1 was killed by SIGKILL" in torchrun._cause(config, 0, failures(1))

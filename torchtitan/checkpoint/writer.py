@@ -75,7 +75,12 @@ class _Files(FileSystemBase):
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
         with path.open(mode) as file:
             stream = SummedFile(file)
-            yield stream
+            try:
+                yield stream
+            except Exception as error:
+                if stream.error is None or isinstance(error, OSError):
+                    raise
+                raise stream.error from error
         self.written[path.name] = stream
 
     def sums(self, name: str) -> FileEntry:

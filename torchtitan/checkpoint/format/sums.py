@@ -74,13 +74,19 @@ class SummedFile:
         self.file = file
         self.bytes = 0
         self.crc32 = 0
+        self.error: OSError | None = None
+        """Why a write has failed. torch raises another error then."""
         self._crc32_before = {0: 0}
         """CRC-32 of everything before a position, by position."""
 
     def write(self, data: Any) -> int:
         self.bytes += memoryview(data).nbytes
         self.crc32 = zlib.crc32(data, self.crc32)
-        return self.file.write(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
     def tell(self) -> int:
         self._crc32_before[self.bytes] = self.crc32

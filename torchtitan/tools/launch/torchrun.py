@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 from torchtitan.config import Config
@@ -20,6 +21,10 @@ from torchtitan.utils.errors import DEBUG_ENV, OutOfMemoryError, UserError
 from torchtitan.utils.process import REPORTER_ENV
 from torchtitan.utils.signals import STOP_SIGNALS
 
+_TORCHRUN_WAITS = 20
+"""Seconds after the first failure from which a SIGKILL is torchrun's own: it gives the other ranks
+30 to end.
+"""
 SECRET_ENV = "RDZV_SECRET"
 """Environment variable of the secret; as an option, every user of the machine could see it."""
 
@@ -135,7 +140,12 @@ def _torchrun_options(options: argparse.Namespace) -> list[str]:
 
 def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
     """Why the run failed: by the reports of failed ranks, else by the first rank's exit code."""
-    exits = {rank: failure.exitcode for rank, failure in failures.items()}
+    began = min(failure.timestamp for failure in failures.values())
+    exits = {
+        rank: failure.exitcode
+        for rank, failure in failures.items()
+        if failure.exitcode != -SIGKILL or failure.timestamp - began < _TORCHRUN_WAITS
+    }
     dumps = read_dumps(
         Path(config.job.dump_folder, config.comm.save_traces_folder),
         config.comm.save_traces_file_prefix,
