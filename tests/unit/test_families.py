@@ -21,7 +21,9 @@ from torchtitan.config.load.decode import load_config
 from torchtitan.config.registry import model_families
 from torchtitan.models import all_families, export_problems, get_spec, parameter_names, spec_of_hf
 from torchtitan.models.attention.backend import attention_backend
+from torchtitan.models.relatives import RELATIVES
 from torchtitan.optim.loss import cross_entropy
+from torchtitan.utils.errors import ConfigError
 
 TINY_MODELS = sorted((Path(__file__).parents[1] / "assets/tiny_models").glob("*.json"))
 LIMIT = 1e-5
@@ -163,6 +165,22 @@ def test_a_size_is_the_published_one(name):
 def test_every_size_is_compared_with_a_published_one():
     sizes = {f"{spec.name}/{size}" for spec in BUILT_IN for size in spec.flavors.keys() - OWN}
     assert sizes - {f"{spec.name}/debugmodel" for spec in BUILT_IN} == PUBLISHED.keys()
+
+
+def test_a_refused_type_names_the_nearest_family():
+    families_by_name = {spec.name: spec for spec in all_families()}
+    read = {kind for spec in BUILT_IN for kind in (spec.hf.model_type, *spec.hf.also_read)}
+    assert not read & RELATIVES.keys(), "these are read by now"
+    for kind, (family, difference) in RELATIVES.items():
+        assert family in families_by_name
+        with pytest.raises(ConfigError, match=f"got {kind!r}, .* nearest family is {family}, but"):
+            spec_of_hf({"model_type": kind})
+        assert difference[0].islower()
+    with pytest.raises(ConfigError, match=r"'qwen3_vl_text', .* nearest family is qwen3, but"):
+        spec_of_hf({"model_type": "qwen3_vl_text"})
+    for kind in ("unheard_of", 5, ["llama"]):
+        with pytest.raises(ConfigError, match=r"must be one of 'deepseek_v2'.*'smollm3'$"):
+            spec_of_hf({"model_type": kind})
 
 
 def test_gemma_with_a_vision_tower_is_read_as_its_text_model(tmp_path, capsys):
