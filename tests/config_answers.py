@@ -40,7 +40,8 @@ def answer(argv, world=1):
     """The problems with a configuration; none if it is accepted."""
     with answer_in_time():
         try:
-            preflight(resolve(argv, world).config, output=False)
+            resolved = resolve(argv, world, check=False)
+            preflight(resolved.config, world=world, sources=resolved.sources, output=False)
             return []
         except ConfigError as error:
             problems = error.problems

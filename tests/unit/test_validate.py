@@ -4,6 +4,7 @@ accepted.
 
 import pytest
 
+from tests.config_answers import answer
 from tests.rule_cases_layout import ELASTIC, FLOAT8, LAYOUT_CASES
 from tests.rule_cases_runs import RUN_CASES
 from torchtitan.config import gradient_accumulation_steps, resolve, rules
@@ -164,3 +165,51 @@ def test_elastic_other_degrees_stay():
     ]
     with pytest.raises(ConfigError, match="tensor_parallel_degree must divide 3"):
         resolve(argv, 3)
+
+
+MISTAKES = {
+    "degrees": (["--parallelism.data_parallel_replicate_degree=5"], "data_parallel_replicate"),
+    "heads": (["--parallelism.tensor_parallel_degree=3"], "tensor_parallel_degree: 3 does not"),
+    "rows": (["--training.global_batch_size=7"], "training.global_batch_size: 7"),
+    "chunks": (["--training.loss_chunks=7"], "training.loss_chunks"),
+    "flavor": (["--model.flavor=9B"], "no flavor '9B'"),
+    "tokenizer": (["--model.hf_assets_path=nowhere"], "model.hf_assets_path"),
+    "data": (["--training.dataset_path=nowhere.txt"], "training.dataset_path"),
+    "set": (["--training.dataset=corpus"], "no dataset 'corpus'"),
+    "schedule": (["--lr_scheduler.name=constant", "--lr_scheduler.decay_ratio=0.5"], "decay_ratio"),
+    "retention": (["--checkpoint.keep_latest_k=1", "--checkpoint.enable"], "keep_latest_k"),
+    "folder": (["--eval.include_path=nowhere", "--eval.enable", "--eval.tasks=a"], "include_path"),
+}
+
+
+DEPENDENT = [
+    {"flavor", "heads"},  # nobody knows the heads of no model,
+    {"degrees", "rows"},  # which ranks share the rows,
+    {"heads", "rows"},
+    {"chunks", "heads"},  # or the positions of a rank that has no whole number of them;
+    {"data", "set"},  # of local files, `dataset` is only the name
+]
+"""Pairs of which one mistake hides what the other would be."""
+
+
+@pytest.mark.parametrize("first", MISTAKES)
+def test_two_mistakes_are_reported_together(first):
+    """Whatever facts they need: the ranks, the model, the tokenizer, files."""
+    flags, text = MISTAKES[first]
+    assert any(text in problem for problem in answer(flags, 4)), answer(flags, 4)
+    for second, (more, other) in MISTAKES.items():
+        if {first, second} in DEPENDENT:
+            continue
+        if second > first:
+            problems = answer([*flags, *more], 4)
+            assert any(text in problem for problem in problems), (second, problems)
+            assert any(other in problem for problem in problems), (second, problems)
+
+
+def test_a_remedy_that_cannot_help_is_not_given():
+    """Rows can be split by a degree that the model can't be."""
+    flags = ["--parallelism.tensor_parallel_degree=3", "--training.seq_len=256"]
+    row, heads = answer(flags, 3)
+    assert "set it to" not in row
+    assert "choose it once that degree divides the model" in row
+    assert "does not divide n_heads 16" in heads

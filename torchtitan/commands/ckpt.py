@@ -169,7 +169,7 @@ def from_hf(options: argparse.Namespace) -> int:
     from torchtitan.train.preflight import preflight
 
     def check(argv: list[str]) -> None:
-        preflight(resolve(argv, 1).config, output=False)
+        preflight(resolve(argv, 1, check=False).config, world=1, output=False)
 
     convert.from_hf(
         options.source,

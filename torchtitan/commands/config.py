@@ -63,9 +63,9 @@ def main(argv: list[str]) -> int:
     if options.shown == "--json-schema":
         print(json_schema(), end="")
         return 0
-    resolved = resolve(config_argv, options.world)
+    resolved = resolve(config_argv, options.world, check=False)
     show_warnings(resolved.warnings)
-    setup = preflight(resolved.config, output=False)
+    setup = preflight(resolved.config, world=options.world, sources=resolved.sources, output=False)
     show_warnings(setup.warnings)
     if options.shown == "--explain":
         print(explain(resolved))

@@ -14,9 +14,9 @@ import argparse
 import os
 import tempfile
 
-from torchtitan.config import resolve
+from torchtitan.config import Config, resolve
 from torchtitan.config.load.command_line import parse_args
-from torchtitan.train.preflight import preflight
+from torchtitan.train.preflight import Setup, preflight
 from torchtitan.utils.argument_types import count
 
 TIMEOUT = 3600
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         return _check_widths(config_argv, options.nproc_per_node, options.widths)
     if "RANK" in os.environ:
         return _check_under_torchrun(config_argv)
-    preflight(resolve(config_argv, options.nproc_per_node).config, output=False)
+    _resolve(config_argv, options.nproc_per_node)
 
     # torch, once the configuration is known to be right
     from torchtitan.testing.parity import check
@@ -71,10 +71,15 @@ def main(argv: list[str]) -> int:
     return 0 if passed else 1
 
 
+def _resolve(config_argv: list[str], ranks: int) -> tuple[Config, Setup]:
+    resolved = resolve(config_argv, ranks, check=False)
+    config = resolved.config
+    return config, preflight(config, world=ranks, sources=resolved.sources, output=False)
+
+
 def _check_widths(config_argv: list[str], ranks: int, widths: list[int]) -> int:
     """Compare widths on one process; `ranks` only completes the configuration."""
-    config = resolve(config_argv, ranks).config
-    setup = preflight(config, output=False)
+    config, setup = _resolve(config_argv, ranks)
 
     from torchtitan.testing.coordinates import check_widths
     from torchtitan.utils.logging import hide_log
@@ -97,8 +102,7 @@ def _check_under_torchrun(config_argv: list[str]) -> int:
 
     rank, world = rank_and_world()
     init_logging(rank)
-    config = resolve(config_argv, world).config
-    preflight(config, output=False)
+    config, _ = _resolve(config_argv, world)
     hide_log()
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         configure_flight_recorder(config.comm, folder)

@@ -51,10 +51,13 @@ def main(argv: list[str]) -> int:
             f"--ranks: there is no rank {outside[0]} among {options.world}; --world sets their "
             "number"
         )
-    resolved = resolve(flags, options.world)
+    resolved = resolve(flags, options.world, check=False)
     show_warnings(resolved.warnings)
     config, _ = without_missing_files(resolved.config)
-    show_warnings(preflight(config, output=False).warnings)
+    setup = preflight(
+        config, whole=resolved.config, world=options.world, sources=resolved.sources, output=False
+    )
+    show_warnings(setup.warnings)
     every_rank = few_ranks(options.world) if options.every_rank is None else options.every_rank
     ranks = range(options.world) if every_rank else options.ranks
     layers = None if options.every_layer else options.layers or few_layers(config)

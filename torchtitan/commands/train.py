@@ -18,6 +18,7 @@ from pathlib import Path
 
 from torchtitan.config import complete, load_config
 from torchtitan.config.load.command_line import parse_args, show_help, split_args
+from torchtitan.config.load.decode import LoadedConfig
 from torchtitan.config.sections.schema import Config
 from torchtitan.tools.launch.ranks import ELASTIC_RESTARTS, StopHandler
 from torchtitan.tools.launch.torchrun import (
@@ -246,27 +247,39 @@ def check(
     Raises:
         ConfigError: all problems found.
     """
-    fewest, most = nodes
+    _, most = nodes
     show_help(config_argv)
     loaded = load_config(config_argv)
-    config = complete(loaded, most * ranks).config
-    if fewest < most and not config.fault_tolerance.elastic:
-        need = f"{fewest}:{most} nodes need fault_tolerance.elastic = true"
-        raise ConfigError(
-            [f"--nnodes: {need}, which keeps the global batch the same on any number of them"]
-        )
-    for number in range(fewest, most):
-        try:
-            complete(loaded, number * ranks)
-        except ConfigError as error:
-            raise ConfigError(
-                [f"with {number} of {most} nodes: {problem}" for problem in error.problems]
-            ) from error
-    preflight(config, output=output, elsewhere=elsewhere)
+    resolved = complete(loaded, most * ranks, check=False)
+    config = resolved.config
+    preflight(
+        config,
+        world=most * ranks,
+        sources=loaded.sources,
+        known=_problems_of_fewer_nodes(loaded, nodes, ranks),
+        output=output,
+        elsewhere=elsewhere,
+    )
     # A node that joins a running job finds its folder in use.
     if output and most == 1 and (problem := used_by_a_neighbor(Path(config.job.dump_folder))):
         raise ConfigError([f"job.dump_folder: {problem}"])
     return config
+
+
+def _problems_of_fewer_nodes(loaded: LoadedConfig, nodes: tuple[int, int], ranks: int) -> list[str]:
+    """What is wrong with the first number of nodes below the largest that can't train."""
+    fewest, most = nodes
+    if fewest < most and not loaded.config.fault_tolerance.elastic:
+        need = f"{fewest}:{most} nodes need fault_tolerance.elastic = true"
+        return [f"--nnodes: {need}, which keeps the global batch the same on any number of them"]
+    number = most
+    try:
+        for number in (most, *range(fewest, most)):
+            complete(loaded, number * ranks)
+    except ConfigError as error:
+        if number < most:  # else they are reported with all others of the largest number
+            return [f"with {number} of {most} nodes: {problem}" for problem in error.problems]
+    return []
 
 
 # ---- starting

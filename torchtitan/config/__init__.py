@@ -31,25 +31,33 @@ class Resolved:
     warnings: list[str]
 
 
-def resolve(argv: list[str], world: int) -> Resolved:
+def resolve(argv: list[str], world: int, *, check: bool = True) -> Resolved:
     """Load, derive and validate a configuration for `world` ranks. `--help [SECTION]` prints help
     and exits.
+
+    Args:
+        check: False leaves validation to `preflight`, which knows more facts, and so reports every
+        problem at once.
 
     Raises:
         ConfigError: every mistake that the first failing stage finds.
     """
     show_help(argv)
-    return complete(load_config(argv), world)
+    return complete(load_config(argv), world, check=check)
 
 
-def complete(loaded: LoadedConfig, world: int) -> Resolved:
+def complete(loaded: LoadedConfig, world: int, *, check: bool = True) -> Resolved:
     """Import the user's module, derive and validate, for `world` ranks.
+
+    Args:
+        check: as of `resolve`.
 
     Raises:
         ConfigError: every mistake that the first failing stage finds.
     """
     written = extend(loaded.config, loaded.sources)
     config, formulas = derive(written, world)
-    validate(config, world, loaded.sources)
+    if check:
+        validate(config, world, loaded.sources)
     warnings = [*loaded.warnings, *cut_warnings(written, formulas, loaded.sources)]
     return Resolved(config, loaded.sources, formulas, warnings)

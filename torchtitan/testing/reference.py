@@ -347,5 +347,5 @@ def _validate(
 
 def run_reference(argv: list[str]) -> Observation:
     """Run the reference for the run that `argv` configures for one rank."""
-    config = resolve(argv, 1).config
-    return reference(config, preflight(config))
+    config = resolve(argv, 1, check=False).config
+    return reference(config, preflight(config, world=1))

@@ -6,7 +6,7 @@ Needs no process group and no GPU, and imports no torch.
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 from torchtitan.config.derive import stages_of
 from torchtitan.config.registry import TRACKER_PACKAGES, data_sources, tokenizers
-from torchtitan.config.rules import Facts, problems
+from torchtitan.config.rules import ABSENT, HERE, Accelerator, Facts, located, problems, with_ranks
 from torchtitan.config.sections.data import Source, ValidationSet
 from torchtitan.config.sections.parallelism import Compile
 from torchtitan.config.sections.schema import Config
@@ -79,10 +79,26 @@ class Setup:
         return self.spec.width_ratio(fqn, self.args)
 
 
-def preflight(config: Config, *, output: bool = True, elsewhere: bool = False) -> Setup:
+def preflight(
+    config: Config,
+    *,
+    world: int | None = None,
+    sources: Mapping[str, str] | None = None,
+    device: Accelerator | None = None,
+    whole: Config | None = None,
+    known: Sequence[str] = (),
+    output: bool = True,
+    elsewhere: bool = False,
+) -> Setup:
     """Find the model, tokenizer, data and folders that `config` names, and apply the rules.
 
     Args:
+        world: number of ranks, if `config` isn't validated for it yet.
+        sources: key to where it was set, named in the messages.
+        device: the kind of device it trains on, if known.
+        whole: the configuration that `config` is without the files that this machine lacks. It is
+        asked about everything else.
+        known: problems that are known already, reported with the others.
         output: also create the dump folder and check that it is writable.
         elsewhere: the run is on other machines, which may have data, folders and packages that are
             missing here. The tokenizer is read here.
@@ -91,6 +107,10 @@ def preflight(config: Config, *, output: bool = True, elsewhere: bool = False) -
         ConfigError: everything that is missing or inconsistent.
     """
     facts = _machine_facts(config, receivers=output, elsewhere=elsewhere)
+    if device is not None:
+        facts = replace(facts, device=device)
+    if world is not None and whole is None:
+        facts = with_ranks(facts, config, world)
     reasons: list[str] = []
     spec = args = tokenizer = None
     warnings: list[str] = []
@@ -117,11 +137,15 @@ def preflight(config: Config, *, output: bool = True, elsewhere: bool = False) -
         reasons += _token_file_problems(config, tokenizer)
     except UserError as error:
         reasons.append(str(error))
-    reasons = [*problems(config, facts), *reasons]
+    reasons = [*known, *problems(config, facts), *reasons]
+    if world is not None and whole is not None:
+        elsewhere_facts = replace(facts, **dict.fromkeys(HERE, ABSENT))
+        asked = problems(whole, with_ranks(elsewhere_facts, whole, world))
+        reasons = list(dict.fromkeys([*asked, *reasons]))
     if output and not reasons:  # last, because it creates the folder
         reasons = problems(config, Facts(unwritable=_try_dump_folder(config)))
     if reasons or spec is None or tokenizer is None:
-        raise ConfigError(reasons)
+        raise ConfigError([located(problem, sources or {}) for problem in reasons])
     warnings += [*tokenizer.notes, *problems(config, facts, refuses=False)]
     return Setup(
         spec,

@@ -45,12 +45,12 @@ def main(argv: list[str]) -> int:
     stop = StopRequest(lambda: os._exit(_stopped(rank, "before the first step")))
     stop.listen()
     init_logging(rank)
-    resolved = resolve(argv, world)
+    resolved = resolve(argv, world, check=False)
     for warning in resolved.warnings:
         logger.warning(warning)
     if untested := too_new(installed_torch()):
         logger.warning(untested)
-    setup = preflight(resolved.config)
+    setup = preflight(resolved.config, world=world, sources=resolved.sources)
     for warning in setup.warnings:
         logger.warning(warning)
     job = resolved.config.job

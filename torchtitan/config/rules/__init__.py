@@ -4,11 +4,31 @@ import importlib
 from dataclasses import replace
 
 from torchtitan.config.derive import axis_degrees, degrees_fill
-from torchtitan.config.rules.table import RULES, Accelerator, Facts, check, problems
+from torchtitan.config.rules.table import (
+    ABSENT,
+    HERE,
+    RULES,
+    Accelerator,
+    Facts,
+    check,
+    located,
+    problems,
+)
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
-__all__ = ["RULES", "Accelerator", "Facts", "check", "problems", "validate"]
+__all__ = [
+    "ABSENT",
+    "HERE",
+    "RULES",
+    "Accelerator",
+    "Facts",
+    "check",
+    "located",
+    "problems",
+    "validate",
+    "with_ranks",
+]
 
 SUBJECTS = ("layout", "features", "training", "checkpoints", "data", "model", "pipeline", "machine")
 """The files of the table, in the order in which problems are reported."""
@@ -26,7 +46,12 @@ def validate(config: Config, world: int, sources: dict[str, str] | None = None) 
     Raises:
         ConfigError: every problem.
     """
-    facts = Facts(world=world, old_torch=torch_is_before_2_13())
+    check(config, with_ranks(Facts(), config, world), sources)
+
+
+def with_ranks(facts: Facts, config: Config, world: int) -> Facts:
+    """`facts` and those that follow from a derived configuration and the number of its ranks."""
+    facts = replace(facts, world=world, old_torch=torch_is_before_2_13())
     if degrees_fill(config, world):
         facts = replace(facts, layout=axis_degrees(config.parallelism))
-    check(config, facts, sources)
+    return facts

@@ -13,7 +13,7 @@ from torchtitan.config.derive import (
     expert_shard_dim,
 )
 from torchtitan.config.pipeline_schedules import splits_backward
-from torchtitan.config.rules.table import Facts, rule
+from torchtitan.config.rules.table import ABSENT, Facts, rule
 from torchtitan.config.sections.schema import Config
 from torchtitan.config.sections.training import MoE
 from torchtitan.utils.wording import listed
@@ -130,12 +130,16 @@ def sequence_divides(config: Config, facts: Facts) -> Iterator[str]:
     unit = math.lcm(chunks, cp * tp)
     reasons = {"parallelism.context_parallel_degree": cp, "parallelism.tensor_parallel_degree": tp}
     why = " and ".join(f"{key} {degree}" for key, degree in reasons.items() if degree > 1)
+    sizes = {} if facts.tensor_parallel_sizes is ABSENT else facts.tensor_parallel_sizes
+    illegal = any(size % tp for size in sizes.values())
     for name, seq_len in _seq_lens(config).items():
         if seq_len % unit:
-            yield (
-                f"{name}.seq_len: {seq_len} can't be split by {why}; it must be a multiple of "
-                f"{unit}: set it to {multiples_near(seq_len, unit)}"
+            advice = (
+                "choose it once that degree divides the model"
+                if illegal
+                else f"it must be a multiple of {unit}: set it to {multiples_near(seq_len, unit)}"
             )
+            yield f"{name}.seq_len: {seq_len} can't be split by {why}; {advice}"
 
 
 @rule("training.loss_chunks")
@@ -286,6 +290,8 @@ def _fsdp_divides(degree: int, sizes: Mapping[str, int], ranks: int) -> bool:
     """Whether FSDP can shard evenly the experts that each of `degree` ranks has."""
     count, *widths = sizes.values()
     shards = ranks // degree
+    if shards < 1 or ranks % degree:  # other rules say why
+        return True
     if degree == 1 or expert_shard_dim(count // degree, shards) == 0:
         return True
     return not any(width % shards for width in widths)

@@ -149,6 +149,9 @@ class Facts:
     """Why `job.dump_folder` can't be written to."""
 
 
+HERE = ("tokenizer", "data_problems", "folders", "packages", "environment", "programs")
+"""The facts that files and programs of this machine decide."""
+
 Problem = Callable[[Config, Facts], str | Iterable[str] | None]
 """Returns what is wrong with a configuration: no message, one, or several."""
 
@@ -244,10 +247,10 @@ def check(config: Config, facts: Facts, sources: Mapping[str, str] | None = None
         ConfigError: every problem.
     """
     if messages := problems(config, facts):
-        raise ConfigError([_with_source(problem, sources or {}) for problem in messages])
+        raise ConfigError([located(problem, sources or {}) for problem in messages])
 
 
-def _with_source(problem: str, sources: Mapping[str, str]) -> str:
+def located(problem: str, sources: Mapping[str, str]) -> str:
     """The problem, preceded by where the first key in it that isn't at its default was set."""
     key = next((word for word in re.findall(r"[\w.]+", problem) if word in sources), "")
     where = sources.get(key)

@@ -9,7 +9,6 @@ from pathlib import Path
 from torchtitan.config import complete, load_config
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.load.toml_file import HERE
-from torchtitan.config.rules import Facts, check
 from torchtitan.tools.launch.preparation import PreparationStep, has_held_out, preparation_commands
 from torchtitan.tools.launch.recipe import as_flags, config_of, draft_settings, final_settings
 from torchtitan.tools.launch.request import Choice, Choices, Request
@@ -124,10 +123,10 @@ def _validate_text(text: str, request: Request, inside: Choices) -> tuple[str, .
         file = Path(folder, CONFIG)
         file.write_text(text)
         loaded = load_config([f"--config={file}", *as_flags(inside)])
-        config = complete(loaded, request.devices).config
+        config = complete(loaded, request.devices, check=False).config
     readable, notes = without_missing_files(config)
-    preflight(readable, output=False)
-    check(config, Facts(device=request.hardware.accelerator))
+    device = request.hardware.accelerator
+    preflight(readable, whole=config, world=request.devices, device=device, output=False)
     return tuple(
         note.replace("the plan doesn't need it, the run will", "the run will need it")
         for note in notes

@@ -9,7 +9,6 @@ from typing import Any
 from torchtitan.config import Resolved, complete, load_config
 from torchtitan.config.derive import replace, stages_of
 from torchtitan.config.load.render import to_toml
-from torchtitan.config.rules import Facts, check
 from torchtitan.config.sections.schema import Config
 from torchtitan.tools.planner.axes import KEYS, read
 from torchtitan.tools.planner.hardware import Hardware
@@ -55,17 +54,23 @@ def make_plan(
             )
         plan = result.best[0].plan
     else:
-        plan, notes = _plan_of(complete(load_config(argv), world), hardware)
+        plan, notes = _plan_of(complete(load_config(argv), world, check=False), world, hardware)
     return dataclasses.replace(plan, notes=(*plan.notes, *notes)), result
 
 
-def _plan_of(resolved: Resolved, hardware: Hardware) -> tuple[Plan, tuple[str, ...]]:
+def _plan_of(resolved: Resolved, world: int, hardware: Hardware) -> tuple[Plan, tuple[str, ...]]:
     """The plan of a configuration by the closed forms, and notes on what is missing here."""
     show_warnings(resolved.warnings)
     here, notes = without_missing_files(resolved.config)
-    setup = preflight(here, output=False)
+    setup = preflight(
+        here,
+        whole=resolved.config,
+        world=world,
+        sources=resolved.sources,
+        device=hardware.accelerator,
+        output=False,
+    )
     show_warnings(setup.warnings)
-    check(resolved.config, Facts(device=hardware.accelerator))
     return plan_of_stages(resolved.config, setup, hardware), tuple(notes)
 
 
@@ -134,7 +139,8 @@ def find_layouts(
     """
     hardware.check_ranks(world)
     loaded = load_config(argv)
-    start = complete(dataclasses.replace(loaded, config=any_layout(loaded.config, world)), world=1)
+    anywhere = dataclasses.replace(loaded, config=any_layout(loaded.config, world))
+    start = complete(anywhere, world=1, check=False)
     here, notes = without_missing_files(start.config)
     if loaded.config.training.global_batch_size == -1:
         rows = start.config.training.global_batch_size
@@ -147,12 +153,18 @@ def find_layouts(
             "the search plans the first stage of training.stages only; plan the layout it proposes "
             "for the memory of all"
         )
-    setup = preflight(here, output=False)
-    check(start.config, Facts(device=hardware.accelerator))
+    setup = preflight(
+        here,
+        whole=start.config,
+        world=1,
+        sources=start.sources,
+        device=hardware.accelerator,
+        output=False,
+    )
     baseline = None
     try:
         if show_configured:
-            baseline, _ = _plan_of(complete(loaded, world), hardware)
+            baseline, _ = _plan_of(complete(loaded, world, check=False), world, hardware)
     except ConfigError as error:
         notes.append(f"the file's own layout is refused on {world} ranks: {error.problems[0]}")
     result = search(
