@@ -7,10 +7,12 @@ day on which it is read.
 """
 
 import datetime
+import functools
 import hashlib
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,8 @@ character of a special token's spelling.
 """
 _PADDING = {"center", "expandtabs", "ljust", "rjust", "zfill"}
 """String methods that pad to any requested length."""
+_GROWING = ("batch", "indent", "join", "replace", "slice", "tojson", "truncate", "wordwrap")
+"""Filters whose result may be longer than what they are given."""
 _WIDE = re.compile(r"[0-9]{5}|\*")
 """Widths in a format that are too large, or may be."""
 _TODAY = datetime.date(2024, 7, 26)
@@ -193,15 +197,51 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        sequences = [x for x in (left, right) if isinstance(x, str | list | tuple)]
         times = [abs(x) for x in (left, right) if isinstance(x, int | float)]
-        if sequences and times and len(sequences[0]) * times[0] > CONVERSATION_CHARACTERS:
+        if operator == "*" and len(times) < 2 and _product(left, right) > CONVERSATION_CHARACTERS:
             raise SecurityError("a product is too long")
         if operator == "%" and isinstance(left, str) and _WIDE.search(left):
             raise SecurityError("a format is too wide")
         if operator == "**" and max(times, default=0) > 100:
             raise SecurityError("a power of too large numbers")
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, called: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(called, "__name__", "") in ("replace", "join", "translate"):
+            _check_growth([getattr(called, "__self__", None), *args, *kwargs.values()])
+        return super().call(context, called, *args, **kwargs)
+
+
+def _product(*values: Any) -> float:
+    """The product of the two largest lengths or numbers among `values`, nested lengths included."""
+    sizes = [_extent(value) for value in values]
+    return math.prod(sorted(sizes)[-2:])
+
+
+def _extent(value: Any) -> float:
+    if isinstance(value, int | float):
+        return abs(value)
+    if isinstance(value, list | tuple):
+        return sum(len(entry) if isinstance(entry, str | bytes) else 1 for entry in value)
+    return len(value) if isinstance(value, Sized) else 0
+
+
+def _check_growth(values: Sequence[Any]) -> None:
+    """
+    Raises:
+        SecurityError: what is made of `values` may be far longer than any conversation.
+    """
+    if _product(*values) > 10 * CONVERSATION_CHARACTERS:
+        raise SecurityError("a text or a list would be too long")
+
+
+def _bounded(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)  # with Jinja's mark of functions that it passes the environment
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        _check_growth([*args, *kwargs.values()])
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -211,6 +251,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _to_json
     for name in ("center", "format"):
         del environment.filters[name]
+    for name in _GROWING:
+        environment.filters[name] = _bounded(environment.filters[name])
     del environment.globals["lipsum"]
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _TODAY.strftime
