@@ -19,6 +19,7 @@ from torchtitan.data.encode.tokenizer_training import (
     Pattern,
     Sample,
     TokenizerSummary,
+    character_tokenizer,
     train_tokenizer,
 )
 from torchtitan.data.read.corpus import Corpus
@@ -38,12 +39,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="files, folders or globs, as training.dataset_path; or demo",
     )
+    add("--vocab-size", type=count, metavar="N", help="entries, special tokens included")
     add(
-        "--vocab-size",
-        required=True,
-        type=count,
-        metavar="N",
-        help="entries, special tokens included",
+        "--characters",
+        action="store_true",
+        help="instead: an entry for each character of the text, and end-of-text",
     )
     add("--output", required=True, type=Path, metavar="DIR", help="folder for the tokenizer")
     add(
@@ -111,7 +111,7 @@ def main(argv: list[str]) -> int:
 
 def run(argv: list[str]) -> str:
     """Train the tokenizer; returns the flags that use it."""
-    options = parser().parse_args(argv)
+    options = _parse(argv)
     chat = MessageTexts() if options.messages_column else None
     corpus = Corpus(
         options.input,
@@ -131,21 +131,41 @@ def run(argv: list[str]) -> str:
 
     try:
         with meter.bar:
-            trained = train_tokenizer(
-                corpus,
-                options.output,
-                options.vocab_size,
-                pattern=options.pattern,
-                special_tokens=options.special_token,
-                chat_template=options.chat_template or ("chatml" if chat else None),
-                sample=sample,
-                advance=advance,
+            trained = (
+                character_tokenizer(corpus, options.output, advance=advance)
+                if options.characters
+                else train_tokenizer(
+                    corpus,
+                    options.output,
+                    options.vocab_size,
+                    pattern=options.pattern,
+                    special_tokens=options.special_token,
+                    chat_template=options.chat_template or ("chatml" if chat else None),
+                    sample=sample,
+                    advance=advance,
+                )
             )
     except OSError as error:
         raise UserError(f"--output: can't write to {options.output}: {error}") from error
     _report(options, corpus, trained)
     messages = f" --training.messages_column {options.messages_column}" if chat else ""
     return f"--model.hf_assets_path {options.output}{messages}"
+
+
+_OF_PAIRS = ("vocab_size", "special_token", "sample", "chat_template", "messages_column")
+"""Options that a tokenizer of characters doesn't have."""
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    ours = parser()
+    options = ours.parse_args(argv)
+    if options.characters:
+        for name in _OF_PAIRS:
+            if getattr(options, name):
+                ours.error(f"--{name.replace('_', '-')}: not with --characters")
+    elif options.vocab_size is None:
+        ours.error("give --vocab-size N, or --characters for an entry per character")
+    return options
 
 
 def _make_folder(options: argparse.Namespace) -> None:
@@ -177,7 +197,7 @@ def _report(options: argparse.Namespace, corpus: Corpus, trained: TokenizerSumma
     if corpus.skipped:
         print(f"Skipped {counted(corpus.skipped)}")
     print(f"{trained.vocab_size:,} entries in {options.output}")
-    if trained.vocab_size < options.vocab_size:
+    if trained.vocab_size < (options.vocab_size or 0):
         print(
             f"That is fewer than --vocab-size {options.vocab_size:,}: the text has no further "
             "pairs to merge"

@@ -122,7 +122,39 @@ def train_tokenizer(
     trained.vocab_size = tokenizer.get_vocab_size()
     content = json.loads(tokenizer.to_str()) | {"post_processor": post_processor(BOS, 0)}
     settings: dict[str, Any] = {"chat_template": template} if template else {}
-    config = tokenizer_config(settings, BOS, EOS)
+    _write(output, content, tokenizer_config(settings, BOS, EOS))
+    return trained
+
+
+def character_tokenizer(
+    corpus: Corpus, output: Path, *, advance: Callable[[int], None] = lambda size: None
+) -> TokenizerSummary:
+    """Write a tokenizer with an entry for each character of the corpus.
+
+    Characters are numbered from 0 in their order by code point, and end-of-text follows, so the ids
+    of a text are those of nanoGPT's `prepare.py` for characters. There is no begin-of-text.
+
+    Raises:
+        UserError: the corpus can't be read or has no text.
+        OSError: writing fails.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    trained = TokenizerSummary()
+    characters: set[str] = set()
+    for text in _sampled(corpus.texts(advance), None, trained):
+        characters.update(text)
+    _check_has_text(corpus, trained)
+    tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(sorted(characters))}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(EOS, special=True)])
+    trained.vocab_size = tokenizer.get_vocab_size()
+    _write(output, json.loads(tokenizer.to_str()), tokenizer_config({}, None, EOS))
+    return trained
+
+
+def _write(output: Path, content: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     output.mkdir(parents=True, exist_ok=True)
     write_all(
         {
@@ -130,7 +162,6 @@ def train_tokenizer(
             output / "tokenizer_config.json": (json.dumps(config, indent=1) + "\n").encode(),
         }
     )
-    return trained
 
 
 def _words(pattern: Pattern) -> "PreTokenizer":
