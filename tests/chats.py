@@ -101,3 +101,50 @@ def write_tokenizer(folder, template=CHATML, eos="<|end_of_text|>", **config):
 def write_chats(path, chats=CHATS, column="messages"):
     path.write_text("".join(json.dumps({column: chat}) + "\n" for chat in chats))
     return path
+
+
+HEADER = "<|start_header_id|>' + {} + '<|end_header_id|>\\n\\n"
+FIRST_LLAMA3 = (
+    "{% for m in messages %}{% set content = '" + HEADER.format("m['role']") + "' + m['content'] "
+    "| trim + '<|eot_id|>' %}{% if loop.first %}{% set content = bos_token + content %}{% endif %}"
+    "{{ content }}{% endfor %}{{ '" + HEADER.format("'assistant'") + "' }}"
+)
+"""Writes the assistant's prompt behind every conversation, as the first one of Llama 3."""
+FIRST_LLAMA3_MARKED = (
+    "{{ bos_token }}{% for m in messages %}{{ '" + HEADER.format("m['role']") + "' }}"
+    "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] | trim + '<|eot_id|>' }}"
+    "{% endgeneration %}{% else %}{{ m['content'] | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
+    "{{ '" + HEADER.format("'assistant'") + "' }}"
+)
+_THOUGHT = "{{ '<think></think>' if loop.last }}{{ m.content + '<|im_end|>' }}"
+THINKS_LAST = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}" + _THOUGHT + "{{ '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""Only the last turn has a thought, as in Qwen 3."""
+THINKS_LAST_MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}" + _THOUGHT + "{% endgeneration %}{% else %}" + _THOUGHT + "{% endif %}"
+    "{{ '\\n' }}{% endfor %}"
+)
+_CHANNELS = (
+    "{% if m.role == 'assistant' %}{% if loop.last %}{{ '[INST]thought<|im_end|><|im_start|>"
+    "assistant' }}{% endif %}{{ '[/INST]' + m.content }}{{ '<|eot_id|>' if loop.last and not "
+    "add_generation_prompt else '<|im_end|>' }}{% endif %}"
+)
+CHANNELS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role }}"
+    + _CHANNELS
+    + "{{ '[/INST]' + m.content + '<|im_end|>' if m.role != 'assistant' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
+"""The last turn is two messages, and ends with another token, as in gpt-oss's harmony."""
+CHANNELS_MARKED = CHANNELS.replace(
+    _CHANNELS, "{% generation %}" + _CHANNELS + "{% endgeneration %}"
+)
+REWRITING = {
+    "the next prompt": (FIRST_LLAMA3, FIRST_LLAMA3_MARKED),
+    "a thought": (THINKS_LAST, THINKS_LAST_MARKED),
+    "channels": (CHANNELS, CHANNELS_MARKED),
+}
+"""Templates whose turns aren't what each message adds, plain and marked."""

@@ -345,6 +345,7 @@ def test_bad_input_is_one_message(run, capsys, tmp_path, monkeypatch, case):
     if case == "vocabulary":
         vocabulary = {f"t{i}": i for i in range(3000)} | {"</s>": 3000}
         (tmp_path / "other").mkdir()
+        (tmp_path / "other/tokenizer_config.json").write_text('{"eos_token": "</s>"}')
         (tmp_path / "other/tokenizer.json").write_text(
             json.dumps(
                 {

@@ -1,15 +1,28 @@
 """Conversations: ids and predicted tokens are those of transformers."""
 
 import datetime
+import json
+import pickle
 from decimal import Decimal
 
 import numpy as np
 import pytest
 
-from tests.chats import CHATML, CHATML_MARKED, CHATS, LLAMA3, MISTRAL, PAIRS, say, write_tokenizer
+from tests.chats import (
+    CHATML,
+    CHATML_MARKED,
+    CHATS,
+    LLAMA3,
+    MISTRAL,
+    PAIRS,
+    REWRITING,
+    say,
+    write_tokenizer,
+)
+from torchtitan.checkpoint.hf.tokenizer import write_tokenizer as export_tokenizer
 from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.tokenizer import CONTINUES, PLAIN, UNPREDICTED, build_tokenizer
-from torchtitan.data.encode.turns import any_of, end_of_turn
+from torchtitan.data.encode.turns import any_of, end_of_turn, turns_after_prompts
 from torchtitan.data.read.opening import BadDocument
 from torchtitan.utils.errors import UserError
 
@@ -274,3 +287,65 @@ def test_tool_calls_without_content_reach_the_template(tmp_path):
     found = chat.rendered(chat.document(messages))
     assert found.text.endswith('[{"name": "add", "arguments": {"a": "<|im_end|>ä"}}]<|im_end|>')
     assert encode(chat, messages)[0].count(chat.tokenizer.backend.token_to_id("<|im_end|>")) == 2
+
+
+@pytest.mark.parametrize("name", REWRITING)
+def test_turns_of_templates_that_rewrite_them(tmp_path, name):
+    """transformers reads the marks, which the plain template lacks."""
+    plain, marked = REWRITING[name]
+    chats = [open_chat(tmp_path / "a", plain), open_chat(tmp_path / "b", marked)]
+    for messages in CHATS[:3]:
+        expected = theirs(tmp_path / "b", messages)
+        assert any(expected[1])
+        for chat in chats:
+            assert encode(chat, messages) == expected
+
+
+def test_turns_after_prompts():
+    tokens = any_of(["<s>", "<e>", "<r>"])
+    text = "<s>u hi<e>\n<s>a yo<e>\n<s>u x<e>\n<s>a think<e><s>a y<r>"
+    assert [text[a:b] for a, b in turns_after_prompts(text, "<s>a", tokens)] == [
+        " yo<e>",
+        " think<e><s>a y<r>",
+    ]
+    assert turns_after_prompts(text, "no token", tokens) == []
+    assert turns_after_prompts("plain", "<s>a", tokens) == []
+
+
+def test_added_tokens_that_a_template_writes_are_no_text(tmp_path):
+    """As DeepSeek's, which aren't marked special. Tags are the assistant's own to write."""
+    template = (
+        "{% for m in messages %}{{ '<|U|>' if m.role == 'user' else '<|A|>' }}{{ m.content }}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ '<|im_end|>' }}{% endgeneration %}"
+        "{% endif %}{% if '<think>' in m.content %}{% endif %}{% endfor %}"
+    )
+    folder = write_tokenizer(tmp_path, template)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    first = max(token["id"] for token in content["added_tokens"]) + 1
+    for i, name in enumerate(("<|U|>", "<|A|>", "<think>", "<|other|>")):
+        flags = content["added_tokens"][-1] | {"special": False}
+        content["added_tokens"].append(flags | {"id": first + i, "content": name})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    chat = Chat(build_tokenizer(str(folder)), "key")
+    said = "x <|U|><|A|> <think> <|other|>"
+    ids, _ = encode(chat, say(said, said))
+    assert chat.tokenizer.decode(ids) == f"<|U|>{said}<|A|>{said}<|im_end|>"
+    u, a, think, other = range(first, first + 4)
+    # each as the template writes it, the assistant's own tag, and what the template doesn't know
+    assert [i for i in ids if i >= first] == [u, other, a, think, other]
+
+
+def test_a_template_of_another_file(tmp_path):
+    expected = encode(open_chat(tmp_path / "a", CHATML), CHATS[0])
+    folder = write_tokenizer(tmp_path / "b", None)
+    (tmp_path / "mine.jinja").write_text(CHATML)
+    tokenizer = build_tokenizer(str(folder), chat_template=str(tmp_path / "mine.jinja"))
+    assert encode(Chat(tokenizer, "key"), CHATS[0]) == expected
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert encode(Chat(again, "key"), CHATS[0]) == expected
+    (tmp_path / "c").mkdir()
+    export_tokenizer(tokenizer, tmp_path / "c", 128)
+    assert encode(Chat(build_tokenizer(str(tmp_path / "c")), "key"), CHATS[0]) == expected
+    gone = build_tokenizer(str(folder), chat_template=str(tmp_path / "gone.jinja"))
+    with pytest.raises(UserError, match=r"model.chat_template: can't read .*gone.jinja"):
+        Chat(gone, "key")

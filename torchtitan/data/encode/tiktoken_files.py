@@ -128,12 +128,12 @@ HARMONY = Rules(
     "gpt-oss", O200K_PATTERN, _HARMONY, 21, "<|startoftext|>", "<|return|>", "<|reserved_{}|>", True
 )
 END = "<|endoftext|>"
-O200K = Rules("GPT-4o", O200K_PATTERN, {1: END, 20: "<|endofprompt|>"}, 0, None, END)
+O200K = Rules("GPT-4o", O200K_PATTERN, {1: END, 20: "<|endofprompt|>"}, 21, None, END)
 CL100K = Rules(
     "GPT-4",
     LLAMA3_PATTERN,
     {1: END, 2: "<|fim_prefix|>", 3: "<|fim_middle|>", 4: "<|fim_suffix|>", 20: "<|endofprompt|>"},
-    0,
+    21,
     None,
     END,
 )
