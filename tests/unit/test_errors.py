@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from torchtitan.utils.errors import CheckpointError, ConfigError
+from torchtitan.utils.errors import CheckpointError, ConfigError, GuardError, NonFiniteError
 from torchtitan.utils.files import write_whole
 from torchtitan.utils.process import run_main
 
@@ -137,3 +137,15 @@ def test_problems_survive_the_way_from_another_process():
     error = ConfigError(["a: wrong", "b: wrong"], where="on the command line", advice="ask")
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.problems, copy.where, str(copy)) == (error.problems, error.where, str(error))
+
+
+@pytest.mark.parametrize("error", [NonFiniteError, GuardError])
+def test_what_all_ranks_see_is_said_once(monkeypatch, capsys, error):
+    monkeypatch.setattr("torchtitan.utils.process._GIVE_WAY_SECONDS", 0)
+
+    def fails(_):
+        raise error("step 5: loss nan")
+
+    for rank in range(3):
+        assert run_main(fails, [], rank=rank) == 1
+    assert capsys.readouterr().err == "error: step 5: loss nan\n"

@@ -197,3 +197,35 @@ def test_bad_folders_are_named_with_the_key(tmp_path, files, text):
     with pytest.raises(UserError, match=text) as error:
         build_tokenizer(str(folder))
     assert "model.hf_assets_path" in str(error.value)
+
+
+def changed_json(folder, change):
+    content = json.loads((find_asset(SHIPPED) / "tokenizer.json").read_text())
+    change(content)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return build_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("id", [2**31 - 2, 2**24])
+def test_an_id_beyond_any_vocabulary_is_refused(tmp_path, id):
+    """Counts of all ids would take gigabytes."""
+
+    def change(content):
+        content["model"]["vocab"]["beyond"] = id
+
+    with pytest.raises(UserError, match=f"has the id {id:,}; ids must be below 16,777,216"):
+        changed_json(tmp_path, change)
+
+
+@pytest.mark.parametrize("pattern", [{"String": "a"}, {"Regex": "a"}])
+def test_normalizers_that_multiply_a_text_are_refused(tmp_path, pattern):
+    def times(count):
+        step = {"type": "Replace", "pattern": pattern, "content": "a" * 5}
+        nested = {"type": "Sequence", "normalizers": [step] * (count - 1)}
+        return lambda content: content.update(
+            normalizer={"type": "Sequence", "normalizers": [step, nested]}
+        )
+
+    with pytest.raises(UserError, match="may make a text 3,125 times as long"):
+        changed_json(tmp_path, times(5))
+    assert changed_json(tmp_path, times(2)).backend.normalizer.normalize_str("ab") == "a" * 25 + "b"

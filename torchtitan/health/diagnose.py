@@ -67,7 +67,7 @@ def _raised(dumps: Dumps) -> str | None:
         return None
     first = min(causes, key=lambda dump: dump.state["time"])
     state = first.state
-    what = f"{state['error']['type']}: {state['error']['text']}"
+    what = f"{state['error']['type']}: {state['error']['text'].rstrip('.')}"
     return f"rank {state['rank']} raised {what}, in step {state['step']}, at {first.location()}"
 
 

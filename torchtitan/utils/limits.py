@@ -35,6 +35,10 @@ RECORD_BYTES = 1000 * 2**20
 """A JSON line. It is held in memory."""
 CACHE_RECORD_BYTES = 2**32
 """A record in the cache folder; the record of a million files is smaller."""
+TOKEN_IDS = 1 << 24
+"""Ids of a tokenizer, for each of which counts are held."""
+LONGER_TEXT = 100
+"""How many times as long a tokenizer may make a text before it splits it."""
 CONVERSATION_CHARACTERS = 10_000_000
 """A conversation, which is encoded as a whole. Each character takes about 0.6 KB."""
 MESSAGE_LEVELS = 100

@@ -18,7 +18,9 @@ from typing import Any, TextIO, cast
 from torchtitan.utils.errors import (
     DEBUG_ENV,
     ConfigError,
+    GuardError,
     HangError,
+    NonFiniteError,
     UserError,
     error_text,
     failure_of,
@@ -33,6 +35,8 @@ CONNECTED_RANKS = 64
 when they first communicate: else n ranks ask the job's store n^2 times, and each holds n - 1
 connections.
 """
+_ON_ALL_RANKS = (ConfigError, HangError, NonFiniteError, GuardError)
+"""Errors that all ranks have in common."""
 _GIVE_WAY_SECONDS = 10
 """Seconds that a rank without an error to report waits for the one that has it, because torchrun
 ends all ranks at the first exit.
@@ -99,7 +103,8 @@ def run_main(
     caused it. What is printed meanwhile can't control the terminal.
 
     Prints the message of a `UserError`, one line if another rank has died, and the traceback of any
-    other error. Only rank 0 reports configuration errors and hangs, which all ranks have in common.
+    other error. Only rank 0 reports what all ranks have in common: configuration errors, hangs, and
+    what the guard sees.
     """
     with _escaping():
         return _run_main(main, sys.argv[1:] if argv is None else argv, rank)
@@ -113,7 +118,7 @@ def _run_main(main: Callable[[list[str]], int | None], argv: list[str], rank: in
     except UserError as error:
         if isinstance(error.__cause__, BrokenPipeError) and _nobody_reads():
             return 128 + signal.SIGPIPE
-        reports = rank == 0 or not isinstance(error, (ConfigError, HangError))
+        reports = rank == 0 or not isinstance(error, _ON_ALL_RANKS)
         if reports:
             report(error)
         tell_torchrun(error_text(error), wait=not reports)

@@ -3,8 +3,9 @@ say.
 """
 
 import json
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torchtitan.data.encode.special_tokens import (
 )
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import BOM
+from torchtitan.utils.limits import LONGER_TEXT
 
 RANDOM = ("dropout", "alpha", "nbest_size")
 """Settings of a model that make ids random: of BPE, and of Unigram."""
@@ -161,6 +163,11 @@ def open_backend(path: Path) -> tuple[Any, list[str]]:
 
     with rust_errors(path, "is not a tokenizer"):
         backend = Backend.from_buffer(path.read_bytes().removeprefix(BOM))
+    if (factor := _growth(backend.normalizer)) > LONGER_TEXT:
+        raise UserError(
+            f"model.hf_assets_path: {path}: its normalizer may make a text {factor:,.0f} times as "
+            f"long; {LONGER_TEXT} are allowed"
+        )
     off = []
     if backend.truncation:
         off.append(f"truncation to {backend.truncation['max_length']} tokens")
@@ -174,6 +181,20 @@ def open_backend(path: Path) -> tuple[Any, list[str]]:
             off.append(f"{name} {value:g}")
             setattr(model, name, None)
     return backend, [f"{path}: switched off {', '.join(off)}"] if off else []
+
+
+def _growth(normalizer: Any) -> float:
+    """How many times as long replacements make a text at most."""
+
+    def factor(step: Mapping[str, Any]) -> float:
+        if step.get("type") == "Sequence":
+            return math.prod(map(factor, step["normalizers"]))
+        if step.get("type") != "Replace":
+            return 1.0
+        replaced = step["pattern"].get("String", "x")  # a pattern may match one character
+        return max(1.0, len(step["content"]) / max(len(replaced), 1))
+
+    return factor(json.loads(normalizer.__getstate__())) if normalizer else 1.0
 
 
 def _add_tokens(backend: Any, path: Path, named: NamedTokens) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ from torchtitan.data.encode.sentencepiece_files import SentencePieceTokenizer, i
 from torchtitan.data.encode.tiktoken_files import TiktokenTokenizer
 from torchtitan.utils.assets import find_asset
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.limits import TOKEN_IDS
 
 __all__ = [
     "CONTINUES",
@@ -80,6 +81,11 @@ def build_tokenizer(
             f"model.hf_assets_path: {hf_assets_path} {reason}; scripts/download_hf_assets.py of "
             "the repository downloads a model's tokenizer; ./tests/assets/tokenizer ships with the "
             "package"
+        )
+    if tokenizer.vocab_size > TOKEN_IDS:
+        raise UserError(
+            f"model.hf_assets_path: the tokenizer of {hf_assets_path} has the id "
+            f"{tokenizer.vocab_size - 1:,}; ids must be below {TOKEN_IDS:,}"
         )
     if tokenizer.bos_id == tokenizer.eos_id:
         tokenizer.bos_id = None
