@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from torchtitan.commands import data, tokenize
+from torchtitan.commands import tokenizer as tokenizer_command
 from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.encode.tokenizer_training import train_tokenizer
 from torchtitan.data.read.corpus import Corpus
@@ -88,6 +89,25 @@ def test_the_same_documents_are_held_out(tmp_path, seed, files, part, capsys, mo
     assert report["bytes"] == sum(map(len, documents(apart)))
     flags = f"--training.dataset_path {out} --validation.enable --validation.dataset_path {apart}"
     assert flags in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["input.txt", "a.jsonl"])
+def test_the_end_of_a_single_document_is_held_out(tmp_path, name):
+    """With its characters for tokens, as nanoGPT's `prepare.py` writes train.bin and val.bin."""
+    text = "".join(f"Line {i} of a play.\n" for i in range(400))
+    file = tmp_path / name
+    file.write_text(text if name == "input.txt" else json.dumps({"text": text}))
+    made, out = str(tmp_path / "made"), tmp_path / "tokens"
+    tokenizer_command.main([str(file), "--characters", "--output", made])
+    argv = ["--input", str(file), "--output", str(out), "--tokenizer", made, "--workers", "1"]
+    for _ in range(2):  # the second finds all of it done
+        assert tokenize.main([*argv, "--held-out", "10%"]) == 0
+    stoi = {c: i for i, c in enumerate(sorted(set(text)))}
+    ids = [stoi[c] for c in text]
+    cut, end = int(len(text) * 0.9), [len(stoi)]
+    for folder, expected in ((out, ids[:cut]), (tmp_path / "tokens-held-out", ids[cut:])):
+        found = np.fromfile(folder / "tokens-00000.bin", np.uint16).tolist()
+        assert found == expected + end
 
 
 def test_a_larger_share_holds_out_the_same_and_more(tmp_path):

@@ -15,6 +15,7 @@ import os
 import re
 from collections import Counter
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from torchtitan.data.read.files import REPORT
 from torchtitan.data.tokens.duplicates import count_duplicates
 from torchtitan.data.tokens.encoding import Encoder
 from torchtitan.data.tokens.near_duplicates import NearDuplicates
-from torchtitan.data.tokens.tokenizing import HeldOutSplit, Output, is_done, tokenize
+from torchtitan.data.tokens.tokenizing import HeldOutSplit, Output, is_done, split_alone, tokenize
 from torchtitan.utils.argument_types import command_parser, count, share
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
@@ -103,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
         type=share,
         metavar="SHARE",
         help="write this share of the documents, such as 0.5%%, to DIR-held-out, for validation; "
-        "chosen by a hash of the text",
+        "chosen by a hash of the text; of a single document, its last characters",
     )
     add(
         "--best-fit",
@@ -190,8 +191,14 @@ def _write(
     try:
         progress = _Progress(corpus.size)
         with progress.meter.bar:
+            items = corpus.items(progress.meter.advance)
+            if held_out and not encoder.messages:
+                items, tail = split_alone(items, encoder.column, held_out.share)
+                if tail is not None:
+                    held_out = replace(held_out, tail=tail)
+                    print(f"Of the only document, the last {held_out.share:.3%} are held out")
             return tokenize(
-                corpus.items(progress.meter.advance),
+                items,
                 encoder,
                 output,
                 options.workers,

@@ -10,8 +10,9 @@ import signal
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
@@ -22,7 +23,9 @@ from numpy.typing import NDArray
 
 from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.data.order.packing import Packer
-from torchtitan.data.read.corpus import RawDocument, uniform
+from torchtitan.data.read.corpus import RawDocument, hash_text, uniform
+from torchtitan.data.read.opening import BadDocument
+from torchtitan.data.read.records import decode
 from torchtitan.data.tokens.duplicates import HASH, Seen, save_hashes
 from torchtitan.data.tokens.encoding import Encoded, Encoder, open_again
 from torchtitan.data.tokens.token_files import token_dtype, write_token_file
@@ -119,11 +122,36 @@ class HeldOutSplit:
     share: float
     """Fraction of the documents."""
     output: Output
+    tail: int | None = None
+    """Hash of the document to hold out, instead: the end of the only one, see `split_alone`."""
 
     def choose(self, hashes: NDArray[Any]) -> NDArray[np.bool_]:
         """Which documents are held out."""
+        if self.tail is not None:
+            return np.asarray(hashes["hash"] == self.tail)
         drawn = [uniform(int(hash), "held-out") for hash in hashes["hash"]]
         return np.array(drawn) < self.share
+
+
+def split_alone(
+    items: Iterator[RawDocument], column: str, share: float
+) -> tuple[Iterator[RawDocument], int | None]:
+    """Documents, and None; or of a single one, its beginning and its end, as documents of their
+    own, and the hash of the end.
+
+    Args:
+        share: of the characters, at the end.
+    """
+    first = list(islice(items, 2))
+    if len(first) == 1:
+        with suppress(BadDocument):  # which the encoder reports
+            text = decode(first[0].content, column)
+            at = int(len(text) * (1 - share))
+            head, tail = text[:at], text[at:]
+            if head and tail and head != tail:
+                parts = [first[0]._replace(content={column: part}) for part in (head, tail)]
+                return iter(parts), hash_text(tail)[0]
+    return chain(first, items), None
 
 
 def is_done(index: int, output: Output, held_out: HeldOutSplit | None) -> bool:
