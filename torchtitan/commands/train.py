@@ -34,6 +34,7 @@ from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import ConfigError, OutOfMemoryError, did_you_mean
 from torchtitan.utils.limits import NODE_RANGE, NODES, RANKS_PER_NODE
 from torchtitan.utils.lock import used_by_a_neighbor
+from torchtitan.utils.process import refuse_tasks_without_ranks
 from torchtitan.utils.wording import brief
 
 RENDEZVOUS = "last_call_timeout=3,join_timeout=600,keep_alive_interval=2,keep_alive_max_attempt=5"
@@ -287,6 +288,8 @@ def _problems_of_fewer_nodes(loaded: LoadedConfig, nodes: tuple[int, int], ranks
 
 def main(argv: list[str]) -> int:
     options, torchrun_argv, config_argv = _parse(argv)
+    if options.nnodes[1] == 1:  # else each task is the launcher of a node
+        refuse_tasks_without_ranks()
     stop = StopHandler(options.grace)
     several = options.nnodes[1] * options.nproc_per_node > 1
     alone = not (several or options.max_restarts or torchrun_argv or "RANK" in os.environ)

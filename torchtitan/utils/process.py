@@ -57,6 +57,41 @@ def rank_and_world() -> tuple[int, int]:
     return int(rank), int(world)
 
 
+def refuse_tasks_without_ranks() -> None:
+    """Refuse to be one of several processes that nobody has told their rank: each would train
+    alone, in the same folder.
+
+    Raises:
+        ConfigError: srun or mpirun has started several of these processes.
+    """
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return
+    for starter, key in _tasks():
+        tasks = os.environ.get(key, "")
+        if _is_number(tasks) and int(tasks) > 1:
+            raise ConfigError(
+                [
+                    f"{starter} has started {tasks} tasks ({key}), and each would train alone. "
+                    f"Start one launcher per node, which starts the ranks: on one node `torchtitan "
+                    "train CONFIG --nproc-per-node N` without "
+                    f"{starter}; on several, write a job by `torchtitan submit`, or run `srun "
+                    "--ntasks-per-node=1 torchrun --nnodes N --nproc-per-node N --rdzv-backend "
+                    "c10d --rdzv-endpoint HOST:PORT -m torchtitan.train`"
+                ]
+            )
+
+
+def _tasks() -> Iterator[tuple[str, str]]:
+    """Pairs: what may have started this process, and the variable with the number of its tasks."""
+    # Only srun sets the first, and numbers its tasks. A shell of salloc isn't numbered, and the
+    # script of a batch job is one process, whatever the job asks for.
+    if "SLURM_STEP_NUM_TASKS" in os.environ:
+        yield "srun", "SLURM_STEP_NUM_TASKS"
+    elif "SLURM_PROCID" in os.environ and os.environ.get("ENVIRONMENT") != "BATCH":
+        yield "srun", "SLURM_NTASKS"
+    yield from (("mpirun", key) for key in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+
+
 def first_of_node() -> bool:
     """Whether no other rank of this node has a lower number."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
@@ -106,6 +141,7 @@ def run_main(
     other error. Only rank 0 reports what all ranks have in common: configuration errors, hangs, and
     what the guard sees.
     """
+    _open_closed_streams()
     with _escaping():
         return _run_main(main, sys.argv[1:] if argv is None else argv, rank)
 
@@ -136,6 +172,18 @@ def _run_main(main: Callable[[list[str]], int | None], argv: list[str], rank: in
             traceback.print_exception(error)
             tell_torchrun(error_text(error))
         return 1
+
+
+def _open_closed_streams() -> None:
+    """Replace standard streams that were closed, as daemons do, by the null device. Else the next
+    files that are opened get their numbers, and what C++ or a child prints is written into them.
+    """
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(handle, True)
+    os.close(handle)
+    sys.stdin = sys.stdin or open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 class _Escaping:

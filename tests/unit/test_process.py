@@ -1,0 +1,91 @@
+"""The start of a process: closed standard streams, and tasks that nobody has told their rank."""
+
+import subprocess
+import sys
+
+import pytest
+
+from torchtitan.commands import train as launcher
+from torchtitan.train import rank_main
+from torchtitan.utils.errors import ConfigError
+
+WRITES = """
+import os, subprocess, sys
+from torchtitan.utils.process import run_main
+
+def main(argv):
+    with open(argv[0], "w") as file:
+        file.write("mine")
+        print("a result", sys.stdout.isatty(), sys.stdin.isatty(), flush=True)
+        print("a warning", file=sys.stderr, flush=True)
+        os.write(1, b"of C++")
+        os.write(2, b"of C++")
+        subprocess.run(["sh", "-c", "echo of a child; echo of a child >&2"], check=True)
+
+sys.exit(run_main(main))
+"""
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_the_null_device(tmp_path, closed):
+    """What is printed must not end in the file that is opened next, with the number of a stream."""
+    file = tmp_path / "file"
+    command = [sys.executable, "-c", WRITES, str(file)]
+    done = subprocess.run(["bash", "-c", f'"$@" {closed}', "x", *command], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    assert file.read_text() == "mine"
+    assert (b"a result" in done.stdout) == (" >&-" not in f" {closed}")
+    assert (b"a warning" in done.stderr) == ("2>&-" not in closed)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_commands_run_with_closed_streams(tmp_path, closed):
+    sizes = {"seq_len": 32, "local_batch_size": 2, "steps": 1}
+    flags = [f"--training.{key}={value}" for key, value in sizes.items()]
+    flags += ["--model.overrides.dim=32", "--model.overrides.n_layers=1", "--validation.no-enable"]
+    flags += ["--checkpoint.no-enable", f"--job.dump_folder={tmp_path / 'run'}"]
+    commands = [["config", "debug_model"], ["train", "debug_model", *flags], ["runs", tmp_path]]
+    for command in commands:
+        argv = [sys.executable, "-m", "torchtitan", *map(str, command)]
+        done = subprocess.run(["bash", "-c", f'"$@" {closed}', "x", *argv], capture_output=True)
+        assert done.returncode == 0, done.stderr.decode()
+    assert '"end": "completed"' in (tmp_path / "run/run.json").read_text()
+
+
+@pytest.mark.parametrize("main", [rank_main.main, launcher.main])
+@pytest.mark.parametrize(
+    ("variables", "starter"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8", "SLURM_PROCID": "3"}, "srun"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "ENVIRONMENT": "BATCH"}, "srun"),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, "srun"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "mpirun"),
+        ({"PMI_SIZE": "2"}, "mpirun"),
+    ],
+)
+def test_tasks_without_ranks_are_refused(monkeypatch, main, variables, starter):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{starter} has started .*torchtitan submit"):
+        main(["--training.stpes=1"])
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
+        {"SLURM_NTASKS": "8"},  # a shell of salloc, or a notebook
+        {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"},  # a job's script
+        {"SLURM_STEP_NUM_TASKS": "2", "RANK": "0", "WORLD_SIZE": "2"},  # torchrun, below srun
+        {"OMPI_COMM_WORLD_SIZE": "1"},
+    ],
+)
+def test_a_single_task_is_not_refused(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="did you mean"):
+        launcher.main(["--training.stpes=1"])
