@@ -33,7 +33,11 @@ def test_config_json_gives_the_flavor(family):
     for flavor, args in spec.flavors.items():
         config = spec.hf.config(args, "bfloat16")
         assert effective_values(spec.hf.args(config)) == effective_values(args)
-        assert nearest_flavor(spec, args) == (flavor, {})
+        for described in (args, spec.hf.args(config)):
+            nearest, overrides = nearest_flavor(spec, described)
+            assert overrides == {}, flavor
+            length = {"max_seq_len": args.max_seq_len}
+            assert spec.flavors[nearest].model_copy(update=length) == args, flavor
         transformers = pytest.importorskip("transformers")
         new = json.loads(transformers.AutoConfig.for_model(**config).to_json_string())
         assert "rope_parameters" in new

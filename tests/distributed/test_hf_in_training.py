@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from tests.rounding import assert_rounds
-from tests.runs import CHAIN, arguments, train
+from tests.runs import CHAIN, TINY, arguments, train
+from tests.unit.test_from_hf import write_model
 from torchtitan.checkpoint.commit import checkpoints_at
 from torchtitan.checkpoint.load import Reader, read_tensor
-from torchtitan.commands import ckpt
+from torchtitan.commands import ckpt, generate
 from torchtitan.config import resolve
 from torchtitan.models import get_spec, register
 from torchtitan.train.preflight import preflight
@@ -45,6 +46,32 @@ def test_hf_export_loads_in_transformers_and_here(ranks, tmp_path):
     again = ranks(2, train, arguments(tmp_path, *back, steps=1))[0]
     for name, weight in run["weights"].items():
         assert torch.equal(again["initial"][name], weight), name
+
+
+@pytest.mark.slow
+def test_from_their_folder_to_their_folder(ranks, tmp_path, capsys):
+    """What transformers saved is converted, trained, generates, is exported, and read by it."""
+    transformers = pytest.importorskip("transformers")
+    source = tmp_path / "hf"
+    write_model(source, "llama3", tie_embeddings=True, **TINY)
+    assert ckpt.main(["from-hf", str(source), str(tmp_path / "ours")]) == 0
+    flags = ["--checkpoint.last_save_in_hf", f"--config={tmp_path / 'ours/train.toml'}"]
+    run = ranks(1, train, arguments(tmp_path, *flags, steps=10))[0]
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source)
+    assert torch.equal(run["initial"]["tok_embeddings.weight"], theirs.lm_head.weight)
+    assert run["metrics"][-1]["loss"] < run["metrics"][0]["loss"] - 1
+
+    folder = tmp_path / "out/checkpoint/step-10-hf"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer("def main(", return_tensors="pt")
+    expected = theirs.generate(**prompt, do_sample=False, max_new_tokens=8)[0].tolist()
+    for place in (folder, tmp_path / "out"):
+        capsys.readouterr()
+        argv = ["--prompt=def main(", "--temperature=0", "--max-new-tokens=8", "--json"]
+        assert generate.main([f"--checkpoint={place}", *argv]) == 0
+        said = json.loads(capsys.readouterr().out)["continuations"][0]
+        assert said["text"] == tokenizer.decode(expected[len(prompt["input_ids"][0]) :])
 
 
 @pytest.mark.parametrize(
