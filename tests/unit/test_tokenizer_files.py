@@ -310,3 +310,17 @@ def test_without_the_library_the_sentence_says_what_to_install(tmp_path, monkeyp
         UserError, match=r"is a SentencePiece model, .*titan-pretrain.sentencepiece"
     ):
         build_tokenizer(str(tmp_path))
+
+
+def test_a_text_from_nothing_begins_without_a_blank(llama2):
+    """As transformers decodes it; after a prompt the blank stays."""
+    from torchtitan.inference.generator import Continuation
+
+    tokenizer = build_tokenizer(settings(llama2))
+    once, upon = tokenizer.encode("the"), tokenizer.encode("code")
+    nothing = Continuation([1])
+    nothing.tokens += [*once, *upon]
+    assert nothing.text(tokenizer) == "the code"
+    prompted = Continuation([1, *once])
+    prompted.tokens += upon
+    assert prompted.text(tokenizer) == " code"

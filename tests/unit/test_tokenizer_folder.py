@@ -228,3 +228,76 @@ def test_special_tokens_after_the_last_word_need_no_row(tmp_path):
     assert build_tokenizer(write(tmp_path, BOTH, added_tokens=plain)).text_size == 2049
     ends = build_tokenizer(write(tmp_path, BOTH | {"eos_token": "<|im_end|>"}, **THREE))
     assert ends.text_size == 2049
+
+
+def test_one_token_for_both_is_one_document(tmp_path, capsys):
+    """As text, as token files, and in the mask of a row."""
+    from torchtitan.commands import data, tokenize
+
+    folder = write(tmp_path / "a", {"bos_token": END, "eos_token": END})
+    texts = [f"text number {i} here" for i in range(50)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    common = ["--tokenizer", folder, "--workers", "1"]
+    tokenize.run(
+        ["--input", str(tmp_path / "d.jsonl"), "--output", str(tmp_path / "tokens"), *common]
+    )
+    ids = np.fromfile(next((tmp_path / "tokens").glob("*.bin")), np.uint16)
+    assert (ids == 1).sum() == 50
+    assert not ((ids[1:] == 1) & (ids[:-1] == 1)).any()
+    capsys.readouterr()
+    for path in ("d.jsonl", "tokens"):
+        assert data.main([str(tmp_path / path), "--json", *common]) == 0
+        (source,) = json.loads(capsys.readouterr().out)["sources"]
+        assert source["documents"]["value"] == 50
+
+
+def test_token_files_say_which_token_ends_their_documents(tmp_path):
+    from torchtitan.commands import tokenize
+    from torchtitan.data.tokens.token_files import TokenFiles
+
+    folder = write(tmp_path / "a", BOTH | {"eos_token": "<|im_end|>"}, **THREE)
+    (tmp_path / "d.txt").write_text(TEXT)
+    flags = tokenize.run(
+        [
+            *("--input", str(tmp_path / "d.txt"), "--output", str(tmp_path / "tokens")),
+            *("--tokenizer", folder, "--end-of-document", END, "--workers", "1"),
+        ]
+    )
+    assert f'--model.end_of_document "{END}"' in flags
+    files = sorted((tmp_path / "tokens").glob("*.bin"))
+    assert np.fromfile(files[0], np.uint16)[-1] == 1
+    TokenFiles(files, 4, build_tokenizer(folder, end_of_document=END), "key")
+    with pytest.raises(UserError, match=r"another tokenizer .* and model.end_of_document to the"):
+        TokenFiles(files, 4, build_tokenizer(folder), "key")
+    # the same file of tokens, and another name in the file beside it
+    write(tmp_path / "a", BOTH, **THREE)
+    (description,) = (tmp_path / "tokens").glob("tokens-0*.json")
+    content = json.loads(description.read_text())
+    plain = build_tokenizer(folder)
+    content |= {"tokenizer": plain.fingerprint, "end_of_document": 2048}
+    description.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"end with id 2048, those of model.hf_assets_path with 1"):
+        TokenFiles(files, 4, plain, "key")
+
+
+def test_a_model_may_lack_rows_that_text_never_reads(tmp_path):
+    from torchtitan.config import resolve
+    from torchtitan.train.preflight import preflight
+    from torchtitan.utils.errors import ConfigError
+
+    def setup(**changes):
+        folder = write(tmp_path / "a", BOTH, **changes)
+        argv = [f"--model.hf_assets_path={folder}", f"--job.dump_folder={tmp_path / 'out'}"]
+        argv += ["--model.overrides.vocab_size=2048"]
+        return preflight(resolve(argv, 1).config)
+
+    assert setup(**THREE).tokenizer.vocab_size == 2049
+    with pytest.raises(ConfigError, match="the tokenizer has 2049 entries, more than vocab_size"):
+        setup(added_tokens=added(BOS, EOS, TURN | {"special": False}))
+
+
+def test_a_folder_of_old_files_is_named(tmp_path):
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "merges.txt").write_text("")
+    with pytest.raises(UserError, match=r"vocab.json, merges.txt .*save_pretrained"):
+        build_tokenizer(str(tmp_path))

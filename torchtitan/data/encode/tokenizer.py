@@ -43,6 +43,8 @@ __all__ = [
 ]
 FILES = ("tokenizer.json", "*.model", "tekken.json", "*.tiktoken", "*.model.v*")
 """Tokenizers of a folder, the first one that is there."""
+_OLD_FILES = ("vocab.json", "merges.txt", "vocab.txt")
+"""Of tokenizers that can't be read."""
 
 
 def build_tokenizer(
@@ -77,6 +79,11 @@ def build_tokenizer(
         tokenizer = _open(file, end_of_document)
     else:
         reason = f"holds no tokenizer ({', '.join(FILES)})" if path.is_dir() else "does not exist"
+        if old := ", ".join(name for name in _OLD_FILES if (path / name).is_file()):
+            reason += (
+                f". Make a tokenizer.json of {old} with transformers: "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
         raise UserError(
             f"model.hf_assets_path: {hf_assets_path} {reason}; scripts/download_hf_assets.py of "
             "the repository downloads a model's tokenizer; ./tests/assets/tokenizer ships with the "

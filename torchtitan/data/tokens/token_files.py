@@ -307,7 +307,14 @@ def describe(file: Path, tokenizer: Tokenizer, key: str) -> tuple[_Meta, int, Fi
     if meta.tokenizer != tokenizer.fingerprint:
         raise UserError(
             f"{key}: {file} was made with another tokenizer than model.hf_assets_path; "
-            "tokenize the text again, or set model.hf_assets_path to that tokenizer"
+            "tokenize the text again, or set model.hf_assets_path to that tokenizer, and "
+            "model.end_of_document to the token that ends documents"
+        )
+    if meta.end_of_document not in (None, tokenizer.eos_id):
+        raise UserError(
+            f"{key}: documents in {file} end with id {meta.end_of_document}, those of "
+            f"model.hf_assets_path with {tokenizer.eos_id}; set model.end_of_document to that "
+            "token, or tokenize the text again"
         )
     name, _, flags = meta.dtype.partition("-")
     if meta.packed is not None and (not flags or meta.tokens % meta.packed):
