@@ -263,3 +263,53 @@ def test_ten_steps_with_its_family(name, published, ranks, tmp_path):
     curve = losses(ranks(1, train, argv, timeout=250)[0])
     assert len(curve) == 10
     assert curve[-1] < curve[0]
+
+
+LLAMA2_TEMPLATE = (
+    "{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}"
+    "{% set system = messages[0]['content'] %}{% else %}{% set rest = messages %}"
+    "{% set system = false %}{% endif %}{% for message in rest %}"
+    "{% if loop.index0 == 0 and system != false %}{% set content = '<<SYS>>\\n' + system + "
+    "'\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}{% set content = message['content'] %}"
+    "{% endif %}{% if message['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% else %}"
+    "{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}"
+)
+HARMONY_TEMPLATE = (
+    "{{ '<|start|>system<|message|>You are ChatGPT.<|end|>' }}{% for message in messages %}"
+    "{% if message.role == 'assistant' %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + message.content }}"
+    "{{ '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}{% else %}"
+    "{{ '<|start|>' + ('developer' if message.role == 'system' else 'user') + '<|message|>' }}"
+    "{{ message.content + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+NAMED = {
+    # name: (template, an answer in its turn, how turns end, how the last one ends)
+    "llama2": (LLAMA2_TEMPLATE, "{} </s>", "", ""),
+    "gptoss": (HARMONY_TEMPLATE, "<|channel|>final<|message|>{}", "<|end|>", "<|return|>"),
+}
+
+
+@pytest.mark.parametrize("chat", ["one turn", "three turns", "system"])
+@pytest.mark.parametrize("name", NAMED)
+def test_a_template_of_a_file_that_the_user_names(name, chat, published, tmp_path):
+    """These folders have none."""
+    folder = published(name)
+    template, around, end, last = NAMED[name]
+    (tmp_path / "mine.jinja").write_text(template)
+    tokenizer = build_tokenizer(str(folder), chat_template=str(tmp_path / "mine.jinja"))
+    messages = [{"role": role, "content": content} for role, content in CHATS[chat]]
+    conversation = Chat(tokenizer, "key")
+    ids = conversation.encode(conversation.document(messages))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    text = theirs.apply_chat_template(messages, chat_template=template, tokenize=False)
+    plain = (ids & PLAIN).tolist()
+    expected = theirs(text, add_special_tokens=False)["input_ids"]
+    assert plain == [*([] if expected[0] == tokenizer.bos_id else [tokenizer.bos_id]), *expected]
+    answers = [content for role, content in CHATS[chat] if role == "assistant"]
+    if name == "llama2":
+        answers = [answer.strip() for answer in answers]
+    answers = [around.format(answer) + end for answer in answers]
+    answers[-1] = answers[-1].removesuffix(end) + last
+    assert [run.strip() for run in predicted(tokenizer, ids)] == answers
