@@ -1,6 +1,7 @@
 """Which files a path names, and that only regular files that nobody has changed are read."""
 
 import json
+import lzma
 import os
 from pathlib import Path
 
@@ -329,3 +330,22 @@ def test_token_files_at_any_depth(tokens, tmp_path, caplog, monkeypatch):
     assert "and not what lies beside: more.jsonl" in caplog.text
     (inner / "a.bin").unlink()
     assert find_token_files(str(tmp_path / "tokens"), "key") == []
+
+
+def test_padding_between_streams_of_xz_is_legal(tmp_path):
+    """As `xz --robot` and tape archives write it: lzma.open lost what followed, or failed."""
+    parts = [b"one\n" * 50_000, b"two\n", b""]
+    streams = [lzma.compress(part) for part in parts]
+    for name, content in {
+        "padded": (b"\0" * 4).join(streams),
+        "at the end": streams[0] + streams[1] + b"\0" * 4096,
+        "much": (b"\0" * (2**20 + 4)).join(streams),
+        "none": b"".join(streams),
+    }.items():
+        file = tmp_path / f"{name}.txt.xz"
+        file.write_bytes(content)
+        with open_plain(file) as opened:
+            assert opened.read() == b"".join(parts), name
+        file.write_bytes(content.rstrip(b"\0")[:-5])
+        with pytest.raises((EOFError, lzma.LZMAError)), open_plain(file) as opened:
+            opened.read()

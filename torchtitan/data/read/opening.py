@@ -212,10 +212,54 @@ def open_plain(
 
         plain = pyarrow.CompressedInputStream(buffered, "zstd")
         return cast(IO[bytes], io.BufferedReader(plain, _BUFFER))
-    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    if ending == ".xz":
+        return cast(IO[bytes], io.BufferedReader(_XZ(buffered), _BUFFER))
+    openers: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open}
     if ending in openers:
         return openers[ending](buffered)
     return buffered
+
+
+class _XZ(io.RawIOBase):
+    """The contents of an xz file: several streams, with padding of zeros between and after them.
+    `lzma.open` calls such a file cut off, or ignores what follows the padding.
+    """
+
+    def __init__(self, file: IO[bytes]):
+        self._file = file
+        self._decoder = lzma.LZMADecompressor()
+        self._pending = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = b""
+        while not data:
+            if self._decoder.eof and not self._next_stream():
+                return 0
+            block = b""
+            if self._decoder.needs_input:
+                block = self._pending or self._file.read(_BUFFER)
+                self._pending = b""
+                if not block:
+                    raise EOFError("the file ends within a stream")
+            data = self._decoder.decompress(block, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def _next_stream(self) -> bool:
+        """Skip padding; whether another stream follows."""
+        rest = self._decoder.unused_data.lstrip(b"\0")
+        while not rest and (block := self._file.read(_BUFFER)):
+            rest = block.lstrip(b"\0")
+        self._pending = rest
+        self._decoder = lzma.LZMADecompressor() if rest else self._decoder
+        return bool(rest)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class _ReportingFile(io.FileIO):
