@@ -1,5 +1,6 @@
 """Many runs by `torchtitan submit`, with stand-ins for Slurm's commands."""
 
+import io
 import json
 import os
 import signal
@@ -382,3 +383,28 @@ def test_without_slurm(tmp_path, monkeypatch):
         submit("--submit", *GRID)
     with pytest.raises(UserError, match="not the folder of a submitted grid"):
         jobs([str(tmp_path)])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_between_two_runs_starts_no_further_one(tmp_path, monkeypatch, number):
+    started = []
+
+    class Terminal(io.StringIO):
+        def write(self, text):
+            if "run 2 of 2" in text:
+                os.kill(os.getpid(), number)
+            return super().write(text)
+
+    def status_of(runner, command):
+        started.append(command[-1])
+        return 0
+
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    monkeypatch.setattr("torchtitan.tools.launch.grid._Runner.status_of", status_of)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    try:
+        assert run_in_turn(["a", "b"], [["a"], ["b"]], tmp_path) == os.EX_TEMPFAIL
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
+    assert started == ["a"]

@@ -212,7 +212,7 @@ name = "lama3"
         f"{file}:12: optimzer: unknown section; did you mean 'optimizer'?",
         f"{file}:15: lr_scheduler.decay_type: got 'cosin', must be 'linear', 'sqrt' or "
         "'cosine'; did you",
-        f"{file}:16: lr_scheduler.min_lr_factor: got 1.5: input should be less than or equal to 1",
+        f"{file}:16: lr_scheduler.min_lr_factor: got 1.5, must be at most 1",
         f"{file}:19: model.name: no model family 'lama3'; known: deepseek_v2, ",
         "--metrics.log_frq: unknown key; did you mean 'metrics.log_freq'?",
         "--training.max_norm: got 'abc', must be a number",

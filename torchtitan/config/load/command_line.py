@@ -309,14 +309,14 @@ def _parse_list(element: Any, words: list[str]) -> list[Any]:
         return []
     if is_text:
         return words
-    if not _is_name(element):
-        return [_guess([word]) for word in words]
     whole = " ".join(words)
     if whole.startswith("[") and whole.endswith("]"):
         raise ValueError(
             f"got {brief(whole)}, not a list of TOML, whose strings have quotes; quote it for the "
-            "shell, too, or write a,b"
+            "shell, too" + (", or write a,b" if _is_name(element) else "")
         )
+    if not _is_name(element):
+        return [_guess([word]) for word in words]
     names = (name.strip() for word in words for name in word.split(","))
     return [name for name in names if name]
 

@@ -25,6 +25,15 @@ _TYPES = {
 }
 
 
+_BOUNDS = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "above"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "below"),
+}
+"""Kind of an error to the bound in its context, and its words."""
+
+
 def explain_errors(
     error: ValidationError,
     model: type[BaseModel],
@@ -68,6 +77,9 @@ def explain_value(item: Any, *, hints: bool = True) -> str:
         legal = re.findall(r"'([^']+)'", context["expected"])
         hint = did_you_mean(str(item["input"])[:100], legal) if hints else ""
         return f"got {got}, must be {context['expected']}{hint}"
+    if kind in _BOUNDS:
+        bound, words = _BOUNDS[kind]
+        return f"got {got}, must be {words} {context[bound]}"
     if kind == "missing":
         return "must be set"
     if kind == "value_error":

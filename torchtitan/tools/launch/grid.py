@@ -335,6 +335,9 @@ def run_in_turn(names: Sequence[str], commands: Sequence[Sequence[str]], folder:
     failed = []
     for i, (name, words) in enumerate(zip(names, commands, strict=True), 1):
         print(f"\n== run {i} of {len(names)}: {name}", file=sys.stderr, flush=True)
+        if runner.stop_requested:  # since the run before has ended
+            print("Stopped before it; the same command resumes", file=sys.stderr)
+            return os.EX_TEMPFAIL
         status = runner.status_of([sys.executable, "-m", "torchtitan", *words])
         if status == INTERRUPTED:
             print(
