@@ -244,3 +244,9 @@ def test_a_number_out_of_bounds_is_a_number():
     }.items():
         (problem,) = problems(flag)
         assert text in problem
+
+
+@pytest.mark.parametrize("text", ['["a"]', '["a", "b"]', "a, b"])
+def test_a_prompt_of_a_grid_is_one_prompt_however_it_is_spelled(text):
+    (run,) = make_runs([f"sampling.prompts={to_toml_value([text])}"], None)
+    assert flags_of(run.flags) == {"sampling.prompts": [text]}

@@ -443,6 +443,12 @@ def test_a_narrow_tied_model_does_not_predict_repetition(family, dim):
     assert -0.05 < loss < 0.5
 
 
+def test_a_wide_tied_embedding_is_no_larger_than_an_output_projection():
+    sizes = {"dim": 6400, "n_heads": 64, "n_kv_heads": 64}
+    args = SPEC.args("debugmodel", sizes | {"tie_embeddings": True})
+    assert SPEC.init("tok_embeddings.weight", args).std == pytest.approx(1 / 80)
+
+
 @pytest.mark.parametrize(
     ("flavor", "overrides", "text"),
     [
