@@ -21,20 +21,20 @@ ENGINE = ("models", "parallel", "optim", "train")
 SERVICES = ("config", "data", "checkpoint", "telemetry", "health", "inference", "utils")
 BESIDE = ("testing", "tools", "commands")
 ROOMS = {
-    "models": 39_000,
+    "models": 42_500,
     "parallel": 24_500,
     "optim": 9_000,
-    "train": 22_000,
-    "config": 26_000,
-    "data": 42_500,
-    "checkpoint": 34_500,
-    "telemetry": 13_500,
+    "train": 23_000,
+    "config": 26_500,
+    "data": 51_000,
+    "checkpoint": 37_000,
+    "telemetry": 13_000,
     "health": 9_500,
     "inference": 8_000,
-    "utils": 11_000,
+    "utils": 12_500,
     "testing": 10_500,
     "tools": 88_500,
-    "commands": 18_000,
+    "commands": 18_500,
 }
 """Tokens of each room, rounded to the nearest `STEP`."""
 STEP = 500

@@ -25,6 +25,7 @@ from torchtitan.tools.planner.hardware import load_hardware
 from torchtitan.tools.reports.folder import read_folder
 from torchtitan.utils.files import BOM, text_of
 from torchtitan.utils.formats import read_json_object
+from torchtitan.utils.run_files import RunFile
 
 TEXTS = {
     "base.toml": '[job]\ndescription = "ä"\n',
@@ -56,7 +57,7 @@ def pipeline(folder):
 
 
 def later_steps_dropped(folder):
-    drop_after(folder / "metrics.jsonl", 1)
+    drop_after(RunFile(folder / "metrics.jsonl"), 1)
     return (folder / "metrics.jsonl").read_text()
 
 

@@ -102,6 +102,5 @@ def parallelize(
         fill(model, weights_device, device, config.debug.seed, lambda fqn: spec.init(fqn, args))
         models.append(model)
     layout = layout_name(layout_degrees(p))
-    name = f"{config.model.label}"
-    logger.info(f"Model {name}: {parameter_count:,} parameters on {layout}")
+    logger.info(f"Model {config.model.label}: {parameter_count:,} parameters on {layout}")
     return models

@@ -62,7 +62,7 @@ def _run_of_stages(plan: Plan) -> TrainingRun:
 
 
 def _model(plan: Plan) -> str:
-    return f"{plan.config.model.label}"
+    return plan.config.model.label
 
 
 def _nodes(plan: Plan) -> int:
