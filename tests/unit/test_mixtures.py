@@ -174,7 +174,12 @@ def test_a_source_is_read_exactly_as_often_as_it_may_be(mixture, caplog, monkeyp
         UserError, match=rf"training.steps: the data runs out .* set training.steps = {enough},"
     ):
         alone.check_enough(enough + 1)
-    with pytest.raises(UserError, match="all have been read max_epochs times after"):
+    # The guard went back from step 8 to step 5: three steps of data are left out.
+    after = {"step": 5, "position": batches(loader([twice], stages=[]), 8)[-1].position}
+    alone.check_enough(enough - 3, **after)
+    with pytest.raises(UserError, match=f"after step {enough - 3} of {enough - 2} "):
+        alone.check_enough(enough - 2, **after)
+    with pytest.raises(UserError, match="all have been read max_epochs times"):
         batches(alone, 60)
 
 

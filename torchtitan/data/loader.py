@@ -179,31 +179,41 @@ class StepLoader:
         """Start all sources at their beginnings, and the stages at `step`, counted from 0."""
         self.start = _beginning(step)
 
-    def check_enough(self, steps: int) -> None:
+    def check_enough(
+        self, steps: int, *, step: int | None = None, position: DataPosition | None = None
+    ) -> None:
         """Warn of sources that end before `steps`.
+
+        Args:
+            step: steps trained so far: less than those read after the guard's rewinds. Default:
+                those read.
+            position: after them; default: the start.
 
         Raises:
             UserError: all of them do.
         """
-        first = self.start.step
+        position = position or self.start
+        first = position.step
+        rewound = 0 if step is None else first - step
         plans = self.spec.plans
         left: dict[str, int] = {}
         for name, source in self.sources.items():
-            tokens = source.left(self.start.sources.get(name))
+            tokens = source.left(position.sources.get(name))
             if tokens is not None:
                 left[name] = tokens
         if left.keys() == self.sources.keys():
-            enough = first + whole_steps(plans, sum(left.values()), first)
+            enough = first + whole_steps(plans, sum(left.values()), first) - rewound
             if enough < steps:
                 raise UserError(
                     f"training.steps: the data runs out after step {enough:,} of {steps:,} (every "
                     f"source reaches max_epochs); set training.steps = {enough}, or raise "
                     "max_epochs"
                 )
-        for name, step in exhaustion_steps(plans, left, range(first, steps - 1)).items():
+        ends = exhaustion_steps(plans, left, range(first, steps + rewound - 1))
+        for name, read in ends.items():
             logger.warning(
-                f"{self.spec.section}.sources: {name} reaches max_epochs in step {step + 1:,} of "
-                f"{steps:,}; from then on the others share its weight"
+                f"{self.spec.section}.sources: {name} reaches max_epochs in step "
+                f"{read + 1 - rewound:,} of {steps:,}; from then on the others share its weight"
             )
 
     def _announce_changes(self, saved: set[str]) -> None:

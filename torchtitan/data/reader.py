@@ -98,8 +98,8 @@ class StepReader:
         counts = divide(self.shares, plan.weights, count, left)
         if sum(counts.values()) < count:
             raise UserError(
-                f"{self.spec.section}.sources: all have been read max_epochs times after "
-                f"{self.step} steps; set training.steps = {self.step}, or raise max_epochs"
+                f"{self.spec.section}.sources: all have been read max_epochs times; lower "
+                "training.steps, or raise max_epochs"
             )
         places = scatter(counts, self.spec.seed, self.step)
         row_of: dict[int, Row] = {}

@@ -47,7 +47,7 @@ from torchtitan.utils.device import (
     tune_cpu,
     unused_gpu,
 )
-from torchtitan.utils.errors import HangError, OutOfMemoryError
+from torchtitan.utils.errors import HangError, OutOfMemoryError, UserError
 from torchtitan.utils.logging import logger
 from torchtitan.utils.signals import StopRequest
 
@@ -165,7 +165,7 @@ class Trainer:
         components = self.components
         loader = components.loader
         restore(self.config, self.setup, components.models, self.checkpointer, state=self.state)
-        loader.check_enough(self.config.training.steps)
+        loader.check_enough(self.config.training.steps, step=self.progress.step)
         components.enter_stage(loader.stage_after(loader.start))
         write_config(self.config)
 
@@ -282,11 +282,22 @@ class Trainer:
             self.state.rewind(earlier.train_state)
             prepare_weights(self.components, config)
             self.engine.notify("on_rewind", earlier.step)
+            self._warn_if_data_ends()
             return
         progress.advance(result.tokens, result.loss, skipped=not result.updated)
         self.components.schedule.advance()
         self.stopped = stops_early(self.engine.run, result)
         self.engine.notify("after_step", result)
+
+    def _warn_if_data_ends(self) -> None:
+        """A rewind leaves data out, so finite data may now end before the last step."""
+        position = self.progress.data
+        try:
+            self.components.loader.check_enough(
+                self.config.training.steps, step=self.progress.step, position=position
+            )
+        except UserError as error:
+            logger.warning(f"After the rewind: {error}")
 
     def _record_skipped(self) -> None:
         """Record the documents that were skipped: of files at the start, of streams at the end."""
