@@ -21,7 +21,7 @@ ENGINE = ("models", "parallel", "optim", "train")
 SERVICES = ("config", "data", "checkpoint", "telemetry", "health", "inference", "utils")
 BESIDE = ("testing", "tools", "commands")
 ROOMS = {
-    "models": 42_500,
+    "models": 43_000,
     "parallel": 24_500,
     "optim": 9_000,
     "train": 23_000,

@@ -8,7 +8,8 @@ from pydantic import Field
 from torchtitan.config.types import Layers
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.decoder.traits import register_decoder
-from torchtitan.models.hf.config import LayerTypes, RopeByLayer
+from torchtitan.models.hf.config import LayerTypes
+from torchtitan.models.hf.windows import RopeByLayer
 from torchtitan.models.rope_scaling import LinearScaling
 
 

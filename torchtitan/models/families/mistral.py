@@ -4,7 +4,7 @@ from functools import partial
 
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.decoder.traits import register_decoder
-from torchtitan.models.hf.config import OneWindow
+from torchtitan.models.hf.windows import OneWindow
 
 
 class _Config(OneWindow):

@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.decoder.traits import register_decoder
-from torchtitan.models.hf.config import LayerTypes, RopeByLayer
+from torchtitan.models.hf.config import LayerTypes
+from torchtitan.models.hf.windows import RopeByLayer
 from torchtitan.models.rope_scaling import YarnScaling
 
 

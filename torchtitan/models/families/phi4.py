@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.decoder.traits import register_decoder
-from torchtitan.models.hf.config import OneWindow
 from torchtitan.models.hf.rope import Rope
+from torchtitan.models.hf.windows import OneWindow
 from torchtitan.models.hf_names import HFNames, HFSlice
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.decoder.traits import register_decoder
-from torchtitan.models.hf.config import LaterWindows
+from torchtitan.models.hf.windows import LaterWindows
 
 
 class _Config(LaterWindows):

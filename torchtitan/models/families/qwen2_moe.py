@@ -8,8 +8,8 @@ from typing import ClassVar
 
 from torchtitan.models.args import DecoderArgs, LayerKind
 from torchtitan.models.decoder.traits import register_decoder
-from torchtitan.models.hf.config import LaterWindows
 from torchtitan.models.hf.qwen import SharedExpertConfig
+from torchtitan.models.hf.windows import LaterWindows
 
 
 class _Config(SharedExpertConfig, LaterWindows):
