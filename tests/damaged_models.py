@@ -124,7 +124,8 @@ def pickled(folder):
 
 
 def twice(folder):
-    shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    shutil.copy(folder / "a.safetensors", folder / "b.safetensors")
 
 
 def poison(value):

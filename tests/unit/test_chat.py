@@ -139,6 +139,9 @@ def test_templates_are_found_where_transformers_finds_them(tmp_path):
     for name, template in {"string": CHATML, "list": named}.items():
         chat = open_chat(tmp_path / name, None, chat_template=template)
         assert encode(chat, CHATS[0]) == expected
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/chat_template.json").write_text(json.dumps({"chat_template": CHATML}))
+    assert encode(open_chat(tmp_path / "old", None), CHATS[0]) == expected
     assert [file.name for file in open_chat(tmp_path / "file").tokenizer.files] == [
         "tokenizer.json",
         "tokenizer_config.json",

@@ -234,3 +234,22 @@ def test_a_layer_too_many_is_no_module(tmp_path, further):
 
     change_tensors(tmp_path / "hf", add_module)
     assert "model.layers.2.eh_proj.weight" in open_hf(tmp_path / "hf").notes[0]
+
+
+def test_files_beside_the_model_are_left_out_and_named(tmp_path):
+    """Such as an adapter, or the publisher's own format."""
+    folder = tmp_path / "theirs"
+    write_model(folder)
+    save_file({"tok_embeddings.weight": torch.zeros(2, 2)}, folder / "consolidated.safetensors")
+    model = open_hf(folder)
+    assert model.notes == ["Not read, because transformers doesn't: consolidated.safetensors"]
+    embedding = load_file(folder / "model.safetensors")[EMBEDDING]
+    assert torch.equal(model.reader.read("tok_embeddings.weight"), embedding)
+
+
+def test_only_another_rope_is_told_where_stages_set_it(tmp_path):
+    write_model(tmp_path / "theirs", "llama3")
+    for overrides, told in (({"rope_theta": 7.0}, True), ({"norm_eps": 0.25}, False)):
+        with pytest.raises(UserError, match="holds another model") as found:
+            run_of(tmp_path / "theirs", **overrides)
+        assert ("another RoPE" in str(found.value)) == told

@@ -135,6 +135,8 @@ def test_exports_write_back_what_was_there(case, tmp_path):
 def test_a_named_token_must_exist(tmp_path):
     with pytest.raises(UserError, match=r"eos_token is '<\|gone\|>', which .* doesn't have"):
         build_tokenizer(write(tmp_path, {"eos_token": "<|gone|>"}))
+    with pytest.raises(UserError, match=r"add_bos_token is 'false', must be true or false"):
+        build_tokenizer(write(tmp_path, BOTH | {"add_bos_token": "false"}))
     with pytest.raises(UserError, match="no end-of-text token"):
         build_tokenizer(write(tmp_path, {"eos_token": None}))
     listed = {"3000": {"content": "<|new|>", "special": True}}

@@ -80,13 +80,15 @@ class _Index(BaseModel):
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors that the folder's index names, or all.
+    """The safetensors that the folder's index names, or `model.safetensors`, or all.
 
     Raises:
         CheckpointError: there are none, or the index is damaged or names files elsewhere.
     """
     index = folder / _INDEX
     if not index.exists():
+        if (folder / _WHOLE).exists():
+            return [folder / _WHOLE]  # as transformers does
         if files := sorted(folder.glob("*.safetensors")):
             return files
         if pickles := sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern)):
@@ -147,7 +149,10 @@ class SafetensorsReader(HuggingFaceStorageReader):
         self.names = names
         self.parts = {ours: hf_slices(theirs) for ours, theirs in names.items()}
         entries: dict[str, FileTensor] = {}
-        for file in _weight_files(folder):
+        files = _weight_files(folder)
+        self.unread = sorted({*folder.glob("*.safetensors")} - {*files})
+        """Files that aren't the model, such as an adapter, or the weights under other names."""
+        for file in files:
             for stored, entry in _read_header(file).items():
                 name = _text_model_name(stored)
                 if first := entries.get(name):

@@ -66,6 +66,9 @@ def open_hf(folder: Path, spec: ModelSpec | None = None, run: Any = None) -> HFM
         ignored = check_tensors(reader, spec, run)[0]
     if reader.quantization:
         notes.append(f"Dequantized from {reader.quantization.method} to bfloat16")
+    if reader.unread:
+        more = _more(reader.unread, 1)
+        notes.append(f"Not read, because transformers doesn't: {reader.unread[0].name}{more}")
     if ignored:
         more = _more(ignored, 1)
         notes.append(f"Not read, because the model has no place for it: {ignored[0]}{more}")
@@ -113,12 +116,13 @@ def _other_model(reader: SafetensorsReader, args: Any, run: Any, notes: list[str
         differing["n_mtp"] = f"n_mtp = {args.n_mtp}"
     if not differing:
         return []
-    return [
-        f"{reader.folder} holds another model than this configuration builds.",
-        *notes,
-        f"Set [model.overrides] {', '.join(differing.values())}. To train on with another RoPE on "
-        "purpose, give it in [[training.stages]] with from_step = 1.",
-    ]
+    advice = f"Set [model.overrides] {', '.join(differing.values())}."
+    if any("rope" in name for name in differing):
+        advice += (
+            " To train on with another RoPE on purpose, give it in [[training.stages]] with "
+            "from_step = 1."
+        )
+    return [f"{reader.folder} holds another model than this configuration builds.", *notes, advice]
 
 
 # ---- the tensors
@@ -179,7 +183,7 @@ def _shapes(spec: ModelSpec, args: Any, names: HFNames) -> dict[str, torch.Size]
     return {name: value.shape for name, value in state.items() if name not in buffers}
 
 
-def _more(items: list[str], shown: int) -> str:
+def _more(items: list[Any], shown: int) -> str:
     return f" (and {len(items) - shown} more)" if len(items) > shown else ""
 
 

@@ -22,7 +22,7 @@ TEXTS = (
     "日本語のテキスト и кириллица 🙂🏽",
 )
 """The texts on which tokenizers are compared."""
-_COPIED = (MAP, "chat_template.jinja")
+_COPIED = (MAP, "chat_template.jinja", "chat_template.json")
 _BUILT_IN = (HuggingFaceTokenizer, TiktokenTokenizer)
 
 

@@ -227,7 +227,8 @@ class Tokenizer(ABC):
         """The files an export needs for others to use the tokenizer."""
         if self.path is None:
             return []
-        names = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+        names = ["tokenizer_config.json", "special_tokens_map.json"]
+        names += ["chat_template.jinja", "chat_template.json"]
         beside = [self.path.with_name(name) for name in names]
         return [self.path, *filter(Path.is_file, beside)]
 

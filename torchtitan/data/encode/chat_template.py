@@ -41,6 +41,8 @@ _WIDE = re.compile(r"[0-9]{5}|\*")
 _TODAY = datetime.date(2024, 7, 26)
 _FILE = "chat_template.jinja"
 _CONFIG = "tokenizer_config.json"
+_OLD_FILE = "chat_template.json"
+"""As older versions of transformers' processors write it."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -59,7 +61,7 @@ class ChatTemplate:
         Raises:
             UserError: there is no template, or it can't be parsed.
         """
-        config = _read_config(tokenizer, key)
+        config = _read_json(tokenizer.with_name(_CONFIG), key)
         if file is not None:
             self.path, source = file, _read_template(file, "model.chat_template")
         else:
@@ -124,10 +126,9 @@ class ChatTemplate:
         )
 
 
-def _read_config(tokenizer: Path, key: str) -> dict[str, Any]:
-    config = tokenizer.with_name(_CONFIG)
+def _read_json(file: Path, key: str) -> dict[str, Any]:
     try:
-        return read_json_object(config) if config.is_file() else {}
+        return read_json_object(file) if file.is_file() else {}
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: {error}") from None
 
@@ -139,6 +140,9 @@ def _find_template(tokenizer: Path, config: Mapping[str, Any], key: str) -> tupl
         return file, _read_template(file, key)
     template = config.get("chat_template")
     path = tokenizer.with_name(_CONFIG)
+    if template is None:
+        path = tokenizer.with_name(_OLD_FILE)
+        template = _read_json(path, key).get("chat_template")
     if isinstance(template, list):
         named = {
             entry.get("name"): entry.get("template")

@@ -41,6 +41,12 @@ def named_tokens(tokenizer: Path) -> NamedTokens:
     config = read_json(tokenizer.with_name(CONFIG))
     in_config = dict(_names(config, tokenizer.with_name(CONFIG)))
     in_map = dict(_names(read_json(tokenizer.with_name(MAP)), tokenizer.with_name(MAP)))
+    add_bos = config.get("add_bos_token")
+    if not isinstance(add_bos, bool | None):
+        raise UserError(
+            f"model.hf_assets_path: {tokenizer.with_name(CONFIG)}: add_bos_token is {add_bos!a}, "
+            "must be true or false"
+        )
     # as in transformers
     config_counts = "added_tokens_decoder" in config
     notes = [
@@ -52,7 +58,7 @@ def named_tokens(tokenizer: Path) -> NamedTokens:
     return NamedTokens(
         in_map | in_config if config_counts else in_config | in_map,
         dict(_added(tokenizer, config)),
-        config.get("add_bos_token") is not False,
+        add_bos is not False,
         notes,
     )
 
