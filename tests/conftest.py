@@ -25,6 +25,7 @@ _CACHE = os.environ["TORCHTITAN_CACHE"] = tempfile.mkdtemp(prefix="torchtitan-te
 
 from tests.long_tier import mark_long_tier, share_of
 from torchtitan.testing.ranks import RankPool
+from torchtitan.utils.logging import logger
 
 
 def pytest_unconfigure() -> None:
@@ -52,6 +53,14 @@ def pytest_collection_finish() -> None:
     """Collections needn't scan what the test files import: a million objects."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _restored_log() -> Iterator[None]:
+    """Commands and runs start the log of their process, which the tests share."""
+    handlers, propagate = [*logger.handlers], logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
 
 
 @pytest.fixture(scope="session")

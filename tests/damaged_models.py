@@ -213,7 +213,10 @@ WEIGHTS = {
 CONFIGS = {
     "garbage": (text("config.json", "garbage"), "config.json is not valid JSON"),
     "empty": (text("config.json", ""), "config.json is not valid JSON"),
-    "not UTF-8": (text("config.json", b"\xff\xfe{}"), "config.json is not valid JSON: .*0xff"),
+    "not UTF-8": (
+        text("config.json", b"\xff\xfe{}"),
+        "config.json is not valid JSON: .*it is UTF-16",
+    ),
     "list": (text("config.json", "[]"), "config.json is not a JSON object"),
     "deep": (text("config.json", DEEP), "config.json is nested too deeply"),
     "digits": (

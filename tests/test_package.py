@@ -147,7 +147,8 @@ def test_shipped_configurations_are_found_and_extended(torchtitan, tmp_path):
     ]
     data = ["--training.dataset=demo", "--world", "8"]
     for name in ("my.toml", "llama3_8b"):
-        assert torchtitan("config", name, *tokenizer, *data).startswith("OK: llama3 8B on 8 ranks")
+        checked = torchtitan("config", name, *tokenizer, *data)
+        assert checked.startswith("OK: llama3 8B with overrides on 8 ranks")
     assert "steps = 7" in torchtitan("config", "my.toml", "--toml", *tokenizer, *data)
 
 

@@ -91,7 +91,7 @@ def test_modules_are_exported_with_copies_of_embedding_and_output(ranks, tmp_pat
     args = source.spec.hf.args(json.loads((folder / "config.json").read_text()))
     assert (args.n_mtp, source.args.n_mtp) == (2, 0)
     model = source.spec.build(args, attention_backend("cpu"))
-    load_hf([model], folder, source.spec.hf.names(args))
+    load_hf([model], folder, source.spec, args)
     for name, value in model.named_parameters():
         assert torch.equal(value, trained[name]), name
 

@@ -290,13 +290,13 @@ def test_missing_keys_mean_what_they_do_in_transformers(family):
         ("llama3", {"model_type": "qwen2"}, "model_type: got 'qwen2', must be 'llama'"),
         (
             "qwen3",
-            {"layer_types": ["full_attention", "sliding_attention"]},
+            {"layer_types": ["full_attention", "full_attention"]},
             "the kinds of 2 layers are given, must be of num_hidden_layers 6",
         ),
         (
             "qwen3",
             {"layer_types": ["full_attention", "sliding_attention"] * 3},
-            "layer_pattern has window layers, so window must be set",
+            "layer_types has 'sliding_attention', but use_sliding_window is false",
         ),
         (
             "qwen3",
@@ -313,7 +313,7 @@ def test_missing_keys_mean_what_they_do_in_transformers(family):
             "olmo3",
             {
                 "rope_parameters": {
-                    "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+                    "full_attention": {"rope_type": "default", "rope_theta": 5e5},
                     "sliding_attention": {"rope_type": "linear", "factor": 2.0},
                 }
             },
@@ -338,7 +338,7 @@ def test_missing_keys_mean_what_they_do_in_transformers(family):
         (
             "phi4",
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}},
-            "rope_scaling.type: got 'longrope', must be 'default'",
+            "rope_scaling.rope_type: got 'longrope', must be 'default'",
         ),
         (
             "phi4",
@@ -349,7 +349,7 @@ def test_missing_keys_mean_what_they_do_in_transformers(family):
         (
             "qwen3_moe",
             {"num_experts_per_tok": 99},
-            "experts_per_token 99 must be 1 to n_experts 16",
+            "num_experts_per_tok 99 must be 1 to num_experts 16",
         ),
     ],
 )
