@@ -215,7 +215,7 @@ CONFIGS = {
     "empty": (text("config.json", ""), "config.json is not valid JSON"),
     "not UTF-8": (
         text("config.json", b"\xff\xfe{}"),
-        "config.json is not valid JSON: .*it is UTF-16",
+        "config.json is not valid JSON: .*it is UTF-16; save it as UTF-8",
     ),
     "list": (text("config.json", "[]"), "config.json is not a JSON object"),
     "deep": (text("config.json", DEEP), "config.json is nested too deeply"),

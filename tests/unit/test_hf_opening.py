@@ -147,7 +147,7 @@ def test_a_run_has_the_model_of_config_json(tmp_path, changes, setting):
     change_config(tmp_path / "hf", **changes)
     with pytest.raises(ConfigError) as refused:
         run_of(tmp_path / "hf")
-    assert f"Set [model.overrides] {setting}. To train on" in str(refused.value)
+    assert f"Set [model.overrides] {setting}." in str(refused.value)
     key, _, value = setting.partition(" = ")
     if key != "rope_scaling":
         run_of(tmp_path / "hf", **{key: json.loads(value)})
