@@ -34,7 +34,7 @@ def test_it_learns_characters(tmp_path):
     more = {
         "train": [
             "--training.steps=60", "--lr_scheduler.warmup_steps=20", "--metrics.log_freq=20",
-            f"--model.overrides.vocab_size={characters + 1}",
+            f"--model.overrides.vocab_size={characters}",
         ],
     }  # fmt: skip
     (tmp_path / "examples").symlink_to(ROOT / "examples")

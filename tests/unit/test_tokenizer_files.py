@@ -287,6 +287,8 @@ def test_the_files_beside_a_sentencepiece_model_are_obeyed(llama2, tmp_path):
     listed = {"500": {"content": "<new>"}}
     with pytest.raises(UserError, match=r"add the token '<new>' \(500\)"):
         build_tokenizer(settings(llama2, added_tokens_decoder=listed))
+    with pytest.raises(UserError, match=r"no end-of-text token; .* \(null if it has none at all"):
+        build_tokenizer(settings(llama2, eos_token=None))  # the model has </s>
     tokenizer = build_tokenizer(settings(llama2, eos_token="</s>"), end_of_document="<s>")
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.stop_ids) == (None, 1, (2,))
     write_tokenizer(tokenizer, tmp_path, 128)

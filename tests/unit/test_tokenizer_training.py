@@ -284,28 +284,31 @@ def test_a_tokenizer_is_replaced_only_on_demand(tmp_path):
 SHAKESPEARE = "First Citizen:\nBefore we proceed any further, hear me speak.\r\n\tä 日🚀 e\u0301\n"
 
 
-def test_characters_have_the_ids_of_nanogpt(tmp_path, capsys):
+@pytest.mark.parametrize("ends", [False, True])
+def test_characters_have_the_ids_of_nanogpt(tmp_path, capsys, ends):
     """`prepare.py` numbers sorted(set(text)) from 0."""
     text = SHAKESPEARE * 3000  # longer than a piece
     (tmp_path / "input.txt").write_bytes(text.encode())
     argv = [str(tmp_path / "input.txt"), "--characters", "--output", str(tmp_path / "made")]
-    assert command.main(argv) == 0
+    assert command.main(argv + ["--end-of-text"] * ends) == 0
     stoi = {c: i for i, c in enumerate(sorted(set(text)))}
     expected = [stoi[c] for c in text]
     tokenizer = build_tokenizer(str(tmp_path / "made"))
-    assert tokenizer.vocab_size == len(stoi) + 1
-    assert (tokenizer.bos_id, tokenizer.eos_id) == (None, len(stoi))
+    assert tokenizer.vocab_size == len(stoi) + ends
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (None, len(stoi) if ends else None)
     assert tokenizer.encode(text) == expected
-    assert tokenizer.encode_document("e")[1:] == [tokenizer.eos_id]
+    assert tokenizer.encode_document("e")[1:] == [len(stoi)] * ends
     assert tokenizer.decode(expected) == text
     lengths = tokenizer.byte_lengths()
     assert lengths[expected].sum() == len(text.encode())
-    assert f"{len(stoi) + 1:,} entries in" in capsys.readouterr().out
+    assert f"{len(stoi) + ends:,} entries in" in capsys.readouterr().out
     with pytest.raises(UserError, match="can't encode a text"):
         tokenizer.encode("Z")
 
 
-@pytest.mark.parametrize("extra", [[], ["--characters", "--vocab-size", "300"]])
+@pytest.mark.parametrize(
+    "extra", [[], ["--characters", "--vocab-size", "300"], ["--end-of-text", "--vocab-size", "300"]]
+)
 def test_a_size_or_characters(tmp_path, capsys, extra):
     with pytest.raises(SystemExit):
         command.main(["demo", "--output", str(tmp_path / "made"), *extra])

@@ -55,6 +55,7 @@ def _eval(argv: list[str], rank: int) -> int:
 
     source = find(options.checkpoint, options.custom_import, averaged=options.ema)
     tokenizer = open_tokenizer(source, options.assets)
+    tokenizer.end_for("torchtitan eval")
     with process_group():
         tasks = Tasks(
             options.tasks.split(","),

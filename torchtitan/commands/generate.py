@@ -43,7 +43,7 @@ def _generate(options: argparse.Namespace, rank: int, world: int) -> int:
 
     source = find(options.checkpoint, options.custom_import, averaged=options.ema)
     tokenizer = open_tokenizer(source, options.assets)
-    prompts = [tokenizer.encode(text, bos=True) or [tokenizer.eos_id] for text in texts]
+    prompts = [tokenizer.encode(text, bos=True) or tokenizer.ends for text in texts]
     if problems := list(_model_problems(source, prompts, world)):
         raise ConfigError(problems)
     length = min(source.args.max_seq_len, max(map(len, prompts)) + options.max_new_tokens)
@@ -152,6 +152,11 @@ def _model_problems(
         )
     limit = source.args.max_seq_len
     for i, prompt in enumerate(prompts, 1):
+        if not prompt:
+            yield (
+                f"prompt {i} has no tokens, and the tokenizer none to begin a text with; give "
+                "--prompt"
+            )
         if len(prompt) >= limit:
             yield (
                 f"prompt {i} has {len(prompt)} tokens; the model reads {limit}, of which one "

@@ -231,6 +231,8 @@ def run(argv: list[str]) -> str:
     tokenizer = build_tokenizer(
         options.tokenizer, None, options.end_of_document, options.chat_template
     )
+    if options.best_fit:
+        tokenizer.end_for("--best-fit")
     for note in (*tokenizer.notes, tokenizer.describe()):
         print(note)
     messages = options.messages_column is not None

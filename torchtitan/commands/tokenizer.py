@@ -41,9 +41,12 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--vocab-size", type=count, metavar="N", help="entries, special tokens included")
     add(
-        "--characters",
+        "--characters", action="store_true", help="instead: an entry for each character of the text"
+    )
+    add(
+        "--end-of-text",
         action="store_true",
-        help="instead: an entry for each character of the text, and end-of-text",
+        help=f"with --characters: also {EOS}, which ends each document",
     )
     add("--output", required=True, type=Path, metavar="DIR", help="folder for the tokenizer")
     add(
@@ -132,7 +135,9 @@ def run(argv: list[str]) -> str:
     try:
         with meter.bar:
             trained = (
-                character_tokenizer(corpus, options.output, advance=advance)
+                character_tokenizer(
+                    corpus, options.output, end_of_text=options.end_of_text, advance=advance
+                )
                 if options.characters
                 else train_tokenizer(
                     corpus,
@@ -163,6 +168,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         for name in _OF_PAIRS:
             if getattr(options, name):
                 ours.error(f"--{name.replace('_', '-')}: not with --characters")
+    elif options.end_of_text:
+        ours.error("--end-of-text: only with --characters; others always have it")
     elif options.vocab_size is None:
         ours.error("give --vocab-size N, or --characters for an entry per character")
     return options
@@ -197,6 +204,8 @@ def _report(options: argparse.Namespace, corpus: Corpus, trained: TokenizerSumma
     if corpus.skipped:
         print(f"Skipped {counted(corpus.skipped)}")
     print(f"{trained.vocab_size:,} entries in {options.output}")
+    if options.characters and not options.end_of_text and trained.documents > 1:
+        print("No token ends a document: each follows the one before. --end-of-text adds one")
     if trained.vocab_size < (options.vocab_size or 0):
         print(
             f"That is fewer than --vocab-size {options.vocab_size:,}: the text has no further "

@@ -230,7 +230,7 @@ class _LaneSource(OpenSource):
         encoder = self.chat or spec.tokenizer
         if spec.packing == "stream":
             return StreamLane(cursor, encoder)
-        return PackedLane(cursor, encoder, spec.seq_len, spec.tokenizer.eos_id)
+        return PackedLane(cursor, encoder, spec.seq_len, spec.tokenizer.end_for("training.packing"))
 
 
 class DocumentSource(_LaneSource):

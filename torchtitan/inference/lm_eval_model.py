@@ -66,14 +66,14 @@ class EvalTokenizer:
             by_file: add special tokens as the tokenizer's files say, not as in training.
         """
         bos = tokenizer.bos_id
-        self.eos_id = tokenizer.eos_id
-        self.prefix_id = tokenizer.eos_id if bos is None else bos
+        self.eos_id = tokenizer.end_for("lm-eval")
+        self.prefix_id = self.eos_id if bos is None else bos
         """The token before a text without context."""
         self._before = [] if bos is None else [bos]
         self._after: list[int] = []
         self._ids: Callable[[str, bool], list[int]] = lambda text, _: tokenizer.encode(text)
         self._decode = tokenizer.decode
-        self._special = {bos, tokenizer.eos_id}
+        self._special = {bos, self.eos_id}
         if isinstance(tokenizer, TiktokenTokenizer):
             backend = tokenizer.backend
             self._ids = lambda text, _: backend.encode(text, allowed_special="all")

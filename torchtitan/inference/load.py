@@ -238,6 +238,6 @@ def load(
         rows=rows,
         max_seq_len=max_seq_len,
         vocab_size=tokenizer.vocab_size,
-        stop=(tokenizer.eos_id, *tokenizer.stop_ids, *source.stop),
+        stop=(*tokenizer.ends, *tokenizer.stop_ids, *source.stop),
         mesh=mesh,
     )

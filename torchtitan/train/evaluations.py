@@ -85,16 +85,14 @@ class WriteSamples(Callback):
 
     def _write(self, probe: Probe, config: Sampling, run: Run) -> list[dict[str, Any]]:
         tokenizer = self.tokenizer
-        prompts = [
-            tokenizer.encode(text, bos=True) or [tokenizer.eos_id] for text in config.prompts
-        ]
+        prompts = [tokenizer.encode(text, bos=True) or tokenizer.ends for text in config.prompts]
         rows: list[Continuation] = []
         for first in range(0, len(prompts), probe.batch):
             rows += continue_prompts(
                 prompts[first : first + probe.batch],
                 lambda texts: probe.next_logits(texts, tokenizer.vocab_size),
                 generator.SamplingSettings(temperature=config.temperature, seed=config.seed),
-                stop=[tokenizer.eos_id, *tokenizer.stop_ids],
+                stop=[*tokenizer.ends, *tokenizer.stop_ids],
                 max_new_tokens=config.max_new_tokens,
                 max_seq_len=probe.max_seq_len,
                 device=run.device,

@@ -133,6 +133,7 @@ def preflight(
             config.model.chat_template,
         )
         facts = replace(facts, tokenizer=tokenizer)
+        reasons += _end_problems(config, tokenizer)
         reasons += _chat_problems(config, tokenizer, args)
         reasons += _token_file_problems(config, tokenizer)
     except UserError as error:
@@ -310,6 +311,23 @@ def _data_sections(config: Config) -> dict[str, Training | Source | Validation |
         sections["validation"] = config.validation
         sections |= {f"validation.sets.{entry.name}": entry for entry in config.validation.sets}
     return sections
+
+
+def _end_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
+    """What a tokenizer without end-of-text can't do."""
+    training = config.training
+    asked = {
+        "training.document_mask": training.document_mask,
+        'training.packing = "best_fit"': training.packing == "best_fit",
+        "eval.enable": config.eval.enable,
+        "sampling.prompts: an empty prompt": "" in config.sampling.prompts
+        and tokenizer.bos_id is None,
+    }
+    for key in (key for key, is_set in asked.items() if is_set):
+        try:
+            tokenizer.end_for(key)
+        except UserError as error:
+            yield str(error)
 
 
 def _chat_problems(config: Config, tokenizer: Tokenizer, args: Any) -> Iterator[str]:

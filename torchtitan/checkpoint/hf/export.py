@@ -210,10 +210,10 @@ class HFExport:
             write_json(self.target / "model.safetensors.index.json", index)
         special: dict[str, int | list[int] | None] = {}
         if tokenizer := self.tokenizer:
-            ends = list(dict.fromkeys([tokenizer.eos_id, *tokenizer.stop_ids]))
+            ends = list(dict.fromkeys([*tokenizer.ends, *tokenizer.stop_ids]))
             special = {
                 "bos_token_id": tokenizer.bos_id,
-                "eos_token_id": ends if len(ends) > 1 else ends[0],
+                "eos_token_id": ends if len(ends) > 1 else next(iter(ends), None),
             }
             write_tokenizer(tokenizer, self.target, self.args.max_seq_len)
         sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}

@@ -60,7 +60,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None
             (folder / path.name).write_bytes(path.read_bytes().removeprefix(BOM))
     if tokenizer.chat_template is not None:
         shutil.copyfile(tokenizer.chat_template, folder / "chat_template.jinja")
-    bos = None if tokenizer.bos_id is None else _name(tokenizer, tokenizer.bos_id)
+    bos = _name(tokenizer, tokenizer.bos_id)
     content |= {
         "truncation": None,
         "padding": None,
@@ -75,13 +75,17 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None
 def _name_the_end(tokenizer: Tokenizer, folder: Path) -> None:
     """Name the token of `model.end_of_document` in the files of an export."""
     for file in (folder / CONFIG, folder / MAP):
-        content = read_json_object(file) if tokenizer.stop_ids and file.is_file() else {}
-        if "eos_token" in content:
-            write_json(file, content | {"eos_token": _name(tokenizer, tokenizer.eos_id)})
+        content = read_json_object(file) if file.is_file() else {}
+        named = content.get("eos_token")
+        if "eos_token" in content and (tokenizer.stop_ids or named is None):
+            name = _name(tokenizer, tokenizer.eos_id) or named
+            write_json(file, content | {"eos_token": name})
 
 
-def _name(tokenizer: Tokenizer, id: int) -> str:
-    """The spelling of a special token."""
+def _name(tokenizer: Tokenizer, id: int | None) -> str | None:
+    """The spelling of a special token, if there is one."""
+    if id is None:
+        return None
     if isinstance(tokenizer, HuggingFaceTokenizer):
         return str(tokenizer.backend.id_to_token(id))
     return tokenizer.decode([id])

@@ -86,8 +86,8 @@ class Tokenizer(ABC):
     """Largest id plus one."""
     bos_id: int | None
     """The token that begins documents and prompts; None if they begin with their text."""
-    eos_id: int
-    """The token that ends documents."""
+    eos_id: int | None
+    """The token that ends documents; None: they follow each other without one."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a generated text, in addition to `eos_id`."""
     notes: tuple[str, ...] = ()
@@ -119,8 +119,26 @@ class Tokenizer(ABC):
             for index, piece in enumerate(pieces(text, 0, self._fits)):
                 ids += self._ids(self._inner(piece) if index else piece)
         if eos:
-            ids.append(self.eos_id)
+            ids += self.ends
         return ids
+
+    @property
+    def ends(self) -> list[int]:
+        """What follows a document's text: `eos_id`, if there is one."""
+        return [] if self.eos_id is None else [self.eos_id]
+
+    def end_for(self, key: str) -> int:
+        """`eos_id`, for what `key` asks for.
+
+        Raises:
+            UserError: the tokenizer has none.
+        """
+        if self.eos_id is None:
+            raise UserError(
+                f"{key} needs a token that ends documents, which {self.name} doesn't have; set "
+                "model.end_of_document to one of its tokens, or choose another tokenizer"
+            )
+        return self.eos_id
 
     def _fits(self, left: str, right: str) -> bool:
         if self.drops_space and not right.startswith(" "):
@@ -144,7 +162,9 @@ class Tokenizer(ABC):
 
     def describe(self) -> str:
         """How documents begin and end, for the log."""
-        end = f"end with {self.decode([self.eos_id])} ({self.eos_id})"
+        end = "end with their text"
+        if self.eos_id is not None:
+            end = f"end with {self.decode([self.eos_id])} ({self.eos_id})"
         if self.bos_id is None:
             return f"Documents {end}, and have no token at the beginning"
         return f"Documents begin with {self.decode([self.bos_id])} ({self.bos_id}) and {end}"
@@ -180,7 +200,9 @@ class Tokenizer(ABC):
         return {id: len(self.decode([word, id]).encode()) - before for id in tokens}
 
     def encode_document(self, text: str) -> list[int]:
-        """A document as training sees it: begin-of-text (if it exists), text, end-of-text."""
+        """A document as training sees it: begin-of-text, text, end-of-text; without those that the
+        tokenizer doesn't have.
+        """
         return self.encode(text, bos=True, eos=True)
 
     def encode_in_pieces(
@@ -203,7 +225,7 @@ class Tokenizer(ABC):
             if len(ids):
                 yield start, np.asarray(ids, np.int64)
             start += len(piece)
-        yield start, np.array([self.eos_id])
+        yield start, np.array(self.ends, np.int64)
 
     def encode_batch(self, texts: Sequence[str], dtype: np.dtype[Any]) -> list[NDArray[Any]]:
         """The documents `texts` as training sees them, faster than one by one."""
@@ -211,10 +233,11 @@ class Tokenizer(ABC):
         documents = []
         with rust_errors(self.name, "can't encode a text"):
             for ids in self._batch_ids(texts):
-                document = np.empty(first + len(ids) + 1, dtype)
+                after = first + len(ids)
+                document = np.empty(after + len(self.ends), dtype)
                 document[:first] = self.bos_id or 0
-                document[first:-1] = ids
-                document[-1] = self.eos_id
+                document[first:after] = ids
+                document[after:] = self.ends
                 documents.append(document)
         return documents
 

@@ -65,13 +65,15 @@ class Chat:
             key: the configuration key that asks for conversations, for errors.
 
         Raises:
-            UserError: the tokenizer has no chat template, or one that can't be parsed.
+            UserError: the tokenizer has no end-of-text or chat template, or one that can't be
+            parsed.
         """
         if not isinstance(tokenizer, HuggingFaceTokenizer) or tokenizer.path is None:
             raise UserError(
                 f"{key}: {tokenizer.name} has no chat template; conversations need a "
                 "tokenizer.json with one"
             )
+        self.end = tokenizer.end_for(key)
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer.path, tokenizer.names, key, tokenizer.chat_template)
         self.fingerprint = self.template.fingerprint
@@ -255,10 +257,10 @@ class Chat:
             predicted |= (first < end) & (after > begin)
         bos = self.tokenizer.bos_id
         before = [bos] if bos is not None and ids[:1] != [bos] else []
-        behind = [self.tokenizer.eos_id] if ids[-1:] != [self.tokenizer.eos_id] else []
+        behind = [self.end] if ids[-1:] != [self.end] else []
         predicted = np.pad(predicted, (len(before), len(behind)))
         whole = np.asarray([*before, *ids, *behind], np.int64)
-        continues = whole == self.tokenizer.eos_id
+        continues = whole == self.end
         continues[-1] = False
         return flagged(flagged(whole, UNPREDICTED, ~predicted), CONTINUES, continues)
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from torchtitan.data.encode.base import Tokenizer, rust_errors
 from torchtitan.data.encode.special_tokens import (
     BEGIN_NAMES,
     END_NAMES,
+    WITHOUT_END,
     NamedTokens,
     around_text,
+    check_has_no_end,
     choose,
     named_tokens,
 )
@@ -68,10 +71,10 @@ class HuggingFaceTokenizer(Tokenizer):
             if self.stop_ids != (self.eos_id,):
                 self.fingerprint += f"-ends-{self.eos_id}"
         elif eos is None:
-            raise UserError(
-                f"model.hf_assets_path: {path} has no end-of-text token; name it as "
-                "eos_token in tokenizer_config.json, or set model.end_of_document"
-            )
+            unnamed = choose("eos_token", replace(named, names={}), around[1], END_NAMES, special)
+            check_has_no_end(path, named, unnamed is None)
+            self.eos_id = None
+            self.fingerprint += WITHOUT_END
         else:
             self.eos_id = self._id("eos_token", eos)
         self.notes = (*settings, *named.notes)
@@ -90,9 +93,9 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _end_of_turn(self, special: Sequence[str]) -> Iterable[str]:
         """A warning if documents end with what probably ends a turn of a conversation."""
-        end = self.backend.id_to_token(self.eos_id)
+        end = next(map(self.backend.id_to_token, self.ends), None)
         base = next((name for name in END_NAMES if name in special), None)
-        if end not in END_NAMES and base:
+        if end and end not in END_NAMES and base:
             yield (
                 f"Documents end with {end}, which ends a turn in a folder of an instruct model. "
                 f'Base models of its kind use {base}: set model.end_of_document = "{base}"'
@@ -110,7 +113,7 @@ class HuggingFaceTokenizer(Tokenizer):
         added = self.backend.get_added_tokens_decoder()
         ids = {id for id, token in added.items() if not token.special}
         ids |= set(self.backend.get_vocab(with_added_tokens=False).values())
-        return max(ids | {self.eos_id} | {self.bos_id or 0}) + 1
+        return max(ids | {*self.ends} | {self.bos_id or 0}) + 1
 
     @cached_property
     def drops_space(self) -> bool:  # type: ignore[override]

@@ -8,7 +8,13 @@ from itertools import groupby
 from pathlib import Path
 
 from torchtitan.data.encode.base import Tokenizer, rust_errors
-from torchtitan.data.encode.special_tokens import CONFIG, named_tokens, read_json
+from torchtitan.data.encode.special_tokens import (
+    CONFIG,
+    WITHOUT_END,
+    check_has_no_end,
+    named_tokens,
+    read_json,
+)
 from torchtitan.utils.errors import UserError
 
 _CLASSES = ("Llama", "CodeLlama", "Gemma", "PreTrained")
@@ -65,10 +71,8 @@ class SentencePieceTokenizer(Tokenizer):
             if self.stop_ids != (eos,):
                 self.fingerprint += f"-ends-{eos}"
         if eos is None:
-            raise UserError(
-                f"model.hf_assets_path: {path} has no end-of-text token; name it as eos_token in "
-                "tokenizer_config.json, or set model.end_of_document"
-            )
+            check_has_no_end(path, named, self.backend.eos_id() < 0)
+            self.fingerprint += WITHOUT_END
         self.eos_id = eos
         self.notes = tuple(named.notes)
 

@@ -17,6 +17,8 @@ CONFIG = "tokenizer_config.json"
 MAP = "special_tokens_map.json"
 BEGIN_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
 END_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
+WITHOUT_END = "-ends-none"
+"""Behind the fingerprint of a tokenizer without end-of-text: with one, it would give other ids."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,22 @@ def choose(
     if role in named.names:
         return named.names[role]
     return around or next((name for name in usual if name in special), None)
+
+
+def check_has_no_end(tokenizer: Path, named: NamedTokens, none_inside: bool) -> None:
+    """Accept a tokenizer without end-of-text where that is meant: `"eos_token": null`.
+
+    Args:
+        none_inside: the tokenizer's file has no such token either.
+
+    Raises:
+        UserError: the folder doesn't say so, or the file has one.
+    """
+    if "eos_token" not in named.names or not none_inside:
+        raise UserError(
+            f"model.hf_assets_path: {tokenizer} has no end-of-text token; name it as eos_token in "
+            f"{CONFIG} (null if it has none at all), or set model.end_of_document"
+        )
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -160,6 +160,8 @@ _GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer", "L
 class TiktokenTokenizer(Tokenizer):
     """A file of tokens and ranks."""
 
+    eos_id: int
+
     def __init__(self, path: Path, end_of_document: str | None = None):
         """
         Args:

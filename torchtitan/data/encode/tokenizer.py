@@ -129,7 +129,7 @@ def _incomplete(tokenizer: object) -> str | None:
     kinds: dict[str, Any] = {
         "vocab_size": int,
         "bos_id": int | None,
-        "eos_id": int,
+        "eos_id": int | None,
         "fingerprint": str,
     }
     for name, kind in kinds.items():

@@ -127,12 +127,20 @@ def train_tokenizer(
 
 
 def character_tokenizer(
-    corpus: Corpus, output: Path, *, advance: Callable[[int], None] = lambda size: None
+    corpus: Corpus,
+    output: Path,
+    *,
+    end_of_text: bool = False,
+    advance: Callable[[int], None] = lambda size: None,
 ) -> TokenizerSummary:
     """Write a tokenizer with an entry for each character of the corpus.
 
-    Characters are numbered from 0 in their order by code point, and end-of-text follows, so the ids
-    of a text are those of nanoGPT's `prepare.py` for characters. There is no begin-of-text.
+    Characters are numbered from 0 in their order by code point, so the ids of a text are those of
+    nanoGPT's `prepare.py` for characters. There is no begin-of-text.
+
+    Args:
+        end_of_text: add `EOS` as the last entry; else documents follow each other without a token
+            in between.
 
     Raises:
         UserError: the corpus can't be read or has no text.
@@ -148,9 +156,14 @@ def character_tokenizer(
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(sorted(characters))}))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(EOS, special=True)])
+    if end_of_text:
+        tokenizer.add_special_tokens([AddedToken(EOS, special=True)])
     trained.vocab_size = tokenizer.get_vocab_size()
-    _write(output, json.loads(tokenizer.to_str()), tokenizer_config({}, None, EOS))
+    _write(
+        output,
+        json.loads(tokenizer.to_str()),
+        tokenizer_config({}, None, EOS if end_of_text else None),
+    )
     return trained
 
 
@@ -280,7 +293,7 @@ def post_processor(bos: str | None, bos_id: int | None) -> dict[str, Any] | None
 
 
 def tokenizer_config(
-    config: Mapping[str, Any], bos: str | None, eos: str, max_length: int | None = None
+    config: Mapping[str, Any], bos: str | None, eos: str | None, max_length: int | None = None
 ) -> dict[str, Any]:
     """`tokenizer_config.json`, naming the class that uses `tokenizer.json` as it is.
 

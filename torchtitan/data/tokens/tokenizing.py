@@ -325,7 +325,7 @@ def _write_file(
     flags: bool,
 ) -> None:
     written = _Description(output, index)
-    packer = output.best_fit and Packer(output.best_fit, tokenizer.eos_id)
+    packer = output.best_fit and Packer(output.best_fit, tokenizer.end_for("--best-fit"))
     held_out_file = _Description(held_out.output, index) if held_out else None
     with SpooledTemporaryFile(_SPOOLED, dir=str(output.folder)) as spool:
 

@@ -65,7 +65,7 @@ def read_tokens(spec: DataSpec, options: ReadOptions, paths: list[Path], key: st
 
 
 def _whole_tokens(
-    files: TokenFiles, counts: list[int], sizes: NDArray[Any], eos: int, tally: Tally
+    files: TokenFiles, counts: list[int], sizes: NDArray[Any], eos: int | None, tally: Tally
 ) -> None:
     """Add all documents of whole files."""
     index = 0
@@ -94,7 +94,7 @@ class _Documents:
     files: TokenFiles
     counts: list[int]
     """Number of tokens of each file."""
-    eos: int
+    eos: int | None
 
     def document_at(self, file_index: int, offset: int) -> NDArray[np.int64]:
         """The document around a token of a file; a long one is cut."""
