@@ -347,7 +347,7 @@ def test_errors_and_help_are_quick_and_need_no_torch():
     """In a second, or in proportion to a fixed sum where the processor is slower."""
     code = (
         "import sys, time; start = time.process_time()\n"
-        "sum(range(3 * 10**6)); counted = time.process_time()\n"
+        "sum(range(10**7)); counted = time.process_time()\n"
         "from torchtitan.utils.process import run_main; from torchtitan.train.rank_main "
         "import main\n"
         "try: code = run_main(main, sys.argv[1:])\n"
@@ -355,7 +355,7 @@ def test_errors_and_help_are_quick_and_need_no_torch():
         "assert not any(m == 'torch' or m.startswith('torch.') for m in sys.modules), "
         "'torch was imported'\n"
         "seconds, unit = time.process_time() - counted, counted - start\n"
-        "assert seconds < max(1, 30 * unit), (seconds, unit)\n"
+        "assert seconds < max(1, 14 * unit), (seconds, unit)\n"
         "sys.exit(code)"
     )
     for argv, status, text in (
