@@ -56,11 +56,15 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _restored_log() -> Iterator[None]:
-    """Commands and runs start the log of their process, which the tests share."""
-    handlers, propagate = [*logger.handlers], logger.propagate
+def _restored_process() -> Iterator[None]:
+    """Commands and runs set up the process that they start in, which the tests share."""
+    name = "TORCH_CPP_LOG_LEVEL"
+    handlers, propagate, level = [*logger.handlers], logger.propagate, os.environ.get(name)
     yield
     logger.handlers[:], logger.propagate = handlers, propagate
+    os.environ.pop(name, None)
+    if level is not None:
+        os.environ[name] = level
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ def check(*argv, widths=WIDTHS):
     "argv",
     [
         [],
-        ["--optimizer.name=Muon"],
+        pytest.param(["--optimizer.name=Muon"], marks=pytest.mark.slow),
         ["--model.name=qwen3_moe", "--model.overrides.shared_expert_dim=64"],
         pytest.param(
             ["--model.overrides.tie_embeddings", "--optimizer.weight_decay=1"],

@@ -39,7 +39,7 @@ def test_closed_streams_are_the_null_device(tmp_path, closed):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+@pytest.mark.parametrize("closed", [pytest.param(">&-", marks=pytest.mark.slow), ">&- 2>&-"])
 def test_commands_run_with_closed_streams(tmp_path, closed):
     sizes = {"seq_len": 32, "local_batch_size": 2, "steps": 1}
     flags = [f"--training.{key}={value}" for key, value in sizes.items()]

@@ -132,7 +132,7 @@ class _Loader:
     def skipped(self, _: Any) -> Any:
         return Counter()
 
-    def check_enough(self, *_: Any) -> None: ...
+    def check_enough(self, *_: Any, **__: Any) -> None: ...
 
     def local_state(self, position: DataPosition) -> DataState:
         return DataState(
