@@ -12,16 +12,21 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+
+from torchtitan.tools.rehearsal.fake import fake_cluster
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks/gpu"))
-bench, speeds, stages, tables, gpu, gpu_wheels = (
-    importlib.import_module(name)
-    for name in ("_gpu_bench", "_gpu_speed", "_gpu_stages", "_gpu_tables", "gpu", "gpu_wheels")
+bench, fakes, speeds, stages, tables, gpu, gpu_wheels = map(
+    importlib.import_module,
+    ("_gpu_bench", "_gpu_fake", "_gpu_speed", "_gpu_stages", "_gpu_tables", "gpu", "gpu_wheels"),
 )
 
-SOME = "groups,70b_of_64"
-"""One that measures pieces, and one that trains. The rest are in the longest tier."""
+SOME = "70b_of_64"
+"""It trains on a fake process group. The rest are in the longest tier."""
 
 
 @pytest.mark.e2e
@@ -51,9 +56,37 @@ def test_dry_run(tmp_path, names):
         4 * 64 / 8
     )  # local rows x length / tp
     assert speed["kernels"]
-    assert figures["groups"]["recorded"] >= 2
+    assert speed["step_s_min"] <= speed["step_s"] <= speed["step_s_max"]
+    assert 0 < speed["update_ms"] < 1e3 * speed["step_s"]
+    assert speed["upper_bound"]
+    assert not speed["skipped_steps"]
+    if names == "*":
+        assert figures["groups"]["recorded"] >= 2
     with zipfile.ZipFile(tmp_path / "details.zip") as archive:
         assert "70b_of_64/trace.json.gz" in archive.namelist()
+
+
+def test_the_first_call_measures_mfu():
+    """Were every stage to take all its time, half of a call would be enough."""
+    names = list(stages.STAGES)
+    before = [stages.STAGES[name].seconds for name in names[: names.index("8b_layers") + 1]]
+    assert sum(before) <= gpu.LIMIT / 2
+
+
+def test_collectives_of_the_fake_group_copy():
+    """Their outputs are defined in every release of torch, and zero where nothing arrives."""
+    rows = torch.arange(8.0).view(4, 2) + 1
+    with fake_cluster(4, 0), fakes.copying_collectives():
+        world = dist.group.WORLD
+        more, fewer = ([2, 2, 1, 1], [1, 0, 0, 0])
+        exchanged = [funcol.all_to_all_single(rows, n, [1] * 4, world) for n in (more, fewer)]
+        reduced = torch.ops._c10d_functional.reduce_scatter_tensor(rows, "sum", 4, world.group_name)
+        into = torch.full((2,), torch.nan)
+        dist.reduce_scatter_tensor(into, rows.flatten(), async_op=True).wait()
+        assert torch.equal(exchanged[0], torch.cat([rows, torch.zeros(2, 2)]))
+        assert torch.equal(exchanged[1], rows[:1])
+        assert torch.equal(reduced, rows[:1])
+        assert torch.equal(into, rows[0])
 
 
 # ---- the runner
@@ -147,6 +180,21 @@ def speed_result(stage, rate):
         "tokens_per_second": rate,
         "mfu": 50.25,
         "peak_reserved_gib": 60.0,
+        "upper_bound": False,
+        "mfu_without_update": 54.5,
+        "step_s": 0.5,
+        "step_s_min": 0.25,
+        "step_s_max": 1.0,
+        "update_ms": 20.0,
+        "head_flops_pct": 33.0,
+        "alloc_retries": 0,
+        "gpu": {
+            "timed": {
+                "samples": 2,
+                "clocks.sm": [1200.0, 1300.0, 1400.0],
+                "slowed_by": ["power limit"],
+            }
+        },
     }
     kernel = {"kernel": "gemm", "calls": 3, "ms": 2.0, "pct": 61.0}
     return result(stage, figures=figures | {"skipped_steps": 0, "kernels": [kernel]})
@@ -186,6 +234,8 @@ def test_tables(tmp_path):
     assert 5_000 < float(planned.replace(",", "")) < 50_000
     assert 45 < float(planned_memory) < 80
     assert rows["`8b_layers_float8_rowwise`"][3] == "1.50 x bf16, goal 1.35 x"
+    assert "0.500 (0.250 to 1.000) | 20.0 | 54.5 | 33 | 1200 to 1400 of ?" in text
+    assert "| power limit |" in text
     assert "| `ring` | out | 0.5 **beyond** | 0.01 |" in text
     assert "| `groups` | split a \\| b |" in text
     assert "| `ranks_tp` | NCCL 2.28 refuses |" in text

@@ -275,6 +275,8 @@ def machine() -> Figures:
     """What the figures depend on."""
     import torch
 
+    from torchtitan.utils.nvidia_smi import NoDriver, query
+
     about: Figures = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -283,6 +285,8 @@ def machine() -> Figures:
     if not torch.cuda.is_available():
         return about | {"device": "CPU"}
     device = torch.cuda.get_device_properties(0)
+    with suppress(NoDriver):
+        about["driver"] = query(["driver_version"])[0]["driver_version"]
     return about | {
         "device": device.name,
         "memory_gib": round(device.total_memory / 2**30, 1),

@@ -9,7 +9,9 @@ import signal
 import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from _gpu_bench import (
@@ -49,7 +51,7 @@ def first_run(bench: Bench, compiled: bool) -> Figures:
         "first_loss": found[0]["loss"],
         "last_loss": found[-1]["loss"],
         "first_step_s": found[0]["step_time_s"],
-        "step_s": sorted(column(found, "step_time_s"))[steps // 2],
+        **dict(zip(("step_s_min", "step_s", "step_s_max"), _spread(found[1:]), strict=True)),
         "waits_per_step": len(waits) / (steps - 1),  # the first step is not watched
         "waits": dict(places.most_common(12)),
     }
@@ -58,6 +60,12 @@ def first_run(bench: Bench, compiled: bool) -> Figures:
             [f"the loss went from {figures['first_loss']} to {figures['last_loss']}"], figures
         )
     return figures
+
+
+def _spread(found: Sequence[Figures]) -> tuple[float, float, float]:
+    """Minimum, median and maximum of the seconds of a step."""
+    seconds = column(found, "step_time_s")
+    return min(seconds), median(seconds), max(seconds)
 
 
 def groups(bench: Bench) -> Figures:

@@ -15,6 +15,7 @@ from _gpu_bench import (
     train,
     within,
 )
+from _gpu_fake import copying_collectives
 
 FP32 = "--training.mixed_precision_param=float32"
 DOCUMENTS = "--training.document_mask=true"
@@ -70,14 +71,11 @@ def ring(bench: Bench) -> Figures:
 
     from torchtitan.parallel.context.attention import ring_attention_backend
     from torchtitan.tools.rehearsal.fake import fake_cluster
-    from torchtitan.utils.torch_compat import torch_is_before_2_13
 
     heads, kv_heads, length, size = (4, 2, 64, 32) if bench.dry else (8, 2, 2048, 128)
     figures = Figures()
     limits = dict[str, float]()
-    # Before torch 2.13 a fake reduce-scatter leaves its output as it was.
-    compared = ("out", "dq") if torch_is_before_2_13() else ("out", "dq", "dk", "dv")
-    with fake_cluster(4, 1):
+    with fake_cluster(4, 1), copying_collectives():
         attend = ring_attention_backend(dist.group.WORLD, "allgather", True)
         for dtype, limit in (("float32", 1e-4), ("bfloat16", 1e-2)):
             torch.manual_seed(0)
@@ -89,9 +87,8 @@ def ring(bench: Bench) -> Figures:
             reference = _attention(attend, [x.float() for x in inputs], weight)
             found = _attention(attend, [x.to(bench.device) for x in inputs], weight)
             for name, ours, theirs in zip(("out", "dq", "dk", "dv"), found, reference, strict=True):
-                if name in compared:
-                    figures[f"{dtype}_{name}"] = distance(ours, theirs)
-                    limits[f"{dtype}_{name}"] = limit
+                figures[f"{dtype}_{name}"] = distance(ours, theirs)
+                limits[f"{dtype}_{name}"] = limit
     return within(figures, limits)
 
 

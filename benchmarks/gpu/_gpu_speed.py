@@ -6,20 +6,23 @@ rank has: the real kernels at the true sizes of the shards. Without communicatio
 bound of the speed, and close to the memory of a real run.
 """
 
+import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 from _gpu_bench import Bench, Figures, Skip, column, train
+from _gpu_fake import copying_collectives
+from _gpu_watch import Watched, gpu_now
 
-EVERY = 3
-"""Steps per record. The first record's steps compile and allocate, two records are timed, one more
-step is profiled.
-"""
-TOP = 12
-"""Kernels that are listed."""
+WARM = 5
+"""Steps that compile and allocate, and aren't timed."""
+TIMED = 20
+"""Steps that are timed; one more is profiled."""
 
 AT_8K = (
     "--training.seq_len=8192",
@@ -32,6 +35,7 @@ MODELS = {
         "--model.flavor=8B",
         "--model.overrides.n_layers=8",
         "--training.local_batch_size=1",
+        "--training.global_batch_size=4",  # an update of unsharded weights is long
         *AT_8K,
     ),
     "1b": ("--model.flavor=1B", "--training.local_batch_size=2", *AT_8K),
@@ -76,47 +80,73 @@ VARIANTS = {
 
 
 def speed(
-    bench: Bench, model: str, variant: str = "", *, world: int = 1, gib: float = 0
+    bench: Bench,
+    model: str,
+    variant: str = "",
+    *,
+    world: int = 1,
+    gib: float = 0,
+    steps: int = TIMED,
 ) -> Figures:
     """Train a few steps of `model` and measure them.
 
     Args:
         world: if more than 1, be rank 0 of a fake process group of this size.
         gib: memory that the device needs.
+        steps: number of timed steps; a multiple of `WARM`.
     """
     import torch
+
+    from torchtitan.utils.nvidia_smi import summary
 
     if not bench.dry and (total := torch.cuda.get_device_properties(0).total_memory / 2**30) < gib:
         raise Skip(f"needs a device with {gib:g} GiB, this one has {total:.0f}")
     flags = [*MODELS[model], *VARIANTS[variant]]
-    every = 1 if bench.dry else EVERY
+    warm, timed = (1, 2) if bench.dry else (WARM, steps)
     run = [
-        f"--training.steps={3 * every + 1}",
-        f"--metrics.log_freq={every}",
+        f"--training.steps={warm + timed + 1}",
+        f"--metrics.log_freq={warm}",
         "--training.on_nonfinite=skip",
     ]
-    watched = _Watched(bench, 3 * every)
-    with _one_of(world):
+    watched = Watched(bench, warm, warm + timed)
+    cached = compiled_before()
+    before = gpu_now()
+    with _one_of(world), watched.load:
         found = train(bench.flags(*flags, *run), [watched.callback()], world)
-    timed = [record for record in found if every < record["step"] <= 3 * every]
-    seconds = sum(column(timed, "step_time_s")) / len(timed)
+    seconds = median(watched.seconds)
     rate = watched.tokens / seconds
+    mfu = 100 * rate * watched.flops / watched.peak_flops if watched.peak_flops else None
+    updates = median(watched.update_ms) / 1e3
     return {
         "flags": flags,
         "world": world,
+        "upper_bound": world > 1,  # of the speed: collectives take no time
         "tokens_per_second": rate,
-        "mfu": 100 * rate * watched.flops / watched.peak_flops if watched.peak_flops else None,
+        "mfu": mfu,
+        "mfu_without_update": mfu and mfu * seconds / (seconds - updates),
         "step_s": seconds,
-        "first_step_s": found[0]["step_time_s"],
+        "step_s_min": min(watched.seconds),
+        "step_s_max": max(watched.seconds),
+        "timed_steps": len(watched.seconds),
+        "update_ms": 1e3 * updates,
+        "head_flops_pct": 100 * watched.head_flops / watched.flops,
+        "first_step_s": watched.first,
+        "cached_graphs": cached,
         "peak_reserved_gib": max(column(found, "memory_gib")),
         "peak_allocated_gib": watched.allocated / 2**30,
-        "data_loading_pct": max(column(timed, "data_loading_pct")),
+        "alloc_retries": watched.retries,
+        "data_loading_pct": max(column(found[1:], "data_loading_pct")),
         "loss": found[-1]["loss"],
-        "skipped_steps": found[-1][
-            "skipped_steps"
-        ],  # a fake process group's gradients may not be finite
+        "skipped_steps": found[-1]["skipped_steps"],
+        "gpu": {"before": before, "timed": summary(watched.rows), "after": gpu_now()},
         "kernels": watched.kernels,
     }
+
+
+def compiled_before() -> int:
+    """Graphs in inductor's cache: with some, the first step of an earlier stage compiled."""
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", "none"), "fxgraph")
+    return sum(1 for _ in folder.glob("*/*"))
 
 
 def update(bench: Bench, optimizer: str) -> Figures:
@@ -128,7 +158,7 @@ def update(bench: Bench, optimizer: str) -> Figures:
     from torchtitan.train import step
     from torchtitan.train.callbacks import Callback
 
-    steps = 3 if bench.dry else 6
+    steps = 3 if bench.dry else 12
     flags = [
         "--job.config_file=llama3_8b",
         f"--optimizer.name={optimizer}",
@@ -161,7 +191,9 @@ def update(bench: Bench, optimizer: str) -> Figures:
     for name, found in calls.items():
         timed = found[1:-1]  # the first allocates, the last is profiled
         for key in ("host_ms", "device_ms"):
-            figures[f"{name}_{key}"] = min(column(timed, key))
+            figures[f"{name}_{key}"] = median(column(timed, key))
+            figures[f"{name}_{key}_min"] = min(column(timed, key))
+            figures[f"{name}_{key}_max"] = max(column(timed, key))
         figures[f"{name}_kernels"] = found[-1]["kernels"]
     return figures
 
@@ -203,6 +235,7 @@ def _one_of(world: int) -> Iterator[None]:
         stack.enter_context(patch("torchtitan.parallel.init._fill", _fill))
         if world > 1:
             stack.enter_context(fake_cluster(world, 0))
+            stack.enter_context(copying_collectives())
             stack.enter_context(patch.object(agree, "merged_on_0", lambda value, _: value))
         yield
 
@@ -216,81 +249,3 @@ def _fill(param: Any, fqn: str, seed: int, init: Any) -> None:
     local = param.to_local() if hasattr(param, "to_local") else param
     with torch.no_grad():
         local.fill_(1.0) if init.kind == "ones" else local.normal_(0.0, init.std)
-
-
-class _Watched:
-    """Follows a run: what the figures need of its model, its allocated memory, and a profile of the
-    last step.
-    """
-
-    def __init__(self, bench: Bench, timed: int):
-        """
-        Args:
-            timed: the last step that is timed.
-        """
-        self.bench = bench
-        self.timed = timed
-        self.tokens = 0.0
-        """Of a step, per GPU."""
-        self.flops = 0.0
-        """Of a token."""
-        self.peak_flops: float | None = None
-        self.allocated = 0
-        self.kernels: Sequence[Figures] = ()
-
-    def callback(self) -> Any:
-        import torch
-        import torch.distributed as dist
-
-        from torchtitan.telemetry.metrics import peak_flops
-        from torchtitan.train.callbacks import Callback
-        from torchtitan.train.preflight import preflight
-        from torchtitan.utils.device import device_name
-
-        cuda = torch.cuda.is_available()
-        activities = [
-            torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
-        ]
-        profile = torch.profiler.profile(activities=activities)
-        watched = self
-
-        class Following(Callback):
-            def on_start(self, run: Any) -> None:
-                training = run.config.training
-                setup = preflight(run.config, output=False)
-                tokens = training.global_batch_size * training.seq_len
-                watched.tokens = tokens / dist.get_world_size()
-                watched.flops = setup.spec.flops_per_token(setup.args, training.seq_len)
-                watched.peak_flops = peak_flops(device_name(), "bfloat16")
-
-            def after_step(self, run: Any, result: Any) -> None:
-                if cuda:  # before the step's report resets it
-                    allocated = torch.cuda.max_memory_allocated()
-                    watched.allocated = max(watched.allocated, allocated)
-                if run.progress.step == watched.timed:
-                    profile.start()
-                elif run.progress.step == watched.timed + 1:
-                    profile.stop()
-                    watched.kernels = _largest(profile, "device" if cuda else "cpu")
-                    profile.export_chrome_trace(str(watched.bench.kept / "trace.json.gz"))
-
-        return Following()
-
-
-def _largest(profile: Any, where: str) -> list[Figures]:
-    """The kernels that took the most time, with their share of all kernels' time."""
-    took = {
-        event.key: (getattr(event, f"self_{where}_time_total"), event.count)
-        for event in profile.key_averages()
-    }
-    total = sum(time for time, _ in took.values()) or 1
-    largest = sorted(took.items(), key=lambda item: -item[1][0])[:TOP]
-    return [
-        {
-            "kernel": name[:100],
-            "calls": calls,
-            "ms": round(time / 1e3, 3),
-            "pct": round(100 * time / total, 1),
-        }
-        for name, (time, calls) in largest
-    ]

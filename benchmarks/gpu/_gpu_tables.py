@@ -47,7 +47,7 @@ def tables(found: Sequence[Figures]) -> str:
     parts = ["\n".join(_machines(ran))]
     speed = [line for line in ran if "tokens_per_second" in line["figures"]]
     if speed:
-        parts += ["\n".join(_speed(speed)), "\n".join(_kernels(speed))]
+        parts += ["\n".join(part(speed)) for part in (_speed, _conditions, _kernels)]
     limited = [line for line in ran if "limits" in line["figures"]]
     if limited:
         parts.append("\n".join(_limits(limited)))
@@ -99,8 +99,9 @@ def _speed(found: Sequence[Figures]) -> Iterator[str]:
             else ""
         )
         memory = f"{figures['peak_reserved_gib']:.1f}"
+        bound = ", upper bound" if figures["upper_bound"] else ""
         yield _row(
-            f"`{name}`{skipped}",
+            f"`{name}`{bound}{skipped}",
             f"{figures['tokens_per_second']:,.0f}",
             planned_rate,
             mfu,
@@ -108,6 +109,48 @@ def _speed(found: Sequence[Figures]) -> Iterator[str]:
             memory,
             planned_gib,
         )
+
+
+def _conditions(found: Sequence[Figures]) -> Iterator[str]:
+    """How even the steps were, what the update and the head take of them, and the GPU's state."""
+    yield _row(
+        "",
+        "step, s: median (min to max)",
+        "update, ms",
+        "MFU without it, %",
+        "head, % of FLOPs",
+        "clock, MHz of",
+        "power, W of",
+        "degrees C",
+        "slowed by",
+        "allocator retries",
+    )
+    yield f"|{'---|' * 10}"
+    for line in found:
+        f = line["figures"]
+        gpu = f["gpu"]["timed"]
+        without = f["mfu_without_update"]
+        yield _row(
+            f"`{line['stage']}`",
+            f"{f['step_s']:.3f} ({f['step_s_min']:.3f} to {f['step_s_max']:.3f})",
+            f"{f['update_ms']:.1f}",
+            f"{without:.1f}" if without else "unknown",
+            f"{f['head_flops_pct']:.0f}",
+            *(
+                f"{_range(gpu.get(now))} of {_range(gpu.get(most))}"
+                for now, most in (("clocks.sm", "clocks.max.sm"), ("power.draw", "power.limit"))
+            ),
+            _range(gpu.get("temperature.gpu")),
+            ", ".join(gpu["slowed_by"]) or ("nothing" if gpu["samples"] else "unknown"),
+            f["alloc_retries"],
+        )
+
+
+def _range(value: float | Sequence[float] | None) -> str:
+    """A number, or minimum, median and maximum, of `nvidia_smi.summary`."""
+    if value is None:
+        return "?"
+    return f"{value[0]:g} to {value[-1]:g}" if isinstance(value, list) else f"{value:g}"
 
 
 def _planned(line: Figures) -> tuple[str, str]:

@@ -10,6 +10,9 @@ logs and profiler traces go into `details.zip` beside it.
     --dry-run                 every stage on the CPU, with a toy model and gloo
     --tables results.jsonl    write docs/reference/performance.md's tables from results, anywhere
 
+Compiled graphs are kept in build/inductor (or TORCHINDUCTOR_CACHE_DIR), so a second call starts
+faster.
+
 A machine without a network: run `python benchmarks/gpu/gpu_wheels.py` elsewhere, and take
 build/wheels along. It needs only Python and torch.
 """
@@ -127,6 +130,7 @@ def _set_environment(options: argparse.Namespace, folder: Path) -> None:
     )
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as `torchtitan train`
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / "build/inductor"))
     if options.dry_run:
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         for name in (

@@ -35,6 +35,16 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if device_type() == "cuda" else "cpu"
 
 
+def device_uuid() -> str:
+    """The UUID by which nvidia-smi knows this rank's GPU; empty on the CPU, and if torch doesn't
+    tell.
+    """
+    if device_type() == "cpu":
+        return ""
+    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
+    return f"GPU-{str(uuid).removeprefix('GPU-')}" if uuid else ""
+
+
 def usual_dtype(device: torch.device) -> str:
     """`bfloat16`, or `float32` on a CPU and on NVIDIA's GPUs before Ampere, which emulate it."""
     native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
