@@ -30,11 +30,7 @@ from torchtitan.train.trainer import Trainer
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks/cpu")
 P = "--parallelism."
-SMALL = [
-    "--training.seq_len=64",
-    "--training.local_batch_size=2",
-    "--training.dataloader.pin_memory",
-]
+SMALL = ["--training.seq_len=64", "--training.local_batch_size=2"]
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +77,55 @@ def test_the_host_waits_once_for_sliced_rows_documents_and_experts(alone):
     )
     assert len(waits) == 1, waits
     assert waits[0].startswith("train/step.py")
+
+
+def waits_of_parts():
+    """Host waits of what happens beside a plain step: `file:line operator` by part."""
+    sys.path.insert(0, BENCHMARKS)
+    from step_trace import StepCounter, make_device
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from torchtitan.models import get_spec
+    from torchtitan.models.attention.backend import attention_backend, document_mask
+    from torchtitan.optim.qk_clip import QKClip
+    from torchtitan.train.forward import LocalBatch
+
+    device = make_device()
+    counter = StepCounter()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        args = get_spec("gemma3").args("debugmodel", {}, max_seq_len=16)
+        with torch.device(device):
+            model = get_spec("gemma3").build(args, attention_backend(device.type))
+        clip = QKClip(
+            [model],
+            100.0,
+            layers=args.n_layers,
+            heads=args.n_heads,
+            tp=(0, 1),
+            layout=None,
+            device=device,
+        )
+        documents, tokens = torch.zeros(2, 2, 16, dtype=torch.int64).unbind()
+        positions = torch.arange(4, 12, device=device)
+        with counter:
+            with counter.within("documents"):
+                document_mask(documents, positions, torch.bfloat16, with_documents=True)
+            with counter.within("copies"):
+                LocalBatch(tokens, tokens, None, tokens[:, 0]).pinned().to(device)
+            with counter.within("scale"):
+                model.embed(torch.zeros(2, 16, dtype=torch.int64, device=device))
+            with counter.within("clip"):
+                clip.step(torch.zeros((), dtype=torch.bool, device=device))
+            with counter.within("log"):
+                clip.take()
+    return {name: phase.waits for name, phase in counter.phases.items()}
+
+
+def test_the_host_waits_for_no_mask_copy_scale_or_clip(alone):
+    waits = alone(waits_of_parts)
+    (read,) = waits.pop("log")
+    assert read.startswith("optim/qk_clip.py")
+    assert waits == {"documents": [], "copies": [], "scale": [], "clip": []}
 
 
 def group_counts(layouts):

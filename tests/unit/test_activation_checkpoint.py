@@ -66,6 +66,26 @@ def run(model):
     )
 
 
+def test_generators_are_read_only_for_modules_that_may_be_random(monkeypatch):
+    """Each block would read and restore the generators of the host and of the device."""
+    reads = []
+    read = torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: (reads.append(1), read())[1])
+    run(build(mode="full"))
+    assert not reads
+
+    class Users(torch.nn.Linear):
+        pass
+
+    for module in (torch.nn.Dropout(), Users(1, 1)):
+        model = SPEC.build(SPEC.args("8B", TINY), attention_backend("cpu"))
+        model.layers["1"].extra = module
+        apply_activation_checkpoint(model, ActivationCheckpoint(mode="full"), save_attention=False)
+        reads.clear()
+        run(model)
+        assert len(reads) >= TINY["n_layers"]
+
+
 @pytest.mark.parametrize(
     ("options", "matmuls", "attentions"),
     [

@@ -32,7 +32,7 @@ class _Rows(NamedTuple):
 
     param: Tensor
     heads: Tensor
-    """Head of each row of this rank's shard."""
+    """Head of each row of this rank's shard, on its device."""
     powers: Tensor
     """Exponent of each of these rows: it is multiplied by its head's factor to this power."""
 
@@ -76,6 +76,9 @@ class QKClip:
                     module.attend = record
                     self._records[layer] = record
                     self._rows[layer] = list(_scaled_rows(module, heads))
+        every_row = [row for rows in self._rows.values() for row in rows]
+        self._weights_device = every_row[0].heads.device if every_row else device
+        """The host under `training.enable_cpu_offload`."""
         self._largest = torch.full((layers, heads), -torch.inf, device=device)
         self._largest_since_take = self._largest.clone()
         self._clipped = torch.zeros((), device=device)
@@ -104,21 +107,19 @@ class QKClip:
         if skip is not None:
             above = above & ~skip
         self._clipped += above.sum()
-        factors = torch.where(above, self.limit / self._largest, 1.0)
+        factors = torch.where(above, self.limit / self._largest, 1.0).to(self._weights_device)
         for layer, rows in self._rows.items():
             for param, heads, powers in rows:
                 shard = storage_of(param)
-                factor = factors[layer].to(heads.device)[heads] ** powers
-                factor = factor.to(shard.device, shard.dtype)
+                factor = (factors[layer].index_select(0, heads) ** powers).to(shard.dtype)
                 shard.mul_(factor.view(-1, *[1] * (shard.dim() - 1)))
 
     def take(self) -> tuple[float, int]:
         """The largest score of any head since the last call, and how many times one was scaled."""
-        largest = self._largest_since_take.max().item()
-        clipped = int(self._clipped.item())
+        largest, clipped = torch.stack([self._largest_since_take.max(), self._clipped]).tolist()
         self._largest_since_take.fill_(-torch.inf)
         self._clipped.zero_()
-        return largest, clipped
+        return largest, int(clipped)
 
 
 def _has_no_scores(block: nn.Module) -> bool:
@@ -162,4 +163,6 @@ def _linear_rows(
                 f"optimizer.qk_clip: a projection to {heads} heads has {param.shape[0]} rows, not "
                 f"{len(powers)} for each, so which to scale is unknown; set it to 0"
             )
-        yield _Rows(param, local_rows // len(powers), powers[local_rows % len(powers)])
+        shard = storage_of(param)
+        heads_of_rows = (local_rows // len(powers)).to(shard.device)
+        yield _Rows(param, heads_of_rows, powers[local_rows % len(powers)].to(shard.device))

@@ -107,9 +107,9 @@ class Validator:
             counts += self._tokens_and_bytes(rows.labels)
         all_reduce(loss, self.mesh.loss_group)
         all_reduce(counts, self.mesh.batch_group)
-        tokens, size = counts.tolist()
-        mean = loss.item() / tokens if tokens else None
-        return ValidationResult(data.name, mean, tokens, size)
+        summed, tokens, size = torch.cat([loss[None], counts.double()]).tolist()
+        mean = summed / tokens if tokens else None
+        return ValidationResult(data.name, mean, int(tokens), int(size))
 
     def _tokens_and_bytes(self, labels: Tensor) -> Tensor:
         predicted = labels != IGNORE_INDEX

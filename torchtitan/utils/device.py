@@ -45,6 +45,15 @@ def device_uuid() -> str:
     return f"GPU-{str(uuid).removeprefix('GPU-')}" if uuid else ""
 
 
+def copy_to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a tensor of the host on `device`, made from page-locked memory: for a copy from
+    other memory the host waits.
+    """
+    if device.type != "cpu":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
+
+
 def usual_dtype(device: torch.device) -> str:
     """`bfloat16`, or `float32` on a CPU and on NVIDIA's GPUs before Ampere, which emulate it."""
     native = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -26,7 +26,7 @@ class DataLoader(Section):
     """Worker processes per rank. 0: a background thread prepares the next batches."""
     persistent_workers: bool = False
     """Keep the workers alive between validations."""
-    pin_memory: bool = False
+    pin_memory: bool = True
     """Copy batches to pinned memory, so the copy to the GPU overlaps with compute (CUDA only)."""
     prefetch_factor: Few | None = None
     """Batches that each worker prepares ahead. Default: 2."""

@@ -138,7 +138,7 @@ class ActivationCheckpoint(Section):
     matplotlib). For `memory_budget`.
     """
     preserve_rng_state: bool = True
-    """Use the forward's random numbers when recomputing."""
+    """Use the forward's random numbers when recomputing. Costs nothing in models that draw none."""
     determinism_check: Literal["default", "none"] = "default"
     """`default`: compare shapes and types of recomputed tensors to the forward's. `none`: don't."""
     debug: bool = False

@@ -16,6 +16,7 @@ from torchtitan.models.attention.flex import attend_blocks
 from torchtitan.models.attention.interface import CAUSAL, Attend, DocumentMask, Mask, Scores
 from torchtitan.models.attention.kernels import is_halved
 from torchtitan.models.attention.packed import PackedDocuments, attend_documents, pack_documents
+from torchtitan.utils.device import copy_to
 from torchtitan.utils.logging import logger
 
 
@@ -106,8 +107,9 @@ def document_mask(
     mask = _causal_mask(documents, positions if attending is None else attending, dtype)
     if not with_documents:
         return mask
-    local = documents[:, positions.cpu()]
-    return DocumentMask(mask, local.to(positions.device, non_blocking=True))
+    # Selected on the device, because the host would wait for its positions.
+    local = copy_to(documents, positions.device).index_select(1, positions)
+    return DocumentMask(mask, local)
 
 
 def _causal_mask(documents: Tensor, positions: Tensor, dtype: torch.dtype) -> Mask:
@@ -115,9 +117,7 @@ def _causal_mask(documents: Tensor, positions: Tensor, dtype: torch.dtype) -> Ma
     whole_rows = len(positions) == documents.shape[1]
     if device.type == "cuda" and whole_rows and dtype in (torch.float16, torch.bfloat16):
         return pack_documents(documents, device)
-    if device.type != "cpu":  # from pageable memory, the host would wait for the copy
-        documents = documents.pin_memory()
-    documents = documents.to(device, non_blocking=True)
+    documents = copy_to(documents, device)
     if device.type == "cuda":
         return block_mask(documents, positions, _compiled_create_block_mask())
     keys = torch.arange(documents.shape[1], device=device)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchtitan.models.attention.dense import join_sinks, register_backward
 from torchtitan.models.attention.interface import Scores
 from torchtitan.models.attention.kernels import Gradients
+from torchtitan.utils.device import copy_to
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,7 @@ def pack_documents(documents: Tensor, device: torch.device) -> PackedDocuments:
     starts[: len(begins)] = begins
     count = min(_power_of_two(len(begins)), tokens)
     longest = min(_power_of_two(longest), documents.shape[1])
-    if device.type == "cuda":
-        starts = starts.pin_memory()
-    return PackedDocuments(starts.to(device, non_blocking=True), torch.tensor([count, longest]))
+    return PackedDocuments(copy_to(starts, device), torch.tensor([count, longest]))
 
 
 def _power_of_two(count: int) -> int:

@@ -250,7 +250,8 @@ class Decoder(nn.Module):
             return embed_next(self.embed, tokens)
         x = self.tok_embeddings(tokens)
         if self.args.embedding_scale != 1:  # rounded, as in Gemma
-            x = x * torch.tensor(self.args.embedding_scale, dtype=x.dtype, device=x.device)
+            # `full` fills on the device; a copy from the host would wait for it.
+            x = x * torch.full((), self.args.embedding_scale, dtype=x.dtype, device=x.device)
         if self.args.embedding_norm:
             x = F.rms_norm(x, (self.args.dim,), eps=self.args.norm_eps)
         return x

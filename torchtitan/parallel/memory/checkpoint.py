@@ -37,6 +37,10 @@ _ATTENTION = (
     "torchtitan::document_attention",
     "torchtitan::ring_attention",
 )
+_WITHOUT_RANDOMNESS = frozenset(
+    {object, nn.Module, nn.Linear, nn.Embedding, nn.RMSNorm, nn.Identity, nn.ModuleList}
+)
+"""torch's classes that draw no random numbers, among those that blocks consist of."""
 _COMMUNICATION = (
     "_c10d_functional::reduce_scatter_tensor",
     "_c10d_functional::all_reduce",
@@ -62,7 +66,7 @@ def apply_activation_checkpoint(
     by_operation = selects_operations(ac)
     every = int(ac.selective_ac_option) if ac.mode == "selective" and not by_operation else 1
     options: dict[str, Any] = {
-        "preserve_rng_state": ac.preserve_rng_state,
+        "preserve_rng_state": ac.preserve_rng_state and _may_be_random(model),
         "determinism_check": ac.determinism_check,
         "early_stop": ac.early_stop,
         "debug": ac.debug,
@@ -93,6 +97,16 @@ def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callab
         return checkpoint(forward, owner, *inputs, use_reentrant=False, **options)
 
     return recomputing_forward
+
+
+def _may_be_random(model: Model) -> bool:
+    """Whether blocks may draw random numbers: this package's classes don't, others' might."""
+    return any(
+        cls not in _WITHOUT_RANDOMNESS and not cls.__module__.startswith("torchtitan.")
+        for block in model.layers.values()
+        for kind in {type(module) for module in block.modules()}
+        for cls in kind.__mro__
+    )
 
 
 def _weight_shapes(model: Model, names: Collection[str]) -> Iterator[tuple[int, ...]]:
