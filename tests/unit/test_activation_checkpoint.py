@@ -48,7 +48,7 @@ class Counter(TorchDispatchMode):
 def build(overrides=TINY, **options):
     torch.manual_seed(0)
     model = SPEC.build(SPEC.args("8B", overrides), attention_backend("cpu"))
-    apply_activation_checkpoint(model, ActivationCheckpoint(**options), save_attention=False)
+    apply_activation_checkpoint(model, ActivationCheckpoint(**options))
     return model
 
 
@@ -80,7 +80,7 @@ def test_generators_are_read_only_for_modules_that_may_be_random(monkeypatch):
     for module in (torch.nn.Dropout(), Users(1, 1)):
         model = SPEC.build(SPEC.args("8B", TINY), attention_backend("cpu"))
         model.layers["1"].extra = module
-        apply_activation_checkpoint(model, ActivationCheckpoint(mode="full"), save_attention=False)
+        apply_activation_checkpoint(model, ActivationCheckpoint(mode="full"))
         reads.clear()
         run(model)
         assert len(reads) >= TINY["n_layers"]

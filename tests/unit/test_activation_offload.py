@@ -49,7 +49,7 @@ def run(mode, blocks):
     torch.manual_seed(0)
     spec = get_spec("llama3")
     model = spec.build(spec.args("8B", SIZES, max_seq_len=SEQ), attention_backend("cpu"))
-    apply_activation_checkpoint(model, config.activation_checkpoint, save_attention=False)
+    apply_activation_checkpoint(model, config.activation_checkpoint)
     torch._dynamo.reset()
     apply_compile(model, config)
     offload = apply_activation_offload(model, config.activation_checkpoint)

@@ -168,9 +168,7 @@ def test_variable_length_attention_is_masked_attention(kernel, compiled, mode):
     packed = SPEC.build(SPEC.args("8B", TINY), attention_backend("cuda")).double()
     packed.load_state_dict(plain.state_dict())
     options = {"selective_ac_option": "op"} if mode == "selective" else {}
-    apply_activation_checkpoint(
-        packed, ActivationCheckpoint(mode=mode, **options), save_attention=False
-    )
+    apply_activation_checkpoint(packed, ActivationCheckpoint(mode=mode, **options))
     if compiled:
         apply_compile(packed, Config(compile=Compile(enable=True, backend="aot_eager")))
     tokens = torch.randint(64, (2, 16))

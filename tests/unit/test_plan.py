@@ -96,7 +96,7 @@ def test_stages_share_the_parameters_out():
 def real_model(w):
     torch.manual_seed(0)
     model = SPEC.build(w.args, attention_backend("cpu"))
-    apply_activation_checkpoint(model, w.config.activation_checkpoint, save_attention=False)
+    apply_activation_checkpoint(model, w.config.activation_checkpoint)
     return model, torch.randint(0, w.vocab, (2, 64))
 
 

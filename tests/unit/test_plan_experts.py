@@ -95,7 +95,7 @@ def test_flops_are_those_that_run(mode):
     model = SPEC.build(w.args, attention_backend("cpu"))
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.02)
-    apply_activation_checkpoint(model, w.config.activation_checkpoint, save_attention=False)
+    apply_activation_checkpoint(model, w.config.activation_checkpoint)
     with FlopCounterMode(display=False) as counter:
         model(torch.randint(0, 512, (2, 32))).square().sum().backward()
     counted = counter.get_flop_counts()["Global"]

@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import partitioners
+from torch.utils.checkpoint import checkpoint
 
 from torchtitan.utils.distributed_compat import run_gloo_in_order
 from torchtitan.utils.torch_compat import (
+    attention_without_random_numbers,
     gathers_without_views,
     micro_pipeline_without_nccl,
     replaced,
@@ -59,6 +65,41 @@ def test_gathers_are_concatenated_only_within():
     assert parts.untyped_storage().data_ptr() != gathered.untyped_storage().data_ptr()
     before = collectives._maybe_view_chunk_cat(gathered, 4, 1)
     assert torch.equal(before, parts)
+
+
+def graphs_of_recomputed_attention(dropout):
+    """Operators of the forward and of the backward, in which attention is recomputed."""
+    graphs = []
+
+    def record(module, _):
+        graphs.append({str(node.target) for node in module.graph.nodes})
+        return make_boxed_func(module.forward)
+
+    def attend(x):
+        return F.scaled_dot_product_attention(x.sin(), x, x, dropout_p=dropout)
+
+    @torch.compile(
+        fullgraph=True,
+        backend=aot_autograd(
+            fw_compiler=record, partition_fn=partitioners.min_cut_rematerialization_partition
+        ),
+    )
+    def recomputed(x):
+        return checkpoint(attend, x, use_reentrant=False)
+
+    torch._dynamo.reset()
+    recomputed(torch.ones(1, 2, 8, 4, requires_grad=True)).sum().backward()
+    return graphs
+
+
+def test_recomputed_attention_is_random_only_with_dropout():
+    """Else torch moves the generator's state around it, in the forward and in the backward."""
+    with attention_without_random_numbers():
+        for operators in graphs_of_recomputed_attention(0.0):
+            assert any("scaled_dot_product" in name for name in operators)
+            assert not any("rng_state" in name for name in operators)
+        for operators in graphs_of_recomputed_attention(0.5):
+            assert any("rng_state" in name for name in operators)
 
 
 def threads_for_collectives():

@@ -17,6 +17,7 @@ from torchtitan.parallel.memory.checkpoint import memory_budget
 from torchtitan.parallel.memory.regions import regions, replace_method
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.utils.torch_compat import (
+    attention_without_random_numbers,
     forget_equal_meshes,
     keep_buffers_of_backward,
     no_shared_autograd_cache,
@@ -37,6 +38,7 @@ def configure_compiler(config: Config, mesh: Mesh) -> None:
         return
     torch._dynamo.reset()  # graphs of an earlier run would count against dynamo's limit
     _settings.enter_context(keep_buffers_of_backward())
+    _settings.enter_context(attention_without_random_numbers())
     if mesh.tp is not None:
         forget_equal_meshes()
         _settings.enter_context(no_shared_autograd_cache())

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.config.converters import FLOAT8, uses
-from torchtitan.config.derive import compiles_blocks, layout_degrees, layout_name
+from torchtitan.config.derive import layout_degrees, layout_name
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.spec import ModelArgs, ModelSpec
 from torchtitan.parallel.compile import apply_compile, configure_compiler
@@ -28,7 +28,7 @@ from torchtitan.parallel.pipeline.split import PipelinePlan
 from torchtitan.parallel.precision.dense import quantize
 from torchtitan.parallel.tensor.styles import apply_tensor_parallel
 from torchtitan.utils.logging import logger
-from torchtitan.utils.torch_compat import must_save_attention, silence_false_alarms
+from torchtitan.utils.torch_compat import silence_false_alarms
 
 
 def parallelize(
@@ -80,14 +80,7 @@ def parallelize(
             float8=uses(config, FLOAT8),
         )
         apply_delta_context(model, mesh, p)
-        apply_activation_checkpoint(
-            model,
-            ac,
-            save_attention=must_save_attention(
-                compiled=compiles_blocks(config), tp_degree=tp_degree
-            ),
-            experts_apart=experts_apart,
-        )
+        apply_activation_checkpoint(model, ac, experts_apart=experts_apart)
         apply_compile(model, config, experts_apart=experts_apart)
         apply_activation_offload(model, ac)
         apply_fsdp(

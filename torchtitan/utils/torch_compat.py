@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.utils.torch_versions import feature_release, installed_torch
@@ -141,16 +142,33 @@ def no_shared_autograd_cache() -> AbstractContextManager[None]:
     return replaced(config, enable_autograd_cache=False)
 
 
-def must_save_attention(*, compiled: bool, tp_degree: int) -> bool:
-    """A compiled block under tensor parallelism can't recompute attention.
+def attention_without_random_numbers() -> AbstractContextManager[None]:
+    """The partitioner takes recomputed attention for a random operation, also without dropout.
 
-    The partitioner treats SDPA as a random operation and mistakes the saved device mesh for the
-    generator's state.
+    It moves the generator's state around both calls, and under tensor parallelism mistakes a saved
+    device mesh for that state. Within, attention without dropout isn't random.
 
-    torch 2.13. Delete once tests/distributed/test_compile.py passes for `tp 2` with this returning
-    False.
+    torch 2.11 to 2.13; 2.15 regards the probability. Delete once pyproject.toml requires 2.15.
     """
-    return compiled and tp_degree > 1
+    from torch._functorch import partitioners
+
+    has_recomputable_rng_ops = partitioners.has_recomputable_rng_ops
+
+    def of_others(module: Any) -> bool:
+        nodes = [node for node in module.graph.nodes if not _attends_without_dropout(node)]
+        graph = SimpleNamespace(nodes=nodes)
+        return has_recomputable_rng_ops(SimpleNamespace(graph=graph))
+
+    return replaced(partitioners, has_recomputable_rng_ops=of_others)
+
+
+def _attends_without_dropout(node: Any) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    names = [] if schema is None else [argument.name for argument in schema.arguments]
+    if "_attention" not in str(node.target) or "dropout_p" not in names:
+        return False
+    arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return arguments.get("dropout_p", 0.0) == 0.0
 
 
 def softplus(x: "Tensor") -> "Tensor":

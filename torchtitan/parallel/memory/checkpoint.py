@@ -49,7 +49,7 @@ _COMMUNICATION = (
 
 
 def apply_activation_checkpoint(
-    model: Model, ac: ActivationCheckpoint, *, save_attention: bool, experts_apart: bool = False
+    model: Model, ac: ActivationCheckpoint, *, experts_apart: bool = False
 ) -> None:
     """Checkpoint the blocks of `model` in place.
 
@@ -57,7 +57,6 @@ def apply_activation_checkpoint(
     leaves the choice to the compiler (see `memory_budget`), so it changes nothing here.
 
     Args:
-        save_attention: never recompute attention.
         experts_apart: as for `regions`. Operations are then selected within each region; tensors
             between regions are saved, and FSDP's hooks on the experts run outside.
     """
@@ -76,9 +75,6 @@ def apply_activation_checkpoint(
     if by_operation:
         shapes = _weight_shapes(model, ac.per_op_sac_force_recompute_mm_shapes_by_fqns)
         contexts = partial(_contexts, _ATTENTION + _COMMUNICATION, frozenset(shapes))
-        recomputing = cache(partial(_recomputing, options=options | {"context_fn": contexts}))
-    elif save_attention:
-        contexts = partial(_contexts, _ATTENTION, None)
         recomputing = cache(partial(_recomputing, options=options | {"context_fn": contexts}))
     for number, block in enumerate(model.layers.values(), 1):
         if number % every:
@@ -122,20 +118,20 @@ def _weight_shapes(model: Model, names: Collection[str]) -> Iterator[tuple[int, 
 
 
 def _contexts(
-    saved: Collection[str], recomputed: Collection[tuple[int, ...]] | None
+    saved: Collection[str], recomputed: Collection[tuple[int, ...]]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts for a block's forward and its recomputation, with separate counters.
 
     Args:
         saved: operations whose results are always saved.
         recomputed: weight shapes `[in, out]` whose matrix products are always recomputed. Every
-            second result of the other products is saved. None: recompute all matrix products.
+            second result of the other products is saved.
     """
     products = {False: 0, True: 0}
     """Matrix products so far, by `context.is_recompute`."""
 
     def saves(name: str, is_recompute: bool, inputs: tuple[Any, ...]) -> bool:
-        if recomputed is None or name not in _MATMULS:
+        if name not in _MATMULS:
             return name in saved
         weight = inputs[-1] if name == "aten::addmm" else inputs[1]
         if weight.dim() == 2 and tuple(weight.shape) in recomputed:
