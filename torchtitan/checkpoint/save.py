@@ -25,6 +25,7 @@ from torchtitan.checkpoint.format.manifest import CheckpointInfo, Written
 from torchtitan.checkpoint.load import PhaseError, describe
 from torchtitan.checkpoint.writer import CommittingWriter, LocalPlan
 from torchtitan.parallel.agree import from_all
+from torchtitan.parallel.groups import cpu_group
 from torchtitan.utils.errors import FormatBugError
 
 NUMBERS = 4
@@ -41,12 +42,12 @@ class Phases:
     def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False):
         """
         Args:
-            group: all ranks, with gloo; its timeout bounds the wait for the slowest rank. None: the
-                default group.
+            group: all ranks, with gloo; its timeout bounds the wait for the slowest rank. None:
+                `cpu_group`.
             alone: this process saves by itself.
         """
-        self.group = group
         self.alone = alone or not dist.is_initialized()
+        self.group = None if self.alone else group or cpu_group()
         self.rank = 0 if self.alone else dist.get_rank()
         self.world = 1 if self.alone else dist.get_world_size()
 
@@ -114,7 +115,7 @@ def save(
 
     Args:
         state: the tensors by section (`model`, `optimizer`, `ema`) and name, or a future of them.
-        group: all ranks, with gloo; None: the default group.
+        group: all ranks, with gloo; None: `cpu_group`.
         pp_degree: pipeline-parallel degree. Ranks at the same position of the pipeline hold the
             same tensors, or shards of them.
         alone: this process saves by itself.

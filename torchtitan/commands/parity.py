@@ -94,7 +94,7 @@ def _check_under_torchrun(config_argv: list[str]) -> int:
     import torch.distributed as dist
 
     from torchtitan.health.flight_recorder import configure_flight_recorder
-    from torchtitan.parallel.groups import init_distributed
+    from torchtitan.parallel.groups import barrier, init_distributed
     from torchtitan.testing.parity import check
     from torchtitan.utils.device import current_device
     from torchtitan.utils.logging import hide_log, init_logging
@@ -108,7 +108,7 @@ def _check_under_torchrun(config_argv: list[str]) -> int:
         configure_flight_recorder(config.comm, folder)
         init_distributed(config.comm, current_device())
         passed, text = check(config_argv)
-        dist.barrier()
+        barrier()
         dist.destroy_process_group()
     if rank == 0:
         print(text, flush=True)

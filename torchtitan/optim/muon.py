@@ -52,14 +52,14 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            for (shape, splits, _), shards in self._shards_by_layout(group).items():
+            for (shape, splits, device, *_), shards in self._shards_by_layout(group).items():
                 ranks = math.prod(split.group.size() for split in splits)
                 most = ranks * max(1, AT_ONCE // math.prod(shape))
                 for batch in _batches(shards, most):
-                    _update(batch, shape, splits, group)
+                    _update(batch, shape, splits, group, device=device)
 
     def _shards_by_layout(self, group: dict[str, Any]) -> dict[Any, list[_Shards]]:
-        """Shards by shape of the matrices, their splits, and device and types."""
+        """Shards by shape of the matrices, their splits, the device to compute on, and types."""
         shards_by_layout: dict[Any, list[_Shards]] = {}
         for param in group["params"]:
             if param.grad is None:
@@ -68,9 +68,10 @@ class Muon(torch.optim.Optimizer):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(param.grad)
             shards = [local(x) for x in (param, param.grad, state["momentum_buffer"])]
-            kind = shards[0].device, *(x.dtype for x in shards)
+            # Ranks exchange matrices on the mesh's device, where offloaded shards aren't.
+            device = param.device_mesh.device_type if isinstance(param, DTensor) else param.device
             weight, gradient, mean = (x if x.dim() == 3 else x[None] for x in shards)
-            key = tuple(param.shape[-2:]), _splits(param), kind
+            key = tuple(param.shape[-2:]), _splits(param), device, *(x.dtype for x in shards)
             shards_by_layout.setdefault(key, []).append((weight, gradient, mean))
         return shards_by_layout
 
@@ -100,17 +101,20 @@ def _update(
     shape: tuple[int, int],
     splits: Sequence[_Split],
     group: dict[str, Any],
+    *,
+    device: str | torch.device,
 ) -> None:
-    """Update matrices of one shape and layout."""
+    """Update matrices of one shape and layout; the products run on `device`."""
     weights, gradients, means = map(list, zip(*batch, strict=True))
     momentum = group["momentum"]
     torch._foreach_lerp_(means, gradients, 1 - momentum)
     nesterov = torch._foreach_lerp(gradients, means, momentum)
     counts = [len(weight) for weight in weights]
-    shards = weights[0].new_empty((sum(counts), *weights[0].shape[1:]), dtype=torch.bfloat16)
+    size = (sum(counts), *weights[0].shape[1:])
+    shards = torch.empty(size, dtype=torch.bfloat16, device=device)
     torch._foreach_copy_(shards.split(counts), nesterov)
     del nesterov
-    update = _orthogonalize_shards(shards, splits, group["ns_steps"]).to(weights[0].dtype)
+    update = _orthogonalize_shards(shards, splits, group["ns_steps"]).to(weights[0])
     lr = group["lr"]
     torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
     torch._foreach_add_(weights, update.split(counts), alpha=-lr * 0.2 * max(shape) ** 0.5)

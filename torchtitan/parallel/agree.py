@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.parallel.collectives import AnyRank
+from torchtitan.parallel.groups import cpu_group
 from torchtitan.utils.errors import CheckpointError, DamageError
 
 T = TypeVar("T")
@@ -19,13 +20,14 @@ T = TypeVar("T")
 def from_rank_0(value: T) -> T:
     """Rank 0's `value`, on every rank."""
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=0, group=cpu_group())
     return box[0]
 
 
 def from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The `value` of every rank of `group`, by default the world, in the order of ranks."""
-    values = [value] * dist.get_world_size(group)
+    group = group or cpu_group()
+    values = [value] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
 
@@ -50,11 +52,11 @@ def merged_on_0(value: T, combine: Callable[[T, T], T]) -> T:
     distance = 1
     while distance < dist.get_world_size():
         if rank % (2 * distance):
-            dist.send_object_list([value], rank - distance)
+            dist.send_object_list([value], rank - distance, cpu_group())
             break
         if rank + distance < dist.get_world_size():
             box: list[T] = [value]
-            dist.recv_object_list(box, rank + distance)
+            dist.recv_object_list(box, rank + distance, cpu_group())
             value = combine(value, box[0])
         distance *= 2
     return value

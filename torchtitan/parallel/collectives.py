@@ -75,7 +75,11 @@ def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placem
 
 def unsharded(value: Tensor) -> Tensor:
     """The full value of a DTensor; a plain tensor itself."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    if value.device.type != value.device_mesh.device_type:  # offloaded
+        value = value.to(value.device_mesh.device_type)
+    return value.full_tensor()
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torchtitan.utils.torch_compat import silence_false_alarms
 
 
 def init_distributed(comm: Comm, device: torch.device) -> None:
-    """Initialize the default process group: NCCL and gloo on CUDA, gloo on the CPU.
+    """Initialize the default process group: NCCL on CUDA, gloo on the CPU; and `cpu_group`.
 
     Under torchrun, the rendezvous comes from the environment. Without torchrun, the world is this
     process alone. If all ranks are on one node, they listen on its loopback interface only.
@@ -37,18 +37,16 @@ def init_distributed(comm: Comm, device: torch.device) -> None:
 
     def start(store: dist.Store | None) -> None:
         membership = {} if store is None else {"store": store, "rank": rank, "world_size": world}
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_cuda else "gloo",
-            timeout=timeout,
-            device_id=device if on_cuda else None,
-            **membership,
-        )
+        # No device_id: torch would split the groups of mesh axes from this one, which hung on some
+        # clusters.
+        dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timeout, **membership)
+        cpu_group(timeout)
 
     if agent_has_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
         with store_of_this_attempt(rank, world, timeout) as store:
             start(store)
-            if not on_cuda:
-                dist.barrier()  # until then, late ranks ask; pairs that connect later don't wait
+            # Until then, late ranks ask; pairs that connect later don't wait.
+            dist.barrier(cpu_group())
     elif world == 1:
         start(dist.HashStore())
     elif single_node and not agent_has_store:
@@ -73,6 +71,34 @@ def _local_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
     return dist.TCPStore(host, port, world, rank == 0, timeout, master_listen_fd=listening)
 
 
+_cpu_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def cpu_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """All ranks, for objects and tensors on the CPU: the default group, or if that has NCCL only, a
+    group with gloo.
+
+    Its collectives belong to the main thread. Saves, which run in the background, have their own.
+
+    Args:
+        timeout: of a group that is created now, by all ranks together; None: torch's default.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "there is no process group"
+    if torch.device("cpu") in world._device_types:
+        return world
+    if world not in _cpu_groups:
+        _cpu_groups.clear()  # of a default group that ended
+        _cpu_groups[world] = dist.new_group(backend="gloo", timeout=timeout, group_desc="cpu")
+    return _cpu_groups[world]
+
+
+def barrier() -> None:
+    """Wait for all ranks, and on CUDA for the device's work before."""
+    on_cuda = "nccl" in str(dist.get_backend_config())
+    dist.barrier(device_ids=[torch.cuda.current_device()] if on_cuda else None)
+
+
 def store_of_a_thread(prefix: str) -> dist.Store:
     """The job's key-value store below a prefix, with a connection that only one thread may use."""
     return dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store().clone())
@@ -92,7 +118,7 @@ def set_timeout(seconds: int) -> None:
     """Set the timeout, in seconds, of all process groups once the first, slow step is done."""
     if dist.get_world_size() == 1:
         return
-    dist.barrier()  # no rank may still be in its first step when the timeout shrinks
+    barrier()  # no rank may still be in its first step when the timeout shrinks
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     limit_groups(seconds)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torchtitan.config.registry import TRACKER_PACKAGES, Custom, metric_sinks
 from torchtitan.config.sections.metrics import Metrics
 from torchtitan.config.sections.schema import Job
+from torchtitan.parallel.agree import from_rank_0
 from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.telemetry.trackers.background import CLOSE_SECONDS, Background
 from torchtitan.telemetry.trackers.base import Tracked
@@ -44,9 +45,7 @@ class Trackers:
         """
         rank = dist.get_rank()
         each = config.save_for_all_ranks
-        ids = [record.id]
-        if each and dist.get_world_size() > 1:
-            dist.broadcast_object_list(ids)
+        run_id = from_rank_0(record.id) if each else record.id
         self.all: list[Background] = []
         for name in config.trackers:
             everywhere = each and (name not in TRACKER_PACKAGES or name in ON_ALL_RANKS)
@@ -54,7 +53,7 @@ class Trackers:
                 continue
             run = Tracked(
                 folder=Path(job.dump_folder),
-                id=ids[0],
+                id=run_id,
                 description=job.description,
                 config=settings,
                 start_step=start_step,

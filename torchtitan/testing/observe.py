@@ -18,6 +18,7 @@ from torchtitan.data.loader import StepBatch, StepLoader
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.parallel.agree import from_rank_0
 from torchtitan.parallel.collectives import unsharded
+from torchtitan.parallel.groups import cpu_group
 from torchtitan.train.build import Builders, build_data
 from torchtitan.train.callbacks import Callback, Run
 from torchtitan.train.preflight import Setup
@@ -176,8 +177,9 @@ def _gather_copies(tensors: dict[str, Tensor], order: list[str]) -> dict[str, Te
     Empty on all ranks but 0.
     """
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.gather_object(tensors, gathered if dist.get_rank() == 0 else None)
-    if dist.get_rank() != 0:
+    gathers = dist.get_rank() == 0
+    dist.gather_object(tensors, gathered if gathers else None, group=cpu_group())
+    if not gathers:
         return {}
     copies: dict[str, list[Tensor]] = {}
     for name, value in (item for tensors_of_rank in gathered for item in tensors_of_rank.items()):

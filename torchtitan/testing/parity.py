@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +21,7 @@ from torchtitan.config.derive import (
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.sections.metrics import Metrics, Notifications
 from torchtitan.models.args import DecoderArgs
+from torchtitan.parallel.agree import from_rank_0
 from torchtitan.testing.difference import Difference, Tolerances, difference, tolerances_of
 from torchtitan.testing.observe import observe, write_corpus
 from torchtitan.testing.reference import reference
@@ -134,7 +134,7 @@ def compare(argv: Sequence[str], tolerances: Tolerances) -> Finding:
     setup = preflight(config)
     padded = bool(setup.spec.expert_sizes(setup.args))  # padding is routed, but must not count
     run = observe(config, setup, padded=padded)
-    box: list[Any] = [None]
+    finding = None
     if dist.get_rank() == 0:
         expected = reference(config, setup, padded=padded, run=run, rounding=tolerances.gradient)
         delta = difference(run, expected, config.optimizer)
@@ -148,9 +148,10 @@ def compare(argv: Sequence[str], tolerances: Tolerances) -> Finding:
             (run.gradients, expected.gradients) if wrong else (run.weights, expected.weights)
         )
         factor = _factor(actual[step][culprit], right[step][culprit]) if culprit else None
-        box = [Finding(delta, delta.problems(tolerances), culprit, factor)]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+        finding = Finding(delta, delta.problems(tolerances), culprit, factor)
+    finding = from_rank_0(finding)
+    assert finding is not None
+    return finding
 
 
 def _factor(copies: Tensor, expected: Tensor) -> float | None:

@@ -17,7 +17,7 @@ from torchtitan.health.guard import UpdateGuard
 from torchtitan.health.hang_watch import Watch
 from torchtitan.inference.tasks import Tasks
 from torchtitan.parallel.collectives import AnyRank
-from torchtitan.parallel.groups import limit_groups
+from torchtitan.parallel.groups import barrier, limit_groups
 from torchtitan.parallel.precision.dense import check_hardware
 from torchtitan.train.build import Builders, build, set_determinism
 from torchtitan.train.built_in import all_callbacks
@@ -341,7 +341,7 @@ class Trainer:
         ends_together = self.owns_process_group and dist.is_initialized() and error is None
         if ends_together:
             note("ending")
-            dist.barrier()
+            barrier()
         if self.watch is not None:
             self.watch.close()
         if ends_together:

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from itertools import groupby
 
 from torchtitan.config.derive import axis_degrees
 from torchtitan.tools.rehearsal.events import RankRecord
@@ -24,9 +23,7 @@ class Startup:
     groups: int
     """Number of process groups that rank 0 is a member of."""
     calls: int
-    """Calls that create groups, on each rank, with gloo: one for each group of the cluster."""
-    splits: int
-    """Calls that create groups with NCCL: one for each axis."""
+    """Calls that create groups, on each rank: one for each group of the cluster."""
     connections: int
     """Connections of rank 0, if gloo connects all pairs of a group when it is created."""
     store: int
@@ -76,7 +73,6 @@ def startup(rehearsal: Rehearsal) -> Startup:
     return Startup(
         groups=len(members),
         calls=len(record.creations),
-        splits=sum(1 for _ in groupby(record.creations, key=lambda c: (c.description, c.at))),
         connections=sum(len(ranks) - 1 for ranks in members),
         store=sum(n * at_once(n) for n in sizes),
         lazy_store=sum(sizes),
@@ -145,7 +141,7 @@ def rows(numbers: Startup) -> list[tuple[str, str]]:
     parts = f"{numbers.parts:,}; {mib(numbers.metadata)}"
     return [
         ("process groups of rank 0", f"{numbers.groups:,}"),
-        ("calls that create groups (gloo; NCCL)", f"{numbers.calls:,}; {numbers.splits:,}"),
+        ("calls that create groups", f"{numbers.calls:,}"),
         ("connections of rank 0, if gloo makes all at once", f"{numbers.connections:,}"),
         ("store requests of all ranks to connect groups (all at once; as needed)", store),
         ("store requests of a rank at the start", f"{numbers.requests:,}"),
