@@ -34,7 +34,7 @@ GROUPS = {
         "runs": "List the runs below a folder.",
         "report": "Show runs, and how they differ.",
         "watch": "Show runs in a browser while they train.",
-        "doctor": "Explain why a run hangs or has failed.",
+        "doctor": "Explain why a run hangs or has failed; measure this node's GPUs.",
     },
     "use the model": {
         "ckpt": "Inspect, verify, compare, prune, upload, convert and merge checkpoints.",

@@ -215,9 +215,9 @@ def _products(w: Workload, hw: Hardware, linear: Linear) -> _Products:
     k = linear.inputs
 
     def seconds(rows: float, columns: float, inner: float, moved: float) -> float:
-        result = rows * columns + hw.gemm_ramp / products
-        depth = inner + hw.gemm_depth * w.element / operand
-        return max(2 * products * result * depth / rate, products * moved / hw.bytes_per_s)
+        depth = w.element / operand
+        computed = hw.product_seconds(rows, columns, inner, rate, depth=depth, products=products)
+        return max(computed, products * moved / hw.bytes_per_s)
 
     left = operand * m * k
     right = operand * k * n

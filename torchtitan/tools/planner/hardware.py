@@ -110,6 +110,25 @@ class Hardware(BaseModel):
         """Memory bandwidth that large kernels reach."""
         return self.memory_bandwidth * self.memory_efficiency
 
+    def product_seconds(
+        self,
+        rows: float,
+        columns: float,
+        inner: float,
+        rate: float,
+        *,
+        depth: float = 1.0,
+        products: int = 1,
+    ) -> float:
+        """Seconds of `products` equal matrix products, which sum over `inner` terms.
+
+        Args:
+            rate: FLOP/s that large ones reach.
+            depth: bytes of an activation over those of an operand.
+        """
+        result = rows * columns + self.gemm_ramp / products
+        return 2 * products * result * (inner + self.gemm_depth * depth) / rate
+
     def bandwidth(self, ranks: int, stride: int) -> float:
         """Bytes/s per rank of a ring over `ranks` ranks that are `stride` ranks apart.
 
