@@ -4,6 +4,7 @@ TP = ["--parallelism.tensor_parallel_degree=2"]
 OP = ["--activation_checkpoint.selective_ac_option=op"]
 BF16_REDUCE = "--training.mixed_precision_reduce=bfloat16"
 FLOAT8 = ["--model.converters=float8"]
+FP32 = "--training.mixed_precision_param=float32"
 ELASTIC = ["--fault_tolerance.elastic"]
 
 # rule -> (ranks, arguments it refuses, words of the message, arguments that fix it)
@@ -186,6 +187,20 @@ LAYOUT_CASES = {
             ["--activation_checkpoint.selective_ac_option=0"],
             "got '0'",
             ["--activation_checkpoint.selective_ac_option=1"],
+        ),
+    ],
+    "rowwise_products_are_bf16": [
+        (
+            1,
+            [*FLOAT8, "--float8.recipe_name=rowwise", FP32],
+            "quantize.linear.float8: results of Float8",
+            ["--training.mixed_precision_param=bfloat16"],
+        ),
+        (
+            1,
+            ["--model.converters=quantize.grouped_mm.float8", FP32],
+            "set that to bfloat16, or quantize.grouped_mm.float8.emulate = true",
+            ["--quantize.grouped_mm.float8.emulate"],
         ),
     ],
     "low_precision_blocks_are_full": [

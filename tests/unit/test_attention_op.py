@@ -4,14 +4,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.autograd import gradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.attention import documents, inputs, reference
+from torchtitan.models import get_spec
+from torchtitan.models.attention import backend
 from torchtitan.models.attention import dense as attention_dense
 from torchtitan.models.attention import kernels as attention_kernel
-from torchtitan.models.attention.backend import attention_backend, block_mask, document_mask
+from torchtitan.models.attention.backend import attention_backend, document_mask, window_masks
 from torchtitan.models.attention.dense import (
     attend_variant,
     attention,
@@ -20,7 +23,8 @@ from torchtitan.models.attention.dense import (
     counted_pairs,
     visible_block,
 )
-from torchtitan.models.attention.interface import Scores
+from torchtitan.models.attention.interface import Scores, windows_of
+from torchtitan.models.attention.kernels import BlockScores
 
 CASES = [
     {"scale": 0.3},
@@ -290,6 +294,63 @@ def test_flash_attentions_window_with_sinks(flash, queries, offset, window):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
 
 
+@pytest.fixture
+def narrow_flash():
+    """aten's flash kernel without windows, on the CPU, which asks for CUDA's widths."""
+    cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+    def forward(q, k, v, dropout, causal, return_mask=False, *, scale):
+        assert {x.shape[-1] for x in (q, k, v)} == {16}
+        out, lse = cpu(q, k, v, dropout, causal, scale=scale)
+        return out, lse, *[q.new_empty(0)] * 2, 0, 0, *[q.new_empty(0)] * 3
+
+    def backward(grad, q, k, v, out, lse, *rest, scale):
+        assert {x.shape[-1] for x in (grad, q, k, v, out)} == {16}
+        return cpu_backward(grad, q, k, v, out, lse, 0.0, rest[5], scale=scale)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_scaled_dot_product_flash_attention", forward, "CPU")
+    library.impl("_scaled_dot_product_flash_attention_backward", backward, "CPU")
+    choice = SDPBackend.FLASH_ATTENTION.value
+    with patch.object(attention_kernel, "chosen_kernel", return_value=choice):
+        yield
+    library._destroy()
+
+
+@pytest.mark.parametrize(("d", "e"), [(12, 12), (12, 9), (16, 12)])
+def test_widths_that_flash_does_not_know_are_padded(narrow_flash, d, e):
+    q, k, v, _ = inputs(d=d, e=e, grad=True)
+    scores = BlockScores(0.3, causal=True)
+    out, lse = attention_kernel._cuda_forward(q, k, v, scores)
+    expected = reference(q, k, v, scale=0.3)
+    upstream = expected.cos().detach()
+    gradients = attention_kernel._cuda_backward(upstream, q, k, v, out=out, lse=lse, scores=scores)
+    theirs = torch.autograd.grad(expected, (q, k, v), upstream)
+    for a, b in zip([out, *gradients], [expected, *theirs], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
+
+
+def test_heads_are_repeated_where_the_kernel_knows_no_groups(monkeypatch):
+    assert not backend._repeats_heads("cuda", torch.bfloat16)
+    assert not backend._repeats_heads("cpu", torch.float32)
+    assert backend._repeats_heads("cuda", torch.float32)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert not backend._repeats_heads("cuda", torch.float32)
+
+    *qkv, _ = inputs(e=12, grad=True)
+    results = []
+    for repeats in (False, True):
+        monkeypatch.setattr(backend, "_repeats_heads", lambda *_, repeats=repeats: repeats)
+        sdpa = F.scaled_dot_product_attention
+        with patch.object(F, "scaled_dot_product_attention", wraps=sdpa) as seen:
+            out = attention_backend("cpu")(*qkv)
+        assert seen.call_args.kwargs["enable_gqa"] is not repeats
+        results.append([out, *torch.autograd.grad(out.cos().sum(), qkv)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("options", [{"window": 5}, {"sinks": True}, {"window": 9, "sinks": True}])
 def test_attention_under_a_block_mask(options):
     """FlexAttention has no backward on the CPU but in its slow implementation."""
@@ -298,21 +359,43 @@ def test_attention_under_a_block_mask(options):
     from torchtitan.models.attention import flex
 
     positions = torch.cat([torch.arange(10), torch.arange(30, 40)])  # of one rank
-    *qkv, logits = inputs(torch.float32, grad=True)
+    *qkv, logits = inputs(grad=True)
     qkv[0] = qkv[0].detach()[:, :, positions].requires_grad_()
     sinks = logits if "sinks" in options else None
     window = options.get("window")
     leaves = [*qkv, *([logits] if "sinks" in options else [])]
-    mask = block_mask(documents(40), positions, flex_attention.create_block_mask)
+    masks = window_masks(documents(40), positions, (None, 5, 9), flex_attention.create_block_mask)
     with (
         patch.object(flex_attention, "_validate_device"),
         patch.object(flex, "_flex_attention", lambda: flex_attention.flex_attention),
     ):
-        out = flex.attend_blocks(*qkv, Scores(mask, window, 0.3), sinks, positions)
+        out = flex.attend_blocks(*qkv, Scores(masks, window, 0.3), sinks)
         results = [out, *torch.autograd.grad(out.cos().sum(), leaves)]
     dense = document_mask(documents(40), torch.arange(40), torch.float32)
-    all_queries = torch.zeros(2, 4, 40, 12).index_copy(2, positions, qkv[0])
+    all_queries = qkv[0].new_zeros(2, 4, 40, 12).index_copy(2, positions, qkv[0])
     expected = reference(all_queries, *qkv[1:], dense, window, 0.3, sinks=sinks)[:, :, positions]
     gradients = torch.autograd.grad(expected.cos().sum(), leaves)
     for ours, theirs in zip(results, [expected, *gradients], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+
+
+def test_blocks_outside_of_a_window_are_skipped():
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    from torchtitan.models.attention import flex
+
+    whole = torch.zeros(1, 1024, dtype=torch.int64)
+    masks = window_masks(whole, torch.arange(1024), (None, 100, 2048), create_block_mask)
+    assert masks.windows == (None, 100)  # a longer one than the row is none
+    computed = [int(x.kv_num_blocks.sum() + x.full_kv_num_blocks.sum()) for x in masks.masks]
+    assert computed == [36, 15]  # of 64: each 128 queries see their own keys, and 128 before
+    q, k, v, _ = inputs()
+    with pytest.raises(ValueError, match="a window of 7; list those"):
+        flex.attend_blocks(q, k, v, Scores(masks, 7))
+
+
+def test_a_model_lists_its_windows():
+    gemma = get_spec("gemma3")
+    with torch.device("meta"):
+        model = gemma.build(gemma.args("debugmodel", {}), attention_backend("cpu"))
+    assert set(windows_of([model, torch.nn.Linear(1, 1)])) == {None, model.args.window}

@@ -11,7 +11,7 @@ from tests.families import as_ours, build, twin
 from tests.rounding import assert_rounds
 from torchtitan.models import get_spec, parameter_names
 from torchtitan.models.attention import backend
-from torchtitan.models.attention.backend import attention_backend, block_mask, document_mask
+from torchtitan.models.attention.backend import attention_backend, document_mask, window_masks
 from torchtitan.models.attention.interface import Scores
 from torchtitan.models.layers.norms import RMSNorm
 from torchtitan.models.rope_scaling import RopeScaling
@@ -505,7 +505,11 @@ def test_flex_attentions_mask_is_the_dense_one():
         q, k, v, Scores(document_mask(documents, positions, torch.float32))
     )
     flex = flex_attention(
-        q, k, v, block_mask=block_mask(documents, positions, create_block_mask), enable_gqa=True
+        q,
+        k,
+        v,
+        block_mask=window_masks(documents, positions, (None,), create_block_mask).masks[0],
+        enable_gqa=True,
     )
     assert_rounds(flex, dense, terms=32, chain=2)
 

@@ -3,6 +3,7 @@ their definitions.
 """
 
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -258,7 +259,10 @@ class Operations(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def test_body_of_a_grouped_product_is_one_kernel_on_cuda():
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_body_of_a_grouped_product_is_one_kernel_on_cuda(monkeypatch, capability):
+    """Blackwell's leaves the gradients of groups without rows unwritten."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     with FakeTensorMode(), torch.device("cuda"), torch.no_grad():
         rows, gradient = (torch.empty(64, width, dtype=torch.bfloat16) for width in (16, 32))
         weight = torch.empty(256, 32, 16, dtype=torch.bfloat16)
@@ -267,7 +271,38 @@ def test_body_of_a_grouped_product_is_one_kernel_on_cuda():
             grouped._grouped_mm._init_fn(gradient, weight, ends, transposed=True)
             grouped._grouped_outer._init_fn(gradient, rows, ends)
     assert operations.seen["aten._grouped_mm.default"] == 2
-    assert operations.seen.total() == 4  # and two transpositions
+    blackwell = capability == (10, 0)
+    assert operations.seen["aten.masked_fill_.Scalar"] == blackwell
+    assert blackwell or operations.seen.total() == 4  # and two transpositions
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_grouped_product_without_rows_has_zero_gradients(device):
+    """CUDA's kernel can't be launched without rows. On CUDA, the shapes."""
+    with FakeTensorMode() if device == "cuda" else nullcontext(), torch.device(device):
+        rows, gradient = torch.empty(0, 16), torch.empty(0, 32)
+        weight, ends = torch.ones(3, 32, 16), torch.zeros(3, dtype=torch.int32)
+        with Operations() as operations:
+            out = grouped._grouped_mm._init_fn(rows, weight, ends) if device == "cuda" else None
+            products = grouped._grouped_outer._init_fn(gradient, rows, ends)
+    assert "aten._grouped_mm.default" not in operations.seen
+    assert products.shape == weight.shape
+    if out is not None:
+        assert out.shape == gradient.shape
+        return
+    leaves = [x.clone().requires_grad_() for x in (rows, weight)]
+    grouped_mm(*leaves, ends).sum().backward()
+    assert leaves[0].grad.shape == rows.shape
+    assert torch.equal(leaves[1].grad, torch.zeros_like(weight))
+
+
+def test_unwritten_products_of_groups_without_rows_become_zero():
+    left, right = torch.randn(7, 4), torch.randn(7, 5)
+    ends = torch.tensor([0, 3, 3, 7, 7], dtype=torch.int32)
+    expected = torch.ops.torchtitan.grouped_outer(left, right, ends)
+    unwritten = expected.clone()
+    unwritten[[0, 2, 4]] = torch.nan
+    assert torch.equal(grouped.zero_empty_groups(unwritten, ends), expected)
 
 
 # ---- auxiliary losses

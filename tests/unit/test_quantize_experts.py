@@ -202,6 +202,23 @@ def test_what_cannot_be_converted_is_refused(argv, sizes, words):
     assert words in found[0]
 
 
+@pytest.mark.parametrize(("dtype", "unit"), [("bfloat16", 8), ("float32", 4)])
+def test_widths_that_gpus_do_not_multiply_are_refused(dtype, unit, monkeypatch):
+    """By the rows' bytes, of a model that isn't converted."""
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "an H100")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    config = resolve([f"--training.mixed_precision_param={dtype}"], 1).config
+    cuda = torch.device("cuda")
+    sizes = {"n_experts": 6, "dim": 64, "expert_dim": 32 + unit // 2}
+    with pytest.raises(
+        ConfigError, match=f"multiples of {unit}, and expert_dim.*set it to {32 + unit}"
+    ):
+        check_hardware(config, cuda, sizes)
+    check_hardware(config, torch.device("cpu"), sizes)
+    check_hardware(config, cuda, sizes | {"expert_dim": 32 + unit})
+    check_hardware(config, cuda)
+
+
 @pytest.mark.parametrize(
     ("argv", "words", "way_out"),
     [

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.models.attention.backend import document_mask
-from torchtitan.models.attention.interface import reads_documents
+from torchtitan.models.attention.interface import reads_documents, windows_of
 from torchtitan.optim.loss import RowLoss, SourceTally, chunked_loss
 from torchtitan.parallel.fsdp import Accumulation
 from torchtitan.parallel.pipeline.pipeline import Pipeline
@@ -261,6 +261,7 @@ class Compute:
                 self.dtype,
                 attending=self.attending,
                 with_documents=reads_documents(model),
+                windows=windows_of([model]),
             )
         )
         options = {} if token_weights is None else {"token_weights": token_weights}

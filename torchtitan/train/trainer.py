@@ -100,7 +100,8 @@ class Trainer:
         config = self.config
         tune_cpu()
         set_determinism(config.debug)
-        check_hardware(config, self.device)
+        setup = self.setup
+        check_hardware(config, self.device, setup.spec.expert_sizes(setup.args))
         self.owns_process_group = not dist.is_initialized()
         self.watch: Watch | None = None
         if self.owns_process_group:

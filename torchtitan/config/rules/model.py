@@ -120,6 +120,40 @@ def experts_can_be_converted(config: Config, facts: Facts) -> Iterator[str]:
             )
 
 
+@rule("model.overrides", "training.mixed_precision_param", needs=["device", "expert_sizes"])
+def experts_are_aligned(config: Config, facts: Facts) -> Iterator[str]:
+    """GPUs multiply experts' matrices whose rows begin at multiples of 16 bytes."""
+    if facts.device.capability == (0, 0):
+        return
+    dtype = config.training.mixed_precision_param
+    unit = 4 if dtype == "float32" else 8
+    for name, width in list(facts.expert_sizes.items())[1:]:
+        if width % unit:
+            yield (
+                f"model.overrides.{name}: GPUs multiply experts in {dtype} only if their widths "
+                f"are multiples of {unit}, and {name} of {model_name(config)} is {width}; set it "
+                f"to {width + -width % unit}"
+            )
+
+
+@rule("model.converters", "quantize", "training.mixed_precision_param")
+def rowwise_products_are_bf16(config: Config, facts: Facts) -> Iterator[str]:
+    linear = config.quantize.linear.float8
+    per_row = linear.recipe_name in ("rowwise", "rowwise_with_gw_hp")
+    experts = config.quantize.grouped_mm.float8
+    used = {
+        "quantize.linear.float8": uses(config, FLOAT8) and per_row and not linear.emulate,
+        "quantize.grouped_mm.float8": uses(config, GROUPED_FLOAT8) and not experts.emulate,
+    }
+    for key, is_used in used.items():
+        if is_used and config.training.mixed_precision_param != "bfloat16":
+            yield (
+                f"{key}: results of Float8 products with a scale per row are in bf16, but "
+                "training.mixed_precision_param computes in float32; set that to bfloat16, or "
+                f"{key}.emulate = true"
+            )
+
+
 @rule("model.converters", "training.seq_len")
 def low_precision_blocks_are_full(config: Config, facts: Facts) -> Iterator[str]:
     """Weight gradients sum over the tokens of a rank, in blocks of 32 (MXFP8) or multiples of 16

@@ -4,7 +4,7 @@ Shapes: b batch, s sequence, S the whole row, h query heads, k key-value heads, 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import torch
@@ -13,8 +13,15 @@ from torch import Tensor
 
 from torchtitan.models.attention.dense import attend_variant
 from torchtitan.models.attention.flex import attend_blocks
-from torchtitan.models.attention.interface import CAUSAL, Attend, DocumentMask, Mask, Scores
-from torchtitan.models.attention.kernels import is_halved
+from torchtitan.models.attention.interface import (
+    CAUSAL,
+    Attend,
+    DocumentMask,
+    Mask,
+    Scores,
+    WindowMasks,
+)
+from torchtitan.models.attention.kernels import is_halved, repeat_heads
 from torchtitan.models.attention.packed import PackedDocuments, attend_documents, pack_documents
 from torchtitan.utils.device import copy_to
 from torchtitan.utils.logging import logger
@@ -40,9 +47,22 @@ def _attend_dense(
         return attend_variant(q, k, v, scores.at_offset(offset), sinks=sinks)
     mask, _, scale, _ = scores
     grouped = q.shape[1] != k.shape[1]
+    if grouped and _repeats_heads(q.device.type, q.dtype):
+        k = repeat_heads(k, q)
+        v = repeat_heads(v, q)
+        grouped = False
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
+
+
+def _repeats_heads(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether the kernel knows no grouped queries: torch would keep a matrix of all scores.
+
+    In deterministic mode it has to, as that kernel's backward isn't deterministic.
+    """
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return device_type == "cuda" and dtype == torch.float32 and not deterministic
 
 
 def _attend_cuda(
@@ -72,7 +92,10 @@ def _activate_flash_attention_3() -> None:
         from torch.nn.attention import activate_flash_attention_impl
 
         activate_flash_attention_impl("FA3")
-        logger.info("Attention: torch's flash kernels are FlashAttention 3")
+        logger.info(
+            "Attention: FlashAttention 3 replaces torch's flash kernel, which computes packed "
+            "documents and windows; elsewhere torch prefers cuDNN's in 16 bits"
+        )
 
 
 @functools.cache
@@ -90,6 +113,7 @@ def document_mask(
     *,
     attending: Tensor | None = None,
     with_documents: bool = False,
+    windows: Sequence[int | None] = (None,),
 ) -> Mask:
     """A causal mask within documents: a token sees itself and earlier tokens of its document.
 
@@ -99,12 +123,14 @@ def document_mask(
         dtype: type of queries, keys and values.
         attending: the queries' positions, if they aren't the tokens'.
         with_documents: make a `DocumentMask`.
+        windows: of the layers, as `windows_of` returns them.
 
     Returns:
-        On CUDA `PackedDocuments`, or, for fp32 or some of a row's queries, a `BlockMask`; elsewhere
+        On CUDA `PackedDocuments`, or, for fp32 or some of a row's queries, `WindowMasks`; elsewhere
         a boolean tensor `[b, 1, s, S]` (FlexAttention has no backward on the CPU).
     """
-    mask = _causal_mask(documents, positions if attending is None else attending, dtype)
+    queries = positions if attending is None else attending
+    mask = _causal_mask(documents, queries, dtype, windows)
     if not with_documents:
         return mask
     # Selected on the device, because the host would wait for its positions.
@@ -112,30 +138,43 @@ def document_mask(
     return DocumentMask(mask, local)
 
 
-def _causal_mask(documents: Tensor, positions: Tensor, dtype: torch.dtype) -> Mask:
+def _causal_mask(
+    documents: Tensor, positions: Tensor, dtype: torch.dtype, windows: Sequence[int | None]
+) -> Mask:
     device = positions.device
     whole_rows = len(positions) == documents.shape[1]
     if device.type == "cuda" and whole_rows and dtype in (torch.float16, torch.bfloat16):
         return pack_documents(documents, device)
     documents = copy_to(documents, device)
     if device.type == "cuda":
-        return block_mask(documents, positions, _compiled_create_block_mask())
+        return window_masks(documents, positions, windows, _compiled_create_block_mask())
     keys = torch.arange(documents.shape[1], device=device)
     same = documents[:, positions, None] == documents[:, None, :]
     causal = positions[:, None] >= keys
     return (same & causal)[:, None]
 
 
-def block_mask(documents: Tensor, positions: Tensor, create: Callable[..., Mask]) -> Mask:
-    """`document_mask` for FlexAttention, on any device.
+def window_masks(
+    documents: Tensor, positions: Tensor, windows: Sequence[int | None], create: Callable[..., Mask]
+) -> WindowMasks:
+    """`document_mask` for FlexAttention, on any device. Its kernel skips blocks of 128 queries and
+    keys of which no query sees a key.
 
     Args:
         create: FlexAttention's `create_block_mask`.
     """
-
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        position = positions[q]
-        return (position >= k) & (documents[b, position] == documents[b, k])
-
     rows, seq_len = documents.shape
-    return create(visible, rows, None, len(positions), seq_len, device=documents.device.type)
+
+    def mask_of(window: int | None) -> Mask:
+        reach = seq_len if window is None else window
+
+        def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            position = positions[q]
+            near = (position >= k) & (position - k < reach)
+            return near & (documents[b, position] == documents[b, k])
+
+        return create(visible, rows, None, len(positions), seq_len, device=documents.device.type)
+
+    clipped = [Scores(window=window).clip_window(seq_len).window for window in windows]
+    different = tuple(dict.fromkeys(clipped))
+    return WindowMasks(different, tuple(map(mask_of, different)))

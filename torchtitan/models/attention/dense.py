@@ -33,6 +33,7 @@ from torchtitan.models.attention.interface import CAUSAL, Scores
 from torchtitan.models.attention.kernels import (
     BlockScores,
     Gradients,
+    aligned,
     block_backward,
     block_forward,
     no_seed,
@@ -230,14 +231,8 @@ def _flash_window(q: Tensor, k: Tensor, scores: Scores) -> dict[str, int]:
     return {"window_size_left": before, "window_size_right": after}
 
 
-def _flash_width(q: Tensor, v: Tensor) -> int:
-    """The kernels' widths are multiples of 8, one for all; zeros change no product."""
-    widest = max(q.shape[-1], v.shape[-1])
-    return widest + -widest % 8
-
-
 def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    width = _flash_width(q, v)
+    width = aligned(max(q.shape[-1], v.shape[-1]))  # one for all
     tokens = [widen(x, width).transpose(1, 2) for x in (q, k, v)]
     lengths = (None, None, q.shape[2], k.shape[2])
     out, lse, *_ = aten._flash_attention_forward(
@@ -249,7 +244,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores) -> tuple[Ten
 def _flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: Scores
 ) -> Gradients:
-    width = _flash_width(q, v)
+    width = aligned(max(q.shape[-1], v.shape[-1]))  # one for all
     tokens = [widen(x, width).transpose(1, 2) for x in (grad, q, k, v, out)]
     lengths = (None, None, q.shape[2], k.shape[2])
     unused = (0.0, False, no_seed(q), no_seed(q))

@@ -11,33 +11,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan.models.attention.interface import Scores
+from torchtitan.models.attention.interface import Scores, WindowMasks
 
 
 def attend_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scores: Scores,
-    sinks: Tensor | None = None,
-    positions: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None = None
 ) -> Tensor:
     """q `[b, h, s, d]`, k `[b, k, S, d]`, v `[b, k, S, e]` -> `[b, h, s, e]`.
 
-    Whole blocks are skipped by the mask, not by the window, which costs a comparison per score.
-
     Args:
-        scores: with a `BlockMask` as the mask.
+        scores: with `WindowMasks` as the mask.
         sinks: as for `Attend`.
-        positions: `[s]`, the queries' positions among the keys, for the window. None: 0, 1, 2, ...
+
+    Raises:
+        ValueError: no mask was made for this window.
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
-    grouped = q.shape[1] != k.shape[1]
-    mask, window, scale, _ = scores
-    options: dict[str, Any] = {"block_mask": mask, "scale": scale, "enable_gqa": grouped}
-    if window is not None:
-        options["score_mod"] = _window_mod(window, positions)
+    mask, window, scale, _ = scores.clip_window(k.shape[2])
+    assert isinstance(mask, WindowMasks)
+    if window not in mask.windows:
+        raise ValueError(
+            f"no mask of documents was made for a window of {window}; list those of all layers in "
+            "the model's attribute `windows`"
+        )
+    options: dict[str, Any] = {
+        "block_mask": mask.masks[mask.windows.index(window)],
+        "scale": scale,
+        "enable_gqa": q.shape[1] != k.shape[1],
+    }
     if sinks is None:
         return _flex_attention()(q, k, v, **options)
     out, aux = _flex_attention()(q, k, v, **options, return_aux=AuxRequest(lse=True))
@@ -47,16 +49,15 @@ def attend_blocks(
     return (out * share.unsqueeze(-1)).to(out.dtype)
 
 
-def _window_mod(window: int, positions: Tensor | None) -> Callable[..., Tensor]:
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        position = q if positions is None else positions[q]
-        return torch.where(position - k < window, score, float("-inf"))
+def _flex_attention() -> Callable[..., Any]:
+    """FlexAttention: compiled with the block that is being compiled, or on its own."""
+    from torch.nn.attention.flex_attention import flex_attention
 
-    return score_mod
+    return flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
 
 
 @cache
-def _flex_attention() -> Callable[..., Any]:
+def _compiled_flex_attention() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)

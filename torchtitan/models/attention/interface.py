@@ -4,14 +4,31 @@ Shapes: b batch, s queries, S keys, h query heads, k key-value heads, d width of
 e width of values.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 Mask = Any
 """Result of `document_mask`: a tensor `[b, 1, s, S]`, true where a query may see a key;
-`PackedDocuments`; FlexAttention's `BlockMask`; or a `DocumentMask` with one of them.
+`PackedDocuments`; `WindowMasks`; or a `DocumentMask` with one of them.
 """
+
+
+class WindowMasks(NamedTuple):
+    """FlexAttention's `BlockMask`s, each for the layers with one window."""
+
+    windows: tuple[int | None, ...]
+    """Windows shorter than the row; None: the whole row."""
+    masks: tuple[Any, ...]
+
+
+def windows_of(models: Iterable[nn.Module]) -> tuple[int | None, ...]:
+    """The windows of all layers, which a model lists in an attribute `windows`; None: a layer has
+    none.
+    """
+    listed = [getattr(model, "windows", (None,)) for model in models]
+    return tuple(dict.fromkeys(window for windows in listed for window in windows))
 
 
 class DocumentMask(NamedTuple):

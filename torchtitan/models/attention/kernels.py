@@ -66,7 +66,12 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, scores: BlockScores) -> tuple
         q, k, v = _to_fp32(q, k, v)
         out, lse = _causal_forward(q, k, v, _fp32_bias(scores))
         return out.to(dtype), lse
+    return _cuda_forward(q, k, v, scores)
+
+
+def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, scores: BlockScores) -> tuple[Tensor, Tensor]:
     size = v.shape[-1]
+    q, k, v = (widen(x, aligned(x.shape[-1])) for x in (q, k, v))
     kernel, width = _kernel_and_width(q, k, v, scores)
     v = widen(v, width)
     causal, scale = scores.causal, scores.scale
@@ -74,7 +79,7 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, scores: BlockScores) -> tuple
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, scale=scale
         )
-        return out, lse.squeeze(-1)
+        return out[..., :size], lse.squeeze(-1)
     if kernel == SDPBackend.FLASH_ATTENTION.value:
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
         return out[..., :size], lse
@@ -91,7 +96,14 @@ def block_backward(
         grad, q, k, v, out = _to_fp32(grad, q, k, v, out)
         dq, dk, dv = _causal_backward(grad, q, k, v, out=out, lse=lse, scores=_fp32_bias(scores))
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
-    size = v.shape[-1]
+    return _cuda_backward(grad, q, k, v, out=out, lse=lse, scores=scores)
+
+
+def _cuda_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: BlockScores
+) -> Gradients:
+    head, size = q.shape[-1], v.shape[-1]
+    q, k, v = (widen(x, aligned(x.shape[-1])) for x in (q, k, v))
     kernel, width = _kernel_and_width(q, k, v, scores)
     grad, v, out = (widen(x, width) for x in (grad, v, out))
     lengths = (None, None, q.shape[2], k.shape[2])
@@ -99,16 +111,16 @@ def block_backward(
     causal, scale = scores.causal, scores.scale
     if kernel == SDPBackend.CUDNN_ATTENTION.value:
         tensors = (grad, q, k, v, out, lse.unsqueeze(-1), seed, seed, None)
-        return aten._scaled_dot_product_cudnn_attention_backward(
+        dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
             *tensors, *lengths, 0.0, causal, scale=scale
         )
-    if kernel == SDPBackend.FLASH_ATTENTION.value:
+    elif kernel == SDPBackend.FLASH_ATTENTION.value:
         dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, *lengths, 0.0, causal, seed, seed, scale=scale
         )
     else:
         dq, dk, dv = _efficient_backward(grad, q, k, v, out=out, lse=lse, scores=scores)
-    return dq, dk, dv[..., :size]
+    return dq[..., :head], dk[..., :head], dv[..., :size]
 
 
 # ---- causal attention in halves: 3/4 of the scores
@@ -219,8 +231,8 @@ def _efficient_forward(
     q: Tensor, k: Tensor, v: Tensor, scores: BlockScores
 ) -> tuple[Tensor, Tensor]:
     """The memory-efficient kernel, for fp32, knows no grouped queries and pads its log-sum-exp."""
-    k = _repeat_heads(k, q)
-    v = _repeat_heads(v, q)
+    k = repeat_heads(k, q)
+    v = repeat_heads(v, q)
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
         q, k, v, _expand_bias(scores.bias, q), True, 0.0, scores.causal, scale=scores.scale
     )
@@ -231,8 +243,8 @@ def _efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: BlockScores
 ) -> Gradients:
     kv_heads = k.shape[1]
-    k = _repeat_heads(k, q)
-    v = _repeat_heads(v, q)
+    k = repeat_heads(k, q)
+    v = repeat_heads(v, q)
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
     tensors = (grad, q, k, v, _expand_bias(scores.bias, q), out, lse, no_seed(q), no_seed(q))
     needed = [True, True, True, False]
@@ -249,6 +261,11 @@ def no_seed(q: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=q.device)
 
 
+def aligned(width: int) -> int:
+    """The width, raised to a multiple of 8, as CUDA's kernels need: zeros change no product."""
+    return width + -width % 8
+
+
 def widen(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
 
@@ -257,5 +274,6 @@ def _expand_bias(bias: Tensor | None, q: Tensor) -> Tensor | None:
     return None if bias is None else bias.expand(*q.shape[:3], -1)
 
 
-def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values with a head for each of the queries'."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1)

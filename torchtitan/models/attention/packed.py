@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from torchtitan.models.attention.dense import join_sinks, register_backward
 from torchtitan.models.attention.interface import Scores
-from torchtitan.models.attention.kernels import Gradients
+from torchtitan.models.attention.kernels import Gradients, aligned, widen
 from torchtitan.utils.device import copy_to
 
 
@@ -65,13 +64,8 @@ def attend_documents(
     assert isinstance(documents, PackedDocuments)
     rows = q.shape[0]
     size = v.shape[-1]
-    # The kernels' widths are multiples of 8, one for all; zeros change no product.
-    widest = max(q.shape[-1], size)
-    width = widest + -widest % 8
-    q, k, v = (
-        x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
-        for x in (y.transpose(1, 2).flatten(0, 1) for y in (q, k, v))
-    )
+    width = aligned(max(q.shape[-1], size))  # one for all
+    q, k, v = (widen(x.transpose(1, 2).flatten(0, 1), width) for x in (q, k, v))
     out, _ = document_attention(
         q, k, v, sinks, starts=documents.starts, sizes=documents.sizes, window=window, scale=scale
     )

@@ -187,6 +187,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.args = args
         self.reads_documents = "delta" in args.kinds
+        self.windows = [args.window if kind == "window" else None for kind in sorted(args.kinds)]
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
         # A dictionary, because a layer keeps its index on every pipeline stage.
         self.layers = nn.ModuleDict()

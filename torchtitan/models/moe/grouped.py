@@ -28,9 +28,11 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 @torch.library.custom_op("torchtitan::grouped_mm", mutates_args=())
 def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> Tensor:
     """`grouped_mm`; if `transposed`, weights are `[groups, inputs, outputs]`."""
-    if rows.device.type == "cuda":
+    if rows.device.type == "cuda" and len(rows):  # without rows its kernel can't be launched
         return F.grouped_mm(rows, weight if transposed else weight.transpose(-2, -1), offs=ends)
     out = rows.new_empty(len(rows), weight.shape[2 if transposed else 1])
+    if not len(rows):
+        return out
     start = 0
     for matrix, end in zip(weight.unbind(), ends.tolist(), strict=True):
         if end > start:
@@ -45,8 +47,10 @@ def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """The product, for each group, of its columns `[m, n]^T` and rows `[n, k]`: `[groups, m,
     k]`.
     """
+    if not len(left):
+        return left.new_zeros(len(ends), left.shape[1], right.shape[1])
     if left.device.type == "cuda":
-        return F.grouped_mm(left.t(), right, offs=ends)
+        return _without_empty_groups(F.grouped_mm(left.t(), right, offs=ends), ends)
     out = left.new_empty(len(ends), left.shape[1], right.shape[1])
     start = 0
     for i, end in enumerate(ends.tolist()):
@@ -55,6 +59,19 @@ def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
         )  # zeros for a group without rows
         start = end
     return out
+
+
+def _without_empty_groups(products: Tensor, ends: Tensor) -> Tensor:
+    """`products` with zeros for groups without rows, which Blackwell's kernel leaves unwritten."""
+    if torch.cuda.get_device_capability(products.device) < (10, 0):
+        return products
+    return zero_empty_groups(products, ends)
+
+
+def zero_empty_groups(products: Tensor, ends: Tensor) -> Tensor:
+    """Set the products `[groups, m, k]` of groups without rows to zero."""
+    empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+    return products.masked_fill_(empty.view(-1, 1, 1), 0)
 
 
 @_grouped_mm.register_fake

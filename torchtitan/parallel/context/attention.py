@@ -92,8 +92,7 @@ def ring_attention_backend(group: dist.ProcessGroup, rotate: str, balanced: bool
             k, v = _whole_sequence(k, v, layout)
             if dense:
                 return attention_backend(q.device.type)(q, k, v, scores, sinks)
-            positions = None if window is None else layout.positions(row, q.device)
-            return attend_blocks(q, k, v, scores, sinks=sinks, positions=positions)
+            return attend_blocks(q, k, v, scores, sinks=sinks)
         assert scale is not None
         out, _ = ring_attention(
             q,

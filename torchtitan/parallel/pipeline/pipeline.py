@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import (
 
 from torchtitan.config.pipeline_schedules import SCHEDULES
 from torchtitan.models.attention.backend import document_mask
-from torchtitan.models.attention.interface import Mask, reads_documents
+from torchtitan.models.attention.interface import Mask, reads_documents, windows_of
 from torchtitan.models.protocols import Model
 from torchtitan.parallel.pipeline.split import PipelinePlan
 from torchtitan.parallel.pipeline.stage import Masks, Sends, Stage, send_through
@@ -215,6 +215,7 @@ class Pipeline:
                 self.shapes.dtype,
                 attending=self.attending,
                 with_documents=any(map(reads_documents, self.models)),
+                windows=windows_of(self.models),
             )
 
         return Masks(make, users=sum(len(model.layers) > 0 for model in self.models))

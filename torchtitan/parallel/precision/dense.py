@@ -7,7 +7,7 @@ Emulation rounds the operands to 8 bits and multiplies them in their original ty
 on any device, but no faster.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from torchtitan.config.converters import FLOAT8, MX, SMALL_LAYERS, gains_by_float8, uses
-from torchtitan.config.rules import Accelerator, Facts, check
+from torchtitan.config.rules import ABSENT, Accelerator, Facts, check
 from torchtitan.config.sections.quantize import MXFP8, Float8
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.spec import ShardingStyle
@@ -33,8 +33,13 @@ from torchtitan.utils.torchao_compat import (
 )
 
 
-def check_hardware(config: Config, device: torch.device) -> None:
-    """Check that `device` supports what `model.converters` needs.
+def check_hardware(
+    config: Config, device: torch.device, expert_sizes: Mapping[str, int] | None = None
+) -> None:
+    """Check that `device` supports the types and sizes of the run.
+
+    Args:
+        expert_sizes: `ModelSpec.expert_sizes`, if known.
 
     Raises:
         ConfigError: it doesn't.
@@ -45,7 +50,8 @@ def check_hardware(config: Config, device: torch.device) -> None:
         )
     else:
         accelerator = Accelerator("a CPU", (0, 0))
-    check(config, Facts(device=accelerator))
+    sizes = ABSENT if expert_sizes is None else expert_sizes
+    check(config, Facts(device=accelerator, expert_sizes=sizes))
 
 
 def quantize(model: nn.Module, config: Config, tp_degree: int) -> None:
