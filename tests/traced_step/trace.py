@@ -195,7 +195,7 @@ def _record(
         take_fake_memory(mode, model)
 
     models = parallelize(
-        eager, setup.spec, setup.args, setup.stages, mesh, device, fill=fill, splits=_equal_splits
+        eager, setup.spec, setup.args, setup.stages, mesh, device, fill=fill, splits=equal_splits
     )
     vocabulary = setup.args.vocab_size
     tracer = Tracer(
@@ -275,7 +275,7 @@ def _eager(config: Config, cuda: bool) -> Config:
     return config.model_copy(update={"model": model, "compile": compile_, "training": training})
 
 
-def _equal_splits(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
+def equal_splits(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
     """Numbers of rows, as in `count_splits`, where all ranks are sent equally many."""
     ranks = len(sent)
     equal = [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]

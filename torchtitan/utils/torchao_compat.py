@@ -2,12 +2,36 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.utils.torch_compat import replaced
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+def import_expert_kernels() -> None:
+    """Import torchao's 8-bit kernels, some of which name an argument that they lack as a key of
+    autotuning: Triton 3.9, of torch 2.15, refuses that.
+
+    torch 2.15 with Triton, torchao 0.18. Delete once `import torchao.prototype.moe_training` works
+    with both.
+    """
+    if find_spec("triton") is not None:
+        import triton
+
+        autotune = triton.autotune
+
+        def tune_by_known(configs: Any, key: list[str], **options: Any) -> Any:
+            def decorate(kernel: Any) -> Any:
+                known = [name for name in key if name in kernel.arg_names]
+                return autotune(configs, known, **options)(kernel)
+
+            return decorate
+
+        with replaced(triton, autotune=tune_by_known):
+            import torchao.prototype.moe_training  # noqa: F401
 
 
 def gather_float8_as_bytes() -> None:

@@ -28,6 +28,7 @@ from torchtitan.utils.logging import logger
 from torchtitan.utils.torch_compat import silence_false_alarms
 from torchtitan.utils.torchao_compat import (
     gather_float8_as_bytes,
+    import_expert_kernels,
     rows_for_empty_float8_shards,
     send_padded_float8_shards,
 )
@@ -215,6 +216,7 @@ def _to_mx(model: nn.Module, mx: MXFP8, tp_degree: int) -> None:
     from torchao.prototype.mx_formats import config
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
+    import_expert_kernels()
     rounding = "rceil" if mx.recipe_name.endswith("rceil") else "floor"
     preference = KernelPreference.AUTO
     casts = ["triton", mx.mxfp8_dim1_cast_kernel_choice]

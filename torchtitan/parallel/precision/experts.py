@@ -16,6 +16,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.models.moe.grouped import grouped_mm
 from torchtitan.models.moe.moe import Experts
 from torchtitan.utils.logging import logger
+from torchtitan.utils.torchao_compat import import_expert_kernels
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Like `grouped_mm(rows, weight, ends)`."""
@@ -23,6 +24,8 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def quantize_experts(model: nn.Module, config: Config) -> None:
     """Replace the products of experts of `model` according to `model.converters`."""
+    if uses(config, GROUPED_FLOAT8 + GROUPED_MX):
+        import_expert_kernels()
     float8 = config.quantize.grouped_mm.float8
     mx = config.quantize.grouped_mm.mx
     if uses(config, GROUPED_FLOAT8):

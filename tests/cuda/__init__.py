@@ -1,0 +1,1 @@
+"""Training steps compiled for NVIDIA's GPUs on a machine without one."""

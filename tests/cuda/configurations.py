@@ -1,0 +1,130 @@
+"""What is compiled for a GPU, and what is expected of it on every release of torch."""
+
+from dataclasses import dataclass, field
+
+_EVERY = (
+    "--model.hf_assets_path=tests/assets/tokenizer",
+    "--training.dataset=demo",
+    "--checkpoint.enable=false",
+    "--compile.enable=true",
+    "--activation_checkpoint.mode=none",
+    "--training.mixed_precision_param=bfloat16",
+)
+_DOCUMENTS = "--training.document_mask=true"
+_STEP = {"train/step.py:forward_backward: value": 1}
+"""The read of loss and norm at the end of the step, by design the only wait of a dense model."""
+
+_KERNELS = {
+    *("mm", "addmm", "bmm", "_scaled_mm", "_scaled_grouped_mm", "aten.topk", "aten.sort.stable"),
+    # Adds up rows by index: how the rows of experts are combined.
+    *("aten._embedding_bag", "aten._embedding_bag_forward_only"),
+    *(
+        f"aten._scaled_dot_product_{kernel}_attention{direction}"
+        for kernel in ("cudnn", "efficient", "flash")
+        for direction in ("", "_backward")
+    ),
+}
+_NAMESPACES = ("torchtitan.", "torchao.", "_c10d_functional.", "symm_mem.")
+
+
+def is_fast(call: str) -> bool:
+    """Whether a call belongs into a compiled region: a product, attention, a collective, or an
+    operator of the project or of torchao.
+    """
+    return call in _KERNELS or call.startswith(_NAMESPACES)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A run whose training step is compiled."""
+
+    name: str
+    flags: tuple[str, ...]
+    graphs: int
+    """Compiled in the first step; none is in the second."""
+    world: int = 1
+    waits: dict[str, int] = field(default_factory=dict)
+    """Waits of the host for the GPU in the second step, besides those of every step."""
+    after: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Waits of a second validation and so on."""
+    sm: int = 90
+    """Compute capability: 100 for what only Blackwell has."""
+    other_calls: frozenset[str] = frozenset()
+    """Calls of compiled regions that `is_fast` doesn't know."""
+    quick: bool = False
+    """Whether it is compiled before each change lands."""
+
+    @property
+    def arguments(self) -> list[str]:
+        return [str(self.world), *_EVERY, *self.flags]
+
+    @property
+    def all_waits(self) -> dict[str, int]:
+        return dict(sorted((_STEP | self.waits).items()))
+
+
+def _llama(name: str, *flags: str, graphs: int = 4, **options: object) -> Configuration:
+    return Configuration(name, ("--model.name=llama3", *flags), graphs, **options)  # type: ignore[arg-type]
+
+
+CONFIGURATIONS = [
+    _llama("llama3", quick=True),
+    _llama("llama3, fp32", "--training.mixed_precision_param=float32"),
+    _llama("llama3, documents", _DOCUMENTS),
+    Configuration(
+        "qwen3_moe, ep 2",
+        ("--model.name=qwen3_moe", "--parallelism.expert_parallel_degree=2"),
+        graphs=8,
+        world=2,
+        waits={"parallel/experts/shard.py:count_splits: value": 4},  # one per layer
+        quick=True,
+    ),
+    Configuration(
+        "deepseek_v3, MTP, QK-clip",
+        (
+            "--model.name=deepseek_v3",
+            "--model.overrides.n_mtp=1",
+            "--optimizer.qk_clip=100",
+            "--moe.balance_bias_rate=0.001",
+        ),
+        graphs=8,
+    ),
+    Configuration("gpt_oss, documents", ("--model.name=gpt_oss", _DOCUMENTS), graphs=7),
+    Configuration(
+        "qwen3_next, documents",
+        ("--model.name=qwen3_next", _DOCUMENTS),
+        graphs=6,
+        other_calls=frozenset({"aten.linalg_solve_triangular"}),  # of the chunks of Gated DeltaNet
+    ),
+    Configuration("gemma3", ("--model.name=gemma3",), graphs=6, quick=True),
+    _llama(
+        "llama3, Float8 tensorwise, FSDP 2",
+        "--model.converters=float8",
+        "--quantize.linear.float8.enable_fsdp_float8_all_gather=true",
+        "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp=true",
+        world=2,
+    ),
+    _llama(
+        "llama3, Float8 rowwise",
+        "--model.converters=float8",
+        "--quantize.linear.float8.recipe_name=rowwise",
+    ),
+    _llama("llama3, MXFP8", "--model.converters=mx", sm=100),
+    _llama("llama3, tp 2", "--parallelism.tensor_parallel_degree=2", world=2),
+    _llama(
+        "llama3, async tp 2",
+        "--parallelism.tensor_parallel_degree=2",
+        "--parallelism.enable_async_tensor_parallel=true",
+        world=2,
+    ),
+    _llama("llama3, pp 2", "--parallelism.pipeline_parallel_degree=2", world=2, graphs=2),
+    _llama("llama3, full checkpointing", "--activation_checkpoint.mode=full"),
+    _llama("llama3, selective checkpointing", "--activation_checkpoint.mode=selective", graphs=6),
+    _llama(
+        "llama3, op checkpointing",
+        "--activation_checkpoint.mode=selective",
+        "--activation_checkpoint.selective_ac_option=op",
+    ),
+    _llama("llama3, Muon, EMA", "--optimizer.name=Muon", "--ema.enable=true"),
+    _llama("llama3, loss in 2 chunks", "--training.loss_chunks=2"),
+]
