@@ -5,8 +5,8 @@
 #   scripts/test.sh           the suite
 #   scripts/test.sh --all     and the long tests: the whole support matrix, the long soak
 #   scripts/test.sh --long    the long tests alone; with --share 2/8 the second of eight equal shares
-#   scripts/test.sh --corner  unit tests that import torch, a cell of the support matrix per feature, and steps compiled for
-#                             a GPU: what a release of torch breaks
+#   scripts/test.sh --corner  unit tests of what computes or saves with torch, a cell of the support matrix per feature, and
+#                             steps compiled for a GPU: what a release of torch breaks
 #
 # `--torch 2.15.0` before any of these tests on that release, in an environment of its own (.venv-torch-2.15.0), and
 # leaves out style and types.

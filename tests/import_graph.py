@@ -1,12 +1,12 @@
 """What imports what, read from the import statements of the project's files.
 
-`python -m tests.import_graph` prints the unit tests that import torch: those that a release of
-torch can break.
+`python -m tests.import_graph` prints the unit tests that a release of torch can break: those that
+import it and test a package that computes or saves with it.
 """
 
 import ast
 import functools
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -91,6 +91,18 @@ def files_that_import_torch(folder: Path) -> list[Path]:
     ]
 
 
+NUMERIC = ("models", "parallel", "optim", "checkpoint", "train", "inference", "health", "tools")
+"""Packages that compute or save with torch. The others hand its tensors on."""
+
+
+def tests_a_package_of(path: Path, packages: Iterable[str]) -> bool:
+    """Whether a file itself, or a helper that it imports, imports a module of these packages."""
+    graph = {name: imports(file) for name, file in modules().items() if name.startswith("tests")}
+    names = reachable_in(graph, module_name(path))
+    return any(name.startswith(f"torchtitan.{package}") for name in names for package in packages)
+
+
 if __name__ == "__main__":
     for path in files_that_import_torch(ROOT / "tests/unit"):
-        print(path.relative_to(ROOT))
+        if tests_a_package_of(path, NUMERIC):
+            print(path.relative_to(ROOT))

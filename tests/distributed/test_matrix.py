@@ -25,8 +25,6 @@ CORNER = [
     Cell((1, 1, 1, 1, 2), "accumulation", ep=2),
 ]
 """On every release of torch: each axis, and what depends on torch's internals."""
-LONG = Cell((1, 1, 2, 1, 1), "compile")
-"""The cell of `CORNER` that takes half a minute, so that the suite leaves it to the corner."""
 CELLS = [
     Cell((1, 1, 1, 1, 1)),
     Cell((1, 2, 1, 1, 1)),
@@ -68,10 +66,7 @@ def check(lab, cell):
 
 @pytest.mark.parametrize(
     "cell",
-    [
-        pytest.param(cell, marks=[pytest.mark.slow, pytest.mark.corner] if cell == LONG else [])
-        for cell in CORNER
-    ],
+    [pytest.param(cell, marks=[pytest.mark.slow, pytest.mark.corner]) for cell in CORNER],
     ids=lambda cell: cell.title,
 )
 def test_corner(lab, cell):
