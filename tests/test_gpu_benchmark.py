@@ -251,10 +251,23 @@ def test_the_page_lists_every_stage():
     for name in stages.STAGES:
         family = next(
             known
-            for known in ("8b_layers", "1b", "3b", "saves_", "ranks_", name)
+            for known in ("8b_layers", "1b", "3b", "saves_", "ranks_", "two_", name)
             if name.startswith(known)
         )
         assert f"`{family}" in listed, name
+
+
+def test_the_page_has_what_the_plan_expects():
+    """`gpu.py --expected` writes it."""
+    page = tables.HOUR.read_text()
+    written = page.partition(tables.EXPECTED)[2].partition(tables.END)[0].strip()
+    assert written == tables.expected_tables()
+
+
+def test_two_gpus_take_twenty_minutes():
+    chosen = [stages.STAGES[name] for name in gpu.names(list(stages.STAGES))]
+    assert {"two_start", "ranks_fsdp", "ranks_watch", "two_ep"} < {stage.name for stage in chosen}
+    assert sum(stage.seconds for stage in chosen) <= gpu.TWO_GPUS_LIMIT
 
 
 # ---- the wheels

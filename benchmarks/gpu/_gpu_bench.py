@@ -184,7 +184,8 @@ def column(found: Sequence[Figures], key: str) -> list[float]:
 def run_ranks(
     bench: Bench, world: int, function: Callable[..., Any], *args: Any, **env: str
 ) -> list[Any]:
-    """Call `function(*args)` on `world` ranks of this machine, which share one GPU; their results.
+    """Call `function(*args)` on `world` ranks of this machine; their results. Each has a GPU, or
+    all share the only one.
 
     Args:
         env: environment variables of the ranks.
@@ -214,10 +215,10 @@ def start_ranks(
         "MASTER_PORT": port,
     }
     started = []
+    apart = gpus(bench) >= world
     for rank in range(world):
-        own = {
-            name: str(value) for name, value in (shared | {"RANK": rank, "LOCAL_RANK": 0}).items()
-        } | env
+        place = {"RANK": rank, "LOCAL_RANK": rank if apart else 0}
+        own = {name: str(value) for name, value in (shared | place).items()} | env
         target = (function, args, _result(bench, rank))
         before = dict(os.environ)
         os.environ.update(
@@ -231,6 +232,13 @@ def start_ranks(
             os.environ.update(before)
         started.append(process)
     return started
+
+
+def gpus(bench: Bench) -> int:
+    """Number of GPUs for ranks; none in a dry run."""
+    import torch
+
+    return 0 if bench.dry else torch.cuda.device_count()
 
 
 def _result(bench: Bench, rank: int) -> Path:

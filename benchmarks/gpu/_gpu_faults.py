@@ -24,6 +24,7 @@ from _gpu_bench import (
     Skip,
     column,
     furthest,
+    gpus,
     records,
     run_command,
     run_ranks,
@@ -249,7 +250,7 @@ def stopped(bench: Bench) -> Figures:
     return figures
 
 
-# ---- several ranks on one GPU
+# ---- several ranks, on one GPU or one each
 
 MOE = "--model.name=qwen3_moe"
 LAYOUTS = {
@@ -313,12 +314,13 @@ def _sleepy(argv: list[str]) -> None:
 
 
 def _several_ranks(bench: Bench) -> dict[str, str]:
-    """The environment in which several ranks may use one GPU: it takes NCCL 2.30.
+    """The environment in which two ranks may use one GPU, which takes NCCL 2.30; nothing if each
+    has its own.
 
     Raises:
         Skip: there is only an older one.
     """
-    if bench.dry:
+    if bench.dry or gpus(bench) >= 2:
         return {}
     import torch
 

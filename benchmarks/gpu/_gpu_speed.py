@@ -232,7 +232,7 @@ def _one_of(world: int) -> Iterator[None]:
     from torchtitan.tools.rehearsal.fake import fake_cluster
 
     with ExitStack() as stack:
-        stack.enter_context(patch("torchtitan.parallel.init._fill", _fill))
+        stack.enter_context(patch("torchtitan.parallel.init._fill", fill))
         if world > 1:
             stack.enter_context(fake_cluster(world, 0))
             stack.enter_context(copying_collectives())
@@ -240,7 +240,7 @@ def _one_of(world: int) -> Iterator[None]:
         yield
 
 
-def _fill(param: Any, fqn: str, seed: int, init: Any) -> None:
+def fill(param: Any, fqn: str, seed: int, init: Any) -> None:
     """Initialize a parameter where it is. The layout-invariant values are made on the CPU, which
     takes half a minute for 3B, and the values of the weights don't matter here.
     """

@@ -9,6 +9,7 @@ from functools import partial
 import _gpu_faults as faults
 import _gpu_numerics as numerics
 import _gpu_speed as speeds
+import _gpu_two as two
 from _gpu_bench import Bench, Figures
 
 
@@ -20,6 +21,9 @@ class Stage:
     seconds: int
     """Time limit. What a stage takes is known only once it has run."""
     run: Callable[[Bench], Figures]
+    flags: tuple[str, ...] = ()
+    """Of a run whose speed and memory the planner predicts."""
+    world: int = 1
 
 
 def _speed(
@@ -33,7 +37,13 @@ def _speed(
 ) -> Stage:
     name = f"{model}_{variant}" if variant else model
     run = partial(speeds.speed, model=model, variant=variant, world=world, gib=gib, steps=steps)
-    return Stage(name, seconds, run)
+    flags = (*speeds.MODELS[model], *speeds.VARIANTS[variant])
+    return Stage(name, seconds, run, flags, world)
+
+
+def _two_speed(axis: str) -> Stage:
+    run = partial(two.speed, axis=axis)
+    return Stage(f"two_{axis}", 90, run, two.SPEEDS[axis], world=2)
 
 
 _TABLE = [
@@ -70,7 +80,10 @@ _TABLE = [
     Stage("large_saves", 180, partial(faults.large_saves, mode="async_with_pinned_mem")),
     Stage("out_of_memory", 90, faults.out_of_memory),
     Stage("stopped", 90, faults.stopped),
-    *(Stage(f"ranks_{axis}", 120, partial(faults.layout, axis=axis)) for axis in faults.LAYOUTS),
-    Stage("ranks_watch", 90, faults.watch),
+    Stage("two_start", 120, two.start),
+    *(Stage(f"ranks_{axis}", 75, partial(faults.layout, axis=axis)) for axis in faults.LAYOUTS),
+    Stage("ranks_watch", 60, faults.watch),
+    Stage("two_saves", 100, two.saves),
+    *(_two_speed(axis) for axis in two.SPEEDS),
 ]
 STAGES = {stage.name: stage for stage in _TABLE}

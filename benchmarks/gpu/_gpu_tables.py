@@ -11,6 +11,10 @@ from _gpu_stages import STAGES
 PAGE = ROOT / "docs/reference/performance.md"
 BEGIN = "<!-- written by benchmarks/gpu/gpu.py --tables: begin -->"
 END = "<!-- end -->"
+HOUR = ROOT / "docs/internals/first-gpu-hour.md"
+EXPECTED = "<!-- written by benchmarks/gpu/gpu.py --expected: begin -->"
+EXPECTED_OF = "h100-sxm"
+"""The planner's hardware that the expectation is for."""
 NOTHING = "Not yet measured on GPU."
 GOALS = {"8b_layers": 55.0}
 """MFU in percent that a stage should reach on one H100 or H200."""
@@ -158,15 +162,56 @@ def _planned(line: Figures) -> tuple[str, str]:
     the GPU.
     """
     from torchtitan.tools.planner.hardware import load_hardware
-    from torchtitan.tools.planner.planner import make_plan
 
     device = line.get("machine", {}).get("device", "")
     hardware = next((hw for hw in load_hardware().values() if device in hw.device_names), None)
     if hardware is None:
         return "", ""
-    flags = [*line["figures"]["flags"], f"--model.hf_assets_path={ROOT / 'tests/assets/tokenizer'}"]
-    plan, _ = make_plan([*flags, "--training.dataset=demo"], line["figures"]["world"], hardware)
+    plan = _plan(line["figures"]["flags"], line["figures"]["world"], hardware)
     return f"{plan.tokens_per_second:,.0f}", f"{plan.peak_gib:.1f}"
+
+
+def _plan(flags: Sequence[str], world: int, hardware: Any) -> Any:
+    from torchtitan.tools.planner.planner import make_plan
+
+    where = [f"--model.hf_assets_path={ROOT / 'tests/assets/tokenizer'}", "--training.dataset=demo"]
+    return make_plan([*flags, *where], world, hardware)[0]
+
+
+# ---- what the plan expects
+
+
+def write_expected(page: Path = HOUR) -> Path:
+    """Put the planner's expectation of each stage between the marks of `page`, and return it."""
+    text = page.read_text()
+    before, _, rest = text.partition(EXPECTED)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{EXPECTED}\n{expected_tables()}\n{END}{after}")
+    return page
+
+
+def expected_tables() -> str:
+    """Speed and memory of every stage that trains, then rates of products and collectives."""
+    from torchtitan.tools.node_check.check import PRODUCTS, expected
+    from torchtitan.tools.planner.hardware import find_hardware
+
+    hw = find_hardware(EXPECTED_OF)
+    lines = [_row("", "tokens/s of a GPU", "MFU, %", "peak memory, GiB"), "|---|---|---|---|"]
+    for stage in STAGES.values():
+        if stage.flags:
+            plan = _plan(stage.flags, stage.world, hw)
+            ranks = f", as one of {stage.world}" if stage.world > 2 else ""
+            fits = "" if plan.fits else " (doesn't fit: skipped)"
+            rate, mfu = f"{plan.tokens_per_second:,.0f}", f"{100 * plan.mfu:.1f}"
+            lines.append(_row(f"`{stage.name}`{ranks}", rate, mfu, f"{plan.peak_gib:.1f}{fits}"))
+    two, eight = (expected(hw, ranks) for ranks in (2, 8))
+    lines += ["", _row("`torchtitan doctor --gpu`", "2 GPUs", "8 GPUs"), "|---|---|---|"]
+    for name in eight:
+        scale, unit = (1e12, "TFLOP/s") if name in PRODUCTS else (1e9, "GB/s")
+        lines.append(
+            _row(f"{name}, {unit}", *(f"{found[name] / scale:,.0f}" for found in (two, eight)))
+        )
+    return "\n".join(lines)
 
 
 def _kernels(found: Sequence[Figures]) -> Iterator[str]:

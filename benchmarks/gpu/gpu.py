@@ -7,6 +7,7 @@ are appended to `results.jsonl` in the output folder, with the machine, the date
 logs and profiler traces go into `details.zip` beside it.
 
     --stages '8b_*,groups'    only these; by default all, in order of importance, until --limit
+    --two-gpus                only what two GPUs tell: 20 minutes
     --dry-run                 every stage on the CPU, with a toy model and gloo
     --tables results.jsonl    write docs/reference/performance.md's tables from results, anywhere
 
@@ -36,11 +37,14 @@ from typing import Any
 
 from _gpu_bench import ROOT, Bench, Beyond, Figures, Skip, machine, send_output
 from _gpu_stages import STAGES, Stage
-from _gpu_tables import write_tables
+from _gpu_tables import write_expected, write_tables
+from _gpu_two import names
 from gpu_wheels import WHEELS, unpack_missing
 
 LIMIT = 540
 """Seconds of a call, all stages together."""
+TWO_GPUS_LIMIT = 1200
+"""Seconds of a call with `--two-gpus`."""
 TO_START = 20
 """Seconds below which no stage is started."""
 TAIL = 15
@@ -58,9 +62,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--limit",
         type=float,
-        default=LIMIT,
         metavar="SECONDS",
-        help=f"time for all stages ({LIMIT})",
+        help=f"time for all stages ({LIMIT}; with --two-gpus {TWO_GPUS_LIMIT})",
     )
     made.add_argument(
         "--out", type=Path, default=Path("outputs/gpu"), metavar="DIR", help="where results go"
@@ -72,8 +75,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="packages that may be missing here",
     )
+    made.add_argument("--two-gpus", action="store_true", help="only the stages of two GPUs")
     made.add_argument("--dry-run", action="store_true", help="run on the CPU at toy size")
     made.add_argument("--list", action="store_true", help="print the stages and their time limits")
+    made.add_argument(
+        "--expected",
+        action="store_true",
+        help="write what the plan expects into docs/internals/first-gpu-hour.md",
+    )
     made.add_argument(
         "--tables",
         type=Path,
@@ -107,6 +116,12 @@ def main() -> None:
     if options.tables:
         print(f"wrote {write_tables(options.tables)}")
         return
+    if options.expected:
+        print(f"wrote {write_expected()}")
+        return
+    if options.two_gpus:
+        options.stages = ",".join(names(list(STAGES)))
+    options.limit = options.limit or (TWO_GPUS_LIMIT if options.two_gpus else LIMIT)
     options.out = options.out.resolve()
     options.wheels = options.wheels.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
