@@ -2,6 +2,9 @@
 
 import json
 import pickle
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -372,3 +375,29 @@ def test_a_kill_that_torchrun_sent_itself_is_not_the_cause(tmp_path):
         told = torchrun._cause(config, 0, failures(30))
         assert told == "rank 1 is stopped (process 2): SIGCONT resumes it"
         assert "rank 1 was killed by SIGKILL" in torchrun._cause(config, 0, failures(1))
+
+
+def test_an_abort_without_any_python_is_explained_by_its_dump(tmp_path):
+    """As NCCL's watchdog ends a rank. A hang of an earlier attempt left a state here."""
+    config = resolve([f"--job.dump_folder={tmp_path}"], 2).config
+    folder = tmp_path / config.comm.save_traces_folder
+    folder.mkdir()
+    write(folder, {}, [state(rank) for rank in range(4)])
+    written = {}
+    for rank, entries in enumerate(([entry("3", 4, "started")], [entry("3", 3)])):
+        dump = {"version": "2.10", "pg_config": groups(rank), "entries": entries}
+        written[str(folder / f"rank_{rank}")] = pickle.dumps(dump)
+    child = (
+        "import os, pathlib\n"
+        f"for path, dump in {written!r}.items(): pathlib.Path(path).write_bytes(dump)\n"
+        "os.abort()"
+    )
+    ended = subprocess.run([sys.executable, "-c", child], check=False)
+
+    def cause(timestamp):
+        failure = SimpleNamespace(exitcode=ended.returncode, pid=1, timestamp=timestamp)
+        return torchrun._cause(config, 0, {0: failure})
+
+    assert cause(time.time()).startswith("rank 1 did not enter all_reduce #4 of ")
+    assert cause(time.time()).endswith("(rank 0 was killed by SIGABRT)")
+    assert cause(time.time() + 1000) == "rank 0 was killed by SIGABRT"  # another attempt's dump

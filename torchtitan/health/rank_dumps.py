@@ -191,6 +191,8 @@ def read_dumps(folder: Path, prefix: str = "rank_", since: float = 0) -> Dumps |
         ValueError, TypeError, LookupError, AttributeError: a report is damaged.
     """
     ask, states = _newest_states(folder)
+    if ask and ask["time"] < since:
+        ask, states = None, {}
     asked = ask["time"] if ask else 0.0
     by_rank = {rank: RankDump(state) for rank, state in states.items()}
     degrees: dict[str, int] = next((state["degrees"] for state in states.values()), {})
@@ -206,7 +208,7 @@ def read_dumps(folder: Path, prefix: str = "rank_", since: float = 0) -> Dumps |
             _add_collectives(dump, safe_loads(path.read_bytes()), degrees)
         except _NOT_A_DUMP:  # or its writer was killed
             continue
-    if not by_rank or (ask and asked < since):
+    if not by_rank:
         return None
     world = max(by_rank) + 1
     for dump in by_rank.values():

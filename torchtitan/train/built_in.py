@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torchtitan.checkpoint.hf.export import export_saved
 from torchtitan.config.load.render import to_toml_value
-from torchtitan.config.sections.schema import Guard
+from torchtitan.config.sections.schema import Config, Guard
 from torchtitan.health.replicas import check_replicas
 from torchtitan.health.stragglers import Stragglers
 from torchtitan.inference.tasks import Tasks
@@ -15,7 +15,8 @@ from torchtitan.telemetry.metrics import describe_sources
 from torchtitan.telemetry.trackers import Record
 from torchtitan.train.callbacks import Callback, Run
 from torchtitan.train.engine import Engine
-from torchtitan.train.evaluations import RunTasks, Validate, WriteSamples, stops_early
+from torchtitan.train.evaluations import Evaluation, RunTasks, Validate, WriteSamples, stops_early
+from torchtitan.train.preflight import Setup
 from torchtitan.train.run_info import describe_model, trained_args, write_config
 from torchtitan.train.state import Components
 from torchtitan.train.step import StepResult, max_over_ranks
@@ -33,19 +34,18 @@ def all_callbacks(
         tasks: from `load_tasks`.
     """
     report = Report(engine)
+    evaluations = (Validate(engine), WriteSamples(engine), RunTasks(engine, tasks))
     return (
         WaitForCopy(engine),
         AverageWeights(engine),
-        LimitCollectives(engine),
+        LimitCollectives(engine, evaluations),
         AnnounceStages(engine),
         ConfirmFolders(engine),
         report,
         FindStragglers(report, engine.config.guard),
         Profile(engine),
         CheckReplicas(engine),  # before a save would make a fault permanent
-        Validate(engine),
-        WriteSamples(engine),
-        RunTasks(engine, tasks),
+        *evaluations,
         *users,
         Save(engine),  # after all that has a state in the checkpoint
         CollectGarbage(),
@@ -76,34 +76,51 @@ class AverageWeights(Callback):
 
 class LimitCollectives(Callback):
     """Lowers the time limit of collectives after the first step, with its compilation and lazy
-    set-up. If a stage of the data compiles for another shape, the limit rises for its first step.
+    set-up. The limit rises again for what may compile later: the first step of a stage of the data,
+    which has another shape, and the first time that an evaluation runs the model.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, evaluations: Sequence[Evaluation]):
         self.watch = engine.watch
         self.components = engine.components
+        self.slow = first_limit(engine.config, engine.setup)
+        self.cold = list(evaluations)
+        """Evaluations that have not run yet."""
         self.began = time.monotonic()
         self.warm = False
+        self.announced = False
 
     def on_start(self, run: Run) -> None:
         self.began = time.monotonic()
 
     def after_step(self, run: Run, result: StepResult) -> None:
+        compiles = run.config.compile.enable
+        evaluates = [each for each in self.cold if each.due(run, result)]
+        self.cold = [each for each in self.cold if each not in evaluates]
         if not self.warm:
             self.warm = True
-            if run.config.compile.enable:
+            if compiles and not self.announced:
+                self.announced = True
                 seconds = time.monotonic() - self.began
                 logger.info(f"The first step took {show_duration(seconds)}, most of it compilation")
             self._set(run.config.comm.train_timeout_seconds)
-        if run.config.compile.enable and _next_stage(run, self.components) != self.components.stage:
+        if compiles and (evaluates or _next_stage(run, self.components) != self.components.stage):
             self.warm = False
-            self.began = time.monotonic()
-            self._set(run.config.comm.init_timeout_seconds)
+            self._set(self.slow)
 
     def _set(self, limit: int) -> None:
         set_timeout(limit)
         if self.watch is not None:
             self.watch.limit = limit
+
+
+def first_limit(config: Config, setup: Setup) -> int:
+    """The time limit of collectives, in seconds, while the model may compile.
+
+    Pipeline stages compile one after another: each waits for the activations of those before.
+    """
+    stages = len(setup.stages.ranks) if config.compile.enable and setup.stages else 1
+    return config.comm.init_timeout_seconds * stages
 
 
 class AnnounceStages(Callback):

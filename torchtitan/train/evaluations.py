@@ -38,17 +38,28 @@ def _averaged_weights(components: Components, config: Config) -> Iterator[None]:
     prepare_weights(components, config)
 
 
-class Validate(Callback):
+class Evaluation(Callback):
+    """A callback that runs the model after some steps."""
+
+    def due(self, run: Run, result: StepResult) -> bool:
+        """Whether it does after this step."""
+        raise NotImplementedError
+
+
+class Validate(Evaluation):
     """Computes the loss on held-out data: `[validation]`."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self.components = engine.components
 
+    def due(self, run: Run, result: StepResult) -> bool:
+        validates = self.components.validation is not None and not stops_early(run, result)
+        return validates and is_due(run, run.config.validation.freq)
+
     def after_step(self, run: Run, result: StepResult) -> None:
         validator = self.components.validation
-        due = is_due(run, run.config.validation.freq)
-        if validator is None or stops_early(run, result) or not due:
+        if validator is None or not self.due(run, result):
             return
         with phase("validation", "validating"):
             records = [validated.record() for validated in validator.run()]
@@ -66,7 +77,7 @@ class Validate(Callback):
             self.components.validation.close()
 
 
-class WriteSamples(Callback):
+class WriteSamples(Evaluation):
     """Writes the model's continuations of prompts: `[sampling]`."""
 
     def __init__(self, engine: Engine):
@@ -74,10 +85,14 @@ class WriteSamples(Callback):
         self.tokenizer = engine.setup.tokenizer
         self.metrics = engine.telemetry.metrics
 
+    def due(self, run: Run, result: StepResult) -> bool:
+        config = run.config.sampling
+        writes = self.probe is not None and bool(config.prompts) and not stops_early(run, result)
+        return writes and is_due(run, config.freq)
+
     def after_step(self, run: Run, result: StepResult) -> None:
         config = run.config.sampling
-        due = config.prompts and is_due(run, config.freq)
-        if self.probe is None or stops_early(run, result) or not due:
+        if self.probe is None or not self.due(run, result):
             return
         with phase("validation", "writing samples"):
             samples = self._write(self.probe, config, run)
@@ -103,7 +118,7 @@ class WriteSamples(Callback):
         ]
 
 
-class RunTasks(Callback):
+class RunTasks(Evaluation):
     """Runs benchmarks of lm-eval: `[eval]`."""
 
     def __init__(self, engine: Engine, tasks: Tasks | None):
@@ -112,9 +127,12 @@ class RunTasks(Callback):
         self.tokenizer = engine.setup.tokenizer
         self.metrics = engine.telemetry.metrics
 
+    def due(self, run: Run, result: StepResult) -> bool:
+        runs = self.tasks is not None and self.probe is not None and not stops_early(run, result)
+        return runs and is_due(run, run.config.eval.freq)
+
     def after_step(self, run: Run, result: StepResult) -> None:
-        due = is_due(run, run.config.eval.freq)
-        if self.tasks is None or self.probe is None or stops_early(run, result) or not due:
+        if self.tasks is None or self.probe is None or not self.due(run, result):
             return
         with phase("validation", "running lm-eval"):
             results = self.tasks.run(self.probe, self.tokenizer)

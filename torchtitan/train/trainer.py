@@ -20,7 +20,7 @@ from torchtitan.parallel.collectives import AnyRank
 from torchtitan.parallel.groups import barrier, limit_groups
 from torchtitan.parallel.precision.dense import check_hardware
 from torchtitan.train.build import Builders, build, set_determinism
-from torchtitan.train.built_in import all_callbacks
+from torchtitan.train.built_in import all_callbacks, first_limit
 from torchtitan.train.callbacks import (
     Arrange,
     Callback,
@@ -127,7 +127,10 @@ class Trainer:
         components = build(config, self.setup, self.device, builders)
         self.components = components
         if self.owns_process_group:
-            limit_groups(config.comm.init_timeout_seconds)
+            limit = first_limit(config, self.setup)
+            limit_groups(limit)
+            if self.watch is not None:
+                self.watch.limit = limit
         self.checkpointer = Checkpointer(
             config.checkpoint,
             config.job.dump_folder,

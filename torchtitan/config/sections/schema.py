@@ -194,10 +194,13 @@ class Comm(Section):
 
     init_timeout_seconds: Seconds = 300
     """Timeout of collectives until the first step is complete. After three quarters of a timeout,
-    every rank dumps its state and one rank reports which rank blocks the rest.
+    every rank dumps its state and one rank reports which rank blocks the rest. With compilation, it
+    is multiplied by the number of pipeline stages, which compile one after another.
     """
     train_timeout_seconds: Seconds = 100
-    """Timeout of collectives after the first step."""
+    """Timeout of collectives after the first step. While validation, samples or `[eval]` run for
+    the first time, and may compile, it is that of the first step.
+    """
     trace_buf_size: Annotated[int, Field(ge=0, le=10**7)] = 20000
     """Collectives that the Flight Recorder keeps per rank. 0: turn off the Flight Recorder and the
     watch.

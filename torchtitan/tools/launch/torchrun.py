@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from signal import SIGKILL
+from signal import SIGABRT, SIGKILL
 from typing import Any
 
 from torchtitan.config import Config
@@ -25,6 +25,8 @@ _TORCHRUN_WAITS = 20
 """Seconds after the first failure from which a SIGKILL is torchrun's own: it gives the other ranks
 30 to end.
 """
+_DUMPED_BEFORE = 120
+"""Seconds before a failure in which NCCL's watchdog may have written its dump."""
 SECRET_ENV = "RDZV_SECRET"
 """Environment variable of the secret; as an option, every user of the machine could see it."""
 
@@ -146,14 +148,18 @@ def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
         for rank, failure in failures.items()
         if failure.exitcode != -SIGKILL or failure.timestamp - began < _TORCHRUN_WAITS
     }
-    dumps = read_dumps(
-        Path(config.job.dump_folder, config.comm.save_traces_folder),
-        config.comm.save_traces_file_prefix,
-    )
+    folder = Path(config.job.dump_folder, config.comm.save_traces_folder)
+    prefix = config.comm.save_traces_file_prefix
+    dumps = read_dumps(folder, prefix)
     if dumps and any(
         dump.pid == failures[rank].pid for rank, dump in dumps.by_rank.items() if rank in failures
     ):
         return diagnose(dumps, exits)
+    if -SIGABRT in exits.values():
+        # NCCL's watchdog writes the Flight Recorder, and ends the process, without any Python.
+        dumps = read_dumps(folder, prefix, since=began - _DUMPED_BEFORE)
+        if dumps:
+            return f"{diagnose(dumps, exits)} (rank {first} {killed(exits[first])})"
     return (
         f"rank {first} "
         f"{killed(exits[first]) if exits[first] < 0 else f'ended with exit code {exits[first]}'}"
