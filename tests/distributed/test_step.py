@@ -7,10 +7,12 @@ wait for is compared to the one that a policy has to approve.
 
 import math
 import multiprocessing
+import os
 import sys
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -21,9 +23,9 @@ from tests.runs import EXPERTS, LR, arguments, full
 from torchtitan.config import resolve
 from torchtitan.config.derive import DEGREE_KEYS, derive
 from torchtitan.config.sections.parallelism import Parallelism
-from torchtitan.config.sections.schema import Config
+from torchtitan.config.sections.schema import Config, Debug
 from torchtitan.parallel.mesh import build_mesh
-from torchtitan.train.build import build
+from torchtitan.train.build import build, set_determinism
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import HostUpdate, build_update, forward_backward, train_step
 from torchtitan.train.trainer import Trainer
@@ -267,3 +269,16 @@ def test_reduction_in_bfloat16(ranks, exact, tmp_path, layout, batches):
     )
     representable = (blocks == blocks.bfloat16()).float().mean()
     assert representable == 1 if batches == 1 else representable < 0.5, representable
+
+
+def test_deterministic_mode_fills_no_memory(monkeypatch):
+    """torch would fill all that is allocated, by a kernel each."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setitem(os.environ, "CUBLAS_WORKSPACE_CONFIG", "")
+    allowed = mock.Mock()
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", allowed)
+    for name in ("deterministic", "benchmark"):
+        monkeypatch.setattr(torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
+    set_determinism(Debug(deterministic=True))
+    allowed.assert_called_once_with(True, warn_only=False)
+    assert not torch.utils.deterministic.fill_uninitialized_memory

@@ -49,6 +49,8 @@ def set_determinism(debug: Debug) -> None:
     if debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)
+        # A search for reads of uninitialized memory, which costs a kernel for each allocation.
+        torch.utils.deterministic.fill_uninitialized_memory = False
         torch.backends.cudnn.deterministic = True
         torch.backends.cudnn.benchmark = False
 
