@@ -69,6 +69,23 @@ def _llama(name: str, *flags: str, graphs: int = 4, **options: object) -> Config
 
 CONFIGURATIONS = [
     _llama("llama3", quick=True),
+    _llama(
+        "llama3, then validation, samples, a save",
+        "--validation.enable=true",
+        "--validation.steps=2",
+        "--validation.dataset=demo_validation",
+        '--sampling.prompts=["def f"]',
+        "--checkpoint.interval=1",
+        "--checkpoint.async_mode=async_with_pinned_mem",
+        after={
+            "validation": {"train/validation.py:Validator._validate: value": 1},
+            "samples": {  # for each token: what to read of the logits, and the token
+                "inference/generator.py:continue_prompts: value": 3,
+                "train/logits.py:Probe._take: value": 3,
+            },
+            "staging of a save": {},
+        },
+    ),
     _llama("llama3, fp32", "--training.mixed_precision_param=float32"),
     _llama("llama3, documents", _DOCUMENTS),
     Configuration(
@@ -109,6 +126,16 @@ CONFIGURATIONS = [
         "--model.converters=float8",
         "--quantize.linear.float8.recipe_name=rowwise",
     ),
+    Configuration(
+        "qwen3_moe, Float8 experts",
+        (
+            "--model.name=qwen3_moe",
+            "--model.converters=quantize.grouped_mm.float8",
+            "--quantize.grouped_mm.float8.fqns=experts",
+        ),
+        graphs=4,
+        other_calls=frozenset({"aten.index_add"}),  # of torch 2.11, in the backward of padding
+    ),
     _llama("llama3, MXFP8", "--model.converters=mx", sm=100),
     _llama("llama3, tp 2", "--parallelism.tensor_parallel_degree=2", world=2),
     _llama(
@@ -116,6 +143,13 @@ CONFIGURATIONS = [
         "--parallelism.tensor_parallel_degree=2",
         "--parallelism.enable_async_tensor_parallel=true",
         world=2,
+    ),
+    _llama(
+        "llama3, cp 2, documents",
+        "--parallelism.context_parallel_degree=2",
+        _DOCUMENTS,
+        world=2,
+        graphs=5,
     ),
     _llama("llama3, pp 2", "--parallelism.pipeline_parallel_degree=2", world=2, graphs=2),
     _llama("llama3, full checkpointing", "--activation_checkpoint.mode=full"),

@@ -1,6 +1,7 @@
 """Where the host waits for the fake GPU. Tensors on the host are real, those on the GPU fake."""
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,9 @@ class Host:
         host = self
         with substituted(
             Substitution(FakeTensorMode, "dispatch", seen),
+            Substitution(torch.cuda, "synchronize", lambda *_: self._record("everything")),
+            Substitution(torch.cuda.Stream, "synchronize", lambda _: self._record("a stream")),
+            Substitution(torch.cuda.Event, "synchronize", lambda _: self._record("an event")),
             Substitution(FakeTensor, "tolist", lambda tensor: self._tolist(tensor)),
             Substitution(Tensor, "pin_memory", lambda tensor, *_: self._pin(tensor)),
         ):
@@ -126,6 +130,8 @@ class Host:
         return any(pinned._cdata == storage for pinned in self._pinned)
 
     def _record(self, what: str) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return  # training continues
         self.waits[f"{_place()}: {what}"] += 1
 
 

@@ -12,11 +12,15 @@ if TYPE_CHECKING:
 
 
 def import_expert_kernels() -> None:
-    """Import torchao's 8-bit kernels, some of which name an argument that they lack as a key of
-    autotuning: Triton 3.9, of torch 2.15, refuses that.
+    """Import torchao's 8-bit kernels, two of which Triton 3.9, of torch 2.15, refuses.
 
-    torch 2.15 with Triton, torchao 0.18. Delete once `import torchao.prototype.moe_training` works
-    with both.
+    1. A key of autotuning is an argument that the kernel lacks, so the import fails.
+    2. The kernel that casts experts' weights to Float8 for the backward indexes a scalar. torchao
+       has an equivalent one, which reduces in one kernel instead of by atomics.
+
+    Changes torchao's module for good, if there is Triton.
+
+    torch 2.15 with Triton, torchao 0.18. Delete once the import and Float8 experts work with both.
     """
     if find_spec("triton") is not None:
         import triton
@@ -31,7 +35,10 @@ def import_expert_kernels() -> None:
             return decorate
 
         with replaced(triton, autotune=tune_by_known):
-            import torchao.prototype.moe_training  # noqa: F401
+            from torchao.prototype.moe_training import fp8_grouped_mm
+            from torchao.prototype.moe_training.kernels import float8_rowwise as kernels
+        reducing = kernels.triton_fp8_rowwise_3d_transpose_rhs_fused_reduction
+        fp8_grouped_mm.triton_fp8_rowwise_3d_transpose_rhs = reducing
 
 
 def gather_float8_as_bytes() -> None:
