@@ -37,6 +37,8 @@ class Run:
     bf16: bool
     folder: Path
     """Of this comparison, gone when it ends."""
+    tokens: int = BATCH * SEQ_LEN
+    """Of a step."""
 
 
 def cpu_seconds() -> float:
@@ -84,7 +86,7 @@ class Meter:
             return
         first, timed = totals.tolist()
         line = {
-            "tokens_per_cpu_s": (run.steps - run.warm) * BATCH * SEQ_LEN / timed,
+            "tokens_per_cpu_s": (run.steps - run.warm) * run.tokens / timed,
             "peak_gib": peak.item(),
             "first_step_cpu_s": first,
             "loss": loss,
@@ -117,14 +119,7 @@ def framework(run: Run, extra: Sequence[str] = (), dp: int | None = None) -> Non
     Args:
         dp: data-parallel degree, if that isn't the number of ranks.
     """
-    from torchtitan.config import resolve
-    from torchtitan.train.callbacks import Callback
-    from torchtitan.train.preflight import preflight
-    from torchtitan.train.trainer import Trainer
-
     arguments = [
-        f"--job.dump_folder={run.folder}/framework",
-        f"--training.steps={run.steps}",
         f"--training.seq_len={SEQ_LEN}",
         f"--training.local_batch_size={BATCH // (dp or run.ranks)}",
         f"--training.mixed_precision_param={'bfloat16' if run.bf16 else 'float32'}",
@@ -134,6 +129,21 @@ def framework(run: Run, extra: Sequence[str] = (), dp: int | None = None) -> Non
         "--activation_checkpoint.mode=none",  # the other sides recompute nothing either
         *(["--compile.enable"] if run.compiled else []),
         *extra,
+    ]
+    train(run, arguments)
+
+
+def train(run: Run, arguments: Sequence[str]) -> None:
+    """Run the trainer with these flags."""
+    from torchtitan.config import resolve
+    from torchtitan.train.callbacks import Callback
+    from torchtitan.train.preflight import preflight
+    from torchtitan.train.trainer import Trainer
+
+    arguments = [
+        *arguments,
+        f"--job.dump_folder={run.folder}/framework",
+        f"--training.steps={run.steps}",
     ]
     config = resolve(arguments, int(os.environ.get("WORLD_SIZE", "1"))).config
     meter = Meter(run)
@@ -164,6 +174,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
     )
     made.add_argument("--compile", action="store_true", help="measure compiled sides too")
     made.add_argument("--bf16", action="store_true", help="measure sides in bf16 too")
+    made.add_argument("--tokens", type=int, default=BATCH * SEQ_LEN, help=argparse.SUPPRESS)
     made.add_argument("--side", help=argparse.SUPPRESS)
     made.add_argument("--folder", help=argparse.SUPPRESS)
     return made
@@ -175,7 +186,8 @@ def run_side(options: argparse.Namespace, sides: dict[str, Callable[[Run], None]
     compiled = "_compiled" in options.side
     bf16 = options.side.endswith("_bf16")
     folder = Path(options.folder)
-    sides[name](Run(options.ranks, options.steps, options.warm, compiled, bf16, folder))
+    run = Run(options.ranks, options.steps, options.warm, compiled, bf16, folder, options.tokens)
+    sides[name](run)
 
 
 def measure(
@@ -202,6 +214,7 @@ def measure(
                 "ranks": ranks,
                 "steps": options.steps,
                 "warm": options.warm,
+                "tokens": options.tokens,
                 "folder": folder,
             }
             return [
@@ -223,7 +236,7 @@ def compare(
     results: Results, pairs: Sequence[tuple[str, str]], options: argparse.Namespace
 ) -> None:
     """Print the ratios of each pair of sides."""
-    print(f"{options.ranks} rank(s), fp32 or bf16, debug model, seq {SEQ_LEN}, batch {BATCH}:")
+    print(f"{options.ranks} rank(s), {options.tokens} tokens a step:")
     for ours, theirs in pairs:
         print(f"{ours} / {theirs}:")
         print(

@@ -1,5 +1,5 @@
 """What the framework costs over a hand-written loop: `python benchmarks/cpu/overhead.py [--ranks 2]
-[--compile] [--tp] [--bf16]`.
+[--compile] [--tp] [--bf16] [--small]`.
 
 Both sides train the debug model on the same rows, with the same optimizer, clipping and
 learning rate, for the same steps; the hand-written side is plain PyTorch (one process) or bare
@@ -10,10 +10,14 @@ processes to the end of the first step, imports and compilation included.
 With `--compile` both also run compiled, with `--bf16` in bf16: the hand-written side by autocast,
 on several ranks by FSDP2's mixed precision. Without it, both compute in fp32. With `--tp` the
 framework alone, on two tensor-parallel ranks, eager and compiled.
+
+With `--small` the example for users of nanoGPT, of 0.8 M parameters (`_small.py`), in fp32 and as
+it comes, against a GPT-2 by hand, for ten times as many steps.
 """
 
 from functools import partial
 
+import _small
 from _training import LR, SEQ_LEN, Meter, Run, compare, framework, loader, measure, parser, run_side
 
 
@@ -97,11 +101,30 @@ def main() -> None:
         action="store_true",
         help="the framework's two tensor-parallel ranks, eager, compiled",
     )
+    options.add_argument(
+        "--small", action="store_true", help="instead: a model of nanoGPT's published size"
+    )
     options = options.parse_args()
     if options.side:
         return run_side(
-            options, {"framework": framework, "framework_tp": framework_tp, "by_hand": by_hand}
+            options,
+            {
+                "framework": framework,
+                "framework_tp": framework_tp,
+                "by_hand": by_hand,
+                "prepare": _small.prepare,
+                "small": _small.small,
+                "small_default": _small.small_default,
+                "gpt2": _small.gpt2,
+            },
         )
+    if options.small:
+        options.steps *= 10
+        options.warm *= 10
+        options.tokens = _small.BATCH * _small.SEQ_LEN
+        pairs = [("small", "gpt2"), ("small_default", "gpt2")]
+        sides = ["gpt2", "small", "small_default"]
+        return compare(measure(options, sides, prepare="prepare"), pairs, options)
     if options.tp:
         options.ranks = 2
         pairs = [("framework_tp_compiled", "framework_tp")]

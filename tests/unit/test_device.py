@@ -46,7 +46,7 @@ def test_nothing_is_asked_of_cuda_on_the_cpu():
         ("flags\t\t: fpu avx512_bf16 amx_bf16 amx_tile", " with AMX"),
         ("flags\t\t: fpu avx512f avx512_bf16", " with AVX-512 BF16"),
         ("Features\t: fp asimd i8mm bf16", " with Arm's BF16 extension"),
-        ("flags\t\t: fpu avx512f", " without units for it, slower than in float32"),
+        ("flags\t\t: fpu avx512f", " without units for it"),
         (None, ""),
     ],
 )
@@ -58,9 +58,27 @@ def test_the_log_says_what_bf16_computes_with(tmp_path, features, units):
     with mock.patch.object(device, "bf16_units", return_value=found):
         said = device.describe_cpu_precision("bfloat16")
         assert device.describe_cpu_precision("float32") is None
-    assert said == (
-        f'Computing in bfloat16{units}; training.mixed_precision_param = "float32" turns it off'
-    )
+    assert said.startswith(f"Computing in bfloat16{units}: products ")
+
+
+@pytest.mark.parametrize(
+    ("bf16", "said"),
+    [
+        (0.5, "products are 2.0 times as fast as in float32"),
+        (
+            12.0,
+            "products take 12.0 times as long as in float32; "
+            'set training.mixed_precision_param = "float32"',
+        ),
+    ],
+)
+def test_float32_is_advised_where_it_is_faster(bf16, said):
+    seconds = {"float32": 1.0, "bfloat16": bf16}
+    with (
+        mock.patch.object(device, "bf16_units", return_value=None),
+        mock.patch.object(device, "seconds_of_cpu_product", side_effect=seconds.get),
+    ):
+        assert device.describe_cpu_precision("bfloat16") == f"Computing in bfloat16: {said}"
 
 
 LIKE_A_MAC = """

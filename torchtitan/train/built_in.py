@@ -1,8 +1,11 @@
 """The built-in callbacks. `all_callbacks` lists them in the order in which they are called."""
 
 import gc
+import os
 import time
 from collections.abc import Sequence
+
+import torch.distributed as dist
 
 from torchtitan.checkpoint.hf.export import export_saved
 from torchtitan.config.load.render import to_toml_value
@@ -13,6 +16,7 @@ from torchtitan.inference.tasks import Tasks
 from torchtitan.parallel.groups import set_timeout
 from torchtitan.telemetry.metrics import describe_sources
 from torchtitan.telemetry.trackers import Record
+from torchtitan.train.advice import unneeded_recomputation
 from torchtitan.train.callbacks import Callback, Run
 from torchtitan.train.engine import Engine
 from torchtitan.train.evaluations import Evaluation, RunTasks, Validate, WriteSamples, stops_early
@@ -21,6 +25,7 @@ from torchtitan.train.run_info import describe_model, trained_args, write_config
 from torchtitan.train.state import Components
 from torchtitan.train.step import StepResult, max_over_ranks
 from torchtitan.utils.activity import SAVING, phase
+from torchtitan.utils.device import available_memory, peak_memory
 from torchtitan.utils.logging import event, logger
 from torchtitan.utils.wording import show_duration
 
@@ -43,6 +48,7 @@ def all_callbacks(
         ConfirmFolders(engine),
         report,
         FindStragglers(report, engine.config.guard),
+        Advise(),
         Profile(engine),
         CheckReplicas(engine),  # before a save would make a fault permanent
         *evaluations,
@@ -231,6 +237,29 @@ class FindStragglers(Callback):
     def after_step(self, run: Run, result: StepResult) -> None:
         if self.report.metrics.due(run.progress.step):
             self.stragglers.check(self.report.record, run.device)
+
+
+class Advise(Callback):
+    """Says once, after the first steps, that a CPU recomputes what its memory could keep."""
+
+    after = 3
+    """Steps of this start: by then a step's memory is allocated."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def after_step(self, run: Run, result: StepResult) -> None:
+        self.steps += 1
+        # A GPU of a cluster may be chosen for a larger run, or shared: nothing is known there.
+        if self.steps != self.after or run.device.type != "cpu" or dist.get_rank() != 0:
+            return
+        resident, _ = peak_memory()
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        advice = unneeded_recomputation(
+            run.config.activation_checkpoint, resident, available_memory(), ranks
+        )
+        if advice:
+            logger.info(advice)
 
 
 class Profile(Callback):
