@@ -12,6 +12,8 @@ import pytest
 from tests.delta_kernel import CASES
 from tests.import_graph import ROOT
 
+pytestmark = pytest.mark.slow
+
 triton = pytest.importorskip("triton", reason="triton comes with torch's builds for CUDA only")
 
 
@@ -38,7 +40,7 @@ def test_kernels_are_the_rule():
         assert from_definition < limit, name
 
 
-@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("arch", [90, 100])
 def test_kernels_compile(arch, tmp_path):
     """To machine code that uses tensor cores and fits a multiprocessor."""
     found = report("compile", str(arch), TRITON_CACHE_DIR=str(tmp_path))
