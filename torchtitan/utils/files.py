@@ -147,7 +147,8 @@ def read_regular(path: Path, most: int, *, links: bool = False) -> bytes:
         OSError: it can't be read, is larger, or isn't a regular file; see `open_regular`.
     """
     with open_regular(path, links=links) as file:
-        content: Any = file.read(most + 1)
+        size = os.fstat(file.fileno()).st_size
+        content: Any = file.read(min(size, most) + 1)  # read allocates all it is asked for
     if len(content) > most:
         raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
     return content
