@@ -15,6 +15,8 @@ from torchtitan.utils.errors import UserError
 from torchtitan.utils.storage import is_remote
 from torchtitan.utils.wording import listed
 
+_PIECE = 2**20
+"""Bytes that are read at once."""
 _LEFT_SECONDS = 3600
 """Age of a temporary file that nobody writes any more."""
 
@@ -147,8 +149,10 @@ def read_regular(path: Path, most: int, *, links: bool = False) -> bytes:
         OSError: it can't be read, is larger, or isn't a regular file; see `open_regular`.
     """
     with open_regular(path, links=links) as file:
-        size = os.fstat(file.fileno()).st_size
-        content: Any = file.read(min(size, most) + 1)  # read allocates all it is asked for
+        content = bytearray()
+        # In pieces: a read allocates all that it may return.
+        while more := file.read(min(_PIECE, most + 1 - len(content))):
+            content += more
     if len(content) > most:
         raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
-    return content
+    return bytes(content)
