@@ -94,7 +94,6 @@ CONFIGURATIONS = [
         graphs=8,
         world=2,
         waits={"parallel/experts/shard.py:count_splits: value": 4},  # one per layer
-        quick=True,
     ),
     Configuration(
         "deepseek_v3, MTP, QK-clip",
@@ -113,7 +112,7 @@ CONFIGURATIONS = [
         graphs=6,
         other_calls=frozenset({"aten.linalg_solve_triangular"}),  # of the chunks of Gated DeltaNet
     ),
-    Configuration("gemma3", ("--model.name=gemma3",), graphs=6, quick=True),
+    Configuration("gemma3", ("--model.name=gemma3",), graphs=6),
     _llama(
         "llama3, Float8 tensorwise, FSDP 2",
         "--model.converters=float8",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.storage import is_remote
