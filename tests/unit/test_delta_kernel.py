@@ -12,7 +12,7 @@ import pytest
 from tests.delta_kernel import CASES
 from tests.import_graph import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slow  # in the corner, whose build of torch has triton
 
 triton = pytest.importorskip("triton", reason="triton comes with torch's builds for CUDA only")
 
@@ -25,6 +25,7 @@ def report(*arguments, **environment):
     return json.loads(done.stdout)
 
 
+@pytest.mark.corner
 @pytest.mark.skipif(
     tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9),
     reason="older interpreters fail with NumPy 2.4",
@@ -40,7 +41,7 @@ def test_kernels_are_the_rule():
         assert from_definition < limit, name
 
 
-@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("arch", [pytest.param(90, marks=pytest.mark.corner), 100])
 def test_kernels_compile(arch, tmp_path):
     """To machine code that uses tensor cores and fits a multiprocessor."""
     found = report("compile", str(arch), TRITON_CACHE_DIR=str(tmp_path))

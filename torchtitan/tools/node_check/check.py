@@ -103,20 +103,20 @@ def expected(hw: Hardware, ranks: int) -> dict[str, float]:
         "float32": (hw.fp32 * hw.gemm_bf16, 1.0),
         "float8": (hw.fp8 * hw.gemm_fp8, 2.0),
     }
-    found = {
+    plan = {
         name: 2 * n**3 / hw.product_seconds(n, n, n, rate, depth=depth)
         for name, (rate, depth) in rates.items()
         if rate
     }
-    found[MEMORY] = hw.bytes_per_s
+    plan[MEMORY] = hw.bytes_per_s
     if ranks > 1 and not math.isinf(hw.link):
         ring = CUDA.moved * (ranks - 1) / ranks
         once = ring / hw.bandwidth(ranks, 1) + hw.launch
-        found |= dict.fromkeys(("all-gather", "reduce-scatter"), ring / once)
-        found["all-reduce"] = 2 * ring / (2 * ring / hw.bandwidth(ranks, 1) + hw.launch)
-        found["all-to-all"] = ring / hw.exchange(CUDA.moved, ranks)
-        found["send/recv"] = CUDA.moved / (CUDA.moved / hw.bandwidth(2, 1) + hw.launch)
-    return found
+        plan |= dict.fromkeys(("all-gather", "reduce-scatter"), ring / once)
+        plan["all-reduce"] = 2 * ring / (2 * ring / hw.bandwidth(ranks, 1) + hw.launch)
+        plan["all-to-all"] = ring / hw.exchange(CUDA.moved, ranks)
+        plan["send/recv"] = CUDA.moved / (CUDA.moved / hw.bandwidth(2, 1) + hw.launch)
+    return plan
 
 
 # ---- the report
@@ -161,17 +161,17 @@ def _unit(name: str) -> str:
 
 
 def _failures(results: Sequence[RankResult]) -> list[str]:
-    found = []
+    sentences = []
     for rank, result in enumerate(results):
         if result.wrong:
-            found.append(f"rank {rank}: WRONG numbers from {', '.join(result.wrong)}.")
+            sentences.append(f"rank {rank}: WRONG numbers from {', '.join(result.wrong)}.")
         if result.error:
-            found.append(f"rank {rank} failed while {_doing(result)}: {result.error}")
+            sentences.append(f"rank {rank} failed while {_doing(result)}: {result.error}")
     if not any(result.error for result in results):
         stuck = [f"rank {i} {_doing(r)}" for i, r in enumerate(results) if not r.done]
         if stuck:
-            found.append(f"Killed when the time was over (--limit): {', '.join(stuck)}.")
-    return found
+            sentences.append(f"Killed when the time was over (--limit): {', '.join(stuck)}.")
+    return sentences
 
 
 def _doing(result: RankResult) -> str:

@@ -184,13 +184,13 @@ def collectives(device: torch.device, size: int) -> Iterator[Collective]:
     """The kinds of collectives that training uses, over all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    part = size // dtype.itemsize // world
-    away = part * dtype.itemsize * (world - 1)
-    of_ranks = torch.arange(world, device=device).to(dtype)[:, None].expand(world, part)
+    elements = size // dtype.itemsize // world
+    away = elements * dtype.itemsize * (world - 1)
+    of_ranks = torch.arange(world, device=device).to(dtype)[:, None].expand(world, elements)
     total = torch.full((), world * (world - 1) // 2, device=device, dtype=dtype)
 
     def filled(rows: int) -> Tensor:
-        return torch.full((rows * part,), rank, dtype=dtype, device=device)
+        return torch.full((rows * elements,), rank, dtype=dtype, device=device)
 
     def to(
         name: str, source: Tensor, out: Tensor, call: Any, expected: Tensor, moved: float

@@ -92,15 +92,15 @@ def read_state() -> NodeState:
 
 
 def _on_bus(devices: Path = Path("/sys/bus/pci/devices")) -> int:
-    found = 0
+    gpus = 0
     for device in devices.glob("*"):
         try:
             vendor = (device / "vendor").read_text().strip()
             kind = (device / "class").read_text().strip()
         except OSError:
             continue
-        found += vendor == _NVIDIA and kind.startswith(_DISPLAY)
-    return found
+        gpus += vendor == _NVIDIA and kind.startswith(_DISPLAY)
+    return gpus
 
 
 def refuse_unusable(state: NodeState) -> None:
@@ -135,30 +135,30 @@ def refuse_unusable(state: NodeState) -> None:
 
 def warnings_of(state: NodeState) -> list[str]:
     """What makes the GPUs slow or unreliable, a sentence each."""
-    found = []
+    sentences = []
     if state.usable and state.no_driver:
-        found.append(f"The state of the GPUs is unknown: {state.no_driver}.")
+        sentences.append(f"The state of the GPUs is unknown: {state.no_driver}.")
     if state.usable == 1:
-        found.append("One GPU: collectives, which need two, are not measured.")
+        sentences.append("One GPU: collectives, which need two, are not measured.")
     for gpu in state.gpus if state.usable else ():
         name = f"GPU {gpu['index']}"
         used = number(gpu["memory.used"]) or 0.0
         if used > _BUSY_MIB:
             total = number(gpu["memory.total"]) or used
-            found.append(
+            sentences.append(
                 f"{name} is busy: {used / 1024:.1f} of {total / 1024:.0f} GiB are in use by other "
                 "processes, which nvidia-smi lists. What it measures is too low."
             )
         if gpu["mig.mode.current"] == "Enabled":
-            found.append(
+            sentences.append(
                 f"{name} is split by MIG: a rank gets one instance, and NCCL can't connect "
                 "instances of a GPU. `nvidia-smi -mig 0` joins them (as root)."
             )
         if errors := int(number(gpu["ecc.errors.uncorrected.volatile.total"]) or 0):
-            found.append(
+            sentences.append(
                 f"{name} had {plural(errors, 'uncorrected memory error')} (ECC) since its last "
                 "reset: don't train on it."
             )
         if gpu["remapped_rows.pending"].lower() in ("1", "yes"):
-            found.append(f"{name} has bad memory rows to replace: reset it (`nvidia-smi -r`).")
-    return found
+            sentences.append(f"{name} has bad memory rows to replace: reset it (`nvidia-smi -r`).")
+    return sentences
