@@ -11,6 +11,7 @@
 #   RDZV_ENDPOINT  HOST:PORT of the first node; more after commas, which take over when it is lost
 #   RDZV_SECRET    the same on all nodes, and known to nobody else: openssl rand -hex 16
 #   MAX_RESTARTS   restarts after a failure (0; 10 with MIN:MAX nodes)
+#   NUMA_BINDING   node: bind each rank to the CPUs next to its GPU; needs numactl
 #   LOG_RANK       ranks that log, comma-separated (0)
 #   TORCHTITAN_PYTHON  interpreter to use instead of the environment in .venv
 # Exit status 75: stopped by SIGTERM, SIGUSR1 or Ctrl-C and everything is saved; the same command resumes.
@@ -18,7 +19,7 @@
 set -euo pipefail
 trap 'exit 75' TERM USR1 INT
 command=
-for name in CONFIG_FILE NGPU LOG_RANK NNODES RDZV_ENDPOINT MAX_RESTARTS; do
+for name in CONFIG_FILE NGPU LOG_RANK NNODES RDZV_ENDPOINT MAX_RESTARTS NUMA_BINDING; do
     [[ -n ${!name:-} ]] && command+="$name=$(printf '%q' "${!name}") "
 done
 TORCHTITAN_COMMAND=$command$(printf '%q ' "$0" "$@")
@@ -34,5 +35,6 @@ export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 blocked=(env --block-signal=TERM --block-signal=USR1 --block-signal=INT)
 "${blocked[@]}" true 2>/dev/null || blocked=(env)
 exec "${blocked[@]}" "$python" -m torchtitan train ${NGPU:+--nproc-per-node="$NGPU"} \
-    --nnodes="${NNODES:-1}" --rdzv-endpoint="${RDZV_ENDPOINT:-}" ${MAX_RESTARTS:+--max-restarts="$MAX_RESTARTS"} -- \
+    --nnodes="${NNODES:-1}" --rdzv-endpoint="${RDZV_ENDPOINT:-}" ${MAX_RESTARTS:+--max-restarts="$MAX_RESTARTS"} \
+    ${NUMA_BINDING:+--numa-binding="$NUMA_BINDING"} -- \
     --job.config_file "${CONFIG_FILE:-$root/train_configs/debug_model.toml}" "$@"

@@ -194,6 +194,7 @@ def test_help_explains_the_environment_and_lists_the_flags(tmp_path):
         "RDZV_ENDPOINT",
         "RDZV_SECRET",
         "MAX_RESTARTS",
+        "NUMA_BINDING",
         "LOG_RANK",
     ):
         assert f"\n  {name} " in done.stdout

@@ -8,6 +8,7 @@ import pytest
 from torchtitan import __version__
 from torchtitan.commands import COMMANDS, command_module, completion, main, train
 from torchtitan.commands.train import _parse, count_gpus
+from torchtitan.tools.launch.torchrun import _torchrun_options
 from torchtitan.train import rank_main as entry
 from torchtitan.utils.process import run_main
 
@@ -105,14 +106,31 @@ def test_a_flag_of_torchrun_does_not_take_a_configuration_for_its_value():
         (["--nnodes", "2"], "--rdzv-endpoint: with several nodes"),
         (["--nnodes", "2", "--rdzv-endpoint=a:1"], "RDZV_SECRET: with several nodes"),
         (["my.toml", "--config", "other.toml"], "two configurations"),
+        (["--numa-binding", "node"], "--numa-binding: no GPU here"),
+        (["--numa-binding", "on"], "choose from"),
     ],
 )
 def test_wrong_launcher_options(capsys, monkeypatch, argv, message):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("RDZV_SECRET", "too short")
     with pytest.raises(SystemExit) as ended:
         _parse(argv)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_numa_binding_reaches_torchrun_if_it_can_work(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    argv = ["--numa-binding", "node", "debug_model"]
+    with pytest.raises(SystemExit):
+        _parse(argv)
+    assert "install it" in capsys.readouterr().err
+    (tmp_path / "numactl").touch(mode=0o755)
+    options, passed_on, _ = _parse(argv)
+    assert passed_on == []
+    assert "--numa-binding=node" in _torchrun_options(options)
+    assert not any("numa" in option for option in _torchrun_options(_parse([])[0]))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import argparse
 import importlib
 import os
 import re
+import shutil
 import subprocess
 from contextlib import nullcontext
 from functools import partial
@@ -86,6 +87,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="time to save when stopped (600)",
     )
+    add(
+        "--numa-binding",
+        choices=("node", "socket", "exclusive", "core-complex"),
+        help="bind each rank to the CPUs next to its GPU, as torchrun does; needs numactl (off)",
+    )
     return parser
 
 
@@ -110,6 +116,14 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], list[str]]:
             )
     if options.nproc_per_node is None:
         options.nproc_per_node = count_gpus() or 1
+    if options.numa_binding:
+        if not count_gpus():
+            ours.error("--numa-binding: no GPU here whose CPUs could be chosen; leave it out")
+        if not shutil.which("numactl"):
+            ours.error(
+                "--numa-binding: torchrun starts the ranks through numactl, which isn't here; "
+                "install it, as by `apt-get install numactl`, or leave the option out"
+            )
     if options.max_restarts is None:
         options.max_restarts = ELASTIC_RESTARTS if options.nnodes[0] < options.nnodes[1] else 0
     return options, torchrun_argv, config_argv
@@ -292,7 +306,8 @@ def main(argv: list[str]) -> int:
         refuse_tasks_without_ranks()
     stop = StopHandler(options.grace)
     several = options.nnodes[1] * options.nproc_per_node > 1
-    alone = not (several or options.max_restarts or torchrun_argv or "RANK" in os.environ)
+    launched = options.max_restarts or options.numa_binding or torchrun_argv
+    alone = not (several or launched or "RANK" in os.environ)
     with nullcontext() if alone else no_cpp_stacks():
         # A module of the user may import torch here.
         config = check(config_argv, options.nnodes, options.nproc_per_node)
