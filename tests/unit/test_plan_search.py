@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plans import H100, SPEC
+from tests.plans import H100, SPEC, workload
 from torchtitan.commands.plan import main
 from torchtitan.config import load_config, resolve
 from torchtitan.config.derive import AXES, DEGREE_KEYS, layout_degrees
@@ -18,7 +18,7 @@ from torchtitan.tools.planner.axes import settings_of
 from torchtitan.tools.planner.layouts import any_layout
 from torchtitan.tools.planner.planner import make_plan
 from torchtitan.tools.planner.predict import derived_workload, predict
-from torchtitan.tools.planner.proposals import complexity
+from torchtitan.tools.planner.proposals import Candidate, Frontier, complexity, propose
 from torchtitan.tools.planner.render import search_data, search_table
 from torchtitan.tools.planner.search import search
 from torchtitan.train.preflight import preflight
@@ -32,6 +32,8 @@ SMALL = [
     "--compile.enable",
 ]
 HARDWARE = "--hardware=h100-sxm"
+CP = "--parallelism.context_parallel_degree"
+TP = "--parallelism.tensor_parallel_degree"
 
 
 def found_for(argv, world, axes=(), hardware=H100):
@@ -129,13 +131,13 @@ def test_proposals_differ_and_none_beats_another(found):
     assert len(shown) >= 3
     given = load_config(SMALL).config
     merits = [
-        (p.plan.tokens_per_second, -p.plan.peak_gib, -complexity(p.plan.config, given))
+        (lowest(p.plan), -p.plan.peak_gib, -complexity(p.plan.config, given))
         for p in shown
     ]
     for one, other in itertools.permutations(merits, 2):
         assert not all(x >= y for x, y in zip(one, other, strict=True))
     for one, other in itertools.pairwise(shown[1:]):
-        assert one.plan.tokens_per_second >= other.plan.tokens_per_second
+        assert lowest(one.plan) >= lowest(other.plan)
     for proposal in shown[1:]:
         less = found.best[0].plan.peak_gib - proposal.plan.peak_gib
         if stated := re.match(r"(\d+) GiB less", proposal.why):
@@ -144,6 +146,26 @@ def test_proposals_differ_and_none_beats_another(found):
             assert "simpler" in proposal.why
     kinds = [tuple(d > 1 for d in degrees_of(p.plan.config)) for p in found.best]
     assert len(set(kinds)) >= 3
+
+
+def lowest(plan):
+    return plan.tokens_per_second * (1 - plan.speed_band)
+
+
+def test_the_surer_of_two_like_predictions_comes_first():
+    """70B on 256 H100: 895 tokens/s that may be 730 give way to 903 that are at least 843."""
+    unsure = Candidate(895, 730, 59.5, 2, workload=workload(f"{CP}=2", world=256))
+    sure = Candidate(903, 843, 59.7, 2, workload=workload(f"{TP}=2", world=256))
+    small = Candidate(850, 800, 40.0, 2, workload=workload(f"{TP}=4", world=256))
+    frontier = Frontier()
+    for candidate in (unsure, small, sure):
+        frontier.add(candidate)
+    assert (frontier.speed, frontier.low) == (903, 843)
+    assert propose(frontier, worthwhile=0.6) == [
+        (sure, "the fastest"),
+        (small, "20 GiB less for 5% of the speed"),
+        (unsure, "the fastest with dp_shard x cp"),
+    ]
 
 
 def test_larger_microbatches_and_more_of_them():

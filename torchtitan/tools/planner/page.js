@@ -189,7 +189,8 @@ function search() {
     kinds: {...KINDS, best: {name: "proposed", shape: SHAPES.diamond, color: "var(--c4)", edge: "var(--text)"}, own: {name: "as configured", shape: SHAPES.ring, color: "var(--text)"}},
   });
   const columns = [["layout", "left wrap", b => [layoutOf(b.layout) + (b.baseline ? " (as configured)" : ""), b.why]],
-    ["tokens/s/GPU", "", b => number(b.tokens_per_second_per_gpu)], ["GiB", "", b => number(b.peak_gib, 1)],
+    ["tokens/s/GPU", "", b => number(b.tokens_per_second_per_gpu)],
+    ["at least", "", b => number(b.range_tokens_per_second_per_gpu[0])], ["GiB", "", b => number(b.peak_gib, 1)],
     ["chance to fit", "", b => b.chance_to_fit === undefined ? null : likely(b.chance_to_fit)],
     ["rows", "", b => `${b.local_batch_size} x ${b.accumulation}`],
     ["schedule", "left", b => b.schedule ? `${b.schedule}, ${plural(b.microbatches, "microbatch", "es")}` : null],

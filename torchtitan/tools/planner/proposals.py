@@ -1,4 +1,8 @@
-"""Chooses layouts to propose: unbeaten in speed, memory and simplicity, and distinct."""
+"""Chooses layouts to propose: unbeaten in speed, memory and simplicity, and distinct.
+
+Speeds are compared by the low ends of their bands, so a layout that is predicted less surely must
+be faster.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -39,6 +43,8 @@ class Candidate:
 
     speed: float
     """Tokens/s per GPU."""
+    low: float
+    """The low end of the speed's band."""
     gib: float
     complexity: int
     workload: Workload
@@ -52,7 +58,7 @@ class Candidate:
     def beats(self, other: "Candidate") -> bool:
         """Whether this candidate is at least as fast, as small and as simple as the other."""
         return (
-            self.speed >= other.speed
+            self.low >= other.low
             and self.gib <= other.gib
             and self.complexity <= other.complexity
         )
@@ -74,11 +80,18 @@ class Frontier:
 
     all: list[Candidate] = field(default_factory=list)
     kinds: dict[tuple[str, ...], Candidate] = field(default_factory=dict)
-    speed: float = 0.0
-    """Speed of the fastest candidate."""
+
+    @property
+    def low(self) -> float:
+        """The highest low end of a band."""
+        return max((candidate.low for candidate in self.all), default=0.0)
+
+    @property
+    def speed(self) -> float:
+        """Speed of the fastest candidate."""
+        return max((candidate.speed for candidate in self.kinds.values()), default=0.0)
 
     def add(self, candidate: Candidate) -> None:
-        self.speed = max(self.speed, candidate.speed)
         known = self.kinds.get(candidate.kind)
         if known is None or candidate.speed > known.speed:
             self.kinds[candidate.kind] = candidate
@@ -90,22 +103,23 @@ def propose(frontier: Frontier, worthwhile: float) -> list[tuple[Candidate, str]
     """Candidates to show, each with a reason; first the simplest of the fastest.
 
     Args:
-        worthwhile: speed relative to the fastest below which nothing is shown.
+        worthwhile: low end relative to the highest below which nothing is shown.
     """
     chosen: list[tuple[Candidate, str]] = []
     candidates = sorted(
-        (c for c in frontier.all if c.speed >= worthwhile * frontier.speed), key=lambda c: -c.speed
+        (c for c in frontier.all if c.low >= worthwhile * frontier.low), key=lambda c: -c.low
     )
+    fastest = candidates[:1]
     while candidates and len(chosen) < _SHOWN:
-        alike = [c for c in candidates if c.speed >= candidates[0].speed * ALIKE]
-        pick = min(alike, key=lambda c: (c.complexity, c.gib))
-        chosen.append((pick, _why(pick, [c for c, _ in chosen], frontier.speed)))
+        alike = [c for c in candidates if c.low >= candidates[0].low * ALIKE]
+        pick = min(alike, key=lambda c: (c.complexity, -c.low, c.gib))
+        chosen.append((pick, _why(pick, [c for c, _ in chosen], fastest[0])))
         candidates = [
             c
             for c in candidates
             if c.gib < _LESS_MEMORY * pick.gib or c.complexity < pick.complexity
         ]
-    chosen[1:] = sorted(chosen[1:], key=lambda entry: -entry[0].speed)
+    chosen[1:] = sorted(chosen[1:], key=lambda entry: -entry[0].low)
     shown = {c.kind for c, _ in chosen}
     others = sorted(
         (c for kind, c in frontier.kinds.items() if kind not in shown), key=lambda c: -c.speed
@@ -115,13 +129,16 @@ def propose(frontier: Frontier, worthwhile: float) -> list[tuple[Candidate, str]
     return chosen
 
 
-def _why(pick: Candidate, before: Sequence[Candidate], fastest: float) -> str:
+def _why(pick: Candidate, before: Sequence[Candidate], fastest: Candidate) -> str:
     if not before:
-        if pick.speed == fastest:
+        if pick is fastest:
             return "the fastest"
-        return f"the simplest within {1 - ALIKE:.0%} of the fastest ({show_rate(fastest)} tokens/s)"
+        return (
+            f"the simplest within {1 - ALIKE:.0%} of the fastest (at least "
+            f"{show_rate(fastest.low)} tokens/s)"
+        )
     first = before[0]
-    lost = 1 - pick.speed / first.speed
+    lost = 1 - pick.low / first.low
     price = f"for {lost:.0%} of the speed" if lost >= 0.01 else "at the same speed"
     less = f"{first.gib - pick.gib:.0f} GiB less"
     smaller = pick.gib < _LESS_MEMORY * min(c.gib for c in before)

@@ -187,7 +187,7 @@ def search_table(result: SearchResult) -> str:
         ", ".join(f"{key} {value}" for key, value in changes(p.plan.config, original).items())
         for p in result.best
     ]
-    rows = [["layout", "batch", "schedule", "recomputes", "tokens/s", "GiB", "fits"]]
+    rows = [["layout", "batch", "schedule", "recomputes", "tokens/s", "at least", "GiB", "fits"]]
     reasons = []
     for proposal, changed in zip(result.best, settings, strict=True):
         plan = proposal.plan
@@ -195,12 +195,13 @@ def search_table(result: SearchResult) -> str:
         batch = f"{plan.config.training.local_batch_size} x {w.accumulation}"
         schedule = f"{plan.schedule} x {w.microbatches}" if w.pipeline else "-"
         speed = show_rate(plan.tokens_per_second)
+        low = show_rate(band_ends(plan.tokens_per_second, plan.speed_band)[0])
         peak = f"{plan.peak_gib:.1f}"
         chance = likelihood(plan.chance_to_fit)
         layout = layout_name(plan.layout)
         reasons.append(_wrapped(f"  {proposal.why}{f' ({changed})' if changed else ''}"))
         recomputed = {"none": "nothing"}.get(plan.checkpointing, plan.checkpointing)
-        rows.append([layout, batch, schedule, recomputed, speed, peak, chance])
+        rows.append([layout, batch, schedule, recomputed, speed, low, peak, chance])
     head, *lines = aligned(rows).splitlines()
     listed = [text for pair in zip(lines, reasons, strict=True) for text in pair]
     count = plural(result.seen, "legal configuration")
@@ -367,6 +368,9 @@ def search_data(result: SearchResult) -> dict[str, Any]:
         _layout_data(proposal.plan)
         | _figures(proposal.plan)
         | {
+            "range_tokens_per_second_per_gpu": band_ends(
+                proposal.plan.tokens_per_second, proposal.plan.speed_band
+            ),
             "chance_to_fit": proposal.plan.chance_to_fit,
             "why": proposal.why,
             "baseline": proposal.baseline,

@@ -205,9 +205,9 @@ class _Search:
             plan = Plan(w, self.spec, self.hardware, time, memory=memory)
             self.points.add((round(plan.peak_gib, 1), float(f"{speed:.3g}")))
             if plan.chance_to_fit >= LIKELY:
-                self.frontier.add(
-                    Candidate(speed, plan.peak_gib, complexity(config, self.config), w)
-                )
+                low = speed * (1 - plan.speed_band)
+                burden = complexity(config, self.config)
+                self.frontier.add(Candidate(speed, low, plan.peak_gib, burden, workload=w))
 
     def _fits_with(self, config: Config, settings: Settings) -> bool:
         w = self._workload(applied(config, settings))
