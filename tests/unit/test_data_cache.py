@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from torchtitan.data.read import index as caches
+from torchtitan.data.read import index_cache as caches
 from torchtitan.data.read.documents import LocalDocuments
 from torchtitan.data.read.opening import SAMPLED_BYTES, full_hash, sample_hash
 

@@ -24,7 +24,7 @@ from torchtitan.config.sections.data import DataLoader
 from torchtitan.data.encode import base as tokenizer_module
 from torchtitan.data.read import index
 from torchtitan.data.read.documents import LocalDocuments
-from torchtitan.data.read.index import IndexCache
+from torchtitan.data.read.index_cache import IndexCache
 from torchtitan.data.read.opening import Retry
 from torchtitan.data.tokens.duplicates import HASH, count_duplicates, save_hashes
 from torchtitan.utils.errors import UserError
@@ -126,7 +126,7 @@ def test_processes_share_the_work_of_indexing(corpus, tmp_path, monkeypatch):
     folder, texts = corpus
     made = []
     find = index.find_documents
-    module = "torchtitan.data.read.index"
+    module = "torchtitan.data.read.index_cache"
     monkeypatch.setattr(
         f"{module}.find_documents",
         lambda stamp, *rest, **options: made.append(stamp.path) or find(stamp, *rest, **options),

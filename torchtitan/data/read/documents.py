@@ -13,14 +13,8 @@ from numpy.typing import NDArray
 
 from torchtitan.data.read.contents import Contents, base_folder, data_file, sampled
 from torchtitan.data.read.files import find_text_files
-from torchtitan.data.read.index import (
-    RANGE_BYTES,
-    FileIndex,
-    IndexCache,
-    chosen_cache,
-    find_documents,
-    new_index,
-)
+from torchtitan.data.read.index import RANGE_BYTES, FileIndex, find_documents, new_index
+from torchtitan.data.read.index_cache import IndexCache, chosen_cache
 from torchtitan.data.read.opening import (
     BadDocument,
     DataError,

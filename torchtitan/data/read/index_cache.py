@@ -1,0 +1,327 @@
+"""The cache folder that keeps the indexes of files from run to run.
+
+    <key>.ranges        first byte of each sound document and the one after its last, two int64
+    <key>.texts         a copy of the texts, only of a file that can't be read at any place
+    <key>.json          the `FileIndex`; written last: if it exists, the others are complete
+    <key>.corpus.json   the indexes of all files of a source, to open thousands by reading one
+
+Keys are hashes of the files' paths, sizes and times and of the column. Any number of processes
+share a folder: each makes the index of a file that no other is making, and waits for the others.
+
+`<key>.json` has the size, time, inode and hash of the first two. If their time or inode differs,
+their contents are compared with the hash: all of `.ranges`, samples of `.texts`. A file is indexed
+again if the hash differs.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchtitan.data.read.index import (
+    RANGE_BYTES,
+    CachedFile,
+    FileIndex,
+    find_documents,
+    key_of,
+    new_index,
+)
+from torchtitan.data.read.opening import (
+    DataError,
+    FileStamp,
+    full_hash,
+    is_compressed,
+    open_data,
+    sample_hash,
+)
+from torchtitan.data.read.records import Conversations
+from torchtitan.utils.errors import UserError
+from torchtitan.utils.files import read_regular, write_whole
+from torchtitan.utils.limits import CACHE_RECORD_BYTES
+from torchtitan.utils.logging import logger
+from torchtitan.utils.wording import listed, plural, show_size
+
+_CANT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+_REPORT_SECONDS = 10.0
+_WAIT_SECONDS = 0.2
+_MEAN_DOCUMENT_BYTES = 2000
+"""Assumed mean size of a document in bytes (for the disk estimate)."""
+_COMPRESSION_RATIO = 4
+"""Assumed compression ratio (for the disk estimate)."""
+
+
+def chosen_cache(chosen: str | None, key: str) -> Path:
+    """The folder that is named, or else `$TORCHTITAN_CACHE`, or `torchtitan` in the user's cache
+    folder.
+
+    Args:
+        key: the configuration key that names it.
+
+    Raises:
+        UserError: the user has no home.
+    """
+    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = chosen or os.environ.get("TORCHTITAN_CACHE") or f"{user}/torchtitan"
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:
+        raise cache_error(key, folder, str(error)) from None
+
+
+class IndexCache:
+    """The indexes of files in the cache folder: makes and finds them."""
+
+    def __init__(self, folder: Path, key: str, chat: Conversations | None = None):
+        """
+        Args:
+            key: the configuration key that sets the folder, for messages.
+            chat: the documents are conversations.
+        """
+        self.folder = folder
+        self.key = key
+        self.chat = chat
+        self._template = chat.fingerprint if chat else ""
+        self._reported = time.monotonic()
+
+    def _path(self, index: FileIndex, ending: str) -> Path:
+        return self.folder / f"{index.key}.{ending}"
+
+    def open(self, stamps: Sequence[FileStamp], column: str, stop: bool) -> list[FileIndex]:
+        """The indexes of files; the missing ones are made.
+
+        Raises:
+            UserError: the folder can't be written to, or has too little space.
+            DataError: a file can't be read, or has a bad document and `stop` is set.
+        """
+        corpus = self.folder / f"{key_of(stamps, column, self._template)}.corpus.json"
+        if (complete := self._read_corpus(corpus, stamps, column)) is not None:
+            return complete
+        with self._errors(stamps):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            new = [new_index(stamp, column, self._template) for stamp in stamps]
+            todo = {index.key: index for index in new}
+            done = {key: known for key, index in todo.items() if (known := self._read(index))}
+            if missing := [index for key, index in todo.items() if key not in done]:
+                self._warn_of_damage(missing)
+                self._announce(missing)
+                self._index_all(missing, done, stop)
+            indexes = [done[index.key] for index in new]
+            with _locked(corpus.with_suffix(".lock")) as ending:
+                if ending is not None:  # else another process writes the same
+                    content = [index.model_dump() for index in indexes]
+                    write_whole(corpus, json.dumps(content).encode())
+        return indexes
+
+    def _read_corpus(
+        self, corpus: Path, stamps: Sequence[FileStamp], column: str
+    ) -> list[FileIndex] | None:
+        try:
+            entries = json.loads(read_regular(corpus, CACHE_RECORD_BYTES))
+            indexes = [FileIndex.model_validate(entry) for entry in entries]
+        except (OSError, ValueError, TypeError, RecursionError):
+            return None
+        by_key = {index.key: index for index in indexes}
+        known = []
+        for stamp in stamps:
+            index = self._if_current(by_key.get(key_of([stamp], column, self._template)), stamp)
+            if index is None:
+                return None
+            known.append(index)
+        return known
+
+    def _read(self, new: FileIndex) -> FileIndex | None:
+        """The index of a file, if it was made."""
+        try:
+            # Not by pydantic's parser, which refuses paths that are not UTF-8.
+            content = json.loads(read_regular(self._path(new, "json"), CACHE_RECORD_BYTES))
+            index = FileIndex.model_validate(content)
+        except (OSError, ValueError, RecursionError):
+            return None
+        return self._if_current(index, new.stamp)
+
+    def _if_current(self, index: FileIndex | None, stamp: FileStamp) -> FileIndex | None:
+        """`index`, unless it is missing, of another file, or its files have changed."""
+        if index is None or index.ranges is None or (index.copied and index.texts is None):
+            return None
+        size = index.documents * RANGE_BYTES
+        if index.key != key_of([stamp], index.column, index.chat) or index.ranges.size != size:
+            return None
+        if index.inode != stamp.inode:
+            index = index.model_copy(update={"inode": stamp.inode})
+            try:
+                with open_data(stamp.path, stamp) as file:
+                    if sample_hash(file.fileno()) != index.sample:
+                        return None
+            except (OSError, DataError):
+                return None
+        files = index.cache_files(self.folder).values()
+        return index if all(file.is_current() for file in files) else None
+
+    def _warn_of_damage(self, missing: Sequence[FileIndex]) -> None:
+        if again := [index for index in missing if self._path(index, "json").exists()]:
+            logger.warning(
+                f"{self.folder}: what was kept of {plural(len(again), 'file')} was changed or "
+                f"deleted; indexing again: {listed((index.path for index in again), 6)}"
+            )
+
+    def _announce(self, missing: Sequence[FileIndex]) -> None:
+        """Log what will be written, and where.
+
+        Raises:
+            UserError: the folder has too little space for it.
+        """
+        copied = [index for index in missing if index.copied]
+        texts = sum(
+            index.size * (1 if index.kind == "array" else _COMPRESSION_RATIO) for index in copied
+        )
+        size = texts + sum(index.size // _MEAN_DOCUMENT_BYTES * RANGE_BYTES for index in missing)
+        free = shutil.disk_usage(self.folder).free
+        what = f"a copy of the texts of {plural(len(copied), 'file')} and " if copied else ""
+        logger.info(
+            f"Indexing {plural(len(missing), 'file')} "
+            f"({show_size(sum(index.size for index in missing))}) once: {what}the documents' "
+            f"positions go to {self.folder}, about {show_size(size)} of {show_size(free)} free "
+            f"there. Set {self.key} to use another folder"
+        )
+        if sum(index.size for index in copied if is_compressed(Path(index.path))) > free:
+            raise UserError(
+                f"{self.key}: {self.folder} has {show_size(free)} free, too little for {what}the "
+                f"documents' positions: about {show_size(size)}. Name a folder with more space, or "
+                "tokenize the files ahead (torchtitan tokenize), which needs no copy"
+            )
+        if size > free:
+            logger.warning(
+                f"{self.key}: {self.folder} may be too small for about {show_size(size)}"
+            )
+
+    def _index_all(
+        self, missing: Sequence[FileIndex], done: dict[str, FileIndex], stop: bool
+    ) -> None:
+        left = list(missing)
+        while left:
+            before = len(left)
+            for index in list(left):
+                so_far = f"{len(missing) - len(left)} of {plural(len(missing), 'file')}"
+                complete = self._index(index, stop, so_far)
+                if complete is not None:
+                    done[index.key] = complete
+                    left.remove(index)
+            if len(left) == before:
+                what = f"{plural(len(left), 'file')}, such as {left[0].path}"
+                self._report(f"waiting for other processes to index {what}")
+                time.sleep(_WAIT_SECONDS)
+
+    def _index(self, index: FileIndex, stop: bool, so_far: str) -> FileIndex | None:
+        """Index a file; None if another process is doing it."""
+        with _locked(self.folder / f"{index.key}.lock") as ending:
+            if ending is None:
+                return None
+            if complete := self._read(index):
+                return complete
+            index = index.model_copy(deep=True)
+            ranges = self._path(index, f"ranges.{ending}")
+            texts = self._path(index, f"texts.{ending}")
+            count = 0
+
+            def advance() -> None:
+                nonlocal count
+                count += 1
+                if not count % 1000:
+                    self._report(f"indexed {so_far}, and {count:,} documents of {index.path}")
+
+            try:
+                with ranges.open("wb") as file, texts.open("wb") as copy:
+                    find_documents(
+                        index,
+                        stop,
+                        file,
+                        copy if index.copied else None,
+                        advance=advance,
+                        chat=self.chat,
+                    )
+                    for written in (file, copy):
+                        written.flush()
+                        os.fsync(written.fileno())
+                index.ranges = _finalize(ranges, self._path(index, "ranges"), full_hash)
+                if index.copied:
+                    index.texts = _finalize(texts, self._path(index, "texts"), sample_hash)
+                content = json.dumps(index.model_dump()).encode()
+                write_whole(self._path(index, "json"), content)
+            finally:
+                for temporary in (ranges, texts):
+                    temporary.unlink(missing_ok=True)
+            return index
+
+    def _report(self, what: str) -> None:
+        if time.monotonic() - self._reported > _REPORT_SECONDS:
+            self._reported = time.monotonic()
+            logger.info(what[0].upper() + what[1:])
+
+    @contextmanager
+    def _errors(self, inputs: Sequence[FileStamp]) -> Iterator[None]:
+        """Tell an error of writing the cache from one of reading the data."""
+        try:
+            yield
+        except OSError as error:
+            named = error.filename and os.path.abspath(os.fsdecode(error.filename))
+            of_input = named in {stamp.path for stamp in inputs}
+            if of_input or (named is None and error.errno not in _CANT_WRITE):
+                raise
+            raise cache_error(self.key, self.folder, error.strerror) from error
+
+
+def cache_error(key: str, folder: Path | str, problem: str | None) -> UserError:
+    """The error about a cache folder that can't be used.
+
+    Args:
+        key: the configuration key that sets the folder.
+    """
+    return UserError(
+        f"{key}: can't write to {folder}, which keeps the index of the data: {problem}. Set {key}, "
+        "or the environment variable TORCHTITAN_CACHE, to a folder with space that can be written "
+        'to, or set the key to "none"; or tokenize the files ahead (torchtitan tokenize)'
+    )
+
+
+def _finalize(temporary: Path, path: Path, hash: Callable[[int], str]) -> CachedFile:
+    """Give a written file its final name."""
+    with open_data(temporary) as file:
+        handle = file.fileno()
+        status = os.fstat(handle)
+        cached = CachedFile(
+            size=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino, sum=hash(handle)
+        )
+    temporary.replace(path)
+    return cached
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[str | None]:
+    """Take the lock, which ends with the process.
+
+    Yields:
+        An ending for temporary files; None if another process has the lock. On a file system
+        without locks, every process does the work in its own files.
+    """
+    with path.open("ab") as file:
+        ending = "tmp"
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+            return
+        except OSError:
+            ending = f"{socket.gethostname()}.{os.getpid()}.tmp"
+        if os.fstat(file.fileno()).st_nlink == 0:  # the last holder has just removed it
+            yield None
+            return
+        try:
+            yield ending
+        finally:
+            path.unlink(missing_ok=True)
