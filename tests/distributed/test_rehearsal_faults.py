@@ -3,116 +3,218 @@
 import re
 
 import pytest
+import torch.distributed as dist
 
 from tests.faults import rehearsal_faults
 from tests.runs import arguments
 from torchtitan.config import resolve
-from torchtitan.tools.rehearsal.rehearsal import rehearse
+from torchtitan.tools.rehearsal import recorder
+from torchtitan.tools.rehearsal.fake import start_group
+from torchtitan.tools.rehearsal.rank import record
+from torchtitan.tools.rehearsal.rank_sample import RankSample
+from torchtitan.tools.rehearsal.recorder import Recorder
+from torchtitan.tools.rehearsal.rehearsal import compared, rehearse
+from torchtitan.utils.activity import forget_exchanges
 
-FAULTS = [
-    "--experimental.custom_import=tests.faults.rehearsal_faults",
-    "--training.callbacks=fault",
-]
 HERE = r"tests/faults/rehearsal_faults.py:\d+ in {}"
+SUM_4 = r"all_reduce #4 of all ranks = dp_shard \(float32 \[4\] sum; ranks 0-1\) during the start"
+AFTER_3 = (
+    r"where rank 0 waits, at .*:\d+ in sums; its last one there is #3 all_reduce, at .* in sums$"
+)
+BY_DATA = r"rank 1 depends on a value of its own data, which it reads at .* in own_value: rank 1 "
 WHAT = {
     "skip": (
+        2,
         "collectives",
         1,
-        r"rank 1 did not enter all_reduce #\d+ of all ranks = dp_shard \(float32 \[4\] sum; ranks 0-1\) during the "  # noqa: E501
-        r"callbacks, where rank 0 waits, at {}; its last one there is #\d+ ",
+        r"rank 1 did not enter all_reduce #1 of all ranks = dp_shard \(float32 \[4\] sum; ranks "
+        r"0-1\) during the start, where rank 0 waits, at {}$",
     ),
+    "two_left_out": (
+        2,
+        "collectives",
+        1,
+        rf"rank 1 did not enter {SUM_4}, nor the 1 collective after it, {AFTER_3}",
+    ),
+    "three_left_out": (
+        2,
+        "collectives",
+        1,
+        rf"rank 1 did not enter {SUM_4}, nor the 2 collectives after it, {AFTER_3}",
+    ),
+    "four_left_out": (
+        2,
+        "collectives",
+        1,
+        rf"rank 1 did not enter {SUM_4}, nor the 3 collectives after it, {AFTER_3}",
+    ),
+    "rank_0_saves_alone": (
+        4,
+        "collectives",
+        0,
+        r"rank 0 entered all_reduce #2 of .* ranks 0-3\) during the start, at .* in sums, and the "
+        r"2 collectives after it, which ranks 1-3 did not enter; their last one there is #1 "
+        r"barrier, at {}",
+    ),
+    "returns_early": (
+        4,
+        "collectives",
+        3,
+        r"rank 3 did not enter all_reduce #3 of .*\(float32 \[8\] sum; .* nor the 2 collectives "
+        r"after it, where ranks 0-2 wait, at {}; its last one there is #2 all_reduce, at .* in sum",
+    ),
+    "raises": (2, "error", 1, r"rank 1 raised ValueError: boom, at {}"),
+    "exits": (2, "error", 1, r"rank 1 raised SystemExit: enough, at {}"),
     "order": (
+        2,
         "collectives",
         1,
-        r"rank 1 entered all_reduce #\d+ of extra \(float32 \[8\] sum; ranks 0-1\) during the callbacks, at {}, where "  # noqa: E501
-        r"rank 0 entered all_reduce \(float32 \[4\] sum\), at {}",
+        r"rank 1 entered all_reduce #1 of extra \(float32 \[8\] sum; ranks 0-1\) during the start, "
+        r"at {}, where rank 0 entered all_reduce \(float32 \[4\] sum\), at {}",
     ),
-    "kind": (
+    "kind": (2, "collectives", 1, r"rank 1 entered all_reduce .*\(float64 \[4\] sum; .* {}, where"),
+    "shape": (
+        2,
         "collectives",
         1,
-        r"rank 1 entered all_reduce #\d+ .*\(float64 \[4\] sum; ranks 0-1\) .*at {}, where",
+        r"rank 1 entered all_reduce .*\(float32 \[2\] .* {}, where .*\[4\]",
     ),
     "reduction": (
+        2,
         "collectives",
         1,
-        r"rank 1 entered all_reduce #\d+ .*\(float32 \[4\] max; .*where .* \[4\] sum.*{}",
+        r"rank 1 entered all_reduce #1 .*\(float32 \[4\] max; .*where .* \[4\] sum.*{}",
     ),
     "root": (
+        2,
         "collectives",
         1,
-        r"rank 1 entered broadcast #\d+ of all ranks .* of root 1 during the callbacks, at {}",
+        r"rank 1 entered broadcast #1 of all ranks .* of root 1 during the start, at {}",
     ),
     "group": (
+        2,
         "groups",
         1,
-        r"rank 1 creates group #\d+ extra \(rank 0\), at {}, where rank 0 creates .*ranks 0-1.*{}",
+        r"rank 1 creates group #2 extra \(rank 0\), at {}, where rank 0 creates .*ranks 0-1.*{}",
     ),
-    "data": (
+    "group_order": (
+        2,
+        "groups",
+        1,
+        r"rank 1 creates group #2 second .*, at {}, where rank 0 creates group #2 first .*{}",
+    ),
+    "no_group": (
+        4,
+        "groups",
+        3,
+        r"rank 3 creates only 1 group, where ranks 0-2 create group #2 extra \(ranks 0-1\), at {}",
+    ),
+    "above_100": (2, "data", 1, BY_DATA + r"entered barrier #1 of all .*{}"),
+    "modulo_3": (2, "data", 1, BY_DATA + r"did not enter all_reduce #1 .* in sums"),
+    "modulo_5": (2, "data", 1, BY_DATA + r"did not enter all_reduce #1 .* in sums"),
+    "modulo_15": (2, "data", 1, BY_DATA + r"did not enter all_reduce #1 .* in sums"),
+    "every_seventh": (2, "data", 1, BY_DATA + r"entered barrier #1 .*{}"),
+    "third_value": (
+        3,
         "data",
-        1,
-        r"rank 1 depends on a value of its own data, which it reads at {}: .* barrier #\d+ of all .*{}",  # noqa: E501
+        2,
+        r"rank 2 depends on a value of its own data, which .* in own_value: rank 2 entered barrier",
     ),
-    "raises": ("error", 1, r"rank 1 raised ValueError: boom, at {}"),
     "loop": (
+        2,
         "loop",
-        1,
-        r"rank 1 loops without end at {}: the loop waits for a tensor's value to change",
+        0,
+        r"rank 0 loops without end at {}: the loop waits for a tensor's value to change",
     ),
     "unreceived": (
+        2,
         "messages",
         1,
         r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1 .*at {}, but rank 1 receives",
     ),
     "unsent": (
+        2,
         "messages",
         0,
         r"rank 1 receives message #1 \(float32 \[4\]\) from rank 0 .*at {}, but rank 0 sends",
     ),
     "size": (
+        2,
         "messages",
         0,
         r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1, at {}, which receives .* \[2\]",
     ),
     "way": (
+        2,
         "messages",
         0,
-        r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1, at {}, over that of the two ranks, but it is received "  # noqa: E501
-        r"over the group's communicator, at {}",
+        r"rank 0 sends message #1 \(float32 \[4\]\) to rank 1, at {}, over that of the two ranks, "
+        r"but it is received over the group's communicator, at {}",
     ),
     "circle": (
+        4,
         "circle",
         0,
-        r"rank 0 waits to send to rank 1 \(float32 \[4\]\) in all ranks = dp_shard, posted at {}; rank 1 waits to send",  # noqa: E501
+        r"rank 0 waits to send to rank 1 \(float32 \[4\]\) in all ranks = dp_shard, posted at {}; "
+        r"rank 1 waits to send to rank 2 .* rank 3 waits to send to rank 0",
     ),
     "crossed": (
+        2,
         "circle",
         0,
-        r"rank 0 waits in barrier #\d+ of all ranks .*, at {}; rank 1 waits to receive from rank 0 .*{}",  # noqa: E501
+        r"rank 0 waits in barrier #1 of all ranks .*, at {}; rank 1 waits to receive from rank 0 "
+        r".*{}",
     ),
     "experts": (
+        2,
         "exchanges",
         0,
-        r"rank 0 sends 5 rows to rank 1, which expects 6, in exchange #\d+ .* among ranks 0-1",
+        r"rank 0 sends 5 rows to rank 1, which expects 6, in exchange #1 .* among ranks 0-1",
     ),
 }
-"""Kind, rank to blame and words of each planted fault; {} is its Python line."""
-SUITE = ("data",)
+"""Number of ranks; kind, rank to blame and words of each planted fault; {} is its Python line."""
 
 
-def planted(tmp_path, name):
-    argv = arguments(tmp_path, *FAULTS, f"--job.description={name}", "--checkpoint.enable")
-    return rehearse(resolve(argv, 2).config, 2).faults
+def faults_of(function, world):
+    """What a comparison of `world` ranks finds, which only do `function` on a fake group."""
+    degrees = {"pp": 1, "dp_shard": world}
+    sample = RankSample(range(world), degrees)
+
+    def run(rank, values):
+        recording = Recorder(rank, degrees, values=values)
+
+        def work(_):
+            start_group(world, rank)
+            function()
+
+        forget_exchanges()
+        try:
+            record(recording, None, work)
+        finally:
+            dist.destroy_process_group()
+        return recording.record
+
+    records = {rank: run(rank, sample.values(rank)) for rank in range(world)}
+    return compared(records, sample, run)[1]
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in SUITE else pytest.param(n, marks=pytest.mark.slow) for n in WHAT]
-)
-def test_a_planted_fault_is_named(tmp_path, name):
-    kind, rank, text = WHAT[name]
-    (fault,) = planted(tmp_path, name)
+@pytest.mark.parametrize("name", WHAT)
+def test_a_planted_fault_is_named(name, monkeypatch):
+    monkeypatch.setattr(recorder, "_ENDLESS_READS", 100)
+    world, kind, rank, text = WHAT[name]
+    (fault, *others) = faults_of(getattr(rehearsal_faults, name), world)
     assert (fault.kind, fault.rank) == (kind, rank), fault.text
     assert re.search(text.replace("{}", HERE.format(name)), fault.text), fault.text
+    assert len(others) == (world - 1 if name == "loop" else 0)
 
 
-def test_every_fault_is_tried():
-    assert {name for name, f in vars(rehearsal_faults).items() if callable(f)} >= WHAT.keys()
+def test_a_fault_in_a_run_is_named(tmp_path):
+    flags = [
+        "--experimental.custom_import=tests.faults.rehearsal_faults",
+        "--training.callbacks=fault",
+        "--job.description=modulo_3",
+        "--checkpoint.enable",
+    ]
+    (fault,) = rehearse(resolve(arguments(tmp_path, *flags), 2).config, 2).faults
+    assert (fault.kind, fault.rank) == ("data", 1), fault.text
+    assert re.search(BY_DATA + r"did not enter all_reduce #\d+ .* in sums", fault.text), fault.text

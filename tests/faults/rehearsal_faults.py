@@ -1,7 +1,10 @@
-"""Faults for rehearsals: the callback `fault`; job.description names one.
+"""Faults for rehearsals, each by the name of its function. The last rank is at fault, unless the
+name says otherwise; messages are between ranks 0 and 1.
 
-Each happens after a step. The last rank is at fault; messages are between ranks 0 and 1.
+The callback `fault` plants the one that job.description names after a step of a run.
 """
+
+import sys
 
 import torch
 import torch.distributed as dist
@@ -15,68 +18,159 @@ def last():
     return dist.get_rank() == dist.get_world_size() - 1
 
 
-def skip(run):
+def sums(count):
+    """As many collectives, each of another size."""
+    for size in range(1, count + 1):
+        dist.all_reduce(torch.zeros(size))
+
+
+def own_value():
+    """A value that the host reads of this rank's own data."""
+    return torch.empty(4).sum().item()
+
+
+# ---- left out
+
+
+def skip():
     if not last():
         dist.all_reduce(torch.zeros(4))
 
 
-def order(run):
+def two_left_out():
+    sums(3 if last() else 5)
+
+
+def three_left_out():
+    sums(3 if last() else 6)
+
+
+def four_left_out():
+    sums(3 if last() else 7)
+
+
+def rank_0_saves_alone():
+    dist.barrier()
+    if dist.get_rank() == 0:
+        sums(3)
+
+
+def returns_early():
+    """Before a validation of three sums, which a save of all ranks follows."""
+    sums(2)
+    if not last():
+        for _ in range(3):
+            dist.all_reduce(torch.zeros(8))
+    dist.broadcast(torch.zeros(16), src=0)
+
+
+def raises():
+    if last():
+        raise ValueError("boom")
+
+
+def exits():
+    if last():
+        sys.exit("enough")
+
+
+# ---- other collectives
+
+
+def order():
     group = dist.new_group([0, 1], group_desc="extra")
     for size in (8, 4) if last() else (4, 8):
         dist.all_reduce(torch.zeros(size), group=group)
 
 
-def kind(run):
+def kind():
     dist.all_reduce(torch.zeros(4, dtype=torch.float64 if last() else torch.float32))
 
 
-def reduction(run):
+def shape():
+    dist.all_reduce(torch.zeros(2 if last() else 4))
+
+
+def reduction():
     dist.all_reduce(torch.zeros(4), op=dist.ReduceOp.MAX if last() else dist.ReduceOp.SUM)
 
 
-def root(run):
+def root():
     dist.broadcast(torch.zeros(4), src=1 if last() else 0)
 
 
-def group(run):
+def group():
     dist.new_group([0] if last() else [0, 1], group_desc="extra")
 
 
-def data(run):
-    weight = next(run.models[0].parameters()).to_local()
-    if weight.sum().item() > 100:
+def group_order():
+    for name in ("second", "first") if last() else ("first", "second"):
+        dist.new_group([0, 1], group_desc=name)
+
+
+def no_group():
+    if not last():
+        dist.new_group([0, 1], group_desc="extra")
+
+
+# ---- by a rank's own data
+
+
+def above_100():
+    if own_value() > 100:
         dist.barrier()
 
 
-def loop(run):
-    total = next(run.models[0].parameters()).to_local().sum()
-    while total.item() > 100:
+def modulo_3():
+    sums(int(own_value()) % 3)
+
+
+def modulo_5():
+    sums(int(own_value()) % 5)
+
+
+def modulo_15():
+    sums(int(own_value()) % 15)
+
+
+def every_seventh():
+    if int(own_value()) % 7 == 0:
+        dist.barrier()
+
+
+def third_value():
+    """Of three ranks, only one reads a value for which this holds."""
+    if int(own_value()) % 3 == 2:
+        dist.barrier()
+
+
+def loop():
+    total = torch.empty(4).sum()
+    while total.item() > 0.5:
         total = total / 2
 
 
-def raises(run):
-    if last():
-        raise ValueError("boom")
+# ---- messages
 
 
-def unreceived(run):
+def unreceived():
     if dist.get_rank() == 0:
         dist.isend(torch.zeros(4), 1)
 
 
-def unsent(run):
+def unsent():
     if dist.get_rank() == 1:
         dist.irecv(torch.zeros(4), 0)
 
 
-def size(run):
+def size():
     if dist.get_rank() == 0:
         dist.isend(torch.zeros(4), 1)
     elif dist.get_rank() == 1:
         dist.irecv(torch.zeros(2), 0)
 
 
-def way(run):
+def way():
     """Two messages, each sent alone, which the other rank receives as one batch."""
     if dist.get_rank() == 0:
         for _ in range(2):
@@ -85,13 +179,14 @@ def way(run):
         dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.zeros(4), 0) for _ in range(2)])
 
 
-def circle(run):
-    other = 1 - dist.get_rank()
-    dist.send(torch.zeros(4), other)
-    dist.recv(torch.zeros(4), other)
+def circle():
+    """Each rank sends to the next one, and blocks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.send(torch.zeros(4), (rank + 1) % world)
+    dist.recv(torch.zeros(4), (rank - 1) % world)
 
 
-def crossed(run):
+def crossed():
     """Each rank waits for a message before it enters a collective that the other has to enter
     first.
     """
@@ -103,11 +198,11 @@ def crossed(run):
         dist.barrier()
 
 
-def experts(run):
+def experts():
     note_exchange([0, 1], *((([3, 5], [3, 4])) if dist.get_rank() == 0 else ([4, 4], [6, 4])))
 
 
 @callbacks.register("fault")
 class Fault(Callback):
     def after_step(self, run, result):
-        globals()[run.config.job.description](run)
+        globals()[run.config.job.description]()

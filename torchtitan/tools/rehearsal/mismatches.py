@@ -16,9 +16,10 @@ from torchtitan.health.collectives import (
 )
 from torchtitan.tools.rehearsal.events import Creation, Entered, Message, Post, RankRecord
 from torchtitan.tools.rehearsal.rank_sample import RankSample
+from torchtitan.utils.wording import plural
 
 _ALIKE = 4
-"""A collective counts as left out if this many after it are equal."""
+"""Collectives count as left out if this many after them are equal, or all that are left."""
 Kind = Literal["error", "loop", "groups", "collectives", "messages", "exchanges", "circle", "data"]
 
 
@@ -75,18 +76,19 @@ def check_groups(records: Mapping[int, RankRecord]) -> list[Fault]:
         if sides:
             few, most = sides
             text = (
-                f"{name_ranks(few)} {_creates(created[few[0]], i)}, where {name_ranks(most)} "
-                f"{_creates(created[most[0]], i)}"
+                f"{name_ranks(few)} {_creates(few, created[few[0]], i)}, where {name_ranks(most)} "
+                f"{_creates(most, created[most[0]], i)}"
             )
             return [Fault("groups", few[0], text)]
     return []
 
 
-def _creates(creation: Creation | None, index: int) -> str:
+def _creates(ranks: Sequence[int], creation: Creation | None, index: int) -> str:
+    verb = "creates" if len(ranks) == 1 else "create"
     if creation is None:
-        return f"creates only {index} groups"
+        return f"{verb} only {plural(index, 'group')}"
     members = name_ranks(creation.ranks)
-    return f"creates group #{index + 1} {creation.description} ({members}), at {creation.at}"
+    return f"{verb} group #{index + 1} {creation.description} ({members}), at {creation.at}"
 
 
 def all_groups(record: RankRecord) -> list[tuple[tuple[int, ...], int]]:
@@ -157,39 +159,51 @@ def _difference(
     group: Group,
 ) -> str:
     """The sentence about two lists of collectives that differ from index `i` on."""
-    actual = theirs[i] if i < len(theirs) else None
-    expected = usual[i] if i < len(usual) else None
-    if expected is not None and _begins(usual[i + 1 :], theirs[i:]):
-        expected = _in_group(expected, group)
-        wait = "waits" if len(most) == 1 else "wait"
+    if count := _left_out(usual[i:], theirs[i:]):
+        expected = _in_group(usual[i], group)
         during = f" during the {expected.during}"
-        text = (
-            f"{name_ranks(few)} did not enter {expected.describe()}{during}, where "
-            f"{name_ranks(most)} {wait}, at {expected.at}"
-        )
-        if i == 0:
-            return text
-        last = theirs[i - 1]
-        return f"{text}; its last one there is #{last.number} {last.op}, at {last.at}"
-    if actual is not None and _begins(theirs[i + 1 :], usual[i:]):
-        actual = _in_group(actual, group)
+        waits = "waits" if len(most) == 1 else "wait"
         return (
-            f"{name_ranks(few)} entered {actual.describe()}{actual.when_and_where}, which "
-            f"{name_ranks(most)} did not enter"
+            f"{name_ranks(few)} did not enter {expected.describe()}{during}{_more(count, 'nor')}, "
+            f"where {name_ranks(most)} {waits}, at {expected.at}{_last(few, theirs[:i])}"
         )
-    assert actual is not None
-    assert expected is not None
-    return different_calls(few, _in_group(actual, group), most, _in_group(expected, group))
+    if count := _left_out(theirs[i:], usual[i:]):
+        actual = _in_group(theirs[i], group)
+        return (
+            f"{name_ranks(few)} entered {actual.describe()}{actual.when_and_where}"
+            f"{_more(count, 'and')}, which {name_ranks(most)} did not enter"
+            f"{_last(most, usual[:i])}"
+        )
+    return different_calls(few, _in_group(theirs[i], group), most, _in_group(usual[i], group))
+
+
+def _left_out(longer: Sequence[Entered], shorter: Sequence[Entered]) -> int:
+    """Number of collectives at the beginning of `longer` without which it continues like `shorter`;
+    0: it doesn't.
+    """
+    now = [event.call for event in shorter[:_ALIKE]]
+    calls = [event.call for event in longer]
+    counts = range(1, len(calls) + 1)
+    return next((count for count in counts if calls[count : count + _ALIKE] == now), 0)
+
+
+def _more(count: int, joined: str) -> str:
+    """The collectives that follow the first one, if there are any."""
+    return f", {joined} the {plural(count - 1, 'collective')} after it" if count > 1 else ""
+
+
+def _last(ranks: Sequence[int], entered: Sequence[Entered]) -> str:
+    """The last collective that the ranks entered alike, if there is one."""
+    if not entered:
+        return ""
+    last = entered[-1]
+    whose = "its" if len(ranks) == 1 else "their"
+    return f"; {whose} last one there is #{last.number} {last.op}, at {last.at}"
 
 
 def _in_group(event: Entered, group: Group) -> Entered:
     """The event of a rank that stands in for a member of `group`."""
     return replace(event, group=group)
-
-
-def _begins(later: Sequence[Entered], now: Sequence[Entered]) -> bool:
-    """Whether `now` continues like `later`: what stands before `later` was left out."""
-    return [e.call for e in now[:_ALIKE]] == [e.call for e in later[:_ALIKE]]
 
 
 # ---- sends and receives

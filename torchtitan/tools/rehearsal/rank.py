@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,11 +28,12 @@ from torch.distributed.tensor import DTensor
 import torchtitan.train
 from torchtitan.checkpoint.format.index import StoredChunk, WrittenTensor, add_written
 from torchtitan.checkpoint.format.layout import Cut, Layout
-from torchtitan.config.derive import axis_degrees, gradient_accumulation_steps
+from torchtitan.config.derive import axis_degrees
 from torchtitan.config.sections.schema import Config
 from torchtitan.health.rank_dumps import is_library, where
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.parallel.parallelize import parallelize
+from torchtitan.tools.rehearsal.coverage import rehearsed
 from torchtitan.tools.rehearsal.events import RankRecord
 from torchtitan.tools.rehearsal.fake import aside, no_network, start_group, take_fake_memory
 from torchtitan.tools.rehearsal.network import recording
@@ -49,14 +50,6 @@ from torchtitan.train.step import StepResult
 from torchtitan.train.trainer import Trainer
 from torchtitan.utils import activity as phase
 
-BATCHES = 3
-"""Batches that run of an accumulated step, or of a validation: the first, one in the middle, the
-last.
-"""
-
-_LONG = 10**6
-"""Seconds; the watch over hangs never acts."""
-
 
 def rehearse_rank(
     config: Config,
@@ -64,7 +57,7 @@ def rehearse_rank(
     rank: int,
     *,
     layers: int | None,
-    large: bool,
+    values: int,
     broadcasts: list[Any] | None,
 ) -> RankRecord:
     """Run one rank in this process, which can't run another one afterwards.
@@ -72,7 +65,7 @@ def rehearse_rank(
     Args:
         config: derived and validated for `world` ranks.
         layers: of each stage that run; None: all.
-        large: of a rank's own values, the host reads large ones.
+        values: index in `VALUES` of what the host reads of the rank's own tensors.
         broadcasts: objects that rank 0 broadcast in its own rehearsal; None on rank 0.
     """
     torch.set_num_threads(1)
@@ -81,90 +74,52 @@ def rehearse_rank(
     with TemporaryDirectory(prefix="rehearsal-") as folder:
         config = rehearsed(config, world, folder)
         setup = preflight(config, output=False)
-        recorder = Recorder(rank, axis_degrees(config.parallelism), large=large)
+        recorder = Recorder(rank, axis_degrees(config.parallelism), values=values)
         opened = count_files(lambda: recorder.during == "start")
-        with (
-            no_network() as mode,
-            counted_store(rank, world) as store,
-            recording(recorder, broadcasts),
-        ):
-            try:
-                with mode, recorder:
-                    _run(config, setup, world, recorder, mode, store, layers)
-            except EndlessLoopError as loop:
-                recorder.record.loop = str(loop)
-            except Exception as error:
-                frames = [
-                    (f.filename, f.lineno, f.name)
-                    for f in traceback.extract_tb(error.__traceback__)
-                ][::-1]
-                frames = [
-                    f
-                    for f in frames
-                    if "torchtitan/tools/rehearsal/" not in f[0] and not is_library(f[0])
-                ] or frames
-                recorder.record.error = (
-                    f"{type(error).__name__}: {error}".splitlines()[0] + f", at {where(frames)}"
-                )
+        with counted_store(rank, world) as store:
+            record(
+                recorder,
+                broadcasts,
+                lambda mode: _run(config, setup, world, recorder, mode, store, layers),
+            )
     recorder.record.files = len(opened)
-    recorder.record.exchanges = phase.last_exchanges()
     recorder.record.cpu_seconds = time.process_time()
     recorder.record.memory = _most_memory()
     return recorder.record
 
 
-def rehearsed(config: Config, world: int, folder: str) -> Config:
-    """The configuration of a rehearsal: one step, after which everything that a run does is due."""
-    training = config.training
-    degrees = axis_degrees(config.parallelism)
-    rows = training.local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
-    changes: dict[str, dict[str, Any]] = {
-        "job": {"dump_folder": folder},
-        "model": {"converters": []},
-        "compile": {"enable": False},
-        "training": {
-            "global_batch_size": rows * min(gradient_accumulation_steps(config), BATCHES),
-            "steps": 1,
-            "document_mask": False,
-            "enable_cpu_offload": False,
-            "stages": [],
-        },
-        "metrics": {"log_freq": 1, "sinks": [], "enable_tensorboard": False, "enable_wandb": False},
-        "notifications": {"webhook_env": "", "command": []},
-        "validation": {
-            "freq": 1,
-            "steps": _at_most(config.validation.steps),
-            "sets": [
-                validation_set.model_copy(update={"steps": _at_most(validation_set.steps)})
-                for validation_set in config.validation.sets
-            ],
-        },
-        "checkpoint": {
-            "interval": 1,
-            "folder": "checkpoint",
-            "async_mode": "disabled",
-            "last_save_model_only": False,
-            "last_save_in_hf": False,
-            "initial_load_path": None,
-            "initial_load_in_hf": False,
-        },
-        "guard": {"weight_hash_freq": min(1, config.guard.weight_hash_freq)},
-        "profiling": {"enable_profiling": False, "enable_memory_snapshot": False},
-        "comm": {"init_timeout_seconds": _LONG, "train_timeout_seconds": _LONG},
-        "eval": {"enable": False},
-        "sampling": {"prompts": []},
-    }
-    return config.model_copy(
-        update={
-            name: getattr(config, name).model_copy(update=values)
-            for name, values in changes.items()
-        }
-    )
+def record(
+    recorder: Recorder, broadcasts: list[Any] | None, work: Callable[[FakeTensorMode], None]
+) -> None:
+    """Run `work` as the recorder's rank without a network, and record what it does and how it ends.
+
+    Args:
+        broadcasts: objects that rank 0 broadcast; None on rank 0.
+    """
+    with no_network() as mode, recording(recorder, broadcasts):
+        try:
+            with mode, recorder:
+                work(mode)
+        except EndlessLoopError as loop:
+            recorder.record.loop = str(loop)
+        except (Exception, SystemExit) as error:
+            recorder.record.error = _described(error)
+    recorder.record.exchanges = phase.last_exchanges()
 
 
-def _at_most(steps: int | None) -> int | None:
-    """Batches of a validation that run; -1 would be all."""
-    return steps if steps is None or 0 <= steps < BATCHES else BATCHES
+def _described(error: BaseException) -> str:
+    """An exception, and the line of the run that raised it."""
+    frames = [
+        (frame.filename, frame.lineno, frame.name)
+        for frame in reversed(traceback.extract_tb(error.__traceback__))
+    ]
+    of_the_run = [
+        frame
+        for frame in frames
+        if "torchtitan/tools/rehearsal/" not in frame[0] and not is_library(frame[0])
+    ]
+    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    return f"{text}, at {where(of_the_run or frames)}"
 
 
 def _most_memory() -> int:

@@ -1,4 +1,5 @@
-"""Which ranks are rehearsed, and which of them represents each of the others.
+"""Which ranks are rehearsed, which of them represents each of the others, and which values they
+read of their own data.
 
 Ranks at one place of the pipeline run the same stages, so they can differ only in their coordinates
 along the other axes: the first rank has a root's or the log's work, the last has what uneven shards
@@ -8,6 +9,12 @@ only.
 """
 
 from collections.abc import Collection, Mapping
+
+VALUES = (1, 9240, 9242)
+"""What the host reads of a rank's own tensors. Their differences are primes (9239, 9241 and 2), so
+they differ modulo any other number, and modulo no number are all three alike. 9240 alone is a
+multiple of 3, 4, 5, 6, 7, 8, 10, 11 and 12.
+"""
 
 
 def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
@@ -75,13 +82,18 @@ class RankSample:
             )
         return self._known[kind]
 
-    def large(self, rank: int) -> bool:
-        """Whether the values that the rank reads of its own tensors are large; those of its
-        neighbors in the comparison are small.
+    def values(self, rank: int) -> int:
+        """Index of the made-up values that the rank reads of its own tensors.
+
+        The value of the first rank of a stage is far from those of all others of the stage, and of
+        the first ones of the stages beside it. Where three ranks are in a line, all values occur.
         """
         position = coordinates(rank, self.degrees)
-        steps = [at if axis == "pp" else min(at, 1) for axis, at in position.items()]
-        return sum(steps) % 2 == 1
+        stage = position.pop("pp", 0)
+        steps = sum(position.values())
+        if stage % 2:
+            return int(steps == 0)
+        return 2 - steps % 2 if steps else 0
 
 
 def _likeness(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, int]:

@@ -34,7 +34,7 @@ from torchtitan.tools.rehearsal.events import (
     Read,
     Wait,
 )
-from torchtitan.tools.rehearsal.rank_sample import coordinates
+from torchtitan.tools.rehearsal.rank_sample import VALUES, coordinates
 from torchtitan.utils.torch_compat import redistribute_and_wait
 
 _OPS = (
@@ -86,17 +86,17 @@ class EndlessLoopError(Exception):
 class Recorder(TorchDispatchMode):
     """Fills the `RankRecord` of one rank."""
 
-    def __init__(self, rank: int, degrees: Mapping[str, int], *, large: bool):
+    def __init__(self, rank: int, degrees: Mapping[str, int], *, values: int):
         """
         Args:
             degrees: of the mesh axes, from outer to inner.
-            large: values that the rank reads of its own tensors are large and true, otherwise
-                small and false. Ranks that are compared get different ones.
+            values: index in `VALUES` of what the host reads of the rank's own tensors; booleans are
+                true from 1 on. Ranks that are compared get different ones.
         """
         super().__init__()
         self.record = RankRecord(rank)
         self.degrees = degrees
-        self.large = large
+        self.values = values
         self.during = "start"
         self.slots: dict[str, int] = {}
         """torch's name of a group to its slot."""
@@ -224,12 +224,10 @@ class Recorder(TorchDispatchMode):
             raise EndlessLoopError(read.at)
         if not shared:
             self.record.local_reads.append((len(self.record.events), read.at))
-        large = self.large and not shared
+        values = 0 if shared else self.values
         if tensor.dtype is torch.bool:
-            return large
-        if tensor.dtype.is_floating_point:
-            return 1e4 if large else 1.0
-        return 16 if large else 1
+            return values > 0
+        return float(VALUES[values]) if tensor.dtype.is_floating_point else VALUES[values]
 
     def _propagate(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """A result is the same on all ranks along an axis if all inputs are."""

@@ -3,7 +3,7 @@
 import gc
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from torchtitan.tools.rehearsal.mismatches import (
     check_messages,
     errors,
 )
-from torchtitan.tools.rehearsal.rank_sample import RankSample, corners
+from torchtitan.tools.rehearsal.rank_sample import VALUES, RankSample, corners
 from torchtitan.tools.rehearsal.waits import check_circles
 
 _EVERY_RANK_BELOW = 64
@@ -60,23 +60,38 @@ def rehearse(
     processes = min(_cores(), len(sample.rehearsed))
     with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
 
-        def run(rank: int, large: bool, broadcasts: list[Any] | None) -> Future[RankRecord]:
-            return pool.submit(_alone, config, world, rank, layers, large, broadcasts)
+        def run(rank: int, values: int, broadcasts: list[Any] | None) -> Future[RankRecord]:
+            return pool.submit(_alone, config, world, rank, layers, values, broadcasts)
 
-        records = {0: run(0, sample.large(0), None).result()}
+        records = {0: run(0, sample.values(0), None).result()}
         broadcasts = records[0].broadcasts
         others = sorted(sample.rehearsed - {0})
-        running = {rank: run(rank, sample.large(rank), broadcasts) for rank in others}
+        running = {rank: run(rank, sample.values(rank), broadcasts) for rank in others}
         records |= {rank: future.result() for rank, future in running.items()}
-        counts = Counts()
-        faults = []
-        for fault in check(records, sample, counts):
-            rank = fault.rank
-            if rank in records and rank != 0 and fault.kind in _MAY_DEPEND_ON_DATA:
-                again = run(rank, not sample.large(rank), broadcasts).result()
-                fault = _because_of_data(fault, records[rank], again)
-            faults.append(fault)
+        counts, faults = compared(
+            records,
+            sample,
+            lambda rank, values: run(rank, values, broadcasts if rank else None).result(),
+        )
     return Rehearsal(config, world, layers, records, counts=counts, faults=faults)
+
+
+def compared(
+    records: dict[int, RankRecord], sample: RankSample, again: Callable[[int, int], RankRecord]
+) -> tuple[Counts, list[Fault]]:
+    """Number of things compared, and the faults.
+
+    Args:
+        again: rehearses a rank once more, with other made-up values of its own data.
+    """
+    counts = Counts()
+    faults = []
+    for fault in check(records, sample, counts):
+        rank = fault.rank
+        if rank in records and fault.kind in _MAY_DEPEND_ON_DATA:
+            fault = _explained(fault, records[rank], sample.values(rank), again)
+        faults.append(fault)
+    return counts, faults
 
 
 def few_ranks(world: int) -> bool:
@@ -104,15 +119,24 @@ def check(records: dict[int, RankRecord], sample: RankSample, counts: Counts) ->
     return faults or check_circles(records)
 
 
-def _because_of_data(fault: Fault, before: RankRecord, after: RankRecord) -> Fault:
-    """The fault, or that it is due to the rank's own data.
+def _explained(
+    fault: Fault, before: RankRecord, values: int, again: Callable[[int, int], RankRecord]
+) -> Fault:
+    """The fault, or that it is due to the rank's own data: with other values, it does otherwise."""
+    for other in range(len(VALUES)):
+        if other != values:
+            after = again(fault.rank, other)
+            if _actions(before) != _actions(after):
+                return _because_of_data(fault, before, after)
+    return fault
 
-    Args:
-        before, after: of the rank, with different values in its tensors.
-    """
-    same = before.creations == after.creations and before.error == after.error
-    if same and before.events == after.events:
-        return fault
+
+def _actions(record: RankRecord) -> tuple[Any, ...]:
+    return record.creations, record.error, record.events
+
+
+def _because_of_data(fault: Fault, before: RankRecord, after: RankRecord) -> Fault:
+    """The fault as one of the rank's own data, if it read any before it did otherwise."""
     first = min(len(before.events), len(after.events))
     for i, (earlier, later) in enumerate(zip(before.events, after.events, strict=False)):
         if earlier != later:
@@ -137,7 +161,7 @@ def _alone(
     world: int,
     rank: int,
     layers: int | None,
-    large: bool,
+    values: int,
     broadcasts: list[Any] | None,
 ) -> RankRecord:
     from torchtitan.tools.rehearsal.rank import rehearse_rank  # imports torch
@@ -145,4 +169,4 @@ def _alone(
     gc.freeze()  # the trainer's collection needn't scan what torch is made of
     if config.experimental.custom_import:
         import_custom(config.experimental.custom_import)
-    return rehearse_rank(config, world, rank, layers=layers, large=large, broadcasts=broadcasts)
+    return rehearse_rank(config, world, rank, layers=layers, values=values, broadcasts=broadcasts)

@@ -5,6 +5,7 @@ from typing import Any
 
 from torchtitan.config.derive import layout_degrees, layout_name
 from torchtitan.health.collectives import name_ranks
+from torchtitan.tools.rehearsal.coverage import not_rehearsed
 from torchtitan.tools.rehearsal.events import RankRecord
 from torchtitan.tools.rehearsal.rehearsal import Rehearsal
 from torchtitan.tools.rehearsal.startup import rows, startup
@@ -34,6 +35,7 @@ def as_text(rehearsal: Rehearsal) -> str:
         "of messages",
         f"It took {seconds:,.0f} CPU seconds, and at most {show_gib(memory)} in each process",
         f"Values that a rank reads of its own data, which changed nothing: {local_reads or 'none'}",
+        f"Not rehearsed: {'; '.join(not_rehearsed(rehearsal.config))}",
         "",
         aligned([("start-up and checkpoints", "on this many ranks"), *rows(startup(rehearsal))]),
         "",
@@ -111,6 +113,7 @@ def as_data(rehearsal: Rehearsal) -> dict[str, Any]:
         "layers": rehearsal.layers,
         "rehearsed": sorted(rehearsal.records),
         "parts": _phases(rehearsal),
+        "not_rehearsed": not_rehearsed(rehearsal.config),
         "checked": asdict(rehearsal.counts),
         "reads": [{"at": at, "shared": shared} for at, shared in sorted(_reads(rehearsal))],
         "ranks": [_rank(rank, record) for rank, record in rehearsal.records.items()],
