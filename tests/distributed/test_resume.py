@@ -26,6 +26,8 @@ from tests.runs import (
 )
 from torchtitan.checkpoint.commit import committed_steps
 from torchtitan.checkpoint.save import Stager
+from torchtitan.utils.logging import logger
+from torchtitan.utils.wording import show_size
 
 AVERAGE = ["--ema.enable", "--ema.decay=0.8", "--ema.warmup=false"]
 REPLICATE = "--parallelism.data_parallel_replicate_degree=2"
@@ -37,6 +39,26 @@ def test_async_modes_write_the_same_checkpoint(ranks, tmp_path, uninterrupted, m
     ranks(2, train, arguments(tmp_path, *extra, steps=6))
     assert committed_steps(tmp_path / "out/checkpoint") == [3, 6]
     assert_continues(ranks(2, train, arguments(tmp_path, *extra, steps=8))[0], uninterrupted)
+
+
+def logged(argv):
+    """Train; returns the log, and the numbers of parameters and of tensors that have some."""
+    lines = []
+    level = logger.level
+    logger.setLevel("INFO")
+    with mock.patch.object(logger, "handle", lambda record: lines.append(record.getMessage())):
+        state = train(argv)["weights"]
+    logger.setLevel(level)
+    return lines, sum(x.numel() for x in state.values()), len(state)
+
+
+def test_log_says_how_much_host_memory_copies_take(ranks, tmp_path):
+    """12 bytes per parameter, and the optimizer's step counts."""
+    argv = arguments(tmp_path, *SAVE, "--checkpoint.async_mode=async_with_pinned_mem", steps=2)
+    lines, parameters, tensors = ranks(1, logged, argv)[0]
+    size = show_size(12 * parameters + 4 * tensors)
+    (line,) = (line for line in lines if "async_with_pinned_mem" in line)
+    assert f"take {size} of host memory per rank, {size} for 1 rank here" in line
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The checkpoints of one run: when to save, what to keep, what to resume."""
 
 import errno
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -22,11 +23,12 @@ from torchtitan.checkpoint.upload import Uploader
 from torchtitan.config.sections import schema
 from torchtitan.data.read.contents import CONTENTS
 from torchtitan.parallel.agree import from_rank_0, together
+from torchtitan.parallel.collectives import local
 from torchtitan.utils.activity import CHECKPOINT_GROUP, SAVING, phase
 from torchtitan.utils.errors import CheckpointError, FormatBugError, from_another_rank
 from torchtitan.utils.logging import event, logger
 from torchtitan.utils.storage import storage_path
-from torchtitan.utils.wording import listed
+from torchtitan.utils.wording import listed, plural, show_size
 
 
 class Checkpointer:
@@ -103,6 +105,21 @@ class Checkpointer:
         """Whether to save after `step`."""
         first = step == 1 and self.config.enable_first_step_checkpoint
         return self.saving and (step % self.config.interval == 0 or step == last_step or first)
+
+    def log_copies(self) -> None:
+        """Log the host memory that copies of the state will keep, and CUDA pins. The state exists
+        after the first step.
+        """
+        if not self.saving or self.config.async_mode != "async_with_pinned_mem":
+            return
+        tensors = [x for section in self.trained.tensors().values() for x in section.values()]
+        size = sum(local(x).nbytes for x in tensors)
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        logger.info(
+            f'checkpoint.async_mode "{self.config.async_mode}": from the first save on, copies of '
+            f"the state take {show_size(size)} of host memory per rank, "
+            f"{show_size(ranks * size)} for {plural(ranks, 'rank')} here"
+        )
 
     def save(self, step: int, train_state: dict[str, Any], *, model_only: bool = False) -> None:
         """Save after `step`. In the async modes, return as soon as training may continue.

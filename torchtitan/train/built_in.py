@@ -295,8 +295,12 @@ class Save(Callback):
     def __init__(self, engine: Engine):
         self.engine = engine
         self.checkpointer = engine.checkpointer
+        self.logged_copies = False
 
     def after_step(self, run: Run, result: StepResult) -> None:
+        if not self.logged_copies:
+            self.logged_copies = True
+            self.checkpointer.log_copies()
         step = run.progress.step
         stops = stops_early(run, result)
         if stops and not self.checkpointer.saving:

@@ -167,7 +167,8 @@ class Checkpoint(Section):
     """Type of the weights in model-only checkpoints and Hugging Face exports."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Write in the background. `async` first copies to host memory; `async_with_pinned_mem` also
-    overlaps that copy with the next step's forward and backward.
+    overlaps that copy with the next step's forward and backward. Both keep a copy of a rank's
+    weights and optimizer state there from the first save on; on CUDA the latter pins it.
     """
     keep_latest_k: StepsOrZero = 10
     """Keep this many of the newest checkpoints and delete older ones. 0: keep all. 1 isn't allowed:

@@ -81,7 +81,8 @@ class Training(Section):
     """
     loss_chunks: SeqLen = 1
     """Compute logits and loss in this many slices of the sequence, one at a time. Saves the memory
-    of the full logits, which a large vocabulary makes big.
+    of the full logits, which a large vocabulary makes big, and takes 8 bytes per parameter of the
+    output projection: with few tokens at a time, that is more.
     """
     mtp_loss_weight: Factor = 0.3
     """Weight of the mean loss of the modules that predict further tokens (multi-token prediction,

@@ -14,11 +14,9 @@ checkpoint is written is lost like the time of a restart).
 import math
 from dataclasses import dataclass
 
-from torchtitan.config.derive import replace
-from torchtitan.tools.planner.memory import GIB, memory_of
+from torchtitan.tools.planner.memory import GIB, state_bytes
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.render import TrainingRun, rounded, run_of
-from torchtitan.tools.planner.workload import Workload
 from torchtitan.utils.wording import plural, show_duration, show_gib, show_percent, show_tokens
 
 
@@ -67,14 +65,10 @@ def saves_of(plan: Plan, storage: float) -> Saves:
     A copy to pinned memory runs beside the next step's forward and backward, and blocks for what is
     longer.
     """
-    config = replace(
-        plan.config, "training.enable_cpu_offload", False
-    )  # then its memory holds all of the state
-    w = Workload(config, plan.workload.args, plan.workload.pipeline)
-    states = [
-        sum(memory_of(w, rank).parts[part] for part in ("parameters", "optimizer"))
-        for rank in range(w.pp)
-    ]
+    w = plan.workload
+    config = plan.config
+    whole = [state_bytes(w, w.stages_of(rank)) for rank in range(w.pp)]
+    states = [state["parameters"] + state["optimizer"] for state in whole]
     size = sum(states) * w.fsdp * w.tp  # replicas hold copies
     write = size / storage
     copy = max(states) / plan.hardware.host_link

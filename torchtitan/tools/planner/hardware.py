@@ -46,6 +46,8 @@ class Hardware(BaseModel):
     """Infinite if a file doesn't say; `check_ranks` then refuses to plan for ranks that need it."""
     network: PositiveFloat = math.inf
     gpus_per_node: PositiveInt
+    host_memory_gib: PositiveFloat | None = None
+    """Memory of a host; None if a file doesn't say."""
     gpus_per_host: PositiveInt | None = None
     """GPUs that one launcher starts ranks on, if that isn't all of a node's."""
     usual_devices: PositiveInt | None = None

@@ -11,7 +11,7 @@ from torchtitan.models import ModelSpec
 from torchtitan.parallel.pipeline.split import pipeline_stages
 from torchtitan.tools.planner.costs import StepTime, step_time
 from torchtitan.tools.planner.hardware import Hardware
-from torchtitan.tools.planner.memory import GIB, Memory, memory_of
+from torchtitan.tools.planner.memory import GIB, Memory, host_memory, memory_of
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.preflight import split_facts
 
@@ -50,6 +50,13 @@ class Plan:
     def peak_gib(self) -> float:
         """Memory of the pipeline rank that needs most."""
         return max(memory.reserved for memory in self.memory) / GIB
+
+    @property
+    def host_gib(self) -> dict[str, float]:
+        """Host memory that the ranks of one host take, by what for."""
+        hw = self.hardware
+        ranks = min(self.workload.world, hw.gpus_per_host or hw.gpus_per_node)
+        return {part: ranks * size / GIB for part, size in host_memory(self.workload).items()}
 
     @property
     def speed_band(self) -> float:
@@ -152,13 +159,9 @@ SPEED_DEVIATIONS = {
 """Relative standard deviation of throughput that a feature adds."""
 WIDTH = 1.64
 """Deviations of a band on either side."""
-MEMORY_BAND = 0.05
+MEMORY_BAND = 0.06
 MEMORY_BAND_PIPELINE = 0.12
 """Relative error of the peak memory, without and with a pipeline."""
-MEMORY_BAND_COMPILED_LOSS = 0.11
-"""Relative deviation that a compiled loss adds, of the same width. An estimate: no published figure
-has one, and its bytes per logit are known from what inductor generates for the CPU alone.
-"""
 
 
 def features(w: Workload, hw: Hardware) -> list[str]:
@@ -182,5 +185,4 @@ def speed_band(w: Workload, hw: Hardware) -> float:
 
 def memory_band(w: Workload) -> float:
     """Relative error of the peak memory within which 90 % of such plans are."""
-    band = MEMORY_BAND_PIPELINE if w.pp > 1 else MEMORY_BAND
-    return math.hypot(band, MEMORY_BAND_COMPILED_LOSS) if w.loss_compiled else band
+    return MEMORY_BAND_PIPELINE if w.pp > 1 else MEMORY_BAND

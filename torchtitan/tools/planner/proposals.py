@@ -58,9 +58,7 @@ class Candidate:
     def beats(self, other: "Candidate") -> bool:
         """Whether this candidate is at least as fast, as small and as simple as the other."""
         return (
-            self.low >= other.low
-            and self.gib <= other.gib
-            and self.complexity <= other.complexity
+            self.low >= other.low and self.gib <= other.gib and self.complexity <= other.complexity
         )
 
 

@@ -103,6 +103,7 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
             *_heading(plan),
             "",
             _memory_table(plan),
+            *_host_line(plan),
             "",
             _wrapped(f"{step}, {speed}{mfu}{bubble}"),
             f"{show_tokens(run.tokens)} tokens: {plural(round(run.steps), 'step')}, "
@@ -155,6 +156,20 @@ def _memory_table(plan: Plan) -> str:
         f" {usable:.1f} of {plan.hardware.memory_gib:.1f}, chance {likelihood(plan.chance_to_fit)}"
     )
     return f"Memory, GiB: {verdict}; peak {plan.peak_gib:.1f} ({ends})\n{aligned(rows)}"
+
+
+def _host_line(plan: Plan) -> list[str]:
+    """GiB of a host's memory, if the run keeps anything there."""
+    parts = plan.host_gib
+    total = sum(parts.values())
+    if not total:
+        return []
+    known = plan.hardware.host_memory_gib
+    verdict = ""
+    if known is not None:
+        verdict = f" {'fits in' if total < known else 'DOES NOT FIT in'} {known:,.0f};"
+    listed = ", ".join(f"{part} {gib:,.1f}" for part, gib in parts.items())
+    return [_wrapped(f"Host memory, GiB per host:{verdict} {total:,.1f} ({listed})")]
 
 
 def _cost_lines(plan: Plan) -> list[str]:
@@ -324,6 +339,7 @@ def _memory_data(plan: Plan) -> dict[str, Any]:
         "chance_to_fit": plan.chance_to_fit,
         "band": plan.memory_band,
         "range_gib": band_ends(plan.peak_gib, plan.memory_band),
+        "host_gib": plan.host_gib,
         "ranks": ranks,
     }
 
