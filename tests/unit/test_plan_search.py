@@ -12,7 +12,7 @@ import pytest
 from tests.plans import H100, SPEC, workload
 from torchtitan.commands.plan import main
 from torchtitan.config import load_config, resolve
-from torchtitan.config.derive import AXES, DEGREE_KEYS, layout_degrees
+from torchtitan.config.derive import AXES, DEGREE_KEYS, layout_degrees, replace
 from torchtitan.config.rules import table
 from torchtitan.tools.planner.axes import settings_of
 from torchtitan.tools.planner.layouts import any_layout
@@ -70,6 +70,107 @@ def test_everything_that_a_search_proposes_is_legal_and_fits(found):
         assert preflight(again.config, output=False).args == made.workload.args
         assert again.config.training.global_batch_size == 32
         assert made.chance_to_fit >= 0.9
+
+
+FEW_BLOCKS = ["--model.flavor=8B", "--model.overrides.n_layers=6", "--training.seq_len=8192"]
+MODES = [{"mode": "none"}, {"mode": "selective", "selective_ac_option": "op"}, {"mode": "full"}]
+
+
+def test_a_search_finds_what_trying_everything_finds():
+    """6 layers of 8B on 4 GPUs: each degree, batch, schedule, depth and mode, one by one. The link
+    is slow, so that pipelines are among the best.
+    """
+    rows, world = 8, 4
+    slow = H100.model_copy(update={"link": 25e9})
+    argv = [*FEW_BLOCKS, f"--training.global_batch_size={rows}", "--compile.enable"]
+    config = load_config(argv).config
+    frontier = Frontier()
+    for degrees in itertools.product((1, 2, 4), repeat=5):
+        if math.prod(degrees) != world:
+            continue
+        keys = {DEGREE_KEYS[axis]: degree for axis, degree in zip(AXES, degrees, strict=True)}
+        keys["enable_async_tensor_parallel"] = degrees[4] > 1
+        cuts = all_cuts(degrees[0], degrees[1] * degrees[2], rows)
+        for cut, order, mode in itertools.product(cuts, all_orders(degrees[0]), MODES):
+            local, size = cut
+            p = {**keys, **order, "pipeline_parallel_microbatch_size": size}
+            sections = {
+                "parallelism": config.parallelism.model_copy(update=p),
+                "training": config.training.model_copy(update={"local_batch_size": local}),
+                "activation_checkpoint": config.activation_checkpoint.model_copy(update=mode),
+            }
+            try:
+                w = derived_workload(config.model_copy(update=sections), SPEC, world)
+            except ConfigError:
+                continue
+            plan = predict(w, SPEC, slow)
+            if plan.chance_to_fit >= 0.9:
+                frontier.add(
+                    Candidate(
+                        plan.tokens_per_second,
+                        lowest(plan),
+                        plan.peak_gib,
+                        complexity(w.config, config),
+                        workload=w,
+                    )
+                )
+    best = [figures(proposal.plan) for proposal in found_for(argv, world, hardware=slow).best]
+    assert best == [figures(predict(c.workload, SPEC, slow)) for c, _ in propose(frontier)]
+    assert len({layout["pp"] for layout, *_ in best}) > 1
+
+
+def all_cuts(pp, replicas, rows):
+    """(rows of a batch, rows of a microbatch) of every way to cut a rank's rows."""
+    own = rows // replicas
+    sizes = [n for n in range(1, own + 1) if own % n == 0]
+    return [(own, n) for n in sizes] if pp > 1 else [(n, 1) for n in sizes]
+
+
+def all_orders(pp):
+    """Every schedule, and every number of layers per stage."""
+    if pp == 1:
+        return [{}]
+    key = "pipeline_parallel"
+    depths = itertools.product((1, 2, 3), (0, 1), (0, 1))
+    return [
+        *({f"{key}_schedule": name} for name in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")),
+        *(
+            {
+                f"{key}_schedule": "Interleaved1F1B",
+                f"{key}_layers_per_stage": size,
+                f"{key}_first_stage_less_layers": first,
+                f"{key}_last_stage_less_layers": last,
+            }
+            for size, first, last in depths
+        ),
+    ]
+
+
+def figures(plan):
+    return plan.layout, plan.tokens_per_second, plan.peak_gib
+
+
+def test_a_search_interleaves_as_deep_as_it_pays(monkeypatch):
+    """405B with pp 16 and 16 microbatches: the bubble is (pp - 1) / (v m) of the rest, so 8 stages
+    per rank take (1 + 15 / 128) / (1 + 15 / 32) of the time of two.
+    """
+    degrees = {"pp": 16, "dp_shard": 128, "tp": 8}
+    only = {DEGREE_KEYS[axis]: degree for axis, degree in degrees.items()}
+    monkeypatch.setattr(
+        "torchtitan.tools.planner.search.layouts",
+        lambda config, *_: [
+            config.model_copy(update={"parallelism": config.parallelism.model_copy(update=only)})
+        ],
+    )
+    argv = ["--model.flavor=405B", "--training.seq_len=8192", "--training.global_batch_size=2048"]
+    best = found_for([*argv, "--compile.enable"], 16384).best[0].plan
+    assert best.schedule == "Interleaved1F1B"
+    assert best.stages_per_rank == 8
+    key = "parallelism.pipeline_parallel_layers_per_stage"
+    shallow = predict(derived_workload(replace(best.config, key, None), SPEC, 16384), SPEC, H100)
+    assert shallow.stages_per_rank == 2
+    bubbles = (1 + 15 / 128) / (1 + 15 / 32)
+    assert best.time.seconds / shallow.time.seconds == pytest.approx(bubbles, rel=0.05)
 
 
 def test_no_legal_layout_is_missed(monkeypatch):
@@ -158,7 +259,7 @@ def test_the_surer_of_two_like_predictions_comes_first():
     for candidate in (unsure, small, sure):
         frontier.add(candidate)
     assert (frontier.speed, frontier.low) == (903, 843)
-    assert propose(frontier, worthwhile=0.6) == [
+    assert propose(frontier) == [
         (sure, "the fastest"),
         (small, "20 GiB less for 5% of the speed"),
         (unsure, "the fastest with dp_shard x cp"),

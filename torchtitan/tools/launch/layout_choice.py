@@ -34,7 +34,7 @@ _HEADINGS = ["", "layout", "batch", "recomputes", "tokens/s per device", "GiB", 
 
 
 def best_layouts(request: Request) -> tuple[list[Proposal], int]:
-    """The best layouts, best first, or the one that flags set; and the number of legal layouts.
+    """The best layouts, best first, or the one that flags set; and how many were compared.
 
     Raises:
         UserError: no layout fits.
@@ -100,5 +100,5 @@ def table(proposals: Sequence[Proposal], seen: int, request: Request) -> str:
     reasons = "\n".join(f"{i}: {proposal.why}" for i, proposal in enumerate(proposals, 1))
     memory = show_gib(request.hardware.usable_gib)
     hardware = f"{request.devices} x {request.hardware.name}, {memory} each"
-    best = f"The best of {plural(seen, 'legal layout')}" if seen > 1 else "The layout"
+    best = f"The best of {plural(seen, 'configuration')}" if seen > 1 else "The layout"
     return f"{best} on {hardware}:\n{aligned(rows)}\n{reasons}\n{_LEGEND}"

@@ -11,9 +11,9 @@ from torchtitan.config.rules import Facts, check
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
 from torchtitan.tools.planner.axes import Settings, applied
+from torchtitan.tools.planner.layouts import SCHEDULES
 from torchtitan.tools.planner.memory import GIB, predict_memory
 from torchtitan.tools.planner.predict import Plan, derived_workload, predict
-from torchtitan.tools.planner.search import SCHEDULES
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.wording import show_gib

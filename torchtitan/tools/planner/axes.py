@@ -20,9 +20,9 @@ AXES = {
 _BATCHES = (0.5, 1, 2, 4)
 _LOSS_CHUNKS = (1, 2, 4, 8, 16)
 _MODES: tuple[Settings, ...] = (
-    {"mode": "none"},
-    {"mode": "selective", "selective_ac_option": "op"},
     {"mode": "full"},
+    {"mode": "selective", "selective_ac_option": "op"},
+    {"mode": "none"},
 )
 _MORE_MODES: tuple[Settings, ...] = (
     *({"mode": "selective", "selective_ac_option": str(k)} for k in (4, 3, 2)),
@@ -39,7 +39,7 @@ KEYS = (*_CHANGES_TRAINING, *_SIMPLEST, "training.loss_chunks")
 
 
 def checkpointing_modes(axes: tuple[str, ...]) -> tuple[Settings, ...]:
-    """Values of `activation_checkpoint` to try."""
+    """Values of `activation_checkpoint` to try; the first keeps the least."""
     return (*_MODES, *_MORE_MODES) if "ac" in axes else _MODES
 
 

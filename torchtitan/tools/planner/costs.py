@@ -17,7 +17,7 @@ from torchtitan.tools.planner.comm_time import activation_offload, data_parallel
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.pipeline_costs import batch_time
 from torchtitan.tools.planner.pipeline_timeline import Timeline, program, simulate
-from torchtitan.tools.planner.workload import FP32, Workload
+from torchtitan.tools.planner.workload import FP32, PlannedStage, Workload
 
 ADAMW_BYTES_FUSED = 40
 ADAMW_BYTES = 70
@@ -50,10 +50,30 @@ class StepTime:
         return self.parts.get(BUBBLE, 0.0) / self.seconds
 
 
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of one block of each kind, and of the model's ends, for one microbatch."""
+
+    blocks: Sequence[Pass]
+    ends: Pass
+
+    def seconds(self, w: Workload) -> float:
+        """Compute and inner communication of the average rank in one step: less than the step."""
+        total = sum(seconds for _, seconds in self.ends.both)
+        counts = [sum(column) for column in zip(*(stage.kinds for stage in w.stages), strict=True)]
+        for count, block in zip(counts, self.blocks, strict=True):
+            total += count * sum(seconds for _, seconds in block.both)
+        return total * w.microbatches * w.accumulation / w.pp
+
+
+def passes(w: Workload, hw: Hardware) -> Passes:
+    return Passes([block_time(block, hw) for block in w.blocks], ends_time(w, hw))
+
+
 def step_time(w: Workload, hw: Hardware) -> StepTime:
     """Time of one step of `w` on `hw`."""
-    blocks = [block_time(block, hw) for block in w.blocks]
-    ends = ends_time(w, hw)
+    known = passes(w, hw)
+    blocks, ends = known.blocks, known.ends
     parts: defaultdict[str, float] = defaultdict(float)
     slowest = 0
     counts = [sum(column) for column in zip(*(stage.kinds for stage in w.stages), strict=True)]
@@ -89,8 +109,8 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
 def timeline(w: Workload, hw: Hardware) -> Timeline:
     """One batch of a pipeline as the trainer runs it: when each rank computes what."""
     assert w.pipeline is not None, "a timeline needs a pipeline"
-    blocks = [block_time(block, hw) for block in w.blocks]
-    durations = _durations(w, blocks, ends_time(w, hw))
+    known = passes(w, hw)
+    durations = _durations(w, known.blocks, known.ends)
     return simulate(program(w.pipeline, w.microbatches), durations, transfer(w, hw))
 
 
@@ -106,14 +126,16 @@ def _durations(w: Workload, blocks: Sequence[Pass], ends: Pass) -> Callable[[int
     end = {"F": sum(ends.forward.values()), "B": sum(ends.backward.values()), "W": ends.weights}
     end["I"] = end["B"] - end["W"]
 
-    def duration(index: int, kind: str) -> float:
-        stage = w.stages[index]
-        blocks_seconds = sum(
-            count * seconds[kind] for count, seconds in zip(stage.kinds, kinds, strict=True)
-        )
-        return blocks_seconds + stage.has_output * end[kind]
+    def seconds(stage: PlannedStage) -> dict[str, float]:
+        return {
+            kind: stage.has_output * end[kind]
+            + sum(count * block[kind] for count, block in zip(stage.kinds, kinds, strict=True))
+            for kind in "FBIW"
+        }
 
-    return duration
+    unlike = {stage: seconds(stage) for stage in set(w.stages)}
+    by_stage = [unlike[stage] for stage in w.stages]
+    return lambda index, kind: by_stage[index][kind]
 
 
 def _seconds_by_kind(w: Workload, block: Pass) -> dict[str, float]:
@@ -139,7 +161,7 @@ def _optimizer(w: Workload, hw: Hardware) -> float:
     """Seconds of clipping, update and weight average, on the rank with the most parameters."""
     optimizer = w.config.optimizer
     ema = w.config.ema
-    shard = max(sum(map(w.shard, w.stages_of(rank))) for rank in range(w.pp))
+    shard = max(sum(map(w.shard, w.stages_of(rank))) for rank in w.unlike_ranks)
     moved: float = ADAMW_BYTES_FUSED if optimizer.implementation == "fused" else ADAMW_BYTES
     if ema.enable:  # reads weight and average, and writes the average
         moved += (w.stored + 2 * FP32) / ema.every

@@ -1,5 +1,6 @@
 """Every layout of a number of ranks, and the configuration that a search starts from."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
-_PIPELINE_KEYS = (
+PIPELINE_KEYS = (
     "pipeline_parallel_schedule",
     "pipeline_parallel_schedule_csv",
     "pipeline_parallel_microbatch_size",
@@ -21,6 +22,8 @@ _PIPELINE_KEYS = (
     "module_fqns_per_model_part",
 )
 """Keys of `[parallelism]` that are for one number of stages."""
+SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+"""Schedules to try."""
 
 
 def any_layout(config: Config, world: int) -> Config:
@@ -40,7 +43,7 @@ def any_layout(config: Config, world: int) -> Config:
     fresh = Parallelism()
     reset = {
         key: getattr(fresh, key)
-        for key in (*DEGREE_KEYS.values(), "expert_parallel_degree", *_PIPELINE_KEYS)
+        for key in (*DEGREE_KEYS.values(), "expert_parallel_degree", *PIPELINE_KEYS)
     }
     reset |= {"data_parallel_shard_degree": 1, "enable_async_tensor_parallel": False}
     batch = {"global_batch_size": rows, "local_batch_size": rows}
@@ -81,3 +84,32 @@ def layouts(config: Config, spec: ModelSpec, args: Any, world: int) -> Iterator[
                         layout = config.model_copy(update={"parallelism": p})
                         if not problems(layout, facts):
                             yield layout
+
+
+def orders(parallelism: Parallelism, layers: int) -> Iterator[dict[str, Any]]:
+    """Schedules of a pipeline and numbers of layers per stage, as keys of `[parallelism]`; without
+    a pipeline, the only one that sets none.
+
+    Stages are balanced by FLOPs, one or two per rank as the schedule needs, or interleaved deeper
+    with the same number of layers each: the embedding and the output count as one layer or none,
+    whichever divides most evenly.
+    """
+    pp = parallelism.pipeline_parallel_degree
+    if pp == 1:
+        yield {}
+        return
+    for schedule in SCHEDULES:
+        yield {"pipeline_parallel_schedule": schedule}
+    for size in range(1, (layers + 2) // (3 * pp) + 1):
+        splits: dict[int, tuple[int, ...]] = {}
+        for ends in itertools.product((0, 1), repeat=2):
+            stages = math.ceil((layers + sum(ends)) / size)
+            if stages % pp == 0 and stages >= 3 * pp and sum(ends) > sum(splits.get(stages, (-1,))):
+                splits[stages] = ends  # the more layers, the more even
+        for first, last in splits.values():
+            yield {
+                "pipeline_parallel_schedule": "Interleaved1F1B",
+                "pipeline_parallel_layers_per_stage": size,
+                "pipeline_parallel_first_stage_less_layers": first,
+                "pipeline_parallel_last_stage_less_layers": last,
+            }

@@ -12,6 +12,7 @@ met traced steps (`tests/traced_step`), and compiled pipelines the published run
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torchtitan.config.derive import offloaded_blocks, selects_operations
 from torchtitan.tools.planner.linears import experts_in_eight_bits
@@ -185,7 +186,7 @@ def _host_memory(w: Workload, pp_rank: int) -> dict[str, float]:
     return {part: size for part, size in zip(HOST_PARTS, sizes, strict=True) if size}
 
 
-def state_bytes(w: Workload, stages: list[PlannedStage]) -> dict[str, float]:
+def state_bytes(w: Workload, stages: Sequence[PlannedStage]) -> dict[str, float]:
     """Parameters, gradients and optimizer state of a rank's shard, with the weight average."""
     optimizer = w.config.optimizer
     shard = sum(map(w.shard, stages))
@@ -227,16 +228,24 @@ def _moment_bytes(w: Workload, moment: InFlight) -> float:
     """Activations that are in flight at a moment."""
     activations = recomputed = transit = 0.0
     for stage, count in moment.microbatches.items():
-        blocks = w.counted([w.stages[stage]])
-        per_microbatch = _summed(_saved_bytes, blocks) - _offloaded_bytes(blocks) + hidden_bytes(w)
+        per_microbatch, copied = _stage_bytes(w, w.stages[stage])
         activations += count * per_microbatch
-        transit = max(transit, _in_transit_bytes(blocks))
+        transit = max(transit, copied)
         if postponed := moment.postponed.get(stage, 0):
+            blocks = w.counted([w.stages[stage]])
             activations += postponed * _summed(_postponed_bytes, blocks)
             if not w.compiled:
                 again = _summed(lambda b: b.recompute.pointwise * _block_bytes(b), blocks)
                 recomputed = max(recomputed, RECOMPUTED_COPIES * again)
     return transit + activations + recomputed
+
+
+@lru_cache(maxsize=64)  # a rank's stages are mostly alike
+def _stage_bytes(w: Workload, stage: PlannedStage) -> tuple[float, float]:
+    """Bytes of one microbatch that a stage keeps, with its output, and those in transit."""
+    blocks = w.counted([stage])
+    kept = _summed(_saved_bytes, blocks) - _offloaded_bytes(blocks) + hidden_bytes(w)
+    return kept, _in_transit_bytes(blocks)
 
 
 def _summed(per_token: Callable[[Workload], float], blocks: Counted) -> float:
@@ -340,6 +349,7 @@ def _routing_bytes(w: Workload) -> float:
     return FP32 * w.experts / w.tp + ROUTER_BYTES * w.expert_rows
 
 
+@lru_cache(maxsize=64)
 def _saved_bytes(w: Workload) -> float:
     """Bytes per token that a block keeps from its forward to its backward."""
     d = w.dim
@@ -400,6 +410,7 @@ def _in_transit_bytes(blocks: Counted) -> float:
     return min(2, count) * size
 
 
+@lru_cache(maxsize=64)
 def _working_bytes(w: Workload) -> float:
     """Bytes per token in a block's backward: recomputed, gradients, gathered by collectives.
 

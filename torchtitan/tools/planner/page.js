@@ -173,7 +173,7 @@ function schedule() {
 
 function search() {
   const {seen, points: all, best, limit_gib: limit = memory.usable_gib} = data.search;
-  const made = section("The search", `${number(seen)} legal configurations. Diamonds are the rows of the table: ` +
+  const made = section("The search", `${number(seen)} configurations. Diamonds are the rows of the table: ` +
     "point at either to see the other. Crosses are proposals with less recomputation or twice the rows. Drag to zoom, double-click to see all.");
   const text = (gib, speed) => `${number(speed)} tokens/s per GPU, ${number(gib, 1)} GiB`;
   const dots = all.map(([gib, speed]) => ({x: gib, y: speed, kind: gib > limit ? "large" : "fits", tip: text(gib, speed)}));
@@ -193,7 +193,8 @@ function search() {
     ["at least", "", b => number(b.range_tokens_per_second_per_gpu[0])], ["GiB", "", b => number(b.peak_gib, 1)],
     ["chance to fit", "", b => b.chance_to_fit === undefined ? null : likely(b.chance_to_fit)],
     ["rows", "", b => `${b.local_batch_size} x ${b.accumulation}`],
-    ["schedule", "left", b => b.schedule ? `${b.schedule}, ${plural(b.microbatches, "microbatch", "es")}` : null],
+    ["schedule", "left", b => b.schedule ? `${b.schedule}, ${plural(b.microbatches, "microbatch", "es")}` +
+      (b.stages_per_rank > 1 ? `, ${b.stages_per_rank} stages per rank` : "") : null],
     ["checkpointing", "left", b => b.activation_checkpointing]]
     .filter(([, , cell]) => best.some(b => cell(b)));  // without what no row has
   const rows = table(made, columns, best.map(b => columns.map(([, , cell]) => cell(b) || "-")),

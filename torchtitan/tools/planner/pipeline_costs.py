@@ -126,13 +126,13 @@ def batch_time(
     count = len(pipeline.ranks)
     whole = [duration(stage, "F") + duration(stage, "B") for stage in range(count)]
     share = _split_share(pipeline.schedule, p, m)
-    again = [0.0] + [
-        share * (duration(stage, "I") + duration(stage, "W") - duration(stage, "B"))
-        for stage in range(1, count)  # no stage waits for the first one's inputs: it isn't split
-    ]
+    if share:
+        for stage in range(1, count):  # no stage waits for the first one's inputs: it isn't split
+            split = duration(stage, "I") + duration(stage, "W")
+            whole[stage] += share * (split - duration(stage, "B"))
     busy = [0.0] * p
     for stage, rank in enumerate(pipeline.ranks):
-        busy[rank] += m * (whole[stage] + again[stage])
+        busy[rank] += m * whole[stage]
     hops = 2.0 * (count - 1)
     if SCHEDULES[pipeline.schedule or "1F1B"].splits_backward:
         waits = [_wait_of_split(pipeline.schedule, duration, stage) for stage in range(1, count)]

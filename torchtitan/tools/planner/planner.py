@@ -1,6 +1,7 @@
 """From command-line arguments to a plan, and from a plan to the configuration that it proposes."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from glob import glob
 from pathlib import Path
@@ -170,7 +171,7 @@ def find_layouts(
     result = search(
         start.config, setup.spec, setup.args, world, hardware=hardware, axes=axes, baseline=baseline
     )
-    if not result.seen:
+    if math.isinf(result.smallest_gib):
         raise ConfigError(
             [f"--search: no layout of {plural(world, 'rank')} is legal", *result.refused]
         )
@@ -180,7 +181,7 @@ def find_layouts(
 def nothing_fits(result: SearchResult, world: int, hardware: Hardware) -> str:
     """Why a search proposes nothing."""
     return (
-        f"none of {plural(result.seen, 'legal configuration')} on {plural(world, 'rank')} is "
+        f"none of {plural(result.seen, 'configuration')} on {plural(world, 'rank')} is "
         f"likely to fit in the {show_gib(hardware.usable_gib)} of {hardware.name}: the leanest "
         f"takes {show_gib(result.smallest_gib)}"
     )

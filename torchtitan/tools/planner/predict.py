@@ -102,6 +102,10 @@ class Plan:
             return None
         return pipeline.csv_file or self.config.parallelism.pipeline_parallel_schedule
 
+    @property
+    def stages_per_rank(self) -> int:
+        return len(self.workload.stages) // self.workload.pp
+
 
 def derived_workload(
     config: Config, spec: ModelSpec, world: int, *, kv_repeated: bool = False

@@ -24,6 +24,8 @@ _OF_OTHER_KINDS = 2
 """Layouts shown beyond the frontier, since they stress another part of the hardware."""
 _OTHER_KIND = 0.9
 """Relative speed from which such a layout is shown."""
+WORTHWHILE = 0.6
+"""Relative speed below which a layout isn't shown, however little memory it takes."""
 FILE_LAYOUT = "this file's own layout"
 
 
@@ -78,18 +80,24 @@ class Frontier:
 
     all: list[Candidate] = field(default_factory=list)
     kinds: dict[tuple[str, ...], Candidate] = field(default_factory=dict)
+    speed: float = 0.0
+    """Speed of the fastest candidate."""
+    low: float = 0.0
+    """The highest low end of a band."""
 
-    @property
-    def low(self) -> float:
-        """The highest low end of a band."""
-        return max((candidate.low for candidate in self.all), default=0.0)
-
-    @property
-    def speed(self) -> float:
-        """Speed of the fastest candidate."""
-        return max((candidate.speed for candidate in self.kinds.values()), default=0.0)
+    def wants(self, candidate: Candidate) -> bool:
+        """Whether a candidate, or any that it beats, may be worth showing."""
+        known = self.kinds.get(candidate.kind)
+        faster = known is None or candidate.speed > known.speed
+        if faster and candidate.speed >= _OTHER_KIND * self.speed:
+            return True
+        worthwhile = candidate.low >= WORTHWHILE * self.low
+        return worthwhile and not any(other.beats(candidate) for other in self.all)
 
     def add(self, candidate: Candidate) -> None:
+        """Keep a candidate that is wanted."""
+        self.speed = max(self.speed, candidate.speed)
+        self.low = max(self.low, candidate.low)
         known = self.kinds.get(candidate.kind)
         if known is None or candidate.speed > known.speed:
             self.kinds[candidate.kind] = candidate
@@ -97,15 +105,11 @@ class Frontier:
             self.all = [other for other in self.all if not candidate.beats(other)] + [candidate]
 
 
-def propose(frontier: Frontier, worthwhile: float) -> list[tuple[Candidate, str]]:
-    """Candidates to show, each with a reason; first the simplest of the fastest.
-
-    Args:
-        worthwhile: low end relative to the highest below which nothing is shown.
-    """
+def propose(frontier: Frontier) -> list[tuple[Candidate, str]]:
+    """Candidates to show, each with a reason; first the simplest of the fastest."""
     chosen: list[tuple[Candidate, str]] = []
     candidates = sorted(
-        (c for c in frontier.all if c.low >= worthwhile * frontier.low), key=lambda c: -c.low
+        (c for c in frontier.all if c.low >= WORTHWHILE * frontier.low), key=lambda c: -c.low
     )
     fastest = candidates[:1]
     while candidates and len(chosen) < _SHOWN:

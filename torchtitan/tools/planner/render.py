@@ -123,7 +123,10 @@ def _heading(plan: Plan) -> list[str]:
     w = plan.workload
     t = plan.config.training
     batches = f" x {w.accumulation} accumulation steps" if w.accumulation > 1 else ""
-    pipeline = f" in {plural(w.microbatches, 'microbatch')}, {plan.schedule}" if w.pipeline else ""
+    pipeline = ""
+    if w.pipeline:
+        stages = f" of {plan.stages_per_rank} stages per rank" if plan.stages_per_rank > 1 else ""
+        pipeline = f" in {plural(w.microbatches, 'microbatch')}, {plan.schedule}{stages}"
     return [
         f"{_model(plan)} on {w.world} x {plan.hardware.name} ({plural(_nodes(plan), 'node')}): "
         f"{layout_name(plan.layout)}",
@@ -208,7 +211,8 @@ def search_table(result: SearchResult) -> str:
         plan = proposal.plan
         w = proposal.plan.workload
         batch = f"{plan.config.training.local_batch_size} x {w.accumulation}"
-        schedule = f"{plan.schedule} x {w.microbatches}" if w.pipeline else "-"
+        deep = f", {plan.stages_per_rank} stages" if plan.stages_per_rank > 1 else ""
+        schedule = f"{plan.schedule} x {w.microbatches}{deep}" if w.pipeline else "-"
         speed = show_rate(plan.tokens_per_second)
         low = show_rate(band_ends(plan.tokens_per_second, plan.speed_band)[0])
         peak = f"{plan.peak_gib:.1f}"
@@ -219,7 +223,7 @@ def search_table(result: SearchResult) -> str:
         rows.append([layout, batch, schedule, recomputed, speed, low, peak, chance])
     head, *lines = aligned(rows).splitlines()
     listed = [text for pair in zip(lines, reasons, strict=True) for text in pair]
-    count = plural(result.seen, "legal configuration")
+    count = plural(result.seen, "configuration")
     return "\n".join([f"Best of {count} (tokens/s per GPU):", head, *listed])
 
 
@@ -412,6 +416,7 @@ def _layout_data(plan: Plan) -> dict[str, Any]:
         "accumulation": plan.workload.accumulation,
         "microbatches": plan.workload.microbatches,
         "schedule": plan.schedule,
+        "stages_per_rank": plan.stages_per_rank,
         "activation_checkpointing": plan.checkpointing,
     }
 

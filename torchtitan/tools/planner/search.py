@@ -1,21 +1,23 @@
 """The layouts of a model that are worth a choice: fast ones, small ones and simple ones.
 
-Every legal layout of the ranks is priced by the closed forms: all degrees, microbatch sizes,
-schedules and checkpointing modes. The model, the row length, the global batch and what computes
-(types, compilation, Float8) stay as configured, unless an axis of `axes.py` is asked for.
+Every legal layout of the ranks is compared by the closed forms: all degrees, microbatch sizes,
+schedules and their depths, and checkpointing modes. The model, the row length, the global batch and
+what computes (types, compilation, Float8) stay as configured, unless an axis of `axes.py` is asked
+for.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config.derive import divisors, replace
+from torchtitan.config.derive import data_parallel_degree, divisors, replace
 from torchtitan.config.rules import validate
+from torchtitan.config.sections.parallelism import ActivationCheckpoint
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
-from torchtitan.parallel.pipeline.split import pipeline_stages
+from torchtitan.parallel.pipeline.split import PipelinePlan, pipeline_stages
 from torchtitan.tools.planner.axes import (
     Settings,
     applied,
@@ -23,12 +25,13 @@ from torchtitan.tools.planner.axes import (
     checkpointing_modes,
     settings_of,
 )
-from torchtitan.tools.planner.costs import step_time
+from torchtitan.tools.planner.costs import passes, step_time
 from torchtitan.tools.planner.hardware import Hardware
-from torchtitan.tools.planner.layouts import layouts
-from torchtitan.tools.planner.memory import GIB, Memory, memory_of
-from torchtitan.tools.planner.predict import Plan, predict
+from torchtitan.tools.planner.layouts import PIPELINE_KEYS, layouts, orders
+from torchtitan.tools.planner.memory import GIB, Memory, memory_of, state_bytes
+from torchtitan.tools.planner.predict import Plan, predict, speed_band
 from torchtitan.tools.planner.proposals import (
+    WORTHWHILE,
     Candidate,
     Frontier,
     Proposal,
@@ -41,10 +44,6 @@ from torchtitan.utils.errors import ConfigError
 
 LIKELY = 0.9
 """Chance to fit that a proposal must have."""
-_WORTHWHILE = 0.6
-"""Relative speed below which a layout isn't proposed, however little memory it takes."""
-SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
-"""Schedules to try."""
 _REASONS = 4
 """Reasons shown if no layout is legal."""
 _MAX_EXPANDED = 200
@@ -64,11 +63,11 @@ class SearchResult:
     point.
     """
     seen: int
-    """Legal configurations."""
+    """Configurations that were compared."""
     limit_gib: float
     """Memory that a plan may take."""
     smallest_gib: float
-    """Memory that the leanest takes."""
+    """Memory that the leanest takes; infinite if none is legal."""
     refused: list[str]
     """Why most other layouts are illegal, the most frequent reason first."""
 
@@ -93,14 +92,14 @@ def search(
     state = _Search(config, spec, args, world, hardware=hardware, axes=axes)
     state.run()
     best = []
-    for candidate, why in propose(state.frontier, _WORTHWHILE):
+    for candidate, why in propose(state.frontier):
         validate(candidate.workload.config, world)
         best.append(Proposal(predict(candidate.workload, spec, hardware), why))
     if best and baseline is not None:
         best = with_baseline(best, baseline)
     return SearchResult(
         best,
-        sorted(state.points),
+        sorted(state.points.values()),
         state.seen,
         hardware.usable_gib,
         smallest_gib=state.smallest / GIB,
@@ -109,7 +108,12 @@ def search(
 
 
 class _Search:
-    """One search."""
+    """One search.
+
+    Layouts are priced from the one with the fastest blocks on, and only as far as needed to know
+    that a configuration is worth showing: by a bound on its speed, by its memory, by its step.
+    Whether it is legal is asked last.
+    """
 
     def __init__(
         self,
@@ -127,119 +131,229 @@ class _Search:
         self.hardware = hardware
         self.axes = axes
         self.frontier = Frontier()
-        self.points: set[tuple[float, float]] = set()
+        self.points: dict[tuple[int, int], tuple[float, float]] = {}
+        """By GiB and percent of speed."""
         self.refused: Counter[str] = Counter()
         self.seen = 0
         self.smallest = math.inf
-        self._modes = checkpointing_modes(axes)
+        self._modes = [
+            config.activation_checkpoint.model_copy(update=mode)
+            for mode in checkpointing_modes(axes)
+        ]
         self._settings = settings_of(config, axes)
         self._flops = spec.module_flops(args, config.training.seq_len)
         self._tied = spec.tied_modules(args)
+        self._layers = sum(name.startswith("layers.") for name in self._flops)
+        self._like: dict[Hashable, Workload] = {}
+        self._bounds: dict[Hashable, float] = {}
+        self._pipelines: dict[Hashable, PipelinePlan | None] = {}
         self._expandable: list[tuple[float, Config]] = []
         """With axes: a layout and batch, and the speed that it has with the fastest settings."""
 
     def run(self) -> None:
         for rows in batches(self.config, self.axes):
             resized = replace(self.config, "training.global_batch_size", rows)
-            for layout in layouts(resized, self.spec, self.args, self.world):
-                for batch in self._batches(layout):
-                    self._price_schedules(batch)
+            found = layouts(resized, self.spec, self.args, self.world)
+            for layout in sorted(found, key=self._fastest, reverse=True):
+                pieces = self._pieces(layout)
+                for order in orders(layout.parallelism, self._layers):
+                    self._price_order(layout, order, pieces)
         for bound, config in sorted(self._expandable, key=lambda entry: -entry[0])[:_MAX_EXPANDED]:
-            if bound < _WORTHWHILE * self.frontier.speed:
+            if bound < WORTHWHILE * self.frontier.speed:
                 break
             for settings in self._settings[1:]:
                 self._price(applied(config, settings))
 
-    def _batches(self, layout: Config) -> Iterator[Config]:
-        """Ways to cut the global batch: rows at a time, or the size of microbatches."""
-        p = layout.parallelism
+    def _rows(self, layout: Config) -> int:
+        """Rows of a data-parallel rank in a step; 0 if the batch can't be divided."""
         total = layout.training.global_batch_size
-        ranks = p.data_parallel_replicate_degree * p.data_parallel_shard_degree
-        rows, remainder = divmod(total, ranks)
-        if remainder:
-            self.refused[
-                f"training.global_batch_size: {total} rows can't be divided among the "
-                f"data-parallel ranks of any legal layout of {self.world} ranks; set it to a "
-                f"multiple of {self.world}, or of a divisor of it (the degrees of the other axes "
-                f"make up the rest): {_near(total, self.world)}"
-            ] += 1
-            return
-        pp = p.pipeline_parallel_degree
+        rows, remainder = divmod(total, data_parallel_degree(layout))
+        if not remainder:
+            return rows
+        self.refused[
+            f"training.global_batch_size: {total} rows can't be divided among the "
+            f"data-parallel ranks of any legal layout of {self.world} ranks; set it to a "
+            f"multiple of {self.world}, or of a divisor of it (the degrees of the other axes "
+            f"make up the rest): {_near(total, self.world)}"
+        ] += 1
+        return 0
+
+    def _fastest(self, layout: Config) -> float:
+        """A bound on the speed of a layout, from its largest microbatch."""
+        size = self._rows(layout) // layout.parallelism.pipeline_parallel_degree
+        return self._bound(layout, size, self._modes[-1]) if size else 0.0
+
+    def _pieces(self, layout: Config) -> dict[int, list[ActivationCheckpoint]]:
+        """Microbatch sizes of a layout, ascending, each with the modes of checkpointing that may be
+        worth showing: by the speed of their blocks, and the memory of the average rank's state.
+        """
+        rows = self._rows(layout)
+        pp = layout.parallelism.pipeline_parallel_degree
+        if not rows:
+            return {}
+        whole = self._workload(applied(layout, self._settings[-1]), None)
+        on_device = not whole.config.training.enable_cpu_offload
+        state = on_device * sum(state_bytes(whole, whole.stages).values()) / pp / GIB
+        if self.frontier.all and state > self.hardware.usable_gib:
+            return {}
+        certain = 1 - speed_band(whole, self.hardware)
+        burden = complexity(layout, self.config)
+        pieces: dict[int, list[ActivationCheckpoint]] = {}
         for size in divisors(rows):
-            if pp == 1:
-                yield replace(layout, "training.local_batch_size", size)
-            elif rows // size >= pp:  # one batch of as many microbatches as there are
-                sized = replace(layout, "parallelism.pipeline_parallel_microbatch_size", size)
-                yield replace(sized, "training.local_batch_size", rows)
-
-    def _price_schedules(self, batch: Config) -> None:
-        """All schedules and checkpointing modes of a layout and batch."""
-        pipelined = batch.parallelism.pipeline_parallel_degree > 1
-        key = "parallelism.pipeline_parallel_schedule"
-        for schedule in SCHEDULES if pipelined else (None,):
-            ordered = replace(batch, key, schedule) if schedule else batch
+            if rows // size < pp > 1:  # too few microbatches
+                break
+            pieces[size] = []
             for mode in self._modes:
-                config = applied(_checkpointed(ordered, mode), self._settings[0])
-                self._price(config, leanest=self._settings[-1])
+                bound = self._bound(layout, size, mode)
+                hoped = Candidate(bound, bound * certain, state, burden, workload=whole)
+                if len(self._settings) > 1 or self.frontier.wants(hoped):
+                    pieces[size].append(mode)
+        return pieces
 
-    def _price(self, config: Config, leanest: Settings | None = None) -> None:
+    def _bound(self, layout: Config, size: int, mode: ActivationCheckpoint) -> float:
+        """Tokens/s per GPU of a layout that only computes its blocks."""
+        p = layout.parallelism
+        key = (
+            *(p.tensor_parallel_degree, p.context_parallel_degree, p.expert_parallel_degree),
+            *(size, mode.mode, mode.selective_ac_option, mode.memory_budget),
+        )
+        if key not in self._bounds:
+            w = self._workload(self._sized(layout, size, {}, mode), None)
+            seconds = passes(w, self.hardware).seconds(w)
+            self._bounds[key] = w.tokens_per_step / seconds / self.world
+        return self._bounds[key]
+
+    def _price_order(
+        self,
+        layout: Config,
+        order: Mapping[str, Any],
+        pieces: Mapping[int, Sequence[ActivationCheckpoint]],
+    ) -> None:
+        """Price a layout with a schedule and depth.
+
+        Args:
+            pieces: from `_pieces`.
+        """
+        pipelined = layout.parallelism.pipeline_parallel_degree > 1
+        leanest = self._modes[0]
+        too_large: list[ActivationCheckpoint] = []
+        for size, modes in pieces.items():
+            self.seen += len(self._modes)
+            for mode in modes:
+                if mode in too_large:
+                    continue
+                config = applied(self._sized(layout, size, order, mode), self._settings[0])
+                if self._price(config, leanest=self._settings[-1]):
+                    continue
+                if pipelined:  # nor do larger microbatches fit
+                    too_large.append(mode)
+                if mode is leanest:  # nor does what keeps more
+                    too_large += modes if pipelined else ()
+                    break
+
+    def _sized(
+        self, layout: Config, size: int, order: Mapping[str, Any], mode: ActivationCheckpoint
+    ) -> Config:
+        """A layout with a microbatch size, a schedule and a mode. A pipeline runs all rows of a
+        rank as one batch.
+        """
+        p = layout.parallelism
+        local = size
+        if order:
+            p = p.model_copy(update={**order, "pipeline_parallel_microbatch_size": size})
+            local = self._rows(layout)
+        t = layout.training.model_copy(update={"local_batch_size": local})
+        sections = {"parallelism": p, "training": t, "activation_checkpoint": mode}
+        return layout.model_copy(update=sections)
+
+    def _price(self, config: Config, leanest: Settings | None = None) -> bool:
         """Price a configuration, and keep it if it is likely to fit.
 
         Args:
             leanest: settings by which a configuration that doesn't fit may do so; it is then kept
             for `_expandable`.
-        """
-        w = self._workload(config)
-        if w is None:
-            return
-        self.seen += 1
-        memory = self._memory(w)
-        several = leanest is not None and len(self._settings) > 1
-        if memory is None and not (several and self._fits_with(config, leanest or {})):
-            return
-        time = step_time(w, self.hardware)
-        speed = time.tokens_per_second
-        if several:
-            self._expandable.append((speed, config))
-        if memory is not None:
-            plan = Plan(w, self.spec, self.hardware, time, memory=memory)
-            self.points.add((round(plan.peak_gib, 1), float(f"{speed:.3g}")))
-            if plan.chance_to_fit >= LIKELY:
-                low = speed * (1 - plan.speed_band)
-                burden = complexity(config, self.config)
-                self.frontier.add(Candidate(speed, low, plan.peak_gib, burden, workload=w))
 
-    def _fits_with(self, config: Config, settings: Settings) -> bool:
-        w = self._workload(applied(config, settings))
-        return w is not None and self._memory(w) is not None
+        Returns:
+            False if it doesn't fit, with any settings.
+        """
+        pipeline = self._pipeline(config)
+        if pipeline is None and config.parallelism.pipeline_parallel_degree > 1:
+            return False
+        w = self._workload(config, pipeline)
+        memory = self._memory(w)
+        if leanest is not None and len(self._settings) > 1:
+            lean = self._workload(applied(config, leanest), pipeline)
+            if memory is None and self._memory(lean) is None:
+                return False
+            self._expandable.append((step_time(w, self.hardware).tokens_per_second, config))
+        if memory is None:
+            return leanest is not None and len(self._settings) > 1
+        certain = 1 - speed_band(w, self.hardware)
+        size = pipeline.microbatch_size if pipeline else config.training.local_batch_size
+        bound = self._bound(config, size, config.activation_checkpoint)
+        gib = max(part.reserved for part in memory) / GIB
+        burden = complexity(config, self.config)
+        if not self.frontier.wants(Candidate(bound, bound * certain, gib, burden, workload=w)):
+            return True
+        time = step_time(w, self.hardware)
+        plan = Plan(w, self.spec, self.hardware, time, memory=memory)
+        speed = time.tokens_per_second
+        candidate = Candidate(speed, speed * certain, gib, burden, workload=w)
+        wanted = plan.chance_to_fit >= LIKELY and self.frontier.wants(candidate)
+        cell = round(gib), round(100 * math.log(speed))
+        if (wanted or cell not in self.points) and self._is_legal(config):
+            self.points.setdefault(cell, (round(gib, 1), float(f"{speed:.3g}")))
+            if wanted:
+                self.frontier.add(candidate)
+        return True
 
     def _memory(self, w: Workload) -> tuple[Memory, ...] | None:
-        """Memory of each pipeline rank; None as soon as one doesn't fit."""
+        """Memory of the pipeline ranks that differ; None as soon as one doesn't fit."""
         memories = []
-        for rank in range(w.pp):
+        limit = self.hardware.usable_gib * GIB
+        for rank in w.unlike_ranks:
             memories.append(memory_of(w, rank))
-            if memories[-1].reserved > self.hardware.usable_gib * GIB:
-                self.smallest = min(self.smallest, memories[-1].reserved)
-                return None
-        self.smallest = min(self.smallest, max(memory.reserved for memory in memories))
-        return tuple(memories)
+            if memories[-1].reserved > limit:
+                break
+        most = max(memory.reserved for memory in memories)
+        if most < self.smallest and self._is_legal(w.config):
+            self.smallest = most
+        return tuple(memories) if most <= limit else None
+
+    def _workload(self, config: Config, pipeline: PipelinePlan | None) -> Workload:
+        p = config.parallelism
+        ac = config.activation_checkpoint
+        key = (
+            *(p.tensor_parallel_degree, p.expert_parallel_degree),
+            *(ac.mode, ac.selective_ac_option, ac.memory_budget),
+        )
+        w = Workload(config, self.args, pipeline, like=self._like.get(key))
+        self._like.setdefault(key, w)
+        return w
 
     # ---- legality
 
-    def _workload(self, config: Config) -> Workload | None:
-        """The workload of a configuration; None if it is illegal."""
+    def _pipeline(self, config: Config) -> PipelinePlan | None:
+        """The pipeline of a configuration; None if there is none, or it can't be split."""
+        p = config.parallelism
+        keys = [getattr(p, key) for key in PIPELINE_KEYS]
+        key = (p.pipeline_parallel_degree, config.training.local_batch_size, *keys)
+        if key not in self._pipelines:
+            try:
+                self._pipelines[key] = pipeline_stages(config, self._flops, self._tied)
+            except ConfigError as error:
+                self.refused[error.problems[0]] += 1
+                self._pipelines[key] = None
+        return self._pipelines[key]
+
+    def _is_legal(self, config: Config) -> bool:
         try:
             validate(config, self.world)
-            stages = pipeline_stages(config, self._flops, self._tied)
+            pipeline_stages(config, self._flops, self._tied)
         except ConfigError as error:
             self.refused[error.problems[0]] += 1
-            return None
-        return Workload(config, self.args, stages)
-
-
-def _checkpointed(config: Config, mode: Settings) -> Config:
-    ac = config.activation_checkpoint.model_copy(update=mode)
-    return config.model_copy(update={"activation_checkpoint": ac})
+            return False
+        return True
 
 
 def _near(rows: int, unit: int) -> str:

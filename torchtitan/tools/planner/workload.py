@@ -8,10 +8,10 @@ before tensor parallelism, E a block's experts, and k a token's, all equally loa
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any
 
 from torchtitan.config.converters import FLOAT8, MX, uses
@@ -39,8 +39,8 @@ FP8 = 1
 class PlannedStage:
     """A pipeline stage; without a pipeline, the whole model."""
 
-    rank: int
-    """Index along the `pp` axis."""
+    rank: int = field(compare=False)
+    """Index along the `pp` axis. Stages are equal if they hold the same."""
     kinds: tuple[int, ...]
     """Number of blocks of each kind, as in `Workload.blocks`."""
     has_embedding: bool
@@ -74,6 +74,9 @@ def _check_covered(config: Config, args: Any) -> DecoderArgs:
     return args
 
 
+_DECIDED_BY_A_BLOCKS_SPLIT = ("mixing", "linears", "expert_params", "block_params")
+
+
 class Workload:
     """One training step of `config` on each rank.
 
@@ -82,7 +85,13 @@ class Workload:
     """
 
     def __init__(
-        self, config: Config, args: Any, stages: PipelinePlan | None, *, kv_repeated: bool = False
+        self,
+        config: Config,
+        args: Any,
+        stages: PipelinePlan | None,
+        *,
+        kv_repeated: bool = False,
+        like: "Workload | None" = None,
     ):
         """
         Args:
@@ -91,6 +100,8 @@ class Workload:
             stages: the pipeline; None without one.
             kv_repeated: keys and values are copied for every query head before attention, as
             TorchTitan did when its tables were measured. This project's attention doesn't.
+            like: a workload of the same model, tensor- and expert-parallel degrees, and
+            checkpointing, to take the blocks from: a search makes thousands.
 
         Raises:
             UserError: the formulas don't cover this model family.
@@ -124,19 +135,32 @@ class Workload:
         self.predictions = 1 + args.n_mtp
         """Tokens that each token's hidden states predict."""
         self.kv_repeated = kv_repeated
-        kinds = {i: kind_of(args, i) for i in range(args.n_layers + self.predictions - 1)}
-        self._kinds = list(dict.fromkeys(kinds.values()))
-        self._kind_of_layer = {i: self._kinds.index(kind) for i, kind in kinds.items()}
-        self.kind = Counter(kinds.values()).most_common(1)[0][0]
+        if like is None:
+            kinds = [kind_of(args, i) for i in range(args.n_layers + self.predictions - 1)]
+            self._kinds = list(dict.fromkeys(kinds))
+            self._kind_of_layer = tuple(self._kinds.index(kind) for kind in kinds)
+            self.kind = Counter(kinds).most_common(1)[0][0]
+        else:
+            self._kinds, self._kind_of_layer, self.kind = (
+                like._kinds,
+                like._kind_of_layer,
+                like.kind,
+            )
+        self._shards: dict[PlannedStage, float] = {}
         self.blocks = [copy(self) for _ in self._kinds]
         """A workload for each kind of block."""
         for block, kind in zip(self.blocks, self._kinds, strict=True):
             block.kind = kind
+        if like is not None:
+            for mine, other in zip([self, *self.blocks], [like, *like.blocks], strict=True):
+                for name in _DECIDED_BY_A_BLOCKS_SPLIT:
+                    setattr(mine, name, getattr(other, name))
         rounded = in_eight_bits(config, "output", self.dim, self.vocab)
         self.output = Linear("output", self.dim, self.vocab // self.tp, rounded, recomputed=0.0)
         self.vocab_params = self.vocab * self.dim // self.tp
         """Parameters of the embedding, or the output projection, on one tensor-parallel rank."""
-        self.stages = list(self._stages())
+        self._split = _split(stages, self._kind_of_layer, len(self._kinds))
+        self.stages = self._split.stages
 
     # ---- of a kind of block
 
@@ -262,18 +286,27 @@ class Workload:
 
     def shard(self, stage: PlannedStage) -> float:
         """Parameters of a stage on one rank."""
-        counted = self.counted([stage])
-        others = self.params(stage) - sum(n * block.expert_params for block, n in counted)
-        padded = sum(n * block.expert_params * block.expert_padding for block, n in counted)
-        return others / self.fsdp + padded / self.efsdp
+        if stage not in self._shards:
+            counted = self.counted([stage])
+            others = self.params(stage) - sum(n * block.expert_params for block, n in counted)
+            padded = sum(n * block.expert_params * block.expert_padding for block, n in counted)
+            self._shards[stage] = others / self.fsdp + padded / self.efsdp
+        return self._shards[stage]
 
     @property
     def expert_rows(self) -> float:
         """Rows per token that a rank sends to experts and, with equal loads, receives."""
         return self.top_k / self.tp
 
-    def stages_of(self, pp_rank: int) -> list[PlannedStage]:
-        return [stage for stage in self.stages if stage.rank == pp_rank]
+    def stages_of(self, pp_rank: int) -> Sequence[PlannedStage]:
+        return self._split.of_rank[pp_rank]
+
+    @property
+    def unlike_ranks(self) -> tuple[int, ...]:
+        """The first and the last of the pipeline ranks whose stages hold the same: what ranks in
+        between keep is in between.
+        """
+        return self._split.unlike_ranks
 
     @cached_property
     def expert_padding(self) -> float:
@@ -289,17 +322,45 @@ class Workload:
         local_experts = max(1, self.experts // self.ep)
         return math.ceil(local_experts / self.efsdp) * self.efsdp / local_experts
 
-    def _stages(self) -> Iterator[PlannedStage]:
-        if self.pipeline is None:
-            yield PlannedStage(0, self._count(self._kind_of_layer), True, True)
-            return
-        for rank, names in zip(self.pipeline.ranks, self.pipeline.modules, strict=True):
-            layers = [int(name.split(".")[1]) for name in names if name.startswith("layers.")]
-            yield PlannedStage(
-                rank, self._count(layers), "tok_embeddings" in names, "output" in names
-            )
 
-    def _count(self, layers: Iterable[int]) -> tuple[int, ...]:
-        """Number of blocks of each kind."""
-        kinds = [self._kind_of_layer[layer] for layer in layers]
-        return tuple(kinds.count(kind) for kind in range(len(self._kinds)))
+@dataclass(frozen=True)
+class _Split:
+    """A model's stages."""
+
+    stages: tuple[PlannedStage, ...]
+    of_rank: tuple[tuple[PlannedStage, ...], ...]
+    unlike_ranks: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)  # a search asks for the same stages thousands of times
+def _split(pipeline: PipelinePlan | None, kind_of_layer: tuple[int, ...], kinds: int) -> _Split:
+    """The stages of a pipeline, or the only one.
+
+    Args:
+        kind_of_layer: index of each layer's kind.
+        kinds: how many there are.
+    """
+
+    def count(layers: Iterable[int]) -> tuple[int, ...]:
+        found = [kind_of_layer[layer] for layer in layers]
+        return tuple(found.count(kind) for kind in range(kinds))
+
+    if pipeline is None:
+        whole = (PlannedStage(0, count(range(len(kind_of_layer))), True, True),)
+        return _Split(whole, (whole,), (0,))
+    stages = tuple(
+        PlannedStage(
+            rank,
+            count(int(name.split(".")[1]) for name in names if name.startswith("layers.")),
+            "tok_embeddings" in names,
+            "output" in names,
+        )
+        for rank, names in zip(pipeline.ranks, pipeline.modules, strict=True)
+    )
+    of_rank = tuple(
+        tuple(stage for stage in stages if stage.rank == rank)
+        for rank in range(max(pipeline.ranks) + 1)
+    )
+    last = {held: rank for rank, held in enumerate(of_rank)}
+    unlike = {*last.values(), *(of_rank.index(held) for held in last)}
+    return _Split(stages, of_rank, tuple(sorted(unlike)))
