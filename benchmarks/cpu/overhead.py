@@ -36,7 +36,7 @@ def by_hand(run: Run) -> None:
 
     from torchtitan.models import get_spec
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     torch.manual_seed(0)

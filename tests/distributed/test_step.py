@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tests.rounding import assert_rounds, assert_trained_alike
 from tests.runs import EXPERTS, LR, arguments, full
@@ -163,6 +164,25 @@ def test_no_two_process_groups_have_the_same_ranks(alone):
         (512, {"pp": 2, "dp_replicate": 4, "dp_shard": 16, "cp": 2, "tp": 2}),
     ]
     assert alone(group_counts, layouts) == [1, 3, 3, 2, 5, 9]
+
+
+def sharded_weights(argv):
+    config = resolve(argv, 1).config
+    (model,) = build(config, preflight(config), torch.device("cpu")).models
+    return {isinstance(weight, DTensor) for weight in model.parameters()}
+
+
+def test_fsdp_leaves_the_weights_of_one_rank_alone(ranks, tmp_path):
+    """Unless it casts, accumulates in another type or offloads them."""
+    assert ranks(1, sharded_weights, arguments(tmp_path, steps=1))[0] == {False}
+    for keys in (
+        {"mixed_precision_param": "bfloat16"},
+        {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"},
+        {"enable_cpu_offload": "true"},
+    ):
+        flags = [f"--training.{key}={value}" for key, value in keys.items()]
+        argv = arguments(tmp_path, *flags, steps=1)
+        assert ranks(1, sharded_weights, argv)[0] == {True}, keys
 
 
 MAX_NORM = 0.05

@@ -14,6 +14,7 @@ from torchtitan.models.attention import backend
 from torchtitan.models.attention.backend import attention_backend, document_mask, window_masks
 from torchtitan.models.attention.interface import Scores
 from torchtitan.models.layers.norms import RMSNorm
+from torchtitan.models.layers.rope import apply_rope, rope_cache
 from torchtitan.models.rope_scaling import RopeScaling
 from torchtitan.optim.loss import cross_entropy
 from torchtitan.utils.errors import ConfigError
@@ -531,6 +532,40 @@ def test_flash_attention_3_replaces_2_on_hopper_if_installed(
     attention_backend("cuda")
     backend._activate_flash_attention_3.cache_clear()
     assert activated == expected
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_rotates_pairs_in_the_complex_plane(interleaved, monkeypatch):
+    """Forward by the angle, backward by its negative; and where a compiler or a DTensor sees each
+    operation, bit for bit the same.
+    """
+    torch.manual_seed(0)
+    cos, sin = rope_cache(8, 1e4, None, 5)
+    x = torch.randn(2, 5, 3, 10, requires_grad=True)  # the last two features are not rotated
+    upstream = torch.randn(2, 5, 3, 10)
+
+    def run():
+        out = apply_rope(x, cos, sin, interleaved=interleaved)
+        return out.detach(), *torch.autograd.grad(out, x, upstream)
+
+    def pairs(values, interleaved=False):
+        rotated = values[..., :8].double()
+        if interleaved:
+            return torch.view_as_complex(rotated.unflatten(-1, (4, 2)))
+        return torch.complex(*rotated.chunk(2, dim=-1))
+
+    out, gradient = run()
+    turn = torch.polar(torch.ones(5, 4).double(), torch.atan2(sin, cos)[:, :4].double())[:, None]
+    for got, expected in (
+        (pairs(out), pairs(x.detach(), interleaved) * turn),
+        (pairs(gradient, interleaved), pairs(upstream) * turn.conj()),
+    ):
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+    assert torch.equal(out[..., 8:], x[..., 8:])
+    assert torch.equal(gradient[..., 8:], upstream[..., 8:])
+    monkeypatch.setattr("torchtitan.models.layers.rope.runs_eagerly", lambda x: False)
+    for a, b in zip((out, gradient), run(), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_rms_norm_is_torchs():

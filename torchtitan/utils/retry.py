@@ -24,7 +24,20 @@ def retry(
         spread: wait 0.5 to 1.5 times as long; ranks that failed together try again at different
         times.
     """
-    import tenacity  # late: it imports asyncio
+    try:
+        return action()
+    except Exception as error:
+        if attempts == 1 or not may_pass(error):
+            raise
+        unseen = [error]
+
+    def attempt() -> Result:
+        if unseen:
+            raise unseen.pop()
+        return action()
+
+    # Only after an error: it imports asyncio, and takes longer than reading a row.
+    import tenacity
 
     def before_sleep(state: tenacity.RetryCallState) -> None:
         assert state.outcome is not None
@@ -36,11 +49,11 @@ def retry(
     if spread:
         shortest = tenacity.wait_exponential(multiplier=pause / 2)
         wait = shortest + tenacity.wait_random_exponential(multiplier=pause)
-    attempt = tenacity.Retrying(
+    retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception(lambda e: isinstance(e, Exception) and may_pass(e)),
         stop=tenacity.stop_after_attempt(attempts),
         wait=wait,
         before_sleep=before_sleep,
         reraise=True,
     )
-    return attempt(action)
+    return retrying(attempt)

@@ -89,4 +89,6 @@ def blank_row(seq_len: int) -> Row:
 
 def padded(ids: Row, seq_len: int) -> Row:
     """A row, without labels where ids are missing."""
-    return np.pad(ids, (0, seq_len + 1 - len(ids)), constant_values=IGNORE_INDEX)
+    row = blank_row(seq_len)
+    row[: len(ids)] = ids
+    return row

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan.models.args import DecoderArgs
+from torchtitan.models.layers.eager import runs_eagerly
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 
@@ -31,8 +31,9 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         on_cpu = x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
-        eager = not is_traceable_wrapper_subclass(x) and not torch.compiler.is_compiling()
-        fused = on_cpu and eager and self.weight is not None and not torch_is_before_2_13()
+        fused = (
+            on_cpu and runs_eagerly(x) and self.weight is not None and not torch_is_before_2_13()
+        )
         if fused:
             return _RMSNorm.apply(x, self.weight, self.eps)
         return super().forward(x)

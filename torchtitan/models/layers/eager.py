@@ -1,0 +1,12 @@
+"""When a layer may use a function of its own for the backward."""
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def runs_eagerly(x: Tensor) -> bool:
+    """Whether operations on `x` run as they are called: the compiler fuses them, and a DTensor has
+    a rule for each.
+    """
+    return not torch.compiler.is_compiling() and not is_traceable_wrapper_subclass(x)
