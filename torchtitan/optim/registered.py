@@ -5,8 +5,9 @@
 - `groups` are parameter groups: `params`, `lr`, `weight_decay` and `lr_scale`, which must stay in
   `param_groups`. The schedule sets each group's `lr` before every step. `optimizer` is the section
   `[optimizer]`.
-- Parameters and gradients are DTensors, sharded alike. Element-wise code may work on the shards
-  alone: `torchtitan.parallel.collectives.local(tensor)` is this rank's, which may be empty.
+- Parameters and gradients are DTensors, sharded alike; plain tensors on one rank in fp32.
+  Element-wise code may work on the shards alone: `torchtitan.parallel.collectives.local(tensor)` is
+  this rank's, which may be empty.
 - Gradients are the global batch's, already clipped. `param.grad` may be None. A step with
   `lr` 0 must leave the weights unchanged: a resume takes one, with zero gradients, to create the
   state that it loads.

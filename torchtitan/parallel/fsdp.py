@@ -1,7 +1,8 @@
 """FSDP2 (Zhao et al., arXiv:2304.11277) on each block and on the whole model.
 
 One path serves a single process, DDP, FSDP and HSDP: `fully_shard` applies on a mesh of one rank
-too, so mixed precision, offload and gradient accumulation are the same code everywhere.
+too, so mixed precision, offload and gradient accumulation are the same code everywhere. Where one
+rank asks for none of them, FSDP manages no weight.
 """
 
 from dataclasses import dataclass
