@@ -368,3 +368,38 @@ def test_report_counts_tokens():
     hours = 1e12 / (made["time"]["tokens_per_second_per_gpu"] * 8) / 3600
     assert made["run"]["gpu_hours"] == pytest.approx(8 * hours)
     assert made["memory"]["peak_gib"] == pytest.approx(predict_memory(w).reserved / GIB)
+
+
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 1000000,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+
+
+def test_a_model_from_hugging_face_needs_no_toml(tmp_path, capsys):
+    """Qwen3 8B has 8,190,735,360 parameters, by its model card's safetensors."""
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(QWEN3_8B))
+    written = tmp_path / "planned.toml"
+    options = ["--world=8", "--hardware=h100-sxm", "--json=-"]
+    for path in file, tmp_path:
+        assert main([str(path), *options, f"--write={written}", "--training.seq_len=2048"]) == 0
+        data = json.loads(capsys.readouterr().out)
+        (rank,) = data["memory"]["ranks"]
+        held = rank["parts_gib"]["parameters"] * 2**30 / 4 * 8
+        assert held == pytest.approx(8_190_735_360, rel=1e-9)
+        assert (data["seq_len"], data["global_batch_size"]) == (2048, 8)
+    assert resolve([f"--job.config_file={written}"], 8).config.training.seq_len == 2048
+    with pytest.raises(UserError, match="is not the folder of a Hugging Face model"):
+        main([str(tmp_path / "other.json"), *options])

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config.load.command_line import flag_text
 from torchtitan.tools.planner.budget import Failures, budget_of, budget_text
 from torchtitan.tools.planner.hardware import find_hardware
 from torchtitan.tools.planner.options import options_of, parse
@@ -27,6 +28,8 @@ from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_output
 
 _TERMINAL = "-"
+_SEQ_LEN = 4096
+"""Tokens per row of a model from Hugging Face, unless a flag says otherwise."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,6 +41,8 @@ def main(argv: list[str]) -> int:
     if options.from_run:
         return _compare_run(options, flags)
     hardware = find_hardware(options.hardware)
+    if options.config and is_hugging_face(Path(options.config)):
+        flags = _flags_of_model(Path(options.config), flags[1:])
     plan, layouts = make_plan(
         flags, options.world, hardware, searching=options.search, axes=options.axes
     )
@@ -86,6 +91,30 @@ def main(argv: list[str]) -> int:
             if file := getattr(options, option):
                 print(f"wrote {file}")
     return 0 if plan.fits else 1
+
+
+def is_hugging_face(path: Path) -> bool:
+    """Whether a configuration is a Hugging Face folder or its `config.json`."""
+    return path.is_dir() or path.suffix == ".json"
+
+
+def _flags_of_model(path: Path, flags: list[str]) -> list[str]:
+    """Flags that train a Hugging Face model, followed by those of the command line, which count."""
+    from torchtitan.tools.launch.model_choice import hugging_face_model
+
+    model = hugging_face_model(path.expanduser())
+    settings = {
+        "job.description": model.name,
+        "model.name": model.spec.name,
+        "model.flavor": model.flavor,
+        "training.seq_len": min(_SEQ_LEN, model.args.max_seq_len),
+        "training.local_batch_size": 1,
+        "compile.enable": True,
+    }
+    if model.folder and (model.folder / "tokenizer.json").exists():
+        settings["model.hf_assets_path"] = str(model.folder)
+    settings |= {f"model.overrides.{key}": value for key, value in model.overrides.items()}
+    return [f"--{key}={flag_text(key, value)}" for key, value in settings.items()] + flags
 
 
 def _compare_run(options: argparse.Namespace, flags: list[str]) -> int:

@@ -151,7 +151,7 @@ def find_model(text: str) -> ModelChoice:
     """
     folder = Path(text).expanduser()
     if folder.is_dir():
-        return _model_from_folder(folder)
+        return hugging_face_model(folder, "--model: ")
     family, _, flavor = text.partition("/")
     known = {spec.name: spec for spec in all_families()}
     if family not in known:
@@ -172,23 +172,32 @@ def find_model(text: str) -> ModelChoice:
     return ModelChoice(spec, same[0])
 
 
-def _model_from_folder(folder: Path) -> ModelChoice:
+def hugging_face_model(path: Path, said: str = "") -> ModelChoice:
+    """The model in a Hugging Face folder, or of a `config.json` alone.
+
+    Args:
+        said: starts messages, for example with the flag that named the path.
+
+    Raises:
+        UserError: there is no such model, or no family can represent it.
+    """
+    file = path / "config.json" if path.is_dir() else path
     try:
-        config = read_json_object(folder / "config.json")
+        config = read_json_object(file)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"--model: {folder} is not the folder of a Hugging Face model: {error}"
+            f"{said}{path} is not the folder of a Hugging Face model: {error}"
         ) from None
     from torchtitan.checkpoint.hf.convert import nearest_flavor  # imports torch
     from torchtitan.checkpoint.hf.opening import open_hf
 
     try:
-        if any(folder.glob("*.safetensors")):
-            spec, args = open_hf(folder)[1:3]
+        if path.is_dir() and any(path.glob("*.safetensors")):
+            spec, args = open_hf(path)[1:3]
         else:
             spec = spec_of_hf(config)
             args = hf_map(spec).args(config)
         flavor, overrides = nearest_flavor(spec, args)
     except ConfigError as error:
-        raise ConfigError([f"--model: {folder}: {problem}" for problem in error.problems]) from None
-    return ModelChoice(get_spec(spec.name), flavor, overrides, Path(os.path.abspath(folder)))
+        raise ConfigError([f"{said}{path}: {problem}" for problem in error.problems]) from None
+    return ModelChoice(get_spec(spec.name), flavor, overrides, Path(os.path.abspath(file.parent)))

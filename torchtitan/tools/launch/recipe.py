@@ -268,6 +268,13 @@ def _layout(plan: Plan) -> Choices:
             "parallelism.pipeline_parallel_schedule": f"idle for {plan.time.bubble:.1%} of a step",
             "parallelism.pipeline_parallel_microbatch_size": "rows of a microbatch",
         }
+    if p.pipeline_parallel_layers_per_stage:
+        keys |= {
+            "parallelism.pipeline_parallel_layers_per_stage": f"{plan.stages_per_rank} stages "
+            "per rank, which wait less for each other",
+            "parallelism.pipeline_parallel_first_stage_less_layers": "for the embedding",
+            "parallelism.pipeline_parallel_last_stage_less_layers": "for the output projection",
+        }
     if plan.workload.world == 1:
         del keys[f"parallelism.{DEGREE_KEYS['dp_shard']}"]
     return {key: Choice(read(plan.config, key), f"{text} (planned)") for key, text in keys.items()}

@@ -135,7 +135,10 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Na
 def _missing(options: argparse.Namespace, flags: list[str]) -> Iterator[str]:
     """What a plan needs and the command line doesn't say, with the choices."""
     if not flags:
-        yield f"CONFIG.toml: one of {', '.join(shipped_configs())}, or a file"
+        yield (
+            f"CONFIG.toml: one of {', '.join(shipped_configs())}, a file, or a Hugging Face folder "
+            "or config.json"
+        )
     if options.world is None:
         yield "--world N: the number of GPUs"
     if options.hardware is None:
