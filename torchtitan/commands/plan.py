@@ -24,6 +24,7 @@ from torchtitan.tools.planner.render import (
     search_data,
     search_table,
 )
+from torchtitan.tools.planner.sizes import compare_sizes, sizes_data, sizes_table
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_output
 
@@ -43,9 +44,18 @@ def main(argv: list[str]) -> int:
     hardware = find_hardware(options.hardware)
     if options.config and is_hugging_face(Path(options.config)):
         flags = _flags_of_model(Path(options.config), flags[1:])
-    plan, layouts = make_plan(
-        flags, options.world, hardware, searching=options.search, axes=options.axes
-    )
+    sizes = None
+    if options.world is None:
+        sizes = compare_sizes(
+            flags, hardware, axes=options.axes, tokens=options.tokens, days=options.days
+        )
+    world = sizes.chosen.world if sizes else options.world
+    if sizes and not options.search:
+        plan, layouts = sizes.chosen.plan, None
+    else:
+        plan, layouts = make_plan(
+            flags, world, hardware, searching=options.search, axes=options.axes
+        )
     other = None
     if options.compare:
         other_flags = [*flags, f"--job.config_file={options.compare[-1]}"]  # the last file counts
@@ -63,6 +73,7 @@ def main(argv: list[str]) -> int:
     )
     data |= {"budget": asdict(budget)} if budget else {}
     data |= {"search": search_data(layouts)} if layouts else {}
+    data |= {"sizes": sizes_data(sizes, options.money)} if sizes else {}
     data |= {"compared": as_data(other, options.tokens)} if other else {}
     if options.json and options.json != _TERMINAL:
         _write(options.json, json.dumps(data, indent=1) + "\n")
@@ -70,6 +81,7 @@ def main(argv: list[str]) -> int:
         shown = data | pictures(
             plan, [proposal.plan for proposal in layouts.best] if layouts else []
         )
+        shown |= {"scaling": data["sizes"]} if sizes else {}
         _write(options.html, page(shown))
         _write(str(Path(options.html).with_suffix(".json")), json.dumps(shown, indent=1) + "\n")
     if options.schedule_svg:
@@ -82,7 +94,8 @@ def main(argv: list[str]) -> int:
     if options.json == _TERMINAL:
         print(json.dumps(data, indent=1))
     else:
-        tables = [search_table(layouts)] if layouts else []
+        tables = [sizes_table(sizes, options.money)] if sizes else []
+        tables += [search_table(layouts)] if layouts else []
         tables += [comparison(plan, other)] if other else []
         tables.append(as_text(plan, options.tokens))
         tables += [budget_text(budget, plan, failures, options.money)] if budget else []

@@ -13,7 +13,12 @@ from torchtitan.utils.assets import shipped_configs
 def options_of(description: str | None) -> argparse.ArgumentParser:
     parser = command_parser("plan", description)
     add = parser.add_argument
-    add("--world", type=count, metavar="N", help="number of ranks; required")
+    add(
+        "--world",
+        type=count,
+        metavar="N",
+        help="number of ranks; without it, the best plans on 1, 2, 4, ... GPUs are compared",
+    )
     add(
         "--hardware",
         metavar="NAME",
@@ -32,6 +37,13 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
         type=_tokens,
         metavar="N",
         help="tokens to train on, for example 15e12 (default: those of training.steps)",
+    )
+    add(
+        "--days",
+        type=_positive,
+        metavar="D",
+        help="without --world: plan the fewest GPUs that train so many tokens in D days (default: "
+        "the fewest that the model fits on)",
     )
     add(
         "--money",
@@ -120,6 +132,8 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Na
         )
     if options.axes and not options.search:
         parser.error("--axes needs --search")
+    if options.days and (options.world or options.from_run):
+        parser.error("--days chooses the number of GPUs; drop it, or --world")
     if options.from_run and (options.config or options.world or options.search or options.compare):
         parser.error(
             "--from-run takes the configuration and the number of ranks from the run; "
@@ -139,7 +153,7 @@ def _missing(options: argparse.Namespace, flags: list[str]) -> Iterator[str]:
             f"CONFIG.toml: one of {', '.join(shipped_configs())}, a file, or a Hugging Face folder "
             "or config.json"
         )
-    if options.world is None:
+    if options.compare and options.world is None:
         yield "--world N: the number of GPUs"
     if options.hardware is None:
         yield (

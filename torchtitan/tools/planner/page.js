@@ -206,7 +206,8 @@ function search() {
 }
 
 function scaling() {
-  const made = element(section("Other numbers of GPUs", "The same plan with more or fewer shards and the same rows per rank."), "div", {class: "pair"});
+  const made = element(section("Other numbers of GPUs", data.sizes ? "The best layout on each." :
+    "The same plan with more or fewer shards and the same rows per rank."), "div", {class: "pair"});
   const worlds = data.scaling.map(p => p.world);
   const kinds = {fits: {...KINDS.fits, alpha: 1, size: 1}, large: {...KINDS.large, alpha: 1, size: 1},
     own: {name: "this plan", shape: SHAPES.ring, color: "var(--text)", size: 1.5}};

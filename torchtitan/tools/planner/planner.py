@@ -125,11 +125,13 @@ def find_layouts(
     axes: tuple[str, ...] = (),
     *,
     show_configured: bool = True,
+    only_best: bool = False,
 ) -> tuple[SearchResult, tuple[str, ...]]:
     """Search from the configuration of `argv`, whose layout need not be one of `world` ranks.
 
     Args:
         show_configured: show the layout of `argv` beside the others.
+        only_best: as for `search`.
 
     Returns:
         What the search found, perhaps nothing that fits, and notes on the plan.
@@ -169,7 +171,14 @@ def find_layouts(
     except ConfigError as error:
         notes.append(f"the file's own layout is refused on {world} ranks: {error.problems[0]}")
     result = search(
-        start.config, setup.spec, setup.args, world, hardware=hardware, axes=axes, baseline=baseline
+        start.config,
+        setup.spec,
+        setup.args,
+        world,
+        hardware=hardware,
+        axes=axes,
+        baseline=baseline,
+        only_best=only_best,
     )
     if math.isinf(result.smallest_gib):
         raise ConfigError(

@@ -78,6 +78,8 @@ def complexity(config: Config, original: Config) -> int:
 class Frontier:
     """The candidates that no other beats, and the fastest of each kind."""
 
+    only_best: bool = False
+    """Keep those that can be proposed first only."""
     all: list[Candidate] = field(default_factory=list)
     kinds: dict[tuple[str, ...], Candidate] = field(default_factory=dict)
     speed: float = 0.0
@@ -89,9 +91,9 @@ class Frontier:
         """Whether a candidate, or any that it beats, may be worth showing."""
         known = self.kinds.get(candidate.kind)
         faster = known is None or candidate.speed > known.speed
-        if faster and candidate.speed >= _OTHER_KIND * self.speed:
+        if faster and not self.only_best and candidate.speed >= _OTHER_KIND * self.speed:
             return True
-        worthwhile = candidate.low >= WORTHWHILE * self.low
+        worthwhile = candidate.low >= (ALIKE if self.only_best else WORTHWHILE) * self.low
         return worthwhile and not any(other.beats(candidate) for other in self.all)
 
     def add(self, candidate: Candidate) -> None:

@@ -81,6 +81,7 @@ def search(
     *,
     axes: tuple[str, ...] = (),
     baseline: Plan | None = None,
+    only_best: bool = False,
 ) -> SearchResult:
     """Price every legal layout of `world` ranks.
 
@@ -88,11 +89,13 @@ def search(
         config: derived. Its degrees, batch split, schedule and checkpointing mode don't matter.
         axes: names from `axes.AXES` to vary, too.
         baseline: the plan of the layout that the configuration states, to show beside the others.
+        only_best: propose nothing but the first, which is several times as fast.
     """
     state = _Search(config, spec, args, world, hardware=hardware, axes=axes)
+    state.frontier.only_best = only_best
     state.run()
     best = []
-    for candidate, why in propose(state.frontier):
+    for candidate, why in propose(state.frontier)[: 1 if only_best else None]:
         validate(candidate.workload.config, world)
         best.append(Proposal(predict(candidate.workload, spec, hardware), why))
     if best and baseline is not None:
@@ -301,7 +304,8 @@ class _Search:
         candidate = Candidate(speed, speed * certain, gib, burden, workload=w)
         wanted = plan.chance_to_fit >= LIKELY and self.frontier.wants(candidate)
         cell = round(gib), round(100 * math.log(speed))
-        if (wanted or cell not in self.points) and self._is_legal(config):
+        shown = wanted or (cell not in self.points and not self.frontier.only_best)
+        if shown and self._is_legal(config):
             self.points.setdefault(cell, (round(gib, 1), float(f"{speed:.3g}")))
             if wanted:
                 self.frontier.add(candidate)

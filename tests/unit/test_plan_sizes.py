@@ -1,0 +1,64 @@
+"""How many GPUs a run needs: the curve over their number, and the fewest that are fast enough."""
+
+import json
+
+import pytest
+
+from tests.plans import H100
+from torchtitan.commands.plan import main
+from torchtitan.tools.planner import sizes
+from torchtitan.tools.planner.planner import make_plan
+from torchtitan.utils.errors import UserError
+
+MODEL = ["--model.flavor=8B", "--training.seq_len=8192", "--training.global_batch_size=64"]
+RUN = [*MODEL, "--compile.enable", "--hardware=h100-sxm"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """8B in 80 days: 1e12 tokens at 7,000 to 8,500 tokens/s per GPU take 17 GPUs or more."""
+    file = tmp_path_factory.mktemp("plan") / "plan.json"
+    days = ["--tokens=1e12", "--days=80", "--money=2", f"--json={file}"]
+    assert main([*RUN, *days]) == 0
+    return json.loads(file.read_text())
+
+
+def test_the_fewest_gpus_that_are_fast_enough(data):
+    """16 bytes per parameter of 8.03 B are 120 GiB: two GPUs of 80 GB hold them, one doesn't."""
+    curve = data["sizes"]
+    assert [size["world"] for size in curve] == [2, 4, 8, 16, 32, 64, 128, 256, 512]
+    assert [size["world"] for size in curve if size["chosen"]] == [32] == [data["world"]]
+    for size in curve:
+        speed = size["tokens_per_second_per_gpu"] * size["world"]
+        assert size["days"] == pytest.approx(1e12 / speed / 86400)
+        assert (size["days"] <= 80) == (size["world"] >= 32)
+        assert size["cost"] == pytest.approx(2 * 24 * size["days"] * size["world"])
+
+
+def test_each_size_has_the_plan_that_a_search_proposes_first(data):
+    for size in data["sizes"]:
+        if size["world"] in (2, 16):
+            plan, _ = make_plan([*MODEL, "--compile.enable"], size["world"], H100, searching=True)
+            assert size["layout"] == plan.layout
+            assert size["tokens_per_second_per_gpu"] == plan.tokens_per_second
+
+
+def test_without_days_the_fewest_gpus_that_the_model_fits_on(capsys, monkeypatch):
+    monkeypatch.setattr(sizes, "USUAL", 4)
+    assert main(RUN) == 0
+    out = capsys.readouterr().out
+    assert "The fewest that fit: 2 x h100-sxm" in out
+    assert "llama3 8B on 2 x h100-sxm" in out
+
+
+def test_too_few_days_are_said():
+    with pytest.raises(
+        UserError, match=r"--days 0\.1: up to 16,384 x h100-sxm, 1\.00T tokens take"
+    ):
+        main([*RUN, "--tokens=1e12", "--days=0.1"])
+
+
+def test_days_choose_the_number_of_gpus(capsys):
+    with pytest.raises(SystemExit):
+        main([*RUN, "--world=8", "--days=30"])
+    assert "--days chooses the number of GPUs; drop it, or --world" in capsys.readouterr().err
