@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from tests.plans import NONE, ONE_ROW, SPEC, workload
+from tests.plans import H100, NONE, ONE_ROW, SPEC, workload
 from torchtitan.commands import train as command
 from torchtitan.config import load_config
-from torchtitan.tools.planner.advice import advice, smaller
+from torchtitan.tools.planner.advice import advice, smaller, wasteful
 from torchtitan.tools.planner.memory import GIB, predict_memory
+from torchtitan.tools.planner.planner import make_plan
+from torchtitan.tools.planner.predict import predict
 from torchtitan.utils.errors import OutOfMemoryError
 
 BASE = ["--model.flavor=8B", NONE, "--training.seq_len=8192", "--training.local_batch_size=2",
@@ -91,3 +93,25 @@ def test_the_launcher_adds_the_advice(monkeypatch, tmp_path, capsys):
     assert command.main(["--nproc-per-node=2", *argv]) == OutOfMemoryError.exit_code
     error = capsys.readouterr().err
     assert "rank 1 ended with exit code 12\nWhat lowers the planned peak of" in error
+
+
+def test_settings_that_save_nothing_are_said():
+    """Two chunks of 1,024 x 128,256 logits save at most 16 bytes of each half, 1 GB; the gradient
+    of the output projection that they add up takes 8 bytes of 4,096 x 128,256 parameters, 4 GB.
+    """
+    argv = ["--model.flavor=8B", "--training.seq_len=1024", "--training.local_batch_size=1"]
+    argv += [NONE, "--training.loss_chunks"]
+    plans = {n: predict(workload(*argv, str(n), world=8), SPEC, H100) for n in (1, 2)}
+    assert plans[2].peak_gib > plans[1].peak_gib + 2.5
+    (said,) = wasteful(plans[2])
+    assert said.startswith("by this plan, training.loss_chunks = 1 takes less memory")
+    assert not list(wasteful(plans[1]))
+    made, _ = make_plan([*argv, "2"], 8, H100)
+    assert said in made.notes
+
+
+def test_a_search_proposes_no_setting_that_saves_nothing():
+    argv = ["--model.flavor=8B", "--training.seq_len=1024", "--training.global_batch_size=8"]
+    _, found = make_plan(argv, 8, H100, searching=True, axes=("loss_chunks",))
+    shown = [proposal.plan for proposal in found.best if not proposal.baseline]
+    assert [list(wasteful(plan)) for plan in shown] == [[] for _ in shown]

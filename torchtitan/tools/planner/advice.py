@@ -204,6 +204,32 @@ def _shortened(before: Plan, after: Plan) -> str:
 # ---- memory
 
 
+def wasteful(plan: Plan) -> Iterator[str]:
+    """Settings that should save memory, but by the plan take more, and no less time: recomputation
+    that keeps more than it drops, and chunks of a loss that are smaller than the gradient they add.
+    """
+    w = plan.workload
+    chunks = w.config.training.loss_chunks
+    leaner: list[Settings] = []
+    if plan.checkpointing != "none":
+        leaner.append({_MODE: "none"})
+    if chunks > 1:
+        leaner.append({"training.loss_chunks": chunks // 2})
+    for settings in leaner:
+        try:
+            other = derived_workload(applied(w.config, settings), plan.spec, w.world)
+        except ConfigError:
+            continue
+        after = predict(other, plan.spec, plan.hardware)
+        gain = after.tokens_per_second / plan.tokens_per_second - 1
+        if after.peak_gib < _SMALLER * plan.peak_gib and gain >= 0:
+            yield (
+                f"by this plan, {show_settings(settings)} takes less memory "
+                f"({show_gib(after.peak_gib)} instead of {show_gib(plan.peak_gib)}) and isn't "
+                f"slower ({gain:+.1%})"
+            )
+
+
 @dataclass(frozen=True)
 class Saving:
     """A legal change that lowers the peak."""

@@ -11,6 +11,7 @@ from torchtitan.config import Resolved, complete, load_config
 from torchtitan.config.derive import replace, stages_of
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.sections.schema import Config
+from torchtitan.tools.planner.advice import wasteful
 from torchtitan.tools.planner.axes import KEYS, read
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.layouts import any_layout
@@ -56,7 +57,7 @@ def make_plan(
         plan = result.best[0].plan
     else:
         plan, notes = _plan_of(complete(load_config(argv), world, check=False), world, hardware)
-    return dataclasses.replace(plan, notes=(*plan.notes, *notes)), result
+    return dataclasses.replace(plan, notes=(*plan.notes, *notes, *wasteful(plan))), result
 
 
 def _plan_of(resolved: Resolved, world: int, hardware: Hardware) -> tuple[Plan, tuple[str, ...]]:

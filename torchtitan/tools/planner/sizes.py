@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.config.derive import layout_name
+from torchtitan.tools.planner.advice import wasteful
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.planner import find_layouts
 from torchtitan.tools.planner.predict import Plan
@@ -79,7 +80,7 @@ def compare_sizes(
         else:
             if search.best:
                 plan = search.best[0].plan
-                plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
+                plan = dataclasses.replace(plan, notes=(*plan.notes, *notes, *wasteful(plan)))
                 size = Size(plan, run_of(plan, tokens))
                 sizes.append(size)
                 if chosen is None and (days is None or size.days <= days):
