@@ -25,8 +25,10 @@ from torchtitan.tools.planner.render import (
     search_table,
 )
 from torchtitan.tools.planner.sizes import compare_sizes, sizes_data, sizes_table
+from torchtitan.tools.planner.trials import fastest_trial, trial_files
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_output
+from torchtitan.utils.wording import plural
 
 _TERMINAL = "-"
 _SEQ_LEN = 4096
@@ -41,6 +43,8 @@ def main(argv: list[str]) -> int:
     options, flags = parse(parser(), argv or ["--help"])
     if options.from_run:
         return _compare_run(options, flags)
+    if options.adopt:
+        return _adopt(options)
     hardware = find_hardware(options.hardware)
     if options.config and is_hugging_face(Path(options.config)):
         flags = _flags_of_model(Path(options.config), flags[1:])
@@ -62,6 +66,11 @@ def main(argv: list[str]) -> int:
         other, _ = make_plan(other_flags, options.world, hardware)
     if options.write:
         _write(options.write, planned_toml(plan, flags))
+    tried: dict[Path, bytes] = {}
+    if options.trials and layouts:
+        best = [proposal.plan for proposal in layouts.best if proposal.plan.fits]
+        tried = trial_files(best[: options.trials], flags, Path(options.write))
+        write_output(tried)
     data: dict[str, Any] = as_data(plan, options.tokens) | origin(argv, planned_toml(plan, flags))
     failures = (
         Failures(options.mtbf, options.storage * 1e9, options.restart) if options.mtbf else None
@@ -103,7 +112,19 @@ def main(argv: list[str]) -> int:
         for option in ("write", "json", "html", "schedule_svg"):
             if file := getattr(options, option):
                 print(f"wrote {file}")
+        if tried:
+            *_, script = tried
+            print(
+                f"to measure {plural(len(tried) - 1, 'layout')} and adopt the fastest: sh {script}"
+            )
     return 0 if plan.fits else 1
+
+
+def _adopt(options: argparse.Namespace) -> int:
+    table, toml = fastest_trial(Path(options.adopt))
+    write_output({Path(options.write): toml})
+    print(f"{table}\nwrote {options.write}")
+    return 0
 
 
 def is_hugging_face(path: Path) -> bool:

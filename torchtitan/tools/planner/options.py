@@ -91,6 +91,19 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         help=f"what else --search varies. {varied}",
     )
     add(
+        "--try",
+        dest="trials",
+        type=count,
+        metavar="N",
+        help="with --search and --write: also write the best N, and a script that trains each for "
+        "20 steps and writes the fastest instead",
+    )
+    add(
+        "--adopt",
+        metavar="DIR",
+        help="write the fastest of the layouts that were tried in this folder to --write",
+    )
+    add(
         "--compare",
         nargs="+",
         metavar="TOML",
@@ -132,6 +145,10 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Na
         )
     if options.axes and not options.search:
         parser.error("--axes needs --search")
+    if options.trials and not (options.search and options.write):
+        parser.error("--try needs --search, and --write for the fastest")
+    if options.adopt and not options.write:
+        parser.error("--adopt needs --write, the file for the fastest")
     if options.days and (options.world or options.from_run):
         parser.error("--days chooses the number of GPUs; drop it, or --world")
     if options.from_run and (options.config or options.world or options.search or options.compare):
@@ -141,7 +158,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Na
         )
     if options.calibrate and not options.from_run:
         parser.error("--calibrate needs --from-run: a hardware file is fitted to a run")
-    if not options.from_run and (missing := list(_missing(options, flags))):
+    if not (options.from_run or options.adopt) and (missing := list(_missing(options, flags))):
         parser.error("name\n" + "\n".join(f"  {line}" for line in missing))
     return options, flags
 
