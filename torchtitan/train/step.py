@@ -128,10 +128,15 @@ class Update:
         self.components = components
         self.max_norm = max_norm
         self.agree = agree
+        # Listing the parameters of all modules in each step would take as long as their update.
+        self._parameters = [p for model in components.models for p in model.parameters()]
+
+    def _gradients(self) -> list[Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
 
     def clip(self) -> Tensor:
         """Compute the norm of the gradients, and clip them if this kind of update does it here."""
-        return _norm(self.components, _gradients(self.components))
+        return _norm(self.components, self._gradients())
 
     def queue_update(self, loss: Tensor, norm: Tensor, tokens: Tensor) -> None:
         """Queue the update on the device before the host reads loss and norm, if this kind does.
@@ -159,7 +164,7 @@ class HostUpdate(Update):
     """Updates the weights after the host has approved loss and gradient norm."""
 
     def clip(self) -> Tensor:
-        gradients = _gradients(self.components)
+        gradients = self._gradients()
         norm = _norm(self.components, gradients)
         if self.max_norm > 0:
             scale(gradients, _clip_factor(norm, self.max_norm))
@@ -229,10 +234,6 @@ def _end_step(components: Components, skip: Tensor | None) -> None:
     for component in (components.experts, components.qk_clip):
         if component is not None:
             component.step(skip)
-
-
-def _gradients(components: Components) -> list[Tensor]:
-    return [p.grad for model in components.models for p in model.parameters() if p.grad is not None]
 
 
 def _norm(components: Components, gradients: list[Tensor]) -> Tensor:
