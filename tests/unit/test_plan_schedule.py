@@ -67,7 +67,7 @@ NAMED = [
     ("GPipe", 1),
     ("1F1B", 1),
     ("Interleaved1F1B", 2),
-    ("Interleaved1F1B", 4),
+    ("Interleaved1F1B", 8),
     ("LoopedBFS", 2),
     ("InterleavedZeroBubble", 2),
     ("ZBVZeroBubble", 2),

@@ -16,6 +16,7 @@ from torchtitan.config.derive import AXES, DEGREE_KEYS, layout_degrees, replace
 from torchtitan.config.rules import table
 from torchtitan.tools.planner.axes import settings_of
 from torchtitan.tools.planner.layouts import any_layout
+from torchtitan.tools.planner.memory import memory_of
 from torchtitan.tools.planner.planner import make_plan
 from torchtitan.tools.planner.predict import derived_workload, predict
 from torchtitan.tools.planner.proposals import Candidate, Frontier, complexity, propose
@@ -148,6 +149,17 @@ def all_orders(pp):
 
 def figures(plan):
     return plan.layout, plan.tokens_per_second, plan.peak_gib
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_the_ranks_that_a_search_looks_at_need_most(schedule):
+    """Of 16 ranks, some hold fewer layers, and each keeps another number of microbatches."""
+    key = "--parallelism.pipeline_parallel"
+    pipeline = [f"{key}_degree=16", f"{key}_schedule={schedule}", "--training.local_batch_size=32"]
+    w = workload("--model.flavor=405B", "--compile.enable", *pipeline, world=16)
+    assert 2 <= len(w.unlike_ranks) < 16
+    most = max(memory_of(w, rank).reserved for rank in range(16))
+    assert max(memory_of(w, rank).reserved for rank in w.unlike_ranks) == most
 
 
 def test_a_search_interleaves_as_deep_as_it_pays(monkeypatch):
