@@ -8,15 +8,16 @@ in the tables below.
 import csv
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config import load_config
 from torchtitan.models import get_spec
-from torchtitan.tools.planner.costs import step_time
+from torchtitan.tools.planner.costs import StepTime, step_time
 from torchtitan.tools.planner.hardware import Hardware, find_hardware
 from torchtitan.tools.planner.predict import derived_workload
-from torchtitan.tools.planner.workload import Workload
+from torchtitan.tools.planner.workload import Software, Workload
 from torchtitan.utils.errors import ConfigError
 
 FILES = tuple(Path(__file__).with_name(name) for name in ("published.csv", "elsewhere.csv"))
@@ -34,10 +35,11 @@ HARDWARE: dict[str, tuple[str, dict[str, Any]]] = {
     "h100-sxm, 800 Gb/s a node": ("h100-sxm", {"network": 800e9 / 8 / 8}),
 }
 """Names in the files that are not of this project's hardware: its name, and what is different."""
-SYSTEMS: dict[str, dict[str, float]] = {"Megatron": {"attention": 1.6}}
+SYSTEMS: dict[str, dict[str, float]] = {"Megatron": {"attention": 1.6, "host_launch": 1.7}}
 """Factors of a system's kernels on the constants of the hardware, which hold for PyTorch's own.
 NVIDIA's uses cuDNN's attention, on Hopper about that much faster than FlashAttention-2: an
-estimate, after Shah et al., arXiv:2407.08608.
+estimate, after Shah et al., arXiv:2407.08608. What the host does for a kernel follows from the two
+rows marked `host`.
 """
 LLAMA_2 = {"n_kv_heads": 8, "vocab_size": 32000, "rope_theta": 10000.0}
 
@@ -79,7 +81,9 @@ MIXTURES = {
     "Moonlight-16B-A3B": "deepseek_v3",
     "120b": "gpt_oss",
 }
-"""Families of flavors with experts; all other flavors are of Llama 3."""
+"""Families of flavors with experts."""
+DENSE = {"32B": "qwen3"}
+"""Families of others; the rest are of Llama 3."""
 UNKNOWN_MODELS = ("nano-1B",)
 """Models whose sizes no source states."""
 CHECKPOINTING = {
@@ -98,7 +102,10 @@ class Row:
     """One published measurement."""
 
     id: str
-    fit: bool
+    fit: str
+    """What was fitted to the row: `fit`, the constants; `host`, the launches of its system; or
+    nothing.
+    """
     system: str
     model: str
     hardware: Hardware
@@ -116,6 +123,10 @@ class Row:
             update={key: getattr(hw, key) * factor for key, factor in factors.items()}
         )
 
+    @cached_property
+    def time(self) -> StepTime:
+        return step_time(self.workload, self.on({}))
+
     def predicted(self, changed: Mapping[str, Mapping[str, float]] | None = None) -> float:
         """Tokens per second and GPU."""
         return step_time(self.workload, self.on(changed or {})).tokens_per_second
@@ -125,7 +136,7 @@ def load(file: Path) -> list[Row]:
     """The rows of a file in the format of either, except those whose settings no source states."""
     out = []
     for row in csv.DictReader(file.open()):
-        if row["model"] in UNKNOWN_MODELS or not (row.get("local_bs") or row.get("mbs")):
+        if _refusal(row):
             continue
         name, different = HARDWARE.get(row["hw"], (row["hw"], {}))
         system = row.get("system", TORCHTITAN)
@@ -133,15 +144,40 @@ def load(file: Path) -> list[Row]:
             hw = find_hardware(name).model_copy(update=different)
             config = load_config(_arguments(row)).config
             spec = get_spec(config.model.name)
-            workload = derived_workload(
-                config, spec, int(row["gpus"]), kv_repeated=system == TORCHTITAN
-            )
+            workload = derived_workload(config, spec, int(row["gpus"]), _software(row, system))
         except ConfigError as error:
             raise SystemExit(f"{file}: {row['id']}: {error}") from None
         tps, memory = (float(row[key]) if row[key] else None for key in ("tps_gpu", "mem_gib"))
-        fit = bool(row["fit"])
-        out.append(Row(row["id"], fit, system, row["model"], hw, workload, tps, memory))
+        out.append(Row(row["id"], row["fit"], system, row["model"], hw, workload, tps, memory))
     return out
+
+
+def refusals(file: Path) -> dict[str, str]:
+    """Rows of a file that can't be planned, and why."""
+    rows = list(csv.DictReader(file.open()))
+    return {row["id"]: reason for row in rows if (reason := _refusal(row))}
+
+
+def _refusal(row: dict[str, str]) -> str | None:
+    if row["model"] in UNKNOWN_MODELS:
+        return "no source states the sizes of the model"
+    if not (row.get("local_bs") or row.get("mbs")):
+        return "no source states the rows per GPU"
+    return None
+
+
+def _family(flavor: str) -> str:
+    return (MIXTURES | DENSE).get(flavor, "llama3")
+
+
+def _software(row: dict[str, str], system: str) -> Software:
+    return Software(
+        kv_repeated=system == TORCHTITAN,
+        fused_dispatch=row.get("dispatch") == "fused",
+        launches_alone=system == "Megatron",
+        overlaps_experts=row.get("overlap") == "1",
+        cuda_graphs=row.get("graphs") == "1",
+    )
 
 
 def _arguments(row: dict[str, str]) -> list[str]:
@@ -157,7 +193,7 @@ def _arguments(row: dict[str, str]) -> list[str]:
     loss = row.get("date", "") >= LOSS_COMPILED_SINCE or not own
     moe = flavor in MIXTURES
     settings: dict[str, Any] = {
-        "model.name": MIXTURES.get(flavor, "llama3"),
+        "model.name": _family(flavor),
         "model.flavor": flavor,
         **{f"model.overrides.{key}": value for key, value in overrides.items()},
         "parallelism.data_parallel_replicate_degree": row["dp_rep"],
@@ -196,7 +232,7 @@ def _stages(flavor: str, overrides: Mapping[str, Any], pp: int, per_stage: str) 
     """Layers per stage; the embedding and the output count as a layer where only then the stages
     come out even. What predicts further tokens is a layer.
     """
-    args: Any = get_spec(MIXTURES.get(flavor, "llama3")).flavors[flavor]
+    args: Any = get_spec(_family(flavor)).flavors[flavor]
     layers = args.n_layers + overrides.get("n_mtp", 0)
     even = bool(per_stage) and (layers % (int(per_stage) * pp) == 0 or flavor == "8B")
     key = "parallelism.pipeline_parallel_"

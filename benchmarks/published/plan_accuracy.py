@@ -16,20 +16,20 @@ import itertools
 import math
 import statistics
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import plan_schedules
-from _measurements import FILES, TORCHTITAN, Row, load
+from _measurements import FILES, TORCHTITAN, Row, load, refusals
 from scipy.optimize import least_squares, minimize
 from scipy.stats import spearmanr
 
 from torchtitan.tools.planner.hardware import load_hardware
 from torchtitan.tools.planner.memory import hidden_bytes, memory_of, pipeline_bytes
-from torchtitan.tools.planner.predict import SPEED_DEVIATIONS, features, memory_band
+from torchtitan.tools.planner.predict import NOTED_HOST, SPEED_DEVIATIONS, features, memory_band
 from torchtitan.tools.planner.workload import Workload
 
 COLUMNS = (
@@ -86,7 +86,7 @@ def fit(rows: list[Row]) -> Constants:
     logarithms.
     """
     by_id = {row.id: row for row in rows}
-    marked = [row for row in rows if row.fit]
+    marked = [row for row in rows if row.fit == "fit"]
     faster, slower, gain = (by_id.get(part, part) for part in ROWWISE_OVER_BF16)
     systems = sorted({row.system for row in marked} - {TORCHTITAN})
     every = sorted(load_hardware())
@@ -115,7 +115,9 @@ def fit(rows: list[Row]) -> Constants:
 
 # ---- bands
 
-SHARE = 0.92
+FREEDOM = 8
+"""Degrees of freedom of the errors' distribution."""
+SHARE = 0.91
 """Of the rows that are within bands fitted to them: a little more than the 90 % that must be, of
 rows left out.
 """
@@ -131,7 +133,8 @@ class Bands:
     width: float
 
     def of(self, row: Row) -> float:
-        return self.width * math.hypot(*(self.deviations[name] for name in row_features(row)))
+        known = [self.deviations[name] for name in row_features(row)]
+        return self.width * math.hypot(*known, row.time.host_doubt)
 
 
 def row_features(row: Row) -> list[str]:
@@ -141,20 +144,22 @@ def row_features(row: Row) -> list[str]:
 
 
 def fit_bands(off: Errors) -> Bands:
-    """Deviations by maximum likelihood of normal errors whose variances add up; their number that
-    holds `SHARE`.
+    """Deviations by maximum likelihood of errors whose variances add up, distributed like Student's
+    t: a few rows are far off. And their number that holds `SHARE`.
     """
     names = list(SPEED_DEVIATIONS)
     uses = np.array([[name in row_features(row) for name in names] for row, _ in off], dtype=float)
+    host = np.array([row.time.host_doubt for row, _ in off]) ** 2
     squares = np.array([error**2 for _, error in off])
 
     def cost(logarithms: np.ndarray) -> float:
-        variances = uses @ np.exp(2 * logarithms)
-        return float((np.log(variances) + squares / variances).sum())
+        variances = uses @ np.exp(2 * logarithms) + host
+        tails = np.log1p(squares / (FREEDOM * variances))
+        return float((np.log(variances) + (FREEDOM + 1) * tails).sum())
 
     bounds = [(math.log(0.002), 0.0)] * len(names)
     deviations = np.exp(minimize(cost, np.full(len(names), math.log(0.05)), bounds=bounds).x)
-    width = np.quantile(np.sqrt(squares / (uses @ deviations**2)), SHARE, method="higher")
+    width = np.quantile(np.sqrt(squares / (uses @ deviations**2 + host)), SHARE, method="higher")
     return Bands(dict(zip(names, deviations.tolist(), strict=True)), float(width))
 
 
@@ -272,12 +277,62 @@ def statistics_tables(rows: list[Row], changed: Constants | None = None) -> Iter
     yield summary(
         "memory", space, [abs(error) <= memory_band(row.workload) for row, error in space]
     )
+    yield from by_feature(speed, within)
     yield from by_model([pair for pair in out if pair[0].workload.experts])
     yield (
         "\n| pairs of the same system, model and hardware | in the right order | rank "
         "correlation |\n|---|---|---|"
     )
     yield ordering(speed)
+
+
+def kinds_of(row: Row) -> Iterator[str]:
+    """What a row is counted as, by feature."""
+    w = row.workload
+    software = w.software
+    if not w.experts:
+        kinds = {
+            "data parallelism alone": w.tp == w.cp == w.pp == 1,
+            "tp": w.tp > 1 and w.compiled,
+            "tp, eager": w.tp > 1 and not w.compiled,
+            "cp": w.cp > 1,
+            "pp": w.pp > 1,
+            "8 bits": w.float8 or w.mx,
+        }
+        yield from (f"dense, {name}" for name, applies in kinds.items() if applies)
+        return
+    exchange = "fused dispatch" if software.fused_dispatch else "all-to-all, as here"
+    yield f"experts, {exchange}{', overlapped' * software.overlaps_experts}"
+    if row.time.late_host > NOTED_HOST:
+        yield "experts, bound by the host"
+
+
+def by_feature(speed: Errors, within: list[bool]) -> Iterator[str]:
+    """Throughput by feature, and the rows that are refused, as Markdown.
+
+    Args:
+        within: of each row outside of the fit, whether it is in its band.
+    """
+    yield (
+        "\n| feature | planned | of the fit | others: median error | worst | in their band "
+        "| outside |\n|---|---|---|---|---|---|---|"
+    )
+    inside = dict(zip((row.id for row, _ in held_out(speed)), within, strict=True))
+    kinds: dict[str, Errors] = defaultdict(list)
+    for row, error in speed:
+        for kind in kinds_of(row):
+            kinds[kind].append((row, error))
+    for kind, pairs in sorted(kinds.items()):
+        out = held_out(pairs)
+        sizes = [abs(error) for _, error in out]
+        count = sum(inside[row.id] for row, _ in out)
+        yield (
+            f"| {kind} | {len(pairs)} | {len(pairs) - len(out)} | {statistics.median(sizes):.1%} "
+            f"| {max(sizes):.1%} | {count} | {len(out) - count} |"
+        )
+    yield "\n| refused | rows |\n|---|---|"
+    reasons = Counter(reason for file in FILES for reason in refusals(file).values())
+    yield from (f"| {reason} | {count} |" for reason, count in reasons.items())
 
 
 def by_model(off: Errors) -> Iterator[str]:

@@ -24,6 +24,7 @@ from torchtitan.models.spec import ModelArgs
 from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel.memory.checkpoint import apply_activation_checkpoint
 from torchtitan.tools.planner.block import COUNTED
+from torchtitan.tools.planner.block_time import LAUNCHES, OPERATIONS, block_time
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.memory import (
     GIB,
@@ -37,7 +38,7 @@ from torchtitan.tools.planner.planner import make_plan
 from torchtitan.tools.planner.predict import derived_workload, memory_band, predict
 from torchtitan.tools.planner.render import as_text, run_of
 from torchtitan.tools.planner.traffic import collectives, hardware_flops
-from torchtitan.tools.planner.workload import PlannedStage, Workload
+from torchtitan.tools.planner.workload import PlannedStage, Software, Workload
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
@@ -310,6 +311,85 @@ def test_runs_with_a_compiled_loss_held_6_bytes_per_logit():
     more = memory_of(eager, 0).reserved - memory_of(fused, 0).reserved
     assert more == pytest.approx(8 * fused.tokens * fused.vocab)
     assert memory_band(fused) == memory_band(eager) == 0.06
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that compute."""
+
+    VIEWS = frozenset(
+        {
+            *("view", "_unsafe_view", "t", "transpose", "expand", "slice", "select", "unsqueeze"),
+            *("squeeze", "split", "detach", "alias", "unbind", "permute", "as_strided", "empty"),
+            *("empty_like", "new_empty", "new_empty_strided", "split_with_sizes", "is_same_size"),
+        }
+    )
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._overloadpacket.__name__ not in self.VIEWS
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("llama3", ["block"]), ("qwen3_moe", ["block", "experts"])]
+)
+def test_launches_of_an_eager_block(name, kinds):
+    """Those of two layers less those of one: forward, and backward."""
+    counts = []
+    for layers in (1, 2):
+        spec = get_spec(name)
+        flags = [f"--model.name={name}", f"--model.overrides.n_layers={layers}"]
+        w = derived_workload(load_config(flags).config, spec, 1)
+        model = spec.build(w.args, attention_backend("cpu"))
+        for weight in model.parameters():
+            torch.nn.init.zeros_(weight)
+        tokens = torch.zeros(1, 64, dtype=torch.int64)
+        with Launches() as forward:
+            out = model(tokens)
+        with Launches() as backward:
+            out.sum().backward()
+        counts.append((forward.count, backward.count))
+    for direction, (one, two) in enumerate(zip(*counts, strict=True)):
+        assert sum(OPERATIONS[kind][0][direction] for kind in kinds) == pytest.approx(
+            two - one, rel=0.25
+        )
+
+
+def test_small_batches_are_bound_by_the_host():
+    """Eager blocks of 28 and 39 operations, and FSDP's hooks, at 20 us each."""
+    argv = [*TINY, NONE, "--training.seq_len=128", "--training.local_batch_size=1"]
+    w = workload(*argv, world=8)
+    plan = predict(w, SPEC, H100)
+    host = 4 * (28 + 39 + 2 * 20) * 20e-6
+    block = block_time(w, H100)
+    device = 4 * sum(seconds for part, seconds in block.both if part != LAUNCHES)
+    assert plan.time.parts[LAUNCHES] == pytest.approx(host - device)
+    assert any("bound by the host" in note and "compile" in note for note in plan.notes)
+    compiled = predict(workload(*argv, "--compile.enable", world=8), SPEC, H100)
+    assert compiled.time.parts[LAUNCHES] < 0.7 * plan.time.parts[LAUNCHES]
+    large = predict(workload("--model.flavor=8B", *ONE_ROW, NONE, world=8), SPEC, H100)
+    assert LAUNCHES not in large.time.parts
+    assert large.speed_band < 0.08 < compiled.speed_band < plan.speed_band
+    replayed = derived_workload(w.config, SPEC, 8, Software(cuda_graphs=True))
+    assert LAUNCHES not in step_time(replayed, H100).parts
+
+
+def test_eager_tensor_parallelism_copies_along_the_sequence_of_several_rows():
+    """4 gathers and 2 reductions of d per block in the backward, 2 and 2 in the forward: read and
+    written.
+    """
+    argv = ["--model.flavor=8B", NONE, "--training.seq_len=8192"]
+    tp = "--parallelism.tensor_parallel_degree=8"
+    one, two = (
+        workload(*argv, tp, f"--training.local_batch_size={rows}", world=8) for rows in (1, 2)
+    )
+    seconds = [step_time(w, H100).parts["communication: tp"] for w in (one, two)]
+    sync = 32 * 10 * H100.tp_sync
+    copied = 32 * 10 * 2 * 2 * (2 * 8192) * 4096 / H100.bytes_per_s
+    assert seconds[1] == pytest.approx(2 * (seconds[0] - sync) + sync + copied)
 
 
 def test_host_memory():

@@ -20,6 +20,7 @@ from torchtitan.tools.planner.memory import memory_of
 from torchtitan.tools.planner.predict import derived_workload, predict
 from torchtitan.tools.planner.search import search
 from torchtitan.tools.planner.traffic import collectives, hardware_flops
+from torchtitan.tools.planner.workload import Software
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError
 
@@ -128,6 +129,25 @@ def test_exchanges_by_hand():
     across = workload(*LARGE, NONE, EP + "16", world=16)
     expected = 48 * (4 * rows * 8 / 16 / port + 5 * (H100.launch + 8 * H100.latency) + HOST_WAIT)
     assert step_time(across, H100).parts["communication: ep"] == pytest.approx(expected)
+
+
+def test_other_software_by_hand():
+    """A fused dispatch sends a token once to each rank, and over the network once to each node;
+    what overlaps is free while blocks compute longer.
+    """
+    argv = load_config([*LARGE, NONE, EP + "16"]).config
+    fused, hidden = (
+        derived_workload(argv, SPEC, 16, Software(fused_dispatch=True, overlaps_experts=overlaps))
+        for overlaps in (False, True)
+    )
+    token = 2 * 2048
+    other_node = 2 * (1 - (1 / 2) ** 8) / 2
+    ranks = 16 * (1 - (15 / 16) ** 8) * 7 / 8
+    port = H100.network * H100.network_efficiency
+    link = 0.46 * H100.link * H100.link_efficiency
+    once = max(4096 * token * other_node / port, 4096 * token * ranks / link) + H100.launch
+    assert step_time(fused, H100).parts["communication: ep"] == pytest.approx(48 * 4 * once)
+    assert "communication: ep" not in step_time(hidden, H100).parts
 
 
 def test_what_hides_exchanges_by_hand():

@@ -7,7 +7,7 @@ the code of a block, checked only as part of the whole against
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torchtitan.tools.planner.comm_time import (
@@ -54,10 +54,30 @@ int64, each read and written. Counted.
 """
 
 EXPERT_EXCHANGES = "communication: ep"
+LAUNCHES = "launches by the host"
+
+OPERATIONS = {
+    "block": ((28, 39), (13, 22)),
+    "latent attention": ((8, 17), (6, 12)),
+    "experts": ((54, 35), (22, 18)),
+    "exchange": ((20, 6), (20, 6)),
+    "tensor parallelism": ((6, 8), (6, 8)),
+}
+"""Kernels that a block launches, forward and backward, eager and compiled: a Llama's, and what the
+others add. Eager: counted in traced steps. Compiled: docs/reference/compiled-kernels.md.
+"""
+COMPILED_LAUNCH = 0.4
+REGION_LAUNCHES = 10
+FSDP_LAUNCHES = 20
+HOST_DOUBT = 0.25
+"""In launches of an eager operation: one of compiled code, which has no autograd and little Python;
+the call of a compiled region; and FSDP's hooks for a group of parameters in one direction. And how
+far a launch may be off, as a standard deviation. Estimates.
+"""
 
 Seconds = dict[str, float]
-"""Seconds by part: `matrix products`, `attention`, `pointwise`, `8-bit casts`, `head and loss`, and
-`communication: AXIS`."""
+"""Seconds by part: `matrix products`, `attention`, `pointwise`, `8-bit casts`, `head and loss`,
+`communication: AXIS`, and `launches by the host`, beyond what the device takes for the others."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +88,8 @@ class Pass:
     backward: Seconds
     weights: float
     """Part of the backward that a schedule can postpone: the weights' gradients."""
+    host_doubt: float = 0.0
+    """Seconds more if the host takes `HOST_DOUBT` longer for each launch."""
 
     @property
     def both(self) -> Iterator[tuple[str, float]]:
@@ -106,11 +128,55 @@ def block_time(w: Workload, hw: Hardware) -> Pass:
         "communication: cp": context,
         EXPERT_EXCHANGES: (rows[0] + counts[0], rows[1] + counts[1]),
     }
+    exchanges = both.pop(EXPERT_EXCHANGES)
+    if w.software.overlaps_experts:
+        exchanges = _beyond(exchanges, _summed(both))
+    both[EXPERT_EXCHANGES] = exchanges
+    device = _summed(both)
+    host = host_seconds(w, hw)
+    both[LAUNCHES] = _beyond(host, device)
+    slower = _beyond((host[0] * (1 + HOST_DOUBT), host[1] * (1 + HOST_DOUBT)), device)
     return Pass(
         {part: seconds for part, (seconds, _) in both.items()},
         {part: seconds for part, (_, seconds) in both.items()},
         weights=weights,
+        host_doubt=sum(slower) - sum(both[LAUNCHES]),
     )
+
+
+def _summed(parts: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
+    """Seconds of all parts, forward and backward."""
+    return sum(part[0] for part in parts.values()), sum(part[1] for part in parts.values())
+
+
+def _beyond(seconds: tuple[float, float], hidden: tuple[float, float]) -> tuple[float, float]:
+    """What exceeds the seconds that hide it, forward and backward."""
+    return max(0.0, seconds[0] - hidden[0]), max(0.0, seconds[1] - hidden[1])
+
+
+def host_seconds(w: Workload, hw: Hardware) -> tuple[float, float]:
+    """Seconds in which the host launches a block's kernels, forward and backward."""
+    if hw.device == "cpu" or w.software.cuda_graphs:
+        return 0.0, 0.0
+    used = {
+        "block": True,
+        "latent attention": w.mixing.module == "latent_attention",
+        "experts": w.experts > 0,
+        "exchange": w.experts > 0 and w.ep > 1,
+        "tensor parallelism": w.tp > 1,
+    }
+    compiled = w.compiled and not w.software.launches_alone
+    counts = [OPERATIONS[name][compiled] for name, applies in used.items() if applies]
+    forward, backward = (float(sum(column)) for column in zip(*counts, strict=True))
+    backward += w.recompute.pointwise * forward
+    groups = 1 + w.experts_apart
+    if compiled:
+        regions = 3 if w.experts_apart else 1
+        forward, backward = (
+            COMPILED_LAUNCH * count + REGION_LAUNCHES * regions for count in (forward, backward)
+        )
+    hooks = FSDP_LAUNCHES * groups
+    return hw.host_launch * (forward + hooks), hw.host_launch * (backward + hooks)
 
 
 def _pointwise_bytes(w: Workload) -> float:
@@ -128,8 +194,10 @@ def _pointwise_bytes(w: Workload) -> float:
     outside = w.element * tokens * ((9 + norms) * w.dim + heads)
     if not w.experts:
         return outside + w.element * tokens * 3 * w.ffn
-    exchanged = 4 * w.top_k * (w.ep > 1)
-    rows = w.element * ((3 * w.top_k + exchanged) * w.dim + 3 * w.top_k * w.ffn)
+    copies = (3 + 4 * (w.ep > 1)) * w.top_k
+    if w.software.fused_dispatch:
+        copies = w.top_k  # the rest is part of the exchange
+    rows = w.element * (copies * w.dim + 3 * w.top_k * w.ffn)
     shared = w.element * 3 * w.args.shared_expert_dim
     return outside + tokens * (rows + shared + ROUTER_BYTES * w.experts)
 

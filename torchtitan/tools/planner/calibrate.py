@@ -19,6 +19,8 @@ _RATES = (
     *("memory_efficiency", "link_efficiency", "network_efficiency"),
 )
 """Constants that a step's time is inversely proportional to."""
+_HOST = ("step_overhead", "host_launch")
+"""Constants of the host's work."""
 _ROUNDS = 20
 _MOST = 3.0
 """Factor by which a fit changes a constant at most."""
@@ -165,7 +167,8 @@ def fit(run: Measured, plan: Plan) -> Hardware:
         if abs(ratio - 1) < _CLOSE:
             break
         scaled = {name: getattr(hardware, name) * ratio for name in _RATES}
-        scaled["step_overhead"] = hardware.step_overhead / ratio
+        for name in _HOST:
+            scaled[name] = getattr(hardware, name) / ratio
         limited = {}
         for name, value in scaled.items():
             original = getattr(plan.hardware, name)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtitan.tools.planner.block import block_layers
-from torchtitan.tools.planner.block_time import Pass, block_time, ends_time
+from torchtitan.tools.planner.block_time import LAUNCHES, Pass, block_time, ends_time
 from torchtitan.tools.planner.comm_time import activation_offload, data_parallel, transfer
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.pipeline_costs import batch_time
@@ -43,6 +43,13 @@ class StepTime:
     """
     tokens_per_second: float
     """Per GPU."""
+    host_doubt: float = 0.0
+    """Share by which the step is longer if launches take `HOST_DOUBT` longer."""
+
+    @property
+    def late_host(self) -> float:
+        """Share of the step in which the average rank's device waits for the host's launches."""
+        return self.parts.get(LAUNCHES, 0.0) / self.seconds
 
     @property
     def bubble(self) -> float:
@@ -76,11 +83,13 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
     blocks, ends = known.blocks, known.ends
     parts: defaultdict[str, float] = defaultdict(float)
     slowest = 0
+    doubt = 0.0
     counts = [sum(column) for column in zip(*(stage.kinds for stage in w.stages), strict=True)]
     outputs = sum(stage.has_output for stage in w.stages)
     for count, work in [*zip(counts, blocks, strict=True), (outputs, ends)]:
         for part, seconds in work.both:
             parts[part] += count * seconds * w.microbatches * w.accumulation / w.pp
+        doubt += count * work.host_doubt * w.microbatches * w.accumulation / w.pp
     if w.pipeline is not None:
         batch = batch_time(w.pipeline, w.microbatches, _durations(w, blocks, ends), transfer(w, hw))
         slowest = max(range(w.pp), key=batch.busy.__getitem__)
@@ -100,7 +109,8 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
     seconds = sum(parts.values())
     slowest_first = sorted(parts.items(), key=lambda item: -item[1])
     ordered = {part: spent for part, spent in slowest_first if spent > 0}
-    return StepTime(seconds, ordered, w.tokens_per_step / seconds / w.world)
+    speed = w.tokens_per_step / seconds / w.world
+    return StepTime(seconds, ordered, speed, host_doubt=doubt / seconds)
 
 
 # ---- the pipeline

@@ -71,6 +71,7 @@ class Hardware(BaseModel):
     latency: NonNegativeFloat
     launch: NonNegativeFloat
     tp_sync: NonNegativeFloat
+    host_launch: NonNegativeFloat
     step_overhead: NonNegativeFloat
     host_link: PositiveFloat
     reserve_gib: NonNegativeFloat

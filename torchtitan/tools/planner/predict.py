@@ -12,8 +12,9 @@ from torchtitan.parallel.pipeline.split import pipeline_stages
 from torchtitan.tools.planner.costs import StepTime, step_time
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.memory import GIB, Memory, host_memory, memory_of
-from torchtitan.tools.planner.workload import Workload
+from torchtitan.tools.planner.workload import OURS, Software, Workload
 from torchtitan.train.preflight import split_facts
+from torchtitan.utils.wording import show_percent
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Plan:
     @property
     def speed_band(self) -> float:
         """Relative error within which 90 % of such plans' throughputs are."""
-        return speed_band(self.workload, self.hardware)
+        return speed_band(self.workload, self.hardware, self.time)
 
     @property
     def memory_band(self) -> float:
@@ -108,12 +109,9 @@ class Plan:
 
 
 def derived_workload(
-    config: Config, spec: ModelSpec, world: int, *, kv_repeated: bool = False
+    config: Config, spec: ModelSpec, world: int, software: Software = OURS
 ) -> Workload:
     """The workload of a configuration that may leave values to be derived.
-
-    Args:
-        kv_repeated: as for `Workload`.
 
     Raises:
         ConfigError: the trainer would refuse it.
@@ -127,7 +125,7 @@ def derived_workload(
     stages = pipeline_stages(
         config, spec.module_flops(args, config.training.seq_len), spec.tied_modules(args)
     )
-    return Workload(config, args, stages, kv_repeated=kv_repeated)
+    return Workload(config, args, stages, software)
 
 
 def predict(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Plan:
@@ -144,24 +142,32 @@ def predict(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Plan:
             "all experts are assumed to get equally many tokens; uneven loads take more "
             "time and memory"
         )
-    return Plan(
-        workload, spec, hardware, step_time(workload, hardware), memory=memory, notes=tuple(notes)
-    )
+    time = step_time(workload, hardware)
+    if time.late_host > NOTED_HOST:
+        share = show_percent(100 * time.late_host)
+        cure = "use a larger batch" if workload.compiled else "compile, or use a larger batch"
+        notes.append(
+            f"bound by the host: for {share} of the step the device waits for launches; {cure}"
+        )
+    return Plan(workload, spec, hardware, time, memory=memory, notes=tuple(notes))
 
 
 # ---- how far off a plan may be
 
 SPEED_DEVIATIONS = {
     "every run": 0.040,
-    "scaled hardware": 0.096,
+    "scaled hardware": 0.080,
     "tp": 0.002,
-    "cp": 0.105,
-    "pp": 0.078,
-    "8 bits": 0.074,
-    "experts": 0.392,
+    "tp, eager": 0.157,
+    "cp": 0.150,
+    "pp": 0.062,
+    "8 bits": 0.068,
+    "experts": 0.113,
 }
 """Relative standard deviation of throughput that a feature adds."""
-WIDTH = 1.64
+NOTED_HOST = 0.05
+"""Share of a step in which the device waits for launches from which a note says so."""
+WIDTH = 1.84
 """Deviations of a band on either side."""
 MEMORY_BAND = 0.06
 MEMORY_BAND_PIPELINE = 0.12
@@ -174,6 +180,7 @@ def features(w: Workload, hw: Hardware) -> list[str]:
         "every run": True,
         "scaled hardware": not hw.fitted,
         "tp": w.tp > 1,
+        "tp, eager": w.tp > 1 and not w.compiled,
         "cp": w.cp > 1,
         "pp": w.pp > 1,
         "8 bits": w.float8 or w.mx,
@@ -182,9 +189,14 @@ def features(w: Workload, hw: Hardware) -> list[str]:
     return [name for name, applies in used.items() if applies]
 
 
-def speed_band(w: Workload, hw: Hardware) -> float:
-    """Relative error of throughput within which 90 % of such plans are."""
-    return WIDTH * math.hypot(*(SPEED_DEVIATIONS[name] for name in features(w, hw)))
+def speed_band(w: Workload, hw: Hardware, time: StepTime | None = None) -> float:
+    """Relative error of throughput within which 90 % of such plans are.
+
+    Args:
+        time: of the plan; None: as if the host were never late.
+    """
+    known = [SPEED_DEVIATIONS[name] for name in features(w, hw)]
+    return WIDTH * math.hypot(*known, time.host_doubt if time else 0.0)
 
 
 def memory_band(w: Workload) -> float:

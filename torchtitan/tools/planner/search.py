@@ -301,7 +301,8 @@ class _Search:
         time = step_time(w, self.hardware)
         plan = Plan(w, self.spec, self.hardware, time, memory=memory)
         speed = time.tokens_per_second
-        candidate = Candidate(speed, speed * certain, gib, burden, workload=w)
+        low = speed * (1 - plan.speed_band)
+        candidate = Candidate(speed, low, gib, burden, workload=w)
         wanted = plan.chance_to_fit >= LIKELY and self.frontier.wants(candidate)
         cell = round(gib), round(100 * math.log(speed))
         shown = wanted or (cell not in self.points and not self.frontier.only_best)

@@ -52,6 +52,27 @@ class PlannedStage:
         return sum(self.kinds)
 
 
+@dataclass(frozen=True)
+class Software:
+    """What the software of a published run did differently; nothing in plans of this project."""
+
+    kv_repeated: bool = False
+    """Copies keys and values for every query head before attention, as TorchTitan once did."""
+    fused_dispatch: bool = False
+    """Sends a token once to each rank with experts for it, over the network once to each node, in 8
+    bits if experts compute in them, and the host doesn't wait (DeepEP, HybridEP).
+    """
+    overlaps_experts: bool = False
+    """Exchanges the rows of one microbatch while another computes."""
+    launches_alone: bool = False
+    """Launches kernels one by one, fused as they are, like eager operations."""
+    cuda_graphs: bool = False
+    """Replays launches from CUDA graphs, so the host is never late."""
+
+
+OURS = Software()
+
+
 def _check_covered(config: Config, args: Any) -> DecoderArgs:
     """`args`, if the formulas cover the model.
 
@@ -89,8 +110,8 @@ class Workload:
         config: Config,
         args: Any,
         stages: PipelinePlan | None,
+        software: Software = OURS,
         *,
-        kv_repeated: bool = False,
         like: "Workload | None" = None,
     ):
         """
@@ -98,8 +119,6 @@ class Workload:
             config: derived and validated.
             args: the model's arguments.
             stages: the pipeline; None without one.
-            kv_repeated: keys and values are copied for every query head before attention, as
-            TorchTitan did when its tables were measured. This project's attention doesn't.
             like: a workload of the same model, tensor- and expert-parallel degrees, and
             checkpointing, to take the blocks from: a search makes thousands.
 
@@ -134,7 +153,7 @@ class Workload:
         self.recompute = recompute_of(config.activation_checkpoint)
         self.predictions = 1 + args.n_mtp
         """Tokens that each token's hidden states predict."""
-        self.kv_repeated = kv_repeated
+        self.software = software
         if like is None:
             kinds = [kind_of(args, i) for i in range(args.n_layers + self.predictions - 1)]
             self._kinds = list(dict.fromkeys(kinds))
@@ -180,7 +199,7 @@ class Workload:
     @cached_property
     def mixing(self) -> Mixing:
         """How tokens learn from each other."""
-        return mixing_of(self.args, self.kind.mixing, self.seq_len, self.kv_repeated)
+        return mixing_of(self.args, self.kind.mixing, self.seq_len, self.software.kv_repeated)
 
     @cached_property
     def linears(self) -> list[Linear]:
