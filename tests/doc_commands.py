@@ -24,7 +24,7 @@ from torchtitan.config.load.command_line import config_flags, split_args
 from torchtitan.config.load.keys import FIELDS
 from torchtitan.tools.launch.data_choice import find_data
 from torchtitan.tools.launch.model_choice import find_model
-from torchtitan.tools.launch.questions import CPU
+from torchtitan.tools.planner.cpu import CPU
 from torchtitan.tools.planner.hardware import find_hardware
 
 ROOT = Path(__file__).parents[1]

@@ -1,12 +1,24 @@
-"""A run against its plan, and hardware fitted to it."""
+"""A run against its plan, and the plan of the next run, corrected by it."""
 
 import json
+import re
+import statistics
+import time
 
 import pytest
 
 from tests.runs import arguments, read_metrics, train
 from torchtitan.commands.plan import main
+from torchtitan.commands.report import main as report
+from torchtitan.config import resolve
+from torchtitan.config.registry import callbacks
+from torchtitan.telemetry.planned import ENV, Planned
+from torchtitan.tools.planner import cpu
+from torchtitan.tools.planner.corrections import correction_file
 from torchtitan.tools.planner.hardware import find_hardware
+from torchtitan.tools.planner.run_plan import plan_of_run
+from torchtitan.train.callbacks import Callback
+from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
 
 CPU = """
@@ -45,9 +57,11 @@ def test_a_run_against_its_plan_and_hardware_fitted_to_it(run, capsys):
     records = [r for r in read_metrics(run / "out") if r["step"] > 1]
     rates = sorted(r["tokens_per_second"] for r in records)
     assert figures["tokens/s per GPU"]["measured"] == rates[len(rates) // 2]
+    waited = statistics.median(r["data_loading_pct"] / 100 * r["step_time_s"] for r in records)
+    assert figures["waiting for data, s"] == {"measured": waited, "planned": 0.0}
     fitted = run / "fitted.toml"
     planned(run, capsys, f"--hardware={run / 'cpu.toml'}", f"--calibrate={fitted}")
-    again = planned(run, capsys, f"--hardware={fitted}")["step, s"]
+    again = planned(run, capsys, f"--hardware={fitted}")["computing and communicating, s"]
     assert again["planned"] == pytest.approx(again["measured"], rel=0.01)
     before, after = (find_hardware(str(file)) for file in (run / "cpu.toml", fitted))
     assert after.gemm_bf16 != before.gemm_bf16
@@ -56,8 +70,84 @@ def test_a_run_against_its_plan_and_hardware_fitted_to_it(run, capsys):
     assert "median of 7 records on 1 x cpu" in capsys.readouterr().out
 
 
-def test_what_cant_be_compared_is_said(run, tmp_path):
+def test_what_cant_be_compared_is_said(run, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="holds no run"):
         main([f"--from-run={tmp_path}"])
-    with pytest.raises(ConfigError, match="the run's device, cpu, is in no table"):
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    with pytest.raises(ConfigError, match=r"the run was on the CPU of .*, and this is another"):
         main([f"--from-run={run / 'out'}"])
+
+
+# ---- the plan of the next run
+
+
+@callbacks.register("sleep")
+class Sleep(Callback):
+    """Makes steps last what doesn't depend on how busy the machine is."""
+
+    def after_step(self, run, result):
+        time.sleep(SLEEP)
+
+
+SLEEP = 0.2
+
+
+def asleep(argv, plan=None):
+    """Train; the launcher has made `plan`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if plan:
+            patch.setenv(ENV, plan)
+        return train([*argv, "--training.callbacks=sleep"])["metrics"]
+
+
+def test_a_run_corrects_the_plan_of_the_next(ranks, tmp_path, capsys, monkeypatch):
+    """Measure, correct, plan again, and run again: within the band that the plan states."""
+    monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cpu, "describe_cpu", lambda: f"{CPU}step_overhead = 0.1\n")
+    argv = arguments(tmp_path, "--checkpoint.enable", steps=5)
+    ranks(1, asleep, argv)
+    assert main([f"--from-run={tmp_path / 'out'}"]) == 0
+    out = capsys.readouterr().out
+    assert f"wrote {correction_file('cpu')}: the next plans for cpu use it" in out
+
+    assert main([*argv, "--world=1", "--hardware=cpu", "--json=-"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["notes"][-1].startswith(f"cpu is as a run has shown: {correction_file('cpu')}")
+    config = resolve(argv, 1).config
+    given = plan_of_run(config, preflight(config, world=1, output=False), 1)
+    assert given.step_s == pytest.approx(plan["time"]["step_s"])
+
+    second = [*argv, f"--job.dump_folder={tmp_path / 'second'}"]
+    (metrics,) = ranks(1, asleep, second, given.model_dump_json())
+    steady = [record for record in metrics if record["step"] > 1]
+    measured = statistics.median(record["step_time_s"] for record in steady)
+    assert measured > SLEEP
+    assert measured == pytest.approx(given.step_s, rel=given.band)
+    assert "off_plan" not in (tmp_path / "second/run.json").read_text()
+    assert report([str(tmp_path / "second")]) == 0
+    said = capsys.readouterr().out
+    assert f"Plan of second for cpu, within {100 * given.band:.0f} %" in said
+    assert f"step, s {given.step_s:.3g} {measured:.3g}" in " ".join(said.split())
+    assert "a save, s" in said
+
+
+def test_a_run_that_is_off_its_plan_says_so_once(ranks, tmp_path):
+    """Also after a resume."""
+    plan = Planned(
+        hardware="here", devices=("cpu",), step_s=0.05, band=0.17, peak_gib=None, save_s=None
+    ).model_dump_json()
+    for steps in (5, 10):
+        argv = arguments(tmp_path, "--checkpoint.enable", steps=steps)
+        ranks(1, asleep, argv, plan)
+    events = [json.loads(line) for line in (tmp_path / "out/events.jsonl").read_text().splitlines()]
+    (event,) = [event for event in events if event["kind"] == "off_plan"]
+    assert event["step"] == 4
+    assert re.fullmatch(
+        r"Off its plan: steps take 0\.\d+ s \(0\.\d+ s computing and communicating\), [\d.,]+% "
+        r"more than the 0\.05 s planned for here\. `torchtitan plan --from-run .*/out` corrects "
+        r"the next plan",
+        event["message"],
+    ), event["message"]
+    starts = json.loads((tmp_path / "out/run.json").read_text())["starts"]
+    assert [start["plan"]["step_s"] for start in starts] == [0.05, 0.05]
+    assert ["off_plan" in start for start in starts] == [True, False]

@@ -15,7 +15,7 @@ from torchtitan.commands.plan import main
 from torchtitan.config import resolve
 from torchtitan.parallel.precision.dense import check_hardware
 from torchtitan.telemetry.metrics import peak_flops
-from torchtitan.tools.planner import calibrate
+from torchtitan.tools.planner import cpu
 from torchtitan.tools.planner.advice import faster
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.hardware import find_hardware, load_hardware
@@ -151,9 +151,9 @@ def test_unknown_hardware_is_refused(tmp_path):
 
 def test_this_machines_cpu_is_measured(tmp_path, monkeypatch, capsys):
     """What `init` writes is a hardware file, and a plan can be made for it."""
-    monkeypatch.setattr(calibrate, "_SECONDS", 0.01)
+    monkeypatch.setattr(cpu, "_SECONDS", 0.01)
     file = tmp_path / "here.toml"
-    file.write_text(calibrate.describe_cpu())
+    file.write_text(cpu.describe_cpu())
     made = find_hardware(str(file))
     assert made.device == "cpu"
     assert made.fp32 > 1e8

@@ -20,9 +20,10 @@ from torchtitan.tools.launch import project as projects
 from torchtitan.tools.launch import questions
 from torchtitan.tools.launch.ask import Asker, discard_typed
 from torchtitan.tools.launch.layout_choice import best_layouts, table
-from torchtitan.tools.launch.questions import CPU, devices_per_host, local_gpus
+from torchtitan.tools.launch.questions import devices_per_host, local_gpus
 from torchtitan.tools.launch.request import Choice, Choices, Request
 from torchtitan.tools.launch.slurm_script import add_job_options, check_words
+from torchtitan.tools.planner.cpu import CPU
 from torchtitan.tools.planner.hardware import load_hardware
 from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.errors import ConfigError, UserError

@@ -6,12 +6,14 @@ Refuses what the trainer refuses, in the same words. Exits with 1 if the plan do
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.load.command_line import flag_text
 from torchtitan.tools.planner.budget import Failures, budget_of, budget_text
+from torchtitan.tools.planner.corrections import correct, correction_note, hardware_called
+from torchtitan.tools.planner.cpu import CPU
 from torchtitan.tools.planner.hardware import find_hardware
 from torchtitan.tools.planner.options import options_of, parse
 from torchtitan.tools.planner.page import page, pictures, schedule_svg
@@ -45,7 +47,7 @@ def main(argv: list[str]) -> int:
         return _compare_run(options, flags)
     if options.adopt:
         return _adopt(options)
-    hardware = find_hardware(options.hardware)
+    hardware = hardware_called(options.hardware)
     if options.config and is_hugging_face(Path(options.config)):
         flags = _flags_of_model(Path(options.config), flags[1:])
     sizes = None
@@ -60,6 +62,7 @@ def main(argv: list[str]) -> int:
         plan, layouts = make_plan(
             flags, world, hardware, searching=options.search, axes=options.axes
         )
+    plan = replace(plan, notes=(*plan.notes, *correction_note(options.hardware)))
     other = None
     if options.compare:
         other_flags = [*flags, f"--job.config_file={options.compare[-1]}"]  # the last file counts
@@ -154,11 +157,18 @@ def _flags_of_model(path: Path, flags: list[str]) -> list[str]:
 def _compare_run(options: argparse.Namespace, flags: list[str]) -> int:
     from torchtitan.tools.planner import calibrate
 
+    written: Path | None = None
     run = calibrate.read_run(Path(options.from_run))
-    hardware = find_hardware(options.hardware) if options.hardware else calibrate.hardware_of(run)
-    plan = calibrate.plan_run(run, flags, hardware)
-    if options.calibrate:
-        _write(options.calibrate, calibrate.fitted_file(run, plan))
+    name = options.hardware or calibrate.hardware_of(run)
+    plan = calibrate.plan_run(run, flags, hardware_called(name))
+    if options.calibrate or not name.endswith(".toml"):
+        # A correction replaces the one before; of a CPU, nothing else is known.
+        table = None if name == CPU else find_hardware(name)
+        start = calibrate.plan_run(run, flags, table) if table else plan
+        if options.calibrate:
+            _write(options.calibrate, calibrate.fitted_file(run, start))
+        else:
+            written = correct(name, calibrate.fitted_file(run, start, name))
     data = as_data(plan, options.tokens) | {"measured": calibrate.comparison_data(run, plan)}
     if options.json == _TERMINAL:
         print(json.dumps(data, indent=1))
@@ -168,6 +178,8 @@ def _compare_run(options: argparse.Namespace, flags: list[str]) -> int:
     print("\n\n".join([calibrate.comparison_text(run, plan), as_text(plan, options.tokens)]))
     for file in filter(None, (options.calibrate, options.json)):
         print(f"wrote {file}")
+    if written:
+        print(f"wrote {written}: the next plans for {name} use it")
     return 0
 
 

@@ -21,6 +21,7 @@ from torchtitan.config import complete, load_config
 from torchtitan.config.load.command_line import parse_args, show_help, split_args
 from torchtitan.config.load.decode import LoadedConfig
 from torchtitan.config.sections.schema import Config
+from torchtitan.telemetry.planned import ENV as PLAN_ENV
 from torchtitan.tools.launch.ranks import ELASTIC_RESTARTS, StopHandler
 from torchtitan.tools.launch.torchrun import (
     SECRET_ENV,
@@ -28,7 +29,8 @@ from torchtitan.tools.launch.torchrun import (
     run_ranks,
     what_lowers_memory,
 )
-from torchtitan.train.preflight import preflight
+from torchtitan.tools.planner.run_plan import plan_of_run
+from torchtitan.train.preflight import Setup, preflight
 from torchtitan.train.rank_main import main as train
 from torchtitan.utils.argument_types import count
 from torchtitan.utils.assets import shipped_configs
@@ -249,7 +251,7 @@ def check(
     *,
     output: bool = True,
     elsewhere: bool = False,
-) -> Config:
+) -> tuple[Config, Setup]:
     """Check the configuration for every number of nodes in the range, with `ranks` on each.
 
     Args:
@@ -257,7 +259,7 @@ def check(
         elsewhere: it trains on machines with other files and packages than this one.
 
     Returns:
-        The configuration for the largest number of nodes.
+        The configuration for the largest number of nodes, and what it names.
 
     Raises:
         ConfigError: all problems found.
@@ -267,7 +269,7 @@ def check(
     loaded = load_config(config_argv)
     resolved = complete(loaded, most * ranks, check=False)
     config = resolved.config
-    preflight(
+    setup = preflight(
         config,
         world=most * ranks,
         sources=loaded.sources,
@@ -278,7 +280,7 @@ def check(
     # A node that joins a running job finds its folder in use.
     if output and most == 1 and (problem := used_by_a_neighbor(Path(config.job.dump_folder))):
         raise ConfigError([f"job.dump_folder: {problem}"])
-    return config
+    return config, setup
 
 
 def _problems_of_fewer_nodes(loaded: LoadedConfig, nodes: tuple[int, int], ranks: int) -> list[str]:
@@ -300,6 +302,14 @@ def _problems_of_fewer_nodes(loaded: LoadedConfig, nodes: tuple[int, int], ranks
 # ---- starting
 
 
+def _give_plan(config: Config, setup: Setup, options: argparse.Namespace) -> None:
+    """Give the ranks the plan of their run, if there is one for this machine."""
+    os.environ.pop(PLAN_ENV, None)
+    fewest, most = options.nnodes
+    if fewest == most and (plan := plan_of_run(config, setup, most * options.nproc_per_node)):
+        os.environ[PLAN_ENV] = plan.model_dump_json()
+
+
 def main(argv: list[str]) -> int:
     options, torchrun_argv, config_argv = _parse(argv)
     if options.nnodes[1] == 1:  # else each task is the launcher of a node
@@ -310,7 +320,8 @@ def main(argv: list[str]) -> int:
     alone = not (several or launched or "RANK" in os.environ)
     with nullcontext() if alone else no_cpp_stacks():
         # A module of the user may import torch here.
-        config = check(config_argv, options.nnodes, options.nproc_per_node)
+        config, setup = check(config_argv, options.nnodes, options.nproc_per_node)
+        _give_plan(config, setup, options)
         if not alone:
             importlib.import_module("torch")
     # Growing one segment loses less memory to fragmentation than many segments; the planner assumes

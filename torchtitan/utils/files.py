@@ -156,3 +156,11 @@ def read_regular(path: Path, most: int, *, links: bool = False) -> bytes:
     if len(content) > most:
         raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
     return bytes(content)
+
+
+def user_cache() -> str:
+    """This project's folder for what can be made again: `$TORCHTITAN_CACHE`, or `torchtitan` in the
+    user's cache folder. It may begin with `~`.
+    """
+    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return os.environ.get("TORCHTITAN_CACHE") or f"{user}/torchtitan"

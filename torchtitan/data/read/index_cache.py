@@ -42,7 +42,7 @@ from torchtitan.data.read.opening import (
 )
 from torchtitan.data.read.records import Conversations
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.files import read_regular, write_whole
+from torchtitan.utils.files import read_regular, user_cache, write_whole
 from torchtitan.utils.limits import CACHE_RECORD_BYTES
 from torchtitan.utils.logging import logger
 from torchtitan.utils.wording import listed, plural, show_size
@@ -66,8 +66,7 @@ def chosen_cache(chosen: str | None, key: str) -> Path:
     Raises:
         UserError: the user has no home.
     """
-    user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = chosen or os.environ.get("TORCHTITAN_CACHE") or f"{user}/torchtitan"
+    folder = chosen or user_cache()
     try:
         return Path(folder).expanduser()
     except RuntimeError as error:

@@ -3,8 +3,6 @@
 import argparse
 import re
 import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,7 +11,9 @@ from torchtitan.tools.launch.data_choice import DataChoice, find_data
 from torchtitan.tools.launch.model_choice import DEBUG, ModelChoice, find_model, offered
 from torchtitan.tools.launch.preparation import PreparationStep
 from torchtitan.tools.launch.recipe import TOKENS_PER_PARAMETER, default_seq_len, suggested_tokens
-from torchtitan.tools.planner.hardware import Hardware, find_hardware, load_hardware
+from torchtitan.tools.planner.corrections import hardware_called
+from torchtitan.tools.planner.cpu import CPU, measure_cpu
+from torchtitan.tools.planner.hardware import Hardware, load_hardware
 from torchtitan.utils.argument_types import count
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.wording import brief, show_size, show_tokens
@@ -48,8 +48,7 @@ def hardware_question(gpus: str | None) -> Question[tuple[Hardware, str | None]]
 
     def parse(text: str) -> tuple[Hardware, str | None]:
         if text != CPU:
-            return find_hardware(text), None
-        print("Measuring this machine's CPU, for a few seconds ...", file=sys.stderr)
+            return hardware_called(text), None
         measured = measure_cpu()
         discard_typed()
         return measured
@@ -169,8 +168,6 @@ def _count(flag: str, most: int = 10**6) -> Callable[[str], int]:
 
 # ---- this machine
 
-CPU = "cpu"
-
 
 def local_gpus() -> tuple[str | None, int]:
     """Hardware name of this machine's GPUs (None if unknown), and their number."""
@@ -186,17 +183,6 @@ def local_gpus() -> tuple[str | None, int]:
         if names and names[0] in hardware.device_names
     )
     return next(known, None), len(names)
-
-
-def measure_cpu() -> tuple[Hardware, str]:
-    """Measure this machine's CPU within seconds; returns it and the text of its hardware file."""
-    from torchtitan.tools.planner.calibrate import describe_cpu  # imports torch
-
-    text = describe_cpu()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "hardware.toml")
-        file.write_text(text)
-        return find_hardware(str(file)), text
 
 
 def devices_per_host(hardware: Hardware) -> int:

@@ -14,9 +14,10 @@ checkpoint is written is lost like the time of a restart).
 import math
 from dataclasses import dataclass
 
-from torchtitan.tools.planner.memory import GIB, state_bytes
+from torchtitan.tools.planner.memory import GIB
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.render import TrainingRun, rounded, run_of
+from torchtitan.tools.planner.saves import Saves, saves_of
 from torchtitan.utils.wording import plural, show_duration, show_gib, show_percent, show_tokens
 
 
@@ -29,18 +30,6 @@ class Failures:
     storage: float
     """Bytes/s at which all ranks together write a checkpoint."""
     restart_minutes: float
-
-
-@dataclass(frozen=True)
-class Saves:
-    """One checkpoint."""
-
-    size: float
-    """Bytes of parameters and optimizer state."""
-    blocked: float
-    """Seconds that training waits for it."""
-    background: float
-    """Seconds from then until it is complete."""
 
 
 @dataclass(frozen=True)
@@ -57,26 +46,6 @@ class Goodput:
     own_steps: int | None
     """`checkpoint.interval`; None if the configuration saves nothing."""
     own_share: float | None
-
-
-def saves_of(plan: Plan, storage: float) -> Saves:
-    """The checkpoint of a plan: written while training waits, or first copied to host memory.
-
-    A copy to pinned memory runs beside the next step's forward and backward, and blocks for what is
-    longer.
-    """
-    w = plan.workload
-    config = plan.config
-    whole = [state_bytes(w, w.stages_of(rank)) for rank in range(w.pp)]
-    states = [state["parameters"] + state["optimizer"] for state in whole]
-    size = sum(states) * w.fsdp * w.tp  # replicas hold copies
-    write = size / storage
-    copy = max(states) / plan.hardware.host_link
-    mode = config.checkpoint.async_mode
-    if mode == "disabled":
-        return Saves(size, write, 0.0)
-    blocked = copy if mode == "async" else max(0.0, copy - plan.time.seconds)
-    return Saves(size, blocked, copy - blocked + write)
 
 
 def best_interval(blocked: float, mtbf: float) -> float:

@@ -1,18 +1,22 @@
-"""Hardware that no table has: a file fitted to a run on it, or this machine's CPU, measured."""
+"""Runs beside their plans, and hardware fitted to them."""
 
 import json
+import socket
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtitan.telemetry.planned import Figure, Taken, figures, seconds_waited
+from torchtitan.tools.planner.cpu import CPU
 from torchtitan.tools.planner.hardware import Hardware, load_hardware, to_table
 from torchtitan.tools.planner.planner import make_plan
 from torchtitan.tools.planner.predict import Plan, predict
+from torchtitan.tools.planner.run_plan import planned
+from torchtitan.tools.reports.folder import read_events
+from torchtitan.tools.reports.plan import figure_rows
 from torchtitan.utils.errors import ConfigError, UserError
-from torchtitan.utils.wording import aligned, plural
+from torchtitan.utils.wording import aligned, listed, plural
 
 _RATES = (
     *("gemm_bf16", "gemm_fp8", "gemm_fp8_rowwise", "attention"),
@@ -37,14 +41,14 @@ class Measured:
 
     folder: Path
     world: int
+    hosts: tuple[str, ...]
     device: str
     """Its name in torch."""
     records: int
     tokens_per_second: float
     """Median per GPU."""
-    step_s: float
-    """Median."""
-    peak_gib: float
+    taken: Taken
+    """Medians, and the highest peak of memory."""
 
 
 def read_run(folder: Path) -> Measured:
@@ -55,10 +59,12 @@ def read_run(folder: Path) -> Measured:
     """
     try:
         start = json.loads((folder / "run.json").read_bytes())["starts"][-1]
+        saved = _seconds_per_save(folder, start)
         lines = (folder / "metrics.jsonl").read_bytes().splitlines()
         records = [record for record in map(json.loads, lines) if "tokens_per_second" in record]
         world = int(start["ranks"])
         devices = list(start["devices"])
+        hosts = tuple(start.get("hosts", ()))
         first = int(start["resumed_step"]) + 1
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
@@ -72,12 +78,24 @@ def read_run(folder: Path) -> Measured:
     return Measured(
         folder,
         world,
+        hosts,
         devices[0],
         len(steady),
         tokens_per_second=statistics.median(record["tokens_per_second"] for record in steady),
-        step_s=statistics.median(record["step_time_s"] for record in steady),
-        peak_gib=max(record["memory_gib"] for record in records),
+        taken=Taken(
+            statistics.median(record["step_time_s"] for record in steady),
+            statistics.median(seconds_waited(record) for record in steady),
+            peak_gib=max(record["memory_gib"] for record in records),
+            save_s=saved,
+        ),
     )
+
+
+def _seconds_per_save(folder: Path, start: dict[str, Any]) -> float | None:
+    """Seconds that training waited for a save of this start; None without one."""
+    events = read_events(folder)
+    saves = sum(e["kind"] == "saved" and e["time"] >= start["time"] for e in events)
+    return start["seconds"]["saves"] / saves if saves else None
 
 
 def _config(folder: Path) -> str:
@@ -86,21 +104,23 @@ def _config(folder: Path) -> str:
     return f"--job.config_file={folder / 'config.toml'}"
 
 
-def hardware_of(run: Measured) -> Hardware:
-    """The built-in hardware whose device the run reports.
+def hardware_of(run: Measured) -> str:
+    """The name of the built-in hardware whose device the run reports, or `cpu`.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it is the CPU of another machine.
     """
     known = load_hardware()
     for hardware in known.values():
         if run.device in hardware.device_names:
-            return hardware
+            return hardware.name
+    problem = f"the run's device, {run.device}, is in no table"
+    if run.device == CPU:
+        if socket.gethostname() in run.hosts:
+            return CPU
+        problem = f"the run was on the CPU of {listed(run.hosts, 4)}, and this is another machine"
     raise ConfigError(
-        [
-            f"--hardware: the run's device, {run.device}, is in no table; name the nearest of "
-            f"{', '.join(known)}, or a TOML file"
-        ]
+        [f"--hardware: {problem}; name the nearest of {', '.join(known)}, or a TOML file"]
     )
 
 
@@ -116,22 +136,17 @@ def plan_run(run: Measured, flags: list[str], hardware: Hardware) -> Plan:
 # ---- comparison
 
 
-def compared(run: Measured, plan: Plan) -> dict[str, tuple[float, float]]:
-    """Measured and planned figures."""
-    return {
-        "tokens/s per GPU": (run.tokens_per_second, plan.tokens_per_second),
-        "step, s": (run.step_s, plan.time.seconds),
-        "peak, GiB": (run.peak_gib, plan.peak_gib),
-    }
+def compared(run: Measured, plan: Plan) -> list[Figure]:
+    """A run beside its plan."""
+    speed = Figure("tokens/s per GPU", plan.tokens_per_second, run.tokens_per_second)
+    # Of a CPU, a run only shows the memory of the whole process.
+    figures_of_plan = planned(plan).model_copy(update={"peak_gib": plan.peak_gib})
+    return [speed, *figures(figures_of_plan, run.taken)]
 
 
 def comparison_text(run: Measured, plan: Plan) -> str:
     """A run beside its plan, for a terminal."""
-    rows = [["", "measured", "planned", "difference"]]
-    for name, (measured, planned) in compared(run, plan).items():
-        digits = ",.0f" if max(measured, planned) >= 1000 else ".3g"
-        difference = f"{planned / measured - 1:+.1%}" if measured else "-"
-        rows.append([name, f"{measured:{digits}}", f"{planned:{digits}}", difference])
+    rows = figure_rows(compared(run, plan))
     head = f"{run.folder}: median of {plural(run.records, 'record')} on {run.world} x {run.device}"
     notes = []
     if run.device == "cpu":
@@ -141,15 +156,14 @@ def comparison_text(run: Measured, plan: Plan) -> str:
 
 def comparison_data(run: Measured, plan: Plan) -> dict[str, Any]:
     """A run beside its plan, for JSON."""
-    figures = {
-        name: {"measured": measured, "planned": planned}
-        for name, (measured, planned) in compared(run, plan).items()
-    }
     return {
         "folder": str(run.folder),
         "records": run.records,
         "device": run.device,
-        "figures": figures,
+        "figures": {
+            figure.name: {"measured": figure.measured, "planned": figure.planned}
+            for figure in compared(run, plan)
+        },
     }
 
 
@@ -159,11 +173,13 @@ def comparison_data(run: Measured, plan: Plan) -> dict[str, Any]:
 def fit(run: Measured, plan: Plan) -> Hardware:
     """The plan's hardware with rates that make the plan's step as long as the run's.
 
-    All rates and the host's work are scaled alike, since one figure can't tell them apart.
+    All rates and the host's work are scaled alike, since one figure can't tell them apart. Time
+    that the run waited for data doesn't count.
     """
     hardware = plan.hardware
+    seconds = run.taken.step_s - run.taken.data_s
     for _ in range(_ROUNDS):
-        ratio = predict(plan.workload, plan.spec, hardware).time.seconds / run.step_s
+        ratio = predict(plan.workload, plan.spec, hardware).time.seconds / seconds
         if abs(ratio - 1) < _CLOSE:
             break
         scaled = {name: getattr(hardware, name) * ratio for name in _RATES}
@@ -177,69 +193,10 @@ def fit(run: Measured, plan: Plan) -> Hardware:
     return hardware
 
 
-def fitted_file(run: Measured, plan: Plan) -> str:
-    """The text of a hardware file whose constants are fitted to the run."""
+def fitted_file(run: Measured, plan: Plan, name: str = "fitted") -> str:
+    """The text of a file of hardware called `name`, whose constants are fitted to the run."""
     fitted = fit(run, plan)
     source = f"{run.folder}, {run.world} x {run.device}, {plan.config.model.label}"
     return to_table(
-        "fitted", fitted, plan.hardware, f"fitted to {source}; the rest as {plan.hardware.name}"
+        name, fitted, plan.hardware, f"fitted to {source}; the rest as {plan.hardware.name}"
     )
-
-
-# ---- this machine's CPU
-
-_SECONDS = 1.0
-"""Duration of each measurement, after a first call."""
-
-
-def describe_cpu() -> str:
-    """The text of a hardware file for one rank on this machine's CPU, measured within seconds."""
-    import psutil
-    import torch
-    import torch.nn.functional as F
-
-    def square(dtype: torch.dtype) -> float:
-        """FLOP/s of a square matrix product."""
-        size = 1024
-        a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
-        return 2 * size**3 / _fastest(lambda: a @ b)
-
-    bf16, fp32 = square(torch.bfloat16), square(torch.float32)
-    q = torch.randn(1, 16, 512, 64)
-    visible = 2 * 512**2 * 16 * 64  # FLOPs of the unmasked half
-    attention = visible / _fastest(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
-    source = torch.empty(2**27, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    moved = 2 * len(source) / _fastest(lambda: target.copy_(source))
-    return f"""# This machine's CPU, measured.
-[this-machine]
-description = "CPU, measured"
-device = "cpu"
-memory_gib = {psutil.virtual_memory().total / 2**30:.1f}
-bf16 = {bf16:.4g}
-fp8 = 0
-fp32 = {fp32:.4g}
-gemm_bf16 = 1.0  # included in the rates above, as are small products
-gemm_fp8 = 1.0
-gemm_ramp = 0.0
-gemm_depth = 0.0
-attention = {attention / fp32:.3f}  # forward
-memory_bandwidth = {moved:.4g}
-memory_efficiency = 1.0
-gpus_per_node = 1
-reserve_gib = 1.0  # an estimate
-eager = 1.5  # an estimate
-"""
-
-
-def _fastest(work: Callable[[], object]) -> float:
-    """Seconds of one call, in the fastest round, since other processes may use the machine."""
-    work()
-    best = float("inf")
-    until = time.perf_counter() + _SECONDS
-    while time.perf_counter() < until:
-        begin = time.perf_counter()
-        for _ in range(4):
-            work()
-        best = min(best, (time.perf_counter() - begin) / 4)
-    return best

@@ -123,11 +123,17 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
         "--html", metavar="FILE", help="write a page with charts, and its figures as JSON beside it"
     )
     add("--schedule-svg", metavar="FILE", help="draw the pipeline's schedule")
-    add("--from-run", metavar="DIR", help="compare the run in this dump folder with its plan")
+    add(
+        "--from-run",
+        metavar="DIR",
+        help="compare the run in this dump folder with its plan, and correct later plans for its "
+        "hardware",
+    )
     add(
         "--calibrate",
         metavar="FILE",
-        help="with --from-run: write a file for --hardware whose rates are fitted to the run",
+        help="with --from-run: write the hardware fitted to the run here, instead of correcting "
+        "later plans",
     )
 
 
@@ -174,8 +180,8 @@ def _missing(options: argparse.Namespace, flags: list[str]) -> Iterator[str]:
         yield "--world N: the number of GPUs"
     if options.hardware is None:
         yield (
-            f"--hardware NAME: one of {', '.join(load_hardware())}, or a TOML file "
-            "(--from-run DIR --calibrate FILE writes one)"
+            f"--hardware NAME: one of {', '.join(load_hardware())}, cpu (this machine's), or a "
+            "TOML file (--from-run DIR --calibrate FILE writes one)"
         )
 
 

@@ -75,7 +75,9 @@ def fastest_trial(folder: Path) -> tuple[str, bytes]:
             rows.append([str(file), "failed", "-"])
             continue
         measured.append((file, run))
-        rows.append([str(file), show_rate(run.tokens_per_second), show_gib(run.peak_gib)])
+        rows.append(
+            [str(file), show_rate(run.tokens_per_second), show_gib(run.taken.peak_gib or 0.0)]
+        )
     if not measured:
         raise UserError(f"--adopt: no run in {folder} has trained; start {folder / SCRIPT} first")
     file, _ = max(measured, key=lambda trial: trial[1].tokens_per_second)

@@ -9,6 +9,7 @@ from typing import Any
 from torchtitan.telemetry.run_record import KINDS
 from torchtitan.tools.reports.compare import LoadedRun, compare, differences
 from torchtitan.tools.reports.folder import Folder, Start, read_events, read_folder
+from torchtitan.tools.reports.plan import plan_data
 from torchtitan.tools.reports.records import number
 from torchtitan.tools.reports.samples import read_samples
 from torchtitan.tools.reports.scores import read_scores
@@ -53,6 +54,7 @@ def _run_data(run: LoadedRun) -> dict[str, Any]:
     latest = curves.latest()
     last = folder.starts[-1] if folder.starts else None
     step = max(curves.last_step, last.step) if last else curves.last_step
+    events = read_events(folder.path)
     return {
         "name": run.name,
         "path": path_text(folder.path),
@@ -68,6 +70,7 @@ def _run_data(run: LoadedRun) -> dict[str, Any]:
         "ranks": last.ranks if last else None,
         "devices": last.devices if last else {},
         "goodput": folder.goodput,
+        "plan": plan_data(last, curves.training, events) if last else None,
         "latest": {key: value for key, value in latest.items() if key not in ("step", "time")},
         "axes": curves.axes(),
         "metrics": curves.metrics(),
@@ -78,7 +81,7 @@ def _run_data(run: LoadedRun) -> dict[str, Any]:
         "experts": curves.experts(),
         "samples": run.samples,
         "starts": [_start_data(start, curves.began) for start in folder.starts],
-        "events": [_event_data(event, curves.began) for event in read_events(folder.path)],
+        "events": [_event_data(event, curves.began) for event in events],
     }
 
 

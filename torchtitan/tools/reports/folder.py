@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import tomli
+from pydantic import ValidationError
 
+from torchtitan.telemetry.planned import Planned
 from torchtitan.telemetry.run_record import KINDS
 from torchtitan.tools.reports.records import number
 from torchtitan.utils.files import open_regular, read_regular, text_of
@@ -47,6 +49,9 @@ class Start:
     devices: dict[str, int]
     provenance: dict[str, Any]
     """Commit and versions of the code, by name."""
+    plan: Planned | None = None
+    saves_s: float | None = None
+    """Seconds that training waited for saves."""
 
 
 @dataclass
@@ -157,7 +162,16 @@ def _start(entry: Any) -> Start | None:
             for key, value in code_versions.items()
             if isinstance(value, str)
         },
+        plan=_plan(_get(entry, "plan")),
+        saves_s=number(_get(_get(entry, "seconds"), "saves")),
     )
+
+
+def _plan(entry: Any) -> Planned | None:
+    try:
+        return Planned.model_validate(entry)
+    except ValidationError:
+        return None
 
 
 def _goodput(content: Any) -> dict[str, Any]:

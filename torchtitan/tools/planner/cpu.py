@@ -1,0 +1,77 @@
+"""This machine's CPU, measured."""
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torchtitan.tools.planner.hardware import Hardware, find_hardware
+
+CPU = "cpu"
+"""The name of this machine's CPU among hardware."""
+_SECONDS = 1.0
+"""Duration of each measurement, after a first call."""
+
+
+def measure_cpu() -> tuple[Hardware, str]:
+    """Measure this machine's CPU within seconds; returns it and the text of its hardware file."""
+    print("Measuring this machine's CPU, for a few seconds ...", file=sys.stderr)
+    text = describe_cpu()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "hardware.toml")
+        file.write_text(text)
+        return find_hardware(str(file)), text
+
+
+def describe_cpu() -> str:
+    """The text of a hardware file for one rank on this machine's CPU, measured within seconds."""
+    import psutil
+    import torch
+    import torch.nn.functional as F
+
+    def square(dtype: torch.dtype) -> float:
+        """FLOP/s of a square matrix product."""
+        size = 1024
+        a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+        return 2 * size**3 / _fastest(lambda: a @ b)
+
+    bf16, fp32 = square(torch.bfloat16), square(torch.float32)
+    q = torch.randn(1, 16, 512, 64)
+    visible = 2 * 512**2 * 16 * 64  # FLOPs of the unmasked half
+    attention = visible / _fastest(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
+    source = torch.empty(2**27, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    moved = 2 * len(source) / _fastest(lambda: target.copy_(source))
+    return f"""# This machine's CPU, measured.
+[this-machine]
+description = "CPU, measured"
+device = "cpu"
+memory_gib = {psutil.virtual_memory().total / 2**30:.1f}
+bf16 = {bf16:.4g}
+fp8 = 0
+fp32 = {fp32:.4g}
+gemm_bf16 = 1.0  # included in the rates above, as are small products
+gemm_fp8 = 1.0
+gemm_ramp = 0.0
+gemm_depth = 0.0
+attention = {attention / fp32:.3f}  # forward
+memory_bandwidth = {moved:.4g}
+memory_efficiency = 1.0
+gpus_per_node = 1
+reserve_gib = 1.0  # an estimate
+eager = 1.5  # an estimate
+"""
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    """Seconds of one call, in the fastest round, since other processes may use the machine."""
+    work()
+    best = float("inf")
+    until = time.perf_counter() + _SECONDS
+    while time.perf_counter() < until:
+        begin = time.perf_counter()
+        for _ in range(4):
+            work()
+        best = min(best, (time.perf_counter() - begin) / 4)
+    return best

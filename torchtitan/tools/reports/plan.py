@@ -1,0 +1,54 @@
+"""A run beside the plan that its launcher made, which `run.json` keeps."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from torchtitan.telemetry.planned import Figure, Taken, figures, seconds_waited
+from torchtitan.tools.reports.folder import Start
+from torchtitan.tools.reports.records import MetricsRecord
+
+
+def plan_data(
+    start: Start, records: Iterable[MetricsRecord], events: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """The plan of a run's last start beside what it took; None if there is none, or no record after
+    the first step.
+    """
+    planned = start.plan
+    steady = [
+        record.values
+        for record in records
+        if record.step > start.resumed_step + 1
+        and (record.values.get("time") or 0.0) >= start.time
+        and record.values.get("step_time_s")
+    ]
+    if planned is None or not steady:
+        return None
+    peaks = [record.get("memory_gib") or 0.0 for record in steady]
+    saves = sum(event["kind"] == "saved" and event["time"] >= start.time for event in events)
+    taken = Taken(
+        median(record["step_time_s"] or 0.0 for record in steady),
+        median(seconds_waited(record) for record in steady),
+        peak_gib=max(peaks) if planned.peak_gib else None,
+        save_s=start.saves_s / saves if saves and start.saves_s is not None else None,
+    )
+    return {
+        "hardware": planned.hardware,
+        "band": planned.band,
+        "figures": [figure._asdict() for figure in figures(planned, taken)],
+        "time_s": planned.time_s,
+        "memory_gib": planned.memory_gib if planned.peak_gib else {},
+    }
+
+
+def figure_rows(compared: Iterable[Figure]) -> list[list[str]]:
+    """A table of planned and measured figures; the difference is the run's from the plan."""
+    rows = [["", "planned", "measured", "difference"]]
+    for name, planned, measured in compared:
+        largest = max(planned or 0.0, measured or 0.0)
+        digits = ",.0f" if largest >= 1000 else ".3g"
+        shown = ["-" if value is None else f"{value:{digits}}" for value in (planned, measured)]
+        both = f"{measured / planned - 1:+.1%}" if planned and measured is not None else "-"
+        rows.append([name, *shown, both])
+    return rows
