@@ -128,7 +128,7 @@ class Update:
         self.components = components
         self.max_norm = max_norm
         self.agree = agree
-        # Listing the parameters of all modules in each step would take as long as their update.
+        # Listed once: walking all modules takes time in every step, most of it of small models.
         self._parameters = [p for model in components.models for p in model.parameters()]
 
     def _gradients(self) -> list[Tensor]:
