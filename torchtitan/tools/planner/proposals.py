@@ -149,9 +149,10 @@ def _why(pick: Candidate, before: Sequence[Candidate], fastest: Candidate) -> st
     simpler = pick.complexity < min(c.complexity for c in before)
     if smaller or simpler:
         return f"{' and '.join([less] * smaller + ['simpler'] * simpler)} {price}"
+    as_small = [c for c in before if pick.gib >= _LESS_MEMORY * c.gib][-1]
     return (
         f"{less} {price}, and simpler than "
-        f"{layout_name(layout_degrees(before[-1].workload.config.parallelism))}"
+        f"{layout_name(layout_degrees(as_small.workload.config.parallelism))}"
     )
 
 
