@@ -173,6 +173,7 @@ def _family(flavor: str) -> str:
 def _software(row: dict[str, str], system: str) -> Software:
     return Software(
         kv_repeated=system == TORCHTITAN,
+        ends_in_one_unit=system == TORCHTITAN,
         fused_dispatch=row.get("dispatch") == "fused",
         launches_alone=system == "Megatron",
         overlaps_experts=row.get("overlap") == "1",

@@ -223,7 +223,7 @@ def test_what_reducing_once_costs(tmp_path):
     assert (
         once.collectives["fsdp"]["reduce_scatter"][0],
         each.collectives["fsdp"]["reduce_scatter"][0],
-    ) == (5, 100)
+    ) == (6, 120)
 
 
 def test_context_parallelism_shares_the_attention(tmp_path):
@@ -274,22 +274,22 @@ def test_collectives_of_fsdp(tmp_path):
     layers, matrices, norms, ends = parameters()
     (trace,) = traced(tmp_path, 2, "--training.mixed_precision_param=bfloat16")
     block = matrices + norms
-    root = 2 * ends + SIZES["dim"]
+    both = 2 * ends + SIZES["dim"]  # embeddings; norm and output
     found = trace.collectives["fsdp"]
     # In bf16: every block before its forward and again before its backward, but for the last; the
-    # root once.
-    assert found["all_gather"] == (2 * layers - 1 + 1, 2 * ((2 * layers - 1) * block + root))
-    assert found["reduce_scatter"] == (layers + 1, 4 * (layers * block + root))
+    # ends once.
+    assert found["all_gather"] == (2 * layers - 1 + 2, 2 * ((2 * layers - 1) * block + both))
+    assert found["reduce_scatter"] == (layers + 2, 4 * (layers * block + both))
     # Two batches reduce-scatter twice; replicas add up their shards, and are all-reduced once.
     hsdp = [f"{P}data_parallel_replicate_degree=2", "--training.global_batch_size=32"]
     (hybrid,) = traced(tmp_path, 4, *hsdp)
     assert hybrid.collectives["fsdp"]["reduce_scatter"] == (
-        2 * (layers + 1),
-        2 * 4 * (layers * block + root),
+        2 * (layers + 2),
+        2 * 4 * (layers * block + both),
     )
     assert hybrid.collectives["dp_replicate"]["all_reduce"] == (
-        layers + 1,
-        4 * (layers * block + root) // 2,
+        layers + 2,
+        4 * (layers * block + both) // 2,
     )
 
 

@@ -5,8 +5,11 @@ too, so mixed precision, offload and gradient accumulation are the same code eve
 rank asks for none of them, FSDP manages no weight.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +26,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchtitan.config.derive import expert_shard_dim, sums_on_replicas, sums_whole_gradients
 from torchtitan.config.sections.schema import Config
 from torchtitan.config.sections.training import Training
+from torchtitan.models.decoder.mtp import MTPModule
 from torchtitan.models.moe.moe import Experts
 from torchtitan.models.protocols import Model
 from torchtitan.parallel.collectives import local
@@ -30,13 +34,7 @@ from torchtitan.parallel.mesh import Mesh
 
 
 def apply_fsdp(
-    model: Model,
-    mesh: Mesh,
-    training: Training,
-    reshard: str,
-    *,
-    pipelined: bool,
-    projects_later: bool = False,
+    model: Model, mesh: Mesh, training: Training, reshard: str, *, pipelined: bool, tied: bool
 ) -> None:
     """Shard `model` in place over `mesh.fsdp`, and its experts over `mesh.expert_fsdp` if set.
 
@@ -48,13 +46,16 @@ def apply_fsdp(
         reshard: `parallelism.fsdp_reshard_after_forward`.
         pipelined: the model is a pipeline stage, whose schedule gathers and frees the weights once
             for all microbatches.
-        projects_later: the loss uses the output weight after the forward.
+        tied: the output projection's weight is that of the token embeddings.
     """
     if _stays_whole(model, mesh, training):
         fully_shard(model, mesh=mesh.fsdp, ignored_params=set(model.parameters()))
         return
     shard = partial(
-        fully_shard, mp_policy=_mixed_precision(training), offload_policy=_offload(training)
+        fully_shard,
+        mesh=mesh.fsdp,
+        mp_policy=_mixed_precision(training),
+        offload_policy=_offload(training),
     )
     blocks = list(model.layers.values())
     for i, block in enumerate(blocks):
@@ -70,12 +71,14 @@ def apply_fsdp(
                 reshard_after_forward=free,
                 shard_placement_fn=placement,
             )
-        shard(block, mesh=mesh.fsdp, reshard_after_forward=free)
-        if mesh.expert_fsdp is not None and experts is not None:
-            # gathered while attention runs and tokens are dispatched
-            block.set_modules_to_forward_prefetch([experts])
-    free = reshard == "always" and not projects_later
-    shard(model, mesh=mesh.fsdp, reshard_after_forward=free)
+        shard(block, reshard_after_forward=free)
+    ignored: set[nn.Parameter] = set()
+    # A tied weight is the root's: it is needed first, and its gradient is complete last.
+    if not tied:
+        ignored = _shard_ends(model, shard, free=reshard != "never" and not pipelined)
+    # What the root holds, the loss may need after the forward.
+    shard(model, reshard_after_forward=False, ignored_params=ignored)
+    _prefetch(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             ranks = mesh.expert_fsdp if isinstance(module, Experts) else mesh.fsdp
@@ -99,6 +102,60 @@ def _stays_whole(model: Model, mesh: Mesh, training: Training) -> bool:
         # FSDP combines its layout with that of tensor parallelism, and casts Float8 weights.
         and not any(is_traceable_wrapper_subclass(weight) for weight in model.parameters())
     )
+
+
+def _shard_ends(model: Model, shard: Callable[..., Any], *, free: bool) -> set[nn.Parameter]:
+    """Make units of the token embeddings, and of the final norm with the output projection.
+
+    In the root's unit they would be gathered before the first block and reduced after the last
+    gradient, with no computation to hide either.
+
+    Args:
+        free: free the embeddings after their forward.
+
+    Returns:
+        Sharded weights that the root's unit must leave out.
+    """
+    if model.tok_embeddings is not None:
+        shard(model.tok_embeddings, reshard_after_forward=free)
+        model.tok_embeddings.set_unshard_in_backward(False)  # which doesn't read the weight
+        # Without a list, it would gather what ran before it: the last unit of the previous batch.
+        model.tok_embeddings.set_modules_to_backward_prefetch([model.tok_embeddings])
+    if model.norm is None or model.output is None:
+        return set()
+    # Only the norm gets FSDP's hooks. The output projection may run after the forward, with a given
+    # weight and once for each slice of the loss.
+    model.norm.output = model.output
+    shard(model.norm, reshard_after_forward=False)
+    del model.norm.output
+    return set(model.output.parameters())
+
+
+def _prefetch(model: Model) -> None:
+    """Have FSDP gather a block and its experts before the block that runs earlier computes.
+
+    By default, the gather starts when the host reaches a module. With experts on several ranks,
+    the host reaches the next block late, since it waits for the number of rows from each rank.
+    """
+    blocks = [
+        [m for m in block.modules() if m is block or (isinstance(m, Experts) and _is_unit(m))]
+        for block in model.layers.values()
+    ]
+    # Validation leaves these out. What is gathered and not used would be used, stale, later.
+    always = [units for units in blocks if not isinstance(units[0], MTPModule)]
+    root: list[Any] = [model]
+    ends = [[m] if _is_unit(m) else [] for m in (model.tok_embeddings, model.norm)]
+    for block, *experts in blocks:
+        block.set_modules_to_forward_prefetch(experts)
+    order = [units for units in [root, ends[0], *always, ends[1]] if units]
+    for (module, *_), units in pairwise(order):
+        module.set_modules_to_forward_prefetch(units)
+    for (module, *_), units in pairwise([root, *reversed(blocks)]):
+        module.set_modules_to_backward_prefetch(units)
+
+
+def _is_unit(module: nn.Module | None) -> bool:
+    return isinstance(module, FSDPModule)
 
 
 def _mixed_precision(training: Training) -> MixedPrecisionPolicy:

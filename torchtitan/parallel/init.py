@@ -34,6 +34,10 @@ def materialize(
         rule: maps a parameter's fully qualified name to its initialization.
     """
     model.to_empty(device=device)
+    if model.norm is not None:
+        # FSDP pads the shards of a unit when its module moves. The norm's unit has the output's
+        # weight, too, which moved later.
+        model.norm.to(device)
     model.init_buffers()
     for name, buffer in model.named_buffers():
         owner, _, leaf = name.rpartition(".")

@@ -89,7 +89,7 @@ def parallelize(
             training,
             p.fsdp_reshard_after_forward,
             pipelined=stages is not None,
-            projects_later=training.loss_chunks > 1 or spec.mtp_modules(args) > 0,
+            tied=bool(spec.tied_modules(args)),
         )
         weights_device = torch.device("cpu") if training.enable_cpu_offload else device
         fill(model, weights_device, device, config.debug.seed, lambda fqn: spec.init(fqn, args))

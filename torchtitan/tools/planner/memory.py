@@ -104,7 +104,7 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
     total = sum(map(w.params, stages))
     blocks = w.counted(stages)
     params = sum(count * block.block_params for block, count in blocks)
-    ends = w.element * (total - params)  # embedding, last norm, output projection
+    ends = [w.element * size for stage in stages for size in w.ends(stage)]
     has_output = any(stage.has_output for stage in stages)
     logits, hole = _logits(w) if has_output else (0.0, 0.0)
     kinds = [block for block, _ in blocks]
@@ -119,9 +119,13 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
         )
         never = w.config.parallelism.fsdp_reshard_after_forward == "never"
         gathered = params if never else sum(largest[:PREFETCHED_BLOCKS])
-        parts["unsharded"] = ends + w.gathered * gathered
+        # The output's weight stays for the backward; embeddings aren't needed there.
+        parts["unsharded"] = sum(ends if never else ends[-1:]) + w.gathered * gathered
         if w.fsdp > 1 or any(block.experts_apart for block in kinds):
-            parts["communication"] = ends + max(map(_communicated, kinds))
+            gathers = [max(map(_gather_buffers, kinds)), *ends]
+            # What the root gathers itself is not freed before a block is gathered.
+            most = sum(gathers) if len(ends) == 1 else max(gathers)
+            parts["communication"] = most + max(map(_reduced_bytes, kinds))
         if w.sums_whole_gradients and parts["gradients"] < FP32 * total:
             parts["unsharded"] += FP32 * total
         elif w.accumulation > 1 and w.replicas_apart and not parts["gradients"]:
@@ -132,7 +136,7 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
     if has_output:
         parts["logits"] += _waiting_losses(w, pp_rank)
     # Gradients are summed over the microbatches before they are reduced.
-    parts["unsharded"] = w.gathered * params + ends + FP32 * total
+    parts["unsharded"] = w.gathered * params + sum(ends) + FP32 * total
     block_params = max((block.block_params for block in kinds), default=0)
     parts["communication"] = transfers + FP32 * block_params * (w.fsdp > 1)
     if w.compiled and blocks:
@@ -142,12 +146,16 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
     return Memory(parts)
 
 
-def _communicated(w: Workload) -> float:
-    """Bytes of the buffers in which a block's weights are gathered and its gradients reduced."""
-    dense = w.block_params - w.expert_params
+def _gather_buffers(w: Workload) -> float:
+    """Bytes of the buffers in which blocks' weights are gathered."""
     padded = w.expert_params * w.expert_padding
-    reduced = w.reduced * (dense / w.fsdp + padded / w.efsdp)
-    return GATHER_COPIES * w.gathered * (dense + padded) + reduced
+    return GATHER_COPIES * w.gathered * (w.block_params - w.expert_params + padded)
+
+
+def _reduced_bytes(w: Workload) -> float:
+    """Bytes of a block's reduced gradients."""
+    dense = w.block_params - w.expert_params
+    return w.reduced * (dense / w.fsdp + w.expert_params * w.expert_padding / w.efsdp)
 
 
 HOST_PARTS = ("copies for saves", "parameters, gradients, optimizer", "activations", "data workers")

@@ -1,6 +1,7 @@
 """Collectives and FLOPs of one rank in a training step."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torchtitan.tools.planner.memory import Counted, hidden_bytes
@@ -87,9 +88,8 @@ def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
     stages = w.stages_of(pp_rank)
     blocks = w.counted(stages)
     runs = w.microbatches * w.accumulation
-    weights = sum(map(w.params, stages))
     hidden = w.tokens * w.dim
-    _add_data_parallel(out, w, blocks, weights)
+    _add_data_parallel(out, w, blocks, [n for stage in stages for n in w.ends(stage)])
     for block, count in blocks:
         _add_block(out, block, count * runs)
     if w.tp > 1:
@@ -136,14 +136,19 @@ def _add_block(out: Collectives, w: Workload, times: int) -> None:
             out.add("cp", "reduce_scatter", times, keys_values * FP32 * w.cp)
 
 
-def _add_data_parallel(out: Collectives, w: Workload, blocks: Counted, weights: int) -> None:
+def _add_data_parallel(
+    out: Collectives, w: Workload, blocks: Counted, units: Sequence[int]
+) -> None:
     """FSDP's and HSDP's collectives: one group of parameters per block, one for its experts if they
-    are on other ranks, and one for embedding, norm and output.
+    are on other ranks, and those at the ends of the model.
+
+    Args:
+        units: `Workload.ends` of all stages.
     """
     layers = sum(count for _, count in blocks)
-    ends = weights - sum(count * block.block_params for block, count in blocks)
+    ends = sum(units)
     block_weights = sum(count * _gathered_with(block) for block, count in blocks)
-    groups = layers + (ends > 0)
+    groups = layers + len(units)
     scatters = 1 if w.sums_whole_gradients else w.accumulation
     reduces = 1 if w.replicas_apart else scatters
     reshard = "never" if w.pipeline else w.config.parallelism.fsdp_reshard_after_forward
@@ -157,10 +162,7 @@ def _add_data_parallel(out: Collectives, w: Workload, blocks: Counted, weights: 
         size = w.accumulation * (block_weights + twice) / max(gathers, 1)
         out.add("fsdp", "all_gather", gathers, size * w.gathered)
         out.add(
-            "fsdp",
-            "all_gather",
-            w.accumulation * (groups - layers) * (1 + (reshard == "always")),
-            ends * w.element,
+            "fsdp", "all_gather", w.accumulation * len(units), ends / max(len(units), 1) * w.element
         )
         out.add(
             "fsdp", "reduce_scatter", groups * scatters, (block_weights + ends) / groups * w.reduced

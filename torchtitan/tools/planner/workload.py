@@ -58,6 +58,8 @@ class Software:
 
     kv_repeated: bool = False
     """Copies keys and values for every query head before attention, as TorchTitan once did."""
+    ends_in_one_unit: bool = False
+    """FSDP gathers the embeddings and the output together, as TorchTitan once did."""
     fused_dispatch: bool = False
     """Sends a token once to each rank with experts for it, over the network once to each node, in 8
     bits if experts compute in them, and the host doesn't wait (DeepEP, HybridEP).
@@ -298,10 +300,18 @@ class Workload:
 
     def params(self, stage: PlannedStage) -> int:
         """Parameters of a stage on one tensor- and expert-parallel rank, before FSDP."""
-        tied = stage.has_embedding and self.args.tie_embeddings
-        ends = stage.has_embedding + (stage.has_output and not tied)
         blocks = sum(count * block.block_params for block, count in self.counted([stage]))
-        return blocks + ends * self.vocab_params + stage.has_output * self.dim
+        return blocks + sum(self.ends(stage))
+
+    def ends(self, stage: PlannedStage) -> list[int]:
+        """Parameters of FSDP's units besides blocks: the token embeddings; and the last norm with
+        the output projection. Tied, they are one unit.
+        """
+        if stage.has_embedding and self.args.tie_embeddings:
+            return [self.vocab_params + self.dim]
+        first = [self.vocab_params] * stage.has_embedding
+        ends = first + [self.vocab_params + self.dim] * stage.has_output
+        return [sum(ends)] if self.software.ends_in_one_unit and len(ends) > 1 else ends
 
     def shard(self, stage: PlannedStage) -> float:
         """Parameters of a stage on one rank."""
