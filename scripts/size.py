@@ -21,20 +21,20 @@ ENGINE = ("models", "parallel", "optim", "train")
 SERVICES = ("config", "data", "checkpoint", "telemetry", "health", "inference", "utils")
 BESIDE = ("testing", "tools", "commands")
 ROOMS = {
-    "models": 45_000,
-    "parallel": 24_500,
+    "models": 45_500,
+    "parallel": 25_000,
     "optim": 9_000,
     "train": 24_000,
     "config": 27_000,
     "data": 51_500,
     "checkpoint": 37_500,
-    "telemetry": 13_000,
+    "telemetry": 13_500,
     "health": 9_500,
     "inference": 8_000,
-    "utils": 13_500,
+    "utils": 14_000,
     "testing": 10_500,
-    "tools": 93_000,
-    "commands": 19_000,
+    "tools": 100_500,
+    "commands": 20_000,
 }
 """Tokens of each room, rounded to the nearest `STEP`."""
 STEP = 500
