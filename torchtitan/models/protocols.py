@@ -15,7 +15,8 @@ class Model(Protocol):
     """A built model, or the part of it on a pipeline stage: an `nn.Module` with these attributes.
 
     Without `tok_embeddings` the input, and without `output` the result, is hidden states
-    `[b, s, dim]`.
+    `[b, s, dim]`. A forward calls `tok_embeddings`, each block and `norm` as modules, which makes
+    FSDP gather their weights, and with the norm's the output's.
     """
 
     tok_embeddings: nn.Module | None
