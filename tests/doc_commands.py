@@ -109,8 +109,9 @@ def check_torchtitan(words: list[str], launched: int = 1, *, imports: bool = Fal
     assert not unknown, f"{command} has no {unknown[0]}"
     check_flags(flags)
     check_names(options)
-    if getattr(options, "config", None) and not imports:
-        resolve(["--job.config_file", options.config, *flags], launched * world_of(options))
+    config = getattr(options, "config", None)
+    if config and not imports and not config.endswith("config.json"):  # a file of the reader's
+        resolve(["--job.config_file", config, *flags], launched * world_of(options))
     write_files(command, options)
 
 
@@ -246,7 +247,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "kill": check_kill,
     "docker": check_docker,
 }
-OF_THE_SHELL = {"echo", "export", "source", "ssh", "git", "cd", "mkdir"}
+OF_THE_SHELL = {"echo", "export", "source", "sh", "ssh", "git", "cd", "mkdir"}
 
 
 def check_command(line: str) -> None:

@@ -82,7 +82,7 @@ def test_methods_are_called_in_order(ranks, tmp_path):
     for names, lines in ranks(2, kept_diary, argv):
         assert names == [
             *("WaitForCopy", "AverageWeights", "LimitCollectives", "AnnounceStages"),
-            *("ConfirmFolders", "Report", "FindStragglers", "Advise", "Profile"),
+            *("ConfirmFolders", "Report", "FindStragglers", "Advise", "ComparePlan", "Profile"),
             *("CheckReplicas", "Validate", "WriteSamples", "RunTasks"),
             *("Diary", "Save", "CollectGarbage"),
         ]

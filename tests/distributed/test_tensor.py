@@ -11,6 +11,7 @@ from tests.runs import LR, arguments, losses, train
 from torchtitan.config import resolve
 from torchtitan.models import get_spec
 from torchtitan.models.attention.backend import attention_backend
+from torchtitan.parallel.collectives import local
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.parallel.tensor.styles import apply_tensor_parallel
 from torchtitan.testing.ranks import RankFailure
@@ -117,7 +118,7 @@ def local_sizes(argv):
     config = resolve(argv, dist.get_world_size()).config
     components = build(config, preflight(config), torch.device("cpu"))
     components.loader.close()
-    return {name: tuple(p.to_local().shape) for name, p in components.models[0].named_parameters()}
+    return {name: tuple(local(p).shape) for name, p in components.models[0].named_parameters()}
 
 
 def test_every_matrix_is_split(ranks, tmp_path):
