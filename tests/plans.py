@@ -6,6 +6,23 @@ from torchtitan.tools.planner.hardware import Hardware, find_hardware
 from torchtitan.tools.planner.predict import derived_workload
 from torchtitan.tools.planner.workload import Workload
 
+CPU_HARDWARE = """
+[cpu]
+description = "a CPU"
+device = "cpu"
+memory_gib = 16
+bf16 = 3e10
+fp8 = 0
+fp32 = 3e10
+memory_bandwidth = 6e9
+gpus_per_node = 1
+gemm_bf16 = 1.0
+gemm_ramp = 0.0
+gemm_depth = 0.0
+attention = 0.5
+reserve_gib = 1.0
+"""
+
 SPEC = get_spec("llama3")
 H100 = find_hardware("h100-sxm")
 TINY = [

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.plans import CPU_HARDWARE
 from tests.runs import arguments, read_metrics, train
 from torchtitan.commands.plan import main
 from torchtitan.commands.report import main as report
@@ -22,29 +23,12 @@ from torchtitan.train.callbacks import Callback
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError, UserError
 
-CPU = """
-[cpu]
-description = "a CPU"
-device = "cpu"
-memory_gib = 16
-bf16 = 3e10
-fp8 = 0
-fp32 = 3e10
-memory_bandwidth = 6e9
-gpus_per_node = 1
-gemm_bf16 = 1.0
-gemm_ramp = 0.0
-gemm_depth = 0.0
-attention = 0.5
-reserve_gib = 1.0
-"""
-
 
 @pytest.fixture(scope="module")
 def run(ranks, tmp_path_factory):
     folder = tmp_path_factory.mktemp("measured")
     ranks(1, train, arguments(folder, "--training.seq_len=128", steps=8))
-    (folder / "cpu.toml").write_text(CPU)
+    (folder / "cpu.toml").write_text(CPU_HARDWARE)
     # A fit changes rates by 3 at most; a busy machine's steps may take longer than that.
     hardware = find_hardware(str(folder / "cpu.toml"))
     plan, _ = make_plan([f"--job.config_file={folder / 'out/config.toml'}"], 1, hardware)
@@ -122,7 +106,7 @@ def with_plan(argv, plan):
 def test_a_run_corrects_the_plan_of_the_next(ranks, tmp_path, capsys, monkeypatch):
     """Measure, correct, plan again, and run again: within the band that the plan states."""
     monkeypatch.setenv("TORCHTITAN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cpu, "describe_cpu", lambda: f"{CPU}step_overhead = 0.3\n")
+    monkeypatch.setattr(cpu, "describe_cpu", lambda: f"{CPU_HARDWARE}step_overhead = 0.3\n")
     argv = arguments(tmp_path, "--checkpoint.enable", steps=5)
     ranks(1, paced, argv)
     assert main([f"--from-run={tmp_path / 'out'}"]) == 0

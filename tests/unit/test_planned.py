@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from tests.plans import CPU_HARDWARE
 from torchtitan.commands import train as command
 from torchtitan.config import resolve
 from torchtitan.telemetry.planned import ENV, Planned, Taken, figures, off_plan, planned_for
@@ -17,22 +18,6 @@ from torchtitan.train.preflight import preflight
 PLANNED = Planned(
     hardware="h100-sxm", devices=("H100",), step_s=1.0, band=0.07, peak_gib=45.0, save_s=0.4
 )
-CPU = """
-[cpu]
-description = "a CPU"
-device = "cpu"
-memory_gib = 16
-bf16 = 3e10
-fp8 = 0
-fp32 = 3e10
-memory_bandwidth = 6e9
-gpus_per_node = 1
-gemm_bf16 = 1.0
-gemm_ramp = 0.0
-gemm_depth = 0.0
-attention = 0.5
-reserve_gib = 1.0
-"""
 
 
 @pytest.mark.parametrize(
@@ -116,7 +101,7 @@ def plan(argv, world=1):
 
 def test_a_cpu_has_a_plan_once_a_run_has_corrected_it(run):
     assert plan(run) is None
-    file = correct("cpu", CPU)
+    file = correct("cpu", CPU_HARDWARE)
     assert file == correction_file("cpu")
     found = plan(run)
     by_file, _ = make_plan(run, 1, find_hardware(str(file)))
@@ -153,7 +138,7 @@ def test_the_launcher_gives_the_plan_to_the_ranks(run, monkeypatch):
     monkeypatch.setattr(command, "train", lambda argv: given.append(os.environ.get(ENV)) or 0)
     monkeypatch.setenv(ENV, "of another run")
     command.main([*run, "--nproc-per-node=1"])
-    correct("cpu", CPU)
+    correct("cpu", CPU_HARDWARE)
     command.main([*run, "--nproc-per-node=1"])
     assert given[0] is None
     assert Planned.model_validate_json(given[1]) == plan(run)
