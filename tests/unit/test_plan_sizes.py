@@ -51,10 +51,10 @@ def test_without_days_the_fewest_gpus_that_the_model_fits_on(capsys, monkeypatch
     assert "llama3 8B on 2 x h100-sxm" in out
 
 
-def test_too_few_days_are_said():
-    with pytest.raises(
-        UserError, match=r"--days 0\.1: up to 16,384 x h100-sxm, 1\.00T tokens take"
-    ):
+def test_too_few_days_are_said(monkeypatch):
+    monkeypatch.setattr(sizes, "USUAL", 4)
+    monkeypatch.setattr(sizes, "MOST", 16)
+    with pytest.raises(UserError, match=r"--days 0\.1: up to 16 x h100-sxm, 1\.00T tokens take"):
         main([*RUN, "--tokens=1e12", "--days=0.1"])
 
 
