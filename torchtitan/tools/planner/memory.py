@@ -112,7 +112,7 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
     parts["logits"], parts["other"] = logits, LIBRARY_BYTES + hole
     if w.pipeline is None:
         activations = sum(count * _saved_bytes(block) * block.tokens for block, count in blocks)
-        activations = activations - _offloaded_bytes(blocks) + _in_transit_bytes(blocks)
+        activations = activations - offloaded_bytes(blocks) + _in_transit_bytes(blocks)
         parts["activations"] = activations + max(0.0, working - logits)
         largest = sorted(
             (b.block_params for b, count in blocks for _ in range(count)), reverse=True
@@ -156,42 +156,6 @@ def _reduced_bytes(w: Workload) -> float:
     """Bytes of a block's reduced gradients."""
     dense = w.block_params - w.expert_params
     return w.reduced * (dense / w.fsdp + w.expert_params * w.expert_padding / w.efsdp)
-
-
-HOST_PARTS = ("copies for saves", "parameters, gradients, optimizer", "activations", "data workers")
-WORKER_BYTES = 0.25 * GIB
-"""Resident memory of a process that has imported torch and the loader, measured without CUDA."""
-
-
-def host_memory(w: Workload) -> dict[str, float]:
-    """Bytes of host memory that a rank takes, of `HOST_PARTS`: the pipeline rank that needs most.
-
-    Saves in the background keep the copy of their state from one save to the next.
-    """
-    return max(
-        (_host_memory(w, rank) for rank in range(w.pp)), key=lambda parts: sum(parts.values())
-    )
-
-
-def _host_memory(w: Workload, pp_rank: int) -> dict[str, float]:
-    config = w.config
-    state = state_bytes(w, w.stages_of(pp_rank))
-    saves = config.checkpoint.enable and not config.checkpoint.load_only
-    copied = saves and config.checkpoint.async_mode != "disabled"
-    if w.pipeline is None:
-        activations = _offloaded_bytes(w.counted(w.stages))
-    else:
-        activations = max(
-            sum(n * _offloaded_bytes(w.counted([w.stages[i]])) for i, n in m.microbatches.items())
-            for m in in_flight(w.pipeline, w.microbatches, pp_rank)
-        )
-    sizes = (
-        copied * (state["parameters"] + state["optimizer"]),
-        config.training.enable_cpu_offload * sum(state.values()),
-        activations,
-        config.training.dataloader.num_workers * WORKER_BYTES,
-    )
-    return {part: size for part, size in zip(HOST_PARTS, sizes, strict=True) if size}
 
 
 def state_bytes(w: Workload, stages: Sequence[PlannedStage]) -> dict[str, float]:
@@ -252,7 +216,7 @@ def _moment_bytes(w: Workload, moment: InFlight) -> float:
 def _stage_bytes(w: Workload, stage: PlannedStage) -> tuple[float, float]:
     """Bytes of one microbatch that a stage keeps, with its output, and those in transit."""
     blocks = w.counted([stage])
-    kept = _summed(_saved_bytes, blocks) - _offloaded_bytes(blocks) + hidden_bytes(w)
+    kept = _summed(_saved_bytes, blocks) - offloaded_bytes(blocks) + hidden_bytes(w)
     return kept, _in_transit_bytes(blocks)
 
 
@@ -406,7 +370,7 @@ def _offloaded(blocks: Counted) -> tuple[int, float]:
     return offloaded_blocks(ac, layers), mean
 
 
-def _offloaded_bytes(blocks: Counted) -> float:
+def offloaded_bytes(blocks: Counted) -> float:
     """Bytes of one microbatch that a stage keeps in host memory."""
     count, size = _offloaded(blocks)
     return count * size

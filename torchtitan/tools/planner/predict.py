@@ -11,7 +11,8 @@ from torchtitan.models import ModelSpec
 from torchtitan.parallel.pipeline.split import pipeline_stages
 from torchtitan.tools.planner.costs import StepTime, step_time
 from torchtitan.tools.planner.hardware import Hardware
-from torchtitan.tools.planner.memory import GIB, Memory, host_memory, memory_of
+from torchtitan.tools.planner.host_memory import host_memory
+from torchtitan.tools.planner.memory import GIB, Memory, memory_of
 from torchtitan.tools.planner.workload import OURS, Software, Workload
 from torchtitan.train.preflight import split_facts
 from torchtitan.utils.wording import show_percent

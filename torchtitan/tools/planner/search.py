@@ -156,8 +156,8 @@ class _Search:
     def run(self) -> None:
         for rows in batches(self.config, self.axes):
             resized = replace(self.config, "training.global_batch_size", rows)
-            found = layouts(resized, self.spec, self.args, self.world)
-            for layout in sorted(found, key=self._fastest, reverse=True):
+            legal = layouts(resized, self.spec, self.args, self.world)
+            for layout in sorted(legal, key=self._fastest, reverse=True):
                 pieces = self._pieces(layout)
                 for order in orders(layout.parallelism, self._layers):
                     self._price_order(layout, order, pieces)
@@ -303,12 +303,12 @@ class _Search:
         speed = time.tokens_per_second
         low = speed * (1 - plan.speed_band)
         candidate = Candidate(speed, low, gib, burden, workload=w)
-        wanted = plan.chance_to_fit >= LIKELY and self.frontier.wants(candidate)
+        proposable = plan.chance_to_fit >= LIKELY and self.frontier.wants(candidate)
         cell = round(gib), round(100 * math.log(speed))
-        shown = wanted or (cell not in self.points and not self.frontier.only_best)
+        shown = proposable or (cell not in self.points and not self.frontier.only_best)
         if shown and self._is_legal(config):
             self.points.setdefault(cell, (round(gib, 1), float(f"{speed:.3g}")))
-            if wanted:
+            if proposable:
                 self.frontier.add(candidate)
         return True
 
