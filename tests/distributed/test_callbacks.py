@@ -82,8 +82,9 @@ def test_methods_are_called_in_order(ranks, tmp_path):
     for names, lines in ranks(2, kept_diary, argv):
         assert names == [
             *("WaitForCopy", "AverageWeights", "LimitCollectives", "AnnounceStages"),
-            *("ConfirmFolders", "Report", "FindStragglers", "Advise", "ComparePlan", "Profile"),
-            *("CheckReplicas", "Validate", "WriteSamples", "RunTasks"),
+            *("ConfirmFolders", "Report", "FindStragglers", "Advise", "MeasureState"),
+            *("ComparePlan", "Profile", "CheckReplicas"),
+            *("Validate", "WriteSamples", "RunTasks"),
             *("Diary", "Save", "CollectGarbage"),
         ]
         steps = [line for step in range(3) for line in (f"update {step}", f"step {step + 1}")]

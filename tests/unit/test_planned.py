@@ -16,8 +16,16 @@ from torchtitan.tools.planner.run_plan import plan_of_run
 from torchtitan.train.preflight import preflight
 
 PLANNED = Planned(
-    hardware="h100-sxm", devices=("H100",), step_s=1.0, band=0.07, peak_gib=45.0, save_s=0.4
+    hardware="h100-sxm",
+    devices=("H100",),
+    step_s=1.0,
+    band=0.07,
+    peak_gib=45.0,
+    memory_band=0.06,
+    save_s=0.4,
+    memory_gib={"parameters": 5.0, "gradients": 5.0, "optimizer": 10.0, "activations": 25.0},
 )
+STATE = {"parameters": 5.0, "gradients": 5.0, "optimizer": 10.0}
 
 
 @pytest.mark.parametrize(
@@ -49,22 +57,55 @@ PLANNED = Planned(
             "planned for h100-sxm",
         ),
         (1.3, 0.0, 50.0, 0.64, None),
-        (1.0, 0.0, 60.0, 0.07, "memory peaks at 60.0 GiB, 33.3% more than the 45.0 GiB planned"),
+        (
+            1.0,
+            0.0,
+            60.0,
+            0.07,
+            "peak memory 60.0 GiB, 33.3% more than the 45.0 GiB planned; activations and others "
+            "40.0 GiB, 60.0% more than the 25.0 GiB planned",
+        ),
     ],
 )
 def test_a_run_that_is_20_percent_off_says_by_which_part(step, data, peak, band, text):
     planned = PLANNED.model_copy(update={"band": band})
-    said = off_plan(planned, Taken(step, data, peak))
+    said = off_plan(planned, Taken(step, data, peak, state_gib=STATE))
     assert said == (text and f"Off its plan: {text}")
 
 
+def test_state_that_is_off_is_named_whatever_the_peak():
+    taken = Taken(1.0, 0.0, 50.0, state_gib=STATE | {"gradients": 10.0})  # and 25 others
+    text = "Off its plan: gradients 10.0 GiB, 100.0% more than the 5.0 GiB planned"
+    assert off_plan(PLANNED, taken) == text
+    # The peak is 11 % more than planned: outside its range, though no run would say so.
+    more = "; peak memory 50.0 GiB, 11.1% more than the 45.0 GiB planned"
+    assert off_plan(PLANNED, taken, least=0.0) == text + more
+
+
 def test_figures_are_those_that_were_measured():
-    assert [tuple(figure) for figure in figures(PLANNED, Taken(1.25, 0.25, None, 0.5))] == [
-        ("step, s", 1.0, 1.25),
-        ("waiting for data, s", 0.0, 0.25),
-        ("computing and communicating, s", 1.0, 1.0),
-        ("a save, s", 0.4, 0.5),
+    steps = pytest.approx((1 / 1.07, 1 / 0.93))
+    rows = [tuple(figure) for figure in figures(PLANNED, Taken(1.25, 0.25, None, 0.5))]
+    assert rows == [
+        ("step, s", 1.0, 1.25, steps),
+        ("waiting for data, s", 0.0, 0.25, None),
+        ("computing and communicating, s", 1.0, 1.0, steps),
+        ("a save, s", 0.4, 0.5, None),
     ]
+
+
+def test_the_band_of_the_peak_is_that_of_what_is_not_state():
+    rows = {each.name: each for each in figures(PLANNED, Taken(1.0, 0.0, 47.0, state_gib=STATE))}
+    band = 0.06 * 45
+    expected = {
+        "parameters, GiB": (5.0, 5.0, (4.7, 5.3)),
+        "optimizer, GiB": (10.0, 10.0, (9.4, 10.6)),
+        "peak memory, GiB": (45.0, 47.0, (45 - band, 45 + band)),
+        "activations and others, GiB": (25.0, 27.0, (25 - band, 25 + band)),
+    }
+    for name, (planned, measured, ends) in expected.items():
+        assert rows[name][1:3] == (planned, measured)
+        assert rows[name].range == pytest.approx(ends)
+        assert not rows[name].outside
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from torchtitan.train.advice import unneeded_recomputation
 from torchtitan.train.callbacks import Callback, Run
 from torchtitan.train.engine import Engine
 from torchtitan.train.evaluations import Evaluation, RunTasks, Validate, WriteSamples, stops_early
+from torchtitan.train.measured_state import MeasureState
 from torchtitan.train.preflight import Setup
 from torchtitan.train.run_info import describe_model, trained_args, write_config
 from torchtitan.train.state import Components
@@ -41,6 +42,7 @@ def all_callbacks(
         tasks: from `load_tasks`.
     """
     report = Report(engine)
+    state = MeasureState(engine)
     evaluations = (Validate(engine), WriteSamples(engine), RunTasks(engine, tasks))
     return (
         WaitForCopy(engine),
@@ -51,7 +53,8 @@ def all_callbacks(
         report,
         FindStragglers(report, engine.config.guard),
         Advise(),
-        ComparePlan(report, engine),
+        state,
+        ComparePlan(report, state, engine),
         Profile(engine),
         CheckReplicas(engine),  # before a save would make a fault permanent
         *evaluations,
@@ -271,8 +274,9 @@ class ComparePlan(Callback):
     after = 3
     """Records of this start, without that of the first step, which may compile."""
 
-    def __init__(self, report: Report, engine: Engine):
+    def __init__(self, report: Report, state: MeasureState, engine: Engine):
         self.report = report
+        self.state = state
         self.run_record = engine.telemetry.run_record
         said = any("off_plan" in start for start in self.run_record.starts)
         self.planned = None if said else engine.telemetry.planned
@@ -290,6 +294,7 @@ class ComparePlan(Callback):
             median(record["step_time_s"] for record in self.records),
             median(seconds_waited(record) for record in self.records),
             peak_gib=max(record["memory_gib"] for record in self.records),
+            state_gib=self.state.gib,
         )
         if text := off_plan(self.planned, taken):
             folder = run.config.job.dump_folder

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.telemetry.planned import Figure, Taken, figures, seconds_waited
+from torchtitan.telemetry.planned import Figure, Taken, figures, seconds_waited, state_gib
 from torchtitan.tools.planner.cpu import CPU
 from torchtitan.tools.planner.hardware import Hardware, load_hardware, to_table
 from torchtitan.tools.planner.planner import make_plan
@@ -87,6 +87,7 @@ def read_run(folder: Path) -> Measured:
             statistics.median(seconds_waited(record) for record in steady),
             peak_gib=max(record["memory_gib"] for record in records),
             save_s=saved,
+            state_gib=state_gib(start.get("state_bytes", {})),
         ),
     )
 
@@ -138,10 +139,10 @@ def plan_run(run: Measured, flags: list[str], hardware: Hardware) -> Plan:
 
 def compared(run: Measured, plan: Plan) -> list[Figure]:
     """A run beside its plan."""
-    speed = Figure("tokens/s per GPU", plan.tokens_per_second, run.tokens_per_second)
-    # Of a CPU, a run only shows the memory of the whole process.
-    figures_of_plan = planned(plan).model_copy(update={"peak_gib": plan.peak_gib})
-    return [speed, *figures(figures_of_plan, run.taken)]
+    rate, band = plan.tokens_per_second, plan.speed_band
+    speed = (rate * (1 - band), rate * (1 + band))
+    first = Figure("tokens/s per GPU", rate, run.tokens_per_second, speed)
+    return [first, *figures(planned(plan), run.taken)]
 
 
 def comparison_text(run: Measured, plan: Plan) -> str:
@@ -150,7 +151,7 @@ def comparison_text(run: Measured, plan: Plan) -> str:
     head = f"{run.folder}: median of {plural(run.records, 'record')} on {run.world} x {run.device}"
     notes = []
     if run.device == "cpu":
-        notes.append("The memory measured on a CPU is that of the process; the plan's, of tensors")
+        notes.append("Peak memory on a CPU is that of the process, which a plan doesn't know")
     return "\n".join([head, aligned(rows), *notes])
 
 

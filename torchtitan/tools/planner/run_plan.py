@@ -27,16 +27,17 @@ def planned(plan: "Plan") -> Planned:
     on_cpu = hardware.device == CPU
     checkpoint = plan.config.checkpoint
     waits = checkpoint.enable and checkpoint.async_mode != "disabled" and not on_cpu
-    tightest = max(plan.memory, key=lambda memory: memory.reserved)
+    first = plan.memory[0]  # rank 0's, as a run measures
     return Planned(
         hardware=hardware.name,
         devices=(CPU,) if on_cpu else hardware.device_names,
         step_s=plan.time.seconds,
         band=plan.speed_band,
-        peak_gib=None if on_cpu else plan.peak_gib,
+        peak_gib=None if on_cpu else first.reserved / 2**30,
+        memory_band=plan.memory_band,
         save_s=saves_of(plan, float("inf")).blocked if waits else None,
         time_s=dict(plan.time.parts),
-        memory_gib={part: size / 2**30 for part, size in tightest.parts.items()},
+        memory_gib={part: size / 2**30 for part, size in first.parts.items()},
     )
 
 

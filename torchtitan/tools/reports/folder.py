@@ -14,7 +14,7 @@ from typing import Any
 import tomli
 from pydantic import ValidationError
 
-from torchtitan.telemetry.planned import Planned
+from torchtitan.telemetry.planned import Planned, state_gib
 from torchtitan.telemetry.run_record import KINDS
 from torchtitan.tools.reports.records import number
 from torchtitan.utils.files import open_regular, read_regular, text_of
@@ -52,6 +52,8 @@ class Start:
     plan: Planned | None = None
     saves_s: float | None = None
     """Seconds that training waited for saves."""
+    state_gib: dict[str, float] = field(default_factory=dict)
+    """Memory of rank 0's parameters, gradients and optimizer state."""
 
 
 @dataclass
@@ -164,6 +166,7 @@ def _start(entry: Any) -> Start | None:
         },
         plan=_plan(_get(entry, "plan")),
         saves_s=number(_get(_get(entry, "seconds"), "saves")),
+        state_gib=state_gib(_counts(_get(entry, "state_bytes"))),
     )
 
 

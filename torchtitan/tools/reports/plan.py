@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from torchtitan.telemetry.planned import Figure, Taken, figures, seconds_waited
+from torchtitan.telemetry.planned import Figure, Taken, figures, off_plan, seconds_waited
 from torchtitan.tools.reports.folder import Start
 from torchtitan.tools.reports.records import MetricsRecord
 
@@ -32,11 +32,13 @@ def plan_data(
         median(seconds_waited(record) for record in steady),
         peak_gib=max(peaks) if planned.peak_gib else None,
         save_s=start.saves_s / saves if saves and start.saves_s is not None else None,
+        state_gib=start.state_gib,
     )
     return {
         "hardware": planned.hardware,
         "band": planned.band,
         "figures": [figure._asdict() for figure in figures(planned, taken)],
+        "off": off_plan(planned, taken, least=0.0),
         "time_s": planned.time_s,
         "memory_gib": planned.memory_gib if planned.peak_gib else {},
     }
@@ -44,11 +46,15 @@ def plan_data(
 
 def figure_rows(compared: Iterable[Figure]) -> list[list[str]]:
     """A table of planned and measured figures; the difference is the run's from the plan."""
-    rows = [["", "planned", "measured", "difference"]]
-    for name, planned, measured in compared:
-        largest = max(planned or 0.0, measured or 0.0)
-        digits = ",.0f" if largest >= 1000 else ".3g"
-        shown = ["-" if value is None else f"{value:{digits}}" for value in (planned, measured)]
-        both = f"{measured / planned - 1:+.1%}" if planned and measured is not None else "-"
-        rows.append([name, *shown, both])
+    rows = [["", "planned", "range", "measured", "difference"]]
+    for figure in compared:
+        name, planned, measured, ends = figure
+        digits = ",.0f" if max(planned or 0.0, measured or 0.0) >= 1000 else ".3g"
+        shown = [
+            "-" if value is None else f"{value:{digits}}"
+            for value in (planned, *(ends or ()), measured)
+        ]
+        cells = [shown[0], " to ".join(shown[1:-1]) or "-", shown[-1]]
+        difference = "-" if figure.difference is None else f"{figure.difference:+.1%}"
+        rows.append([name, *cells, f"{difference}, outside" if figure.outside else difference])
     return rows

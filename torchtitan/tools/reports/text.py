@@ -200,8 +200,10 @@ def _plan(run: Run) -> str | None:
     """What was planned, beside what was measured."""
     if (plan := run["plan"]) is None:
         return None
-    heading = f"Plan of {run['name']} for {plan['hardware']}, within {100 * plan['band']:.0f} %"
+    heading = f"Plan of {run['name']} for {plan['hardware']}, with the range of 9 of 10 such runs"
     lines = [printable(heading), aligned(figure_rows(Figure(**each) for each in plan["figures"]))]
+    if plan["off"]:
+        lines.append(printable(f"  {plan['off']}"))
     for what, parts, show in (
         ("step", plan["time_s"], show_duration),
         ("peak", plan["memory_gib"], show_gib),
