@@ -6,11 +6,13 @@ Refuses what the trainer refuses, in the same words. Exits with 1 if the plan do
 
 import argparse
 import json
+import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.load.command_line import flag_text
+from torchtitan.tools.launch.trials import SCRIPT, fastest_trial, folder_of, trial_files
 from torchtitan.tools.planner.budget import Failures, budget_of, budget_text
 from torchtitan.tools.planner.corrections import correct, correction_note, hardware_called
 from torchtitan.tools.planner.cpu import CPU
@@ -18,6 +20,7 @@ from torchtitan.tools.planner.hardware import find_hardware
 from torchtitan.tools.planner.options import options_of, parse
 from torchtitan.tools.planner.page import page, pictures, schedule_svg
 from torchtitan.tools.planner.planner import make_plan, planned_toml
+from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.render import (
     as_data,
     as_text,
@@ -27,7 +30,6 @@ from torchtitan.tools.planner.render import (
     search_table,
 )
 from torchtitan.tools.planner.sizes import compare_sizes, sizes_data, sizes_table
-from torchtitan.tools.planner.trials import fastest_trial, trial_files
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_output
 from torchtitan.utils.wording import plural
@@ -69,11 +71,12 @@ def main(argv: list[str]) -> int:
         other, _ = make_plan(other_flags, options.world, hardware)
     if options.write:
         _write(options.write, planned_toml(plan, flags))
-    tried: dict[Path, bytes] = {}
+    trials: list[Plan] = []
     if options.trials and layouts:
         best = [proposal.plan for proposal in layouts.best if proposal.plan.fits]
-        tried = trial_files(best[: options.trials], flags, Path(options.write))
-        write_output(tried)
+        trials = best[: options.trials]
+    if trials:
+        write_output(trial_files(trials, flags, Path(options.write)))
     data: dict[str, Any] = as_data(plan, options.tokens) | origin(argv, planned_toml(plan, flags))
     failures = (
         Failures(options.mtbf, options.storage * 1e9, options.restart) if options.mtbf else None
@@ -115,11 +118,9 @@ def main(argv: list[str]) -> int:
         for option in ("write", "json", "html", "schedule_svg"):
             if file := getattr(options, option):
                 print(f"wrote {file}")
-        if tried:
-            *_, script = tried
-            print(
-                f"to measure {plural(len(tried) - 1, 'layout')} and adopt the fastest: sh {script}"
-            )
+        if trials:
+            script = shlex.quote(str(folder_of(Path(options.write)) / SCRIPT))
+            print(f"to measure {plural(len(trials), 'layout')} and adopt the fastest: sh {script}")
     return 0 if plan.fits else 1
 
 

@@ -266,7 +266,8 @@ def _write(options: argparse.Namespace, batch: _Batch) -> int:
     size = batch.sizes[0]
     job = SlurmJob(options.job_name, size.nodes, size.ranks, options, log)
     if batch.runs:
-        text = array_script(job, batch.config, batch.commands, options.at_most)
+        runs = [(batch.config, words) for words in batch.commands]
+        text = array_script(job, runs, options.at_most)
     else:
         text = script(job, batch.config, batch.commands[0])
     script_folder = batch.folder if batch.runs else Path()

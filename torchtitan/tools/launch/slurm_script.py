@@ -160,19 +160,19 @@ def script(job: SlurmJob, config: str, overrides: Sequence[str]) -> str:
 
 
 def array_script(
-    job: SlurmJob, config: str, runs: Sequence[Sequence[str]], at_most: int | None
+    job: SlurmJob, runs: Sequence[tuple[str, Sequence[str]]], at_most: int | None
 ) -> str:
     """The script of a job array with a task for each run.
 
     Args:
-        runs: flags of each run.
+        runs: configuration and flags of each run.
         at_most: maximum number of tasks that run at once.
     """
-    file = _config_file(job, config)
     limit = f"%{at_most}" if at_most else ""
     body = ["case $SLURM_ARRAY_TASK_ID in"]
     body += [
-        f"    {i}) {shlex.join(['set', '--', file, *words])} ;;" for i, words in enumerate(runs)
+        f"    {i}) {shlex.join(['set', '--', _config_file(job, config), *words])} ;;"
+        for i, (config, words) in enumerate(runs)
     ]
     body += ['    *) echo "error: no run $SLURM_ARRAY_TASK_ID" >&2 && exit 2 ;;', "esac"]
     return _fill_template(job, [f"--array=0-{len(runs) - 1}{limit}"], body)
