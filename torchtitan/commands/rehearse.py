@@ -12,7 +12,7 @@ from pathlib import Path
 from torchtitan.config import resolve
 from torchtitan.config.load.command_line import parse_args
 from torchtitan.tools.planner.planner import without_missing_files
-from torchtitan.tools.rehearsal.rehearsal import few_layers, few_ranks, rehearse
+from torchtitan.tools.rehearsal.rehearsal import EVERY_RANK_BELOW, few_layers, rehearse
 from torchtitan.tools.rehearsal.render import as_data, as_text
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.argument_types import command_parser, count
@@ -30,7 +30,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--every-rank",
         action=argparse.BooleanOptionalAction,
-        help="rehearse all ranks; takes seconds for each (default: below 64 ranks)",
+        help="rehearse all ranks; takes seconds for each (default: below "
+        f"{EVERY_RANK_BELOW} ranks)",
     )
     add(
         "--layers",
@@ -58,7 +59,9 @@ def main(argv: list[str]) -> int:
         config, whole=resolved.config, world=options.world, sources=resolved.sources, output=False
     )
     show_warnings(setup.warnings)
-    every_rank = few_ranks(options.world) if options.every_rank is None else options.every_rank
+    every_rank = options.every_rank
+    if every_rank is None:
+        every_rank = options.world < EVERY_RANK_BELOW
     ranks = range(options.world) if every_rank else options.ranks
     layers = None if options.every_layer else options.layers or few_layers(config)
     result = rehearse(config, options.world, ranks=ranks, layers=layers)

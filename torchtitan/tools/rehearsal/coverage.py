@@ -1,10 +1,12 @@
 """Which parts of a configuration a rehearsal runs, and which it doesn't. Imports no torch."""
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from torchtitan.config.derive import axis_degrees, gradient_accumulation_steps
+from torchtitan.config.derive import axis_degrees, gradient_accumulation_steps, replace
 from torchtitan.config.sections.schema import Config
+from torchtitan.utils.storage import is_url
 
 BATCHES = 3
 """Batches that run of an accumulated step, or of a validation: the first, one in the middle, the
@@ -19,49 +21,46 @@ def rehearsed(config: Config, world: int, folder: str) -> Config:
     training = config.training
     degrees = axis_degrees(config.parallelism)
     rows = training.local_batch_size * degrees["dp_replicate"] * degrees["dp_shard"]
-    changes: dict[str, dict[str, Any]] = {
-        "job": {"dump_folder": folder},
-        "model": {"converters": []},
-        "compile": {"enable": False},
-        "training": {
-            "global_batch_size": rows * min(gradient_accumulation_steps(config), BATCHES),
-            "steps": 1,
-            "document_mask": False,
-            "enable_cpu_offload": False,
-            "stages": [],
-        },
-        "metrics": {"log_freq": 1, "sinks": [], "enable_tensorboard": False, "enable_wandb": False},
-        "notifications": {"webhook_env": "", "command": []},
-        "validation": {
-            "freq": 1,
-            "steps": _at_most(config.validation.steps),
-            "sets": [
-                validation_set.model_copy(update={"steps": _at_most(validation_set.steps)})
-                for validation_set in config.validation.sets
-            ],
-        },
-        "checkpoint": {
-            "interval": 1,
-            "folder": "checkpoint",
-            "upload_folder": None,
-            "async_mode": "disabled",
-            "last_save_model_only": False,
-            "last_save_in_hf": False,
-            "initial_load_path": None,
-            "initial_load_in_hf": False,
-        },
-        "guard": {"weight_hash_freq": min(1, config.guard.weight_hash_freq)},
-        "profiling": {"enable_profiling": False, "enable_memory_snapshot": False},
-        "comm": {"init_timeout_seconds": _LONG, "train_timeout_seconds": _LONG},
-        "eval": {"enable": False},
-        "sampling": {"prompts": []},
+    sets = config.validation.sets
+    changes: dict[str, Any] = {
+        "job.dump_folder": folder,
+        "model.converters": [],
+        "compile.enable": False,
+        "training.global_batch_size": rows * min(gradient_accumulation_steps(config), BATCHES),
+        "training.steps": 1,
+        "training.document_mask": False,
+        "training.enable_cpu_offload": False,
+        "training.stages": [],
+        "metrics.log_freq": 1,
+        "metrics.sinks": [],
+        "metrics.enable_tensorboard": False,
+        "metrics.enable_wandb": False,
+        "notifications.webhook_env": "",
+        "notifications.command": [],
+        "validation.freq": 1,
+        "validation.steps": _at_most(config.validation.steps),
+        "validation.sets": [
+            each.model_copy(update={"steps": _at_most(each.steps)}) for each in sets
+        ],
+        "checkpoint.interval": 1,
+        "checkpoint.folder": "checkpoint",
+        "checkpoint.upload_folder": None,
+        "checkpoint.async_mode": "disabled",
+        "checkpoint.last_save_model_only": False,
+        "checkpoint.last_save_in_hf": False,
+        "checkpoint.initial_load_path": None,
+        "checkpoint.initial_load_in_hf": False,
+        "guard.weight_hash_freq": min(1, config.guard.weight_hash_freq),
+        "profiling.enable_profiling": False,
+        "profiling.enable_memory_snapshot": False,
+        "comm.init_timeout_seconds": _LONG,
+        "comm.train_timeout_seconds": _LONG,
+        "eval.enable": False,
+        "sampling.prompts": [],
     }
-    return config.model_copy(
-        update={
-            name: getattr(config, name).model_copy(update=values)
-            for name, values in changes.items()
-        }
-    )
+    for key, value in changes.items():
+        config = replace(config, key, value)
+    return config
 
 
 def _at_most(steps: int | None) -> int | None:
@@ -74,78 +73,55 @@ class Part(NamedTuple):
 
     key: str
     """The key that asks for it."""
-    asked: Callable[[Config], Any]
     text: str
+    asked: Callable[[Config], Any] | None = None
+    """Whether a configuration asks for it; None: if the key is set."""
 
 
 PARTS = (
-    Part("compile.enable", lambda c: c.compile.enable, "compiled code (blocks run eagerly)"),
-    Part(
-        "model.converters",
-        lambda c: c.model.converters,
-        "8-bit products, their gathers and the reduction of their scales",
-    ),
+    Part("compile.enable", "compiled code (blocks run eagerly)"),
+    Part("model.converters", "8-bit products, their gathers and the reduction of their scales"),
     Part(
         "parallelism.enable_async_tensor_parallel",
+        "asynchronous tensor parallelism (it runs as synchronous)",
         lambda c: (
             c.parallelism.enable_async_tensor_parallel and c.parallelism.tensor_parallel_degree > 1
         ),
-        "asynchronous tensor parallelism (it runs as synchronous)",
     ),
     Part(
         "parallelism.pipeline_parallel_degree",
-        lambda c: c.parallelism.pipeline_parallel_degree > 1,
         "torch's test of the pipeline's connections",
+        lambda c: c.parallelism.pipeline_parallel_degree > 1,
     ),
-    Part(
-        "training.enable_cpu_offload",
-        lambda c: c.training.enable_cpu_offload,
-        "parameters in host memory",
-    ),
-    Part("training.document_mask", lambda c: c.training.document_mask, "masks between documents"),
-    Part("training.stages", lambda c: c.training.stages, "the later stages of the data"),
+    Part("training.enable_cpu_offload", "parameters in host memory"),
+    Part("training.document_mask", "masks between documents"),
+    Part("training.stages", "the later stages of the data"),
     Part(
         "checkpoint.async_mode",
-        lambda c: c.checkpoint.enable and c.checkpoint.async_mode != "disabled",
         "saves in the background (they run in the foreground)",
+        lambda c: c.checkpoint.enable and c.checkpoint.async_mode != "disabled",
     ),
     Part(
         "checkpoint.folder",
-        lambda c: c.checkpoint.enable and "://" in c.checkpoint.folder,
         "object storage",
+        lambda c: c.checkpoint.enable and is_url(c.checkpoint.folder),
     ),
-    Part(
-        "checkpoint.upload_folder",
-        lambda c: c.checkpoint.enable and c.checkpoint.upload_folder,
-        "uploads",
-    ),
-    Part(
-        "checkpoint.initial_load_path",
-        lambda c: c.checkpoint.initial_load_path,
-        "loading the first weights",
-    ),
-    Part(
-        "checkpoint.initial_load_in_hf",
-        lambda c: c.checkpoint.initial_load_in_hf,
-        "reading Hugging Face weights",
-    ),
+    Part("checkpoint.upload_folder", "uploads"),
+    Part("checkpoint.initial_load_path", "loading the first weights"),
+    Part("checkpoint.initial_load_in_hf", "reading Hugging Face weights"),
     Part(
         "checkpoint.last_save_model_only",
-        lambda c: c.checkpoint.enable and c.checkpoint.last_save_model_only,
         "the last save of weights alone",
+        lambda c: c.checkpoint.enable and c.checkpoint.last_save_model_only,
     ),
-    Part(
-        "checkpoint.last_save_in_hf",
-        lambda c: c.checkpoint.enable and c.checkpoint.last_save_in_hf,
-        "the export to Hugging Face",
-    ),
+    Part("checkpoint.last_save_in_hf", "the export to Hugging Face"),
     Part(
         "guard.policy",
-        lambda c: c.guard.policy in ("skip", "rewind"),
         "what the guard does after a spike",
+        lambda c: c.guard.policy in ("skip", "rewind"),
     ),
-    Part("eval.enable", lambda c: c.eval.enable, "lm-eval"),
-    Part("sampling.prompts", lambda c: c.sampling.prompts, "samples"),
+    Part("eval.enable", "lm-eval"),
+    Part("sampling.prompts", "samples"),
 )
 NEVER = (
     "a requested stop",
@@ -158,4 +134,5 @@ NEVER = (
 
 def not_rehearsed(config: Config) -> list[str]:
     """The parts of a run of this configuration that its rehearsal leaves out, in words."""
-    return [f"{part.text}: {part.key}" for part in PARTS if part.asked(config)] + list(NEVER)
+    parts = [part for part in PARTS if (part.asked or attrgetter(part.key))(config)]
+    return [*(f"{part.text}: {part.key}" for part in parts), *NEVER]

@@ -35,33 +35,22 @@ def fake_cluster(world: int, rank: int) -> Iterator[FakeTensorMode]:
             dist.destroy_process_group()
 
 
-def start_group(world: int, rank: int) -> None:
-    """Initialize a fake default process group."""
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-
-
 @contextmanager
 def no_network() -> Iterator[FakeTensorMode]:
     """Substitutions under which a rank of this project runs on a fake process group."""
-    known = set(meshes._meshes)
-    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
-    # DTensor runs each operation on fake tensors of global shape, which no rank ever holds.
-    substitutions = [
-        Substitution(ShardingPropagator, "_propagate_tensor_meta_non_cached", aside(propagate))
-    ]
-    schedule = schedules._PipelineSchedule
-    if hasattr(schedule, "_warmup_p2p"):  # torch 2.12 to 2.14: ranks exchange shapes first
-        substitutions.append(Substitution(schedule, "_warmup_p2p", _shapes_are_known))
-    with substituted(*substitutions):
-        try:
-            yield FakeTensorMode(allow_non_fake_inputs=True)
-        finally:
-            for key in set(meshes._meshes) - known:
-                del meshes._meshes[key]
+    propagate = aside(ShardingPropagator._propagate_tensor_meta_non_cached)
+    with substituted(
+        # DTensor runs each operation on fake tensors of global shape, which no rank ever holds.
+        Substitution(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate),
+        # Ranks exchange shapes first in torch 2.12 to 2.14; other releases lack the method.
+        Substitution(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known),
+        Substitution(meshes, "_meshes", {}),
+    ):
+        yield FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def aside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` outside of fake mode."""
+    """`function` outside of fake mode and of the recorder."""
 
     @functools.wraps(function)
     def outside(*args: Any, **kwargs: Any) -> Any:
@@ -69,6 +58,12 @@ def aside(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return outside
+
+
+@aside
+def start_group(world: int, rank: int) -> None:
+    """Initialize a fake default process group."""
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
 
 
 def _shapes_are_known(schedule: Any, stages: Any, *_: Any) -> None:

@@ -5,6 +5,7 @@ Imports no torch.
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from torchtitan.health.collectives import (
@@ -67,11 +68,9 @@ def errors(records: Mapping[int, RankRecord]) -> list[Fault]:
 
 def check_groups(records: Mapping[int, RankRecord]) -> list[Fault]:
     """All ranks must create the same groups in the same order, members or not."""
-    length = max(len(record.creations) for record in records.values())
-    for i in range(length):
-        created: dict[int, Creation | None] = {}
-        for rank, record in records.items():
-            created[rank] = record.creations[i] if i < len(record.creations) else None
+    creations = zip_longest(*(record.creations for record in records.values()))
+    for i, by_rank in enumerate(creations):
+        created: dict[int, Creation | None] = dict(zip(records, by_rank, strict=True))
         sides = minority(created, lambda c: c and (c.ranks, c.description))
         if sides:
             few, most = sides
@@ -140,9 +139,9 @@ def _first_difference(lists: Mapping[int, list[Entered]], group: Group) -> Fault
     calls = [[event.call for event in events] for events in unique]
     if all(other == calls[0] for other in calls):
         return None
-    for i in range(max(map(len, lists.values()))):
-        at = {rank: events[i] if i < len(events) else None for rank, events in lists.items()}
-        sides = minority(at, lambda event: event and event.call)
+    for i, events in enumerate(zip_longest(*lists.values())):
+        by_rank = dict(zip(lists, events, strict=True))
+        sides = minority(by_rank, lambda event: event and event.call)
         if sides:
             few, most = sides
             text = _difference(few, lists[few[0]], most, lists[most[0]], i, group)
@@ -158,9 +157,13 @@ def _difference(
     i: int,
     group: Group,
 ) -> str:
-    """The sentence about two lists of collectives that differ from index `i` on."""
+    """The sentence about two lists of collectives that differ from index `i` on.
+
+    Args:
+        group: the group compared; the lists may be those of ranks that stand in for its members.
+    """
     if count := _left_out(usual[i:], theirs[i:]):
-        expected = _in_group(usual[i], group)
+        expected = replace(usual[i], group=group)
         during = f" during the {expected.during}"
         waits = "waits" if len(most) == 1 else "wait"
         return (
@@ -168,13 +171,14 @@ def _difference(
             f"where {name_ranks(most)} {waits}, at {expected.at}{_last(few, theirs[:i])}"
         )
     if count := _left_out(theirs[i:], usual[i:]):
-        actual = _in_group(theirs[i], group)
+        actual = replace(theirs[i], group=group)
         return (
             f"{name_ranks(few)} entered {actual.describe()}{actual.when_and_where}"
             f"{_more(count, 'and')}, which {name_ranks(most)} did not enter"
             f"{_last(most, usual[:i])}"
         )
-    return different_calls(few, _in_group(theirs[i], group), most, _in_group(usual[i], group))
+    rare, other = (replace(events[i], group=group) for events in (theirs, usual))
+    return different_calls(few, rare, most, other)
 
 
 def _left_out(longer: Sequence[Entered], shorter: Sequence[Entered]) -> int:
@@ -199,11 +203,6 @@ def _last(ranks: Sequence[int], entered: Sequence[Entered]) -> str:
     last = entered[-1]
     whose = "its" if len(ranks) == 1 else "their"
     return f"; {whose} last one there is #{last.number} {last.op}, at {last.at}"
-
-
-def _in_group(event: Entered, group: Group) -> Entered:
-    """The event of a rank that stands in for a member of `group`."""
-    return replace(event, group=group)
 
 
 # ---- sends and receives

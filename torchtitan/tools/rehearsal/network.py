@@ -94,15 +94,12 @@ class Network:
         root = self._global(src, group_src, group)
         size = _size(object_list) if record.rank == root else 0
         self._object("broadcast_object_list", group, size, root)
-        if root == 0:
-            self._keep(object_list)
-
-    def _keep(self, objects: list[Any]) -> None:
-        """Keep what rank 0 sends to all; on other ranks, fill in what it sent in its rehearsal."""
+        if root != 0:
+            return
         if self.broadcasts is None:
-            self.recorder.record.broadcasts.append(list(objects))
+            record.broadcasts.append(list(object_list))
         elif self._received < len(self.broadcasts):
-            objects[:] = self.broadcasts[self._received]
+            object_list[:] = self.broadcasts[self._received]
         self._received += 1
 
     def gather_object(
@@ -116,7 +113,7 @@ class Network:
         self._object("gather_object", group, _size(obj), self._global(dst, group_dst, group))
         self._gathered = obj
         if object_gather_list is not None:
-            object_gather_list[:] = [obj] + [obj] * (len(object_gather_list) - 1)
+            object_gather_list[:] = [obj] * len(object_gather_list)
 
     def scatter_object_list(
         self,
@@ -184,12 +181,12 @@ class Network:
 
     def batch_isend_irecv(self, operations: list[dist.P2POp]) -> list[_Work]:
         group = operations[0].group
-        messages = []
-        for operation in operations:
-            sends = operation.op is distributed_c10d.isend
-            messages.append(
-                self._message(sends, operation.tensor, None, operation.group_peer, group=group)
+        messages = [
+            self._message(
+                op.op is distributed_c10d.isend, op.tensor, None, op.group_peer, group=group
             )
+            for op in operations
+        ]
         return [self._post(group, messages, pair=False)]
 
 

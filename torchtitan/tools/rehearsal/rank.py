@@ -19,7 +19,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata
@@ -48,7 +47,7 @@ from torchtitan.train.preflight import Setup, preflight
 from torchtitan.train.restore import restore
 from torchtitan.train.step import StepResult
 from torchtitan.train.trainer import Trainer
-from torchtitan.utils import activity as phase
+from torchtitan.utils.activity import last_exchanges
 
 
 def rehearse_rank(
@@ -104,7 +103,7 @@ def record(
             recorder.record.loop = str(loop)
         except (Exception, SystemExit) as error:
             recorder.record.error = _described(error)
-    recorder.record.exchanges = phase.last_exchanges()
+    recorder.record.exchanges = last_exchanges()
 
 
 def _described(error: BaseException) -> str:
@@ -137,13 +136,6 @@ def _run(
     store: CountedStore,
     layers: int | None,
 ) -> None:
-    def connect(*_: Any) -> None:
-        with torch.utils._python_dispatch._disable_current_modes():
-            start_group(world, recorder.record.rank)
-
-    def fill(model: nn.Module, *_: Any) -> None:
-        take_fake_memory(mode, model)
-
     def named(callbacks: tuple[Callback, ...]) -> Iterator[Callback]:
         for callback in callbacks:
             kind = type(callback)
@@ -157,13 +149,13 @@ def _run(
         setup,
         arrange=lambda callbacks: tuple(named(callbacks)),
         builders=Builders(
-            connect=connect,
+            connect=lambda *_: start_group(world, recorder.record.rank),
             mesh=aside(build_mesh),
             data=blank_data,
             models=aside(
                 partial(
                     parallelize,
-                    fill=fill,
+                    fill=lambda model, *_: take_fake_memory(mode, model),
                     splits=partial(unequal_splits, recorder),
                     modules_of=partial(few_modules, setup, recorder, layers),
                 )

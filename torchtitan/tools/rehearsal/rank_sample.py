@@ -30,7 +30,7 @@ def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
 
 
 def rank_at(position: Mapping[str, int], degrees: Mapping[str, int]) -> int:
-    """The inverse of `coordinates`; axes that `place` lacks are at 0."""
+    """The inverse of `coordinates`; axes that `position` lacks are at 0."""
     rank = 0
     for axis, degree in degrees.items():
         rank = rank * degree + position.get(axis, 0)

@@ -8,6 +8,7 @@ import functools
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -37,21 +38,12 @@ from torchtitan.tools.rehearsal.events import (
 from torchtitan.tools.rehearsal.rank_sample import VALUES, coordinates
 from torchtitan.utils.torch_compat import redistribute_and_wait
 
-_OPS = (
-    ("reduce_scatter", "reduce_scatter"),
-    ("allreduce", "all_reduce"),
-    ("all_reduce", "all_reduce"),
-    ("all_gather", "all_gather"),
-    ("allgather", "all_gather"),
-    ("all_to_all", "all_to_all"),
-    ("alltoall", "all_to_all"),
-    ("broadcast", "broadcast"),
-    ("gather", "gather"),
-    ("scatter", "scatter"),
-    ("reduce", "reduce"),
-    ("barrier", "barrier"),
+_KINDS = (
+    *("reduce_scatter", "all_reduce", "all_gather", "all_to_all", "broadcast"),
+    *("gather", "scatter", "reduce", "barrier"),
 )
-"""Part of an operator's name, and the collective that it is; the first match wins."""
+"""Collectives, which operators' names contain with or without underscores; the first match wins."""
+_REDUCTIONS = ("sum", "avg", "max", "min", "product")
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 _REHEARSAL_FOLDER = __file__.rpartition("/")[0]
 _HELPERS = {
@@ -101,7 +93,8 @@ class Recorder(TorchDispatchMode):
         self.slots: dict[str, int] = {}
         """torch's name of a group to its slot."""
         self._axes: dict[int, frozenset[str]] = {}
-        self._counts: dict[int, int] = {}
+        self._counts = Counter[int]()
+        """Number of collectives entered in each slot."""
         self._posts = 0
         self.reduction = ""
         """Reduction of the running call of torch.distributed; c10d's operators don't name it."""
@@ -110,7 +103,7 @@ class Recorder(TorchDispatchMode):
     # ---- groups
 
     def created(self, ranks: tuple[int, ...], description: str, name: str | None) -> None:
-        """RankRecord a new group. `name` is None if this rank is not a member."""
+        """Record a new group. `name` is None if this rank is not a member."""
         at = self.at()
         description = describe_group(description, ranks, self.degrees)
         self.record.creations.append(Creation(ranks, description, at))
@@ -123,10 +116,11 @@ class Recorder(TorchDispatchMode):
     def _axes_of(self, ranks: tuple[int, ...]) -> frozenset[str]:
         """Mesh axes that a group spans whole; none if it also spans a part of another one."""
         positions = [coordinates(rank, self.degrees) for rank in ranks]
-        whole = []
-        for axis in self._all:
-            if len({position[axis] for position in positions}) == self.degrees[axis]:
-                whole.append(axis)
+        whole = [
+            axis
+            for axis in self._all
+            if len({position[axis] for position in positions}) == self.degrees[axis]
+        ]
         size = math.prod(self.degrees[axis] for axis in whole)
         return frozenset(whole if size == len(ranks) else ())
 
@@ -139,14 +133,14 @@ class Recorder(TorchDispatchMode):
         group = self.record.groups[slot]
         if len(group.ranks) == 1:
             return
-        number = self._counts.get(slot, 0) + 1
-        self._counts[slot] = number
+        self._counts[slot] += 1
+        number = self._counts[slot]
         at = self.at()
         event = Entered(group, number, op, what, at, root, self.during, slot=slot, bytes=size)
         self.record.events.append(event)
 
     def posted(self, slot: int, messages: Sequence[Message], *, pair: bool) -> int:
-        """RankRecord sends and receives that begin; the number of the post."""
+        """Record sends and receives that begin; returns the number of the post."""
         post = Post(slot, self._posts, tuple(messages), pair, at=self.at(), during=self.during)
         self._posts += 1
         self.record.events.append(post)
@@ -265,8 +259,8 @@ def _where(file: str, line: int, function: str) -> str:
 
 def _kind(func: Any) -> str | None:
     """The collective that an operator is."""
-    name = func._overloadpacket.__name__
-    return next((op for text, op in _OPS if text in name), None)
+    name = func._overloadpacket.__name__.replace("_", "")
+    return next((kind for kind in _KINDS if kind.replace("_", "") in name), None)
 
 
 def _inputs(kind: str, operands: list[Tensor], in_place: bool) -> list[Tensor]:
@@ -293,7 +287,7 @@ def describe(tensor: Tensor, kind: str) -> str:
 def reduction(args: tuple[Any, ...]) -> str:
     """The reduction that the arguments of a call name; empty for c10d's operators."""
     for arg in args:
-        if isinstance(arg, str) and arg in ("sum", "avg", "max", "min", "product"):
+        if isinstance(arg, str) and arg in _REDUCTIONS:
             return arg
         if isinstance(arg, dist.ReduceOp | dist.ReduceOp.RedOpType):
             name = str(arg).lower().removeprefix("<").removeprefix("redoptype.")
@@ -301,15 +295,10 @@ def reduction(args: tuple[Any, ...]) -> str:
     return ""
 
 
-def _shared(inputs: Any) -> frozenset[str]:
+def _shared(inputs: Iterable[Tensor]) -> frozenset[str]:
     """Axes along which all ranks hold the same values."""
-    common: frozenset[str] | None = None
-    for tensor in inputs:
-        axes: frozenset[str] = getattr(tensor, "_rehearsed", frozenset())
-        common = axes if common is None else common & axes
-        if not common:
-            break
-    return common or frozenset()
+    marks: list[frozenset[str]] = [getattr(x, "_rehearsed", frozenset()) for x in inputs]
+    return frozenset.intersection(*marks) if marks else frozenset()
 
 
 def mark(tensor: Tensor, axes: frozenset[str]) -> None:
@@ -334,7 +323,7 @@ def tensors(value: Any) -> Iterable[Tensor]:
 
 def group_name(args: tuple[Any, ...]) -> str:
     for arg in reversed(args):
-        if isinstance(arg, str) and arg not in ("sum", "avg", "max", "min"):
+        if isinstance(arg, str) and arg not in _REDUCTIONS:
             return arg
         if isinstance(arg, torch.ScriptObject):
             try:

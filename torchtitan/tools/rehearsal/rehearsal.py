@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from torchtitan.config.derive import axis_degrees
@@ -24,8 +25,8 @@ from torchtitan.tools.rehearsal.mismatches import (
 from torchtitan.tools.rehearsal.rank_sample import VALUES, RankSample, corners
 from torchtitan.tools.rehearsal.waits import check_circles
 
-_EVERY_RANK_BELOW = 64
-"""Number of ranks. Each takes seconds of CPU time."""
+EVERY_RANK_BELOW = 64
+"""Number of ranks below which all are rehearsed by default. Each takes seconds of CPU time."""
 _MAY_DEPEND_ON_DATA = ("collectives", "messages", "error", "groups")
 
 
@@ -94,11 +95,6 @@ def compared(
     return counts, faults
 
 
-def few_ranks(world: int) -> bool:
-    """Whether all ranks are rehearsed by default."""
-    return world < _EVERY_RANK_BELOW
-
-
 def few_layers(config: Config) -> int:
     """Layers of each stage that show all that a stage does.
 
@@ -137,11 +133,8 @@ def _actions(record: RankRecord) -> tuple[Any, ...]:
 
 def _because_of_data(fault: Fault, before: RankRecord, after: RankRecord) -> Fault:
     """The fault as one of the rank's own data, if it read any before it did otherwise."""
-    first = min(len(before.events), len(after.events))
-    for i, (earlier, later) in enumerate(zip(before.events, after.events, strict=False)):
-        if earlier != later:
-            first = i
-            break
+    pairs = enumerate(zip_longest(before.events, after.events))
+    first = next((i for i, (earlier, later) in pairs if earlier != later), len(before.events))
     read = [line for position, line in before.local_reads if position <= first]
     if not read:
         return fault

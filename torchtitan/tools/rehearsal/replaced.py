@@ -61,9 +61,7 @@ def _count_layers(stages: Sequence[tuple[str, ...]]) -> int:
 
 
 def _fewer(modules: tuple[str, ...], layers: int) -> tuple[str, ...]:
-    """The modules of a stage, of which at most `layers` are layers: the first ones, and the
-    last.
-    """
+    """The modules of a stage, with at most `layers` layers: the first ones and the last."""
     layer_names = [name for name in modules if name.startswith("layers.")]
     selected = {*layer_names[: layers - 1], *layer_names[-1:]}
     return tuple(name for name in modules if name in selected or not name.startswith("layers."))

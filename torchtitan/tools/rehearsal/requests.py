@@ -77,25 +77,16 @@ def _in_main_thread() -> bool:
 @contextmanager
 def counted_store(rank: int, world: int) -> Iterator[CountedStore]:
     """Give the rank a counted store, of which it has already asked what a start under torchrun
-    does before there are process groups.
+    does before there are process groups. Sets the address of the job for the rest of the process.
     """
     store = CountedStore()
-    job = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    before = {name: os.environ.get(name) for name in job}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     connects = Substitution(dist, "TCPStore", lambda *_, **__: store)
     default = Substitution(distributed_c10d, "_get_default_store", lambda: store)
-    os.environ.update(job)
-    try:
-        with substituted(connects), store_of_this_attempt(rank, world, timedelta(seconds=1)):
-            pass
-        with substituted(default):
-            yield store
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    with substituted(connects), store_of_this_attempt(rank, world, timedelta(seconds=1)):
+        pass
+    with substituted(default):
+        yield store
 
 
 def count_files(counts: Callable[[], bool]) -> list[str]:
