@@ -129,7 +129,7 @@ class DocumentColumns:
             index = min(int(np.searchsorted(reached, percent / 100)), len(reached) - 1)
             values_at[str(percent)] = float(sorted_values[index])
         ends = {"min": float(sorted_values[0]), "max": float(sorted_values[-1])}
-        return values_at | ends | {"mean": float((sorted_values * weights).sum() / weights.sum())}
+        return values_at | ends | {"mean": float(np.average(sorted_values, weights=weights))}
 
     def longer_than(self, length: int) -> dict[str, float]:
         """Share of the documents, and of the tokens in them, with more than `length` tokens."""

@@ -168,7 +168,9 @@ class _Beginning:
         records = read_records(path, column, self._advance, stamp)
         seen, size = self._take(stamp, records, count=kind != "parquet")
         if kind == "parquet":
-            seen, size = _row_count(path), stamp.size
+            import pyarrow.parquet
+
+            seen, size = pyarrow.parquet.read_metadata(path).num_rows, stamp.size
         self.raw = max(size, 1) / max(seen, 1)
         self.is_whole = seen <= len(self.items)
         """Whether the file has no other documents."""
@@ -193,11 +195,3 @@ class _Beginning:
                 self.items.append(RawDocument(stamp.path, number, content))
             seen += 1
         return seen, stamp.size
-
-
-def _row_count(path: Path) -> int:
-    """Number of rows of a Parquet file, from its footer."""
-    import pyarrow.parquet
-
-    rows: int = pyarrow.parquet.read_metadata(path).num_rows
-    return rows

@@ -1,11 +1,9 @@
 """Survey of a tokenizer on data, ready for JSON; shown as text or as a page."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.sections.data import Source
-from torchtitan.data.encode.tokenizer import Tokenizer
 from torchtitan.data.spec import DataSpec
 from torchtitan.tools.corpus.columns import DocumentColumns, Estimate
 from torchtitan.tools.corpus.mixture import mixture
@@ -30,28 +28,23 @@ def survey(spec: DataSpec, options: ReadOptions, steps: int | None = None) -> di
     for source in spec.sources:
         reading = read(spec, source, options)
         sources.append(_source_data(source, reading, spec, vocabulary))
+    tokens = {
+        source["name"]: None if source["of_stream"] else source["tokens"]["value"]
+        for source in sources
+    }
     return {
-        "tokenizer": _tokenizer_data(spec.tokenizer, vocabulary),
+        "tokenizer": {
+            "name": spec.tokenizer.name,
+            "vocab_size": spec.tokenizer.vocab_size,
+            "entries": vocabulary.entries,
+        },
         "seq_len": spec.longest_row,
         "sample": options.sample,
         "seed": options.seed,
         "sources": sources,
         "steps": steps,
-        "mixture": None if steps is None else mixture(spec, steps, dict(_known_tokens(sources))),
+        "mixture": None if steps is None else mixture(spec, steps, tokens),
     }
-
-
-def _tokenizer_data(tokenizer: Tokenizer, vocabulary: Vocabulary) -> dict[str, Any]:
-    return {
-        "name": tokenizer.name,
-        "vocab_size": tokenizer.vocab_size,
-        "entries": vocabulary.entries,
-    }
-
-
-def _known_tokens(sources: list[dict[str, Any]]) -> Iterator[tuple[str, float | None]]:
-    for source in sources:
-        yield source["name"], None if source["of_stream"] else source["tokens"]["value"]
 
 
 def _source_data(

@@ -35,7 +35,7 @@ def _table(content: dict[str, Any]) -> str:
                 amount(source["documents"]),
                 amount(source["tokens"]),
                 amount(source["bytes"]),
-                "" if per_token is None else _with_noise(per_token, "{:.3f}"),
+                _ratio(per_token) if per_token else "",
                 f"{lengths['50']:,.0f}" if lengths else "",
                 f"{lengths['95']:,.0f}" if lengths else "",
                 percent(source["longer"]["documents"]),
@@ -59,9 +59,10 @@ def percent(share: float) -> str:
     return f"{100 * share:.2g}%" if share < 0.1 else f"{100 * share:.1f}%"
 
 
-def _with_noise(estimate: dict[str, float], form: str) -> str:
-    text = form.format(estimate["value"])
-    return f"{text} ± {form.format(estimate['noise'])}" if estimate["noise"] else text
+def _ratio(estimate: dict[str, float]) -> str:
+    """Bytes per token; with half the confidence interval unless exact."""
+    noise = f" ± {estimate['noise']:.3f}" if estimate["noise"] else ""
+    return f"{estimate['value']:.3f}{noise}"
 
 
 def _details(source: dict[str, Any], seq_len: int) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """Reads token files into a `Tally`. A document ends with end-of-text, or with its file."""
 
 import json
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,8 +30,10 @@ _REACH = 2**17
 """Maximum tokens of a document before and after a position; a longer one is cut."""
 
 
-def read_tokens(spec: DataSpec, options: ReadOptions, paths: list[Path], key: str) -> Reading:
-    """Read token files.
+def read_tokens(
+    spec: DataSpec, options: ReadOptions, paths: list[Path], key: str, tally: Tally
+) -> Reading:
+    """Read token files into a tally.
 
     Args:
         key: name of the files in errors.
@@ -38,7 +41,6 @@ def read_tokens(spec: DataSpec, options: ReadOptions, paths: list[Path], key: st
     Raises:
         UserError: the files are damaged, packed, or from another tokenizer.
     """
-    tally = Tally(spec.tokenizer.vocab_size, options.seed)
     files = TokenFiles(paths, _WINDOW, spec.tokenizer, key)
     if files.packed is not None:
         raise UserError(
@@ -141,12 +143,12 @@ def _report_of(paths: list[Path]) -> dict[str, Any] | None:
         with suppress(OSError, ValueError):
             read.append(json.loads(read_regular(file, JSON_BYTES)))
     sums = {"documents": 0, "bytes": 0}
-    skipped: dict[str, int] = {}
+    skipped = Counter[str]()
     with suppress(AttributeError, KeyError, TypeError):
         for content in read:
             for name in sums:
                 sums[name] += content["duplicates"][name]
             for kind, number in content["skipped"].items():
-                skipped[kind] = skipped.get(kind, 0) + number
+                skipped[kind] += number
         return {"duplicates": sums, "skipped": skipped} if read else None
     return None

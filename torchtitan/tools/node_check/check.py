@@ -47,11 +47,17 @@ def run_ranks(ranks: int, folder: Path, seconds: float) -> list[RankResult]:
         port = server.getsockname()[1]
     started = []
     for rank in range(ranks):
-        own: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks}
-        own |= {"LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        launched = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
         with (folder / f"log-{rank}.txt").open("w") as log:
             command = [sys.executable, "-m", "torchtitan.tools.node_check.rank", str(folder)]
-            env = os.environ | {name: str(value) for name, value in own.items()}
+            env = os.environ | {name: str(value) for name, value in launched.items()}
             started.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
     deadline = time.monotonic() + seconds
     try:

@@ -4,7 +4,7 @@ MIG, memory errors.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.utils.errors import UserError
@@ -46,7 +46,8 @@ class NodeState:
     """GPUs that torch can use."""
     why_unusable: str = ""
     nccl: str = ""
-    visible: str | None = field(default_factory=lambda: os.environ.get("CUDA_VISIBLE_DEVICES"))
+    visible: str | None = None
+    """Value of CUDA_VISIBLE_DEVICES."""
 
     def describe(self) -> str:
         """One line: what will be measured."""
@@ -66,10 +67,14 @@ def read_state() -> NodeState:
 
     no_driver = why = ""
     gpus: list[dict[str, str]] = []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         gpus = query(_FIELDS)
     except NoDriver as error:
         no_driver = str(error)
+    if visible is not None:
+        shown = set(visible.split(","))
+        gpus = [gpu for gpu in gpus if {gpu["index"], gpu["uuid"]} & shown] or gpus
     built_for = torch.version.cuda or torch.version.hip or ""
     usable = torch.cuda.device_count() if built_for and torch.cuda.is_available() else 0
     if built_for and not usable:
@@ -77,7 +82,8 @@ def read_state() -> NodeState:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
             why = str(error).strip().splitlines()[0]
-    state = NodeState(
+    return NodeState(
+        gpus=gpus,
         no_driver=no_driver,
         on_bus=_on_bus(),
         torch=torch.__version__,
@@ -85,10 +91,8 @@ def read_state() -> NodeState:
         usable=usable,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if usable else "",
         why_unusable=why,
+        visible=visible,
     )
-    shown = None if state.visible is None else state.visible.split(",")
-    visible = [gpu for gpu in gpus if shown is None or {gpu["index"], gpu["uuid"]} & set(shown)]
-    return NodeState(**vars(state) | {"gpus": visible or gpus})
 
 
 def _on_bus(devices: Path = Path("/sys/bus/pci/devices")) -> int:
