@@ -175,7 +175,7 @@ def _plan(flags: Sequence[str], world: int, hardware: Any) -> Any:
     from torchtitan.tools.planner.planner import make_plan
 
     where = [f"--model.hf_assets_path={ROOT / 'tests/assets/tokenizer'}", "--training.dataset=demo"]
-    return make_plan([*flags, *where], world, hardware)[0]
+    return make_plan([*flags, *where], world, hardware)
 
 
 # ---- what the plan expects

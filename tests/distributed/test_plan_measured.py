@@ -31,7 +31,7 @@ def run(ranks, tmp_path_factory):
     (folder / "cpu.toml").write_text(CPU_HARDWARE)
     # A fit changes rates by 3 at most; a busy machine's steps may take longer than that.
     hardware = find_hardware(str(folder / "cpu.toml"))
-    plan, _ = make_plan([f"--job.config_file={folder / 'out/config.toml'}"], 1, hardware)
+    plan = make_plan([f"--job.config_file={folder / 'out/config.toml'}"], 1, hardware)
     records = [
         record | {"step_time_s": 1.7 * plan.time.seconds, "data_loading_pct": 5.0 + record["step"]}
         for record in read_metrics(folder / "out")

@@ -13,7 +13,7 @@ from torchtitan.commands import train as command
 from torchtitan.config import load_config
 from torchtitan.tools.planner.advice import advice, smaller, wasteful
 from torchtitan.tools.planner.memory import GIB, predict_memory
-from torchtitan.tools.planner.planner import make_plan
+from torchtitan.tools.planner.planner import find_layouts, make_plan
 from torchtitan.tools.planner.predict import predict
 from torchtitan.utils.errors import OutOfMemoryError
 
@@ -106,12 +106,12 @@ def test_settings_that_save_nothing_are_said():
     (said,) = wasteful(plans[2])
     assert said.startswith("by this plan, training.loss_chunks = 1 takes less memory")
     assert not list(wasteful(plans[1]))
-    made, _ = make_plan([*argv, "2"], 8, H100)
+    made = make_plan([*argv, "2"], 8, H100)
     assert said in made.notes
 
 
 def test_a_search_proposes_no_setting_that_saves_nothing():
     argv = ["--model.flavor=8B", "--training.seq_len=1024", "--training.global_batch_size=8"]
-    _, found = make_plan(argv, 8, H100, searching=True, axes=("loss_chunks",))
+    found = find_layouts(argv, 8, H100, axes=("loss_chunks",))
     shown = [proposal.plan for proposal in found.best if not proposal.baseline]
     assert [list(wasteful(plan)) for plan in shown] == [[] for _ in shown]

@@ -7,7 +7,7 @@ import pytest
 from tests.plans import H100
 from torchtitan.commands.plan import main
 from torchtitan.tools.planner import sizes
-from torchtitan.tools.planner.planner import make_plan
+from torchtitan.tools.planner.planner import find_layouts
 from torchtitan.utils.errors import UserError
 
 MODEL = ["--model.flavor=8B", "--training.seq_len=8192", "--training.global_batch_size=64"]
@@ -38,7 +38,8 @@ def test_the_fewest_gpus_that_are_fast_enough(data):
 def test_each_size_has_the_plan_that_a_search_proposes_first(data):
     for size in data["sizes"]:
         if size["world"] in (2, 16):
-            plan, _ = make_plan([*MODEL, "--compile.enable"], size["world"], H100, searching=True)
+            found = find_layouts([*MODEL, "--compile.enable"], size["world"], H100)
+            plan = found.best[0].plan
             assert size["layout"] == plan.layout
             assert size["tokens_per_second_per_gpu"] == plan.tokens_per_second
 

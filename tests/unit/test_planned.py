@@ -145,7 +145,7 @@ def test_a_cpu_has_a_plan_once_a_run_has_corrected_it(run):
     file = correct("cpu", CPU_HARDWARE)
     assert file == correction_file("cpu")
     found = plan(run)
-    by_file, _ = make_plan(run, 1, find_hardware(str(file)))
+    by_file = make_plan(run, 1, find_hardware(str(file)))
     assert found.step_s == by_file.time.seconds
     assert found.time_s == by_file.time.parts
     assert (found.hardware, found.devices, found.peak_gib) == ("cpu", ("cpu",), None)
@@ -157,7 +157,7 @@ def test_gpus_have_the_plan_of_their_table(run, tmp_path, monkeypatch):
     gpu.mkdir(parents=True)
     (gpu / "information").write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 16\n")
     found = plan([*run, "--checkpoint.async_mode=async"], world=8)
-    expected, _ = make_plan(run, 8, find_hardware("h100-sxm"))
+    expected = make_plan(run, 8, find_hardware("h100-sxm"))
     assert (found.hardware, found.step_s) == ("h100-sxm", expected.time.seconds)
     assert found.peak_gib == expected.peak_gib
     assert sum(found.memory_gib.values()) == pytest.approx(expected.peak_gib)

@@ -7,28 +7,31 @@ Refuses what the trainer refuses, in the same words. Exits with 1 if the plan do
 import argparse
 import json
 import shlex
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.load.command_line import flag_text
 from torchtitan.tools.launch.trials import SCRIPT, fastest_trial, folder_of, trial_files
 from torchtitan.tools.planner.budget import Failures, budget_of, budget_text
+from torchtitan.tools.planner.calibrate import (
+    comparison_data,
+    comparison_text,
+    fitted_file,
+    hardware_of,
+    plan_run,
+    read_run,
+)
 from torchtitan.tools.planner.corrections import correct, correction_note, hardware_called
 from torchtitan.tools.planner.cpu import CPU
-from torchtitan.tools.planner.hardware import find_hardware
+from torchtitan.tools.planner.hardware import Hardware, find_hardware
 from torchtitan.tools.planner.options import options_of, parse
 from torchtitan.tools.planner.page import page, pictures, schedule_svg
-from torchtitan.tools.planner.planner import make_plan, planned_toml
+from torchtitan.tools.planner.planner import find_layouts, make_plan, nothing_fits, planned_toml
 from torchtitan.tools.planner.predict import Plan
-from torchtitan.tools.planner.render import (
-    as_data,
-    as_text,
-    comparison,
-    origin,
-    search_data,
-    search_table,
-)
+from torchtitan.tools.planner.render import as_data, as_text, comparison, search_data, search_table
 from torchtitan.tools.planner.sizes import compare_sizes, sizes_data, sizes_table
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_output
@@ -37,6 +40,8 @@ from torchtitan.utils.wording import plural
 _TERMINAL = "-"
 _SEQ_LEN = 4096
 """Tokens per row of a model from Hugging Face, unless a flag says otherwise."""
+Section = tuple[str, Any, str]
+"""What is said beside the plan: its key in the JSON, its data, and its text."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,72 +54,32 @@ def main(argv: list[str]) -> int:
         return _compare_run(options, flags)
     if options.adopt:
         return _adopt(options)
-    hardware = hardware_called(options.hardware)
     if options.config and is_hugging_face(Path(options.config)):
         flags = _flags_of_model(Path(options.config), flags[1:])
-    sizes = None
-    if options.world is None:
-        sizes = compare_sizes(
-            flags, hardware, axes=options.axes, tokens=options.tokens, days=options.days
-        )
-    world = sizes.chosen.world if sizes else options.world
-    if sizes and not options.search:
-        plan, layouts = sizes.chosen.plan, None
-    else:
-        plan, layouts = make_plan(
-            flags, world, hardware, searching=options.search, axes=options.axes
-        )
-    plan = replace(plan, notes=(*plan.notes, *correction_note(options.hardware)))
-    other = None
+    hardware = hardware_called(options.hardware)
+    plan, proposals, sections = _choose(options, flags, hardware)
+    plan = plan.noting(correction_note(options.hardware))
     if options.compare:
         other_flags = [*flags, f"--job.config_file={options.compare[-1]}"]  # the last file counts
-        other, _ = make_plan(other_flags, options.world, hardware)
-    if options.write:
-        _write(options.write, planned_toml(plan, flags))
-    trials: list[Plan] = []
-    if options.trials and layouts:
-        best = [proposal.plan for proposal in layouts.best if proposal.plan.fits]
-        trials = best[: options.trials]
+        other = make_plan(other_flags, options.world, hardware)
+        sections.append(("compared", as_data(other, options.tokens), comparison(plan, other)))
+    budget = list(_budget(options, plan))
+    toml = planned_toml(plan, flags)
+    data = as_data(plan, options.tokens) | {
+        "command": shlex.join(["torchtitan", "plan", *argv]),
+        "date": datetime.now(UTC).isoformat(timespec="minutes"),
+        "toml": toml,
+    }
+    data |= {key: section for key, section, _ in sections + budget}
+    _write(_files(options, plan, proposals, toml=toml, data=data))
+    trials = [proposal for proposal in proposals if proposal.fits][: options.trials or 0]
     if trials:
         write_output(trial_files(trials, flags, Path(options.write)))
-    data: dict[str, Any] = as_data(plan, options.tokens) | origin(argv, planned_toml(plan, flags))
-    failures = (
-        Failures(options.mtbf, options.storage * 1e9, options.restart) if options.mtbf else None
-    )
-    budget = (
-        budget_of(plan, options.tokens, failures, options.money)
-        if failures or options.money
-        else None
-    )
-    data |= {"budget": asdict(budget)} if budget else {}
-    data |= {"search": search_data(layouts)} if layouts else {}
-    data |= {"sizes": sizes_data(sizes, options.money)} if sizes else {}
-    data |= {"compared": as_data(other, options.tokens)} if other else {}
-    if options.json and options.json != _TERMINAL:
-        _write(options.json, json.dumps(data, indent=1) + "\n")
-    if options.html:
-        shown = data | pictures(
-            plan, [proposal.plan for proposal in layouts.best] if layouts else []
-        )
-        shown |= {"scaling": data["sizes"]} if sizes else {}
-        _write(options.html, page(shown))
-        _write(str(Path(options.html).with_suffix(".json")), json.dumps(shown, indent=1) + "\n")
-    if options.schedule_svg:
-        if plan.workload.pipeline is None:
-            raise UserError(
-                "--schedule-svg: there is no pipeline; set parallelism.pipeline_parallel_degree, "
-                "or drop it"
-            )
-        _write(options.schedule_svg, schedule_svg(plan))
     if options.json == _TERMINAL:
-        print(json.dumps(data, indent=1))
+        print(_json(data), end="")
     else:
-        tables = [sizes_table(sizes, options.money)] if sizes else []
-        tables += [search_table(layouts)] if layouts else []
-        tables += [comparison(plan, other)] if other else []
-        tables.append(as_text(plan, options.tokens))
-        tables += [budget_text(budget, plan, failures, options.money)] if budget else []
-        print("\n\n".join(tables))
+        before, after = ([text for _, _, text in part] for part in (sections, budget))
+        print("\n\n".join([*before, as_text(plan, options.tokens), *after]))
         for option in ("write", "json", "html", "schedule_svg"):
             if file := getattr(options, option):
                 print(f"wrote {file}")
@@ -122,6 +87,76 @@ def main(argv: list[str]) -> int:
             script = shlex.quote(str(folder_of(Path(options.write)) / SCRIPT))
             print(f"to measure {plural(len(trials), 'layout')} and adopt the fastest: sh {script}")
     return 0 if plan.fits else 1
+
+
+def _choose(
+    options: argparse.Namespace, flags: list[str], hardware: Hardware
+) -> tuple[Plan, list[Plan], list[Section]]:
+    """The plan for the configured or best number of ranks and layout, the proposals of a search,
+    and what is said of both.
+    """
+    sections: list[Section] = []
+    world = options.world
+    if world is None:
+        sizes = compare_sizes(
+            flags, hardware, axes=options.axes, tokens=options.tokens, days=options.days
+        )
+        plan = sizes.chosen.plan
+        world = sizes.chosen.world
+        price = options.money
+        sections.append(("sizes", sizes_data(sizes, price), sizes_table(sizes, price)))
+    elif not options.search:
+        plan = make_plan(flags, world, hardware)
+    if not options.search:
+        return plan, [], sections
+    found = find_layouts(flags, world, hardware, options.axes)
+    if not found.best:
+        raise UserError(
+            f"--search: {nothing_fits(found, world, hardware)}; use more ranks, a smaller "
+            "training.seq_len, more training.loss_chunks, optimizer.state_dtype bfloat16, or "
+            "--axes loss_chunks,state_dtype,offload to try those"
+        )
+    sections.append(("search", search_data(found), search_table(found)))
+    proposals = [proposal.plan for proposal in found.best]
+    return proposals[0], proposals, sections
+
+
+def _budget(options: argparse.Namespace, plan: Plan) -> Iterator[Section]:
+    """Days and money, if there are failures or a price."""
+    failures = None
+    if options.mtbf:
+        failures = Failures(options.mtbf, options.storage * 1e9, options.restart)
+    if failures or options.money:
+        budget = budget_of(plan, options.tokens, failures, options.money)
+        yield "budget", asdict(budget), budget_text(budget, plan, failures, options.money)
+
+
+def _files(
+    options: argparse.Namespace,
+    plan: Plan,
+    proposals: list[Plan],
+    *,
+    toml: str,
+    data: dict[str, Any],
+) -> dict[str, str]:
+    """The files that options ask for, by path."""
+    files = {}
+    if options.write:
+        files[options.write] = toml
+    if options.json and options.json != _TERMINAL:
+        files[options.json] = _json(data)
+    if options.html:
+        shown = data | pictures(plan, proposals)
+        files[options.html] = page(shown)
+        files[str(Path(options.html).with_suffix(".json"))] = _json(shown)
+    if options.schedule_svg:
+        if plan.workload.pipeline is None:
+            raise UserError(
+                "--schedule-svg: there is no pipeline; set parallelism.pipeline_parallel_degree, "
+                "or drop it"
+            )
+        files[options.schedule_svg] = schedule_svg(plan)
+    return files
 
 
 def _adopt(options: argparse.Namespace) -> int:
@@ -156,33 +191,36 @@ def _flags_of_model(path: Path, flags: list[str]) -> list[str]:
 
 
 def _compare_run(options: argparse.Namespace, flags: list[str]) -> int:
-    from torchtitan.tools.planner import calibrate
-
+    run = read_run(Path(options.from_run))
+    name = options.hardware or hardware_of(run)
+    plan = plan_run(run, flags, hardware_called(name))
+    files = {}
     written: Path | None = None
-    run = calibrate.read_run(Path(options.from_run))
-    name = options.hardware or calibrate.hardware_of(run)
-    plan = calibrate.plan_run(run, flags, hardware_called(name))
     if options.calibrate or not name.endswith(".toml"):
         # A correction replaces the one before; of a CPU, nothing else is known.
-        table = None if name == CPU else find_hardware(name)
-        start = calibrate.plan_run(run, flags, table) if table else plan
+        start = plan if name == CPU else plan_run(run, flags, find_hardware(name))
         if options.calibrate:
-            _write(options.calibrate, calibrate.fitted_file(run, start))
+            files[options.calibrate] = fitted_file(run, start)
         else:
-            written = correct(name, calibrate.fitted_file(run, start, name))
-    data = as_data(plan, options.tokens) | {"measured": calibrate.comparison_data(run, plan)}
+            written = correct(name, fitted_file(run, start, name))
+    data = as_data(plan, options.tokens) | {"measured": comparison_data(run, plan)}
+    if options.json and options.json != _TERMINAL:
+        files[options.json] = _json(data)
+    _write(files)
     if options.json == _TERMINAL:
-        print(json.dumps(data, indent=1))
+        print(_json(data), end="")
         return 0
-    if options.json:
-        _write(options.json, json.dumps(data, indent=1) + "\n")
-    print("\n\n".join([calibrate.comparison_text(run, plan), as_text(plan, options.tokens)]))
-    for file in filter(None, (options.calibrate, options.json)):
+    print("\n\n".join([comparison_text(run, plan), as_text(plan, options.tokens)]))
+    for file in files:
         print(f"wrote {file}")
     if written:
         print(f"wrote {written}: the next plans for {name} use it")
     return 0
 
 
-def _write(file: str, content: str) -> None:
-    write_output({Path(file): content.encode()})
+def _json(data: dict[str, Any]) -> str:
+    return json.dumps(data, indent=1) + "\n"
+
+
+def _write(files: dict[str, str]) -> None:
+    write_output({Path(file): content.encode() for file, content in files.items()})

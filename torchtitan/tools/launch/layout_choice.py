@@ -8,7 +8,7 @@ from torchtitan.tools.launch.recipe import as_flags, draft_settings, steps_of
 from torchtitan.tools.launch.request import Request
 from torchtitan.tools.planner.planner import find_layouts, make_plan, nothing_fits
 from torchtitan.tools.planner.proposals import Proposal
-from torchtitan.tools.planner.render import band_ends, likelihood, run_of
+from torchtitan.tools.planner.render import likelihood, run_of
 from torchtitan.tools.planner.search import SearchResult
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.wording import (
@@ -41,9 +41,9 @@ def best_layouts(request: Request) -> tuple[list[Proposal], int]:
         ConfigError: no layout is legal.
     """
     if request.has_layout:
-        plan, _ = make_plan(as_flags(draft_settings(request)), request.devices, request.hardware)
+        plan = make_plan(as_flags(draft_settings(request)), request.devices, request.hardware)
         return [Proposal(plan, "as given")], 1
-    search, _ = find_layouts(
+    search = find_layouts(
         as_flags(draft_settings(request)), request.devices, request.hardware, show_configured=False
     )
     if not search.best:
@@ -67,7 +67,7 @@ def _what_would_fit(request: Request, search: SearchResult) -> str:
 def _fits_with(flag: str, request: Request) -> bool:
     argv = [*as_flags(draft_settings(request)), flag]
     try:
-        search, _ = find_layouts(argv, request.devices, request.hardware, show_configured=False)
+        search = find_layouts(argv, request.devices, request.hardware, show_configured=False)
     except ConfigError:
         return False
     return bool(search.best)
@@ -83,8 +83,8 @@ def table(proposals: Sequence[Proposal], seen: int, request: Request) -> str:
         tokens = float(steps_of(plan, request) * w.tokens_per_step)
         length = f"{show_duration(run_of(plan, tokens).hours * 3600)}, {show_tokens(tokens)}"
         schedule = f", {plan.schedule}" if plan.schedule else ""
-        slow, fast = band_ends(plan.tokens_per_second, plan.speed_band)
-        least, most = band_ends(plan.peak_gib, plan.memory_band)
+        slow, fast = plan.speed_range
+        least, most = plan.peak_range
         rows.append(
             [
                 str(i + 1),

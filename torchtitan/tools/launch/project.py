@@ -15,7 +15,7 @@ from torchtitan.tools.launch.request import Choice, Choices, Request
 from torchtitan.tools.launch.slurm_script import SlurmJob, check_words, job_name, script
 from torchtitan.tools.planner.planner import without_missing_files
 from torchtitan.tools.planner.predict import Plan
-from torchtitan.tools.planner.render import band_ends, likelihood, run_of
+from torchtitan.tools.planner.render import likelihood, run_of
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_output
@@ -87,8 +87,8 @@ def _toml(request: Request, plan: Plan, settings: Choices, command: str) -> str:
     config = config_of(settings)
     comments = {key: setting.why for key, setting in settings.items()}
     run = run_of(plan, float(config.training.steps * plan.workload.tokens_per_step))
-    speed = band_ends(plan.tokens_per_second, plan.speed_band)
-    memory = band_ends(plan.peak_gib, plan.memory_band)
+    speed = plan.speed_range
+    memory = plan.peak_range
     head = [
         f"{request.model.name} on {request.devices} x {request.hardware.description}. Written by:",
         f"  {command}",

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchtitan.config.derive import divisors
-from torchtitan.config.rules import Facts, check
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
-from torchtitan.tools.planner.axes import Settings, applied
+from torchtitan.tools.planner.axes import Settings, applied, read
 from torchtitan.tools.planner.layouts import SCHEDULES
 from torchtitan.tools.planner.memory import GIB, predict_memory
-from torchtitan.tools.planner.predict import Plan, derived_workload, predict
+from torchtitan.tools.planner.predict import Plan, derived_workload, ranks_of, replan
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.wording import show_gib
@@ -33,47 +32,56 @@ _CHANGES_TRAINING = ("training.seq_len", "optimizer.state_dtype")
 """Keys that change what is trained: never suggested for speed, and last for memory."""
 
 _MODE = "activation_checkpoint.mode"
+RECOMPUTE_NOTHING: Settings = {_MODE: "none"}
+RECOMPUTE_OPERATIONS: Settings = {
+    _MODE: "selective",
+    "activation_checkpoint.selective_ac_option": "op",
+}
 _COMPILE: Settings = {"compile.enable": True, "compile.components": ["model", "loss"]}
+_ALWAYS: tuple[tuple[str, Settings], ...] = (
+    ("keep attention and every second product", RECOMPUTE_OPERATIONS),
+    ("recompute nothing", RECOMPUTE_NOTHING),
+    ("recompute everything", {_MODE: "full"}),
+    ("offload nothing", {"activation_checkpoint.offload_blocks": 0}),
+    ("offload activations", {"activation_checkpoint.offload_blocks": -1}),
+    ("compile", _COMPILE),
+    ("reduce every batch", {"parallelism.fsdp_reduce_once_per_step": False}),
+    ("free gathered weights", {"parallelism.fsdp_reshard_after_forward": "default"}),
+    ("state on the host", {"training.enable_cpu_offload": True}),
+    ("update in the backward", {"optimizer.early_step_in_backward": True}),
+    ("the optimizer's state in bf16", {"optimizer.state_dtype": "bfloat16"}),
+)
+"""Changes to values that don't depend on those configured."""
 
 
-def neighbours(w: Workload) -> Iterator[tuple[str, Settings, int]]:
-    """Changes of one aspect, legal or not: its name, the keys to set, and the ranks it needs."""
-    config = w.config
-    world = w.world
+def neighbours(w: Workload) -> Iterator[tuple[str, Settings]]:
+    """Changes of one aspect, legal or not: its name and the keys to set."""
+    yield from _ALWAYS
+    yield from _rows(w.config)
+    yield from _precision(w.config)
+    yield from _pipeline(w.config)
+    yield from _layouts(w)
+
+
+def _rows(config: Config) -> Iterator[tuple[str, Settings]]:
     p = config.parallelism
     t = config.training
-    for text, settings in (*_recomputation(config), *_precision(config), *_pipeline(config)):
-        yield text, settings, world
-    yield "compile", _COMPILE, world
     tokens = t.seq_len // (p.context_parallel_degree * p.tensor_parallel_degree)
     if more := [n for n in divisors(tokens, _LOSS_CHUNKS) if n > t.loss_chunks]:
-        yield "the loss in chunks", {"training.loss_chunks": more[-1]}, world
-    half = {"training.local_batch_size": max(1, t.local_batch_size // 2)}
-    yield "half the rows at a time", half, world
+        yield "the loss in chunks", {"training.loss_chunks": more[-1]}
+    yield "half the rows at a time", _half("training.local_batch_size", config)
     yield (
         "double the batch",
         {
             "training.global_batch_size": 2 * t.global_batch_size,
             "training.local_batch_size": 2 * t.local_batch_size,
         },
-        world,
     )
-    yield "reduce every batch", {"parallelism.fsdp_reduce_once_per_step": False}, world
-    yield "free gathered weights", {"parallelism.fsdp_reshard_after_forward": "default"}, world
-    yield from _layouts(w)
-    yield "state on the host", {"training.enable_cpu_offload": True}, world
-    yield "update in the backward", {"optimizer.early_step_in_backward": True}, world
-    yield "the optimizer's state in bf16", {"optimizer.state_dtype": "bfloat16"}, world
-    yield "half the row length", {"training.seq_len": max(1, t.seq_len // 2)}, world
+    yield "half the row length", _half("training.seq_len", config)
 
 
-def _recomputation(config: Config) -> Iterator[tuple[str, Settings]]:
-    operations = {_MODE: "selective", "activation_checkpoint.selective_ac_option": "op"}
-    yield "keep attention and every second product", operations
-    yield "recompute nothing", {_MODE: "none"}
-    yield "recompute everything", {_MODE: "full"}
-    for text, blocks in (("offload nothing", 0), ("offload activations", -1)):
-        yield text, {"activation_checkpoint.offload_blocks": blocks}
+def _half(key: str, config: Config) -> Settings:
+    return {key: max(1, read(config, key) // 2)}
 
 
 def _precision(config: Config) -> Iterator[tuple[str, Settings]]:
@@ -89,38 +97,36 @@ def _pipeline(config: Config) -> Iterator[tuple[str, Settings]]:
     p = config.parallelism
     if p.pipeline_parallel_degree == 1:
         return
-    size = max(1, p.pipeline_parallel_microbatch_size // 2)
-    yield "smaller microbatches", {"parallelism.pipeline_parallel_microbatch_size": size}
+    yield "smaller microbatches", _half("parallelism.pipeline_parallel_microbatch_size", config)
     if not p.pipeline_parallel_schedule_csv:
         for schedule in SCHEDULES:
             yield f"schedule {schedule}", {"parallelism.pipeline_parallel_schedule": schedule}
 
 
-def _layouts(w: Workload) -> Iterator[tuple[str, Settings, int]]:
-    p = w.config.parallelism
-    world = w.world
-    rows = w.config.training.local_batch_size
-    half_rows = {"training.local_batch_size": max(1, rows // 2)}
-    twice = {"parallelism.data_parallel_shard_degree": 2 * p.data_parallel_shard_degree}
-    if p.tensor_parallel_degree > 1:
+def _layouts(w: Workload) -> Iterator[tuple[str, Settings]]:
+    config = w.config
+    half_rows = _half("training.local_batch_size", config)
+    twice = {"parallelism.data_parallel_shard_degree": 2 * w.dp_shard}
+    if w.tp > 1:
         settings = _COMPILE | {"parallelism.enable_async_tensor_parallel": True}
-        yield "asynchronous TP", settings, world
-        half = {"parallelism.tensor_parallel_degree": p.tensor_parallel_degree // 2}
-        yield "half the TP, twice the shards", half | twice | half_rows, world
-    if p.context_parallel_degree > 1:
+        yield "asynchronous TP", settings
+    if w.tp % 2 == 0:
+        half = _half("parallelism.tensor_parallel_degree", config)
+        yield "half the TP, twice the shards", half | twice | half_rows
+    if w.cp > 1:
         ring = {"parallelism.context_parallel_rotate_method": "alltoall"}
-        yield "send keys around a ring", ring, world
+        yield "send keys around a ring", ring
     if w.experts:  # more ranks that share the experts gather less of them; fewer copy fewer rows
         ep = "parallelism.expert_parallel_degree"
-        yield "twice the expert parallelism", {ep: 2 * w.ep}, world
-        yield "half the expert parallelism", {ep: max(1, w.ep // 2)}, world
-    if p.data_parallel_replicate_degree % 2 == 0:
-        half = {"parallelism.data_parallel_replicate_degree": p.data_parallel_replicate_degree // 2}
-        yield "shards in place of replicas", half | twice, world
+        yield "twice the expert parallelism", {ep: 2 * w.ep}
+        yield "half the expert parallelism", _half(ep, config)
+    if w.dp_replicate % 2 == 0:
+        half = _half("parallelism.data_parallel_replicate_degree", config)
+        yield "shards in place of replicas", half | twice
     if w.accumulation % 2 == 0:
-        yield "twice the ranks", twice, 2 * world
-    elif rows % 2 == 0:
-        yield "twice the ranks", twice | half_rows, 2 * world
+        yield "twice the ranks", twice
+    elif config.training.local_batch_size % 2 == 0:
+        yield "twice the ranks", twice | half_rows
 
 
 def show_settings(settings: Settings) -> str:
@@ -128,12 +134,16 @@ def show_settings(settings: Settings) -> str:
     return ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
 
 
-def _changing(w: Workload) -> Iterator[tuple[str, Settings, int, Config]]:
+def _changing(w: Workload) -> Iterator[tuple[str, Settings, Config]]:
     """The neighbours that differ, with the configuration that each makes."""
-    for text, settings, ranks in neighbours(w):
+    for text, settings in neighbours(w):
         changed = applied(w.config, settings)
         if changed != w.config:
-            yield text, settings, ranks, changed
+            yield text, settings, changed
+
+
+def _trains_alike(settings: Settings) -> bool:
+    return settings.keys().isdisjoint(_CHANGES_TRAINING)
 
 
 # ---- speed
@@ -176,15 +186,11 @@ def largest_costs(plan: Plan) -> list[Cost]:
 
 def faster(plan: Plan) -> list[Change]:
     """Legal changes that speed up training on the same ranks, the best first, misfits last."""
-    world = plan.workload.world
     changes = []
-    for text, settings, ranks, config in _changing(plan.workload):
-        if ranks != world or not settings.keys().isdisjoint(_CHANGES_TRAINING):
+    for text, settings, config in _changing(plan.workload):
+        if not _trains_alike(settings) or ranks_of(config) != plan.workload.world:
             continue
-        try:
-            check(config, Facts(device=plan.hardware.accelerator))
-            after = predict(derived_workload(config, plan.spec, ranks), plan.spec, plan.hardware)
-        except ConfigError:
+        if (after := replan(plan, config)) is None:
             continue
         speedup = after.tokens_per_second / plan.tokens_per_second
         if speedup > _FASTER:
@@ -208,24 +214,16 @@ def wasteful(plan: Plan) -> Iterator[str]:
     """Settings that should save memory, but by the plan take more, and no less time: recomputation
     that keeps more than it drops, and chunks of a loss that are smaller than the gradient they add.
     """
-    w = plan.workload
-    chunks = w.config.training.loss_chunks
-    leaner: list[Settings] = []
-    if plan.checkpointing != "none":
-        leaner.append({_MODE: "none"})
-    if chunks > 1:
-        leaner.append({"training.loss_chunks": chunks // 2})
-    for settings in leaner:
-        try:
-            other = derived_workload(applied(w.config, settings), plan.spec, w.world)
-        except ConfigError:
+    now = plan.tightest or plan
+    for settings in (RECOMPUTE_NOTHING, _half("training.loss_chunks", now.config)):
+        after = replan(now, applied(now.config, settings))
+        if after is None or after.peak_gib >= _SMALLER * now.peak_gib:
             continue
-        after = predict(other, plan.spec, plan.hardware)
-        gain = after.tokens_per_second / plan.tokens_per_second - 1
-        if after.peak_gib < _SMALLER * plan.peak_gib and gain >= 0:
+        gain = after.tokens_per_second / now.tokens_per_second - 1
+        if gain >= 0:
             yield (
                 f"by this plan, {show_settings(settings)} takes less memory "
-                f"({show_gib(after.peak_gib)} instead of {show_gib(plan.peak_gib)}) and isn't "
+                f"({show_gib(after.peak_gib)} instead of {show_gib(now.peak_gib)}) and isn't "
                 f"slower ({gain:+.1%})"
             )
 
@@ -254,17 +252,15 @@ def smaller(config: Config, spec: ModelSpec, world: int) -> list[Saving]:
     now = derived_workload(config, spec, world)
     before = predict_memory(now).reserved / GIB
     savings = []
-    for _, settings, ranks, changed in _changing(now):
+    for _, settings, changed in _changing(now):
+        ranks = ranks_of(changed)
         try:
             after = predict_memory(derived_workload(changed, spec, ranks)).reserved / GIB
         except ConfigError:
             continue
         if after < _SMALLER * before:
             savings.append(Saving(settings, ranks, before, after))
-    return sorted(
-        savings,
-        key=lambda saving: (not saving.settings.keys().isdisjoint(_CHANGES_TRAINING), saving.after),
-    )
+    return sorted(savings, key=lambda saving: (not _trains_alike(saving.settings), saving.after))
 
 
 def advice(config: Config, spec: ModelSpec, world: int) -> str:

@@ -1,6 +1,7 @@
 """What a search can vary beside the layout. Settings map keys of the configuration to values."""
 
 import itertools
+from operator import attrgetter
 from typing import Any
 
 from torchtitan.config.derive import replace
@@ -87,9 +88,8 @@ def applied(config: Config, settings: Settings) -> Config:
 
 
 def read(config: Config, key: str) -> Any:
-    """The value of a dotted key."""
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
+    """The value of a section or a dotted key."""
+    return attrgetter(key)(config)
 
 
 def changes(config: Config, original: Config) -> Settings:

@@ -131,7 +131,7 @@ def plan_run(run: Measured, flags: list[str], hardware: Hardware) -> Plan:
     Args:
         flags: override the run's configuration.
     """
-    return make_plan([_config(run.folder), *flags], run.world, hardware)[0]
+    return make_plan([_config(run.folder), *flags], run.world, hardware)
 
 
 # ---- comparison

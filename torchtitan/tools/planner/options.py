@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 
 from torchtitan.config.load.command_line import parse_args
 from torchtitan.tools.planner.axes import AXES
@@ -34,7 +35,7 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--tokens",
-        type=_tokens,
+        type=partial(_positive, kind="a number of tokens, for example 15e12"),
         metavar="N",
         help="tokens to train on, for example 15e12 (default: those of training.steps)",
     )
@@ -140,30 +141,28 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This command's options, and the configuration's flags."""
     options, flags = parse_args(parser, argv)
-    if options.compare and (len(options.compare) + bool(options.config)) != 2:
-        parser.error("--compare needs two TOML files")
+    files = len(options.compare or ()) + bool(options.config)
+    configured = options.config or options.world or options.search or options.compare
+    refused = {
+        "--compare needs two TOML files": options.compare and files != 2,
+        "--mtbf and --storage need each other: what a failure costs depends on how long a save "
+        "takes": bool(options.mtbf) != bool(options.storage),
+        "--axes needs --search": options.axes and not options.search,
+        "--try needs --search, and --write for the fastest": options.trials
+        and not (options.search and options.write),
+        "--adopt needs --write, the file for the fastest": options.adopt and not options.write,
+        "--days chooses the number of GPUs; drop it, or --world": options.days
+        and (options.world or options.from_run),
+        "--from-run takes the configuration and the number of ranks from the run; drop them and "
+        "--search": options.from_run and configured,
+        "--calibrate needs --from-run: a hardware file is fitted to a run": options.calibrate
+        and not options.from_run,
+    }
+    for message, applies in refused.items():
+        if applies:
+            parser.error(message)
     if options.compare and not options.config:
         flags = [f"--job.config_file={options.compare[0]}", *flags]
-    if bool(options.mtbf) != bool(options.storage):
-        parser.error(
-            "--mtbf and --storage need each other: what a failure costs depends on how "
-            "long a save takes"
-        )
-    if options.axes and not options.search:
-        parser.error("--axes needs --search")
-    if options.trials and not (options.search and options.write):
-        parser.error("--try needs --search, and --write for the fastest")
-    if options.adopt and not options.write:
-        parser.error("--adopt needs --write, the file for the fastest")
-    if options.days and (options.world or options.from_run):
-        parser.error("--days chooses the number of GPUs; drop it, or --world")
-    if options.from_run and (options.config or options.world or options.search or options.compare):
-        parser.error(
-            "--from-run takes the configuration and the number of ranks from the run; "
-            "drop them and --search"
-        )
-    if options.calibrate and not options.from_run:
-        parser.error("--calibrate needs --from-run: a hardware file is fitted to a run")
     if not (options.from_run or options.adopt) and (missing := list(_missing(options, flags))):
         parser.error("name\n" + "\n".join(f"  {line}" for line in missing))
     return options, flags
@@ -192,19 +191,10 @@ def _axes(text: str) -> tuple[str, ...]:
     return names
 
 
-def _positive(text: str) -> float:
+def _positive(text: str, kind: str = "a positive number") -> float:
     try:
         if 0 < (number := float(text)) < float("inf"):
             return number
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-
-
-def _tokens(text: str) -> float:
-    try:
-        if (number := float(text)) > 0:
-            return number
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, for example 15e12")
+    raise argparse.ArgumentTypeError(f"{text!r} is not {kind}")

@@ -1,5 +1,5 @@
 // The page of a plan: each section draws a part of its JSON.
-const {memory, time, run} = data;
+const {memory, time, run} = data, sizes = data.sizes || data.scaling;
 const layoutOf = layout => Object.entries(layout).filter(([, n]) => n > 1).map(([axis, n]) => `${axis} ${n}`).join(" x ") || "one rank";
 const likely = chance => chance < .01 ? "< 1 %" : chance > .99 ? "> 99 %" : percent(chance);
 const range = ([low, high], format) => `${format(low)} to ${format(high)}`;
@@ -18,7 +18,7 @@ if (data.budget) budget();
 if (data.compared) compared();
 if (data.schedule_svg) schedule();
 if (data.search) search();
-if (data.scaling.length > 1) scaling();
+if (sizes.length > 1) scaling();
 communication();
 mesh();
 if (data.notes.length) {
@@ -172,13 +172,13 @@ function schedule() {
 }
 
 function search() {
-  const {seen, points: all, best, limit_gib: limit = memory.usable_gib} = data.search;
+  const {seen, points: all, best} = data.search, limit = memory.usable_gib;
   const made = section("The search", `${number(seen)} configurations. Diamonds are the rows of the table: ` +
     "point at either to see the other. Crosses are proposals with less recomputation or twice the rows. Drag to zoom, double-click to see all.");
   const text = (gib, speed) => `${number(speed)} tokens/s per GPU, ${number(gib, 1)} GiB`;
   const dots = all.map(([gib, speed]) => ({x: gib, y: speed, kind: gib > limit ? "large" : "fits", tip: text(gib, speed)}));
   for (const p of data.too_large) dots.push({x: p.peak_gib, y: p.tokens_per_second_per_gpu, kind: "large",
-    tip: `${p.name}\n${text(p.peak_gib, p.tokens_per_second_per_gpu)}, does not fit`});
+    tip: `${layoutOf(p.layout)}, ${plural(p.local_batch_size, "row")}, checkpointing ${p.activation_checkpointing}\n${text(p.peak_gib, p.tokens_per_second_per_gpu)}, does not fit`});
   const proposals = best.map((b, i) => ({x: b.peak_gib, y: b.tokens_per_second_per_gpu, kind: b.baseline ? "own" : "best", key: i,
     tip: `${layoutOf(b.layout)}\n${text(b.peak_gib, b.tokens_per_second_per_gpu)}`}));
   const highlight = key => rows.querySelectorAll("tr[data-key]").forEach(row => row.classList.toggle("on", row.dataset.key === String(key)));
@@ -208,7 +208,7 @@ function search() {
 function scaling() {
   const made = element(section("Other numbers of GPUs", data.sizes ? "The best layout on each." :
     "The same plan with more or fewer shards and the same rows per rank."), "div", {class: "pair"});
-  const worlds = data.scaling.map(p => p.world);
+  const worlds = sizes.map(p => p.world);
   const kinds = {fits: {...KINDS.fits, alpha: 1, size: 1}, large: {...KINDS.large, alpha: 1, size: 1},
     own: {name: "this plan", shape: SHAPES.ring, color: "var(--text)", size: 1.5}};
   for (const [key, label, limit] of [["tokens_per_second_per_gpu", "tokens/s per GPU"],
@@ -217,8 +217,8 @@ function scaling() {
       `${number(p.peak_gib, 1)} GiB${p.fits ? "" : ", does not fit"}`});
     points(element(made, "div"), {
       x: {label: "GPUs", log: true, ticks: worlds, format: n => number(n)}, y: {label, zero: true}, limit, line: true, kinds, height: 260,
-      points: [...data.scaling.map(p => ({...at(p), kind: p.fits ? "fits" : "large", key: p.world})),
-        ...data.scaling.filter(p => p.world === data.world).map(p => ({...at(p), kind: "own"}))],
+      points: [...sizes.map(p => ({...at(p), kind: p.fits ? "fits" : "large", key: p.world})),
+        ...sizes.filter(p => p.world === data.world).map(p => ({...at(p), kind: "own"}))],
       label: `${label} on other numbers of GPUs; arrow keys step through them`,
     });
   }

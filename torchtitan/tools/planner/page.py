@@ -4,14 +4,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.derive import layout_name, replace
-from torchtitan.config.sections.schema import Config
+from torchtitan.tools.planner.advice import RECOMPUTE_NOTHING, RECOMPUTE_OPERATIONS
+from torchtitan.tools.planner.axes import applied, read
 from torchtitan.tools.planner.costs import timeline
 from torchtitan.tools.planner.pipeline_timeline import Timeline
-from torchtitan.tools.planner.predict import Plan, derived_workload, predict
+from torchtitan.tools.planner.predict import Plan, replan
+from torchtitan.tools.planner.render import summary
 from torchtitan.tools.web import web_page
-from torchtitan.utils.errors import ConfigError
-from torchtitan.utils.wording import plural
 
 _COLORS = {"F": "#4477aa", "B": "#ddaa33", "I": "#cc6677", "W": "#44aa99"}
 """Colors of computations, distinct to color-blind readers and in gray."""
@@ -24,10 +23,6 @@ _SMALLEST = 3.0
 """Height in pixels of the smallest numbers drawn; an image can be enlarged."""
 _ROW = 22
 """Pixels from one rank of a schedule to the next."""
-_CHECKPOINTING: tuple[dict[str, Any], ...] = (
-    {"mode": "none"},
-    {"mode": "selective", "selective_ac_option": "op"},
-)
 _SCALES = [2.0**power for power in range(-3, 5)]
 """Numbers of shards that the page's scaling chart shows, relative to the plan's."""
 
@@ -44,56 +39,33 @@ def pictures(plan: Plan, proposals: Sequence[Plan] = ()) -> dict[str, Any]:
     Args:
         proposals: of a search.
     """
-    schedule = {"schedule_svg": schedule_svg(plan, legible=True)} if plan.workload.pipeline else {}
-    return {"scaling": _scaling(plan), "too_large": _too_large(proposals)} | schedule
+    too_large = [summary(larger) for proposal in proposals for larger in _too_large(proposal)]
+    drawn: dict[str, Any] = {"scaling": _scaling(plan), "too_large": too_large}
+    if plan.workload.pipeline:
+        drawn["schedule_svg"] = schedule_svg(plan, legible=True)
+    return drawn
 
 
-def _too_large(proposals: Sequence[Plan]) -> list[dict[str, Any]]:
-    """The proposals with less recomputation or twice the rows at a time, where that doesn't fit."""
+def _too_large(proposal: Plan) -> Iterator[Plan]:
+    """The proposal with less recomputation or twice the rows at a time, where that doesn't fit."""
+    rows = {"training.local_batch_size": 2 * proposal.config.training.local_batch_size}
+    for settings in (RECOMPUTE_NOTHING, RECOMPUTE_OPERATIONS, rows):
+        larger = replan(proposal, applied(proposal.config, settings))
+        # those of twice the memory would be far outside of the chart
+        if larger and not larger.fits and larger.peak_gib < 2 * larger.hardware.usable_gib:
+            yield larger
+
+
+def _scaling(plan: Plan) -> list[dict[str, Any]]:
+    """Plans with other numbers of shards, each with as many rows as in this plan."""
+    keys = ("parallelism.data_parallel_shard_degree", "training.global_batch_size")
     out = []
-    for proposal in proposals:
-        for config in _larger(proposal.config):
-            try:
-                workload = derived_workload(config, proposal.spec, proposal.workload.world)
-            except ConfigError:
-                continue
-            larger = predict(workload, proposal.spec, proposal.hardware)
-            near = larger.peak_gib < 2 * larger.hardware.usable_gib  # enough to be drawn
-            if not larger.fits and near:
-                rows = plural(larger.config.training.local_batch_size, "row")
-                name = f"{layout_name(larger.layout)}, {rows}, checkpointing {larger.checkpointing}"
-                out.append({"name": name} | _figures(larger))
-    return out
-
-
-def _larger(config: Config) -> Iterator[Config]:
-    for mode in _CHECKPOINTING:
-        yield config.model_copy(
-            update={"activation_checkpoint": config.activation_checkpoint.model_copy(update=mode)}
-        )
-    yield replace(config, "training.local_batch_size", 2 * config.training.local_batch_size)
-
-
-def _figures(plan: Plan) -> dict[str, float]:
-    return {"tokens_per_second_per_gpu": plan.tokens_per_second, "peak_gib": plan.peak_gib}
-
-
-def _scaling(plan: Plan) -> list[dict[str, float]]:
-    """Speed and memory with other numbers of shards, each with as many rows as in the plan."""
-    out = []
-    shard = plan.workload.dp_shard
-    batch = plan.config.training.global_batch_size
     for scale in _SCALES:
-        if (shard * scale) % 1 or (batch * scale) % 1:
-            continue
-        config = replace(plan.config, "parallelism.data_parallel_shard_degree", int(shard * scale))
-        config = replace(config, "training.global_batch_size", int(batch * scale))
-        world = int(plan.workload.world * scale)
-        try:
-            scaled = predict(derived_workload(config, plan.spec, world), plan.spec, plan.hardware)
-        except ConfigError:
-            continue
-        out.append({"world": world, "fits": scaled.fits} | _figures(scaled))
+        scaled = {key: read(plan.config, key) * scale for key in keys}
+        if all(value.is_integer() for value in scaled.values()):
+            whole = {key: int(value) for key, value in scaled.items()}
+            if other := replan(plan, applied(plan.config, whole)):
+                out.append(summary(other))
     return out
 
 

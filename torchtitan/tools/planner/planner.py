@@ -9,6 +9,7 @@ from typing import Any
 
 from torchtitan.config import Resolved, complete, load_config
 from torchtitan.config.derive import replace, stages_of
+from torchtitan.config.load.decode import LoadedConfig
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.sections.schema import Config
 from torchtitan.tools.planner.advice import wasteful
@@ -19,50 +20,36 @@ from torchtitan.tools.planner.predict import Plan, predict
 from torchtitan.tools.planner.search import SearchResult, search
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.preflight import Setup, preflight
-from torchtitan.utils.errors import ConfigError, UserError, show_warnings
+from torchtitan.utils.errors import ConfigError, show_warnings
 from torchtitan.utils.wording import plural, show_gib, show_rate
 
+_PLANNED = ("parallelism", "activation_checkpoint", "training.local_batch_size")
+"""Sections and keys that a plan chooses, beside those of `--axes`."""
 
-def make_plan(
-    argv: list[str],
-    world: int,
-    hardware: Hardware,
-    *,
-    searching: bool = False,
-    axes: tuple[str, ...] = (),
-) -> tuple[Plan, SearchResult | None]:
-    """Plan the configuration of `argv`, or the best that a search finds from it.
+
+def make_plan(argv: list[str], world: int, hardware: Hardware) -> Plan:
+    """Plan the configuration of `argv`.
 
     Args:
         argv: configuration flags.
-        axes: what the search varies beside the layout, from `axes.AXES`.
-
-    Returns:
-        The plan, and what the search found, if any.
 
     Raises:
-        ConfigError: the trainer would refuse the configuration on this hardware, or all layouts of
-        it.
-        UserError: a search found nothing that fits.
+        ConfigError: the trainer would refuse it on this hardware.
     """
-    result: SearchResult | None = None
-    if searching:
-        result, notes = find_layouts(argv, world, hardware, axes)
-        if not result.best:
-            raise UserError(
-                f"--search: {nothing_fits(result, world, hardware)}; use more ranks, a smaller "
-                "training.seq_len, more training.loss_chunks, optimizer.state_dtype bfloat16, or "
-                "--axes loss_chunks,state_dtype,offload to try those"
-            )
-        plan = result.best[0].plan
-    else:
-        plan, notes = _plan_of(complete(load_config(argv), world, check=False), world, hardware)
-    return dataclasses.replace(plan, notes=(*plan.notes, *notes, *wasteful(plan))), result
+    plan = _plan_of(load_config(argv), world, hardware)
+    return plan.noting(wasteful(plan))
 
 
-def _plan_of(resolved: Resolved, world: int, hardware: Hardware) -> tuple[Plan, tuple[str, ...]]:
-    """The plan of a configuration by the closed forms, and notes on what is missing here."""
+def _plan_of(loaded: LoadedConfig, world: int, hardware: Hardware) -> Plan:
+    resolved = complete(loaded, world, check=False)
     show_warnings(resolved.warnings)
+    setup, notes = _preflight(resolved, world, hardware)
+    show_warnings(setup.warnings)
+    return plan_of_stages(resolved.config, setup, hardware).noting(notes)
+
+
+def _preflight(resolved: Resolved, world: int, hardware: Hardware) -> tuple[Setup, list[str]]:
+    """What a configuration names, checked for this hardware, and notes on what is missing here."""
     here, notes = without_missing_files(resolved.config)
     setup = preflight(
         here,
@@ -72,8 +59,7 @@ def _plan_of(resolved: Resolved, world: int, hardware: Hardware) -> tuple[Plan, 
         device=hardware.accelerator,
         output=False,
     )
-    show_warnings(setup.warnings)
-    return plan_of_stages(resolved.config, setup, hardware), tuple(notes)
+    return setup, notes
 
 
 def plan_of_stages(config: Config, setup: Setup, hardware: Hardware) -> Plan:
@@ -82,30 +68,25 @@ def plan_of_stages(config: Config, setup: Setup, hardware: Hardware) -> Plan:
     most, the time that of all.
     """
     staged = stages_of(config)
-    shapes = [
-        (stage_config.training.seq_len, stage_config.training.local_batch_size)
-        for stage_config in staged
-    ]
-    if len(set(shapes)) == 1:
-        return _stage_plan(config, setup, hardware, 0)
+    shapes = {(stage.training.seq_len, stage.training.local_batch_size) for stage in staged}
+    if len(shapes) == 1:
+        staged = [config]
     plans = [
-        _stage_plan(stage_config, setup, hardware, index)
-        for index, stage_config in enumerate(staged)
+        predict(Workload(stage, setup.args_of(i), setup.stages), setup.spec, hardware)
+        for i, stage in enumerate(staged)
     ]
     first = plans[0]
+    if len(plans) == 1:
+        return first
     tightest = max(plans, key=lambda plan: plan.peak_gib)
     first_steps = [1, *(stage.from_step for stage in config.training.stages)]
-    return dataclasses.replace(
+    whole = dataclasses.replace(
         first,
         memory=tightest.memory,
         tightest=None if tightest is first else tightest,
         stages=tuple(zip(first_steps, plans, strict=True)),
-        notes=(*first.notes, *_stage_notes(first_steps, plans, tightest)),
     )
-
-
-def _stage_plan(config: Config, setup: Setup, hardware: Hardware, stage: int) -> Plan:
-    return predict(Workload(config, setup.args_of(stage), setup.stages), setup.spec, hardware)
+    return whole.noting(_stage_notes(first_steps, plans, tightest))
 
 
 def _stage_notes(steps: list[int], plans: list[Plan], tightest: Plan) -> Iterator[str]:
@@ -127,15 +108,17 @@ def find_layouts(
     *,
     show_configured: bool = True,
     only_best: bool = False,
-) -> tuple[SearchResult, tuple[str, ...]]:
+) -> SearchResult:
     """Search from the configuration of `argv`, whose layout need not be one of `world` ranks.
 
     Args:
+        argv: configuration flags.
+        axes: what the search varies beside the layout, from `axes.AXES`.
         show_configured: show the layout of `argv` beside the others.
         only_best: as for `search`.
 
     Returns:
-        What the search found, perhaps nothing that fits, and notes on the plan.
+        What the search found, perhaps nothing that fits. The first plan has notes on the search.
 
     Raises:
         ConfigError: the trainer would refuse the configuration on this hardware, or all layouts of
@@ -145,7 +128,7 @@ def find_layouts(
     loaded = load_config(argv)
     anywhere = dataclasses.replace(loaded, config=any_layout(loaded.config, world))
     start = complete(anywhere, world=1, check=False)
-    here, notes = without_missing_files(start.config)
+    setup, notes = _preflight(start, 1, hardware)
     if loaded.config.training.global_batch_size == -1:
         rows = start.config.training.global_batch_size
         notes.append(
@@ -157,18 +140,10 @@ def find_layouts(
             "the search plans the first stage of training.stages only; plan the layout it proposes "
             "for the memory of all"
         )
-    setup = preflight(
-        here,
-        whole=start.config,
-        world=1,
-        sources=start.sources,
-        device=hardware.accelerator,
-        output=False,
-    )
     baseline = None
     try:
         if show_configured:
-            baseline, _ = _plan_of(complete(loaded, world, check=False), world, hardware)
+            baseline = _plan_of(loaded, world, hardware)
     except ConfigError as error:
         notes.append(f"the file's own layout is refused on {world} ranks: {error.problems[0]}")
     result = search(
@@ -185,7 +160,10 @@ def find_layouts(
         raise ConfigError(
             [f"--search: no layout of {plural(world, 'rank')} is legal", *result.refused]
         )
-    return result, tuple(notes)
+    for first in result.best[:1]:
+        plan = first.plan.noting([*notes, *wasteful(first.plan)])
+        result.best[0] = dataclasses.replace(first, plan=plan)
+    return result
 
 
 def nothing_fits(result: SearchResult, world: int, hardware: Hardware) -> str:
@@ -219,23 +197,12 @@ def without_missing_files(config: Config) -> tuple[Config, list[str]]:
 def planned_toml(plan: Plan, argv: list[str]) -> str:
     """The configuration of `argv` with the plan's layout, batch and checkpointing, as TOML."""
     config = load_config(argv).config
-    planned = plan.config
-    batch = {
-        key: getattr(planned.training, key) for key in ("local_batch_size", "global_batch_size")
-    }
-    training = config.training.model_copy(update=batch)
-    sections = {
-        "parallelism": planned.parallelism,
-        "activation_checkpoint": planned.activation_checkpoint,
-        "training": training,
-    }
-    written = config.model_copy(update=sections)
-    for key in KEYS:  # what only --axes change
-        written = replace(written, key, read(planned, key))
+    for key in (*_PLANNED, *KEYS):
+        config = replace(config, key, read(plan.config, key))
     return (
         f"# {config.model.label} on {plan.workload.world} x "
         f"{plan.hardware.description}.\n"
         f"# Planned: {show_rate(plan.tokens_per_second)} tokens/s per GPU, "
         f"{show_gib(plan.peak_gib)}.\n\n"
-        f"{to_toml(written, only_changed=True)}"
+        f"{to_toml(config, only_changed=True)}"
     )

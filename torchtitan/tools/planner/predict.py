@@ -1,11 +1,12 @@
 """A plan: the time and memory predicted for one configuration on one hardware."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 from torchtitan.config.derive import axis_degrees, derive, layout_degrees
-from torchtitan.config.rules import check, validate
+from torchtitan.config.rules import Facts, check, validate
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
 from torchtitan.parallel.pipeline.split import pipeline_stages
@@ -15,6 +16,7 @@ from torchtitan.tools.planner.host_memory import host_memory
 from torchtitan.tools.planner.memory import GIB, Memory, memory_of
 from torchtitan.tools.planner.workload import OURS, Software, Workload
 from torchtitan.train.preflight import split_facts
+from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.wording import show_percent
 
 
@@ -66,9 +68,23 @@ class Plan:
         return speed_band(self.workload, self.hardware, self.time)
 
     @property
+    def speed_range(self) -> tuple[float, float]:
+        """Tokens/s per GPU between which 90 % of such plans are."""
+        return _ends(self.tokens_per_second, self.speed_band)
+
+    def time_range(self, duration: float) -> tuple[float, float]:
+        """What `duration` at this plan's speed becomes at the ends of `speed_range`."""
+        return duration / (1 + self.speed_band), duration / (1 - self.speed_band)
+
+    @property
     def memory_band(self) -> float:
         """Relative error within which 90 % of such plans' peaks are."""
         return memory_band(self.workload)
+
+    @property
+    def peak_range(self) -> tuple[float, float]:
+        """GiB between which 90 % of such plans' peaks are."""
+        return _ends(self.peak_gib, self.memory_band)
 
     @property
     def chance_to_fit(self) -> float:
@@ -90,6 +106,11 @@ class Plan:
         return flops * self.tokens_per_second / self.hardware.bf16
 
     @property
+    def mfu_range(self) -> tuple[float, float] | None:
+        """MFU between which 90 % of such plans are."""
+        return None if self.mfu is None else _ends(self.mfu, self.speed_band)
+
+    @property
     def checkpointing(self) -> str:
         """Mode of activation checkpointing, with its option."""
         ac = self.config.activation_checkpoint
@@ -107,6 +128,14 @@ class Plan:
     @property
     def stages_per_rank(self) -> int:
         return len(self.workload.stages) // self.workload.pp
+
+    def noting(self, notes: Iterable[str]) -> "Plan":
+        """This plan with more notes."""
+        return replace(self, notes=(*self.notes, *notes))
+
+
+def _ends(figure: float, band: float) -> tuple[float, float]:
+    return figure * (1 - band), figure * (1 + band)
 
 
 def derived_workload(
@@ -151,6 +180,24 @@ def predict(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Plan:
             f"bound by the host: for {share} of the step the device waits for launches; {cure}"
         )
     return Plan(workload, spec, hardware, time, memory=memory, notes=tuple(notes))
+
+
+def replan(plan: Plan, config: Config) -> Plan | None:
+    """The plan of another configuration, derived already, on the same hardware; None if the trainer
+    would refuse it.
+    """
+    try:
+        check(config, Facts(device=plan.hardware.accelerator))
+        return predict(
+            derived_workload(config, plan.spec, ranks_of(config)), plan.spec, plan.hardware
+        )
+    except ConfigError:
+        return None
+
+
+def ranks_of(config: Config) -> int:
+    """The ranks that the degrees of a derived configuration fill."""
+    return math.prod(axis_degrees(config.parallelism).values())
 
 
 # ---- how far off a plan may be

@@ -1,20 +1,18 @@
 """What a plan says: as text for a terminal, and as data for JSON and the page."""
 
 import math
-import shlex
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from torchtitan.config.derive import layout_name
-from torchtitan.tools.planner.advice import Change, advice, largest_costs, show_settings
+from torchtitan.tools.planner.advice import advice, largest_costs, show_settings
 from torchtitan.tools.planner.axes import changes
 from torchtitan.tools.planner.memory import GIB, PARTS
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.search import SearchResult
-from torchtitan.tools.planner.traffic import collectives, hardware_flops
+from torchtitan.tools.planner.traffic import collectives
 from torchtitan.utils.wording import (
     aligned,
     plural,
@@ -61,10 +59,6 @@ def _run_of_stages(plan: Plan) -> TrainingRun:
     return TrainingRun(tokens, steps, hours, hours * plan.workload.world)
 
 
-def _model(plan: Plan) -> str:
-    return plan.config.model.label
-
-
 def _nodes(plan: Plan) -> int:
     return math.ceil(plan.workload.world / plan.hardware.gpus_per_node)
 
@@ -78,21 +72,6 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
     Args:
         tokens: to train on, for time and GPU-hours. Default: those of `training.steps`.
     """
-    time = plan.time
-    run = run_of(plan, tokens)
-    band = plan.speed_band
-    mfu = ""
-    if plan.mfu is not None:
-        percent = 100 * plan.mfu
-        mfu = f", MFU {show_percent(percent)} ({_range(percent, band, show_percent)})"
-    bubble = f"; bubble {show_percent(100 * time.bubble)} of the step" if plan.schedule else ""
-    step = (
-        f"Step {time.seconds:.3g} s ({_range(time.seconds, band, '{:.3g}'.format, inverse=True)})"
-    )
-    speed = (
-        f"{show_rate(plan.tokens_per_second)} tokens/s per GPU "
-        f"({_range(plan.tokens_per_second, band, show_rate)})"
-    )
     advised: list[str] = []
     if not plan.fits:
         advised = advice(
@@ -105,10 +84,8 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
             _memory_table(plan),
             *_host_line(plan),
             "",
-            _wrapped(f"{step}, {speed}{mfu}{bubble}"),
-            f"{show_tokens(run.tokens)} tokens: {plural(round(run.steps), 'step')}, "
-            f"{show_duration(run.hours * 3600)}, {rounded(run.gpu_hours)} GPU-hours "
-            f"({_range(run.gpu_hours, band, rounded, inverse=True)})",
+            _step_line(plan),
+            _run_line(plan, run_of(plan, tokens)),
             "9 of 10 such runs are within the ranges (docs/guides/plan.md)",
             "",
             "Largest costs:",
@@ -127,9 +104,9 @@ def _heading(plan: Plan) -> list[str]:
     if w.pipeline:
         stages = f" of {plan.stages_per_rank} stages per rank" if plan.stages_per_rank > 1 else ""
         pipeline = f" in {plural(w.microbatches, 'microbatch')}, {plan.schedule}{stages}"
+    gpus = f"{w.world} x {plan.hardware.name} ({plural(_nodes(plan), 'node')})"
     return [
-        f"{_model(plan)} on {w.world} x {plan.hardware.name} ({plural(_nodes(plan), 'node')}): "
-        f"{layout_name(plan.layout)}",
+        f"{plan.config.model.label} on {gpus}: {layout_name(plan.layout)}",
         _wrapped(
             f"  {t.global_batch_size} x {w.seq_len} tokens per step; "
             f"{plural(t.local_batch_size, 'row')} per rank{batches}{pipeline}; activation "
@@ -154,7 +131,7 @@ def _memory_table(plan: Plan) -> str:
         else:
             rows.append([str(rank), *cells])
     verdict = "fits in" if plan.fits else "DOES NOT FIT in"
-    ends = _range(plan.peak_gib, plan.memory_band, "{:.1f}".format)
+    ends = _between(plan.peak_range, "{:.1f}".format)
     verdict += (
         f" {usable:.1f} of {plan.hardware.memory_gib:.1f}, chance {likelihood(plan.chance_to_fit)}"
     )
@@ -173,6 +150,27 @@ def _host_line(plan: Plan) -> list[str]:
         verdict = f" {'fits in' if total < known else 'DOES NOT FIT in'} {known:,.0f};"
     listed = ", ".join(f"{part} {gib:,.1f}" for part, gib in parts.items())
     return [_wrapped(f"Host memory, GiB per host:{verdict} {total:,.1f} ({listed})")]
+
+
+def _step_line(plan: Plan) -> str:
+    step = plan.time.seconds
+    speed = plan.tokens_per_second
+    figures = [
+        f"Step {step:.3g} s ({_between(plan.time_range(step), '{:.3g}'.format)})",
+        f"{show_rate(speed)} tokens/s per GPU ({_between(plan.speed_range, show_rate)})",
+    ]
+    if plan.mfu and plan.mfu_range:
+        figures.append(f"MFU {_percent(plan.mfu)} ({_between(plan.mfu_range, _percent)})")
+    bubble = f"; bubble {_percent(plan.time.bubble)} of the step" if plan.schedule else ""
+    return _wrapped(", ".join(figures) + bubble)
+
+
+def _run_line(plan: Plan, run: TrainingRun) -> str:
+    return (
+        f"{show_tokens(run.tokens)} tokens: {plural(round(run.steps), 'step')}, "
+        f"{show_duration(run.hours * 3600)}, {rounded(run.gpu_hours)} GPU-hours "
+        f"({_between(plan.time_range(run.gpu_hours), rounded)})"
+    )
 
 
 def _cost_lines(plan: Plan) -> list[str]:
@@ -197,30 +195,28 @@ def _wrapped(text: str) -> str:
 
 def search_table(result: SearchResult) -> str:
     """The proposals of a search."""
-    original = next(
-        (proposal.plan.config for proposal in result.best if proposal.baseline),
-        result.best[0].plan.config,
-    )
-    settings = [
-        ", ".join(f"{key} {value}" for key, value in changes(p.plan.config, original).items())
-        for p in result.best
-    ]
+    original = next((proposal for proposal in result.best if proposal.baseline), result.best[0])
     rows = [["layout", "batch", "schedule", "recomputes", "tokens/s", "at least", "GiB", "fits"]]
     reasons = []
-    for proposal, changed in zip(result.best, settings, strict=True):
+    for proposal in result.best:
         plan = proposal.plan
-        w = proposal.plan.workload
-        batch = f"{plan.config.training.local_batch_size} x {w.accumulation}"
+        w = plan.workload
+        changed = changes(plan.config, original.plan.config)
+        settings = ", ".join(f"{key} {value}" for key, value in changed.items())
+        reasons.append(_wrapped(f"  {proposal.why}{f' ({settings})' if settings else ''}"))
         deep = f", {plan.stages_per_rank} stages" if plan.stages_per_rank > 1 else ""
-        schedule = f"{plan.schedule} x {w.microbatches}{deep}" if w.pipeline else "-"
-        speed = show_rate(plan.tokens_per_second)
-        low = show_rate(band_ends(plan.tokens_per_second, plan.speed_band)[0])
-        peak = f"{plan.peak_gib:.1f}"
-        chance = likelihood(plan.chance_to_fit)
-        layout = layout_name(plan.layout)
-        reasons.append(_wrapped(f"  {proposal.why}{f' ({changed})' if changed else ''}"))
-        recomputed = {"none": "nothing"}.get(plan.checkpointing, plan.checkpointing)
-        rows.append([layout, batch, schedule, recomputed, speed, low, peak, chance])
+        rows.append(
+            [
+                layout_name(plan.layout),
+                f"{plan.config.training.local_batch_size} x {w.accumulation}",
+                f"{plan.schedule} x {w.microbatches}{deep}" if w.pipeline else "-",
+                {"none": "nothing"}.get(plan.checkpointing, plan.checkpointing),
+                show_rate(plan.tokens_per_second),
+                show_rate(plan.speed_range[0]),
+                f"{plan.peak_gib:.1f}",
+                likelihood(plan.chance_to_fit),
+            ]
+        )
     head, *lines = aligned(rows).splitlines()
     listed = [text for pair in zip(lines, reasons, strict=True) for text in pair]
     count = plural(result.seen, "configuration")
@@ -230,12 +226,12 @@ def search_table(result: SearchResult) -> str:
 def comparison(this: Plan, other: Plan) -> str:
     """Two plans side by side."""
     figures: dict[str, Callable[[Plan], str]] = {
-        "model": _model,
+        "model": lambda plan: plan.config.model.label,
         "checkpointing": lambda plan: plan.checkpointing,
         "peak GiB": lambda plan: f"{plan.peak_gib:.1f}",
         "fits": lambda plan: "yes" if plan.fits else "NO",
         "tokens/s/GPU": lambda plan: show_rate(plan.tokens_per_second),
-        "MFU": lambda plan: "-" if plan.mfu is None else show_percent(100 * plan.mfu),
+        "MFU": lambda plan: "-" if plan.mfu is None else _percent(plan.mfu),
         "step s": lambda plan: f"{plan.time.seconds:.3g}",
     }
     rows = [["", "this", "compared"]]
@@ -248,22 +244,12 @@ def comparison(this: Plan, other: Plan) -> str:
     return aligned(rows)
 
 
-def band_ends(value: float, band: float, *, inverse: bool = False) -> tuple[float, float]:
-    """The ends of a figure's band.
-
-    Args:
-        band: relative half-width, of the figure or, if `inverse`, of what it is inversely
-        proportional to.
-    """
-    if inverse:
-        return value / (1 + band), value / (1 - band)
-    return value * (1 - band), value * (1 + band)
+def _between(ends: Iterable[float], text: Callable[[float], str]) -> str:
+    return " to ".join(map(text, ends))
 
 
-def _range(
-    value: float, band: float, text: Callable[[float], str], *, inverse: bool = False
-) -> str:
-    return " to ".join(map(text, band_ends(value, band, inverse=inverse)))
+def _percent(share: float) -> str:
+    return show_percent(100 * share)
 
 
 def likelihood(chance: float) -> str:
@@ -279,27 +265,41 @@ def rounded(number: float) -> str:
 # ---- data
 
 
+def summary(plan: Plan) -> dict[str, Any]:
+    """A plan's layout and main figures, for JSON."""
+    w = plan.workload
+    return {
+        "world": w.world,
+        "layout": plan.layout,
+        "global_batch_size": w.config.training.global_batch_size,
+        "local_batch_size": w.config.training.local_batch_size,
+        "accumulation": w.accumulation,
+        "microbatches": w.microbatches,
+        "schedule": plan.schedule,
+        "stages_per_rank": plan.stages_per_rank,
+        "activation_checkpointing": plan.checkpointing,
+        "tokens_per_second_per_gpu": plan.tokens_per_second,
+        "range_tokens_per_second_per_gpu": plan.speed_range,
+        "peak_gib": plan.peak_gib,
+        "chance_to_fit": plan.chance_to_fit,
+        "fits": plan.fits,
+    }
+
+
 def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
     """Everything the plan says, for JSON. Arguments as for `as_text`."""
-    w = plan.workload
     hw = plan.hardware
     run = run_of(plan, tokens)
-    exchanged = collectives(w)
-    return _layout_data(plan) | {
-        "model": _model(plan),
-        "world": w.world,
+    exchanged = collectives(plan.workload)
+    return summary(plan) | {
+        "model": plan.config.model.label,
         "hardware": hw.name,
         "hardware_description": hw.description,
         "nodes": _nodes(plan),
         "gpus_per_node": hw.gpus_per_node,
-        "seq_len": w.seq_len,
-        "global_batch_size": w.config.training.global_batch_size,
+        "seq_len": plan.workload.seq_len,
         "memory": _memory_data(plan),
         "time": _time_data(plan),
-        "flops": [
-            {"kind": kind, "dtype": dtype, "flops": n}
-            for (kind, dtype), n in hardware_flops(w).items()
-        ],
         "collectives": [
             {
                 "axis": axis,
@@ -311,30 +311,26 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
         ],
         "run": asdict(run)
         | {
-            "range_hours": band_ends(run.hours, plan.speed_band, inverse=True),
-            "range_gpu_hours": band_ends(run.gpu_hours, plan.speed_band, inverse=True),
+            "range_hours": plan.time_range(run.hours),
+            "range_gpu_hours": plan.time_range(run.gpu_hours),
         },
         "costs": [
             {
                 "part": cost.part,
                 "share": cost.share,
-                "changes": [_change_data(change) for change in cost.changes],
+                "changes": [
+                    {"text": change.text, "settings": change.settings, "gain": change.gain}
+                    | summary(change.after)
+                    for change in cost.changes
+                ],
             }
             for cost in largest_costs(plan)
         ],
-        "notes": list(plan.notes),
+        "notes": plan.notes,
     }
 
 
 def _memory_data(plan: Plan) -> dict[str, Any]:
-    ranks = [
-        {
-            "pp_rank": rank,
-            "reserved_gib": memory.reserved / GIB,
-            "parts_gib": {part: size / GIB for part, size in memory.parts.items()},
-        }
-        for rank, memory in enumerate(plan.memory)
-    ]
     return {
         "fits": plan.fits,
         "limit_gib": plan.hardware.memory_gib,
@@ -342,85 +338,43 @@ def _memory_data(plan: Plan) -> dict[str, Any]:
         "peak_gib": plan.peak_gib,
         "chance_to_fit": plan.chance_to_fit,
         "band": plan.memory_band,
-        "range_gib": band_ends(plan.peak_gib, plan.memory_band),
+        "range_gib": plan.peak_range,
         "host_gib": plan.host_gib,
-        "ranks": ranks,
+        "ranks": [
+            {
+                "pp_rank": rank,
+                "reserved_gib": memory.reserved / GIB,
+                "parts_gib": {part: size / GIB for part, size in memory.parts.items()},
+            }
+            for rank, memory in enumerate(plan.memory)
+        ],
     }
 
 
 def _time_data(plan: Plan) -> dict[str, Any]:
-    band = plan.speed_band
     step = plan.time.seconds
-    speed = plan.tokens_per_second
     return {
         "step_s": step,
-        "tokens_per_second_per_gpu": speed,
+        "tokens_per_second_per_gpu": plan.tokens_per_second,
         "mfu": plan.mfu,
         "bubble": plan.time.bubble,
-        "band": band,
+        "band": plan.speed_band,
         "ranges": {
-            "step_s": band_ends(step, band, inverse=True),
-            "tokens_per_second_per_gpu": band_ends(speed, band),
-            "mfu": plan.mfu and band_ends(plan.mfu, band),
+            "step_s": plan.time_range(step),
+            "tokens_per_second_per_gpu": plan.speed_range,
+            "mfu": plan.mfu_range,
         },
-        "parts_s": dict(plan.time.parts),
-    }
-
-
-def origin(argv: list[str], toml: str) -> dict[str, str]:
-    """Where a plan comes from, for JSON: command, date in UTC, and planned configuration.
-
-    Args:
-        argv: arguments of the command.
-        toml: the planned configuration.
-    """
-    command = shlex.join(["torchtitan", "plan", *argv])
-    return {
-        "command": command,
-        "date": datetime.now(UTC).isoformat(timespec="minutes"),
-        "toml": toml,
+        "parts_s": plan.time.parts,
     }
 
 
 def search_data(result: SearchResult) -> dict[str, Any]:
     """A search, for JSON."""
-    best = [
-        _layout_data(proposal.plan)
-        | _figures(proposal.plan)
-        | {
-            "range_tokens_per_second_per_gpu": band_ends(
-                proposal.plan.tokens_per_second, proposal.plan.speed_band
-            ),
-            "chance_to_fit": proposal.plan.chance_to_fit,
-            "why": proposal.why,
-            "baseline": proposal.baseline,
-        }
-        for proposal in result.best
-    ]
     return {
         "seen": result.seen,
         "points": result.points,
-        "limit_gib": result.limit_gib,
-        "best": best,
+        "best": [
+            summary(proposal.plan) | {"why": proposal.why, "baseline": proposal.baseline}
+            for proposal in result.best
+        ],
     }
-
-
-def _figures(plan: Plan) -> dict[str, Any]:
-    return {"tokens_per_second_per_gpu": plan.tokens_per_second, "peak_gib": plan.peak_gib}
-
-
-def _layout_data(plan: Plan) -> dict[str, Any]:
-    return {
-        "layout": plan.layout,
-        "local_batch_size": plan.config.training.local_batch_size,
-        "accumulation": plan.workload.accumulation,
-        "microbatches": plan.workload.microbatches,
-        "schedule": plan.schedule,
-        "stages_per_rank": plan.stages_per_rank,
-        "activation_checkpointing": plan.checkpointing,
-    }
-
-
-def _change_data(change: Change) -> dict[str, Any]:
-    effect = {"gain": change.gain, "fits": change.after.fits} | _figures(change.after)
-    return {"text": change.text, "settings": change.settings} | effect

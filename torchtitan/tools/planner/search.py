@@ -64,8 +64,6 @@ class SearchResult:
     """
     seen: int
     """Configurations that were compared."""
-    limit_gib: float
-    """Memory that a plan may take."""
     smallest_gib: float
     """Memory that the leanest takes; infinite if none is legal."""
     refused: list[str]
@@ -104,7 +102,6 @@ def search(
         best,
         sorted(state.points.values()),
         state.seen,
-        hardware.usable_gib,
         smallest_gib=state.smallest / GIB,
         refused=[reason for reason, _ in state.refused.most_common(_REASONS)],
     )

@@ -1,15 +1,14 @@
 """How many GPUs a run needs: the best layout on each number of them."""
 
-import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.config.derive import layout_name
-from torchtitan.tools.planner.advice import wasteful
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.planner import find_layouts
 from torchtitan.tools.planner.predict import Plan
-from torchtitan.tools.planner.render import TrainingRun, band_ends, rounded, run_of
+from torchtitan.tools.planner.render import TrainingRun, rounded, run_of, summary
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.wording import aligned, show_rate, show_tokens
 
@@ -72,16 +71,14 @@ def compare_sizes(
     world = 1
     while world <= USUAL or (chosen is None and world <= MOST):
         try:
-            search, notes = find_layouts(
+            search = find_layouts(
                 argv, world, hardware, axes, show_configured=False, only_best=True
             )
         except ConfigError as error:
             refused = error
         else:
-            if search.best:
-                plan = search.best[0].plan
-                plan = dataclasses.replace(plan, notes=(*plan.notes, *notes, *wasteful(plan)))
-                size = Size(plan, run_of(plan, tokens))
+            for proposal in search.best:  # one or none
+                size = Size(proposal.plan, run_of(proposal.plan, tokens))
                 sizes.append(size)
                 if chosen is None and (days is None or size.days <= days):
                     chosen = size
@@ -103,59 +100,54 @@ def compare_sizes(
     return Sizes(sizes, chosen, days)
 
 
-def sizes_table(sizes: Sizes, price: float | None = None) -> str:
-    """The sizes for a terminal.
+def sizes_data(sizes: Sizes, price: float | None = None) -> list[dict[str, Any]]:
+    """The sizes, for JSON and the page.
 
     Args:
         price: of a GPU-hour.
     """
-    head = ["GPUs", "layout", "rows", "tokens/s per GPU", "tokens/s", "GiB", "days", "GPU-hours"]
-    rows = [[*head, *(["cost"] if price else [])]]
-    for size in sizes.all:
-        plan = size.plan
-        speed = plan.tokens_per_second
-        cells = [
-            f"{size.world:,}",
-            layout_name(plan.layout),
-            str(plan.config.training.global_batch_size),
-            show_rate(speed),
-            show_rate(speed * size.world),
-            f"{plan.peak_gib:.1f}",
-            rounded(size.days),
-            rounded(size.run.gpu_hours),
-        ]
-        rows.append([*cells, *([rounded(size.run.gpu_hours * price)] if price else [])])
-    tokens = show_tokens(sizes.chosen.run.tokens)
-    gpus = f"{sizes.chosen.world:,} x {sizes.chosen.plan.hardware.name}"
-    if sizes.days is None:
-        answer = f"The fewest that fit: {gpus}"
-    else:
-        band = sizes.chosen.plan.speed_band
-        ends = " to ".join(f"{n:.3g}" for n in band_ends(sizes.chosen.days, band, inverse=True))
-        answer = (
-            f"The fewest that train {tokens} tokens in {sizes.days:g} days: {gpus}, "
-            f"{sizes.chosen.days:.3g} days ({ends})"
-        )
-    return f"{aligned(rows)}\n{answer}"
-
-
-def sizes_data(sizes: Sizes, price: float | None = None) -> list[dict[str, Any]]:
-    """The sizes, for JSON and the page."""
     return [
-        {
-            "world": size.world,
+        summary(size.plan)
+        | {
             "chosen": size is sizes.chosen,
-            "fits": True,
-            "layout": size.plan.layout,
-            "global_batch_size": size.plan.config.training.global_batch_size,
-            "tokens_per_second_per_gpu": size.plan.tokens_per_second,
             "tokens_per_second": size.plan.tokens_per_second * size.world,
-            "peak_gib": size.plan.peak_gib,
             "tokens": size.run.tokens,
             "days": size.days,
-            "range_days": band_ends(size.days, size.plan.speed_band, inverse=True),
+            "range_days": size.plan.time_range(size.days),
             "gpu_hours": size.run.gpu_hours,
             "cost": size.run.gpu_hours * price if price else None,
         }
         for size in sizes.all
     ]
+
+
+_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "GPUs": ("world", "{:,}".format),
+    "layout": ("layout", layout_name),
+    "rows": ("global_batch_size", str),
+    "tokens/s per GPU": ("tokens_per_second_per_gpu", show_rate),
+    "tokens/s": ("tokens_per_second", show_rate),
+    "GiB": ("peak_gib", "{:.1f}".format),
+    "days": ("days", rounded),
+    "GPU-hours": ("gpu_hours", rounded),
+    "cost": ("cost", rounded),
+}
+"""Key in `sizes_data` and format of each column."""
+
+
+def sizes_table(sizes: Sizes, price: float | None = None) -> str:
+    """The sizes for a terminal. Arguments as for `sizes_data`."""
+    columns = {name: column for name, column in _COLUMNS.items() if price or name != "cost"}
+    rows = [
+        [text(size[key]) for key, text in columns.values()] for size in sizes_data(sizes, price)
+    ]
+    chosen = sizes.chosen
+    gpus = f"{chosen.world:,} x {chosen.plan.hardware.name}"
+    answer = f"The fewest that fit: {gpus}"
+    if sizes.days is not None:
+        low, high = chosen.plan.time_range(chosen.days)
+        answer = (
+            f"The fewest that train {show_tokens(chosen.run.tokens)} tokens in {sizes.days:g} "
+            f"days: {gpus}, {chosen.days:.3g} days ({low:.3g} to {high:.3g})"
+        )
+    return f"{aligned([[*columns], *rows])}\n{answer}"
