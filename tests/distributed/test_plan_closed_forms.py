@@ -4,6 +4,7 @@ trains.
 
 import pytest
 
+from tests.plan_counts import collectives, hardware_flops
 from tests.plans import FULL, OP
 from tests.runs import arguments, train
 from tests.traced_step.trace import trace_ranks
@@ -11,7 +12,6 @@ from tests.zero_bubble import zb_h1
 from torchtitan.commands.plan import main
 from torchtitan.config import resolve
 from torchtitan.tools.planner.memory import LOGIT_HOLE_BYTES, memory_of
-from torchtitan.tools.planner.traffic import collectives, hardware_flops
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.train.preflight import preflight
 

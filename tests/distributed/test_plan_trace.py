@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.plan_counts import collectives
 from tests.plans import OP
 from tests.runs import arguments, storages
 from tests.traced_step.cuda import recording
@@ -22,7 +23,6 @@ from torchtitan.models.attention.backend import attention_backend
 from torchtitan.models.layers.norms import RMSNorm
 from torchtitan.tools.planner.memory import PARTS
 from torchtitan.tools.planner.predict import derived_workload
-from torchtitan.tools.planner.traffic import collectives
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
 from torchtitan.train.step import HostUpdate, forward_backward

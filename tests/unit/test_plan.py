@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.plan_counts import collectives, hardware_flops
 from tests.plans import FULL, H100, NONE, ONE_ROW, OP, SPEC, TINY, product_seconds, workload
 from torchtitan.config import load_config
 from torchtitan.config.registry import model_families
@@ -37,7 +38,6 @@ from torchtitan.tools.planner.memory import (
 from torchtitan.tools.planner.planner import make_plan
 from torchtitan.tools.planner.predict import derived_workload, memory_band, predict
 from torchtitan.tools.planner.render import as_text, run_of
-from torchtitan.tools.planner.traffic import collectives, hardware_flops
 from torchtitan.tools.planner.workload import PlannedStage, Software, Workload
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.torch_compat import torch_is_before_2_13
@@ -177,27 +177,6 @@ def test_attention_counts_the_causal_half():
 # ---- communication
 
 
-def test_bytes_of_fsdp():
-    """Gathered in bf16 for the forward, all but the last block and the ends again; reduced once in
-    fp32.
-    """
-    w = workload("--model.flavor=8B", "--training.seq_len=8192", world=8)
-    made = collectives(w)
-    params = w.params(w.stages[0])
-    assert made.bytes["fsdp", "all_gather"] == 2 * (params + 31 * w.block_params)
-    assert made.bytes["fsdp", "reduce_scatter"] == 4 * params
-    assert made.calls["fsdp", "all_gather"] == 34 + 31
-    narrow = [
-        "--training.mixed_precision_reduce=bfloat16",
-        "--parallelism.data_parallel_replicate_degree=2",
-    ]
-    halved = collectives(
-        workload("--model.flavor=8B", "--training.seq_len=8192", *narrow, world=16)
-    )
-    assert halved.bytes["fsdp", "reduce_scatter"] == 2 * params
-    assert halved.bytes["dp_replicate", "all_reduce"] == 2 * params / 8
-
-
 @pytest.mark.parametrize(
     ("mode", "gathers", "scatters"), [([NONE], 6, 4), (OP, 6, 4), ([FULL], 6, 6)]
 )
@@ -223,6 +202,17 @@ def test_rings_take_the_narrowest_way():
         min(link, 8 * 50e9 * 0.84)
     )  # a node's 8 ports carry one ring
     assert H100.bandwidth(16, 8) == pytest.approx(50e9 * 0.84)  # one rank of each ring per node
+
+
+def test_nothing_hides_the_first_block_and_the_embeddings():
+    """Both are gathered in bf16 before anything computes, and reduced in fp32 when all else is
+    done. Other blocks and the output hide behind a block.
+    """
+    w = workload("--model.flavor=8B", *ONE_ROW, "--training.global_batch_size=8", world=8)
+    instant = H100.model_copy(update={"launch": 0.0})
+    moved = (2 + 4) * (w.block_params + 128256 * 4096) * 7 / 8
+    expected = pytest.approx(moved / H100.bandwidth(8, 1))
+    assert step_time(w, instant).parts["communication: dp"] == expected
 
 
 # ---- time and memory
@@ -488,31 +478,24 @@ OFFLOAD = "--training.enable_cpu_offload"
 
 
 @pytest.mark.parametrize(
-    ("argv", "more", "scatters", "reduces"),
+    ("argv", "more"),
     [
-        ([], 0, 4, 0),
-        ([ONCE], 4, 1, 0),
-        (HSDP, 0, 4, 1),
-        ([*HSDP, OFFLOAD], 0, 4, 4),
-        ([*HSDP, ONCE], 4, 1, 1),
-        (DDP, 0, 0, 1),  # a rank's gradients are whole
-        ([*DDP, OFFLOAD], 0, 0, 4),
+        ([], 0),
+        ([ONCE], 4),
+        (HSDP, 0),
+        ([*HSDP, OFFLOAD], 0),
+        ([*HSDP, ONCE], 4),
+        (DDP, 0),  # a rank's gradients are whole
+        ([*DDP, OFFLOAD], 0),
     ],
 )
-def test_accumulation(argv, more, scatters, reduces):
-    """Bytes per parameter beyond those of one batch, and reductions of each group of parameters,
-    for four batches.
-    """
+def test_accumulation(argv, more):
+    """Bytes per parameter that four batches take beyond those of one."""
     one, four = (
         workload("--model.flavor=8B", *ONE_ROW, f"--training.global_batch_size={n}", *argv, world=8)
         for n in (8, 32)
     )
     assert memory_of(four, 0).reserved - memory_of(one, 0).reserved == more * 8_030_261_248
-    calls = collectives(four).calls
-    assert (calls["fsdp", "reduce_scatter"], calls["dp_replicate", "all_reduce"]) == (
-        34 * scatters,
-        34 * reduces,
-    )
     once = workload(
         "--model.flavor=8B", *ONE_ROW, "--training.global_batch_size=32", *argv, ONCE, world=8
     )
@@ -564,9 +547,7 @@ def test_embeddings_travel_with_hidden_states_if_further_tokens_are_predicted():
 
 
 def test_weights_that_are_not_freed_stay_gathered():
-    """All blocks in bf16 instead of two, and the embeddings; and no block is gathered again for the
-    backward.
-    """
+    """All blocks in bf16 instead of two, and the embeddings."""
     freed, kept = (
         workload(
             "--model.flavor=8B",
@@ -579,8 +560,23 @@ def test_weights_that_are_not_freed_stay_gathered():
     block = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
     more = 2 * (30 * block + 128256 * 4096)
     assert memory_of(kept, 0).reserved - memory_of(freed, 0).reserved == more
-    calls = [collectives(w).calls["fsdp", "all_gather"] for w in (freed, kept)]
-    assert calls == [34 + 31, 34]
+
+
+@pytest.mark.parametrize(
+    ("argv", "world", "copied"),
+    [
+        ([], 1, False),
+        (["--training.mixed_precision_param=bfloat16"], 1, True),
+        (["--parallelism.data_parallel_replicate_degree=2"], 2, True),
+        (["--parallelism.tensor_parallel_degree=2"], 2, True),
+        (["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=2"], 2, False),
+    ],
+)
+def test_one_rank_in_one_type_copies_no_weight(argv, world, copied):
+    """Where FSDP has nothing to gather, cast or reduce, it manages no weight."""
+    fp32 = [f"--training.mixed_precision_{what}=float32" for what in ("param", "reduce")]
+    w = workload("--model.flavor=8B", *ONE_ROW, *fp32, *argv, world=world)
+    assert (memory_of(w, 0).parts["unsharded"] > 0) == copied
 
 
 def test_earlier_pipeline_ranks_keep_more():

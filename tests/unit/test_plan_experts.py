@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.plan_counts import collectives, hardware_flops
 from tests.plans import FULL, H100, NONE, OP, product_seconds
 from torchtitan.config import load_config, resolve
 from torchtitan.config.derive import layout_degrees
@@ -19,7 +20,6 @@ from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.memory import memory_of
 from torchtitan.tools.planner.predict import derived_workload, predict
 from torchtitan.tools.planner.search import search
-from torchtitan.tools.planner.traffic import collectives, hardware_flops
 from torchtitan.tools.planner.workload import Software
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import ConfigError

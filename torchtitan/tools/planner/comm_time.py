@@ -11,12 +11,6 @@ from torchtitan.config.derive import offloaded_blocks
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.linears import experts_in_eight_bits
 from torchtitan.tools.planner.memory import hidden_bytes, offloaded_per_block
-from torchtitan.tools.planner.traffic import (
-    exchanged_bytes,
-    exchanges,
-    heads_exchanged,
-    tensor_parallel_widths,
-)
 from torchtitan.tools.planner.workload import FP8, FP32, PlannedStage, Workload
 
 HOST_WAIT = 100e-6
@@ -25,6 +19,28 @@ copy to the host, and the launch of what follows. Estimate.
 """
 FUSED_LINK = 0.46
 """Rate of fused dispatch on the link relative to a collective's: DeepEP states 153 GB/s on H100."""
+
+
+def tensor_parallel_widths(w: Workload) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
+    """All-gathers and reduce-scatters of one block and microbatch, forward and backward: the widths
+    of what they move, with how many there are of each.
+
+    With sequence parallelism each pass has two of each (Korthikanti et al., arXiv:2205.05198): what
+    is gathered in the forward is scattered in the backward. The backward gathers inputs again,
+    whether it recomputes them or kept their shards; recomputing all of a block also scatters its
+    results again, and a compiler drops the last of those, which nothing reads. Routed experts get
+    the tokens of each rank.
+    """
+    d = w.dim
+    networks = 0 if w.experts else 1
+    networks += w.experts > 0 and w.args.shared_expert_dim > 0
+    results = 1 + networks
+    dropped = 1 if w.compiled and not w.experts else 0
+    scattered = [*w.mixing.gathered, *[d] * networks]
+    gathers = [(width, 2.0) for width in scattered] + [(d, float(results))]
+    scatters = [(width, 1.0) for width in scattered]
+    scatters.append((d, results + (results - dropped) * w.recompute.attention))
+    return gathers, scatters
 
 
 def tensor_parallel(
@@ -53,6 +69,20 @@ def tensor_parallel(
     return forward, backward
 
 
+def heads_exchanged(w: Workload) -> tuple[float, float]:
+    """Bytes that a block exchanges in the forward of one microbatch if context parallelism gives
+    each rank whole rows of some heads: what heads read, on the way to their ranks, and their output
+    on its way back.
+    """
+    size = w.element * w.tokens / w.tp
+    mixing = w.mixing
+    read = mixing.queries + mixing.keys + mixing.values + mixing.gates
+    if mixing.module == "attention":
+        copies = max(1, w.cp * w.tp // w.args.n_kv_heads)
+        read = mixing.queries + copies * (mixing.keys + mixing.values)
+    return size * read, size * mixing.out
+
+
 def context_parallel(w: Workload, hw: Hardware, attention: float) -> tuple[float, float]:
     """Exposed seconds of a block's context parallelism (Liu et al., arXiv:2310.01889).
 
@@ -78,6 +108,21 @@ def context_parallel(w: Workload, hw: Hardware, attention: float) -> tuple[float
         # A gather hides behind attention to the rank's own keys.
         exposed = max(0.0, keys_values - attention / w.cp)
     return exposed, exposed * (1 + w.recompute.attention) + gradients
+
+
+def exchanges(w: Workload) -> float:
+    """Times that the forward of a block's experts exchanges rows, recomputation included.
+
+    Selection by operation saves what is exchanged, and a compiler's budget doesn't reach it.
+    """
+    if w.config.activation_checkpoint.mode in ("full", "selective"):
+        return 1 + w.recompute.attention
+    return 1
+
+
+def exchanged_bytes(w: Workload) -> float:
+    """Bytes of the rows that a rank sends to the experts, or gets back, for one microbatch."""
+    return w.element * w.tokens * w.expert_rows * w.dim
 
 
 def expert_rows(w: Workload, hw: Hardware, shared: tuple[float, float]) -> tuple[float, float]:
@@ -170,8 +215,8 @@ def data_parallel(
     """FSDP's communication that compute doesn't hide, and the compute that it slows down.
 
     Blocks are gathered one ahead and reduced one behind (Zhao et al., arXiv:2304.11277), so a block
-    exposes what its neighbour's compute is too short for: one of its kind. The ends count as `ends`
-    blocks.
+    exposes what its neighbour's compute is too short for: one of its kind. So does the output. What
+    nothing precedes or follows is exposed: one block and the embeddings, or all ends in one unit.
 
     Args:
         times: seconds of one block and microbatch of each kind, forward and backward.
@@ -180,7 +225,9 @@ def data_parallel(
     layers = max(1, stage.layers)
     for block, (forward, backward), count in zip(w.blocks, times, stage.kinds, strict=True):
         if count:
-            ends = w.vocab_params / block.block_params * (stage.has_embedding + stage.has_output)
+            sizes = [size / block.block_params for size in w.ends(stage)]
+            first = sizes.pop(0) if stage.has_embedding else 0.0
+            ends = first, sum(sizes)
             seconds = _exposed(block, hw, forward, backward, layers=count, ends=ends)
             # What precedes the first block and follows the last one is counted for each kind.
             exposed += seconds.inside + seconds.outside * count / layers
@@ -208,33 +255,39 @@ class _Exposed(NamedTuple):
 
 
 def _exposed(
-    w: Workload, hw: Hardware, forward: float, backward: float, layers: int, ends: float
+    w: Workload,
+    hw: Hardware,
+    forward: float,
+    backward: float,
+    layers: int,
+    ends: tuple[float, float],
 ) -> _Exposed:
     """
     Args:
         forward, backward: seconds of one block and microbatch.
         layers: number of blocks.
-        ends: embedding and output projection, in blocks.
+        ends: units before the first block and after the last one, in blocks.
     """
+    first, last = ends
     gather, scatter, all_reduce = gather_and_reduce(w, hw)
     reduce = scatter + all_reduce
     batches = w.accumulation
-    in_forward = layers * max(0.0, gather - forward)
+    in_forward = layers * max(0.0, gather - forward) + max(0.0, gather * last - forward)
     if w.pipeline is not None:
         # Gathered once per batch, beside its first microbatch; reduced beside its last.
         inside = in_forward + layers * max(0.0, reduce - backward)
-        return _Exposed(inside * batches, (gather * (1 + ends) + reduce) * batches, 0.0)
+        return _Exposed(inside * batches, (gather * (1 + first) + reduce) * batches, 0.0)
     regather = gather if w.config.parallelism.fsdp_reshard_after_forward != "never" else 0.0
     early = scatter if w.replicas_apart else reduce
     if w.sums_whole_gradients:
         early = 0.0
     inside = in_forward * batches
-    outside = gather * (1 + ends) * batches
+    outside = gather * (1 + first) * batches
     hidden = layers * batches * (min(gather, forward) + min(regather, backward))
     for count, reduced in (batches - 1, early), (1, reduce):
-        # The last block's gradients and half of the ends' have no compute left to hide in.
+        # The first block's gradients and the embeddings' have no compute left to hide in.
         inside += count * layers * max(0.0, regather + reduced - backward)
-        outside += count * reduced * (1 + ends / 2)
+        outside += count * reduced * (1 + first)
         hidden += count * layers * min(reduced, backward)
     return _Exposed(inside, outside, hidden)
 

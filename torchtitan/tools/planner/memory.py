@@ -120,7 +120,8 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
         never = w.config.parallelism.fsdp_reshard_after_forward == "never"
         gathered = params if never else sum(largest[:PREFETCHED_BLOCKS])
         # The output's weight stays for the backward; embeddings aren't needed there.
-        parts["unsharded"] = sum(ends if never else ends[-1:]) + w.gathered * gathered
+        if not w.stays_whole:
+            parts["unsharded"] = sum(ends if never else ends[-1:]) + w.gathered * gathered
         if w.fsdp > 1 or any(block.experts_apart for block in kinds):
             gathers = [max(map(_gather_buffers, kinds)), *ends]
             # What the root gathers itself is not freed before a block is gathered.
@@ -135,8 +136,8 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
     parts["activations"] = activations + max(0.0, working - logits)
     if has_output:
         parts["logits"] += _waiting_losses(w, pp_rank)
-    # Gradients are summed over the microbatches before they are reduced.
-    parts["unsharded"] = w.gathered * params + sum(ends) + FP32 * total
+    if not w.stays_whole:  # gradients are summed over the microbatches before they are reduced
+        parts["unsharded"] = w.gathered * params + sum(ends) + FP32 * total
     block_params = max((block.block_params for block in kinds), default=0)
     parts["communication"] = transfers + FP32 * block_params * (w.fsdp > 1)
     if w.compiled and blocks:

@@ -19,7 +19,6 @@ if (data.compared) compared();
 if (data.schedule_svg) schedule();
 if (data.search) search();
 if (sizes.length > 1) scaling();
-communication();
 mesh();
 if (data.notes.length) {
   const list = element(section("Notes"), "ul");
@@ -222,15 +221,6 @@ function scaling() {
       label: `${label} on other numbers of GPUs; arrow keys step through them`,
     });
   }
-}
-
-function communication() {
-  const made = section("Communication of one rank in a step, by mesh axis");
-  if (!data.collectives.length) { element(made, "p", {class: "dim"}, "none: one rank"); return; }
-  const axes = [...new Set(data.collectives.map(c => c.axis))];
-  bars(made, data.collectives.map(c => ({label: `${c.axis}: ${c.operation}`, parts: [[c.axis, c.bytes]],
-    values: [bytes(c.bytes), plural(c.calls, "call")]})), bytes,
-    {colors: Object.fromEntries(axes.map((axis, i) => [axis, color(i)])), label: "Bytes of a step by mesh axis and operation"});
 }
 
 // Squares are GPUs in frames that are nodes. Ranks count along the axes, the last fastest.

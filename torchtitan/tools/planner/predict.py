@@ -204,18 +204,18 @@ def ranks_of(config: Config) -> int:
 
 SPEED_DEVIATIONS = {
     "every run": 0.040,
-    "scaled hardware": 0.080,
+    "scaled hardware": 0.079,
     "tp": 0.002,
     "tp, eager": 0.157,
-    "cp": 0.150,
-    "pp": 0.062,
-    "8 bits": 0.068,
-    "experts": 0.113,
+    "cp": 0.145,
+    "pp": 0.063,
+    "8 bits": 0.066,
+    "experts": 0.115,
 }
 """Relative standard deviation of throughput that a feature adds."""
 NOTED_HOST = 0.05
 """Share of a step in which the device waits for launches from which a note says so."""
-WIDTH = 1.84
+WIDTH = 1.81
 """Deviations of a band on either side."""
 MEMORY_BAND = 0.06
 MEMORY_BAND_PIPELINE = 0.12

@@ -12,7 +12,6 @@ from torchtitan.tools.planner.axes import changes
 from torchtitan.tools.planner.memory import GIB, PARTS
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.search import SearchResult
-from torchtitan.tools.planner.traffic import collectives
 from torchtitan.utils.wording import (
     aligned,
     plural,
@@ -290,7 +289,6 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
     """Everything the plan says, for JSON. Arguments as for `as_text`."""
     hw = plan.hardware
     run = run_of(plan, tokens)
-    exchanged = collectives(plan.workload)
     return summary(plan) | {
         "model": plan.config.model.label,
         "hardware": hw.name,
@@ -300,15 +298,6 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
         "seq_len": plan.workload.seq_len,
         "memory": _memory_data(plan),
         "time": _time_data(plan),
-        "collectives": [
-            {
-                "axis": axis,
-                "operation": operation,
-                "calls": calls,
-                "bytes": exchanged.bytes[axis, operation],
-            }
-            for (axis, operation), calls in exchanged.calls.items()
-        ],
         "run": asdict(run)
         | {
             "range_hours": plan.time_range(run.hours),

@@ -240,6 +240,14 @@ class Workload:
         return accumulates and sums_whole_gradients(self.config)
 
     @cached_property
+    def stays_whole(self) -> bool:
+        """Whether FSDP manages no weight: there is nothing to gather, cast, reduce or offload."""
+        alone = self.fsdp * self.dp_replicate * self.tp == 1
+        types = {self.element, self.reduced, self.gathered}
+        offload = self.config.training.enable_cpu_offload
+        return alone and types == {self.stored} and not (self.experts_apart or offload)
+
+    @cached_property
     def replicas_apart(self) -> bool:
         """Whether batches add up on each replica, all-reduced after the last one."""
         return self.pipeline is None and sums_on_replicas(self.config)
