@@ -306,7 +306,7 @@ def _write_cluster(options: argparse.Namespace, batch: _Batch) -> int:
     most = max(size.nodes[1] for size in batch.sizes)
     longest = longest_name(most, len(batch.runs)) if options.to == JOBSET else LONGEST_TASK_NAME
     if options.job_name is None:
-        options.job_name = cluster_name(Path(batch.config).stem, longest)
+        options.job_name = cluster_name(Path(batch.config).stem)
     check_name(options.job_name, longest)
     inputs = [
         line

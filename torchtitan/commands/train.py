@@ -22,13 +22,8 @@ from torchtitan.config.load.command_line import parse_args, show_help, split_arg
 from torchtitan.config.load.decode import LoadedConfig
 from torchtitan.config.sections.schema import Config
 from torchtitan.telemetry.planned import ENV as PLAN_ENV
-from torchtitan.tools.launch.ranks import ELASTIC_RESTARTS, StopHandler
-from torchtitan.tools.launch.torchrun import (
-    SECRET_ENV,
-    no_cpp_stacks,
-    run_ranks,
-    what_lowers_memory,
-)
+from torchtitan.tools.launch.ranks import ELASTIC_RESTARTS, SECRET_ENV, StopHandler
+from torchtitan.tools.launch.torchrun import no_cpp_stacks, run_ranks, what_lowers_memory
 from torchtitan.tools.planner.run_plan import plan_of_run
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.train.rank_main import main as train

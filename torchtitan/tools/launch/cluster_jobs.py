@@ -10,14 +10,16 @@ import re
 import shlex
 import textwrap
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import yaml
 
-from torchtitan.tools.launch.container import PORT, SECRET, ClusterRun, launcher_grace, train_words
+from torchtitan.tools.launch.container import PORT, ClusterRun, train_words
 from torchtitan.tools.launch.container_options import GRACE_SECONDS
+from torchtitan.tools.launch.ranks import SECRET_ENV
 from torchtitan.utils.assets import CHECKOUT
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.wording import escaped
@@ -132,9 +134,8 @@ def jobset_files(
         config: text of the TOML file, which goes to a ConfigMap.
         comments: lines on top of the file.
     """
-    grace = options.grace or GRACE_SECONDS
     values = {
-        **_shared_values(options, config, lambda run: _pod_command(run, grace)),
+        **_shared_values(options, config, _pod_command),
         "job": options.job_name,
         "namespace": options.namespace,
         "queue": options.queue,
@@ -147,17 +148,17 @@ def jobset_files(
     namespace = f" --namespace {options.namespace}" if options.namespace else ""
     secret = (
         f"openssl rand -hex 16 | kubectl create secret generic {options.job_name}{namespace} "
-        f"--from-file={SECRET}=/dev/stdin"
+        f"--from-file={SECRET_ENV}=/dev/stdin"
     )
     several = any(run.nodes[1] > 1 for run in runs)
     apply = f"kubectl apply -f {shlex.quote(str(path))}"
     return {path: text}, [*([secret] if several else []), apply]
 
 
-def _pod_command(run: ClusterRun, grace: int) -> list[str]:
+def _pod_command(options: argparse.Namespace, grace: int, run: ClusterRun) -> list[str]:
     """The launcher's arguments. Kubernetes replaces `$(NAME)` in them, and `$$` by `$`."""
     most = run.nodes[1]
-    flags = [launcher_grace(grace)]
+    flags = []
     endpoints = ""
     if most > 1:
         hosts = [_host(run, str(i)) for i in range(min(most, _TAKEOVER) if run.elastic else 1)]
@@ -167,7 +168,7 @@ def _pod_command(run: ClusterRun, grace: int) -> list[str]:
     if run.elastic:
         flags.append(f"--max-restarts={run.restarts}")
     overrides = [word.replace("$", "$$") for word in run.flags]
-    words = train_words(run, _CONFIG, endpoints, flags)
+    words = train_words(run, _CONFIG, endpoints, grace, flags)
     return [*words, *(["--", *overrides] if overrides else [])]
 
 
@@ -194,7 +195,7 @@ def skypilot_files(
     """
     _check_skypilot(options, config, runs)
     values = {
-        **_shared_values(options, config, lambda run: _machine_command(options, run)),
+        **_shared_values(options, config, _machine_command),
         "accelerator": options.accelerator,
         "infra": options.infra,
         "spot": options.spot,
@@ -206,13 +207,10 @@ def skypilot_files(
     for run in runs:
         path = Path(options.output or f"{run.name}.sky.yaml")
         files[path] = render(_template(options, "skypilot"), {**values, "run": run}, comments)
-        command = f"sky jobs launch {shlex.quote(str(path))}"
-        if run.nodes[1] > 1:
-            command = (
-                f"{SECRET}=$(openssl rand -hex 16) sky jobs launch --secret {SECRET} "
-                f"{shlex.quote(str(path))}"
-            )
-        commands.append(command)
+        several = run.nodes[1] > 1
+        secret = f"{SECRET_ENV}=$(openssl rand -hex 16) " if several else ""
+        option = f"--secret {SECRET_ENV} " if several else ""
+        commands.append(f"{secret}sky jobs launch {option}{shlex.quote(str(path))}")
     return files, commands
 
 
@@ -237,11 +235,10 @@ def _check_skypilot(options: argparse.Namespace, config: str, runs: Sequence[Clu
         raise ConfigError(problems)
 
 
-def _machine_command(options: argparse.Namespace, run: ClusterRun) -> str:
+def _machine_command(options: argparse.Namespace, grace: int, run: ClusterRun) -> str:
     """The launcher's command line for a shell."""
     launcher = "torchtitan" if options.container else '"$python" -m torchtitan'
-    grace = launcher_grace(options.grace or GRACE_SECONDS)
-    words = train_words(run, f"~/{run.name}.toml", f'"$first":{PORT}', [grace])
+    words = train_words(run, f"~/{run.name}.toml", f'"$first":{PORT}', grace)
     overrides = [shlex.join(["--", *run.flags])] if run.flags else []
     return " ".join([launcher, *words, *overrides])
 
@@ -254,12 +251,13 @@ def _template(options: argparse.Namespace, name: str) -> Path:
 
 
 def _shared_values(
-    options: argparse.Namespace, config: str, command: Callable[[ClusterRun], list[str] | str]
+    options: argparse.Namespace, config: str, command: Callable[..., list[str] | str]
 ) -> dict[str, Any]:
+    grace = options.grace or GRACE_SECONDS
     return {
         "image": options.container,
         "volumes": options.volume,
-        "grace": options.grace or GRACE_SECONDS,
+        "grace": grace,
         "config": config,
-        "command": command,
+        "command": partial(command, options, grace),
     }

@@ -17,8 +17,6 @@ from torchtitan.utils.storage import is_url
 
 PORT = 29500
 """The port of the rendezvous. A pod or machine has its own address, so jobs don't compete."""
-SECRET = "RDZV_SECRET"
-"""Environment variable of the launcher that holds the secret of the rendezvous."""
 _CONFIG_BYTES = 1_000_000
 """A ConfigMap holds at most 1 MiB."""
 _LAUNCHER_SECONDS = 10
@@ -148,11 +146,14 @@ def _is_path(info: Any) -> bool:
 # ---- commands
 
 
-def train_words(run: ClusterRun, file: str, endpoint: str, flags: Sequence[str]) -> list[str]:
+def train_words(
+    run: ClusterRun, file: str, endpoint: str, grace: int, flags: Sequence[str] = ()
+) -> list[str]:
     """Arguments of the launcher on each node, up to the flags of the configuration.
 
     Args:
         endpoint: endpoint of the rendezvous; unused on one node.
+        grace: seconds from the signal to stop until the container is killed.
         flags: more options of the launcher.
     """
     fewest, most = run.nodes
@@ -160,9 +161,4 @@ def train_words(run: ClusterRun, file: str, endpoint: str, flags: Sequence[str])
     if most > 1:
         number = f"{fewest}:{most}" if run.elastic else str(most)
         words += [f"--nnodes={number}", f"--rdzv-endpoint={endpoint}"]
-    return [*words, *flags]
-
-
-def launcher_grace(seconds: int) -> str:
-    """The launcher's option for a container that is killed after `seconds`."""
-    return f"--grace={seconds - _LAUNCHER_SECONDS}"
+    return [*words, f"--grace={grace - _LAUNCHER_SECONDS}", *flags]

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -131,12 +132,12 @@ def check_target(options: argparse.Namespace) -> None:
         problems.append("--container: give the image that the pods run, as registry/name:tag")
     if to == SKYPILOT and not options.accelerator:
         problems.append("--accelerator: give the kind of GPU, as SkyPilot calls it: H100")
-    if options.container and to != SLURM and not re.fullmatch(r"[\w./:@-]+", options.container):
-        problems.append(
-            f"--container: {brief(options.container)} is not an image as registry/name:tag"
-        )
-    elif to != SLURM and "://" in (options.container or ""):
-        problems.append("--container: name the image without docker://")
+    if options.container and to != SLURM:
+        if not re.fullmatch(r"[\w./:@-]+", options.container):
+            image = brief(options.container)
+            problems.append(f"--container: {image} is not an image as registry/name:tag")
+        elif "://" in options.container:
+            problems.append("--container: name the image without docker://")
     paths = [volume.path for volume in options.volume]
     if len(set(paths)) < len(paths):
         problems.append("--volume: two are at one path")
@@ -162,14 +163,28 @@ def workdir(options: argparse.Namespace) -> str | None:
     return options.volume[0].path if options.to == JOBSET and options.volume else None
 
 
-def dns_label(text: str) -> str:
-    """Argument type of a name in Kubernetes."""
-    if not re.fullmatch("[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", text):
-        raise argparse.ArgumentTypeError(
-            f"{brief(text)}: must be at most 63 lower-case letters, digits and '-', with '-' at "
-            "neither end"
-        )
-    return text
+def _matching(pattern: str, otherwise: str) -> Callable[[str], str]:
+    """Argument type of text that matches `pattern`; an error says `otherwise` of other text."""
+
+    def parse(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise argparse.ArgumentTypeError(f"{brief(text)}{otherwise}")
+        return text
+
+    return parse
+
+
+dns_label = _matching(
+    "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?",
+    ": must be at most 63 lower-case letters, digits and '-', with '-' at neither end",
+)
+"""Argument type of a name in Kubernetes."""
+gpu = _matching(
+    r"[A-Za-z0-9][\w.-]*", " is not a kind of GPU, as H100; --gpus-per-node says how many"
+)
+"""Argument type of a kind of GPU, without the number that a node has."""
+cloud_location = _matching(r"[\w.*:@-]+(/[\w.*:@-]+)*", " is not CLOUD[/REGION[/ZONE]]")
+"""Argument type of a cloud, region and zone."""
 
 
 def label(text: str) -> tuple[str, str]:
@@ -183,22 +198,6 @@ def label(text: str) -> tuple[str, str]:
     ):
         raise argparse.ArgumentTypeError(f"{brief(text)} is not KEY=VALUE of a label")
     return key, value
-
-
-def gpu(text: str) -> str:
-    """Argument type of a kind of GPU, without the number that a node has."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", text):
-        raise argparse.ArgumentTypeError(
-            f"{brief(text)} is not a kind of GPU, as H100; --gpus-per-node says how many"
-        )
-    return text
-
-
-def cloud_location(text: str) -> str:
-    """Argument type of a cloud, region and zone."""
-    if not re.fullmatch(r"[\w.*:@-]+(/[\w.*:@-]+)*", text):
-        raise argparse.ArgumentTypeError(f"{brief(text)} is not CLOUD[/REGION[/ZONE]]")
-    return text
 
 
 def volume(text: str) -> Volume:
@@ -217,11 +216,8 @@ def volume(text: str) -> Volume:
 # ---- names
 
 
-def cluster_name(name: str, longest: int) -> str:
+def cluster_name(name: str) -> str:
     """A job's name from a file's: `my_run.v2` becomes `my-run-v2`.
-
-    Args:
-        longest: maximum length that the scheduler allows.
 
     Raises:
         ConfigError: the file's name yields no valid name.
@@ -229,12 +225,14 @@ def cluster_name(name: str, longest: int) -> str:
     plain = re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
     if not re.fullmatch("[a-z][a-z0-9-]*", plain):
         raise ConfigError([f"--job-name: give one, as {brief(name)} has no letter in front"])
-    check_name(plain, longest)
     return plain
 
 
 def check_name(name: str, longest: int) -> None:
     """
+    Args:
+        longest: maximum length that the scheduler allows.
+
     Raises:
         ConfigError: it is not a valid name for pods and services.
     """

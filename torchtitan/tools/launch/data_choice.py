@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from torchtitan.data.read.files import find_text_files, find_token_files
 from torchtitan.utils.errors import ConfigError, UserError, did_you_mean
 
-_VALIDATION_SETS = {"demo": "demo_validation", "c4": "c4_validation"}
-"""Built-in training sets and their validation sets."""
+_BUILT_IN = {
+    "demo": ("demo_validation", "the text of Python's standard library"),
+    "c4": ("c4_validation", "C4 (English), streamed from the hub"),
+}
+"""Built-in training sets: their validation sets and descriptions."""
 _DOCUMENT = 4000
 """Assumed mean document size in bytes, for files of many documents."""
 _HUB = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.-]+)?")
@@ -41,15 +44,10 @@ def find_data(text: str) -> DataChoice:
     Raises:
         UserError: there is no such data, or it can't be read.
     """
-    if text in _VALIDATION_SETS:
-        kinds = {
-            "demo": "the text of Python's standard library",
-            "c4": "C4 (English), streamed from the hub",
-        }
+    if text in _BUILT_IN:
+        held_out, kind = _BUILT_IN[text]
         corpus = text if text == "demo" else None
-        return DataChoice(
-            text, held_out=_VALIDATION_SETS[text], kind=kinds[text], corpus=corpus, size=0
-        )
+        return DataChoice(text, held_out=held_out, kind=kind, corpus=corpus, size=0)
     path = os.path.expanduser(text)
     if os.path.isabs(path) and not _is_pattern(path) and not os.path.exists(path):
         corpus = None if path.endswith((".bin", ".idx")) else path
@@ -62,9 +60,9 @@ def find_data(text: str) -> DataChoice:
         return DataChoice(text, kind="streamed from the Hugging Face hub")
     raise ConfigError(
         [
-            f"--data: {text!r} is no file or folder here; give one, {', '.join(_VALIDATION_SETS)}, "
+            f"--data: {text!r} is no file or folder here; give one, {', '.join(_BUILT_IN)}, "
             "or a data set of the Hugging Face hub as org/name:config@split"
-            f"{did_you_mean(text, _VALIDATION_SETS)}"
+            f"{did_you_mean(text, _BUILT_IN)}"
         ]
     )
 
@@ -79,7 +77,7 @@ def _dataset_name(path: str) -> str:
         re.sub(r"\W+", "_", os.path.basename(path.rstrip("/")).partition(".")[0]).strip("_")
         or "files"
     )
-    return f"my_{name}" if name in _VALIDATION_SETS else name
+    return f"my_{name}" if name in _BUILT_IN else name
 
 
 def _local_data(path: str) -> DataChoice:

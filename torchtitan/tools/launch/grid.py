@@ -1,12 +1,14 @@
 """Grids: many runs of one configuration, their overrides and their names."""
 
 import itertools
+import math
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ from torchtitan.config.load.toml_file import flatten, size_problem
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import read_regular, text_of
 from torchtitan.utils.limits import GRID_FILE_BYTES
-from torchtitan.utils.signals import INTERRUPTED
+from torchtitan.utils.signals import INTERRUPTED, heeded
 from torchtitan.utils.storage import is_url, storage_path
 from torchtitan.utils.wording import brief, plural
 
@@ -45,12 +47,14 @@ class GridRun:
 
 Flags = dict[str, str]
 """Text after `--key=`, by dotted key."""
+NamedFlags = tuple[str | None, Flags]
+"""The name of a run, if it has one, and its flags."""
 
 
 # ---- what varies
 
 
-def parse_axis(text: str) -> list[Flags]:
+def parse_axis(text: str) -> list[NamedFlags]:
     """The values of `section.key=a,b,c`, or of `section.key=[...]`, a list of TOML.
 
     Raises:
@@ -69,7 +73,7 @@ def parse_axis(text: str) -> list[Flags]:
         raise ConfigError(
             [f"--grid: {key} has {'an empty value' if '' in words else 'the same value twice'}"]
         )
-    return [{key: word} for word in words]
+    return [(None, {key: word}) for word in words]
 
 
 def _toml_values(key: str, text: str) -> list[str]:
@@ -87,7 +91,7 @@ def _current_key(key: str) -> str:
     return current_key(key) or key
 
 
-def read_runs(path: Path) -> list[tuple[str | None, Flags]]:
+def read_runs(path: Path) -> list[NamedFlags]:
     """Read the runs of a file: lines of flags, or `[[runs]]` tables with an optional `name`.
 
     Raises:
@@ -95,44 +99,37 @@ def read_runs(path: Path) -> list[tuple[str | None, Flags]]:
     """
     try:
         text = text_of(read_regular(path, GRID_FILE_BYTES, links=True))
-        tables = tomli.loads(text) if path.suffix == ".toml" else {}
+        if path.suffix == ".toml":
+            return _runs_from_tables(path, tomli.loads(text))
     except OSError as error:
         raise ConfigError([f"--runs: can't read {path}: {error.strerror or error}"]) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError([f"--runs: {path}: {error}"]) from None
-    return (
-        _runs_from_tables(path, tables) if path.suffix == ".toml" else _runs_from_lines(path, text)
-    )
+    return _runs_from_lines(path, text)
 
 
-def _runs_from_lines(path: Path, text: str) -> list[tuple[str | None, Flags]]:
-    runs: list[tuple[str | None, Flags]] = []
+def _runs_from_lines(path: Path, text: str) -> list[NamedFlags]:
+    runs: list[NamedFlags] = []
     problems: list[str] = []
     for number, line in enumerate(text.split("\n"), 1):
+        words: list[str] = []
         line_problems: list[str] = []
         try:
             words = shlex.split(line, comments=True)
         except ValueError as error:
-            words = []
-            line_problems = [str(error).lower()]
-        settings = dict(config_flags(words, line_problems)) if words else {}
+            line_problems.append(str(error).lower())
+        flags = {
+            _current_key(key): flag_text(key, setting.value)
+            for key, setting in config_flags(words, line_problems)
+        }
         problems += [f"--runs: {path}:{number}: {problem}" for problem in line_problems]
-        if words:
-            runs.append(
-                (
-                    None,
-                    {
-                        _current_key(key): flag_text(key, setting.value)
-                        for key, setting in settings.items()
-                    },
-                )
-            )
+        runs += [(None, flags)] if words else []
     if problems or not runs:
         raise ConfigError(problems or [f"--runs: {path} has no line with flags"])
     return runs
 
 
-def _runs_from_tables(path: Path, tables: dict[str, Any]) -> list[tuple[str | None, Flags]]:
+def _runs_from_tables(path: Path, tables: dict[str, Any]) -> list[NamedFlags]:
     entries = tables.get("runs")
     if (
         set(tables) != {"runs"}
@@ -147,7 +144,7 @@ def _runs_from_tables(path: Path, tables: dict[str, Any]) -> list[tuple[str | No
         )
     if problem := size_problem(tables):
         raise ConfigError([f"--runs: {path}: {problem}"])
-    runs: list[tuple[str | None, Flags]] = []
+    runs: list[NamedFlags] = []
     for entry in entries:
         name = entry.pop("name", None)
         if name is not None and not isinstance(name, str):
@@ -169,23 +166,17 @@ def make_runs(axes: Sequence[str], file: Path | None) -> list[GridRun]:
     Raises:
         ConfigError: an axis can't be read, a key varies twice, or there are too many runs.
     """
-    choices: list[list[tuple[str | None, Flags]]] = [read_runs(file)] if file else []
-    choices += [[(None, flags) for flags in parse_axis(axis)] for axis in axes]
-    keys = [{key for _, flags in choice for key in flags} for choice in choices]
-    twice = [
-        key
-        for i, run_keys in enumerate(keys)
-        for key in sorted(run_keys)
-        if any(key in other for other in keys[:i])
-    ]
-    if twice:
+    choices = [read_runs(file)] if file else []
+    choices += map(parse_axis, axes)
+    keys = Counter(
+        key for choice in choices for key in set(itertools.chain(*(flags for _, flags in choice)))
+    )
+    if twice := sorted(key for key, number in keys.items() if number > 1):
         raise ConfigError([f"--grid: {twice[0]} is varied twice; give all its values at once"])
     for key in (_DUMP, "job.config_file"):
-        if any(key in run_keys for run_keys in keys):
+        if key in keys:
             raise ConfigError([f"--grid: {key} can't vary; each run gets a folder below --folder"])
-    number = 1
-    for choice in choices:
-        number *= len(choice)
+    number = math.prod(map(len, choices))
     if number > MOST_RUNS:
         raise ConfigError(
             [
@@ -194,42 +185,38 @@ def make_runs(axes: Sequence[str], file: Path | None) -> list[GridRun]:
             ]
         )
     combined = [_merged(combination) for combination in itertools.product(*choices)]
-    seen = [sorted(flags.items()) for _, flags in combined]
-    for i, flags in enumerate(seen):
-        if flags in seen[:i]:
-            raise ConfigError([f"--runs: runs {seen.index(flags) + 1} and {i + 1} are the same"])
-    names = _names(combined)
+    settings = [flags for _, flags in combined]
+    for i, flags in enumerate(settings):
+        if (first := settings.index(flags)) < i:
+            raise ConfigError([f"--runs: runs {first + 1} and {i + 1} are the same"])
     return [
         GridRun(name, tuple(f"--{key}={value}" for key, value in flags.items()))
-        for name, (_, flags) in zip(names, combined, strict=True)
+        for name, flags in zip(_names(combined), settings, strict=True)
     ]
 
 
-def _merged(runs: Sequence[tuple[str | None, Flags]]) -> tuple[str | None, Flags]:
+def _merged(runs: Sequence[NamedFlags]) -> NamedFlags:
     flags: Flags = {}
     for _, run_flags in runs:
         flags |= run_flags
     return next((name for name, _ in runs if name), None), flags
 
 
-def _names(runs: Sequence[tuple[str | None, Flags]]) -> list[str]:
+def _names(runs: Sequence[NamedFlags]) -> list[str]:
     """A folder's name for each run: its name, and the keys that vary, as `lr=3e-4_seed=1`."""
     keys = list(dict.fromkeys(key for _, flags in runs for key in flags))
     by_name = {name: [flags for other, flags in runs if other == name] for name, _ in runs}
     short_keys = _short_keys(keys)
     names: list[str] = []
-    for name, flags in runs:
-        namesakes = by_name[name]
-        varied = [key for key in flags if len({other.get(key) for other in namesakes}) > 1]
+    for i, (name, flags) in enumerate(runs):
+        varied = [key for key in flags if len({other.get(key) for other in by_name[name]}) > 1]
         words = [f"{short_keys[key]}={_safe_name(flags[key], _LONGEST_VALUE)}" for key in varied]
         words = [_safe_name(name, _LONGEST_VALUE), *words] if name else words
-        names.append(_safe_name("_".join(words), _LONGEST_NAME) or "base")
-    unique: list[str] = []
-    for i, name in enumerate(names):
-        while name in unique:
-            name = f"{name}_{i}"
-        unique.append(name)
-    return unique
+        folder = _safe_name("_".join(words), _LONGEST_NAME) or "base"
+        while folder in names:
+            folder = f"{folder}_{i}"
+        names.append(folder)
+    return names
 
 
 def _short_keys(keys: Sequence[str]) -> dict[str, str]:
@@ -275,13 +262,11 @@ def group_problems(problems: Mapping[str, Sequence[str]]) -> list[str]:
         for problem in run_problems:
             runs.setdefault(problem, []).append(run)
     return [
-        f"{'run' if len(names) == 1 else 'runs'} {_first_of(names)}: {problem}"
-        for problem, names in runs.items()
+        f"run {first}: {problem}"
+        if not others
+        else f"runs {first} and {len(others)} more: {problem}"
+        for problem, (first, *others) in runs.items()
     ]
-
-
-def _first_of(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 # ---- on this machine
@@ -297,29 +282,26 @@ class _Runner:
         self._run: subprocess.Popen[bytes] | None = None
         self._undelivered: int | None = None
         """A signal received before the next run was ready for it; sent to that run."""
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in heeded():
             signal.signal(number, self._handle)
-        signal.signal(signal.SIGINT, self._interrupted)
 
     def status_of(self, command: Sequence[str]) -> int:
         """Run a command until it ends."""
-        run = subprocess.Popen(command)
-        self._run = run
+        self._run = subprocess.Popen(command)
         if self._undelivered is not None:
-            run.send_signal(self._undelivered)
-        status = run.wait()
+            self._run.send_signal(self._undelivered)
+        status = self._run.wait()
         self._run = None
         return status
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         self.stop_requested = True
+        if number == signal.SIGINT:  # Ctrl-C reaches the run, too
+            return
         if self._run:
             self._run.send_signal(number)
         else:
             self._undelivered = number
-
-    def _interrupted(self, number: int, _: FrameType | None) -> None:
-        self.stop_requested = True  # Ctrl-C reaches the run, too
 
 
 def run_in_turn(names: Sequence[str], commands: Sequence[Sequence[str]], folder: Path) -> int:

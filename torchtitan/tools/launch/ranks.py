@@ -12,6 +12,10 @@ import psutil
 
 from torchtitan.utils.signals import AGAIN_SECONDS, INTERRUPTED, STOP_SIGNALS, STOPPING, heeded
 
+SECRET_ENV = "RDZV_SECRET"
+"""Environment variable of the secret that several nodes share; as an option, every user of the
+machine could see it.
+"""
 ELASTIC_RESTARTS = 10
 """Default number of restarts of a run whose number of nodes varies."""
 _REPORT_SECONDS = 5.0

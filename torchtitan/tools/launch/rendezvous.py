@@ -5,7 +5,6 @@ With several nodes, anyone who reaches the first node's port can write; but a st
 its signature proves that the writer has the job's secret. On one node there is no port.
 """
 
-import hmac
 import sys
 import time
 
@@ -32,11 +31,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from torchtitan.tools.launch.signature import signed, verified
 from torchtitan.tools.launch.takeover import Endpoint, Takeover, join_seconds
 
 BACKEND = "torchtitan"
 """Name of this rendezvous for `torchrun --rdzv-backend`."""
-_SIGNATURE_BYTES = 32  # SHA-256
 
 
 class SignedBackend(RendezvousBackend):
@@ -60,7 +59,7 @@ class SignedBackend(RendezvousBackend):
         if stored is None:
             return None
         state, token = stored
-        return self._verified(state), token
+        return verified(state, self._secret), token
 
     def set_state(
         self, state: bytes, token: Token | None = None
@@ -70,21 +69,11 @@ class SignedBackend(RendezvousBackend):
         Returns:
             The stored state and token, as in `get_state`, and whether the write succeeded.
         """
-        stored = self._backend.set_state(self._signature(state) + state, token)
+        stored = self._backend.set_state(signed(state, self._secret), token)
         if stored is None:
             return None
         current, new_token, written = stored
-        return self._verified(current), new_token, written
-
-    def _signature(self, state: bytes) -> bytes:
-        return hmac.digest(self._secret, state, "sha256")
-
-    def _verified(self, signed: bytes) -> bytes:
-        signature = signed[:_SIGNATURE_BYTES]
-        state = signed[_SIGNATURE_BYTES:]
-        if not hmac.compare_digest(signature, self._signature(state)):
-            raise RendezvousStateError("the state was not signed with this node's secret")
-        return state
+        return verified(current, self._secret), new_token, written
 
 
 def register(secret: str) -> None:
@@ -147,7 +136,5 @@ _CAUSES: dict[type[RendezvousError], str] = {
 
 def explain(error: RendezvousError) -> str:
     """Message for users: why this node could not meet the others."""
-    for kind, text in _CAUSES.items():
-        if isinstance(error, kind):
-            return text
-    return str(error)
+    texts = (text for kind, text in _CAUSES.items() if isinstance(error, kind))
+    return next(texts, str(error))

@@ -14,7 +14,6 @@ exit.
 Several launchers may have one address, as the nodes of `slurmd -N` do. One of them gets the port.
 """
 
-import hmac
 import ipaddress
 import socket
 import sys
@@ -32,9 +31,10 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
-    RendezvousStateError,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+from torchtitan.tools.launch.signature import signed, verified
 
 _GENERATION = "torchtitan.generation"
 _CONNECT_SECONDS = 2.0
@@ -186,17 +186,15 @@ class Takeover(RendezvousHandler):
                 if store := store or self._wait():
                     return store
             if time.monotonic() >= deadline:
-                break
-        raise RendezvousError(
-            "no launcher at these endpoints can be reached, and none of them is here"
-        )
+                raise RendezvousError(
+                    "no launcher at these endpoints can be reached, and none of them is here"
+                )
 
     def _wait(self) -> _LiveStore | None:
         """Wait for any launcher to host a store; None after a timeout."""
         deadline = time.monotonic() + self._patience
         while time.monotonic() < deadline:
-            store = self._find()
-            if store is not None:
+            if store := self._find():
                 return store
             time.sleep(_POLL_SECONDS)
         return None
@@ -211,7 +209,7 @@ class Takeover(RendezvousHandler):
             )
         except (RuntimeError, ValueError):
             return None
-        store.set(_GENERATION, self._signed(b"%d.%d" % (seen + 1, index)))
+        store.set(_GENERATION, signed(b"generation %d.%d" % (seen + 1, index), self._secret))
         self._hosted = _LiveStore(seen + 1, index, store)
         time.sleep(_SETTLE_SECONDS)
         return self._find()
@@ -235,22 +233,14 @@ class Takeover(RendezvousHandler):
             store = dist.TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=seconds)
             if not store.check([_GENERATION]):
                 return None
-            signed = store.get(_GENERATION)
+            message = store.get(_GENERATION)
             store.set_timeout(self._timeout)
         except (OSError, RuntimeError, ValueError):
             return None
-        state, _, _ = signed.partition(b" ")
-        if not hmac.compare_digest(self._signed(state), signed):
-            raise RendezvousStateError(
-                f"{endpoint}: the state was not signed with this node's secret"
-            )
+        state = verified(message, self._secret).removeprefix(b"generation ")
         # Endpoints of one address all lead to one store: it knows for which it is held.
         generation, holder = map(int, state.split(b"."))
         return _LiveStore(generation, holder, store)
-
-    def _signed(self, state: bytes) -> bytes:
-        signature = hmac.digest(self._secret, b"generation " + state, "sha256")
-        return state + b" " + signature.hex().encode()
 
     def _leave(self) -> None:
         """Leave the joined store: it is gone, or another one takes precedence."""

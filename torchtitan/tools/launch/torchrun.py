@@ -15,7 +15,7 @@ from torchtitan.config import Config
 from torchtitan.health.diagnose import diagnose, killed
 from torchtitan.health.rank_dumps import read_dumps
 from torchtitan.telemetry.notify import report_failure
-from torchtitan.tools.launch.ranks import StopHandler, common_status
+from torchtitan.tools.launch.ranks import SECRET_ENV, StopHandler, common_status
 from torchtitan.train.rank_main import LAUNCHER_ENV
 from torchtitan.utils.errors import DEBUG_ENV, OutOfMemoryError, UserError
 from torchtitan.utils.process import REPORTER_ENV
@@ -27,8 +27,6 @@ _TORCHRUN_WAITS = 20
 """
 _DUMPED_BEFORE = 120
 """Seconds before a failure in which NCCL's watchdog may have written its dump."""
-SECRET_ENV = "RDZV_SECRET"
-"""Environment variable of the secret; as an option, every user of the machine could see it."""
 
 
 # ---- starting
@@ -82,19 +80,15 @@ def run_ranks(
     try:
         torchrun(arguments)
     except ChildFailedError as error:
-        if (
-            common_status([failure.exitcode for failure in error.failures.values()])
-            == os.EX_TEMPFAIL
-        ):
+        statuses = [failure.exitcode for failure in error.failures.values()]
+        if common_status(statuses) == os.EX_TEMPFAIL:
             return os.EX_TEMPFAIL
         rank, failure = error.get_first_failure()
         cause = _cause(config, rank, error.failures)
         print(f"error: {cause}", file=sys.stderr)
-        if OutOfMemoryError.exit_code in [failure.exitcode for failure in error.failures.values()]:
-            print(
-                what_lowers_memory(config, options.nnodes[1] * options.nproc_per_node),
-                file=sys.stderr,
-            )
+        if OutOfMemoryError.exit_code in statuses:
+            world = options.nnodes[1] * options.nproc_per_node
+            print(what_lowers_memory(config, world), file=sys.stderr)
         report_failure(config, cause)
         return max(failure.exitcode, 1)
     except RendezvousError as error:
