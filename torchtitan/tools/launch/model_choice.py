@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import tomli
+
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec, all_families, get_spec, hf_map, spec_of_hf
 from torchtitan.tools.planner.predict import derived_workload
@@ -14,59 +16,10 @@ from torchtitan.utils.formats import read_json_object
 DEBUG = "debugmodel"
 """The flavor of each family that trains on a CPU, with the shipped tokenizer."""
 
-REPOSITORIES = {
-    "llama3": {
-        "1B": "meta-llama/Llama-3.2-1B",
-        "3B": "meta-llama/Llama-3.2-3B",
-        "8B": "meta-llama/Llama-3.1-8B",
-        "70B": "meta-llama/Llama-3.1-70B",
-        "405B": "meta-llama/Llama-3.1-405B",
-    }
-    | {f"Llama-2-{size}B": f"meta-llama/Llama-2-{size}b-hf" for size in (7, 13, 70)}
-    | {f"CodeLlama-{size}B": f"codellama/CodeLlama-{size}b-hf" for size in (7, 13, 34, 70)},
-    "mistral": {
-        "7B-v0.1": "mistralai/Mistral-7B-v0.1",
-        "7B-v0.3": "mistralai/Mistral-7B-v0.3",
-        "Nemo-12B": "mistralai/Mistral-Nemo-Base-2407",
-        "Small-24B": "mistralai/Mistral-Small-24B-Base-2501",
-    },
-    "mixtral": {size: f"mistralai/Mixtral-{size}-v0.1" for size in ("8x7B", "8x22B")},
-    "phi4": {
-        "14B": "microsoft/phi-4",
-        "Phi-3-mini-4k": "microsoft/Phi-3-mini-4k-instruct",
-        "Phi-3-medium-4k": "microsoft/Phi-3-medium-4k-instruct",
-    },
-    "qwen2_moe": {"A2.7B": "Qwen/Qwen1.5-MoE-A2.7B", "57B-A14B": "Qwen/Qwen2-57B-A14B"},
-    "olmo2": {
-        "1B": "allenai/OLMo-2-0425-1B",
-        "7B": "allenai/OLMo-2-1124-7B",
-        "13B": "allenai/OLMo-2-1124-13B",
-        "32B": "allenai/OLMo-2-0325-32B",
-    },
-    "qwen2_5": {
-        size: f"Qwen/Qwen2.5-{size}" for size in get_spec("qwen2_5").flavors if size != DEBUG
-    },
-    "qwen3": {size: f"Qwen/Qwen3-{size}-Base" for size in ("0.6B", "1.7B", "4B", "8B", "14B")}
-    | {"32B": "Qwen/Qwen3-32B"},
-    "qwen3_next": {"80B-A3B": "Qwen/Qwen3-Next-80B-A3B-Instruct"},
-    "deepseek_v2": {"Lite": "deepseek-ai/DeepSeek-V2-Lite"},
-    "deepseek_v3": {
-        "671B": "deepseek-ai/DeepSeek-V3-Base",
-        "Moonlight-16B-A3B": "moonshotai/Moonlight-16B-A3B",
-        "Kimi-K2": "moonshotai/Kimi-K2-Base",
-    },
-    "glm4_moe": {"106B-A12B": "zai-org/GLM-4.5-Air-Base", "355B-A32B": "zai-org/GLM-4.5-Base"},
-    "gpt_oss": {size: f"openai/gpt-oss-{size}" for size in ("20b", "120b")},
-    "olmo3": {
-        f"{size}{context}": f"allenai/Olmo-3-{month}-{size}"
-        for size, month in (("7B", 1025), ("32B", 1125))
-        for context in ("", "-64k")
-    },
-    "gemma3": {size: f"google/gemma-3-{size}-pt" for size in ("1b", "4b", "12b", "27b")},
-    "smollm3": {"3B": "HuggingFaceTB/SmolLM3-3B-Base"},
-    "qwen3_moe": {"30B-A3B": "Qwen/Qwen3-30B-A3B-Base", "235B-A22B": "Qwen/Qwen3-235B-A22B"},
-}
-"""Repository of each size's tokenizer on the hub."""
+REPOSITORIES: dict[str, str] = tomli.loads(
+    Path(__file__).with_name("repositories.toml").read_text()
+)
+"""Repository of each size's tokenizer on the hub, by FAMILY/SIZE."""
 _PUBLISHED = "HuggingFaceTB/SmolLM2-135M"
 _PUBLISHED_ENTRIES = 49152
 """Fallback tokenizer and its number of entries, for sizes without one if none can be trained."""
@@ -101,8 +54,7 @@ class ModelChoice:
         """Repository of the tokenizer on the hub; None for debug models, which use the shipped one,
         and for unpublished sizes.
         """
-        known = None if self.folder else REPOSITORIES.get(self.spec.name, {}).get(self.flavor)
-        return known or self.published
+        return self.published or (None if self.folder else REPOSITORIES.get(self.name))
 
     @property
     def overrides_from(self) -> str:
@@ -124,11 +76,8 @@ class ModelChoice:
 
     def parameters(self) -> tuple[int, int]:
         """Total and active parameters. A token activates only the experts it is routed to."""
-        config = Config()
-        chosen = config.model.model_copy(
-            update={"name": self.spec.name, "flavor": self.flavor, "overrides": self.overrides}
-        )
-        w = derived_workload(config.model_copy(update={"model": chosen}), self.spec, 1)
+        model = {"name": self.spec.name, "flavor": self.flavor, "overrides": self.overrides}
+        w = derived_workload(Config.model_validate({"model": model}), self.spec, 1)
         total = w.params(w.stages[0])
         idle = sum(
             count * block.expert_params * (1 - block.top_k / block.experts)
