@@ -108,20 +108,15 @@ class Tally:
         """Whether documents were drawn at random."""
         return any(draw.how != "all" for draw in self._drawn)
 
-    def sums(self, columns: DocumentColumns) -> tuple[Estimate, Estimate, Estimate]:
+    def sums(self, columns: DocumentColumns) -> list[Estimate]:
         """Documents, tokens and bytes of the whole source.
 
         Args:
             columns: result of `columns`.
         """
         if not self.is_drawn:
-            documents, tokens, size = (Estimate(float(value), 0.0) for value in self.totals)
-            return documents, tokens, size
-        return (
-            columns.total(columns.documents),
-            columns.total(columns.tokens),
-            columns.total(columns.bytes),
-        )
+            return [Estimate(float(total), 0.0) for total in self.totals]
+        return [columns.total(each) for each in (columns.documents, columns.tokens, columns.bytes)]
 
     def duplicates(self) -> dict[str, int] | None:
         """Number and bytes of the documents that equal an earlier one; None if not counted."""

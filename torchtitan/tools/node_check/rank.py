@@ -27,7 +27,7 @@ from torchtitan.parallel.groups import init_distributed
 from torchtitan.utils.device import current_device, device_name, tune_cpu
 
 ROUNDS = 3
-"""The median of so many is a result."""
+"""Number of repetitions; their median is the result."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Sizes:
     moved: int
     """Bytes of the largest tensor of a collective on each rank."""
     seconds: float
-    """Of each measurement, roughly."""
+    """Approximate duration of a measurement."""
 
 
 CUDA = Sizes(8192, 2**30, 2**28, 0.6)
@@ -194,7 +194,7 @@ def collectives(device: torch.device, size: int) -> Iterator[Collective]:
 
     def to(
         name: str, source: Tensor, out: Tensor, call: Any, expected: Tensor, moved: float
-    ) -> Any:
+    ) -> Collective:
         return Collective(name, lambda: call(out, source), source, out, expected, moved)
 
     one, all_parts = filled(1), filled(world)

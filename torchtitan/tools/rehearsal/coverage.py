@@ -9,7 +9,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.utils.storage import is_url
 
 BATCHES = 3
-"""Batches that run of an accumulated step, or of a validation: the first, one in the middle, the
+"""Number of batches that an accumulated step or a validation runs: the first, a middle one and the
 last.
 """
 _LONG = 10**6

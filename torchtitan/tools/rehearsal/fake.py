@@ -76,10 +76,8 @@ def take_fake_memory(
 ) -> None:
     """Move a sharded model from the meta device to fake tensors, nominally on `device`."""
     with mode:
-        for name, param in list(model.named_parameters()):
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             owner, _, leaf = name.rpartition(".")
-            memory = torch.empty_like(local(param), device=device)
-            setattr(model.get_submodule(owner), leaf, nn.Parameter(sharded_like(memory, param)))
-        for name, buffer in list(model.named_buffers()):
-            owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, torch.empty_like(buffer, device=device))
+            fake = sharded_like(torch.empty_like(local(tensor), device=device), tensor)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            setattr(model.get_submodule(owner), leaf, nn.Parameter(fake) if is_parameter else fake)

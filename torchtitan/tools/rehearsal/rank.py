@@ -63,7 +63,7 @@ def rehearse_rank(
 
     Args:
         config: derived and validated for `world` ranks.
-        layers: of each stage that run; None: all.
+        layers: number of layers of each stage to run; None: all.
         values: index in `VALUES` of what the host reads of the rank's own tensors.
         broadcasts: objects that rank 0 broadcast in its own rehearsal; None on rank 0.
     """

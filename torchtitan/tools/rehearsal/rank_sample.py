@@ -21,7 +21,7 @@ def coordinates(rank: int, degrees: Mapping[str, int]) -> dict[str, int]:
     """A rank's index along each mesh axis.
 
     Args:
-        degrees: of the axes, from outer to inner.
+        degrees: degree of each axis, from outer to inner.
     """
     indexes = {}
     for axis, degree in reversed(list(degrees.items())):

@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, rank: int, degrees: Mapping[str, int], *, values: int):
         """
         Args:
-            degrees: of the mesh axes, from outer to inner.
+            degrees: degree of each mesh axis, from outer to inner.
             values: index in `VALUES` of what the host reads of the rank's own tensors; booleans are
                 true from 1 on. Ranks that are compared get different ones.
         """
@@ -174,11 +174,12 @@ class Recorder(TorchDispatchMode):
 
     def _collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = func(*args, **kwargs)
+        axes = _shared(tensors(args))
         kind = _kind(func)
         slot = self.slots.get(group_name((*args, *kwargs.values())))
         if kind is None or slot is None:
             for result in tensors(out):  # wait_tensor
-                mark(result, _shared(tensors(args)))
+                mark(result, axes)
             return out
         in_place = func.namespace == "c10d"
         inputs = _inputs(kind, list(tensors(args)), in_place)
@@ -190,7 +191,6 @@ class Recorder(TorchDispatchMode):
             numbers = (x for x in args if isinstance(x, int) and not isinstance(x, bool))
             root = next(numbers, None)
         self.entered(slot, kind, what, sum(map(nbytes, inputs)), root=root)
-        axes = _shared(tensors(args))
         if kind in ("all_reduce", "all_gather", "broadcast"):
             axes |= self._axes[slot]
         else:

@@ -52,7 +52,7 @@ def rehearse(
     Args:
         config: derived and validated for `world` ranks.
         ranks: more ranks to rehearse, besides those that represent all others.
-        layers: of each pipeline stage to run; None: all.
+        layers: number of layers of each pipeline stage to run; None: all.
     """
     degrees = axis_degrees(config.parallelism)
     sample = RankSample({*corners(degrees), *ranks}, degrees)
@@ -62,7 +62,9 @@ def rehearse(
     with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=1) as pool:
 
         def run(rank: int, values: int, broadcasts: list[Any] | None) -> Future[RankRecord]:
-            return pool.submit(_alone, config, world, rank, layers, values, broadcasts)
+            return pool.submit(
+                _alone, config, world, rank, layers=layers, values=values, broadcasts=broadcasts
+            )
 
         records = {0: run(0, sample.values(0), None).result()}
         broadcasts = records[0].broadcasts
@@ -149,17 +151,11 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _alone(
-    config: Config,
-    world: int,
-    rank: int,
-    layers: int | None,
-    values: int,
-    broadcasts: list[Any] | None,
-) -> RankRecord:
+def _alone(config: Config, *ranks: int, **options: Any) -> RankRecord:
+    """`rehearse_rank` in a process of its own."""
     from torchtitan.tools.rehearsal.rank import rehearse_rank  # imports torch
 
     gc.freeze()  # the trainer's collection needn't scan what torch is made of
     if config.experimental.custom_import:
         import_custom(config.experimental.custom_import)
-    return rehearse_rank(config, world, rank, layers=layers, values=values, broadcasts=broadcasts)
+    return rehearse_rank(config, *ranks, **options)

@@ -53,13 +53,11 @@ class _Rank:
 
     def has_entered(self, event: Entered) -> bool:
         current = self.event
-        if (
-            not isinstance(current, Entered)
-            or current.slot != event.slot
-            or current.number != event.number
-        ):
-            return False
-        return not self.streams[event.slot, -1]
+        return (
+            isinstance(current, Entered)
+            and (current.slot, current.number) == (event.slot, event.number)
+            and not self.streams[event.slot, -1]
+        )
 
     @property
     def head(self) -> _Unfinished | None:
@@ -82,10 +80,11 @@ class _Rank:
             event = self.event
             assert isinstance(event, Entered)
             return f"waits in {event.describe()}, at {event.at}"
-        waits = []
-        for message in head.left:
-            verb = "send to" if message.sends else "receive from"
-            waits.append(f"to {verb} rank {message.peer} ({message.tensors})")
+        waits = [
+            f"to {'send to' if message.sends else 'receive from'} rank {message.peer} "
+            f"({message.tensors})"
+            for message in head.left
+        ]
         group = self.record.groups[head.post.slot].description
         return f"waits {' and '.join(waits)} in {group}, posted at {head.post.at}"
 
