@@ -161,10 +161,9 @@ def _planned(line: Figures) -> tuple[str, str]:
     """The planner's tokens/s and GiB for the run of `line` on its GPU; nothing if it doesn't know
     the GPU.
     """
-    from torchtitan.tools.planner.hardware import load_hardware
+    from torchtitan.tools.planner.hardware import hardware_with
 
-    device = line.get("machine", {}).get("device", "")
-    hardware = next((hw for hw in load_hardware().values() if device in hw.device_names), None)
+    hardware = hardware_with(line.get("machine", {}).get("device", ""))
     if hardware is None:
         return "", ""
     plan = _plan(line["figures"]["flags"], line["figures"]["world"], hardware)

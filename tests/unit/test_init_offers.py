@@ -15,7 +15,6 @@ from torchtitan.commands.init import main
 from torchtitan.config import complete, load_config, rules
 from torchtitan.config.load.decode import LoadedConfig
 from torchtitan.config.rules import Facts
-from torchtitan.tools.launch import questions
 from torchtitan.tools.launch.data_choice import find_data
 from torchtitan.tools.launch.model_choice import find_model, offered
 from torchtitan.tools.launch.recipe import Request, as_flags, draft_settings
@@ -90,7 +89,7 @@ def test_everything_written_is_legal(model, hardware):
     for devices in (1, 8, 64, 512):
         if total * 18 < devices * find_hardware(hardware).usable_gib * 2**30 * 0.8:
             break
-    host = questions.devices_per_host(find_hardware(hardware))
+    host = find_hardware(hardware).devices_per_host
     argv = [
         f"--model={model}",
         "--data=demo",

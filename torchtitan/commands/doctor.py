@@ -78,12 +78,12 @@ def main(argv: list[str]) -> int:
 
 
 def _check_node(ranks: int | None, hardware: str | None, seconds: int) -> int:
-    from torchtitan.tools.planner.hardware import find_hardware
+    from torchtitan.tools.planner.hardware import find_hardware, hardware_with
 
     hw = find_hardware(hardware) if hardware else None
 
     # torch, once the options are known to be right
-    from torchtitan.tools.node_check.check import hardware_of, report, run_ranks
+    from torchtitan.tools.node_check.check import report, run_ranks
     from torchtitan.tools.node_check.state import read_state, refuse_unusable, warnings_of
 
     state = read_state()
@@ -94,7 +94,7 @@ def _check_node(ranks: int | None, hardware: str | None, seconds: int) -> int:
     with tempfile.TemporaryDirectory(prefix="node-check-") as folder:
         results = run_ranks(ranks or state.usable or CPU_RANKS, Path(folder), seconds)
     device = results[0].about.get("device", "")
-    right, text = report(results, hw or hardware_of(device))
+    right, text = report(results, hw or hardware_with(device))
     print(text, flush=True)
     return 0 if right else 1
 

@@ -20,7 +20,7 @@ from torchtitan.tools.launch import project as projects
 from torchtitan.tools.launch import questions
 from torchtitan.tools.launch.ask import Asker, discard_typed
 from torchtitan.tools.launch.layout_choice import best_layouts, table
-from torchtitan.tools.launch.questions import devices_per_host, local_gpus
+from torchtitan.tools.launch.questions import local_gpus
 from torchtitan.tools.launch.request import Choice, Choices, Request
 from torchtitan.tools.launch.slurm_script import add_job_options, check_words
 from torchtitan.tools.planner.cpu import CPU
@@ -95,7 +95,7 @@ def main(argv: list[str]) -> int:
         _check_folder(Path(options.folder), force=options.force)
     asker = Asker(interactive=sys.stdin.isatty() and sys.stdout.isatty(), accept=options.yes)
     request, measured = _ask(options, asker, settings)
-    per_node = options.gpus_per_node or devices_per_host(request.hardware)
+    per_node = options.gpus_per_node or request.hardware.devices_per_host
     if request.on_cpu and not request.data.is_here:
         raise ConfigError([f"--data: no file or folder {request.data.path}"])
     if options.prepare and not request.data.is_here:
@@ -216,11 +216,11 @@ def _ask(
     on_cpu = hardware is not None and hardware.device == "cpu"
     devices: int | None = None
     if options.nodes and hardware:
-        devices = options.nodes * (options.gpus_per_node or devices_per_host(hardware))
+        devices = options.nodes * (options.gpus_per_node or hardware.devices_per_host)
     elif options.nodes is None:
         is_local = hardware is not None and hardware.name == gpus
         host_devices = (
-            None if hardware is None else hardware.usual_devices or devices_per_host(hardware)
+            None if hardware is None else hardware.usual_devices or hardware.devices_per_host
         )
         default = local_count if is_local else host_devices
         single_device = on_cpu and options.devices is None

@@ -50,6 +50,7 @@ from torchtitan.tools.launch.grid import (
 from torchtitan.tools.launch.slurm_script import (
     SlurmJob,
     add_job_options,
+    array_log,
     array_script,
     check_words,
     job_name,
@@ -261,8 +262,7 @@ def _size(options: argparse.Namespace, argv: list[str]) -> _RunSize:
 
 def _write(options: argparse.Namespace, batch: _Batch) -> int:
     """Write the job and print the command that submits it; with --submit, also run it."""
-    # A % in a folder's name is none of Slurm's patterns.
-    log = f"{str(batch.folder).replace('%', '%%')}/%x-%A_%a.log" if batch.runs else None
+    log = array_log(batch.folder) if batch.runs else None
     size = batch.sizes[0]
     job = SlurmJob(options.job_name, size.nodes, size.ranks, options, log)
     if batch.runs:

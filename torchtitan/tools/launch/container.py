@@ -125,13 +125,10 @@ def _local_paths(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, st
     """(key, value) of all paths in a section, except defaults, which every installation has."""
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
-        if isinstance(value, BaseModel):
-            yield from _local_paths(value, f"{prefix}{name}.")
-        elif isinstance(value, list):
-            for entry in value:
-                if isinstance(entry, BaseModel):
-                    yield from _local_paths(entry, f"{prefix}{name}.")
-        elif isinstance(value, str) and value != info.default and _is_path(info):
+        for entry in value if isinstance(value, list) else [value]:
+            if isinstance(entry, BaseModel):
+                yield from _local_paths(entry, f"{prefix}{name}.")
+        if isinstance(value, str) and value != info.default and _is_path(info):
             yield prefix + name, value
 
 

@@ -73,9 +73,9 @@ def preparation_commands(request: Request) -> list[PreparationStep]:
     steps = [tokenizer.step] if tokenizer.step else []
     if _tokenizes(request):
         words = ["tokenize", "--input", request.corpus, "--output", request.folder / "tokens"]
-        words += (
-            ["--tokenizer", _command_path(tokenizer.folder, request)] if tokenizer.folder else []
-        )
+        if path := tokenizer.folder:
+            inside = path == request.path_inside("tokenizer")
+            words += ["--tokenizer", request.folder / "tokenizer" if inside else path]
         words += [*_text_column(request), "--drop-duplicates"]
         if has_held_out(request):
             words += ["--held-out", f"{100 * _held_out_share(request):.2g}%"]
@@ -112,7 +112,7 @@ def _tokenizer(request: Request) -> _Tokenizer:
         ConfigError: the tokenizer of the token files is unknown.
     """
     model = request.model
-    if chosen := (request.flag_settings or {}).get("model.hf_assets_path"):
+    if chosen := request.flag_settings.get("model.hf_assets_path"):
         return _Tokenizer(str(chosen.value), chosen.why)
     if model.folder:
         return _Tokenizer(str(model.folder), "tokenizer, sizes and weights")
@@ -162,13 +162,6 @@ def _is_tokenizer(folder: Path) -> bool:
     return any((folder / file).is_file() for file in _TOKENIZER_FILES)
 
 
-def _command_path(path: str, request: Request) -> str:
-    """The tokenizer's path for a command, relative if it is in the project's folder."""
-    if path == request.path_inside("tokenizer"):
-        return str(request.folder / "tokenizer")
-    return path
-
-
 def _text_column(request: Request) -> list[str]:
-    column = (request.flag_settings or {}).get("training.text_column")
+    column = request.flag_settings.get("training.text_column")
     return ["--text-column", str(column.value)] if column else []

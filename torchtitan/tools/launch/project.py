@@ -58,10 +58,12 @@ def make_project(
         UserError: the trainer would refuse the configuration.
     """
     settings = final_settings(draft_settings(request), plan, request)
-    inside = {key: setting for key, setting in settings.items() if _name_inside(setting, request)}
     portable = {
-        key: Choice(_name_inside(choice, request), choice.why) for key, choice in inside.items()
+        key: Choice(name, setting.why)
+        for key, setting in settings.items()
+        if (name := _name_inside(setting, request))
     }
+    inside = {key: settings[key] for key in portable}
     text = _toml(request, plan, settings | portable, command)
     notes = _validate_text(text, request, inside)
     if request.corpus and not has_held_out(request):

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,9 +12,10 @@ from torchtitan.tools.launch.preparation import PreparationStep
 from torchtitan.tools.launch.recipe import TOKENS_PER_PARAMETER, default_seq_len, suggested_tokens
 from torchtitan.tools.planner.corrections import hardware_called
 from torchtitan.tools.planner.cpu import CPU, measure_cpu
-from torchtitan.tools.planner.hardware import Hardware, load_hardware
+from torchtitan.tools.planner.hardware import Hardware, hardware_with, load_hardware
 from torchtitan.utils.argument_types import count
 from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.nvidia_smi import NoDriver, query
 from torchtitan.utils.wording import brief, show_size, show_tokens
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -63,14 +63,8 @@ def hardware_question(gpus: str | None) -> Question[tuple[Hardware, str | None]]
 
 def devices_question(default: int | None) -> Question[int]:
     choices = "GPUs on all nodes together; or --nodes N"
-    parse = _count("--devices")
-    return Question(
-        "--devices N",
-        "On how many GPUs?",
-        choices,
-        parse,
-        None if default is None else str(default),
-    )
+    text = None if default is None else str(default)
+    return Question("--devices N", "On how many GPUs?", choices, _count("--devices"), text)
 
 
 def length_question(
@@ -172,19 +166,8 @@ def _count(flag: str, most: int = 10**6) -> Callable[[str], int]:
 def local_gpus() -> tuple[str | None, int]:
     """Hardware name of this machine's GPUs (None if unknown), and their number."""
     try:
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        names = subprocess.run(query, capture_output=True, text=True, timeout=30).stdout.split("\n")
-    except (OSError, subprocess.TimeoutExpired):
+        gpus = query(["name"])
+    except NoDriver:
         return None, 0
-    names = [name.strip() for name in names if name.strip()]
-    known = (
-        hardware.name
-        for hardware in load_hardware().values()
-        if names and names[0] in hardware.device_names
-    )
-    return next(known, None), len(names)
-
-
-def devices_per_host(hardware: Hardware) -> int:
-    """Number of devices on which one launcher starts ranks."""
-    return hardware.gpus_per_host or hardware.gpus_per_node
+    hardware = hardware_with(gpus[0]["name"]) if gpus else None
+    return hardware.name if hardware else None, len(gpus)

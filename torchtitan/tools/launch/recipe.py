@@ -99,7 +99,7 @@ def _global_batch(request: Request) -> tuple[int, str]:
 
 def _rough_tokens(request: Request) -> float:
     """Tokens of the run, estimated before a plan predicts its speed."""
-    if request.flag_settings and "training.steps" in request.flag_settings:
+    if "training.steps" in request.flag_settings:
         return math.inf
     if request.tokens is not None:
         return request.tokens
@@ -170,7 +170,7 @@ def draft_settings(request: Request) -> Choices:
             True, "start from the weights beside the tokenizer"
         )
     settings |= prepared_settings(request) | _validation(request)
-    return settings | (request.flag_settings or {})
+    return settings | request.flag_settings
 
 
 def _cpu_precision(hardware: Hardware) -> Choice:
@@ -216,13 +216,13 @@ def final_settings(settings: Choices, plan: Plan, request: Request) -> Choices:
         rows = plan.config.training.local_batch_size
         chosen["validation.freq"] = Choice(per_save, "when a checkpoint is saved")
         chosen["validation.local_batch_size"] = Choice(rows, "as in training, which fits")
-    return layout | chosen | (request.flag_settings or {})
+    return layout | chosen | request.flag_settings
 
 
 def steps_of(plan: Plan, request: Request) -> int:
     """Number of steps, from the requested tokens or from hours at the planned speed."""
-    if request.flag_settings and "training.steps" in request.flag_settings:
-        return int(request.flag_settings["training.steps"].value)
+    if steps := request.flag_settings.get("training.steps"):
+        return int(steps.value)
     if request.tokens is not None:
         return max(1, math.ceil(request.tokens / plan.workload.tokens_per_step))
     return max(1, round((request.hours or 0.0) * 3600 / plan.time.seconds))

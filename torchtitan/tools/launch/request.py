@@ -1,7 +1,7 @@
 """A request for a new project, and settings with reasons."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,26 +37,23 @@ class Request:
     tokens: float | None = None
     hours: float | None = None
     """Training time, if `tokens` is None."""
-    flag_settings: Choices | None = None
+    flag_settings: Choices = field(default_factory=dict)
     """Choices from configuration flags, which take precedence."""
 
     def __post_init__(self) -> None:
-        if "model.hf_assets_path" not in (self.flag_settings or {}) and not self.corpus:
+        if "model.hf_assets_path" not in self.flag_settings and not self.corpus:
             object.__setattr__(self, "model", self.model.with_published_tokenizer())
 
     @property
     def corpus(self) -> str | None:
         """`DataChoice.corpus`, unless it holds conversations, which training reads as they are."""
-        return (
-            None if "training.messages_column" in (self.flag_settings or {}) else self.data.corpus
-        )
+        return None if "training.messages_column" in self.flag_settings else self.data.corpus
 
     @property
     def has_layout(self) -> bool:
         """Whether flags set (some of) the layout; if so, none is searched for."""
         return any(
-            key.startswith("parallelism.") or key in _LAYOUT_KEYS
-            for key in self.flag_settings or {}
+            key.startswith("parallelism.") or key in _LAYOUT_KEYS for key in self.flag_settings
         )
 
     def path_inside(self, name: str) -> str:

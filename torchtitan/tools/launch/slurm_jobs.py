@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -51,20 +51,21 @@ class JobRecord:
         """Numbers of submitted jobs, the newest last; with those by hand that left a log."""
         folder, _, name = self.log.rpartition("/")
         folder = folder.replace("%%", "%")
-        pattern = re.sub(
-            "%([%xjAa])", lambda m: _PATTERNS.get(m[1], re.escape(self.name)), re.escape(name)
-        )
+        pattern = _filled(re.escape(name), _PATTERNS | {"x": re.escape(self.name)})
         files = os.listdir(folder) if os.path.isdir(folder) else []
-        return sorted(
-            {*self.jobs, *(int(m[1]) for file in files if (m := re.fullmatch(pattern, file)))}
-        )
+        matches = [re.fullmatch(pattern, file) for file in files]
+        return sorted({*self.jobs, *(int(match[1]) for match in matches if match)})
 
     def logs(self, job: int, task: str | None = None) -> list[Path]:
         """Log files of a job, or of one of its tasks."""
         tasks = [task] if task else [str(i) for i in range(len(self.runs))] or [""]
-        known = {"%": "%", "x": self.name, "j": str(job), "A": str(job)}
-        paths = [re.sub("%([%xjAa])", lambda m: (known | {"a": t})[m[1]], self.log) for t in tasks]  # noqa: B023
-        return [Path(path) for path in paths]
+        values = {"%": "%", "x": self.name, "j": str(job), "A": str(job)}
+        return [Path(_filled(self.log, values | {"a": task})) for task in tasks]
+
+
+def _filled(log: str, values: Mapping[str, str]) -> str:
+    """The name of a log with values for Slurm's patterns in it."""
+    return re.sub("%([%xjAa])", lambda match: values[match[1]], log)
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def list_jobs(
         ["squeue", "--noheader", "--array", "--me", "-o", _QUEUED],
         "ask on a machine of the cluster",
     )
-    queued = [entry for line in answer.splitlines() if (entry := _entry(line))]
+    queued = _entries(answer)
     numbers = {str(job) for job in jobs}
     if numbers:
         queued = [entry for entry in queued if entry.job.partition("_")[0] in numbers]
@@ -205,18 +206,23 @@ def _ended(jobs: set[str]) -> tuple[list[JobEntry], str | None]:
         "--parsable2",
         "--allocations",
         f"--jobs={','.join(sorted(jobs))}",
+        f"--format={_ENDED}",
     ]
     try:
-        answer = _query([*command, f"--format={_ENDED}"], "")
+        answer = _query(command, "")
     except UserError as error:
         return [], f"jobs that have ended are not shown, since there is no accounting ({error})"
-    return [entry for line in answer.splitlines() if (entry := _entry(line))], None
+    return _entries(answer), None
 
 
-def _entry(line: str) -> JobEntry | None:
-    """A job from a line of squeue or sacct. A name may hold the separator."""
-    fields = line.split("|", 6)
-    return JobEntry(*(printable(text.strip()) for text in fields)) if len(fields) == 7 else None
+def _entries(answer: str) -> list[JobEntry]:
+    """The jobs in an answer of squeue or sacct. A name may hold the separator."""
+    lines = [line.split("|", 6) for line in answer.splitlines()]
+    return [
+        JobEntry(*(printable(text.strip()) for text in fields))
+        for fields in lines
+        if len(fields) == 7
+    ]
 
 
 def held_jobs_advice(entries: Sequence[JobEntry]) -> str | None:

@@ -135,6 +135,11 @@ def nodes_and_ranks(
     return (needed, needed), min(world, per_node)
 
 
+def array_log(folder: Path) -> str:
+    """The logs of an array's tasks in `folder`. A % in its name is none of Slurm's patterns."""
+    return f"{str(folder).replace('%', '%%')}/%x-%A_%a.log"
+
+
 @dataclass(frozen=True)
 class SlurmJob:
     """Resources and options of a Slurm job."""

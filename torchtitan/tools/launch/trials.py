@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtitan.tools.launch.slurm_jobs import RECORD, JobRecord
-from torchtitan.tools.launch.slurm_script import SlurmJob, add_job_options, array_script
+from torchtitan.tools.launch.slurm_script import SlurmJob, add_job_options, array_log, array_script
 from torchtitan.tools.planner.calibrate import Measured, read_run
 from torchtitan.tools.planner.planner import planned_toml
 from torchtitan.tools.planner.predict import Plan
@@ -34,7 +34,7 @@ def trial_files(plans: Sequence[Plan], flags: list[str], output: Path) -> dict[P
     """
     hardware = plans[0].hardware
     world = plans[0].workload.world
-    most = min(world, hardware.gpus_per_host or hardware.gpus_per_node)
+    most = min(world, hardware.devices_per_host)
     ranks = next(number for number in range(most, 0, -1) if world % number == 0)
     output = output.absolute() if world > ranks else output  # a node's folder may be another
     folder = folder_of(output)
@@ -74,8 +74,8 @@ def _job(folder: Path, nodes: int, ranks: int) -> SlurmJob:
     """The job of the trials in a folder, with the settings of `submit` left to sbatch's options."""
     options = argparse.ArgumentParser()
     add_job_options(options)
-    log = f"{str(folder).replace('%', '%%')}/%x-%A_%a.log"
-    return SlurmJob(folder.name, (nodes, nodes), ranks, options.parse_args([]), log, beside=True)
+    given = options.parse_args([])
+    return SlurmJob(folder.name, (nodes, nodes), ranks, given, array_log(folder), beside=True)
 
 
 def _slurm_commands(job: SlurmJob, array: Path, adopt: str) -> list[str]:

@@ -7,14 +7,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from torchtitan.tools.node_check.rank import CUDA
-from torchtitan.tools.planner.hardware import Hardware, load_hardware
+from torchtitan.tools.planner.hardware import Hardware
 
 PRODUCTS = ("bfloat16", "float32", "float8")
 MEMORY = "memory"
@@ -96,11 +96,6 @@ def read_result(folder: Path, rank: int, status: int | None) -> RankResult:
 # ---- the plan's expectation
 
 
-def hardware_of(device: str) -> Hardware | None:
-    """The planner's hardware whose device has this name."""
-    return next((hw for hw in load_hardware().values() if device in hw.device_names), None)
-
-
 def expected(hw: Hardware, ranks: int) -> dict[str, float]:
     """What the plan expects of each measurement on a GPU, in FLOP/s and bytes/s."""
     n = CUDA.product
@@ -131,30 +126,28 @@ def expected(hw: Hardware, ranks: int) -> dict[str, float]:
 def report(results: Sequence[RankResult], hw: Hardware | None) -> tuple[bool, str]:
     """Whether every rank measured everything and got the right numbers, and the text."""
     plan = expected(hw, len(results)) if hw else {}
-    names = [
-        name
-        for name in (*PRODUCTS, MEMORY, *COLLECTIVES)
-        if any(name in result.values for result in results)
-    ]
+    rates = _rates(results)
     lines = []
     if seconds := [r.about["connect_s"] for r in results if "connect_s" in r.about]:
         lines.append(f"Process groups and the first collective took {max(seconds):.1f} s.")
-    if names:
+    if rates:
         lines += [f"{'':16}{'slowest':>10}{'median':>10}{'fastest':>10}{'plan':>10}"]
-    for name in names:
-        values = _values(results, name)
+    for name, values in rates.items():
         cells = [_number(name, x) for x in (min(values), median(values), max(values))]
         cells += [_number(name, plan[name])] if name in plan else ["-"]
         lines.append(f"{name:16}" + "".join(f"{cell:>10}" for cell in cells) + f"  {_unit(name)}")
     problems = _failures(results)
-    lines += ["", *problems, *_remarks(results, names)]
-    if names:
-        lines.append(_sentence(results, names, plan, hw))
+    lines += ["", *problems, *_remarks(results, rates)]
+    if rates:
+        lines.append(_sentence(results, rates, plan, hw))
     return not problems, "\n".join(lines)
 
 
-def _values(results: Sequence[RankResult], name: str) -> list[float]:
-    return [result.values[name] for result in results if name in result.values]
+def _rates(results: Sequence[RankResult]) -> dict[str, list[float]]:
+    """The rates of each measurement, for the ranks that finished it."""
+    names = (*PRODUCTS, MEMORY, *COLLECTIVES)
+    rates = {name: [r.values[name] for r in results if name in r.values] for name in names}
+    return {name: values for name, values in rates.items() if values}
 
 
 def _number(name: str, value: float) -> str:
@@ -185,53 +178,47 @@ def _doing(result: RankResult) -> str:
     return result.doing if result.doing.startswith(started) else f"measuring {result.doing}"
 
 
-def _remarks(results: Sequence[RankResult], names: Sequence[str]) -> list[str]:
-    """Links that are missing, and ranks whose own speed is below the others'. Collectives take all
-    ranks equally long.
-    """
-    found = []
+def _remarks(results: Sequence[RankResult], rates: Mapping[str, list[float]]) -> list[str]:
+    """Sentences about missing links and slow ranks. Collectives take all ranks equally long."""
+    remarks = []
     if pairs := results[0].about.get("no_peers"):
         shown = ", ".join(f"{i} and {j}" for i, j in pairs[:8])
-        found.append(
+        remarks.append(
             f"No peer access between GPUs {shown}: their data goes through the host's memory."
         )
-    for name in names:
-        values = _values(results, name)
+    for name, values in rates.items():
         if name in COLLECTIVES or len(values) < len(results):
             continue
         usual = median(values)
-        found += [
+        remarks += [
             f"rank {rank} is slow in {name}: {_number(name, value)}, the median is "
             f"{_number(name, usual)}."
             for rank, value in enumerate(values)
             if value < _UNEVEN * usual
         ]
-    return found
+    return remarks
 
 
 def _sentence(
-    results: Sequence[RankResult], names: Sequence[str], plan: dict[str, float], hw: Hardware | None
+    results: Sequence[RankResult],
+    rates: Mapping[str, list[float]],
+    plan: Mapping[str, float],
+    hw: Hardware | None,
 ) -> str:
-    parts = []
-    low = []
-    for name in names:
-        value = median(_values(results, name))
-        what = f"products in {name} run" if name in PRODUCTS else f"{name}"
-        if name not in plan:
-            parts.append(f"{what} at {_number(name, value)} {_unit(name)}")
-            continue
-        share = value / plan[name]
-        low += [name] if share < _LOW else []
-        parts.append(
-            f"{what} at {_number(name, value)} of {_number(name, plan[name])} {_unit(name)}"
-        )
-    text = "; ".join(parts)
+    """The median rates beside the plan's, and a verdict."""
+    clauses = []
+    for name, values in rates.items():
+        what = f"products in {name} run" if name in PRODUCTS else name
+        planned = f" of {_number(name, plan[name])}" if name in plan else ""
+        clauses.append(f"{what} at {_number(name, median(values))}{planned} {_unit(name)}")
+    text = "; ".join(clauses)
     text = text[0].upper() + text[1:]
     if hw is None:
         return (
             f"{text}. The planner has no constants for {results[0].about.get('device', 'it')}: "
             "--hardware names what to compare with."
         )
+    low = [name for name in plan if name in rates and median(rates[name]) < _LOW * plan[name]]
     verdict = (
         f"below the plan by more than {1 - _LOW:.0%}: {', '.join(low)}"
         if low

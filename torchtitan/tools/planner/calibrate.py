@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan.telemetry.planned import Figure, Taken, figures, seconds_waited, state_gib
 from torchtitan.tools.planner.cpu import CPU
-from torchtitan.tools.planner.hardware import Hardware, load_hardware, to_table
+from torchtitan.tools.planner.hardware import Hardware, hardware_with, load_hardware, to_table
 from torchtitan.tools.planner.planner import make_plan
 from torchtitan.tools.planner.predict import Plan, predict
 from torchtitan.tools.planner.run_plan import planned
@@ -111,17 +111,15 @@ def hardware_of(run: Measured) -> str:
     Raises:
         ConfigError: there is none, or it is the CPU of another machine.
     """
-    known = load_hardware()
-    for hardware in known.values():
-        if run.device in hardware.device_names:
-            return hardware.name
+    if hardware := hardware_with(run.device):
+        return hardware.name
     problem = f"the run's device, {run.device}, is in no table"
     if run.device == CPU:
         if socket.gethostname() in run.hosts:
             return CPU
         problem = f"the run was on the CPU of {listed(run.hosts, 4)}, and this is another machine"
     raise ConfigError(
-        [f"--hardware: {problem}; name the nearest of {', '.join(known)}, or a TOML file"]
+        [f"--hardware: {problem}; name the nearest of {', '.join(load_hardware())}, or a TOML file"]
     )
 
 

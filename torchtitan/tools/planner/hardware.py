@@ -104,6 +104,11 @@ class Hardware(BaseModel):
             raise ConfigError(problems)
 
     @property
+    def devices_per_host(self) -> int:
+        """Number of devices on which one launcher starts ranks."""
+        return self.gpus_per_host or self.gpus_per_node
+
+    @property
     def usable_gib(self) -> float:
         """Memory left for the allocator."""
         return self.memory_gib - self.reserve_gib
@@ -194,6 +199,11 @@ def load_hardware(path: Path = FILE) -> dict[str, Hardware]:
     if problems:
         raise ConfigError(problems)
     return hardware
+
+
+def hardware_with(device: str) -> Hardware | None:
+    """The built-in hardware whose device torch reports by this name."""
+    return next((each for each in load_hardware().values() if device in each.device_names), None)
 
 
 def find_hardware(name: str) -> Hardware:

@@ -58,8 +58,7 @@ class Plan:
     @property
     def host_gib(self) -> dict[str, float]:
         """Host memory that the ranks of one host take, by what for."""
-        hw = self.hardware
-        ranks = min(self.workload.world, hw.gpus_per_host or hw.gpus_per_node)
+        ranks = min(self.workload.world, self.hardware.devices_per_host)
         return {part: ranks * size / GIB for part, size in host_memory(self.workload).items()}
 
     @property

@@ -9,7 +9,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.telemetry.planned import Planned
 from torchtitan.tools.planner.corrections import correction, hardware_called
 from torchtitan.tools.planner.cpu import CPU
-from torchtitan.tools.planner.hardware import Hardware, load_hardware
+from torchtitan.tools.planner.hardware import Hardware, hardware_with
 from torchtitan.train.preflight import Setup
 
 if TYPE_CHECKING:
@@ -65,9 +65,8 @@ def hardware_here() -> Hardware | None:
     model = None if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") else _gpu_model()
     if model is None:
         return correction(CPU)
-    known = load_hardware().values()
-    name = next((each.name for each in known if model in each.device_names), None)
-    return None if name is None else hardware_called(name)
+    hardware = hardware_with(model)
+    return None if hardware is None else hardware_called(hardware.name)
 
 
 def _gpu_model() -> str | None:
