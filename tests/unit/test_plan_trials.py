@@ -18,13 +18,14 @@ PLAN = ["--model.flavor=1B", "--training.global_batch_size=16", "--hardware=h100
 def measured(folder, rates):
     """A run's folder, of a step that compiles and some that don't."""
     folder.mkdir()
-    start = {"ranks": 8, "devices": ["GPU"], "resumed_step": 0}
+    start = {"ranks": 8, "devices": {"GPU": 8}, "resumed_step": 0, "time": 0}
     (folder / "run.json").write_text(json.dumps({"starts": [start]}))
     records = [
         {"step": step, "tokens_per_second": rate, "step_time_s": 1 / rate, "memory_gib": 1.0}
         for step, rate in enumerate(rates, 1)
     ]
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    lines = [json.dumps(record) + "\n" for record in records]
+    (folder / "metrics.jsonl").write_text("".join(lines))
 
 
 def test_the_fastest_of_the_best_is_adopted(tmp_path, capsys):

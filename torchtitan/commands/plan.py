@@ -8,25 +8,18 @@ import argparse
 import json
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from torchtitan.config.load.command_line import flag_text
 from torchtitan.tools.launch.trials import SCRIPT, fastest_trial, folder_of, trial_files
+from torchtitan.tools.planner import calibrate
 from torchtitan.tools.planner.budget import Failures, budget_of, budget_text
-from torchtitan.tools.planner.calibrate import (
-    comparison_data,
-    comparison_text,
-    fitted_file,
-    hardware_of,
-    plan_run,
-    read_run,
-)
 from torchtitan.tools.planner.corrections import correct, correction_note, hardware_called
 from torchtitan.tools.planner.cpu import CPU
-from torchtitan.tools.planner.hardware import Hardware, find_hardware
+from torchtitan.tools.planner.hardware import find_hardware
 from torchtitan.tools.planner.options import options_of, parse
 from torchtitan.tools.planner.page import page, pictures, schedule_svg
 from torchtitan.tools.planner.planner import find_layouts, make_plan, nothing_fits, planned_toml
@@ -44,58 +37,85 @@ Section = tuple[str, Any, str]
 """What is said beside the plan: its key in the JSON, its data, and its text."""
 
 
+@dataclass
+class Chosen:
+    """The plan to show, and what is said before it."""
+
+    plan: Plan
+    flags: list[str]
+    """The configuration that it was made from."""
+    sections: list[Section]
+    proposals: list[Plan] = field(default_factory=list)
+    """Those of a search."""
+    last_lines: list[str] = field(default_factory=list)
+    """What the text ends with."""
+
+
 def parser() -> argparse.ArgumentParser:
     return options_of(__doc__)
 
 
 def main(argv: list[str]) -> int:
     options, flags = parse(parser(), argv or ["--help"])
-    if options.from_run:
-        return _compare_run(options, flags)
     if options.adopt:
         return _adopt(options)
-    if options.config and is_hugging_face(Path(options.config)):
-        flags = _flags_of_model(Path(options.config), flags[1:])
-    hardware = hardware_called(options.hardware)
-    plan, proposals, sections = _choose(options, flags, hardware)
-    plan = plan.noting(correction_note(options.hardware))
-    if options.compare:
-        other_flags = [*flags, f"--job.config_file={options.compare[-1]}"]  # the last file counts
-        other = make_plan(other_flags, options.world, hardware)
-        sections.append(("compared", as_data(other, options.tokens), comparison(plan, other)))
+    chosen = _of_run(options, flags) if options.from_run else _of_flags(options, flags)
+    plan = chosen.plan
     budget = list(_budget(options, plan))
-    toml = planned_toml(plan, flags)
+    toml = planned_toml(plan, chosen.flags)
     data = as_data(plan, options.tokens) | {
         "command": shlex.join(["torchtitan", "plan", *argv]),
         "date": datetime.now(UTC).isoformat(timespec="minutes"),
         "toml": toml,
     }
-    data |= {key: section for key, section, _ in sections + budget}
-    _write(_files(options, plan, proposals, toml=toml, data=data))
-    trials = [proposal for proposal in proposals if proposal.fits][: options.trials or 0]
+    data |= {key: section for key, section, _ in chosen.sections + budget}
+    _write(_files(options, chosen, toml=toml, data=data))
+    trials = [proposal for proposal in chosen.proposals if proposal.fits][: options.trials or 0]
     if trials:
-        write_output(trial_files(trials, flags, Path(options.write)))
+        write_output(trial_files(trials, chosen.flags, Path(options.write)))
+        script = shlex.quote(str(folder_of(Path(options.write)) / SCRIPT))
+        start = f"to measure {plural(len(trials), 'layout')} and adopt the fastest: sh {script}"
+        chosen.last_lines.append(start)
     if options.json == _TERMINAL:
         print(_json(data), end="")
     else:
-        before, after = ([text for _, _, text in part] for part in (sections, budget))
+        before, after = ([text for _, _, text in part] for part in (chosen.sections, budget))
         print("\n\n".join([*before, as_text(plan, options.tokens), *after]))
         for option in ("write", "json", "html", "schedule_svg"):
             if file := getattr(options, option):
                 print(f"wrote {file}")
-        if trials:
-            script = shlex.quote(str(folder_of(Path(options.write)) / SCRIPT))
-            print(f"to measure {plural(len(trials), 'layout')} and adopt the fastest: sh {script}")
-    return 0 if plan.fits else 1
+        for line in chosen.last_lines:
+            print(line)
+    return 0 if plan.fits or options.from_run else 1
 
 
-def _choose(
-    options: argparse.Namespace, flags: list[str], hardware: Hardware
-) -> tuple[Plan, list[Plan], list[Section]]:
-    """The plan for the configured or best number of ranks and layout, the proposals of a search,
-    and what is said of both.
-    """
+def _of_run(options: argparse.Namespace, flags: list[str]) -> Chosen:
+    """The plan of a run beside what the run took; corrects or writes the hardware."""
+    run = calibrate.read_run(Path(options.from_run))
+    name = options.hardware or calibrate.hardware_of(run)
+    flags = [calibrate.config_flag(run), *flags]
+    plan = make_plan(flags, run.world, hardware_called(name))
+    section = calibrate.comparison_data(run, plan), calibrate.comparison_text(run, plan)
+    chosen = Chosen(plan, flags, [("measured", *section)])
+    if options.calibrate or not name.endswith(".toml"):
+        # A correction replaces the one before; of a CPU, nothing else is known.
+        start = plan if name == CPU else make_plan(flags, run.world, find_hardware(name))
+        if options.calibrate:
+            _write({options.calibrate: calibrate.fitted_file(run, start)})
+            chosen.last_lines.append(f"wrote {options.calibrate}")
+        else:
+            file = correct(name, calibrate.fitted_file(run, start, name))
+            chosen.last_lines.append(f"wrote {file}: the next plans for {name} use it")
+    return chosen
+
+
+def _of_flags(options: argparse.Namespace, flags: list[str]) -> Chosen:
+    """The plan of the configured or best layout on the given or best number of ranks."""
+    if options.config and is_hugging_face(Path(options.config)):
+        flags = _flags_of_model(Path(options.config), flags[1:])
+    hardware = hardware_called(options.hardware)
     sections: list[Section] = []
+    proposals: list[Plan] = []
     world = options.world
     if world is None:
         sizes = compare_sizes(
@@ -107,18 +127,23 @@ def _choose(
         sections.append(("sizes", sizes_data(sizes, price), sizes_table(sizes, price)))
     elif not options.search:
         plan = make_plan(flags, world, hardware)
-    if not options.search:
-        return plan, [], sections
-    found = find_layouts(flags, world, hardware, options.axes)
-    if not found.best:
-        raise UserError(
-            f"--search: {nothing_fits(found, world, hardware)}; use more ranks, a smaller "
-            "training.seq_len, more training.loss_chunks, optimizer.state_dtype bfloat16, or "
-            "--axes loss_chunks,state_dtype,offload to try those"
-        )
-    sections.append(("search", search_data(found), search_table(found)))
-    proposals = [proposal.plan for proposal in found.best]
-    return proposals[0], proposals, sections
+    if options.search:
+        found = find_layouts(flags, world, hardware, options.axes)
+        if not found.best:
+            raise UserError(
+                f"--search: {nothing_fits(found, world, hardware)}; use more ranks, a smaller "
+                "training.seq_len, more training.loss_chunks, optimizer.state_dtype bfloat16, or "
+                "--axes loss_chunks,state_dtype,offload to try those"
+            )
+        sections.append(("search", search_data(found), search_table(found)))
+        proposals = [proposal.plan for proposal in found.best]
+        plan = proposals[0]
+    plan = plan.noting(correction_note(options.hardware))
+    if options.compare:
+        other_flags = [*flags, f"--job.config_file={options.compare[-1]}"]  # the last file counts
+        other = make_plan(other_flags, world, hardware)
+        sections.append(("compared", as_data(other, options.tokens), comparison(plan, other)))
+    return Chosen(plan, flags, sections, proposals)
 
 
 def _budget(options: argparse.Namespace, plan: Plan) -> Iterator[Section]:
@@ -132,21 +157,17 @@ def _budget(options: argparse.Namespace, plan: Plan) -> Iterator[Section]:
 
 
 def _files(
-    options: argparse.Namespace,
-    plan: Plan,
-    proposals: list[Plan],
-    *,
-    toml: str,
-    data: dict[str, Any],
+    options: argparse.Namespace, chosen: Chosen, *, toml: str, data: dict[str, Any]
 ) -> dict[str, str]:
     """The files that options ask for, by path."""
+    plan = chosen.plan
     files = {}
     if options.write:
         files[options.write] = toml
     if options.json and options.json != _TERMINAL:
         files[options.json] = _json(data)
     if options.html:
-        shown = data | pictures(plan, proposals)
+        shown = data | pictures(plan, chosen.proposals)
         files[options.html] = page(shown)
         files[str(Path(options.html).with_suffix(".json"))] = _json(shown)
     if options.schedule_svg:
@@ -188,34 +209,6 @@ def _flags_of_model(path: Path, flags: list[str]) -> list[str]:
         settings["model.hf_assets_path"] = str(model.folder)
     settings |= {f"model.overrides.{key}": value for key, value in model.overrides.items()}
     return [f"--{key}={flag_text(key, value)}" for key, value in settings.items()] + flags
-
-
-def _compare_run(options: argparse.Namespace, flags: list[str]) -> int:
-    run = read_run(Path(options.from_run))
-    name = options.hardware or hardware_of(run)
-    plan = plan_run(run, flags, hardware_called(name))
-    files = {}
-    written: Path | None = None
-    if options.calibrate or not name.endswith(".toml"):
-        # A correction replaces the one before; of a CPU, nothing else is known.
-        start = plan if name == CPU else plan_run(run, flags, find_hardware(name))
-        if options.calibrate:
-            files[options.calibrate] = fitted_file(run, start)
-        else:
-            written = correct(name, fitted_file(run, start, name))
-    data = as_data(plan, options.tokens) | {"measured": comparison_data(run, plan)}
-    if options.json and options.json != _TERMINAL:
-        files[options.json] = _json(data)
-    _write(files)
-    if options.json == _TERMINAL:
-        print(_json(data), end="")
-        return 0
-    print("\n\n".join([comparison_text(run, plan), as_text(plan, options.tokens)]))
-    for file in files:
-        print(f"wrote {file}")
-    if written:
-        print(f"wrote {written}: the next plans for {name} use it")
-    return 0
 
 
 def _json(data: dict[str, Any]) -> str:

@@ -56,27 +56,20 @@ def batches(config: Config, axes: tuple[str, ...]) -> list[int]:
 
 def settings_of(config: Config, axes: tuple[str, ...]) -> list[Settings]:
     """All combinations of the other axes, from the fastest and largest to the leanest."""
-    choices: list[list[Settings]] = []
-    if "loss_chunks" in axes:
-        choices.append([{"training.loss_chunks": chunks} for chunks in _LOSS_CHUNKS])
-    if "state_dtype" in axes:
-        types = (
-            ["float32", "bfloat16"]
-            if config.optimizer.name != "Muon"
-            else [config.optimizer.state_dtype]
-        )
-        choices.append([{"optimizer.state_dtype": dtype} for dtype in types])
-    if "offload" in axes:
-        placements = itertools.product((False, True), (0, -1))
-        choices.append(
-            [
-                {"activation_checkpoint.offload_blocks": n, "training.enable_cpu_offload": cpu}
-                for cpu, n in placements
-            ]
-        )
+    muon = config.optimizer.name == "Muon"
+    types = [config.optimizer.state_dtype] if muon else ["float32", "bfloat16"]
+    choices: dict[str, list[Settings]] = {
+        "loss_chunks": [{"training.loss_chunks": chunks} for chunks in _LOSS_CHUNKS],
+        "state_dtype": [{"optimizer.state_dtype": dtype} for dtype in types],
+        "offload": [
+            {"activation_checkpoint.offload_blocks": n, "training.enable_cpu_offload": cpu}
+            for cpu, n in itertools.product((False, True), (0, -1))
+        ],
+    }
+    varied = [settings for axis, settings in choices.items() if axis in axes]
     return [
         {key: value for choice in combined for key, value in choice.items()}
-        for combined in itertools.product(*choices)
+        for combined in itertools.product(*varied)
     ]
 
 

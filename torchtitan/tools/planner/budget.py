@@ -119,11 +119,8 @@ def budget_of(
     """
     run = run_of(plan, tokens)
     expected = goodput(plan, failures) if failures else None
-    hours = (
-        run.hours / (expected.share if expected else 1.0)
-        if not expected or expected.share
-        else math.inf
-    )
+    share = expected.share if expected else 1.0
+    hours = run.hours / share if share else math.inf
     gpu_hours = hours * plan.workload.world
     return Budget(
         run, expected, hours, gpu_hours, cost=None if price is None else price * gpu_hours

@@ -1,20 +1,19 @@
 """Runs beside their plans, and hardware fitted to them."""
 
-import json
 import socket
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan.telemetry.planned import Figure, Taken, figures, seconds_waited, state_gib
+from torchtitan.telemetry.planned import Figure, Taken, figures
 from torchtitan.tools.planner.cpu import CPU
 from torchtitan.tools.planner.hardware import Hardware, hardware_with, load_hardware, to_table
-from torchtitan.tools.planner.planner import make_plan
 from torchtitan.tools.planner.predict import Plan, predict
 from torchtitan.tools.planner.run_plan import planned
-from torchtitan.tools.reports.folder import read_events
-from torchtitan.tools.reports.plan import figure_rows
+from torchtitan.tools.reports.folder import CONFIG, METRICS, read_events, read_folder
+from torchtitan.tools.reports.plan import figure_rows, steady_records, taken_of
+from torchtitan.tools.reports.records import read_records
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.wording import aligned, listed, plural
 
@@ -57,52 +56,37 @@ def read_run(folder: Path) -> Measured:
     Raises:
         UserError: it holds no run, or too few steps.
     """
+    start = next(reversed(read_folder(folder).starts), None)
     try:
-        start = json.loads((folder / "run.json").read_bytes())["starts"][-1]
-        saved = _seconds_per_save(folder, start)
-        lines = (folder / "metrics.jsonl").read_bytes().splitlines()
-        records = [record for record in map(json.loads, lines) if "tokens_per_second" in record]
-        world = int(start["ranks"])
-        devices = list(start["devices"])
-        hosts = tuple(start.get("hosts", ()))
-        first = int(start["resumed_step"]) + 1
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        records = list(read_records(folder / METRICS))
+    except OSError:
+        start = None
+    if start is None or not start.ranks or not start.devices:
         raise UserError(
-            f"--from-run: {folder} holds no run that can be read ({error}); name a job.dump_folder"
-        ) from None
-    steady = [record for record in records if record["step"] > first]  # the first step compiles
+            f"--from-run: {folder} holds no run that can be read; name a job.dump_folder"
+        )
+    steady = steady_records(start, records)
     if not steady:
         raise UserError(
             f"--from-run: {folder} has no measurement after the first step; train longer"
         )
     return Measured(
         folder,
-        world,
-        hosts,
-        devices[0],
+        start.ranks,
+        tuple(start.hosts),
+        next(iter(start.devices)),
         len(steady),
-        tokens_per_second=statistics.median(record["tokens_per_second"] for record in steady),
-        taken=Taken(
-            statistics.median(record["step_time_s"] for record in steady),
-            statistics.median(seconds_waited(record) for record in steady),
-            peak_gib=max(record["memory_gib"] for record in records),
-            save_s=saved,
-            state_gib=state_gib(start.get("state_bytes", {})),
-        ),
+        tokens_per_second=statistics.median(r["tokens_per_second"] or 0.0 for r in steady),
+        taken=taken_of(start, steady, read_events(folder)),
     )
 
 
-def _seconds_per_save(folder: Path, start: dict[str, Any]) -> float | None:
-    """Seconds that training waited for a save of this start; None without one."""
-    events = read_events(folder)
-    saves = sum(e["kind"] == "saved" and e["time"] >= start["time"] for e in events)
-    return start["seconds"]["saves"] / saves if saves else None
-
-
-def _config(folder: Path) -> str:
-    if not (folder / "config.toml").is_file():
-        raise UserError(f"--from-run: no {folder / 'config.toml'}; name a job.dump_folder")
-    return f"--job.config_file={folder / 'config.toml'}"
+def config_flag(run: Measured) -> str:
+    """The flag that names a run's configuration."""
+    file = run.folder / CONFIG
+    if not file.is_file():
+        raise UserError(f"--from-run: no {file}; name a job.dump_folder")
+    return f"--job.config_file={file}"
 
 
 def hardware_of(run: Measured) -> str:
@@ -123,23 +107,13 @@ def hardware_of(run: Measured) -> str:
     )
 
 
-def plan_run(run: Measured, flags: list[str], hardware: Hardware) -> Plan:
-    """The plan of what the run did.
-
-    Args:
-        flags: override the run's configuration.
-    """
-    return make_plan([_config(run.folder), *flags], run.world, hardware)
-
-
 # ---- comparison
 
 
 def compared(run: Measured, plan: Plan) -> list[Figure]:
     """A run beside its plan."""
-    rate, band = plan.tokens_per_second, plan.speed_band
-    speed = (rate * (1 - band), rate * (1 + band))
-    first = Figure("tokens/s per GPU", rate, run.tokens_per_second, speed)
+    speed = plan.tokens_per_second
+    first = Figure("tokens/s per GPU", speed, run.tokens_per_second, plan.speed_range)
     return [first, *figures(planned(plan), run.taken)]
 
 
@@ -175,21 +149,21 @@ def fit(run: Measured, plan: Plan) -> Hardware:
     All rates and the host's work are scaled alike, since one figure can't tell them apart. Time
     that the run waited for data doesn't count.
     """
-    hardware = plan.hardware
     seconds = run.taken.step_s - run.taken.data_s
+    factor = 1.0
     for _ in range(_ROUNDS):
+        hardware = _faster(plan.hardware, factor)
         ratio = predict(plan.workload, plan.spec, hardware).time.seconds / seconds
         if abs(ratio - 1) < _CLOSE:
             break
-        scaled = {name: getattr(hardware, name) * ratio for name in _RATES}
-        for name in _HOST:
-            scaled[name] = getattr(hardware, name) / ratio
-        limited = {}
-        for name, value in scaled.items():
-            original = getattr(plan.hardware, name)
-            limited[name] = min(original * _MOST, max(original / _MOST, value))
-        hardware = hardware.model_copy(update=limited)
+        factor = min(_MOST, max(1 / _MOST, factor * ratio))
     return hardware
+
+
+def _faster(hardware: Hardware, factor: float) -> Hardware:
+    rates = {name: getattr(hardware, name) * factor for name in _RATES}
+    host = {name: getattr(hardware, name) / factor for name in _HOST}
+    return hardware.model_copy(update=rates | host)
 
 
 def fitted_file(run: Measured, plan: Plan, name: str = "fitted") -> str:

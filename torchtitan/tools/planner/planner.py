@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator
 from glob import glob
 from pathlib import Path
-from typing import Any
 
 from torchtitan.config import Resolved, complete, load_config
 from torchtitan.config.derive import replace, stages_of
@@ -23,6 +22,11 @@ from torchtitan.train.preflight import Setup, preflight
 from torchtitan.utils.errors import ConfigError, show_warnings
 from torchtitan.utils.wording import plural, show_gib, show_rate
 
+_FILES = (
+    *("model.hf_assets_path", "training.dataset_path"),
+    *("validation.dataset_path", "checkpoint.initial_load_path"),
+)
+"""Keys of files that the cluster may have alone."""
 _PLANNED = ("parallelism", "activation_checkpoint", "training.local_batch_size")
 """Sections and keys that a plan chooses, beside those of `--axes`."""
 
@@ -178,13 +182,9 @@ def nothing_fits(result: SearchResult, world: int, hardware: Hardware) -> str:
 def without_missing_files(config: Config) -> tuple[Config, list[str]]:
     """The configuration without files that only the cluster has, and a note on each."""
     notes = []
-    files: list[tuple[str, str | None, Any]] = [
-        ("model.hf_assets_path", config.model.hf_assets_path, Config().model.hf_assets_path),
-        ("training.dataset_path", config.training.dataset_path, None),
-        ("validation.dataset_path", config.validation.dataset_path, None),
-        ("checkpoint.initial_load_path", config.checkpoint.initial_load_path, None),
-    ]
-    for key, path, default in files:
+    defaults = Config()
+    for key in _FILES:
+        path, default = read(config, key), read(defaults, key)
         if path and path != default and not glob(str(Path(path).expanduser()), recursive=True):
             config = replace(config, key, default)
             notes.append(

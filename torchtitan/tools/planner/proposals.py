@@ -7,6 +7,7 @@ be faster.
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from torchtitan.config.derive import layout_degrees, layout_name
 from torchtitan.config.sections.schema import Config
@@ -89,9 +90,11 @@ class Frontier:
 
     def wants(self, candidate: Candidate) -> bool:
         """Whether a candidate, or any that it beats, may be worth showing."""
-        known = self.kinds.get(candidate.kind)
-        faster = known is None or candidate.speed > known.speed
-        if faster and not self.only_best and candidate.speed >= _OTHER_KIND * self.speed:
+        if (
+            self._leads(candidate)
+            and not self.only_best
+            and candidate.speed >= _OTHER_KIND * self.speed
+        ):
             return True
         worthwhile = candidate.low >= (ALIKE if self.only_best else WORTHWHILE) * self.low
         return worthwhile and not any(other.beats(candidate) for other in self.all)
@@ -100,11 +103,15 @@ class Frontier:
         """Keep a candidate that is wanted."""
         self.speed = max(self.speed, candidate.speed)
         self.low = max(self.low, candidate.low)
-        known = self.kinds.get(candidate.kind)
-        if known is None or candidate.speed > known.speed:
+        if self._leads(candidate):
             self.kinds[candidate.kind] = candidate
         if not any(other.beats(candidate) for other in self.all):
             self.all = [other for other in self.all if not candidate.beats(other)] + [candidate]
+
+    def _leads(self, candidate: Candidate) -> bool:
+        """Whether a candidate is the fastest of its kind."""
+        known = self.kinds.get(candidate.kind)
+        return known is None or candidate.speed > known.speed
 
 
 def propose(frontier: Frontier) -> list[tuple[Candidate, str]]:
@@ -129,7 +136,7 @@ def propose(frontier: Frontier) -> list[tuple[Candidate, str]]:
         (c for kind, c in frontier.kinds.items() if kind not in shown), key=lambda c: -c.speed
     )
     for other in [c for c in others if c.speed >= _OTHER_KIND * frontier.speed][:_OF_OTHER_KINDS]:
-        chosen.append((other, f"the fastest with {_and(other.kind)}"))
+        chosen.append((other, f"the fastest with {' x '.join(other.kind) or 'one rank'}"))
     return chosen
 
 
@@ -156,10 +163,6 @@ def _why(pick: Candidate, before: Sequence[Candidate], fastest: Candidate) -> st
     )
 
 
-def _and(kind: tuple[str, ...]) -> str:
-    return " x ".join(kind) or "one rank"
-
-
 def with_baseline(proposals: list[Proposal], baseline: Plan) -> list[Proposal]:
     """The proposals with the configuration's own layout among them: marked, or as the last."""
     for i, proposal in enumerate(proposals):
@@ -173,15 +176,8 @@ def with_baseline(proposals: list[Proposal], baseline: Plan) -> list[Proposal]:
 
 def _is_same(plan: Plan, other: Plan) -> bool:
     """Whether two configurations differ in nothing that matters to a plan."""
-    mine, others = (
-        (
-            p.layout,
-            p.schedule,
-            p.checkpointing,
-            p.workload.tokens,
-            p.workload.microbatches,
-            p.tokens_per_second,
-        )
-        for p in (plan, other)
+    figures = attrgetter(
+        *("layout", "schedule", "checkpointing", "tokens_per_second"),
+        *("workload.tokens", "workload.microbatches"),
     )
-    return mine == others
+    return bool(figures(plan) == figures(other))

@@ -47,17 +47,14 @@ def plan_of_run(config: Config, setup: Setup, world: int) -> Planned | None:
     None if they are not in the planner's table, on a CPU that no run has corrected, and for rows
     whose length changes.
     """
-    planned_figures = None
     with suppress(Exception):  # nothing that a plan can't do may stop a run
-        hardware = hardware_here()
-        if hardware is None:
-            return None
-        # 50 ms, only where they are of use
-        from torchtitan.tools.planner.planner import plan_of_stages
+        if (hardware := hardware_here()) is not None:
+            # 50 ms, only where they are of use
+            from torchtitan.tools.planner.planner import plan_of_stages
 
-        plan = plan_of_stages(config, setup, hardware)
-        planned_figures = None if plan.stages else planned(plan)
-    return planned_figures
+            plan = plan_of_stages(config, setup, hardware)
+            return None if plan.stages else planned(plan)
+    return None
 
 
 def hardware_here() -> Hardware | None:

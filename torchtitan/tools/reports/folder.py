@@ -47,6 +47,7 @@ class Start:
     ranks: int | None
     layout: dict[str, int]
     devices: dict[str, int]
+    hosts: dict[str, int]
     provenance: dict[str, Any]
     """Commit and versions of the code, by name."""
     plan: Planned | None = None
@@ -159,6 +160,7 @@ def _start(entry: Any) -> Start | None:
         ranks=_whole(_get(entry, "ranks")),
         layout=_counts(_get(entry, "layout")),
         devices=_counts(_get(entry, "devices")),
+        hosts=_counts(_get(entry, "hosts")),
         provenance={
             cut(key, 100): cut(value, 100)
             for key, value in code_versions.items()

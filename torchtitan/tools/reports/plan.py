@@ -16,24 +16,12 @@ def plan_data(
     the first step.
     """
     planned = start.plan
-    steady = [
-        record.values
-        for record in records
-        if record.step > start.resumed_step + 1
-        and (record.values.get("time") or 0.0) >= start.time
-        and record.values.get("step_time_s")
-    ]
+    steady = steady_records(start, records)
     if planned is None or not steady:
         return None
-    peaks = [record.get("memory_gib") or 0.0 for record in steady]
-    saves = sum(event["kind"] == "saved" and event["time"] >= start.time for event in events)
-    taken = Taken(
-        median(record["step_time_s"] or 0.0 for record in steady),
-        median(seconds_waited(record) for record in steady),
-        peak_gib=max(peaks) if planned.peak_gib else None,
-        save_s=start.saves_s / saves if saves and start.saves_s is not None else None,
-        state_gib=start.state_gib,
-    )
+    taken = taken_of(start, steady, events)
+    if not planned.peak_gib:
+        taken = taken._replace(peak_gib=None)
     return {
         "hardware": planned.hardware,
         "band": planned.band,
@@ -42,6 +30,35 @@ def plan_data(
         "time_s": planned.time_s,
         "memory_gib": planned.memory_gib if planned.peak_gib else {},
     }
+
+
+def steady_records(start: Start, records: Iterable[MetricsRecord]) -> list[dict[str, float | None]]:
+    """Values of a start's training records after its first step, which compiles."""
+    return [
+        record.values
+        for record in records
+        if record.step > start.resumed_step + 1
+        and (record.values.get("time") or 0.0) >= start.time
+        and record.values.get("step_time_s")
+    ]
+
+
+def taken_of(
+    start: Start, steady: Sequence[Mapping[str, float | None]], events: Sequence[Mapping[str, Any]]
+) -> Taken:
+    """What the steps of a start took: medians, and the highest peak of memory.
+
+    Args:
+        steady: from `steady_records`, one or more.
+    """
+    saves = sum(event["kind"] == "saved" and event["time"] >= start.time for event in events)
+    return Taken(
+        median(record["step_time_s"] or 0.0 for record in steady),
+        median(seconds_waited(record) for record in steady),
+        peak_gib=max(record.get("memory_gib") or 0.0 for record in steady),
+        save_s=start.saves_s / saves if saves and start.saves_s is not None else None,
+        state_gib=start.state_gib,
+    )
 
 
 def figure_rows(compared: Iterable[Figure]) -> list[list[str]]:
