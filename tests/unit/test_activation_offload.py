@@ -14,7 +14,8 @@ from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel.compile import apply_compile
 from torchtitan.parallel.memory.checkpoint import apply_activation_checkpoint
 from torchtitan.parallel.memory.offload import Offload, _Copy, apply_activation_offload
-from torchtitan.tools.planner.memory import memory_of, offloaded_per_block
+from torchtitan.tools.planner.block_memory import offloaded_per_block
+from torchtitan.tools.planner.memory import memory_of
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
 SIZES = {"vocab_size": 64, "dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 96}

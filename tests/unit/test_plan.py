@@ -25,6 +25,7 @@ from torchtitan.models.spec import ModelArgs
 from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel.memory.checkpoint import apply_activation_checkpoint
 from torchtitan.tools.planner.block import COUNTED
+from torchtitan.tools.planner.block_memory import offloaded_per_block
 from torchtitan.tools.planner.block_time import LAUNCHES, OPERATIONS, block_time
 from torchtitan.tools.planner.costs import step_time
 from torchtitan.tools.planner.memory import (
@@ -32,7 +33,6 @@ from torchtitan.tools.planner.memory import (
     LOGIT_BYTES,
     hidden_bytes,
     memory_of,
-    offloaded_per_block,
     predict_memory,
 )
 from torchtitan.tools.planner.planner import make_plan
@@ -355,7 +355,7 @@ def test_small_batches_are_bound_by_the_host():
     plan = predict(w, SPEC, H100)
     host = 4 * (28 + 39 + 2 * 20) * 20e-6
     block = block_time(w, H100)
-    device = 4 * sum(seconds for part, seconds in block.both if part != LAUNCHES)
+    device = 4 * sum(sum(both) for part, both in block.parts.items() if part != LAUNCHES)
     assert plan.time.parts[LAUNCHES] == pytest.approx(host - device)
     assert any("bound by the host" in note and "compile" in note for note in plan.notes)
     compiled = predict(workload(*argv, "--compile.enable", world=8), SPEC, H100)

@@ -6,8 +6,7 @@ the code of a block, checked only as part of the whole against
 `benchmarks/published/published.csv`.
 """
 
-import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchtitan.tools.planner.comm_time import (
@@ -53,7 +52,6 @@ ROUTER_BYTES = 60
 int64, each read and written. Counted.
 """
 
-EXPERT_EXCHANGES = "communication: ep"
 LAUNCHES = "launches by the host"
 
 OPERATIONS = {
@@ -75,25 +73,28 @@ the call of a compiled region; and FSDP's hooks for a group of parameters in one
 far a launch may be off, as a standard deviation. Estimates.
 """
 
-Seconds = dict[str, float]
-"""Seconds by part: `matrix products`, `attention`, `pointwise`, `8-bit casts`, `head and loss`,
-`communication: AXIS`, and `launches by the host`, beyond what the device takes for the others."""
-
 
 @dataclass(frozen=True)
 class Pass:
     """Seconds of one block, or of the model's two ends, for one microbatch."""
 
-    forward: Seconds
-    backward: Seconds
+    parts: Mapping[str, tuple[float, float]]
+    """Forward and backward of `matrix products`, `attention`, `pointwise`, `8-bit casts`, `head and
+    loss`, `communication: AXIS`, and `launches by the host`, beyond what the device takes for the
+    others.
+    """
     weights: float
     """Part of the backward that a schedule can postpone: the weights' gradients."""
     host_doubt: float = 0.0
     """Seconds more if the host takes `HOST_DOUBT` longer for each launch."""
 
     @property
-    def both(self) -> Iterator[tuple[str, float]]:
-        return itertools.chain(self.forward.items(), self.backward.items())
+    def forward(self) -> float:
+        return sum(forward for forward, _ in self.parts.values())
+
+    @property
+    def backward(self) -> float:
+        return sum(backward for _, backward in self.parts.values())
 
 
 def block_time(w: Workload, hw: Hardware) -> Pass:
@@ -119,29 +120,23 @@ def block_time(w: Workload, hw: Hardware) -> Pass:
     rows = expert_rows(w, hw, hiding)
     counts = expert_counts(w, hw)
     attention_repeats = w.mixing.backward / hw.attention_backward + w.recompute.attention
-    both = {
+    parts = {
         "matrix products": (forward, backward),
         "attention": (attention, attention * attention_repeats),
         "pointwise": (pointwise, pointwise * (BACKWARD_POINTWISE + w.recompute.pointwise)),
         "8-bit casts": casts,
         "communication: tp": tensor,
         "communication: cp": context,
-        EXPERT_EXCHANGES: (rows[0] + counts[0], rows[1] + counts[1]),
     }
-    exchanges = both.pop(EXPERT_EXCHANGES)
+    exchanges = rows[0] + counts[0], rows[1] + counts[1]
     if w.software.overlaps_experts:
-        exchanges = _beyond(exchanges, _summed(both))
-    both[EXPERT_EXCHANGES] = exchanges
-    device = _summed(both)
+        exchanges = _beyond(exchanges, _summed(parts))
+    parts["communication: ep"] = exchanges
+    device = _summed(parts)
     host = host_seconds(w, hw)
-    both[LAUNCHES] = _beyond(host, device)
+    parts[LAUNCHES] = _beyond(host, device)
     slower = _beyond((host[0] * (1 + HOST_DOUBT), host[1] * (1 + HOST_DOUBT)), device)
-    return Pass(
-        {part: seconds for part, (seconds, _) in both.items()},
-        {part: seconds for part, (_, seconds) in both.items()},
-        weights=weights,
-        host_doubt=sum(slower) - sum(both[LAUNCHES]),
-    )
+    return Pass(parts, weights, host_doubt=sum(slower) - sum(parts[LAUNCHES]))
 
 
 def _summed(parts: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
@@ -231,12 +226,9 @@ def ends_time(w: Workload, hw: Hardware) -> Pass:
     if chunks > 1:
         loss += chunks * CHUNK_BYTES * w.vocab_params / hw.bytes_per_s
     embedding = EMBEDDING_PASSES * w.element * w.tokens * w.dim / w.tp / hw.bytes_per_s
-    part = "head and loss"
-    return Pass(
-        {part: w.predictions * (product.forward + loss * LOSS_FORWARD)},
-        {part: w.predictions * (product.backward + loss * (1 - LOSS_FORWARD) + embedding)},
-        weights=w.predictions * product.weight,
-    )
+    forward = w.predictions * (product.forward + loss * LOSS_FORWARD)
+    backward = w.predictions * (product.backward + loss * (1 - LOSS_FORWARD) + embedding)
+    return Pass({"head and loss": (forward, backward)}, w.predictions * product.weight)
 
 
 # ---- matrix products

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchtitan.config.derive import offloaded_blocks
+from torchtitan.tools.planner.block_memory import offloaded_per_block
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.linears import experts_in_eight_bits
-from torchtitan.tools.planner.memory import hidden_bytes, offloaded_per_block
+from torchtitan.tools.planner.memory import hidden_bytes
 from torchtitan.tools.planner.workload import FP8, FP32, PlannedStage, Workload
 
 HOST_WAIT = 100e-6

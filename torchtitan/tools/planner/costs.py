@@ -8,7 +8,7 @@ a pipeline's ranks for each other. What depends on the hardware is in `hardware.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchtitan.tools.planner.block import block_layers
@@ -64,13 +64,16 @@ class Passes:
     blocks: Sequence[Pass]
     ends: Pass
 
+    def counted(self, w: Workload) -> Iterator[tuple[Pass, float]]:
+        """Each of them, with how often the average rank runs it in one step."""
+        counts = [sum(column) for column in zip(*(stage.kinds for stage in w.stages), strict=True)]
+        outputs = sum(stage.has_output for stage in w.stages)
+        for work, count in zip([*self.blocks, self.ends], [*counts, outputs], strict=True):
+            yield work, count * w.microbatches * w.accumulation / w.pp
+
     def seconds(self, w: Workload) -> float:
         """Compute and inner communication of the average rank in one step: less than the step."""
-        total = sum(seconds for _, seconds in self.ends.both)
-        counts = [sum(column) for column in zip(*(stage.kinds for stage in w.stages), strict=True)]
-        for count, block in zip(counts, self.blocks, strict=True):
-            total += count * sum(seconds for _, seconds in block.both)
-        return total * w.microbatches * w.accumulation / w.pp
+        return sum(count * (work.forward + work.backward) for work, count in self.counted(w))
 
 
 def passes(w: Workload, hw: Hardware) -> Passes:
@@ -84,12 +87,10 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
     parts: defaultdict[str, float] = defaultdict(float)
     slowest = 0
     doubt = 0.0
-    counts = [sum(column) for column in zip(*(stage.kinds for stage in w.stages), strict=True)]
-    outputs = sum(stage.has_output for stage in w.stages)
-    for count, work in [*zip(counts, blocks, strict=True), (outputs, ends)]:
-        for part, seconds in work.both:
-            parts[part] += count * seconds * w.microbatches * w.accumulation / w.pp
-        doubt += count * work.host_doubt * w.microbatches * w.accumulation / w.pp
+    for work, count in known.counted(w):
+        for part, both in work.parts.items():
+            parts[part] += count * sum(both)
+        doubt += count * work.host_doubt
     if w.pipeline is not None:
         batch = batch_time(w.pipeline, w.microbatches, _durations(w, blocks, ends), transfer(w, hw))
         slowest = max(range(w.pp), key=batch.busy.__getitem__)
@@ -97,7 +98,7 @@ def step_time(w: Workload, hw: Hardware) -> StepTime:
         parts[BUBBLE] = batch.bubble * w.accumulation
         if repeated > 1e-9 * batch.length:  # beyond rounding
             parts[REPEATED] = repeated
-    times = [(sum(x.forward.values()), sum(x.backward.values())) for x in blocks]
+    times = [(block.forward, block.backward) for block in blocks]
     stage = max(w.stages_of(slowest), key=lambda stage: stage.layers)
     parts |= data_parallel(w, hw, times, stage)
     parts["activation offload"] = activation_offload(w, hw, times, slowest)
@@ -133,7 +134,7 @@ def _durations(w: Workload, blocks: Sequence[Pass], ends: Pass) -> Callable[[int
     is asked for them one by one.
     """
     kinds = [_seconds_by_kind(b, work) for b, work in zip(w.blocks, blocks, strict=True)]
-    end = {"F": sum(ends.forward.values()), "B": sum(ends.backward.values()), "W": ends.weights}
+    end = {"F": ends.forward, "B": ends.backward, "W": ends.weights}
     end["I"] = end["B"] - end["W"]
 
     def seconds(stage: PlannedStage) -> dict[str, float]:
@@ -150,13 +151,11 @@ def _durations(w: Workload, blocks: Sequence[Pass], ends: Pass) -> Callable[[int
 
 def _seconds_by_kind(w: Workload, block: Pass) -> dict[str, float]:
     """Seconds of one block by kind of computation."""
-    forward = sum(block.forward.values())
-    backward = sum(block.backward.values())
-    inputs = weights = backward
+    inputs = weights = block.backward
     if not w.compiled:
-        inputs = backward - block.weights
-        weights = block.weights + _parameters(w) * w.recompute.pointwise * forward
-    return {"F": forward, "B": backward, "I": inputs, "W": weights}
+        inputs -= block.weights
+        weights = block.weights + _parameters(w) * w.recompute.pointwise * block.forward
+    return {"F": block.forward, "B": block.backward, "I": inputs, "W": weights}
 
 
 def _parameters(w: Workload) -> int:

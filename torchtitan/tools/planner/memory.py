@@ -14,8 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from torchtitan.config.derive import offloaded_blocks, selects_operations
-from torchtitan.tools.planner.linears import experts_in_eight_bits
+from torchtitan.config.derive import offloaded_blocks
+from torchtitan.tools.planner.block_memory import (
+    block_bytes,
+    expert_gradients,
+    offloaded_per_block,
+    postponed_bytes,
+    saved_bytes,
+    working_bytes,
+)
 from torchtitan.tools.planner.pipeline_costs import InFlight, in_flight
 from torchtitan.tools.planner.workload import BYTES, FP32, PlannedStage, Workload
 
@@ -54,10 +61,6 @@ is in published runs only: neither inductor's code for an H100 nor the replayed 
 CHUNK_GRADIENT_BYTES = 8
 """Bytes per parameter of the output projection with a chunked loss: the sum of its gradient in fp32
 (4), a chunk's gradient in bf16 (2), and the result in bf16 (2).
-"""
-ROUTER_BYTES = 70
-"""Bytes per row of an expert for its place in both orders, weight and expert, on its way there and
-back. As traced.
 """
 RECOMPUTED_COPIES = 6
 """Times that a checkpointed block, unless compiled, keeps everything in a backward of weights only:
@@ -108,10 +111,10 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
     has_output = any(stage.has_output for stage in stages)
     logits, hole = _logits(w) if has_output else (0.0, 0.0)
     kinds = [block for block, _ in blocks]
-    working = max((_working_bytes(b) * b.tokens + _expert_gradients(b) for b in kinds), default=0)
+    working = max((working_bytes(b) * b.tokens + expert_gradients(b) for b in kinds), default=0)
     parts["logits"], parts["other"] = logits, LIBRARY_BYTES + hole
     if w.pipeline is None:
-        activations = sum(count * _saved_bytes(block) * block.tokens for block, count in blocks)
+        activations = sum(count * saved_bytes(block) * block.tokens for block, count in blocks)
         activations = activations - offloaded_bytes(blocks) + _in_transit_bytes(blocks)
         parts["activations"] = activations + max(0.0, working - logits)
         largest = sorted(
@@ -206,9 +209,9 @@ def _moment_bytes(w: Workload, moment: InFlight) -> float:
         transit = max(transit, copied)
         if postponed := moment.postponed.get(stage, 0):
             blocks = w.counted([w.stages[stage]])
-            activations += postponed * _summed(_postponed_bytes, blocks)
+            activations += postponed * _summed(postponed_bytes, blocks)
             if not w.compiled:
-                again = _summed(lambda b: b.recompute.pointwise * _block_bytes(b), blocks)
+                again = _summed(lambda b: b.recompute.pointwise * block_bytes(b), blocks)
                 recomputed = max(recomputed, RECOMPUTED_COPIES * again)
     return transit + activations + recomputed
 
@@ -217,35 +220,13 @@ def _moment_bytes(w: Workload, moment: InFlight) -> float:
 def _stage_bytes(w: Workload, stage: PlannedStage) -> tuple[float, float]:
     """Bytes of one microbatch that a stage keeps, with its output, and those in transit."""
     blocks = w.counted([stage])
-    kept = _summed(_saved_bytes, blocks) - offloaded_bytes(blocks) + hidden_bytes(w)
+    kept = _summed(saved_bytes, blocks) - offloaded_bytes(blocks) + hidden_bytes(w)
     return kept, _in_transit_bytes(blocks)
 
 
 def _summed(per_token: Callable[[Workload], float], blocks: Counted) -> float:
     """Bytes of one microbatch in all blocks of a stage."""
     return sum(count * per_token(block) * block.tokens for block, count in blocks)
-
-
-def _postponed_bytes(w: Workload) -> float:
-    """Bytes per token that a block keeps, beyond what it does anyway, from its backward of inputs
-    to that of weights.
-
-    That is the gradient of what each of its parameters gave; a compiled block is one operation,
-    which gave its output.
-    """
-    d = w.dim
-    mixing = w.mixing
-    heads = (mixing.queries + mixing.keys + mixing.values - mixing.copied) / w.tp
-    tp = w.tp
-    if w.compiled:
-        return w.element * d / tp
-    inner = sum(
-        (w.expert_rows if x.experts else x.rows) * x.outputs
-        for x in w.linears
-        if x.name[-2:] in ("w1", "w3")
-    )
-    returned = w.expert_rows * d if w.experts else d
-    return w.element * (heads + d + inner + returned + 2 * d / tp)
 
 
 def _waiting_losses(w: Workload, pp_rank: int) -> float:
@@ -273,94 +254,6 @@ def _waiting_losses(w: Workload, pp_rank: int) -> float:
     return logits * bytes_per_logit
 
 
-def _attention_bytes(w: Workload) -> float:
-    """Bytes per token that the backward of a block's mixing needs, but for the block's input."""
-    mixing = w.mixing
-    heads = mixing.queries + mixing.keys + mixing.values + mixing.out
-    per_token = w.element * (heads + mixing.saved + mixing.read) / w.tp
-    per_token += _log_sum_exp_bytes(w)
-    if w.args.qk_norm and mixing.module == "attention":  # what their norms read
-        kv = w.args.n_kv_heads * w.args.head_dim
-        per_token += w.element * (mixing.queries + kv) / w.tp
-        per_token += FP32 * (w.args.n_heads + w.args.n_kv_heads) / w.tp
-    return per_token
-
-
-def _log_sum_exp_bytes(w: Workload) -> float:
-    """Bytes per token that flash attention keeps beside its output: one fp32 number per head."""
-    return FP32 * w.mixing.sums / w.tp
-
-
-def _block_bytes(w: Workload) -> float:
-    """Bytes per token that a block's backward needs: inputs of products and norms, q, k, v."""
-    d = w.dim
-    tp = w.tp
-    # what the two norms of a placement read: the residual stream, or what is added to it
-    norms = 4 if w.args.norm_placement == "both" else 2
-    joining = 5 * d / tp if w.kind.joins else 0  # embedding and state, normalized, joined
-    outside = _attention_bytes(w) + w.element * (norms * d / tp + joining)
-    if not w.experts:
-        f = w.ffn / tp
-        inner = 3 if w.args.activation == "relu2" else 4
-        return outside + w.element * (d / tp + inner * f)
-    # The router reads an fp32 copy. Experts keep their rows, two of their products, and the rows
-    # they return. Those that compute in 8 bits also keep what the third reads, and what that is
-    # made of.
-    results = 4 if experts_in_eight_bits(w.config) else 2
-    if w.args.activation == "clamped_swiglu" and not w.compiled:
-        results += 5  # biased, clamped, and the gate's sigmoid: as traced
-    network = FP32 * d / tp + _routing_bytes(w)
-    network += w.element * w.expert_rows * (2 * d + results * w.ffn)
-    shared = w.args.shared_expert_dim
-    if shared:
-        network += w.element * (2 * d + 4 * shared) / tp
-    return outside + network
-
-
-def _routing_bytes(w: Workload) -> float:
-    """Bytes per token of its probabilities in fp32 and of what is known about its rows."""
-    return FP32 * w.experts / w.tp + ROUTER_BYTES * w.expert_rows
-
-
-@lru_cache(maxsize=64)
-def _saved_bytes(w: Workload) -> float:
-    """Bytes per token that a block keeps from its forward to its backward."""
-    d = w.dim
-    tp = w.tp
-    ac = w.config.activation_checkpoint
-    boundary = w.element * d / tp
-    everything = _block_bytes(w)
-    if ac.mode == "full":
-        return boundary
-    if selects_operations(ac):
-        # Every second product, attention, and results summed over ranks. Between the three regions
-        # of experts that are apart also what goes from one to the next.
-        products = sum(
-            (FP32 if x.fp32 else w.element) * x.rows * x.outputs for x in w.linears if x.saved
-        )
-        saved = boundary + products + w.element * w.mixing.out / tp + _log_sum_exp_bytes(w)
-        summed = 1 if w.experts else 2
-        saved += w.element * summed * d / tp * (tp > 1)
-        if w.experts and w.experts_apart:
-            exchanged = 2 if w.ep > 1 else 1  # before the exchange, and after it
-            saved += boundary + _routing_bytes(w)
-            saved += w.element * d * exchanged * w.expert_rows
-        return saved
-    if ac.mode == "selective":
-        share = 1 / int(ac.selective_ac_option)
-        return share * boundary + (1 - share) * everything
-    if ac.mode == "memory_budget":
-        return boundary + ac.memory_budget * (everything - boundary)
-    return everything
-
-
-def offloaded_per_block(w: Workload) -> float:
-    """Bytes of one microbatch that an offloaded block keeps in host memory."""
-    # torch keeps results of operations out of the hooks' sight.
-    seen = w.compiled or not selects_operations(w.config.activation_checkpoint)
-    return w.tokens * (_saved_bytes(w) if seen else w.element * w.dim / w.tp)
-
-
 def _offloaded(blocks: Counted) -> tuple[int, float]:
     """How many of a stage's blocks are offloaded, and the bytes of one of average size."""
     layers = sum(count for _, count in blocks)
@@ -381,46 +274,6 @@ def _in_transit_bytes(blocks: Counted) -> float:
     """Bytes of offloaded blocks still on the device: the current one and the one being copied."""
     count, size = _offloaded(blocks)
     return min(2, count) * size
-
-
-@lru_cache(maxsize=64)
-def _working_bytes(w: Workload) -> float:
-    """Bytes per token in a block's backward: recomputed, gradients, gathered by collectives.
-
-    The numbers of d, q and f are adjusted: tensors that the compiled and the eager backward hold at
-    its peak.
-    """
-    d = w.dim
-    q = w.mixing.queries / w.tp
-    f = w.ffn / w.tp
-    # gradients of an expert's rows and of its products; and copies before and after the exchange
-    if w.experts:
-        per_row = (d + 4 * w.ffn) if w.ep > 1 else (d + 2 * w.ffn)
-        exchanged = 2 * d * w.expert_rows if w.ep > 1 else 0
-        block = _block_bytes(w) + w.element * (w.expert_rows * per_row + exchanged)
-    elif w.compiled:
-        gathered = (1 if w.async_tp else 2) * d if w.tp > 1 else 0
-        block = w.element * (6 * d / w.tp + 2 * d + gathered + 8 * q + 9 * f)
-    else:
-        # Partial sums, gathered gradients, and the copies that put them in order along the
-        # sequence.
-        gathered = 8 * d if w.tp > 1 else 0
-        block = _block_bytes(w) + w.element * (d / w.tp + 2 * f + gathered)
-    # Keys and values of all ranks, and their gradients in fp32.
-    sent = w.mixing.keys + w.mixing.values
-    ring = sent / w.tp * w.cp * (w.element + FP32) if w.cp > 1 else 0
-    return block + ring
-
-
-def _expert_gradients(w: Workload) -> float:
-    """Bytes of the experts' gradients, and of the previous block's while they are reduced.
-
-    In a dense block they are small against the activations.
-    """
-    if not w.experts:
-        return 0.0
-    block = w.block_params + w.expert_params * (w.expert_padding - 1)
-    return w.element * w.expert_params + (w.reduced * block if w.pipeline is None else 0.0)
 
 
 def _logits(w: Workload) -> tuple[float, float]:
