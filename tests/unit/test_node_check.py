@@ -146,13 +146,17 @@ def test_a_rank_that_fails_is_named(tmp_path):
 
 def test_expectation():
     """By hand, from the constants of the table."""
-    found = expected(find_hardware("h100-sxm"), 8)
-    widened = (8192**2 + 2.80e6) / 8192**2
-    assert found["bfloat16"] == pytest.approx(989e12 * 0.662 / widened / (8434 / 8192))
-    assert found["float8"] == pytest.approx(1979e12 * 0.566 / widened / (8676 / 8192))
+    hw = find_hardware("h100-sxm")
+    found = expected(hw, 8)
+    widened = (8192**2 + hw.gemm_ramp) / 8192**2
+    deepened = (8192 + hw.gemm_depth) / 8192
+    assert found["bfloat16"] == pytest.approx(989e12 * hw.gemm_bf16 / widened / deepened)
+    deepened = (8192 + 2 * hw.gemm_depth) / 8192
+    assert found["float8"] == pytest.approx(1979e12 * hw.gemm_fp8 / widened / deepened)
     assert found["memory"] == pytest.approx(3.35e12 * 0.8)
     ring = 2**28 * 7 / 8
-    assert found["all-gather"] == pytest.approx(ring / (ring / (450e9 * 0.743) + 20e-6))
+    link = 450e9 * hw.link_efficiency
+    assert found["all-gather"] == pytest.approx(ring / (ring / link + 20e-6))
     assert set(COLLECTIVES) < set(found)
     assert not set(COLLECTIVES) & set(expected(find_hardware("h100-sxm"), 1))
     assert "float8" not in expected(find_hardware("a100"), 8)
