@@ -168,16 +168,21 @@ class Collective:
     """A collective, its tensors, and what they should hold after it."""
 
     name: str
-    run: Callable[[], Any]
+    call: Callable[[Tensor, Tensor], Any]
+    """Communicates from the second tensor to the first."""
     source: Tensor
-    """Sent; it holds this rank's number."""
+    """Holds this rank's number everywhere."""
     out: Tensor
     expected: Tensor
+    """`[parts, 1]`: what each part of `out` should hold."""
     moved: float
     """Bytes that a rank sends in a ring, of an all-to-all those that leave it."""
 
+    def run(self) -> None:
+        self.call(self.out, self.source)
+
     def right(self) -> bool:
-        return bool((self.out.view_as(self.expected) == self.expected).all())
+        return bool((self.out.view(len(self.expected), -1) == self.expected).all())
 
 
 def collectives(device: torch.device, size: int) -> Iterator[Collective]:
@@ -186,48 +191,31 @@ def collectives(device: torch.device, size: int) -> Iterator[Collective]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     elements = size // dtype.itemsize // world
     away = elements * dtype.itemsize * (world - 1)
-    of_ranks = torch.arange(world, device=device).to(dtype)[:, None].expand(world, elements)
-    total = torch.full((), world * (world - 1) // 2, device=device, dtype=dtype)
 
-    def filled(rows: int) -> Tensor:
-        return torch.full((rows * elements,), rank, dtype=dtype, device=device)
+    def parts(number: int, value: int = -1) -> Tensor:
+        return torch.full((number * elements,), value, dtype=dtype, device=device)
 
-    def to(
-        name: str, source: Tensor, out: Tensor, call: Any, expected: Tensor, moved: float
-    ) -> Collective:
-        return Collective(name, lambda: call(out, source), source, out, expected, moved)
+    def expected(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)[:, None]
 
-    one, all_parts = filled(1), filled(world)
-    gathered = torch.empty_like(all_parts)
-    yield to("all-gather", one, gathered, dist.all_gather_into_tensor, of_ranks, away)
-    summed = torch.empty_like(one)
-    yield to(
-        "reduce-scatter",
-        filled(world),
-        summed,
-        dist.reduce_scatter_tensor,
-        total.expand_as(summed),
-        away,
-    )
-    both = filled(world)
-    yield Collective(
-        "all-reduce", lambda: dist.all_reduce(both), both, both, total.expand_as(both), 2 * away
-    )
-    yield to("all-to-all", all_parts, gathered, dist.all_to_all_single, of_ranks, away)
-    sent, received = filled(world), torch.empty_like(gathered)
-
-    def shift() -> None:
+    def shift(out: Tensor, source: Tensor) -> None:
         pair = [
-            dist.P2POp(dist.isend, sent, (rank + 1) % world),
-            dist.P2POp(dist.irecv, received, (rank - 1) % world),
+            dist.P2POp(dist.isend, source, (rank + 1) % world),
+            dist.P2POp(dist.irecv, out, (rank - 1) % world),
         ]
         for work in dist.batch_isend_irecv(pair):
             work.wait()
 
-    before = torch.full((), (rank - 1) % world, device=device, dtype=dtype)
-    yield Collective(
-        "send/recv", shift, sent, received, before.expand_as(received), all_parts.nbytes
-    )
+    gathered, total = expected(*range(world)), expected(sum(range(world)))
+    gather, scatter = dist.all_gather_into_tensor, dist.reduce_scatter_tensor
+    yield Collective("all-gather", gather, parts(1, rank), parts(world), gathered, away)
+    yield Collective("reduce-scatter", scatter, parts(world, rank), parts(1), total, away)
+    both = parts(world, rank)
+    yield Collective("all-reduce", lambda out, _: dist.all_reduce(out), both, both, total, 2 * away)
+    exchange = dist.all_to_all_single
+    yield Collective("all-to-all", exchange, parts(world, rank), parts(world), gathered, away)
+    sent, before = parts(world, rank), expected((rank - 1) % world)
+    yield Collective("send/recv", shift, sent, parts(world), before, sent.nbytes)
 
 
 if __name__ == "__main__":
