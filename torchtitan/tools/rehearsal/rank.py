@@ -29,14 +29,14 @@ from torchtitan.checkpoint.format.index import StoredChunk, WrittenTensor, add_w
 from torchtitan.checkpoint.format.layout import Cut, Layout
 from torchtitan.config.derive import axis_degrees
 from torchtitan.config.sections.schema import Config
-from torchtitan.health.rank_dumps import is_library, where
+from torchtitan.health.rank_dumps import where
 from torchtitan.parallel.mesh import build_mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.tools.rehearsal.coverage import rehearsed
 from torchtitan.tools.rehearsal.events import RankRecord
 from torchtitan.tools.rehearsal.fake import aside, no_network, start_group, take_fake_memory
 from torchtitan.tools.rehearsal.network import recording
-from torchtitan.tools.rehearsal.recorder import EndlessLoopError, Recorder
+from torchtitan.tools.rehearsal.recorder import EndlessLoopError, Recorder, skipped
 from torchtitan.tools.rehearsal.replaced import NoFiles, blank_data, few_modules, unequal_splits
 from torchtitan.tools.rehearsal.requests import CountedStore, count_files, counted_store
 from torchtitan.train.build import Builders
@@ -112,11 +112,7 @@ def _described(error: BaseException) -> str:
         (frame.filename, frame.lineno, frame.name)
         for frame in reversed(traceback.extract_tb(error.__traceback__))
     ]
-    of_the_run = [
-        frame
-        for frame in frames
-        if "torchtitan/tools/rehearsal/" not in frame[0] and not is_library(frame[0])
-    ]
+    of_the_run = [frame for frame in frames if not skipped(frame[0])]
     text = f"{type(error).__name__}: {error}".splitlines()[0]
     return f"{text}, at {where(of_the_run or frames)}"
 

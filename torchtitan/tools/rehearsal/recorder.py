@@ -241,14 +241,15 @@ class Recorder(TorchDispatchMode):
         frame: FrameType = sys._getframe(2)
         while frame.f_back is not None:
             code = frame.f_code
-            if not _skipped(code.co_filename) and code.co_qualname not in _HELPERS:
+            if not skipped(code.co_filename) and code.co_qualname not in _HELPERS:
                 break
             frame = frame.f_back
         return _where(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)
 
 
 @functools.cache
-def _skipped(file: str) -> bool:
+def skipped(file: str) -> bool:
+    """Whether a file is a library's or the rehearsal's, so that none of its lines is the run's."""
     return is_library(file) or file.startswith(_REHEARSAL_FOLDER)
 
 

@@ -3,14 +3,14 @@ content, and a checkpoint storage without files.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, SavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 from torchtitan.checkpoint.format.index import Index, IndexedTensor, dtype_name, render_index
 from torchtitan.checkpoint.format.manifest import (
@@ -188,16 +188,7 @@ class NoFiles:
         """Knows the tensors of this rank; rank 0's index lacks those of other pipeline stages."""
         return _NothingRead(path, Index(path, manifest, self._index))
 
-    def writer(
-        self,
-        path: Path,
-        info: CheckpointInfo,
-        confirm: Callable[[], object],
-        committed: Callable[[], None],
-        *,
-        extra_files: Mapping[str, bytes],
-        staged: bool,
-    ) -> "_NothingWritten":
+    def writer(self, path: Path, info: CheckpointInfo, *_: Any, **__: Any) -> "_NothingWritten":
         return _NothingWritten(self, info)
 
 
@@ -234,15 +225,15 @@ class _NothingWritten:
         self.storage.keep(checked(Manifest, manifest), index)
         return plan
 
-    def write(self, save: str, rank: int, plan: LocalPlan, planner: SavePlanner) -> tuple[int, int]:
+    def write(self, *_: Any) -> tuple[int, int]:
         return 0, 0
 
-    def finish(self, save: str, written: Written) -> None: ...
+    def finish(self, *_: Any) -> None: ...
 
 
 class _NothingRead(Reader):
     """Leaves the tensors that it would read as they are."""
 
-    def check_files(self, manifest: Manifest, share: int = 0, shares: int = 1) -> None: ...
+    def check_files(self, *_: Any, **__: Any) -> None: ...
 
     def fill(self, state: dict[str, Any]) -> None: ...
