@@ -49,12 +49,13 @@ class Asker:
         Args:
             text: value of the flag; None if it was not given.
         """
-        if text is None and self.interactive:
-            return self._ask(question)
-        if text is None and (self.accept or not question.required):
-            text = question.default
-        elif text is None:
-            self._missing.append(f"{question.flag} is missing: {question.choices}")
+        if text is None:
+            if self.interactive:
+                return self._ask(question)
+            if self.accept or not question.required:
+                text = question.default
+            else:
+                self._missing.append(f"{question.flag} is missing: {question.choices}")
         if text is None:
             return None
         try:

@@ -10,7 +10,7 @@ from torchtitan.config import complete, load_config
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.load.toml_file import HERE
 from torchtitan.tools.launch.preparation import PreparationStep, has_held_out, preparation_commands
-from torchtitan.tools.launch.recipe import as_flags, config_of, draft_settings, final_settings
+from torchtitan.tools.launch.recipe import as_flags, draft_settings, final_settings
 from torchtitan.tools.launch.request import Choice, Choices, Request
 from torchtitan.tools.launch.slurm_script import SlurmJob, check_words, job_name, script
 from torchtitan.tools.planner.planner import without_missing_files
@@ -36,7 +36,7 @@ class Project:
     """Commands that make the data and tokenizer, in order."""
     steps: list[str]
     """Commands to run after preparation, with comments."""
-    notes: tuple[str, ...] = ()
+    notes: list[str]
 
 
 def existing(folder: Path) -> list[str]:
@@ -67,10 +67,10 @@ def make_project(
     text = _toml(request, plan, settings | portable, command)
     notes = _validate_text(text, request, inside)
     if request.corpus and not has_held_out(request):
-        notes = (*notes, "too few documents to hold some out; nothing is validated")
+        notes.append("too few documents to hold some out; nothing is validated")
     key = "training.mixed_precision_param"
     if request.on_cpu:  # bfloat16 is the default, which the file leaves out
-        notes = (*notes, f"{key} is {settings[key].value}: {settings[key].why}")
+        notes.append(f"{key} is {settings[key].value}: {settings[key].why}")
     files = {CONFIG: text}
     if slurm is not None:
         files[SCRIPT] = _script(request, slurm, per_node)
@@ -86,7 +86,7 @@ def _name_inside(setting: Choice, request: Request) -> str | None:
 
 
 def _toml(request: Request, plan: Plan, settings: Choices, command: str) -> str:
-    config = config_of(settings)
+    config = load_config(as_flags(settings)).config
     comments = {key: setting.why for key, setting in settings.items()}
     run = run_of(plan, float(config.training.steps * plan.workload.tokens_per_step))
     speed = plan.speed_range
@@ -109,7 +109,7 @@ def _toml(request: Request, plan: Plan, settings: Choices, command: str) -> str:
     return "".join(f"# {line}\n" for line in lines) + "\n" + body.rstrip() + "\n"
 
 
-def _validate_text(text: str, request: Request, inside: Choices) -> tuple[str, ...]:
+def _validate_text(text: str, request: Request, inside: Choices) -> list[str]:
     """Check a configuration file as the trainer would on its devices.
 
     Args:
@@ -129,11 +129,11 @@ def _validate_text(text: str, request: Request, inside: Choices) -> tuple[str, .
     readable, notes = without_missing_files(config)
     device = request.hardware.accelerator
     preflight(readable, whole=config, world=request.devices, device=device, output=False)
-    return tuple(
+    return [
         note.replace("the plan doesn't need it, the run will", "the run will need it")
         for note in notes
         if note.split()[0] not in inside  # commands make it
-    )
+    ]
 
 
 def _script(request: Request, slurm: Namespace, per_node: int) -> str:

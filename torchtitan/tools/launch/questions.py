@@ -93,14 +93,12 @@ def parse_length(text: str) -> tuple[float | None, float | None]:
     if match := re.fullmatch(r"(\d[\d,]*(?:\.\d+)?(?:[eE]\+?\d\d?)?) ?([A-Za-z]*)", text.strip()):
         number = float(match[1].replace(",", ""))
         unit = match[2]
-        if unit in _HOURS and 0 < number * _HOURS[unit] < 1e6:
-            return None, number * _HOURS[unit]
-        if (
-            unit.upper() in _UNITS
-            and unit not in _HOURS
-            and 0 < number * _UNITS[unit.upper()] < 1e18
-        ):
-            return number * _UNITS[unit.upper()], None
+        hours = number * _HOURS.get(unit, 0.0)
+        tokens = 0.0 if unit in _HOURS else number * _UNITS.get(unit.upper(), 0.0)
+        if 0 < hours < 1e6:
+            return None, hours
+        if 0 < tokens < 1e18:
+            return tokens, None
     raise ConfigError(
         [
             f"--tokens, --hours: {brief(text)} is neither a number of tokens, as 160B, "

@@ -3,10 +3,8 @@
 import math
 from typing import Any
 
-from torchtitan.config.derive import DEGREE_KEYS, divisors
+from torchtitan.config.derive import divisors
 from torchtitan.config.load.command_line import flag_text
-from torchtitan.config.load.decode import load_config
-from torchtitan.config.sections.schema import Config
 from torchtitan.tools.launch.model_choice import ModelChoice
 from torchtitan.tools.launch.preparation import has_held_out, prepared_settings
 from torchtitan.tools.launch.request import Choice, Choices, Request
@@ -202,8 +200,7 @@ def final_settings(settings: Choices, plan: Plan, request: Request) -> Choices:
     steps = steps_of(plan, request)
     per_save = max(1, min(round(_SAVE_SECONDS / plan.time.seconds), steps // 10))
     warmup = min(_WARMUP, max(1, steps // 10))
-    layout = settings | _layout(plan)
-    chosen = {
+    chosen = _layout(plan) | {
         "training.steps": Choice(steps, _length(plan, request, steps)),
         "lr_scheduler.warmup_steps": Choice(
             warmup, "a tenth of the steps, at most 2,000 as Llama 2"
@@ -216,7 +213,7 @@ def final_settings(settings: Choices, plan: Plan, request: Request) -> Choices:
         rows = plan.config.training.local_batch_size
         chosen["validation.freq"] = Choice(per_save, "when a checkpoint is saved")
         chosen["validation.local_batch_size"] = Choice(rows, "as in training, which fits")
-    return layout | chosen | request.flag_settings
+    return settings | chosen | request.flag_settings
 
 
 def steps_of(plan: Plan, request: Request) -> int:
@@ -240,14 +237,13 @@ def _layout(plan: Plan) -> Choices:
     """Settings of the layout that a search chose."""
     p = plan.config.parallelism
     ac = plan.config.activation_checkpoint
-    axes = {
-        "pp": "parts of the layers",
-        "dp_replicate": "copies of the model",
-        "dp_shard": "FSDP: ranks that share parameters and optimizer state",
-        "cp": "parts of each row",
-        "tp": "parts of each matrix",
-    }
-    keys = {f"parallelism.{DEGREE_KEYS[axis]}": text for axis, text in axes.items()} | {
+    shard_degree = "parallelism.data_parallel_shard_degree"
+    keys = {
+        "parallelism.pipeline_parallel_degree": "parts of the layers",
+        "parallelism.data_parallel_replicate_degree": "copies of the model",
+        shard_degree: "FSDP: ranks that share parameters and optimizer state",
+        "parallelism.context_parallel_degree": "parts of each row",
+        "parallelism.tensor_parallel_degree": "parts of each matrix",
         "parallelism.expert_parallel_degree": "ranks that the experts are divided among",
         "parallelism.enable_async_tensor_parallel": "hides communication behind the products",
         "activation_checkpoint.mode": {
@@ -276,7 +272,7 @@ def _layout(plan: Plan) -> Choices:
             "parallelism.pipeline_parallel_last_stage_less_layers": "for the output projection",
         }
     if plan.workload.world == 1:
-        del keys[f"parallelism.{DEGREE_KEYS['dp_shard']}"]
+        del keys[shard_degree]
     return {key: Choice(read(plan.config, key), f"{text} (planned)") for key, text in keys.items()}
 
 
@@ -286,8 +282,3 @@ def _layout(plan: Plan) -> Choices:
 def as_flags(settings: Choices) -> list[str]:
     """The settings as flags of the command line."""
     return [f"--{key}={flag_text(key, setting.value)}" for key, setting in settings.items()]
-
-
-def config_of(settings: Choices) -> Config:
-    """The configuration of the settings, before values are derived."""
-    return load_config(as_flags(settings)).config

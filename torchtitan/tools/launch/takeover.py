@@ -89,8 +89,8 @@ class _LiveStore:
     store: dist.Store
 
     @property
-    def rank(self) -> tuple[int, int]:
-        """Sort key; launchers join the store with the largest."""
+    def precedence(self) -> tuple[int, int]:
+        """Launchers join the store with the largest."""
         return self.generation, -self.index
 
 
@@ -159,11 +159,15 @@ class Takeover(RendezvousHandler):
     def _join(self) -> DynamicRendezvousHandler:
         """Join the live store of the highest generation, or host one at this launcher's turn."""
         best = self._find() or self._take_turns()
-        if self._inner is None or self._joined is None or best.rank != self._joined.rank:
+        if (
+            self._inner is None
+            or self._joined is None
+            or best.precedence != self._joined.precedence
+        ):
             self._leave()
             self._inner = self._meet_in(best.store)
             self._joined = best
-        if self._hosted is not None and best.rank != self._hosted.rank:
+        if self._hosted is not None and best.precedence != self._hosted.precedence:
             self._hosted = None  # closes its port
         return self._inner
 
@@ -221,7 +225,7 @@ class Takeover(RendezvousHandler):
         with ThreadPoolExecutor(max(1, len(others))) as pool:
             stores = [self._hosted, *pool.map(self._probe, others)]
         alive = [store for store in stores if store is not None]
-        return max(alive, key=lambda store: store.rank, default=None)
+        return max(alive, key=lambda store: store.precedence, default=None)
 
     def _probe(self, index: int) -> _LiveStore | None:
         """The store at an endpoint, if it answers and belongs to this job."""
