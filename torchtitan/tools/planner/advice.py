@@ -214,7 +214,7 @@ def wasteful(plan: Plan) -> Iterator[str]:
     """Settings that should save memory, but by the plan take more, and no less time: recomputation
     that keeps more than it drops, and chunks of a loss that are smaller than the gradient they add.
     """
-    now = plan.tightest or plan
+    now = plan.tightest
     for settings in (RECOMPUTE_NOTHING, _half("training.loss_chunks", now.config)):
         after = replan(now, applied(now.config, settings))
         if after is None or after.peak_gib >= _SMALLER * now.peak_gib:

@@ -121,10 +121,10 @@ def comparison_text(run: Measured, plan: Plan) -> str:
     """A run beside its plan, for a terminal."""
     rows = figure_rows(compared(run, plan))
     head = f"{run.folder}: median of {plural(run.records, 'record')} on {run.world} x {run.device}"
-    notes = []
-    if run.device == "cpu":
-        notes.append("Peak memory on a CPU is that of the process, which a plan doesn't know")
-    return "\n".join([head, aligned(rows), *notes])
+    text = f"{head}\n{aligned(rows)}"
+    if run.device == CPU:
+        text += "\nPeak memory on a CPU is that of the process, which a plan doesn't know"
+    return text
 
 
 def comparison_data(run: Measured, plan: Plan) -> dict[str, Any]:

@@ -94,38 +94,30 @@ def schedule_svg(plan: Plan, width: float = 960, *, legible: bool = False) -> st
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="10">'
     ]
     for rank in range(rows):
-        frame = (
-            f'x="{left}" y="{rank * _ROW + 2}" width="{width - left - 0.5:.2f}" height="{_ROW - 4}"'
-        )
+        y = rank * _ROW
+        out.append(f'<text class="rank" x="0" y="{y + 15}" fill="#888">rank {rank}</text>')
         out.append(
-            f'<text class="rank" x="0" y="{rank * _ROW + 15}" fill="#888">rank {rank}</text>'
+            f'<rect class="bubble" x="{left}" y="{y + 2}" width="{width - left - 0.5:.2f}" '
+            f'height="{_ROW - 4}" fill="#fff" stroke="#8886" stroke-width="0.6"/>'
         )
-        out.append(f'<rect class="bubble" {frame} fill="#fff" stroke="#8886" stroke-width="0.6"/>')
     for rank, action, begin, end in sorted(batch.events, key=lambda event: (event[0], event[2])):
         x = left + begin * scale
-        y = rank * _ROW + 2
         w = (end - begin) * scale
         fill, ink = _fill(action.kind, action.stage // rows)
-        title = (
-            f"rank {rank}, stage {action.stage}: {_NAMES[action.kind]} of microbatch "
-            f"{action.microbatch}, "
-        )
+        y = rank * _ROW + 2
         out.append(
             f'<rect x="{x:.2f}" y="{y}" width="{max(w, 0.3):.2f}" height="{_ROW - 4}" '
-            f'fill="{fill}" '
-            f'stroke="#fff" stroke-width="0.4"><title>{title}{begin:.3f} to {end:.3f} '
-            "s</title></rect>"
+            f'fill="{fill}" stroke="#fff" stroke-width="0.4"><title>rank {rank}, stage '
+            f"{action.stage}: {_NAMES[action.kind]} of microbatch {action.microbatch}, "
+            f"{begin:.3f} to {end:.3f} s</title></rect>"
         )
-        text = min(
-            10.0, 1.45 * w / len(str(action.microbatch))
-        )  # pixels high, as wide as the computation allows
+        # pixels high, as wide as the computation allows
+        text = min(10.0, 1.45 * w / len(str(action.microbatch)))
         if text >= _SMALLEST:
-            position = (
-                f'x="{x + w / 2:.2f}" y="{y + 9 + 0.4 * text:.2f}" text-anchor="middle" '
-                f'font-size="{text:.1f}"'
-            )
             out.append(
-                f'<text {position} fill="{ink}" pointer-events="none">{action.microbatch}</text>'
+                f'<text x="{x + w / 2:.2f}" y="{y + 9 + 0.4 * text:.2f}" text-anchor="middle" '
+                f'font-size="{text:.1f}" fill="{ink}" pointer-events="none">'
+                f"{action.microbatch}</text>"
             )
     out += _legend(batch, plan.time.bubble, left, y=rows * _ROW + 8, width=width)
     return "\n".join([*out, "</svg>", ""])

@@ -1,6 +1,7 @@
 """From command-line arguments to a plan, and from a plan to the configuration that it proposes."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from glob import glob
@@ -82,15 +83,14 @@ def plan_of_stages(config: Config, setup: Setup, hardware: Hardware) -> Plan:
     first = plans[0]
     if len(plans) == 1:
         return first
-    tightest = max(plans, key=lambda plan: plan.peak_gib)
     first_steps = [1, *(stage.from_step for stage in config.training.stages)]
-    whole = dataclasses.replace(
-        first,
-        memory=tightest.memory,
-        tightest=None if tightest is first else tightest,
-        stages=tuple(zip(first_steps, plans, strict=True)),
-    )
-    return whole.noting(_stage_notes(first_steps, plans, tightest))
+    last = config.training.steps + 1
+    begins = [min(step, last) for step in (*first_steps, last)]
+    steps = [after - begin for begin, after in itertools.pairwise(begins)]
+    whole = dataclasses.replace(first, stages=tuple(zip(steps, plans, strict=True)))
+    tightest = whole.tightest
+    notes = _stage_notes(first_steps, plans, tightest)
+    return dataclasses.replace(whole, memory=tightest.memory).noting(notes)
 
 
 def _stage_notes(steps: list[int], plans: list[Plan], tightest: Plan) -> Iterator[str]:

@@ -31,14 +31,18 @@ class Plan:
     memory: tuple[Memory, ...]
     """Memory of each pipeline rank."""
     notes: tuple[str, ...] = ()
-    tightest: "Plan | None" = None
-    """The plan of the stage of the data that `memory` belongs to; None: the first stage."""
-    stages: tuple[tuple[int, "Plan"], ...] = ()
-    """The first step and the plan of each stage of the data; empty if all stages are alike."""
+    stages: tuple[tuple[float, "Plan"], ...] = ()
+    """The steps and the plan of each stage of the data; empty if all stages are alike."""
 
     @property
     def config(self) -> Config:
         return self.workload.config
+
+    @property
+    def tightest(self) -> "Plan":
+        """The plan of the stage of the data that `memory` belongs to."""
+        stages = (stage for _, stage in self.stages)
+        return max(stages, key=lambda stage: stage.peak_gib, default=self)
 
     @property
     def layout(self) -> dict[str, int]:

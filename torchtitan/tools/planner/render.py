@@ -38,24 +38,16 @@ class TrainingRun:
 
 def run_of(plan: Plan, tokens: float | None = None) -> TrainingRun:
     """The run that trains on `tokens`; by default on those of `training.steps`."""
-    w = plan.workload
-    if tokens is None and plan.stages:
-        return _run_of_stages(plan)
-    tokens = tokens or float(w.tokens_per_step * w.config.training.steps)
-    hours = tokens / (plan.tokens_per_second * w.world) / 3600
-    return TrainingRun(tokens, tokens / w.tokens_per_step, hours, hours * w.world)
-
-
-def _run_of_stages(plan: Plan) -> TrainingRun:
-    steps = plan.config.training.steps
-    ends = [*(first - 1 for first, _ in plan.stages[1:]), steps]
-    tokens = seconds = 0.0
-    for (first, stage), end in zip(plan.stages, ends, strict=True):
-        count = max(min(end, steps) - first + 1, 0)
-        tokens += count * stage.workload.tokens_per_step
-        seconds += count * stage.time.seconds
-    hours = seconds / 3600
-    return TrainingRun(tokens, steps, hours, hours * plan.workload.world)
+    stages = plan.stages or ((plan.config.training.steps, plan),)
+    if tokens is not None:
+        stages = ((tokens / plan.workload.tokens_per_step, plan),)
+    hours = sum(steps * stage.time.seconds for steps, stage in stages) / 3600
+    return TrainingRun(
+        tokens or float(sum(steps * stage.workload.tokens_per_step for steps, stage in stages)),
+        sum(steps for steps, _ in stages),
+        hours,
+        hours * plan.workload.world,
+    )
 
 
 def _nodes(plan: Plan) -> int:
@@ -73,9 +65,7 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
     """
     advised: list[str] = []
     if not plan.fits:
-        advised = advice(
-            (plan.tightest or plan).config, plan.spec, plan.workload.world
-        ).splitlines()
+        advised = advice(plan.tightest.config, plan.spec, plan.workload.world).splitlines()
     return "\n".join(
         [
             *_heading(plan),
