@@ -101,53 +101,75 @@ def predict_memory(w: Workload) -> Memory:
 def memory_of(w: Workload, pp_rank: int) -> Memory:
     """Peak of one pipeline rank, with all its stages."""
     stages = w.stages_of(pp_rank)
-    parts = dict.fromkeys(PARTS, 0.0)
-    if not w.config.training.enable_cpu_offload:
-        parts |= state_bytes(w, stages)
-    total = sum(map(w.params, stages))
     blocks = w.counted(stages)
-    params = sum(count * block.block_params for block, count in blocks)
-    ends = [w.element * size for stage in stages for size in w.ends(stage)]
-    has_output = any(stage.has_output for stage in stages)
-    logits, hole = _logits(w) if has_output else (0.0, 0.0)
-    kinds = [block for block, _ in blocks]
-    working = max((working_bytes(b) * b.tokens + expert_gradients(b) for b in kinds), default=0)
-    parts["logits"], parts["other"] = logits, LIBRARY_BYTES + hole
+    state = {} if w.config.training.enable_cpu_offload else state_bytes(w, stages)
+    logits, hole = _logits(w) if any(stage.has_output for stage in stages) else (0.0, 0.0)
+    working = max((working_bytes(b) * b.tokens + expert_gradients(b) for b, _ in blocks), default=0)
+    parts = state | {
+        "activations": max(0.0, working - logits),
+        "logits": logits,
+        "other": LIBRARY_BYTES + hole,
+    }
     if w.pipeline is None:
-        activations = sum(count * saved_bytes(block) * block.tokens for block, count in blocks)
-        activations = activations - offloaded_bytes(blocks) + _in_transit_bytes(blocks)
-        parts["activations"] = activations + max(0.0, working - logits)
-        largest = sorted(
-            (b.block_params for b, count in blocks for _ in range(count)), reverse=True
-        )
-        never = w.config.parallelism.fsdp_reshard_after_forward == "never"
-        gathered = params if never else sum(largest[:PREFETCHED_BLOCKS])
-        # The output's weight stays for the backward; embeddings aren't needed there.
-        if not w.stays_whole:
-            parts["unsharded"] = sum(ends if never else ends[-1:]) + w.gathered * gathered
-        if w.fsdp > 1 or any(block.experts_apart for block in kinds):
-            gathers = [max(map(_gather_buffers, kinds)), *ends]
-            # What the root gathers itself is not freed before a block is gathered.
-            most = sum(gathers) if len(ends) == 1 else max(gathers)
-            parts["communication"] = most + max(map(_reduced_bytes, kinds))
-        if w.sums_whole_gradients and parts["gradients"] < FP32 * total:
-            parts["unsharded"] += FP32 * total
-        elif w.accumulation > 1 and w.replicas_apart and not parts["gradients"]:
-            parts["communication"] += FP32 * sum(map(w.shard, stages))
-        return Memory(parts)
+        more = _whole_model(w, blocks, state.get("gradients", 0.0))
+    else:
+        more = _pipeline_rank(w, pp_rank, blocks, working)
+    return Memory({part: parts.get(part, 0.0) + more.get(part, 0.0) for part in PARTS})
+
+
+def _whole_model(w: Workload, blocks: Counted, gradients: float) -> dict[str, float]:
+    """What a model without a pipeline takes beside its state, logits and working set.
+
+    Args:
+        gradients: bytes of the state's.
+    """
+    (model,) = w.stages
+    parts = {"activations": _summed(saved_bytes, blocks) - offloaded_bytes(blocks)}
+    parts["activations"] += _in_transit_bytes(blocks)
+    largest = sorted((b.block_params for b, count in blocks for _ in range(count)), reverse=True)
+    ends = [w.element * size for size in w.ends(model)]
+    never = w.config.parallelism.fsdp_reshard_after_forward == "never"
+    gathered = sum(largest) if never else sum(largest[:PREFETCHED_BLOCKS])
+    # The output's weight stays for the backward; embeddings aren't needed there.
+    unsharded = sum(ends if never else ends[-1:]) + w.gathered * gathered
+    parts["unsharded"] = 0.0 if w.stays_whole else unsharded
+    parts["communication"] = 0.0
+    kinds = [block for block, _ in blocks]
+    if w.fsdp > 1 or any(block.experts_apart for block in kinds):
+        gathers = [max(map(_gather_buffers, kinds)), *ends]
+        # What the root gathers itself is not freed before a block is gathered.
+        most = sum(gathers) if len(ends) == 1 else max(gathers)
+        parts["communication"] = most + max(map(_reduced_bytes, kinds))
+    whole_gradients = FP32 * w.params(model)
+    if w.sums_whole_gradients and gradients < whole_gradients:
+        parts["unsharded"] += whole_gradients
+    elif w.accumulation > 1 and w.replicas_apart and not gradients:
+        parts["communication"] += FP32 * w.shard(model)
+    return parts
+
+
+def _pipeline_rank(w: Workload, pp_rank: int, blocks: Counted, working: float) -> dict[str, float]:
+    """What the stages of a pipeline rank take beside their state, logits and working set.
+
+    Args:
+        working: bytes of a block's working set.
+    """
+    stages = w.stages_of(pp_rank)
     activations, transfers = pipeline_bytes(w, pp_rank)
-    parts["activations"] = activations + max(0.0, working - logits)
-    if has_output:
-        parts["logits"] += _waiting_losses(w, pp_rank)
+    parts = {"activations": activations, "communication": transfers}
+    if any(stage.has_output for stage in stages):
+        parts["logits"] = _waiting_losses(w, pp_rank)
     if not w.stays_whole:  # gradients are summed over the microbatches before they are reduced
-        parts["unsharded"] = w.gathered * params + sum(ends) + FP32 * total
-    block_params = max((block.block_params for block in kinds), default=0)
-    parts["communication"] = transfers + FP32 * block_params * (w.fsdp > 1)
-    if w.compiled and blocks:
-        buffers = COMPILED_PIPELINE_BUFFERS * (w.gathered + FP32) * block_params
-        parts["communication"] += buffers * (w.fsdp > 1)
-        parts["other"] += working * COMPILED_PIPELINE_HOLES
-    return Memory(parts)
+        params = sum(count * block.block_params for block, count in blocks)
+        ends = sum(sum(w.ends(stage)) for stage in stages)
+        parts["unsharded"] = w.gathered * params + w.element * ends + FP32 * (params + ends)
+    block_params = max((block.block_params for block, _ in blocks), default=0)
+    buffers = FP32
+    if w.compiled:
+        buffers += COMPILED_PIPELINE_BUFFERS * (w.gathered + FP32)
+        parts["other"] = working * COMPILED_PIPELINE_HOLES
+    parts["communication"] += buffers * block_params * (w.fsdp > 1)
+    return parts
 
 
 def _gather_buffers(w: Workload) -> float:
