@@ -47,11 +47,8 @@ def checkpointing_modes(axes: tuple[str, ...]) -> tuple[Settings, ...]:
 def batches(config: Config, axes: tuple[str, ...]) -> list[int]:
     """Global batch sizes to try."""
     rows = config.training.global_batch_size
-    return (
-        [int(rows * scale) for scale in _BATCHES if rows * scale % 1 == 0]
-        if "batch" in axes
-        else [rows]
-    )
+    scales = _BATCHES if "batch" in axes else (1,)
+    return [int(rows * scale) for scale in scales if rows * scale % 1 == 0]
 
 
 def settings_of(config: Config, axes: tuple[str, ...]) -> list[Settings]:

@@ -63,9 +63,7 @@ def layouts(config: Config, spec: ModelSpec, args: Any, world: int) -> Iterator[
     experts = next(iter(facts.expert_sizes.values()), 0)
     async_tp = compiles_blocks(config) and config.compile.backend == "inductor"
     for pp in divisors(world, 1 if spec.tied_modules(args) else None):
-        for tp in divisors(world // pp):
-            if tp_multiple % tp:
-                continue
+        for tp in divisors(math.gcd(world // pp, tp_multiple)):
             for cp in divisors(world // pp // tp):
                 ranks = world // pp // tp // cp
                 for replicate in divisors(ranks):
