@@ -18,13 +18,7 @@ from torchtitan.config.sections.parallelism import ActivationCheckpoint
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
 from torchtitan.parallel.pipeline.split import PipelinePlan, pipeline_stages
-from torchtitan.tools.planner.axes import (
-    Settings,
-    applied,
-    batches,
-    checkpointing_modes,
-    settings_of,
-)
+from torchtitan.tools.planner.axes import applied, batches, checkpointing_modes, settings_of
 from torchtitan.tools.planner.costs import passes, step_time
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.layouts import PIPELINE_KEYS, layouts, orders
@@ -243,7 +237,10 @@ class _Search:
                 if mode in too_large:
                     continue
                 config = applied(self._sized(layout, size, order, mode), self._settings[0])
-                if self._price(config, leanest=self._settings[-1]):
+                fits = self._price(config)
+                if len(self._settings) > 1:
+                    fits = self._expands(config)
+                if fits:
                     continue
                 if pipelined:  # nor do larger microbatches fit
                     too_large.append(mode)
@@ -266,28 +263,26 @@ class _Search:
         sections = {"parallelism": p, "training": t, "activation_checkpoint": mode}
         return layout.model_copy(update=sections)
 
-    def _price(self, config: Config, leanest: Settings | None = None) -> bool:
-        """Price a configuration, and keep it if it is likely to fit.
+    def _expands(self, config: Config) -> bool:
+        """Keep a configuration for all settings to be priced, unless not even the leanest fit."""
+        pipeline = self._pipeline(config)
+        if pipeline is None and config.parallelism.pipeline_parallel_degree > 1:
+            return False
+        if self._memory(self._workload(applied(config, self._settings[-1]), pipeline)) is None:
+            return False
+        time = step_time(self._workload(config, pipeline), self.hardware)
+        self._expandable.append((time.tokens_per_second, config))
+        return True
 
-        Args:
-            leanest: settings by which a configuration that doesn't fit may do so; it is then kept
-            for `_expandable`.
-
-        Returns:
-            False if it doesn't fit, with any settings.
-        """
+    def _price(self, config: Config) -> bool:
+        """Price a configuration, and keep it if it is likely to fit; False if it doesn't."""
         pipeline = self._pipeline(config)
         if pipeline is None and config.parallelism.pipeline_parallel_degree > 1:
             return False
         w = self._workload(config, pipeline)
         memory = self._memory(w)
-        if leanest is not None and len(self._settings) > 1:
-            lean = self._workload(applied(config, leanest), pipeline)
-            if memory is None and self._memory(lean) is None:
-                return False
-            self._expandable.append((step_time(w, self.hardware).tokens_per_second, config))
         if memory is None:
-            return leanest is not None and len(self._settings) > 1
+            return False
         certain = 1 - speed_band(w, self.hardware)
         size = pipeline.microbatch_size if pipeline else config.training.local_batch_size
         bound = self._bound(config, size, config.activation_checkpoint)
