@@ -12,7 +12,8 @@ from torchtitan.tools.planner.block_memory import offloaded_per_block
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.linears import experts_in_eight_bits
 from torchtitan.tools.planner.memory import hidden_bytes
-from torchtitan.tools.planner.workload import FP8, FP32, PlannedStage, Workload
+from torchtitan.tools.planner.stages import PlannedStage
+from torchtitan.tools.planner.workload import FP8, FP32, Workload
 
 HOST_WAIT = 100e-6
 """Seconds without work for the device while the host waits for the number of rows from each rank: a

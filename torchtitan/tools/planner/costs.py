@@ -17,7 +17,8 @@ from torchtitan.tools.planner.comm_time import activation_offload, data_parallel
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.pipeline_costs import batch_time
 from torchtitan.tools.planner.pipeline_timeline import Timeline, program, simulate
-from torchtitan.tools.planner.workload import FP32, PlannedStage, Workload
+from torchtitan.tools.planner.stages import PlannedStage
+from torchtitan.tools.planner.workload import FP32, Workload
 
 ADAMW_BYTES_FUSED = 40
 ADAMW_BYTES = 70

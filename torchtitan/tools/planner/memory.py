@@ -24,7 +24,8 @@ from torchtitan.tools.planner.block_memory import (
     working_bytes,
 )
 from torchtitan.tools.planner.pipeline_costs import InFlight, in_flight
-from torchtitan.tools.planner.workload import BYTES, FP32, PlannedStage, Workload
+from torchtitan.tools.planner.stages import PlannedStage
+from torchtitan.tools.planner.workload import BYTES, FP32, Workload
 
 GIB = 2**30
 PARTS = (

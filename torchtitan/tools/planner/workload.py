@@ -10,8 +10,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torchtitan.config.converters import FLOAT8, MX, uses
@@ -27,29 +27,13 @@ from torchtitan.models.args import DecoderArgs
 from torchtitan.parallel.pipeline.split import PipelinePlan
 from torchtitan.tools.planner.block import COUNTED, Mixing, kind_of, mixing_of, vector_params
 from torchtitan.tools.planner.linears import Linear, block_linears, in_eight_bits, recompute_of
+from torchtitan.tools.planner.stages import PlannedStage, split_stages
 from torchtitan.utils.errors import UserError
 
 BYTES = {"bfloat16": 2, "float32": 4}
 FP32 = 4
 FP8 = 1
 """Bytes of an element. Gradients add up in fp32."""
-
-
-@dataclass(frozen=True)
-class PlannedStage:
-    """A pipeline stage; without a pipeline, the whole model."""
-
-    rank: int = field(compare=False)
-    """Index along the `pp` axis. Stages are equal if they hold the same."""
-    kinds: tuple[int, ...]
-    """Number of blocks of each kind, as in `Workload.blocks`."""
-    has_embedding: bool
-    has_output: bool
-    """Holds the final norm and the output projection, and computes the loss."""
-
-    @property
-    def layers(self) -> int:
-        return sum(self.kinds)
 
 
 @dataclass(frozen=True)
@@ -180,7 +164,7 @@ class Workload:
         self.output = Linear("output", self.dim, self.vocab // self.tp, rounded, recomputed=0.0)
         self.vocab_params = self.vocab * self.dim // self.tp
         """Parameters of the embedding, or the output projection, on one tensor-parallel rank."""
-        self._split = _split(stages, self._kind_of_layer, len(self._kinds))
+        self._split = split_stages(stages, self._kind_of_layer, len(self._kinds))
         self.stages = self._split.stages
 
     # ---- of a kind of block
@@ -340,9 +324,7 @@ class Workload:
 
     @property
     def unlike_ranks(self) -> tuple[int, ...]:
-        """The first and the last of the pipeline ranks whose stages hold the same: what ranks in
-        between keep is in between.
-        """
+        """See `StageSplit`."""
         return self._split.unlike_ranks
 
     @cached_property
@@ -358,46 +340,3 @@ class Workload:
             return 1.0
         local_experts = max(1, self.experts // self.ep)
         return math.ceil(local_experts / self.efsdp) * self.efsdp / local_experts
-
-
-@dataclass(frozen=True)
-class _Split:
-    """A model's stages."""
-
-    stages: tuple[PlannedStage, ...]
-    of_rank: tuple[tuple[PlannedStage, ...], ...]
-    unlike_ranks: tuple[int, ...]
-
-
-@lru_cache(maxsize=256)  # a search asks for the same stages thousands of times
-def _split(pipeline: PipelinePlan | None, kind_of_layer: tuple[int, ...], kinds: int) -> _Split:
-    """The stages of a pipeline, or the only one.
-
-    Args:
-        kind_of_layer: index of each layer's kind.
-        kinds: how many there are.
-    """
-
-    def count(layers: Iterable[int]) -> tuple[int, ...]:
-        found = [kind_of_layer[layer] for layer in layers]
-        return tuple(found.count(kind) for kind in range(kinds))
-
-    if pipeline is None:
-        whole = (PlannedStage(0, count(range(len(kind_of_layer))), True, True),)
-        return _Split(whole, (whole,), (0,))
-    stages = tuple(
-        PlannedStage(
-            rank,
-            count(int(name.split(".")[1]) for name in names if name.startswith("layers.")),
-            "tok_embeddings" in names,
-            "output" in names,
-        )
-        for rank, names in zip(pipeline.ranks, pipeline.modules, strict=True)
-    )
-    of_rank = tuple(
-        tuple(stage for stage in stages if stage.rank == rank)
-        for rank in range(max(pipeline.ranks) + 1)
-    )
-    last = {held: rank for rank, held in enumerate(of_rank)}
-    unlike = {*last.values(), *(of_rank.index(held) for held in last)}
-    return _Split(stages, of_rank, tuple(sorted(unlike)))
