@@ -99,10 +99,8 @@ class DocumentColumns:
         return Estimate(value, NORMAL * variance**0.5 / bottom)
 
     def _sampling_methods(self) -> list[Array]:
-        """A mask of rows for each random sampling method that was used."""
-        return [
-            self.how == method for method in ("places", "beginnings") if (self.how == method).any()
-        ]
+        """A mask of rows for each random sampling method."""
+        return [self.how == method for method in ("places", "beginnings")]
 
     def _variance(self, rows: Array, residuals: Array) -> float:
         """Variance of the sum of the residuals of independent units."""

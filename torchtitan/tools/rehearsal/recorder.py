@@ -135,9 +135,9 @@ class Recorder(TorchDispatchMode):
             return
         self._counts[slot] += 1
         number = self._counts[slot]
-        at = self.at()
-        event = Entered(group, number, op, what, at, root, self.during, slot=slot, bytes=size)
-        self.record.events.append(event)
+        self.record.events.append(
+            Entered(group, number, op, what, self.at(), root, self.during, slot=slot, bytes=size)
+        )
 
     def posted(self, slot: int, messages: Sequence[Message], *, pair: bool) -> int:
         """Record sends and receives that begin; returns the number of the post."""
