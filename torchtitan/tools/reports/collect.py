@@ -28,7 +28,7 @@ def collect(folders: Sequence[Path], *, points: int = POINTS) -> dict[str, Any]:
     runs = []
     for name, path in zip(run_names(folders), folders, strict=True):
         folder = read_folder(path)
-        began = folder.starts[0].time if folder.starts else None
+        began = next((start.time for start in folder.starts), None)
         curves = read_curves(path, points=points, began=began)
         runs.append(LoadedRun(name, folder, curves, read_scores(path), samples=read_samples(path)))
     return {
@@ -52,22 +52,15 @@ def _run_data(run: LoadedRun) -> dict[str, Any]:
     folder = run.folder
     curves = run.curves
     latest = curves.latest()
-    last = folder.starts[-1] if folder.starts else None
-    step = max(curves.last_step, last.step) if last else curves.last_step
+    last = folder.last_start
     events = read_events(folder.path)
+    summary = folder.summary(curves.last_step)
     return {
         "name": run.name,
-        "path": path_text(folder.path),
         "description": folder.config.get("job.description"),
-        "state": folder.state,
-        "message": folder.message,
-        "step": step,
-        "total_steps": folder.total_steps,
+        **summary,
         "tokens": latest.get("tokens"),
-        "last_seen": folder.last_seen,
-        "eta_s": _seconds_left(folder, curves, step),
-        "layout": last.layout if last else {},
-        "ranks": last.ranks if last else None,
+        "eta_s": _seconds_left(folder, curves, summary["step"]),
         "devices": last.devices if last else {},
         "goodput": folder.goodput,
         "plan": plan_data(last, curves.training, events) if last else None,
@@ -80,37 +73,36 @@ def _run_data(run: LoadedRun) -> dict[str, Any]:
         "sources": curves.sources(),
         "experts": curves.experts(),
         "samples": run.samples,
-        "starts": [_start_data(start, curves.began) for start in folder.starts],
-        "events": [_event_data(event, curves.began) for event in events],
+        "starts": [_start_data(start, curves) for start in folder.starts],
+        "events": [_event_data(event, curves) for event in events],
     }
 
 
 def _seconds_left(folder: Folder, curves: Curves, step: int) -> float | None:
     """Seconds until a running run ends, at the mean rate of its last start."""
-    if folder.state != "running" or folder.total_steps is None or not folder.starts:
+    last = folder.last_start
+    if folder.state != "running" or folder.total_steps is None or last is None:
         return None
-    rate = curves.seconds_per_step(since=folder.starts[-1].time)
-    if rate is None:
-        return None
-    return number(max(folder.total_steps - step, 0) * rate)
+    rate = curves.seconds_per_step(since=last.time)
+    return None if rate is None else number(max(folder.total_steps - step, 0) * rate)
 
 
-def _start_data(start: Start, began: float) -> dict[str, Any]:
+def _start_data(start: Start, curves: Curves) -> dict[str, Any]:
     return {
         "time": start.time,
-        "hours": (start.time - began) / 3600,
+        "hours": curves.hours(start.time),
         "resumed_step": start.resumed_step,
         "step": start.step,
         "end": start.end,
         "ranks": start.ranks,
         "layout": start.layout,
-        "last_seen_hours": (start.last_seen - began) / 3600,
+        "last_seen_hours": curves.hours(start.last_seen),
     }
 
 
-def _event_data(event: dict[str, Any], began: float) -> dict[str, Any]:
+def _event_data(event: dict[str, Any], curves: Curves) -> dict[str, Any]:
     return {
-        "hours": (event["time"] - began) / 3600,
+        "hours": curves.hours(event["time"]),
         "kind": event["kind"],
         "step": event["step"],
         "message": event["message"],

@@ -2,11 +2,10 @@
 
 import json
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from statistics import median
 from typing import Any
 
@@ -26,6 +25,8 @@ _NORMAL = 1.96
 """Standard errors in half of a 95 % confidence interval."""
 _LOSS = ("lower", "higher")
 _SPEED = ("slower", "faster")
+_Comparison = tuple[str, Gap, str]
+"""A metric, by how much it differs, and that in words."""
 
 
 @dataclass
@@ -45,18 +46,13 @@ class LoadedRun:
         """The scores of each benchmark, during training and of checkpoints."""
         return self.curves.evals() | self.scores
 
-    @cached_property
-    def tail(self) -> slice:
-        """The records of the last `SHARE` of its steps and tokens."""
-        last = self.curves.last_step
-        by_steps = round((1 - SHARE) * last)
-        by_tokens = self.curves.step_at((1 - SHARE) * self.curves.last_tokens)
-        return self.between(min(by_steps, by_tokens) + 1, last)
-
-    def between(self, first: int, last: int) -> slice:
-        """The records of some steps in `curves.columns`; the last `_MOST` if there are more."""
-        end = bisect_right(self.curves.columns.step, last)
-        return slice(max(bisect_left(self.curves.columns.step, first), end - _MOST), end)
+    def records_between(self, after: int, last: int) -> slice:
+        """The records in `curves.columns` of the steps behind `after`, up to `last`; the last
+        `_MOST` if there are more.
+        """
+        steps = self.curves.columns.step
+        end = bisect_right(steps, last)
+        return slice(max(bisect_right(steps, after), end - _MOST), end)
 
 
 def compare(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
@@ -65,16 +61,13 @@ def compare(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
 
 
 def _against(run: LoadedRun, base: LoadedRun) -> Iterator[dict[str, Any]]:
-    comparisons = (
+    comparisons = chain(
         _loss(run, base),
-        *_validation(run, base),
-        *islice(_evals(run, base), _SCORES),
+        _validation(run, base),
+        islice(_evals(run, base), _SCORES),
         _speed(run, base),
     )
-    for comparison in comparisons:
-        if comparison is None:
-            continue
-        metric, difference, text = comparison
+    for metric, difference, text in comparisons:
         yield {
             "metric": metric,
             "run": run.name,
@@ -89,13 +82,13 @@ def _against(run: LoadedRun, base: LoadedRun) -> Iterator[dict[str, Any]]:
 # ---- loss
 
 
-def _loss(run: LoadedRun, base: LoadedRun) -> tuple[str, Gap, str] | None:
+def _loss(run: LoadedRun, base: LoadedRun) -> Iterator[_Comparison]:
     """The difference in loss over the last tokens that both runs have trained on."""
     tokens = min(run.curves.last_tokens, base.curves.last_tokens)
     losses = _losses(run, tokens)
     base_losses = _losses(base, tokens)
     if not losses or not base_losses or not tokens:
-        return None
+        return
     common = sorted(losses.keys() & base_losses.keys())
     if len(common) >= min(len(losses), len(base_losses)) / 2:
         difference = paired([losses[at] - base_losses[at] for at in common])
@@ -104,99 +97,89 @@ def _loss(run: LoadedRun, base: LoadedRun) -> tuple[str, Gap, str] | None:
         difference = at_points(losses, base_losses)
         records = f"{len(losses):,} and {plural(len(base_losses), 'record')}"
     if math.isnan(difference.value):
-        return None
+        return
     share = 1 - max(min(losses), min(base_losses)) / tokens
     percent = f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
     where = f"over the last {percent} of {show_tokens(tokens)} tokens, {records}"
-    return "loss", difference, f"loss {_verdict(difference, show_loss, _LOSS)}, {where}"
+    yield "loss", difference, f"loss {_verdict(difference, show_loss, _LOSS)}, {where}"
 
 
 def _losses(run: LoadedRun, tokens: float) -> dict[float, float]:
     """Loss by tokens, for the run's records in the last `SHARE` of `tokens`."""
     begin = (1 - SHARE) * tokens
-    last = run.curves.step_at(tokens)
-    records = run.tail
-    if last < run.curves.last_step:
-        records = run.between(run.curves.step_at(begin) + 1, last)
-    columns = run.curves.columns
-    losses = zip(columns.tokens[records], columns.loss[records], strict=True)
+    records = run.records_between(run.curves.step_at(begin), run.curves.step_at(tokens))
+    values = run.curves.columns.values
+    losses = zip(values["tokens"][records], values["loss"][records], strict=True)
     return {at: loss for at, loss in losses if begin < at <= tokens and not math.isnan(loss)}
 
 
-# ---- validation
+# ---- validation and benchmarks
 
 
-def _validation(run: LoadedRun, base: LoadedRun) -> Iterator[tuple[str, Gap, str]]:
+def _last_common(
+    curves: Mapping[str, Curve], base_curves: Mapping[str, Curve]
+) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """The name of each curve, and its values and the base's at the last step of both."""
+    for name, curve in curves.items():
+        base = base_curves.get(name, {"step": []})
+        if common := set(curve["step"]).intersection(base["step"]):
+            yield name, _values_at(max(common), curve), _values_at(max(common), base)
+
+
+def _values_at(step: int, curve: Curve) -> dict[str, Any]:
+    at = curve["step"].index(step)
+    return {key: column[at] for key, column in curve.items()}
+
+
+def _validation(run: LoadedRun, base: LoadedRun) -> Iterator[_Comparison]:
     """The difference of each validation set at the last step at which both have validated."""
-    other = base.curves.validation()
-    for name, curve in run.curves.validation().items():
-        losses = _by_step(curve)
-        base_losses = _by_step(other.get(name))
-        common = sorted(losses.keys() & base_losses.keys())
-        if common:
-            step = common[-1]
-            metric = f"validation_loss/{name}".rstrip("/")
-            difference = Gap(losses[step] - base_losses[step], None)
-            verdict = _verdict(difference, show_loss, _LOSS)
-            subject = f"validation loss of {name}" if name else "validation loss"
-            text = f"{subject} {verdict}, at step {step:,}, one validation of each"
-            yield metric, difference, text
+    for name, last, base_last in _last_common(run.curves.validation(), base.curves.validation()):
+        difference = Gap(last["loss"] - base_last["loss"], None)
+        subject = f"validation loss of {name}" if name else "validation loss"
+        verdict = _verdict(difference, show_loss, _LOSS)
+        text = f"{subject} {verdict}, at step {last['step']:,}, one validation of each"
+        yield f"validation_loss/{name}".rstrip("/"), difference, text
 
 
-def _by_step(curve: Curve | None, key: str = "loss") -> dict[int, Any]:
-    return {} if curve is None else dict(zip(curve["step"], curve[key], strict=True))
-
-
-# ---- benchmarks
-
-
-def _evals(run: LoadedRun, base: LoadedRun) -> Iterator[tuple[str, Gap, str]]:
+def _evals(run: LoadedRun, base: LoadedRun) -> Iterator[_Comparison]:
     """The difference of each score at the last step at which both have it.
 
     Errors are added as if the runs had answered different questions. The questions are the same,
     so the true error of the difference is smaller.
     """
-    other = base.evals
-    for name, curve in run.evals.items():
-        scores = _by_step(curve, "value")
-        base_scores = _by_step(other.get(name), "value")
-        common = sorted(scores.keys() & base_scores.keys())
-        if not common:
-            continue
-        step = common[-1]
-        errors = (_by_step(curve, "error")[step], _by_step(other[name], "error")[step])
+    for name, last, base_last in _last_common(run.evals, base.evals):
+        errors = (last["error"], base_last["error"])
         noise = None if None in errors else _NORMAL * math.hypot(*errors)
-        difference = Gap(scores[step] - base_scores[step], noise)
+        difference = Gap(last["value"] - base_last["value"], noise)
         verdict = _verdict(difference, show_loss, _LOSS)
-        yield f"eval/{name}", difference, f"{name} {verdict}, at step {step:,}"
+        yield f"eval/{name}", difference, f"{name} {verdict}, at step {last['step']:,}"
 
 
 # ---- speed
 
 
-def _speed(run: LoadedRun, base: LoadedRun) -> tuple[str, Gap, str] | None:
+def _speed(run: LoadedRun, base: LoadedRun) -> Iterator[_Comparison]:
     """Difference of the median tokens per second and device, over each run's last `SHARE`."""
     rates = _rates(run)
     base_rates = _rates(base)
-    difference = unpaired(rates, base_rates)
     if not rates or not base_rates:
-        return None
+        return
+    difference = unpaired(rates, base_rates)
     text = _verdict(difference, show_rate, _SPEED, " tokens/s per device")
     relative = difference.value / (median(base_rates) or 1)
     records = f"{len(rates):,} and {plural(len(base_rates), 'record')}"
     text = f"speed {text} ({relative:+.1%}), over the last {records}"
-    return "tokens_per_second", difference, text
+    yield "tokens_per_second", difference, text
 
 
 def _rates(run: LoadedRun) -> list[float]:
     """The rates of the last records, without the first of each start, which compiles."""
-    first = (1 - SHARE) * run.curves.last_step
-    begun = {start.resumed_step + 1 for start in run.folder.starts} | {1}
+    last = run.curves.last_step
+    first_steps = {start.resumed_step + 1 for start in run.folder.starts} | {1}
     columns = run.curves.columns
-    rates = zip(columns.step[run.tail], columns.rate[run.tail], strict=True)
-    return [
-        rate for step, rate in rates if step > first and step not in begun and not math.isnan(rate)
-    ]
+    records = run.records_between(math.floor((1 - SHARE) * last), last)
+    rates = zip(columns.step[records], columns.values["tokens_per_second"][records], strict=True)
+    return [rate for step, rate in rates if step not in first_steps and not math.isnan(rate)]
 
 
 # ---- words
@@ -230,27 +213,31 @@ _LONGEST = 500
 def settings(folder: Folder) -> dict[str, Any]:
     """A run's configuration, ranks, layout, devices, commit and versions, by key."""
     values = {key: value for key, value in folder.config.items() if key not in _RUN_SPECIFIC}
-    if not folder.starts:
+    last = folder.last_start
+    if last is None:
         return values
-    last = folder.starts[-1]
     layout = " x ".join(f"{axis} {degree}" for axis, degree in last.layout.items())
     devices = ", ".join(f"{count} {name}" for name, count in last.devices.items())
-    values["ranks"] = last.ranks
-    values["layout"] = layout or None
-    values["devices"] = devices or None
-    return values | last.provenance
+    hardware = {"ranks": last.ranks, "layout": layout or None, "devices": devices or None}
+    return values | hardware | last.provenance
 
 
 def differences(folders: Sequence[Folder]) -> list[dict[str, Any]]:
     """Keys whose values differ between runs: `key` and `values`, None where unset."""
     by_run = [settings(folder) for folder in folders]
-    keys = {key: None for run_settings in by_run for key in run_settings}
     rows = []
-    for key in keys:
+    for key in dict.fromkeys(chain(*by_run)):
         values = [_plain(run_settings.get(key)) for run_settings in by_run]
         if any(value != values[0] for value in values[1:]):
             rows.append({"key": cut(key, _LONGEST), "values": values})
     return rows
+
+
+def setting_text(value: Any, *, unset: str, limit: int) -> str:
+    """A value of `differences` for a terminal."""
+    if value is None:
+        return unset
+    return cut(str(value).lower() if isinstance(value, bool) else str(value), limit)
 
 
 def _plain(value: Any) -> str | int | float | bool | None:

@@ -1,6 +1,5 @@
 """Reads a run's folder: its starts, whether it is alive, its configuration and events."""
 
-import json
 import os
 import re
 import time
@@ -8,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from pydantic import ValidationError
 
 from torchtitan.telemetry.planned import Planned, state_gib
 from torchtitan.telemetry.run_record import KINDS
-from torchtitan.tools.reports.records import number
-from torchtitan.utils.files import open_regular, read_regular, text_of
+from torchtitan.tools.reports.records import json_object, number, tail_lines, whole
+from torchtitan.utils.files import read_regular, text_of
 from torchtitan.utils.limits import EVENTS_TAIL_BYTES, RUN_FILE_BYTES
 from torchtitan.utils.lock import EXPIRY_SECONDS, NAME, current_holder, read_holder
-from torchtitan.utils.wording import cut, flat
+from torchtitan.utils.wording import cut, flat, path_text
 
 RECORD = "run.json"
 METRICS = "metrics.jsonl"
@@ -62,11 +62,35 @@ class Folder:
     """A run's folder. Fields are empty if their file is missing or damaged."""
 
     path: Path
-    starts: list[Start] = field(default_factory=list)
-    goodput: dict[str, Any] = field(default_factory=lambda: {"percent": None, "seconds": {}})
+    starts: list[Start]
+    goodput: dict[str, Any]
+    """`percent`, or None; and the `seconds` of each kind of time that is known."""
     state: str = "unknown"
     message: str = ""
     last_seen: float | None = None
+
+    @property
+    def last_start(self) -> Start | None:
+        """The latest start; None if none is recorded."""
+        return self.starts[-1] if self.starts else None
+
+    def summary(self, recorded_step: int) -> dict[str, Any]:
+        """What all reports say of a run, as data for JSON.
+
+        Args:
+            recorded_step: the last step in the run's metrics; `run.json` may know a later one.
+        """
+        last = self.last_start
+        return {
+            "path": path_text(self.path),
+            "state": self.state,
+            "message": self.message,
+            "step": max(recorded_step, last.step if last else 0),
+            "total_steps": self.total_steps,
+            "last_seen": self.last_seen,
+            "ranks": last.ranks if last else None,
+            "layout": last.layout if last else {},
+        }
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -78,7 +102,7 @@ class Folder:
         """`training.steps` of the run; None if unknown."""
         section = f"\n{self._toml}".partition("\n[training]\n")[2].partition("\n[")[0]
         steps = _tables(section).get("steps")  # a fifth of the file, for a table of many runs
-        return _whole(self.config.get("training.steps") if steps is None else steps)
+        return whole(self.config.get("training.steps") if steps is None else steps)
 
     @cached_property
     def _toml(self) -> str:
@@ -90,41 +114,47 @@ class Folder:
 
 def read_folder(path: Path, *, now: float | None = None) -> Folder:
     """Read what a run records about itself, except for its metrics."""
-    folder = Folder(path)
-    with suppress(OSError, ValueError, RecursionError):
-        content = json.loads(read_regular(path / RECORD, RUN_FILE_BYTES, links=True))
-        folder.starts = [
-            start for entry in _list(_get(content, "starts")) if (start := _start(entry))
-        ]
-        folder.goodput = _goodput(_get(content, "goodput"))
-    folder.last_seen = folder.starts[-1].last_seen if folder.starts else _modified(path / METRICS)
+    record: dict[str, Any] = {}
+    with suppress(OSError):
+        record = json_object(read_regular(path / RECORD, RUN_FILE_BYTES, links=True))
+    entries = record.get("starts")
+    starts = map(_start, entries if isinstance(entries, list) else [])
+    goodput = _table(record.get("goodput"))
+    seconds = _table(goodput.get("seconds"))
+    known = {kind: number(seconds.get(kind)) for kind in KINDS}
+    folder = Folder(
+        path,
+        [start for start in starts if start is not None],
+        {
+            "percent": number(goodput.get("percent")),
+            "seconds": {kind: spent for kind, spent in known.items() if spent is not None},
+        },
+    )
+    if last := folder.last_start:
+        folder.last_seen = last.last_seen
+    else:
+        with suppress(OSError):
+            folder.last_seen = (path / METRICS).stat().st_mtime
     folder.state, folder.message = _state(folder, time.time() if now is None else now)
     return folder
 
 
-def _modified(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None
-
-
 def _state(folder: Folder, now: float) -> tuple[str, str]:
     """The run's state and a message about it."""
-    end = folder.starts[-1].end if folder.starts else None
+    last = folder.last_start
     alive = _alive(folder.path, now)
-    if alive is None and end is None and folder.starts:  # no lock: recent news is a sign of life
-        alive = now - folder.starts[-1].last_seen < EXPIRY_SECONDS
+    if alive is None and last and last.end is None:  # no lock: recent news is a sign of life
+        alive = now - last.last_seen < EXPIRY_SECONDS
     if alive:
         return "running", ""
-    if not folder.starts:
+    if last is None:
         return "unknown", f"no readable {RECORD}"
-    if end is None:
+    if last.end is None:
         return "killed", "the process ended without recording why"
-    name, _, message = end.partition(": ")
+    name, _, message = last.end.partition(": ")
     if name in STATES:
         return name, message
-    return "unknown", end
+    return "unknown", last.end
 
 
 def _alive(folder: Path, now: float) -> bool | None:
@@ -142,33 +172,35 @@ def _alive(folder: Path, now: float) -> bool | None:
 
 
 def _start(entry: Any) -> Start | None:
-    began = _time(_get(entry, "time"))
+    """A start of `run.json`; None if it has no time."""
+    get = _table(entry).get
+    began = _time(get("time"))
     if began is None:
         return None
-    last_seen = _time(_get(entry, "last_seen"))
-    end = _get(entry, "end")
-    code_versions = {"git": _get(entry, "git")}
-    versions = _get(entry, "versions")
-    if isinstance(versions, dict):
-        code_versions |= {f"versions.{name}": version for name, version in versions.items()}
+    end = get("end")
+    versions = _table(get("versions"))
+    provenance = {
+        "git": get("git"),
+        **{f"versions.{name}": version for name, version in versions.items()},
+    }
     return Start(
         time=began,
-        last_seen=max(began, last_seen or began),
-        resumed_step=_whole(_get(entry, "resumed_step")) or 0,
-        step=_whole(_get(entry, "step")) or 0,
+        last_seen=max(began, _time(get("last_seen")) or began),
+        resumed_step=whole(get("resumed_step")) or 0,
+        step=whole(get("step")) or 0,
         end=cut(end, _MESSAGE) if isinstance(end, str) else None,
-        ranks=_whole(_get(entry, "ranks")),
-        layout=_counts(_get(entry, "layout")),
-        devices=_counts(_get(entry, "devices")),
-        hosts=_counts(_get(entry, "hosts")),
+        ranks=whole(get("ranks")),
+        layout=_counts(get("layout")),
+        devices=_counts(get("devices")),
+        hosts=_counts(get("hosts")),
         provenance={
             cut(key, 100): cut(value, 100)
-            for key, value in code_versions.items()
+            for key, value in provenance.items()
             if isinstance(value, str)
         },
-        plan=_plan(_get(entry, "plan")),
-        saves_s=number(_get(_get(entry, "seconds"), "saves")),
-        state_gib=state_gib(_counts(_get(entry, "state_bytes"))),
+        plan=_plan(get("plan")),
+        saves_s=number(_table(get("seconds")).get("saves")),
+        state_gib=state_gib(_counts(get("state_bytes"))),
     )
 
 
@@ -179,60 +211,37 @@ def _plan(entry: Any) -> Planned | None:
         return None
 
 
-def _goodput(content: Any) -> dict[str, Any]:
-    seconds = _get(content, "seconds")
-    known = {kind: number(_get(seconds, kind)) for kind in KINDS}
-    return {
-        "percent": number(_get(content, "percent")),
-        "seconds": {k: s for k, s in known.items() if s is not None},
-    }
-
-
 def read_events(path: Path) -> list[dict[str, Any]]:
     """The latest events by time, each with `time`, `kind`, `step` (or None) and `message`.
 
     Without a file of events, they are the guard's spikes.
     """
-    events = _json_objects(path / EVENTS)
-    if not events:
-        events = [
-            {
-                "kind": "rewound" if "back_to" in spike else "spike",
-                "message": str(spike.get("reason", "")),
-                **spike,
-            }
-            for spike in _json_objects(path / SPIKES)
-        ]
+    events = _json_objects(path / EVENTS) or [
+        {
+            "kind": "rewound" if "back_to" in spike else "spike",
+            "message": spike.get("reason", ""),
+            **spike,
+        }
+        for spike in _json_objects(path / SPIKES)
+    ]
     parsed = [
         {
             "time": _time(event.get("time")),
             "kind": cut(str(event.get("kind")), 40),
-            "step": _whole(event.get("step")),
+            "step": whole(event.get("step")),
             "message": cut(str(event.get("message", "")), _MESSAGE),
         }
         for event in events
     ]
-    return sorted(
-        (event for event in parsed if event["time"] is not None), key=lambda event: event["time"]
-    )
+    return sorted((event for event in parsed if event["time"] is not None), key=itemgetter("time"))
 
 
 def _json_objects(path: Path) -> list[dict[str, Any]]:
-    """The objects in the last `EVENTS_TAIL_BYTES` of a file of JSON lines."""
-    try:
-        with open_regular(path, links=True) as file:
-            size = file.seek(0, 2)
-            file.seek(max(size - EVENTS_TAIL_BYTES, 0))
-            lines = file.read(EVENTS_TAIL_BYTES).split(b"\n")
-    except OSError:
-        return []
-    objects = []
-    for line in lines[1 if size > EVENTS_TAIL_BYTES else 0 : -1][-_EVENTS:]:
-        with suppress(ValueError, RecursionError):
-            content = json.loads(line)
-            if isinstance(content, dict):
-                objects.append(content)
-    return objects
+    """The last objects of a file of JSON lines, at most `_EVENTS`."""
+    with suppress(OSError):
+        lines = tail_lines(path, EVENTS_TAIL_BYTES)[-_EVENTS:]
+        return list(filter(None, map(json_object, lines)))
+    return []
 
 
 def _tables(text: str) -> dict[str, Any]:
@@ -242,16 +251,8 @@ def _tables(text: str) -> dict[str, Any]:
         return {}
 
 
-def _get(content: Any, key: str) -> Any:
-    return content.get(key) if isinstance(content, dict) else None
-
-
-def _list(content: Any) -> list[Any]:
-    return content if isinstance(content, list) else []
-
-
-def _whole(value: Any) -> int | None:
-    return value if type(value) is int and 0 <= value < 2**53 else None
+def _table(content: Any) -> dict[str, Any]:
+    return content if isinstance(content, dict) else {}
 
 
 def _time(value: Any) -> float | None:
@@ -262,9 +263,7 @@ def _time(value: Any) -> float | None:
 
 def _counts(content: Any) -> dict[str, int]:
     """A table of whole numbers."""
-    if not isinstance(content, dict):
-        return {}
-    counts = {cut(key, 100): _whole(value) for key, value in content.items()}
+    counts = {cut(key, 100): whole(value) for key, value in _table(content).items()}
     return {key: value for key, value in counts.items() if value is not None}
 
 

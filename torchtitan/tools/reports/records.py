@@ -7,16 +7,17 @@ parsed are skipped.
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.limits import METRICS_LINE_BYTES, METRICS_TAIL_BYTES
 
 _ENTRIES = 1024
 """Maximum number of entries that are read of a record."""
-_LARGEST_STEP = 2**53
+_LARGEST_WHOLE = 2**53
 _LARGEST = 1e60
 """Largest accepted magnitude: above float32's maximum, yet products stay finite."""
 _NUMBERS = (int, float, type(None))
@@ -56,11 +57,7 @@ def last_training(path: Path) -> MetricsRecord | None:
     Raises:
         OSError: the file can't be read, or isn't a regular file.
     """
-    with open_regular(path, links=True) as file:
-        begin = max(os.fstat(file.fileno()).st_size - METRICS_TAIL_BYTES, 0)
-        file.seek(begin)
-        lines = file.read(METRICS_TAIL_BYTES).split(b"\n")
-    for line in reversed(lines[1 if begin else 0 : -1]):
+    for line in reversed(tail_lines(path, METRICS_TAIL_BYTES)):
         if (record := parse(line)) and record.is_training:
             return record
     return None
@@ -68,11 +65,8 @@ def last_training(path: Path) -> MetricsRecord | None:
 
 def parse(line: bytes) -> MetricsRecord | None:
     """Parse a line; None if it isn't an object with a step."""
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    step = step_of(content)
+    content = json_object(line)
+    step = whole(content.get("step"))
     if step is None:
         return None
     entries = islice(content.items(), _ENTRIES)
@@ -81,10 +75,34 @@ def parse(line: bytes) -> MetricsRecord | None:
     )
 
 
-def step_of(content: Any) -> int | None:
-    """The step of a decoded line; None if it isn't a record."""
-    step = content.get("step") if isinstance(content, dict) else None
-    return step if type(step) is int and 0 <= step < _LARGEST_STEP else None
+def tail_lines(path: Path, most: int) -> list[bytes]:
+    """The whole lines in the last `most` bytes of a file.
+
+    Raises:
+        OSError: the file can't be read, or isn't a regular file.
+    """
+    with open_regular(path, links=True) as file:
+        return whole_lines(file, max(file.seek(0, os.SEEK_END) - most, 0), most)
+
+
+def whole_lines(file: IO[bytes], begin: int, length: int) -> list[bytes]:
+    """The lines that begin and end within a range of a file's bytes."""
+    file.seek(begin)
+    return file.read(length).split(b"\n")[1 if begin else 0 : -1]
+
+
+def json_object(text: bytes) -> dict[str, Any]:
+    """The object that JSON text holds; an empty one if it holds none."""
+    with suppress(ValueError, RecursionError):
+        content = json.loads(text)
+        if isinstance(content, dict):
+            return content
+    return {}
+
+
+def whole(value: Any) -> int | None:
+    """`value` if it is a whole number that a step may have; else None."""
+    return value if type(value) is int and 0 <= value < _LARGEST_WHOLE else None
 
 
 def number(value: Any) -> float | None:

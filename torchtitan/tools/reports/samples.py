@@ -1,6 +1,5 @@
 """Texts that a model generated during training, from `samples.jsonl`, by prompt."""
 
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.tools.reports.folder import SAMPLES
-from torchtitan.tools.reports.records import step_of
+from torchtitan.tools.reports.records import json_object, whole, whole_lines
 from torchtitan.tools.reports.scores import Curve
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.limits import SAMPLES_READ_BYTES
@@ -40,16 +39,15 @@ def by_prompt(lines: Iterable[bytes]) -> list[dict[str, Any]]:
     """
     texts_by_prompt: dict[str, dict[int, tuple[str, str]]] = {}
     for line in lines:
-        with suppress(ValueError, RecursionError):
-            content = json.loads(line)
-            step = step_of(content)
-            if step is None or not isinstance(content.get("prompt"), str):
-                continue
-            prompt = cut(content["prompt"], _TEXT)
-            if prompt in texts_by_prompt or len(texts_by_prompt) < _PROMPTS:
-                text = cut(str(content.get("text", "")), _TEXT)
-                end = cut(str(content.get("end", "")), 20)
-                texts_by_prompt.setdefault(prompt, {})[step] = (text, end)
+        content = json_object(line)
+        step = whole(content.get("step"))
+        if step is None or not isinstance(content.get("prompt"), str):
+            continue
+        prompt = cut(content["prompt"], _TEXT)
+        if prompt in texts_by_prompt or len(texts_by_prompt) < _PROMPTS:
+            text = cut(str(content.get("text", "")), _TEXT)
+            end = cut(str(content.get("end", "")), 20)
+            texts_by_prompt.setdefault(prompt, {})[step] = (text, end)
     total = sum(len(text) for texts in texts_by_prompt.values() for text, _ in texts.values())
     every = max(1, math.ceil(total / _CHARACTERS))
     return [
@@ -70,12 +68,11 @@ def _columns(texts: dict[int, tuple[str, str]], every: int) -> Curve:
 def _lines(path: Path) -> Iterator[bytes]:
     """Whole lines of a file, or of chunks of a large file."""
     with open_regular(path, links=True) as file:
-        size = os.fstat(file.fileno()).st_size
+        size = file.seek(0, os.SEEK_END)
         length = SAMPLES_READ_BYTES
         begins = [0]
         if size > length:
             length //= _CHUNKS
             begins = [i * (size - length) // (_CHUNKS - 1) for i in range(_CHUNKS)]
         for begin in begins:
-            lines = os.pread(file.fileno(), length, begin).split(b"\n")
-            yield from lines[1 if begin else 0 : -1]
+            yield from whole_lines(file, begin, length)

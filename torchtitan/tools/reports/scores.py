@@ -1,14 +1,13 @@
 """Benchmark scores over steps, recorded during training or by `torchtitan eval`."""
 
-import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torchtitan.telemetry.scores import FILE
-from torchtitan.tools.reports.records import number, step_of
-from torchtitan.utils.files import read_regular
+from torchtitan.tools.reports.records import json_object, number, tail_lines, whole
 from torchtitan.utils.limits import SAMPLES_READ_BYTES
 
 Curve = dict[str, list[Any]]
@@ -45,24 +44,21 @@ def score_curves(
 
 def read_scores(run: Path) -> dict[str, Curve]:
     """Scores of a run's checkpoints. Their names include the settings of the evaluation."""
-    scores_by_label: dict[tuple[str, int], Mapping[str, Any]] = {}
-    with suppress(OSError, ValueError):
-        for line in read_regular(run / FILE, SAMPLES_READ_BYTES, links=True).splitlines():
-            with suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
-                content = json.loads(line)
-                step = step_of(content)
-                if step is not None:
-                    scores_by_label[_label(content["settings"]), step] = {**content["scores"]}
-    curves: dict[str, Curve] = {}
-    for label in sorted({label for label, _ in scores_by_label}):
-        label_scores = sorted(
-            (step, scores) for (other, step), scores in scores_by_label.items() if other == label
-        )
-        finite = (
-            (step, {k: number(v) for k, v in scores.items()}) for step, scores in label_scores
-        )
-        curves |= {f"{name} ({label})": curve for name, curve in score_curves(finite).items()}
-    return curves
+    by_label: dict[str, dict[int, dict[str, float | None]]] = defaultdict(dict)
+    with suppress(OSError):
+        for line in tail_lines(run / FILE, SAMPLES_READ_BYTES):
+            content = json_object(line)
+            step = whole(content.get("step"))
+            if step is None:
+                continue
+            with suppress(TypeError, LookupError, AttributeError):
+                scores = {name: number(score) for name, score in content["scores"].items()}
+                by_label[_label(content["settings"])][step] = scores
+    return {
+        f"{name} ({label})": curve
+        for label, by_step in sorted(by_label.items())
+        for name, curve in score_curves(sorted(by_step.items())).items()
+    }
 
 
 def _label(settings: Mapping[str, Any]) -> str:

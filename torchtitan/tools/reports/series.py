@@ -66,19 +66,18 @@ class TrainingColumns:
 
     def __init__(self) -> None:
         self.step = array("q")
-        self.tokens = array("d")
-        self.loss = array("d")
-        self.rate = array("d")
+        self.values = {key: array("d") for key in ("tokens", "loss", "tokens_per_second")}
+        """NaN where a record lacks the value."""
 
     def add(self, record: MetricsRecord) -> None:
         """Add the next record; it replaces records of its step and of later steps."""
         if self.step and record.step <= self.step[-1]:
             first = bisect_left(self.step, record.step)
-            for column in (self.step, self.tokens, self.loss, self.rate):
+            del self.step[first:]
+            for column in self.values.values():
                 del column[first:]
         self.step.append(record.step)
-        keys = ("tokens", "loss", "tokens_per_second")
-        for column, key in zip((self.tokens, self.loss, self.rate), keys, strict=True):
+        for key, column in self.values.items():
             value = record.values.get(key)
             column.append(math.nan if value is None else value)
 
@@ -144,7 +143,7 @@ class Curves:
         return {
             "step": self._steps,
             "tokens": self._tokens,
-            "hours": _filled(self._hours(record) for record in self.training),
+            "hours": _filled(map(self.hours, self._column("time"))),
             "flops": flops,
         }
 
@@ -176,20 +175,19 @@ class Curves:
                 curve["step"].append(record.step)
                 curve["loss"].append(loss)
                 curve["tokens"].append(self._tokens_at(record.step))
-                curve["hours"].append(self._hours(record))
+                curve["hours"].append(self.hours(record.values.get("time")))
         return curves
 
     def evals(self) -> dict[str, Curve]:
         """The scores of each benchmark, with their standard errors."""
-        scores = []
-        for record in self._evals.records():
-            by_name = {
-                key.removeprefix(_EVAL): value
-                for key, value in record.values.items()
-                if key.startswith(_EVAL)
-            }
-            scores.append((record.step, by_name))
-        return score_curves(scores)
+        prefix = len(_EVAL)
+        return score_curves(
+            (
+                record.step,
+                {k[prefix:]: value for k, value in record.values.items() if k.startswith(_EVAL)},
+            )
+            for record in self._evals.records()
+        )
 
     def sources(self) -> dict[str, Curve]:
         """The losses of each data source."""
@@ -228,17 +226,14 @@ class Curves:
         known = [(step, time) for step, time in times if time is not None and time >= since]
         if len(known) < 2:
             return None
-        first_step, first_time = known[0]
-        last_step, last_time = known[-1]
+        (first_step, first_time), *_, (last_step, last_time) = known
         if last_time <= first_time:
             return None
         return (last_time - first_time) / (last_step - first_step)
 
-    def _hours(self, record: MetricsRecord) -> float | None:
-        time = record.values.get("time")
-        if time is None:
-            return None
-        return (time - self.began) / 3600
+    def hours(self, time: float | None) -> float | None:
+        """Hours from the beginning to a time in seconds since the epoch; None if unknown."""
+        return None if time is None else (time - self.began) / 3600
 
     def _tokens_at(self, step: int) -> float | None:
         """Tokens trained on up to `step`, between records in proportion to the steps."""
