@@ -10,7 +10,6 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 from torchtitan.tools.reports.collect import collect, report_page
 from torchtitan.tools.reports.folder import Runs
@@ -47,7 +46,8 @@ def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     data = collect(find_runs(options.runs))
     if options.html:
-        _write_page(data, options.html)
+        write_output({options.html: report_page(data).encode()})
+        print(f"Wrote {options.html}", file=sys.stderr)
     if options.json:
         print(json.dumps(data, allow_nan=False))
         return 0
@@ -58,19 +58,11 @@ def main(argv: list[str]) -> int:
         raise UserError(
             f"--plot: no run has the metric {unknown[0]!r}; they have {', '.join(known)}"
         )
-    terminal = sys.stdout.isatty()
     width = min(shutil.get_terminal_size().columns, _WIDTH)
-    print(
-        as_text(
-            data, metrics=options.plot or _METRICS, axis=options.axis, width=width, color=terminal
-        )
-    )
+    metrics = options.plot or _METRICS
+    color = sys.stdout.isatty()
+    print(as_text(data, metrics=metrics, axis=options.axis, width=width, color=color))
     return 0
-
-
-def _write_page(data: dict[str, Any], file: Path) -> None:
-    write_output({file: report_page(data).encode()})
-    print(f"Wrote {file}", file=sys.stderr)
 
 
 def find_runs(folders: list[Path]) -> list[Path]:

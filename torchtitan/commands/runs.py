@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from torchtitan.tools.reports.folder import STATES, Runs
-from torchtitan.tools.reports.table import ORDERS, as_data, as_text, read_rows
+from torchtitan.tools.reports.table import ORDERS, as_text, read_rows, sort_key
 from torchtitan.utils.argument_types import command_parser
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.wording import listed, plural
@@ -59,19 +59,18 @@ def main(argv: list[str]) -> int:
     runs = Runs(options.folders)
     paths = list(runs)
     rows = read_rows(paths, with_differences=options.differences)
-    rows = [row for row in rows if not options.state or row.state in options.state]
-    rows.sort(key=ORDERS[options.sort], reverse=options.reverse)
+    rows = [row for row in rows if not options.state or row["state"] in options.state]
+    rows.sort(key=lambda row: sort_key(row, options.sort), reverse=options.reverse)
     if runs.unreadable:
-        more = (
-            f", and {len(runs.unreadable) - _NAMED} more" if len(runs.unreadable) > _NAMED else ""
-        )
+        unnamed = len(runs.unreadable) - _NAMED
+        more = f", and {unnamed} more" if unnamed > 0 else ""
         problems = "; ".join(runs.unreadable[:_NAMED])
         print(
             f"warning: can't read {plural(len(runs.unreadable), 'folder')}: {problems}{more}",
             file=sys.stderr,
         )
     if options.json:
-        print(json.dumps(as_data(rows), indent=1, allow_nan=False))
+        print(json.dumps(rows, indent=1, allow_nan=False))
     elif not paths:
         raise UserError(
             f"no runs in {listed(options.folders)} or below; a run's folder (job.dump_folder) has "

@@ -162,7 +162,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A borderless table: cells are never cut, numbers are right-aligned.
+    """A borderless table of `printable` cells, which are never cut; numbers are right-aligned.
 
     Args:
         rows: the first holds the headings.
@@ -170,7 +170,8 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     from rich.cells import cell_len  # imported late: rich takes longer than reading a configuration
 
     columns = []
-    for cells in zip(*rows, strict=True):
+    for column in zip(*rows, strict=True):
+        cells = [printable(cell) for cell in column]
         body = cells[1:] or cells
         numeric = any(body) and all(_NUMBER.fullmatch(cell) for cell in body if cell)
         widths = [cell_len(cell) for cell in cells]

@@ -31,7 +31,7 @@ def _table(content: dict[str, Any]) -> str:
         lengths = source["lengths"]
         rows.append(
             [
-                printable(source["name"]),
+                source["name"],
                 amount(source["documents"]),
                 amount(source["tokens"]),
                 amount(source["bytes"]),
@@ -149,7 +149,7 @@ def _mixture(content: dict[str, Any]) -> str:
         epochs = "unknown" if source["epochs"] is None else f"{source['epochs']:.3g}"
         rows.append(
             [
-                printable(source["name"]),
+                source["name"],
                 f"{source['rows']:,}",
                 show_tokens(source["tokens"]),
                 percent(source["share"]),

@@ -1,13 +1,15 @@
 """Runs and how they differ, for a terminal: summaries, plots, time lines, differences."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from operator import itemgetter
 from textwrap import fill
 from typing import Any
 
 from torchtitan.config.derive import layout_name
 from torchtitan.telemetry.planned import Figure
 from torchtitan.telemetry.run_record import KINDS
+from torchtitan.tools.reports.compare import setting_text
 from torchtitan.tools.reports.plan import figure_rows
 from torchtitan.tools.reports.plots import SMOOTHED, lines_of, plot
 from torchtitan.utils.wording import (
@@ -79,36 +81,32 @@ def _summary(run: Run) -> Iterator[str]:
     )
     yield _joined(
         f"step {run['step']:,}{total}",
-        None if run["tokens"] is None else f"{show_tokens(run['tokens'])} tokens",
-        _formatted(latest, "loss", lambda loss: f"loss {show_loss(loss)}"),
+        shown(run["tokens"], lambda count: f"{show_tokens(count)} tokens"),
+        shown(latest.get("loss"), lambda loss: f"loss {show_loss(loss)}"),
         *validation,
     )
-    devices = ", ".join(f"{count} x {name}" for name, count in run["devices"].items())
+    rate = latest.get("tokens_per_second")
     yield _joined(
-        _formatted(
-            latest, "tokens_per_second", lambda rate: f"{show_rate(rate)} tokens/s per device"
-        ),
-        _formatted(latest, "mfu", lambda mfu: f"MFU {show_percent(mfu)}"),
-        _formatted(latest, "memory_gib", show_gib),
-        devices or None,
-        layout_name(run["layout"]) if (run["ranks"] or 1) > 1 else None,
+        shown(rate, lambda rate: f"{show_rate(rate)} tokens/s per device"),
+        shown(latest.get("mfu"), lambda mfu: f"MFU {show_percent(mfu)}"),
+        shown(latest.get("memory_gib"), show_gib),
+        ", ".join(f"{count} x {name}" for name, count in run["devices"].items()),
+        layout_name(run["layout"]) if (run["ranks"] or 1) > 1 else "",
     )
-    if run["evals"]:
-        known = list(run["evals"].items())
-        more = f"{len(known) - _SCORES} more scores" if len(known) > _SCORES else None
-        yield _joined(*(_score(name, curve) for name, curve in known[:_SCORES]), more)
+    if scores := [_score(name, curve) for name, curve in run["evals"].items()]:
+        hidden = len(scores) - _SCORES
+        yield _joined(*scores[:_SCORES], f"{hidden} more scores" if hidden > 0 else "")
     if run["samples"]:
         sample = run["samples"][0]
         text = cut(f"{sample['prompt']}{sample['text'][-1]}", _SAMPLE)
         others = len(run["samples"]) - 1
-        more = f"({plural(others, 'more prompt')}: --html)" if others else None
+        more = f"({plural(others, 'more prompt')}: --html)" if others else ""
         yield _joined(f'wrote at step {sample["step"][-1]:,}: "{text}"', more)
-    goodput = run["goodput"]["percent"]
     yield _joined(
-        None if goodput is None else f"goodput {show_percent(goodput)}",
+        shown(run["goodput"]["percent"], lambda percent: f"goodput {show_percent(percent)}"),
         plural(len(run["starts"]), "start"),
-        None if run["last_seen"] is None else f"last seen {show_date(run['last_seen'])}",
-        None if run["eta_s"] is None else f"{show_duration(run['eta_s'])} left",
+        shown(run["last_seen"], lambda at: f"last seen {show_date(at)}"),
+        shown(run["eta_s"], lambda seconds: f"{show_duration(seconds)} left"),
     )
 
 
@@ -118,13 +116,13 @@ def _score(name: str, curve: dict[str, Any]) -> str:
     return f"{name} {show_loss(curve['value'][-1])}{noise} (step {curve['step'][-1]:,})"
 
 
-def _joined(*phrases: str | None) -> str:
+def _joined(*phrases: str) -> str:
     return "  " + "   ".join(printable(phrase) for phrase in phrases if phrase)
 
 
-def _formatted(latest: dict[str, float | None], key: str, show: Any) -> str | None:
-    value = latest.get(key)
-    return None if value is None else show(value)
+def shown(value: Any, show: Callable[[Any], str]) -> str:
+    """`show(value)`; empty if the value is unknown."""
+    return "" if value is None else show(value)
 
 
 def time_line(run: Run, width: int) -> list[str]:
@@ -133,45 +131,44 @@ def time_line(run: Run, width: int) -> list[str]:
     Args:
         width: approximate width in characters.
     """
-    entries = [
-        (event["hours"], event["kind"], event["step"], event["message"]) for event in run["events"]
-    ]
-    logged = any(kind in ("started", "resumed") for _, kind, _, _ in entries)
+    entries = list(run["events"])
+    logged = any(entry["kind"] in ("started", "resumed") for entry in entries)
     for entry in _starts(run["starts"]):
-        if not logged or entry[1] == "killed":  # a killed process logs nothing
+        if not logged or entry["kind"] == "killed":  # a killed process logs nothing
             entries.append(entry)
-    entries.sort(key=lambda entry: entry[0])
+    entries.sort(key=itemgetter("hours"))
     rows = []
-    for kind, group in groupby(entries, key=lambda entry: entry[1]):
+    for kind, group in groupby(entries, key=itemgetter("kind")):
         first, *later = group
         last = later[-1] if later else first
         often = f"{kind} x {len(later) + 1}" if later else kind
-        known = [f"{step:,}" for _, _, step, _ in (first, last) if step is not None]
+        known = [f"{entry['step']:,}" for entry in (first, last) if entry["step"] is not None]
         steps = " to ".join(dict.fromkeys(known))
-        message = cut(last[3], max(width - _BEFORE_MESSAGE, 64))
-        after = show_duration(first[0] * 3600)
-        rows.append([after, printable(cut(often, _KIND)), steps, printable(message)])
+        message = cut(last["message"], max(width - _BEFORE_MESSAGE, 64))
+        rows.append([show_duration(first["hours"] * 3600), cut(often, _KIND), steps, message])
     left_out = len(rows) - _LONGEST_LINE
     if left_out > 0:
-        rows = rows[:1] + [["", f"{left_out:,} more", "", ""]] + rows[1 + left_out :]
+        rows[1 : 1 + left_out] = [["", f"{left_out:,} more", "", ""]]
     if not rows:
         return []
     table = aligned([["after", "event", "step", ""], *rows])
     return [f"  {line}" for line in table.splitlines()]
 
 
-def _starts(starts: Sequence[dict[str, Any]]) -> Iterator[tuple[float, str, int, str]]:
+def _starts(starts: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Starts and ends as events, for a run that recorded no events of these kinds."""
     layout = None
     for start in starts:
         where = f"{plural(start['ranks'] or 1, 'rank')}, {layout_name(start['layout'])}"
         changed = " (changed)" if layout not in (None, start["layout"]) else ""
         layout = start["layout"]
-        kind = "resumed" if start["resumed_step"] else "started"
-        yield start["hours"], kind, start["resumed_step"], where + changed
+        step = start["resumed_step"]
+        kind = "resumed" if step else "started"
+        yield {"hours": start["hours"], "kind": kind, "step": step, "message": where + changed}
         if start["end"]:
             kind, _, message = start["end"].partition(": ")
-            yield start["last_seen_hours"], kind, start["step"], message
+            at = start["last_seen_hours"]
+            yield {"hours": at, "kind": kind, "step": start["step"], "message": message}
 
 
 # ---- several runs
@@ -182,7 +179,7 @@ def _time_by_kind(runs: Sequence[Run]) -> str | None:
     kinds = [kind for kind in KINDS if any(run_seconds.get(kind) for run_seconds in seconds)]
     if not kinds:
         return None
-    rows = [["time", *(printable(run["name"]) for run in runs)]]
+    rows = [["time", *(run["name"] for run in runs)]]
     for kind in kinds:
         rows.append([KINDS[kind], *(_share(run_seconds, kind) for run_seconds in seconds)])
     return aligned(rows)
@@ -217,19 +214,11 @@ def _plan(run: Run) -> str | None:
 def _differences(data: dict[str, Any]) -> str:
     if not data["differences"]:
         return "The configurations are the same"
-    heading = ["differs", *(printable(run["name"]) for run in data["runs"])]
-    return aligned(
-        [heading, *([row["key"], *map(_value, row["values"])] for row in data["differences"])]
-    )
-
-
-def _value(value: Any) -> str:
-    text = str(value)
-    if value is None:
-        text = "unset"
-    elif isinstance(value, bool):
-        text = text.lower()
-    return printable(cut(text, _VALUE))
+    rows = [["differs", *(run["name"] for run in data["runs"])]]
+    for row in data["differences"]:
+        values = (setting_text(value, unset="unset", limit=_VALUE) for value in row["values"])
+        rows.append([row["key"], *values])
+    return aligned(rows)
 
 
 def _comparison(data: dict[str, Any], width: int) -> str | None:
