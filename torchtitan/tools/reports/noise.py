@@ -11,8 +11,8 @@ Statistics 28(4), 2010). Where the autocorrelation is too long for that, there i
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from statistics import fmean, median, stdev
+from itertools import chain, pairwise
+from statistics import fmean, linear_regression, median, stdev
 from typing import NamedTuple
 
 BLOCKS = 10
@@ -56,29 +56,27 @@ def at_points(series: Mapping[float, float], base: Mapping[float, float]) -> Gap
     """
     first = max(min(series), min(base))
     last = min(max(series), max(base))
-    values, range_blocks = _between(series, first, last)
-    base_values, base_blocks = _between(base, first, last)
+    by_range = _ranges(series, first, last)
+    base_by_range = _ranges(base, first, last)
+    values = list(chain(*by_range))
+    base_values = list(chain(*base_by_range))
     if not values or not base_values:
         return Gap(math.nan, None)
     independent = min(independent_values(values), independent_values(base_values))
-    if independent < _INDEPENDENT or not all(range_blocks) or not all(base_blocks):
+    if independent < _INDEPENDENT or not all(by_range) or not all(base_by_range):
         return Gap(fmean(values) - fmean(base_values), None)
-    means = [fmean(a) - fmean(b) for a, b in zip(range_blocks, base_blocks, strict=True)]
+    means = [fmean(a) - fmean(b) for a, b in zip(by_range, base_by_range, strict=True)]
     return Gap(fmean(means), _interval(means))
 
 
-def _between(
-    series: Mapping[float, float], first: float, last: float
-) -> tuple[list[float], list[list[float]]]:
-    """Values from `first` to `last` in order, and the same values in `BLOCKS` equal ranges."""
+def _ranges(series: Mapping[float, float], first: float, last: float) -> list[list[float]]:
+    """Values from `first` to `last` in order, in `BLOCKS` equal ranges of points."""
     ends = [first + (last - first) * i / BLOCKS for i in range(1, BLOCKS)]
-    values: list[float] = []
-    by_block: list[list[float]] = [[] for _ in range(BLOCKS)]
+    by_range: list[list[float]] = [[] for _ in range(BLOCKS)]
     for at, value in sorted(series.items()):
         if first <= at <= last:
-            values.append(value)
-            by_block[bisect_left(ends, at)].append(value)
-    return values, by_block
+            by_range[bisect_left(ends, at)].append(value)
+    return by_range
 
 
 def unpaired(values: Sequence[float], base: Sequence[float]) -> Gap:
@@ -124,13 +122,10 @@ def independent_values(values: Sequence[float]) -> float:
     n = len(values)
     if n < 3:
         return 0.0
-    center = fmean(values)
-    middle = (n - 1) / 2
-    spread = sum((i - middle) ** 2 for i in range(n))
-    slope = sum((i - middle) * v for i, v in enumerate(values)) / spread
-    residuals = [v - center - slope * (i - middle) for i, v in enumerate(values)]
+    slope, intercept = linear_regression(range(n), values)
+    residuals = [v - intercept - slope * i for i, v in enumerate(values)]
     variance = sum(v * v for v in residuals)
-    rounding = 1e-12 * (abs(center) + abs(slope) * n)
+    rounding = 1e-12 * (abs(fmean(values)) + abs(slope) * n)
     if variance <= rounding**2 * n:  # no noise at all
         return float(n)
     r = sum(a * b for a, b in pairwise(residuals)) / variance

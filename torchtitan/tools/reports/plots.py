@@ -1,6 +1,7 @@
 """Curves as small plots for a terminal, drawn by plotext."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torchtitan.tools.reports.noise import smooth
@@ -37,6 +38,7 @@ def plot(title: str, lines: Sequence[Line], *, unit: str, width: int, color: boo
     }
     if not any(finite_lines.values()):
         return None
+    all_xs, all_ys = zip(*chain(*finite_lines.values()), strict=True)
     figure.clear()
     figure.theme("default" if color else "colorless")
     figure.plot_size(width, HEIGHT)
@@ -45,19 +47,15 @@ def plot(title: str, lines: Sequence[Line], *, unit: str, width: int, color: boo
     for i, (name, points) in enumerate(finite_lines.items()):
         if points:
             marker = None if color or alone else _MARKERS[i % len(_MARKERS)]
-            signal = figure.signal([x for x, _ in points], [y for _, y in points], marker=marker)
+            xs, ys = zip(*points, strict=True)
+            signal = figure.signal(xs, ys, marker=marker)
             signal.lines()
             if not alone:
                 signal.label(printable(name))
             figure.draw(signal)
-    shown = [point for points in finite_lines.values() for point in points]
-    first = min(x for x, _ in shown)
-    last = max(x for x, _ in shown)
-    low = min(y for _, y in shown)
-    high = max(y for _, y in shown)
-    figure.legend(not alone, x=last, y=high, ha="right", va="top", relative=True)
-    across = _ticks(first, last)
-    upward = _ticks(low, high)
+    figure.legend(not alone, x=max(all_xs), y=max(all_ys), ha="right", va="top", relative=True)
+    across = _ticks(all_xs)
+    upward = _ticks(all_ys)
     figure.ruler("x").ticks(across, [_tick(x, unit) for x in across])
     figure.ruler("y").ticks(upward, [_value(y) for y in upward])
     figure.label(unit, "x")
@@ -75,7 +73,8 @@ def lines_of(runs: Sequence[dict[str, Any]], metric: str, axis: str) -> list[Lin
     ]
 
 
-def _ticks(first: float, last: float) -> list[float]:
+def _ticks(values: Sequence[float]) -> list[float]:
+    first, last = min(values), max(values)
     if last <= first:
         return [first]
     return [first + (last - first) * i / (_TICKS - 1) for i in range(_TICKS)]

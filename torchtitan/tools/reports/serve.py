@@ -1,6 +1,7 @@
 """Serves one file to this machine, at an address that can't be guessed."""
 
 import secrets
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -44,15 +45,13 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _TIMEOUT_SECONDS
 
     def do_GET(self) -> None:
+        body = None
+        path = self.path.partition("?")[0]
         # Compared in constant time: other users of the machine can measure.
-        if not secrets.compare_digest(
-            self.path.partition("?")[0].encode(), self.server.path.encode()
-        ):
-            self.send_error(HTTPStatus.NOT_FOUND)
-            return
-        try:
-            body = self.server.file.read_bytes()
-        except OSError:
+        if secrets.compare_digest(path.encode(), self.server.path.encode()):
+            with suppress(OSError):
+                body = self.server.file.read_bytes()
+        if body is None:
             self.send_error(HTTPStatus.NOT_FOUND)
             return
         self.send_response(HTTPStatus.OK)
