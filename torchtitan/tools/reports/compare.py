@@ -23,8 +23,7 @@ _SCORES = 20
 """Maximum number of benchmark scores that are compared."""
 _NORMAL = 1.96
 """Standard errors in half of a 95 % confidence interval."""
-_LOSS = ("lower", "higher")
-_SPEED = ("slower", "faster")
+_SPEED = ("tokens/s per device slower", "tokens/s per device faster")
 _Comparison = tuple[str, Gap, str]
 """A metric, by how much it differs, and that in words."""
 
@@ -101,7 +100,7 @@ def _loss(run: LoadedRun, base: LoadedRun) -> Iterator[_Comparison]:
     share = 1 - max(min(losses), min(base_losses)) / tokens
     percent = f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
     where = f"over the last {percent} of {show_tokens(tokens)} tokens, {records}"
-    yield "loss", difference, f"loss {_verdict(difference, show_loss, _LOSS)}, {where}"
+    yield "loss", difference, f"loss {_verdict(difference)}, {where}"
 
 
 def _losses(run: LoadedRun, tokens: float) -> dict[float, float]:
@@ -136,8 +135,8 @@ def _validation(run: LoadedRun, base: LoadedRun) -> Iterator[_Comparison]:
     for name, last, base_last in _last_common(run.curves.validation(), base.curves.validation()):
         difference = Gap(last["loss"] - base_last["loss"], None)
         subject = f"validation loss of {name}" if name else "validation loss"
-        verdict = _verdict(difference, show_loss, _LOSS)
-        text = f"{subject} {verdict}, at step {last['step']:,}, one validation of each"
+        at = f"at step {last['step']:,}, one validation of each"
+        text = f"{subject} {_verdict(difference)}, {at}"
         yield f"validation_loss/{name}".rstrip("/"), difference, text
 
 
@@ -151,8 +150,8 @@ def _evals(run: LoadedRun, base: LoadedRun) -> Iterator[_Comparison]:
         errors = (last["error"], base_last["error"])
         noise = None if None in errors else _NORMAL * math.hypot(*errors)
         difference = Gap(last["value"] - base_last["value"], noise)
-        verdict = _verdict(difference, show_loss, _LOSS)
-        yield f"eval/{name}", difference, f"{name} {verdict}, at step {last['step']:,}"
+        text = f"{name} {_verdict(difference)}, at step {last['step']:,}"
+        yield f"eval/{name}", difference, text
 
 
 # ---- speed
@@ -165,10 +164,10 @@ def _speed(run: LoadedRun, base: LoadedRun) -> Iterator[_Comparison]:
     if not rates or not base_rates:
         return
     difference = unpaired(rates, base_rates)
-    text = _verdict(difference, show_rate, _SPEED, " tokens/s per device")
+    verdict = _verdict(difference, show_rate, _SPEED)
     relative = difference.value / (median(base_rates) or 1)
     records = f"{len(rates):,} and {plural(len(base_rates), 'record')}"
-    text = f"speed {text} ({relative:+.1%}), over the last {records}"
+    text = f"speed {verdict} ({relative:+.1%}), over the last {records}"
     yield "tokens_per_second", difference, text
 
 
@@ -186,20 +185,22 @@ def _rates(run: LoadedRun) -> list[float]:
 
 
 def _verdict(
-    difference: Gap, show: Callable[[float], str], words: tuple[str, str], unit: str = ""
+    difference: Gap,
+    show: Callable[[float], str] = show_loss,
+    words: tuple[str, str] = ("lower", "higher"),
 ) -> str:
-    """
+    """A difference in words.
+
     Args:
         words: words for a negative and a positive difference.
     """
     if not difference.value:
         return "the same"
     size = show(abs(difference.value))
-    if difference.noise is not None:
-        size += f" ± {show(difference.noise)}"
-    text = f"{size}{unit} {words[difference.value > 0]}"
+    word = words[difference.value > 0]
     if difference.noise is None:
-        return f"{text} (noise unknown)"
+        return f"{size} {word} (noise unknown)"
+    text = f"{size} ± {show(difference.noise)} {word}"
     return text if difference.significant else f"within noise: {text}"
 
 
@@ -242,9 +243,9 @@ def setting_text(value: Any, *, unset: str, limit: int) -> str:
 
 def _plain(value: Any) -> str | int | float | bool | None:
     """A value that JSON can hold; a list as its text."""
-    if value is None or isinstance(value, bool | int):
+    if value is None or isinstance(value, int):
         return value
     if isinstance(value, float):
-        return value if abs(value) < float("inf") else str(value)
+        return value if math.isfinite(value) else str(value)
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return cut(text, _LONGEST)

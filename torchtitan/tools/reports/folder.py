@@ -282,7 +282,7 @@ class Runs:
         self.folders = folders
         self.unreadable: list[str] = []
         """A message for each folder that could not be read."""
-        self._seen: set[tuple[int, int]] = set()
+        self._seen: set[str] = set()
 
     def __iter__(self) -> Iterator[Path]:
         for folder in self.folders:
@@ -290,28 +290,15 @@ class Runs:
 
     def _below(self, top: Path) -> Iterator[Path]:
         """The runs in and below `top`. Links are followed; no folder is visited twice."""
-        waiting = [str(top)]
-        while waiting:
-            folder = waiting.pop()
-            try:
-                status = os.stat(folder)
-                if (identity := (status.st_dev, status.st_ino)) in self._seen:
-                    continue
-                self._seen.add(identity)
-                with os.scandir(folder) as entries:
-                    is_folder = {entry.name: _is_folder(entry) for entry in entries}
-            except OSError as error:
-                self.unreadable.append(f"{folder}: {error.strerror or error}")
+        for folder, names, files in os.walk(top, onerror=self._fail, followlinks=True):
+            resolved = os.path.realpath(folder)
+            if resolved in self._seen:
+                names.clear()
                 continue
-            if is_folder.get(RECORD) is False or is_folder.get(METRICS) is False:
+            self._seen.add(resolved)
+            if RECORD in files or METRICS in files:
                 yield Path(folder)
-            for name in sorted(is_folder, reverse=True):
-                if is_folder[name] and not _INNER.fullmatch(name):
-                    waiting.append(os.path.join(folder, name))
+            names[:] = sorted(name for name in names if not _INNER.fullmatch(name))
 
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
+    def _fail(self, error: OSError) -> None:
+        self.unreadable.append(f"{error.filename}: {error.strerror or error}")

@@ -21,6 +21,12 @@ _SETTINGS = {
 }
 
 
+def add_point(curve: Curve, **values: Any) -> None:
+    """Append a value to each column of a curve."""
+    for name, value in values.items():
+        curve.setdefault(name, []).append(value)
+
+
 def score_curves(
     scores_by_step: Iterable[tuple[int, Mapping[str, float | None]]],
 ) -> dict[str, Curve]:
@@ -35,10 +41,8 @@ def score_curves(
         for name, value in scores.items():
             if value is None or name in errors.values():
                 continue
-            curve = curves.setdefault(name, {"step": [], "value": [], "error": []})
-            curve["step"].append(step)
-            curve["value"].append(value)
-            curve["error"].append(scores.get(errors.get(name, "")))
+            error = scores.get(errors.get(name, ""))
+            add_point(curves.setdefault(name, {}), step=step, value=value, error=error)
     return curves
 
 

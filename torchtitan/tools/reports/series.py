@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan.tools.reports.folder import METRICS
 from torchtitan.tools.reports.records import MetricsRecord, number, read_records
-from torchtitan.tools.reports.scores import Curve, score_curves
+from torchtitan.tools.reports.scores import Curve, add_point, score_curves
 
 POINTS = 2000
 """Minimum number of points of a longer curve; at most twice as many."""
@@ -131,6 +131,11 @@ class Curves:
     def _tokens(self) -> list[float]:
         return _filled(self._column("tokens"))
 
+    @cached_property
+    def _names(self) -> dict[str, None]:
+        """The names of the training records' values, in their order."""
+        return dict.fromkeys(name for record in self.training for name in record.values)
+
     def _column(self, key: str) -> list[float | None]:
         return [record.values.get(key) for record in self.training]
 
@@ -149,8 +154,7 @@ class Curves:
 
     def metrics(self) -> dict[str, list[float | None]]:
         """The values of each metric, None where a record lacks it."""
-        names = {name: None for record in self.training for name in record.values}
-        shown = [name for name in names if name not in _AXES and "/" not in name]
+        shown = [name for name in self._names if name not in _AXES and "/" not in name]
         return {name: self._column(name) for name in shown}
 
     def flops_per_token(self) -> float | None:
@@ -166,16 +170,13 @@ class Curves:
         """The losses of each validation set; the name is '' if there is one set."""
         curves: dict[str, Curve] = {}
         for record in self._validations.records():
+            tokens = self._tokens_at(record.step)
+            hours = self.hours(record.values.get("time"))
             for key, loss in record.values.items():
-                name = key.removeprefix(_VALIDATION)
-                if loss is None or name == key or name[:1] not in ("", "/"):
-                    continue
-                empty: Curve = {"step": [], "loss": [], "tokens": [], "hours": []}
-                curve = curves.setdefault(name[1:], empty)
-                curve["step"].append(record.step)
-                curve["loss"].append(loss)
-                curve["tokens"].append(self._tokens_at(record.step))
-                curve["hours"].append(self.hours(record.values.get("time")))
+                metric, _, name = key.partition("/")
+                if metric == _VALIDATION and loss is not None:
+                    curve = curves.setdefault(name, {})
+                    add_point(curve, step=record.step, loss=loss, tokens=tokens, hours=hours)
         return curves
 
     def evals(self) -> dict[str, Curve]:
@@ -191,9 +192,8 @@ class Curves:
 
     def sources(self) -> dict[str, Curve]:
         """The losses of each data source."""
-        keys = (key for record in self.training for key in record.values)
-        names = dict.fromkeys(key for key in keys if key.startswith(_SOURCE))
-        return {key.removeprefix(_SOURCE): _curve(self.training, {"loss": key}) for key in names}
+        keys = [name for name in self._names if name.startswith(_SOURCE)]
+        return {key.removeprefix(_SOURCE): _curve(self.training, {"loss": key}) for key in keys}
 
     def experts(self) -> Curve | None:
         """How evenly experts are loaded; None for a dense model."""
@@ -207,12 +207,12 @@ class Curves:
     @property
     def last_step(self) -> int:
         """The step of the last record; 0 if there is none."""
-        return self._steps[-1] if self._steps else 0
+        return max(self._steps, default=0)
 
     @property
     def last_tokens(self) -> float:
         """Tokens trained on up to the last record."""
-        return self._tokens[-1] if self._tokens else 0.0
+        return max(self._tokens, default=0.0)
 
     def step_at(self, tokens: float) -> int:
         """The step after which this number of tokens was trained on."""
@@ -274,9 +274,6 @@ def _curve(records: Iterable[MetricsRecord], keys: Mapping[str, str]) -> Curve:
     curve: Curve = {"step": [], **{name: [] for name in keys}}
     for record in records:
         values = {name: record.values.get(key) for name, key in keys.items()}
-        if None in values.values():
-            continue
-        curve["step"].append(record.step)
-        for name, value in values.items():
-            curve[name].append(value)
+        if None not in values.values():
+            add_point(curve, step=record.step, **values)
     return curve

@@ -133,15 +133,15 @@ def time_line(run: Run, width: int) -> list[str]:
     """
     entries = list(run["events"])
     logged = any(entry["kind"] in ("started", "resumed") for entry in entries)
-    for entry in _starts(run["starts"]):
-        if not logged or entry["kind"] == "killed":  # a killed process logs nothing
-            entries.append(entry)
+    # A killed process logs nothing.
+    starts = _starts(run["starts"])
+    entries += [entry for entry in starts if not logged or entry["kind"] == "killed"]
     entries.sort(key=itemgetter("hours"))
     rows = []
     for kind, group in groupby(entries, key=itemgetter("kind")):
-        first, *later = group
-        last = later[-1] if later else first
-        often = f"{kind} x {len(later) + 1}" if later else kind
+        alike = list(group)
+        first, last = alike[0], alike[-1]
+        often = f"{kind} x {len(alike)}" if len(alike) > 1 else kind
         known = [f"{entry['step']:,}" for entry in (first, last) if entry["step"] is not None]
         steps = " to ".join(dict.fromkeys(known))
         message = cut(last["message"], max(width - _BEFORE_MESSAGE, 64))
@@ -149,8 +149,6 @@ def time_line(run: Run, width: int) -> list[str]:
     left_out = len(rows) - _LONGEST_LINE
     if left_out > 0:
         rows[1 : 1 + left_out] = [["", f"{left_out:,} more", "", ""]]
-    if not rows:
-        return []
     table = aligned([["after", "event", "step", ""], *rows])
     return [f"  {line}" for line in table.splitlines()]
 
