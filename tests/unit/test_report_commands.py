@@ -129,7 +129,7 @@ def test_a_folder_that_can_not_be_read(runs, monkeypatch, capsys):
 
     def refuse(path):
         if str(path).endswith("grid"):
-            raise PermissionError(13, "Permission denied")
+            raise PermissionError(13, "Permission denied", str(path))
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
