@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     known = list(dict.fromkeys(metric for run in data["runs"] for metric in run["metrics"]))
     if unknown := [metric for metric in options.plot or () if metric not in known]:
         raise UserError(
-            f"--plot: no run has the metric {unknown[0]!r}; they have {', '.join(known)}"
+            f"--plot: no run has the metric {unknown[0]!r}; they have {', '.join(known) or 'none'}"
         )
     width = min(shutil.get_terminal_size().columns, _WIDTH)
     metrics = options.plot or _METRICS
