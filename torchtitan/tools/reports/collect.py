@@ -30,7 +30,7 @@ def collect(folders: Sequence[Path], *, points: int = POINTS) -> dict[str, Any]:
         folder = read_folder(path)
         began = next((start.time for start in folder.starts), None)
         curves = read_curves(path, points=points, began=began)
-        runs.append(LoadedRun(name, folder, curves, read_scores(path), samples=read_samples(path)))
+        runs.append(LoadedRun(name, folder, curves, read_scores(path), read_samples(path)))
     return {
         "runs": [_run_data(run) for run in runs],
         "differences": differences([run.folder for run in runs]),

@@ -2,9 +2,8 @@
 
 import json
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from statistics import median
 from typing import Any
@@ -17,8 +16,6 @@ from torchtitan.utils.wording import cut, plural, show_loss, show_rate, show_tok
 
 SHARE = 0.25
 """Losses are compared over this last share of the common tokens."""
-_MOST = 4096
-"""Maximum number of a run's records that are compared."""
 _SCORES = 20
 """Maximum number of benchmark scores that are compared."""
 _NORMAL = 1.96
@@ -35,23 +32,15 @@ class LoadedRun:
     name: str
     folder: Folder
     curves: Curves
-    scores: dict[str, Curve] = field(default_factory=dict)
+    scores: dict[str, Curve]
     """Scores of its checkpoints by `torchtitan eval`."""
-    samples: list[Curve] = field(default_factory=list)
+    samples: list[dict[str, Any]]
     """Generated texts, see `read_samples`."""
 
     @property
     def evals(self) -> dict[str, Curve]:
         """The scores of each benchmark, during training and of checkpoints."""
         return self.curves.evals() | self.scores
-
-    def records_between(self, after: int, last: int) -> slice:
-        """The records in `curves.columns` of the steps behind `after`, up to `last`; the last
-        `_MOST` if there are more.
-        """
-        steps = self.curves.columns.step
-        end = bisect_right(steps, last)
-        return slice(max(bisect_right(steps, after), end - _MOST), end)
 
 
 def compare(runs: Sequence[LoadedRun]) -> list[dict[str, Any]]:
@@ -86,7 +75,7 @@ def _loss(run: LoadedRun, base: LoadedRun) -> Iterator[_Comparison]:
     tokens = min(run.curves.last_tokens, base.curves.last_tokens)
     losses = _losses(run, tokens)
     base_losses = _losses(base, tokens)
-    if not losses or not base_losses or not tokens:
+    if not losses or not base_losses:
         return
     common = sorted(losses.keys() & base_losses.keys())
     if len(common) >= min(len(losses), len(base_losses)) / 2:
@@ -106,9 +95,9 @@ def _loss(run: LoadedRun, base: LoadedRun) -> Iterator[_Comparison]:
 def _losses(run: LoadedRun, tokens: float) -> dict[float, float]:
     """Loss by tokens, for the run's records in the last `SHARE` of `tokens`."""
     begin = (1 - SHARE) * tokens
-    records = run.records_between(run.curves.step_at(begin), run.curves.step_at(tokens))
-    values = run.curves.columns.values
-    losses = zip(values["tokens"][records], values["loss"][records], strict=True)
+    columns = run.curves.columns
+    records = columns.between(run.curves.step_at(begin), run.curves.step_at(tokens))
+    losses = zip(columns.values["tokens"][records], columns.values["loss"][records], strict=True)
     return {at: loss for at, loss in losses if begin < at <= tokens and not math.isnan(loss)}
 
 
@@ -176,7 +165,7 @@ def _rates(run: LoadedRun) -> list[float]:
     last = run.curves.last_step
     first_steps = {start.resumed_step + 1 for start in run.folder.starts} | {1}
     columns = run.curves.columns
-    records = run.records_between(math.floor((1 - SHARE) * last), last)
+    records = columns.between(math.floor((1 - SHARE) * last), last)
     rates = zip(columns.step[records], columns.values["tokens_per_second"][records], strict=True)
     return [rate for step, rate in rates if step not in first_steps and not math.isnan(rate)]
 

@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
@@ -50,10 +50,10 @@ class Start:
     hosts: dict[str, int]
     provenance: dict[str, Any]
     """Commit and versions of the code, by name."""
-    plan: Planned | None = None
-    saves_s: float | None = None
+    plan: Planned | None
+    saves_s: float | None
     """Seconds that training waited for saves."""
-    state_gib: dict[str, float] = field(default_factory=dict)
+    state_gib: dict[str, float]
     """Memory of rank 0's parameters, gradients and optimizer state."""
 
 
@@ -106,13 +106,12 @@ class Folder:
 
     @cached_property
     def _toml(self) -> str:
-        try:
+        with suppress(OSError, ValueError):
             return text_of(read_regular(self.path / CONFIG, RUN_FILE_BYTES, links=True))
-        except (OSError, ValueError):
-            return ""
+        return ""
 
 
-def read_folder(path: Path, *, now: float | None = None) -> Folder:
+def read_folder(path: Path) -> Folder:
     """Read what a run records about itself, except for its metrics."""
     record: dict[str, Any] = {}
     with suppress(OSError):
@@ -135,7 +134,7 @@ def read_folder(path: Path, *, now: float | None = None) -> Folder:
     else:
         with suppress(OSError):
             folder.last_seen = (path / METRICS).stat().st_mtime
-    folder.state, folder.message = _state(folder, time.time() if now is None else now)
+    folder.state, folder.message = _state(folder, time.time())
     return folder
 
 
@@ -159,16 +158,14 @@ def _state(folder: Folder, now: float) -> tuple[str, str]:
 
 def _alive(folder: Path, now: float) -> bool | None:
     """Whether a live process holds the folder's lock; None without a lock."""
-    try:
+    with suppress(OSError):
         holder, _ = read_holder(folder)
-        if holder is None:
-            return None
-        alive = holder.is_alive(current_holder())
-        if alive is None:
-            alive = now - (folder / NAME).stat().st_mtime < EXPIRY_SECONDS
-        return alive
-    except OSError:
-        return None
+        if holder is not None:
+            alive = holder.is_alive(current_holder())
+            return (
+                now - (folder / NAME).stat().st_mtime < EXPIRY_SECONDS if alive is None else alive
+            )
+    return None
 
 
 def _start(entry: Any) -> Start | None:
@@ -205,10 +202,9 @@ def _start(entry: Any) -> Start | None:
 
 
 def _plan(entry: Any) -> Planned | None:
-    try:
+    with suppress(ValidationError):
         return Planned.model_validate(entry)
-    except ValidationError:
-        return None
+    return None
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -245,10 +241,9 @@ def _json_objects(path: Path) -> list[dict[str, Any]]:
 
 
 def _tables(text: str) -> dict[str, Any]:
-    try:
+    with suppress(ValueError, RecursionError):
         return tomli.loads(text)
-    except (ValueError, RecursionError):
-        return {}
+    return {}
 
 
 def _table(content: Any) -> dict[str, Any]:

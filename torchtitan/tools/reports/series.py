@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -16,6 +16,8 @@ from torchtitan.tools.reports.scores import Curve, add_point, score_curves
 
 POINTS = 2000
 """Minimum number of points of a longer curve; at most twice as many."""
+_MOST = 4096
+"""Maximum number of a run's records that are compared."""
 _AXES = ("step", "tokens", "time")
 _VALIDATION = "validation_loss"
 _EVAL = "eval/"
@@ -80,6 +82,11 @@ class TrainingColumns:
         for key, column in self.values.items():
             value = record.values.get(key)
             column.append(math.nan if value is None else value)
+
+    def between(self, after: int, last: int) -> slice:
+        """The records of the steps after `after`, up to `last`; the last `_MOST` if more."""
+        end = bisect_right(self.step, last)
+        return slice(max(bisect_right(self.step, after), end - _MOST), end)
 
 
 class Curves:
@@ -216,8 +223,6 @@ class Curves:
 
     def step_at(self, tokens: float) -> int:
         """The step after which this number of tokens was trained on."""
-        if not self._steps:
-            return 0
         return math.floor(_interpolated(tokens, self._tokens, self._steps))
 
     def seconds_per_step(self, since: float) -> float | None:
@@ -255,7 +260,7 @@ def _interpolated(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     """Linear interpolation at `x` between points of ascending `xs`; from zero before the first."""
     at = bisect_left(xs, x)
     if at == len(xs):
-        return ys[-1]
+        return ys[-1] if ys else 0.0
     x_0 = xs[at - 1] if at else 0.0
     y_0 = ys[at - 1] if at else 0.0
     if xs[at] <= x_0:

@@ -82,9 +82,9 @@ def _row(name: str, folder: Folder) -> Row:
     }
 
 
-def as_text(rows: Sequence[Row], *, now: float | None = None) -> str:
+def as_text(rows: Sequence[Row]) -> str:
     """The rows as a table, their messages, and the number of runs in each state."""
-    now = time.time() if now is None else now
+    now = time.time()
     differing = list(rows[0]["settings"]) if rows else []
     keys = differing[:_COLUMNS]
     heading = [
