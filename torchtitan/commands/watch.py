@@ -54,7 +54,7 @@ def _wait_for_runs(folders: Sequence[Path]) -> list[Path]:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"{folder}: not a folder; a run's folder is its job.dump_folder")
     waiting = False
-    while not (begun := [folder for folder in folders if next(iter(Runs([folder])), None)]):
+    while not (begun := [folder for folder in folders if any(Runs([folder]))]):
         if not waiting:
             names = printable(listed(folders, 4))
             print(

@@ -74,7 +74,11 @@ def _run_data(run: LoadedRun) -> dict[str, Any]:
         "experts": curves.experts(),
         "samples": run.samples,
         "starts": [_start_data(start, curves) for start in folder.starts],
-        "events": [_event_data(event, curves) for event in events],
+        "events": [
+            {"hours": curves.hours(event["time"])}
+            | {key: event[key] for key in ("kind", "step", "message")}
+            for event in events
+        ],
     }
 
 
@@ -97,15 +101,6 @@ def _start_data(start: Start, curves: Curves) -> dict[str, Any]:
         "ranks": start.ranks,
         "layout": start.layout,
         "last_seen_hours": curves.hours(start.last_seen),
-    }
-
-
-def _event_data(event: dict[str, Any], curves: Curves) -> dict[str, Any]:
-    return {
-        "hours": curves.hours(event["time"]),
-        "kind": event["kind"],
-        "step": event["step"],
-        "message": event["message"],
     }
 
 

@@ -218,7 +218,7 @@ def differences(folders: Sequence[Folder]) -> list[dict[str, Any]]:
     rows = []
     for key in dict.fromkeys(chain(*by_run)):
         values = [_plain(run_settings.get(key)) for run_settings in by_run]
-        if any(value != values[0] for value in values[1:]):
+        if any(value != values[0] for value in values):
             rows.append({"key": cut(key, _LONGEST), "values": values})
     return rows
 

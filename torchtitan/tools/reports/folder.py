@@ -162,9 +162,9 @@ def _alive(folder: Path, now: float) -> bool | None:
         holder, _ = read_holder(folder)
         if holder is not None:
             alive = holder.is_alive(current_holder())
-            return (
-                now - (folder / NAME).stat().st_mtime < EXPIRY_SECONDS if alive is None else alive
-            )
+            if alive is None:
+                alive = now - (folder / NAME).stat().st_mtime < EXPIRY_SECONDS
+            return alive
     return None
 
 
@@ -280,20 +280,17 @@ class Runs:
         self._seen: set[str] = set()
 
     def __iter__(self) -> Iterator[Path]:
-        for folder in self.folders:
-            yield from self._below(folder)
-
-    def _below(self, top: Path) -> Iterator[Path]:
-        """The runs in and below `top`. Links are followed; no folder is visited twice."""
-        for folder, names, files in os.walk(top, onerror=self._fail, followlinks=True):
-            resolved = os.path.realpath(folder)
-            if resolved in self._seen:
-                names.clear()
-                continue
-            self._seen.add(resolved)
-            if RECORD in files or METRICS in files:
-                yield Path(folder)
-            names[:] = sorted(name for name in names if not _INNER.fullmatch(name))
+        """Links are followed; no folder is visited twice."""
+        for top in self.folders:
+            for folder, names, files in os.walk(top, onerror=self._fail, followlinks=True):
+                resolved = os.path.realpath(folder)
+                if resolved in self._seen:
+                    names.clear()
+                    continue
+                self._seen.add(resolved)
+                if RECORD in files or METRICS in files:
+                    yield Path(folder)
+                names[:] = sorted(name for name in names if not _INNER.fullmatch(name))
 
     def _fail(self, error: OSError) -> None:
         self.unreadable.append(f"{error.filename}: {error.strerror or error}")

@@ -82,7 +82,10 @@ def _ranges(series: Mapping[float, float], first: float, last: float) -> list[li
 def unpaired(values: Sequence[float], base: Sequence[float]) -> Gap:
     """The difference of the medians of two series in order; the medians of blocks give the noise.
 
-    Medians (of one value or more), because single values may be far off, as those of a step that waited for storage.
+    Medians, because single values may be far off, as those of a step that waited for storage.
+
+    Args:
+        values, base: one value or more each.
     """
     difference = median(values) - median(base)
     halves = []

@@ -67,11 +67,11 @@ def figure_rows(compared: Iterable[Figure]) -> list[list[str]]:
     for figure in compared:
         name, planned, measured, ends = figure
         digits = ",.0f" if max(planned or 0.0, measured or 0.0) >= 1000 else ".3g"
-        shown = [
+        expected, *ends_of_range, taken = [
             "-" if value is None else f"{value:{digits}}"
             for value in (planned, *(ends or ()), measured)
         ]
-        cells = [shown[0], " to ".join(shown[1:-1]) or "-", shown[-1]]
+        cells = [expected, " to ".join(ends_of_range) or "-", taken]
         difference = "-" if figure.difference is None else f"{figure.difference:+.1%}"
         rows.append([name, *cells, f"{difference}, outside" if figure.outside else difference])
     return rows

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan.tools.reports.folder import SAMPLES
 from torchtitan.tools.reports.records import json_object, whole, whole_lines
-from torchtitan.tools.reports.scores import Curve
+from torchtitan.tools.reports.scores import Curve, add_point
 from torchtitan.utils.files import open_regular
 from torchtitan.utils.limits import SAMPLES_READ_BYTES
 from torchtitan.utils.wording import cut
@@ -37,7 +37,7 @@ def by_prompt(lines: Iterable[bytes]) -> list[dict[str, Any]]:
     Args:
         lines: whole lines of the file. Lines that aren't samples are skipped.
     """
-    texts_by_prompt: dict[str, dict[int, tuple[str, str]]] = {}
+    texts_by_prompt: dict[str, dict[int, dict[str, str]]] = {}
     for line in lines:
         content = json_object(line)
         step = whole(content.get("step"))
@@ -45,34 +45,33 @@ def by_prompt(lines: Iterable[bytes]) -> list[dict[str, Any]]:
             continue
         prompt = cut(content["prompt"], _TEXT)
         if prompt in texts_by_prompt or len(texts_by_prompt) < _PROMPTS:
-            text = cut(str(content.get("text", "")), _TEXT)
-            end = cut(str(content.get("end", "")), 20)
-            texts_by_prompt.setdefault(prompt, {})[step] = (text, end)
-    total = sum(len(text) for texts in texts_by_prompt.values() for text, _ in texts.values())
+            texts_by_prompt.setdefault(prompt, {})[step] = {
+                "text": cut(str(content.get("text", "")), _TEXT),
+                "end": cut(str(content.get("end", "")), 20),
+            }
+    every_text = (one["text"] for texts in texts_by_prompt.values() for one in texts.values())
+    total = sum(map(len, every_text))
     every = max(1, math.ceil(total / _CHARACTERS))
     return [
         {"prompt": prompt, **_columns(texts, every)} for prompt, texts in texts_by_prompt.items()
     ]
 
 
-def _columns(texts: dict[int, tuple[str, str]], every: int) -> Curve:
+def _columns(texts: dict[int, dict[str, str]], every: int) -> Curve:
     """Columns of every `every`-th step, counted from the last."""
-    steps = sorted(texts)[::-1][::every][::-1]
-    return {
-        "step": steps,
-        "text": [texts[step][0] for step in steps],
-        "end": [texts[step][1] for step in steps],
-    }
+    curve: Curve = {}
+    for step in sorted(texts)[::-every][::-1]:
+        add_point(curve, step=step, **texts[step])
+    return curve
 
 
 def _lines(path: Path) -> Iterator[bytes]:
     """Whole lines of a file, or of chunks of a large file."""
     with open_regular(path, links=True) as file:
         size = file.seek(0, os.SEEK_END)
-        length = SAMPLES_READ_BYTES
-        begins = [0]
-        if size > length:
-            length //= _CHUNKS
-            begins = [i * (size - length) // (_CHUNKS - 1) for i in range(_CHUNKS)]
-        for begin in begins:
-            yield from whole_lines(file, begin, length)
+        if size <= SAMPLES_READ_BYTES:
+            yield from whole_lines(file, 0, size)
+            return
+        length = SAMPLES_READ_BYTES // _CHUNKS
+        for i in range(_CHUNKS):
+            yield from whole_lines(file, i * (size - length) // (_CHUNKS - 1), length)

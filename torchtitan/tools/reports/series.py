@@ -41,10 +41,11 @@ class Thinned:
 
     def add(self, record: MetricsRecord) -> None:
         """Add the next record of the file. Records of one step, one after another, are merged."""
-        if self._last is not None and record.step == self._last.step:
+        last_step = self._last.step if self._last else -1
+        if self._last and record.step == last_step:
             self._last.values.update(record.values)
             return
-        if self._last is not None and record.step < self._last.step:
+        if record.step < last_step:
             while self._records and self._records[-1].step >= record.step:
                 self._records.pop()
             self._count = len(self._records) * self.every
@@ -161,8 +162,11 @@ class Curves:
 
     def metrics(self) -> dict[str, list[float | None]]:
         """The values of each metric, None where a record lacks it."""
-        shown = [name for name in self._names if name not in _AXES and "/" not in name]
-        return {name: self._column(name) for name in shown}
+        return {
+            name: self._column(name)
+            for name in self._names
+            if name not in _AXES and "/" not in name
+        }
 
     def flops_per_token(self) -> float | None:
         """FLOPs per token, as the run's TFLOP/s count them."""
@@ -209,7 +213,7 @@ class Curves:
 
     def latest(self) -> dict[str, float | None]:
         """The last training record."""
-        return dict(self.training[-1].values) if self.training else {}
+        return self.training[-1].values if self.training else {}
 
     @property
     def last_step(self) -> int:

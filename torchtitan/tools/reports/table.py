@@ -32,7 +32,6 @@ _COLUMNS = 12
 _SHOWN = ("ranks", "layout")
 """Settings that always have a column."""
 
-
 Row = dict[str, Any]
 """A run's line in the table: its name, `Folder.summary`, latest metrics, goodput in percent, and
 `settings`: the values of the settings that differ between runs, by key.

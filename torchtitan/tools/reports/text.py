@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
-from textwrap import fill
+from textwrap import fill, indent
 from typing import Any
 
 from torchtitan.config.derive import layout_name
@@ -56,11 +56,7 @@ def as_text(
         )
     sections.append(_time_by_kind(runs))
     sections += map(_plan, runs)
-    sections += [
-        "\n".join([printable(f"Time line of {run['name']}"), *time_line(run, width)])
-        for run in runs
-        if run["starts"]
-    ]
+    sections += [_time_line(run, width) for run in runs if run["starts"]]
     if len(runs) > 1:
         sections += [_differences(data), _comparison(data, width)]
     return "\n\n".join(filter(None, sections))
@@ -125,7 +121,7 @@ def shown(value: Any, show: Callable[[Any], str]) -> str:
     return "" if value is None else show(value)
 
 
-def time_line(run: Run, width: int) -> list[str]:
+def _time_line(run: Run, width: int) -> str:
     """Starts, ends and events of a run in order of time; successive equal events share a line.
 
     Args:
@@ -150,7 +146,7 @@ def time_line(run: Run, width: int) -> list[str]:
     if left_out > 0:
         rows[1 : 1 + left_out] = [["", f"{left_out:,} more", "", ""]]
     table = aligned([["after", "event", "step", ""], *rows])
-    return [f"  {line}" for line in table.splitlines()]
+    return printable(f"Time line of {run['name']}") + "\n" + indent(table, "  ")
 
 
 def _starts(starts: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -162,7 +158,7 @@ def _starts(starts: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         layout = start["layout"]
         step = start["resumed_step"]
         kind = "resumed" if step else "started"
-        yield {"hours": start["hours"], "kind": kind, "step": step, "message": where + changed}
+        yield {"hours": start["hours"], "kind": kind, "step": step, "message": f"{where}{changed}"}
         if start["end"]:
             kind, _, message = start["end"].partition(": ")
             at = start["last_seen_hours"]
@@ -173,14 +169,12 @@ def _starts(starts: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _time_by_kind(runs: Sequence[Run]) -> str | None:
-    seconds = [run["goodput"]["seconds"] for run in runs]
-    kinds = [kind for kind in KINDS if any(run_seconds.get(kind) for run_seconds in seconds)]
-    if not kinds:
-        return None
     rows = [["time", *(run["name"] for run in runs)]]
-    for kind in kinds:
-        rows.append([KINDS[kind], *(_share(run_seconds, kind) for run_seconds in seconds)])
-    return aligned(rows)
+    for kind, words in KINDS.items():
+        shares = [_share(run["goodput"]["seconds"], kind) for run in runs]
+        if any(shares):
+            rows.append([words, *shares])
+    return aligned(rows) if len(rows) > 1 else None
 
 
 def _share(seconds: dict[str, float], kind: str) -> str:
