@@ -201,7 +201,7 @@ def test_help_explains_the_environment_and_lists_the_flags(tmp_path):
     assert "--training.steps" in done.stdout
 
 
-@pytest.mark.parametrize("number", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [1, 2])
 def test_plain_torchrun(tmp_path, number):
     argv = arguments(tmp_path)
     done = start(

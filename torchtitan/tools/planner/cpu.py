@@ -65,13 +65,11 @@ eager = 1.5  # an estimate
 
 
 def _fastest(work: Callable[[], object]) -> float:
-    """Seconds of one call, in the fastest round, since other processes may use the machine."""
+    """Seconds of the fastest call, since other processes may use the machine."""
     work()
     best = float("inf")
     until = time.perf_counter() + _SECONDS
-    while time.perf_counter() < until:
-        begin = time.perf_counter()
-        for _ in range(4):
-            work()
-        best = min(best, (time.perf_counter() - begin) / 4)
+    while (begin := time.perf_counter()) < until:
+        work()
+        best = min(best, time.perf_counter() - begin)
     return best
