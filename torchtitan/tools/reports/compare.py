@@ -124,9 +124,8 @@ def _validation(run: LoadedRun, base: LoadedRun) -> Iterator[_Comparison]:
     for name, last, base_last in _last_common(run.curves.validation(), base.curves.validation()):
         difference = Gap(last["loss"] - base_last["loss"], None)
         subject = f"validation loss of {name}" if name else "validation loss"
-        at = f"at step {last['step']:,}, one validation of each"
-        text = f"{subject} {_verdict(difference)}, {at}"
-        yield f"validation_loss/{name}".rstrip("/"), difference, text
+        text = f"{_verdict(difference)}, at step {last['step']:,}, one validation of each"
+        yield f"validation_loss/{name}".rstrip("/"), difference, f"{subject} {text}"
 
 
 def _evals(run: LoadedRun, base: LoadedRun) -> Iterator[_Comparison]:
@@ -156,8 +155,8 @@ def _speed(run: LoadedRun, base: LoadedRun) -> Iterator[_Comparison]:
     verdict = _verdict(difference, show_rate, _SPEED)
     relative = difference.value / (median(base_rates) or 1)
     records = f"{len(rates):,} and {plural(len(base_rates), 'record')}"
-    text = f"speed {verdict} ({relative:+.1%}), over the last {records}"
-    yield "tokens_per_second", difference, text
+    speed = f"speed {verdict} ({relative:+.1%})"
+    yield "tokens_per_second", difference, f"{speed}, over the last {records}"
 
 
 def _rates(run: LoadedRun) -> list[float]:

@@ -3,7 +3,7 @@
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate
@@ -22,7 +22,6 @@ _AXES = ("step", "tokens", "time")
 _VALIDATION = "validation_loss"
 _EVAL = "eval/"
 _SOURCE = "loss/"
-_EXPERTS = {"load_max": "expert_load_max", "entropy": "expert_entropy"}
 
 
 class Thinned:
@@ -160,6 +159,15 @@ class Curves:
             "flops": flops,
         }
 
+    def _curve(self, **keys: str) -> Curve:
+        """The steps and values of the training records that have all of `keys`, by column."""
+        curve: Curve = {"step": [], **{name: [] for name in keys}}
+        for record in self.training:
+            values = {name: record.values.get(key) for name, key in keys.items()}
+            if None not in values.values():
+                add_point(curve, step=record.step, **values)
+        return curve
+
     def metrics(self) -> dict[str, list[float | None]]:
         """The values of each metric, None where a record lacks it."""
         return {
@@ -204,11 +212,11 @@ class Curves:
     def sources(self) -> dict[str, Curve]:
         """The losses of each data source."""
         keys = [name for name in self._names if name.startswith(_SOURCE)]
-        return {key.removeprefix(_SOURCE): _curve(self.training, {"loss": key}) for key in keys}
+        return {key.removeprefix(_SOURCE): self._curve(loss=key) for key in keys}
 
     def experts(self) -> Curve | None:
         """How evenly experts are loaded; None for a dense model."""
-        curve = _curve(self.training, _EXPERTS)
+        curve = self._curve(load_max="expert_load_max", entropy="expert_entropy")
         return curve if curve["step"] else None
 
     def latest(self) -> dict[str, float | None]:
@@ -276,13 +284,3 @@ def _filled(values: Iterable[float | None]) -> list[float]:
     """Values of an axis, made non-decreasing; a missing value repeats the one before it."""
     known = (0.0 if value is None else value for value in values)
     return list(accumulate(known, max))
-
-
-def _curve(records: Iterable[MetricsRecord], keys: Mapping[str, str]) -> Curve:
-    """The steps and values of the records that have all of `keys` (keys by name in the result)."""
-    curve: Curve = {"step": [], **{name: [] for name in keys}}
-    for record in records:
-        values = {name: record.values.get(key) for name, key in keys.items()}
-        if None not in values.values():
-            add_point(curve, step=record.step, **values)
-    return curve

@@ -29,9 +29,8 @@ class PageServer(ThreadingHTTPServer):
         try:
             super().__init__((_LOOPBACK, port), _Handler)
         except OSError as error:
-            reason = error.strerror or error
             raise UserError(
-                f"--port {port}: {reason}; choose another, or 0 for a free one"
+                f"--port {port}: {error.strerror or error}; choose another, or 0 for a free one"
             ) from None
 
     @property

@@ -112,8 +112,8 @@ def as_text(rows: Sequence[Row]) -> str:
         if row["message"]
     ]
     summary = f"{plural(len(rows), 'run')}{': ' if states else ''}{states}"
-    more = len(differing) - len(keys)
-    if more:
+    more = len(differing) - _COLUMNS
+    if more > 0:
         note = f"{plural(more, 'more setting')} differ; `torchtitan report` and --json list them"
         summary = f"{summary}\n{note}"
     return "\n\n".join(filter(None, [aligned([heading, *lines]), "\n".join(messages), summary]))

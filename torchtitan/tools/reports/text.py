@@ -81,9 +81,9 @@ def _summary(run: Run) -> Iterator[str]:
         shown(latest.get("loss"), lambda loss: f"loss {show_loss(loss)}"),
         *validation,
     )
-    rate = latest.get("tokens_per_second")
+    speed = latest.get("tokens_per_second")
     yield _joined(
-        shown(rate, lambda rate: f"{show_rate(rate)} tokens/s per device"),
+        shown(speed, lambda rate: f"{show_rate(rate)} tokens/s per device"),
         shown(latest.get("mfu"), lambda mfu: f"MFU {show_percent(mfu)}"),
         shown(latest.get("memory_gib"), show_gib),
         ", ".join(f"{count} x {name}" for name, count in run["devices"].items()),
