@@ -13,6 +13,8 @@
 # Other arguments go to pytest: scripts/test.sh tests/unit -k config -n 0 (-n 0: in one process, for a debugger)
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# Where it is set, as in many containers, each of hundreds of processes compiles 900 modules again, which takes 3 to 5 s.
+unset PYTHONDONTWRITEBYTECODE
 release=()
 [[ ${1:-} == --torch ]] && release=(--torch "${2:-}") && shift 2
 tests=()
