@@ -324,6 +324,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.skipif(torch_is_before_2_13(), reason="2.11 launches half as many again backward")
 @pytest.mark.parametrize(
     ("name", "kinds"), [("llama3", ["block"]), ("qwen3_moe", ["block", "experts"])]
 )
