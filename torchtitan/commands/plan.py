@@ -128,15 +128,15 @@ def _of_flags(options: argparse.Namespace, flags: list[str]) -> Chosen:
     elif not options.search:
         plan = make_plan(flags, world, hardware)
     if options.search:
-        found = find_layouts(flags, world, hardware, options.axes)
-        if not found.best:
+        result = find_layouts(flags, world, hardware, options.axes)
+        if not result.best:
             raise UserError(
-                f"--search: {nothing_fits(found, world, hardware)}; use more ranks, a smaller "
+                f"--search: {nothing_fits(result, world, hardware)}; use more ranks, a smaller "
                 "training.seq_len, more training.loss_chunks, optimizer.state_dtype bfloat16, or "
                 "--axes loss_chunks,state_dtype,offload to try those"
             )
-        sections.append(("search", search_data(found), search_table(found)))
-        proposals = [proposal.plan for proposal in found.best]
+        sections.append(("search", search_data(result), search_table(result)))
+        proposals = [proposal.plan for proposal in result.best]
         plan = proposals[0]
     plan = plan.noting(correction_note(options.hardware))
     if options.compare:

@@ -74,8 +74,8 @@ def _job(folder: Path, nodes: int, ranks: int) -> SlurmJob:
     """The job of the trials in a folder, with the settings of `submit` left to sbatch's options."""
     options = argparse.ArgumentParser()
     add_job_options(options)
-    given = options.parse_args([])
-    return SlurmJob(folder.name, (nodes, nodes), ranks, given, array_log(folder), beside=True)
+    defaults = options.parse_args([])
+    return SlurmJob(folder.name, (nodes, nodes), ranks, defaults, array_log(folder), beside=True)
 
 
 def _slurm_commands(job: SlurmJob, array: Path, adopt: str) -> list[str]:

@@ -252,7 +252,7 @@ class _Exposed(NamedTuple):
     inside: float
     """Not hidden by the compute of blocks."""
     outside: float
-    """Before the first block and after the last one."""
+    """Of the ends, and of the first block."""
     hidden: float
 
 
@@ -274,17 +274,18 @@ def _exposed(
     gather, scatter, all_reduce = gather_and_reduce(w, hw)
     reduce = scatter + all_reduce
     batches = w.accumulation
-    in_forward = layers * max(0.0, gather - forward) + max(0.0, gather * last - forward)
+    in_forward = layers * max(0.0, gather - forward)
+    at_ends = gather * (1 + first) + max(0.0, gather * last - forward)
     if w.pipeline is not None:
         # Gathered once per batch, beside its first microbatch; reduced beside its last.
         inside = in_forward + layers * max(0.0, reduce - backward)
-        return _Exposed(inside * batches, (gather * (1 + first) + reduce) * batches, 0.0)
+        return _Exposed(inside * batches, (at_ends + reduce) * batches, 0.0)
     regather = gather if w.config.parallelism.fsdp_reshard_after_forward != "never" else 0.0
     early = scatter if w.replicas_apart else reduce
     if w.sums_whole_gradients:
         early = 0.0
     inside = in_forward * batches
-    outside = gather * (1 + first) * batches
+    outside = at_ends * batches
     hidden = layers * batches * (min(gather, forward) + min(regather, backward))
     for count, reduced in (batches - 1, early), (1, reduce):
         # The first block's gradients and the embeddings' have no compute left to hide in.

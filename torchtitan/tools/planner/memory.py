@@ -243,8 +243,8 @@ def _moment_bytes(w: Workload, moment: InFlight) -> float:
 def _stage_bytes(w: Workload, stage: PlannedStage) -> tuple[float, float]:
     """Bytes of one microbatch that a stage keeps, with its output, and those in transit."""
     blocks = w.counted([stage])
-    kept = _summed(saved_bytes, blocks) - offloaded_bytes(blocks) + hidden_bytes(w)
-    return kept, _in_transit_bytes(blocks)
+    on_device = _summed(saved_bytes, blocks) - offloaded_bytes(blocks) + hidden_bytes(w)
+    return on_device, _in_transit_bytes(blocks)
 
 
 def _summed(per_token: Callable[[Workload], float], blocks: Counted) -> float:
