@@ -17,7 +17,7 @@ DEBUG = "debugmodel"
 """The flavor of each family that trains on a CPU, with the shipped tokenizer."""
 
 REPOSITORIES: dict[str, str] = tomli.loads(
-    Path(__file__).with_name("repositories.toml").read_text()
+    Path(__file__).with_name("repositories.toml").read_text(encoding="utf-8")
 )
 """Repository of each size's tokenizer on the hub, by FAMILY/SIZE."""
 _PUBLISHED = "HuggingFaceTB/SmolLM2-135M"
