@@ -38,8 +38,16 @@ CELLS = [
     Cell((1, 1, 1, 2, 1), "all-to-all"),
     Cell(PIPELINE, "CPU offload"),
     Cell((2, 1, 2, 1, 1), "accumulation", ep=2),
+    Cell(PIPELINE, schedule="InterleavedZeroBubble", family="gpt_oss"),
+    Cell(PIPELINE, schedule="ZBVZeroBubble", family="deepseek_v3"),
+    Cell(PIPELINE, schedule="DualPipeV", family="qwen3_next"),
+    Cell(PIPELINE, schedule="Interleaved1F1B", family="glm4_moe"),
+    Cell(PIPELINE, schedule="LoopedBFS", family="gemma3"),
+    Cell(PIPELINE, schedule="GPipe", family="olmo3"),
 ]
-"""In the suite: what no other test compares with one process, on one axis each."""
+"""In the suite: what no other test compares with one process, on one axis each, and a cell of each
+schedule and family.
+"""
 
 
 @pytest.fixture(scope="module")

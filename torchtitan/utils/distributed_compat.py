@@ -195,3 +195,17 @@ def forget_what_weights_do_not_need(stage: "PipelineStage", microbatch: int) -> 
     for each in inputs:
         each.grad = None
     stage.backward_state[microbatch] = (), groups, (), None
+
+
+def lay_out_gradients(weights: Iterable[torch.nn.Parameter]) -> None:
+    """A backward for weights alone hands them their gradients as they were computed, where a whole
+    backward copies a gradient whose strides aren't its weight's.
+
+    Fused optimizers on the CPU then read the wrong elements, and those on CUDA fail.
+
+    torch 2.11 to 2.15. Delete once `stage_backward_weight` accumulates as autograd does.
+    """
+    for weight in weights:
+        gradient = weight.grad
+        if gradient is not None and gradient.stride() != weight.stride():
+            weight.grad = torch.empty_like(weight).copy_(gradient)

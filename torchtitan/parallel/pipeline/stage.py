@@ -22,6 +22,7 @@ from torchtitan.utils.distributed_compat import (
     drop_receive_buffers,
     forget_output,
     forget_what_weights_do_not_need,
+    lay_out_gradients,
     without_receive_buffers,
     without_self_connections,
 )
@@ -159,6 +160,10 @@ class Stage(PipelineStage):
             loss.detach_()  # the schedule keeps the loss, which would keep the whole graph
         if not full_backward:
             forget_what_weights_do_not_need(self, bwd_chunk_id)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        lay_out_gradients(self.submod.parameters())
 
     # ---- communicating
 
