@@ -1,11 +1,14 @@
 """scripts/size.py: what it counts, and that its table is that of the tree."""
 
 import importlib.util
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts/size.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts/size.py"
 CODE = '''"""Docstring of the module."""
 
 import os
@@ -40,7 +43,7 @@ def package(tmp_path):
 def test_tokens_code_lines_and_vague_names_of_a_file(size, package):
     counts = size.size_of(package / "models/a.py")
     assert (counts.files, counts.code_lines, counts.tokens) == (1, 2, 9 + 6 + 4)
-    assert counts.vague == {"own": 2}  # neither the docstring nor the string
+    assert counts.words == {"own": 2}  # neither the docstring nor the string
 
 
 def test_rooms_the_core_and_all_are_printed(size, package, capsys):
@@ -57,6 +60,8 @@ def test_rooms_the_core_and_all_are_printed(size, package, capsys):
         ({"models": 30, "tools": 20}, "models: 40 tokens, 30 in ROOMS; simplify, or raise the row"),
         ({"models": 50, "tools": 20}, "models: 40 tokens, 50 in ROOMS; lower the row"),
         ({"models": 40}, "tools: not in ROOMS"),
+        ({"models": 40, "tools": 30}, "the rows add up to 70, and SUM is 60; it only falls"),
+        ({"models": 40, "tools": 10}, "the rows add up to 50, and SUM is 60; lower it"),
     ],
 )
 def test_a_room_that_differs_from_its_row_is_an_error(
@@ -64,6 +69,7 @@ def test_a_room_that_differs_from_its_row_is_an_error(
 ):
     monkeypatch.setattr(size, "STEP", 10)
     monkeypatch.setattr(size, "ROOMS", {"models": 40, "tools": 20})
+    monkeypatch.setattr(size, "SUM", 60)
     assert size.main([str(package)]) == 0
     monkeypatch.setattr(size, "ROOMS", rooms)
     assert size.main([str(package)]) == 1
@@ -71,4 +77,19 @@ def test_a_room_that_differs_from_its_row_is_an_error(
 
 
 def test_the_table_is_that_of_the_tree(size):
-    assert size.problems(size.sizes(SCRIPT.parents[1] / "torchtitan")) == []
+    assert size.problems(size.sizes(ROOT / "torchtitan")) == []
+
+
+def test_the_sum_never_rose(size):
+    """By the commits that set it; a copy without its history shows only itself."""
+    log = subprocess.run(
+        ["git", "log", "--format=", "-p", "-G^SUM = ", "--", "scripts/size.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    ).stdout
+    earlier = [
+        int(n.replace("_", "")) for n in re.findall(r"^\+SUM = ([\d_]+)$", log, re.MULTILINE)
+    ]
+    newest_first = [size.SUM, *earlier]
+    assert newest_first == sorted(newest_first)
