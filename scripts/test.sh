@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # Checks style, types and behavior, after setting up what the tests need.
 #
-#   scripts/test.sh --fast    tests that start no processes: a minute
-#   scripts/test.sh           the suite
-#   scripts/test.sh --all     and the long tests: the whole support matrix, the long soak
-#   scripts/test.sh --long    the long tests alone; with --share 2/8 the second of eight equal shares
+#   scripts/test.sh           tests that start no processes, and the shortest real proof of each promise: 6 minutes
+#   scripts/test.sh --rest    the rest of the suite
+#   scripts/test.sh --long    the long tests: the whole support matrix, the long soak; with --share 2/8 the second of eight
+#                             equal shares
+#   scripts/test.sh --all     all three
 #   scripts/test.sh --corner  unit tests of what computes or saves with torch, a cell of the support matrix per feature, and
 #                             steps compiled for a GPU: what a release of torch breaks
+#   scripts/test.sh --record  the first two, and enters the seconds of each file into tests/seconds.csv
 #
 # `--torch 2.15.0` before any of these tests on that release, in an environment of its own (.venv-torch-2.15.0), and
 # leaves out style and types.
@@ -18,43 +20,54 @@ unset PYTHONDONTWRITEBYTECODE
 release=()
 [[ ${1:-} == --torch ]] && release=(--torch "${2:-}") && shift 2
 tests=()
-corner=
-marks="not slow"
+style=1
+beside= # tests that wait for processes, run beside the others
+marks="not slow and (proof or not (ranks or e2e))"
 case ${1:-} in
-    --fast)
-        tests=(tests/unit)
-        marks="not slow and not e2e and not ranks"
+    --rest)
+        style=
+        marks="not slow and not proof and ranks and not e2e"
+        beside="not slow and not proof and e2e"
         shift
         ;;
-    --corner)
-        corner=1
-        marks="not e2e and (not slow or corner)"
-        shift
-        ;;
+    --long) style= && marks=slow && shift ;;
     --all) marks= && shift ;;
-    --long) marks=slow && shift ;;
+    --corner)
+        style=
+        marks="not e2e and (not slow or corner)"
+        tests=(tests/distributed/test_matrix.py::test_corner tests/cuda)
+        shift
+        ;;
+    --record)
+        marks="not slow"
+        tests=(--record tests/seconds.csv)
+        shift
+        ;;
 esac
+((${#release[@]})) && style=
 python=$("$root/scripts/setup.sh" --dev "${release[@]}")
 cd "$root"
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-if [[ -n $corner ]]; then
+if [[ ${tests[*]} == *test_corner* ]]; then
     files=$("$python" -m tests.import_graph)
-    mapfile -t tests <<<"$files"
-    tests+=(tests/distributed/test_matrix.py::test_corner tests/cuda)
+    mapfile -t units <<<"$files"
+    tests=("${units[@]}" "${tests[@]}")
 fi
-if ((${#release[@]} == 0)); then
+output=$(mktemp)
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$output"' EXIT
+if [[ -n $style ]]; then
     "$python" -m ruff check .
     "$python" -m ruff format --check .
     # Beside the tests, some of which wait; its findings are shown at the end.
-    types=$(mktemp)
-    nice "$python" -m mypy >"$types" 2>&1 &
-    trap 'kill "$!" 2>/dev/null || true; rm -f "$types"' EXIT
+    nice "$python" -m mypy >"$output" 2>&1 &
+elif [[ -n $beside ]]; then
+    "$python" -m pytest -n 2 --dist worksteal -m "$beside" "$@" >"$output" 2>&1 &
 fi
 # Two workers: many tests wait for processes, and most others use one core.
 status=0
 "$python" -m pytest -n 2 --dist worksteal -m "$marks" "${tests[@]}" "$@" || status=$?
-if ((${#release[@]} == 0)); then
-    wait "$!" || status=1
-    cat "$types"
+if [[ -n $style$beside ]]; then
+    wait "$!" || (($? == 5)) || status=1 # 5: no test of this kind among the arguments
+    cat "$output"
 fi
 exit "$status"

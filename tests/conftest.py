@@ -24,6 +24,7 @@ if (
 _CACHE = os.environ["TORCHTITAN_CACHE"] = tempfile.mkdtemp(prefix="torchtitan-tests-")
 
 from tests.long_tier import mark_long_tier, share_of
+from tests.seconds import Seconds
 from torchtitan.testing.ranks import RankPool
 from torchtitan.utils.logging import logger
 
@@ -34,6 +35,12 @@ def pytest_unconfigure() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", metavar="I/N", help="run the I-th of N equal shares of the tests")
+    parser.addoption("--record", metavar="FILE", help="enter each file's seconds into this table")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.record and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Seconds(Path(config.option.record)))
 
 
 @pytest.hookimpl(wrapper=True)
