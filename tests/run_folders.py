@@ -5,7 +5,6 @@ went.
 import json
 import math
 import random
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +74,9 @@ def write_run(
     rich: bool = True,
     end: str | None = "completed",
     config: str = "",
-    last_start: Mapping[str, Any] | None = None,
 ) -> Path:
     """A run of so many steps: validations, and if `rich` sources, experts, benchmarks, three starts
     and some events.
-
-    Args:
-        last_start: more of what `run.json` says of the last start.
     """
     folder.mkdir(parents=True)
     with (folder / "metrics.jsonl").open("w") as file:
@@ -164,7 +159,6 @@ def write_run(
                     "message": message,
                 }
                 file.write(json.dumps(event) + "\n")
-    starts[-1] |= last_start or {}
     seconds = {
         "steps": steps * STEP_SECONDS * 0.9,
         "start": 90.0,

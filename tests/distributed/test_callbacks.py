@@ -82,8 +82,8 @@ def test_methods_are_called_in_order(ranks, tmp_path):
     for names, lines in ranks(2, kept_diary, argv):
         assert names == [
             *("WaitForCopy", "AverageWeights", "LimitCollectives", "AnnounceStages"),
-            *("ConfirmFolders", "Report", "FindStragglers", "Advise", "MeasureState"),
-            *("ComparePlan", "Profile", "CheckReplicas"),
+            *("ConfirmFolders", "Report", "FindStragglers", "Advise"),
+            *("Profile", "CheckReplicas"),
             *("Validate", "WriteSamples", "RunTasks"),
             *("Diary", "Save", "CollectGarbage"),
         ]

@@ -103,7 +103,7 @@ def write_finished(folder):
 
 def measured(folder):
     about = read_run(folder)
-    return about.world, about.taken.step_s
+    return about.world, about.step_s
 
 
 READERS = {

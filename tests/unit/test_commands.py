@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from torchtitan import __version__
-from torchtitan.commands import COMMANDS, command_module, completion, main, train
+from torchtitan.commands import COMMANDS, REMOVED, command_module, completion, main, train
 from torchtitan.commands.train import _parse, count_gpus
 from torchtitan.tools.launch.torchrun import _torchrun_options
 from torchtitan.train import rank_main as entry
@@ -45,6 +45,17 @@ def test_version(monkeypatch, capsys):
 def test_a_misspelt_command(monkeypatch, capsys):
     assert run(monkeypatch, "trian") == 2
     assert capsys.readouterr().err == "error: no command 'trian'; did you mean 'train'?\n"
+
+
+@pytest.mark.parametrize("removed", REMOVED)
+def test_what_was_removed_names_the_way_to_do_it_now(monkeypatch, capsys, removed):
+    assert run(monkeypatch, *removed.split(), "more") == 2
+    assert capsys.readouterr().err == f"error: no `{removed}` any more: {REMOVED[removed]}\n"
+
+
+def test_a_removed_option_is_found_among_others(monkeypatch, capsys):
+    assert run(monkeypatch, "plan", "debug_model", "--search", "--try=3") == 2
+    assert "no `plan --try` any more: write one layout" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -298,7 +298,7 @@ def test_options_are_strict(capsys):
         (["--html"], "--html: expected one argument"),
         (["--axes=ac"], "--axes needs --search"),
         (["--axes=all", "--search"], "no axis 'all' (there is batch,"),
-        (["--calibrate=x.toml"], "--calibrate needs --from-run"),
+        (["--output=x.toml"], "--output needs --from-run"),
         (["--mtbf=50000"], "--mtbf and --storage need each other"),
         (["--money=-1"], "'-1' is not a positive number"),
     ):

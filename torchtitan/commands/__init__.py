@@ -47,6 +47,14 @@ GROUPS = {
 
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 
+REMOVED = {
+    "plan --adopt": "start each layout of `--search --write` with `torchtitan train`, and compare "
+    "the runs with `torchtitan report`",
+    "plan --calibrate": "name the hardware file of `--from-run DIR` with --output FILE",
+    "plan --try": "write one layout at a time with `--search --write FILE`, and train each",
+}
+"""What to do instead of a removed command, or of a command's removed option or first argument."""
+
 
 def main() -> int:
     """Entry point of the `torchtitan` script."""
@@ -66,6 +74,11 @@ def _dispatch(argv: list[str]) -> int | None:
     if name == "--version":
         print(f"torchtitan {__version__}")
         return 0
+    options = [word.partition("=")[0] for word in argv[1:] if word.startswith("-")]
+    for removed in (name, *(f"{name} {word}" for word in [*argv[1:2], *options])):
+        if removed in REMOVED:
+            print(f"error: no `{removed}` any more: {REMOVED[removed]}", file=sys.stderr)
+            return 2
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or "; `torchtitan --help` lists them"
         print(f"error: no command {name!r}{hint}", file=sys.stderr)

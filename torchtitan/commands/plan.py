@@ -14,12 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.load.command_line import flag_text
-from torchtitan.tools.launch.trials import SCRIPT, fastest_trial, folder_of, trial_files
 from torchtitan.tools.planner import calibrate
 from torchtitan.tools.planner.budget import Failures, budget_of, budget_text
-from torchtitan.tools.planner.corrections import correct, correction_note, hardware_called
-from torchtitan.tools.planner.cpu import CPU
-from torchtitan.tools.planner.hardware import find_hardware
+from torchtitan.tools.planner.cpu import hardware_called
 from torchtitan.tools.planner.options import options_of, parse
 from torchtitan.tools.planner.page import page, pictures, schedule_svg
 from torchtitan.tools.planner.planner import find_layouts, make_plan, nothing_fits, planned_toml
@@ -28,7 +25,6 @@ from torchtitan.tools.planner.render import as_data, as_text, comparison, search
 from torchtitan.tools.planner.sizes import compare_sizes, sizes_data, sizes_table
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_output
-from torchtitan.utils.wording import plural
 
 _TERMINAL = "-"
 _SEQ_LEN = 4096
@@ -47,8 +43,8 @@ class Chosen:
     sections: list[Section]
     proposals: list[Plan] = field(default_factory=list)
     """Those of a search."""
-    last_lines: list[str] = field(default_factory=list)
-    """What the text ends with."""
+    fitted: str = ""
+    """A file of the hardware fitted to a run."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,8 +53,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     options, flags = parse(parser(), argv or ["--help"])
-    if options.adopt:
-        return _adopt(options)
     chosen = _of_run(options, flags) if options.from_run else _of_flags(options, flags)
     plan = chosen.plan
     budget = list(_budget(options, plan))
@@ -70,43 +64,26 @@ def main(argv: list[str]) -> int:
     }
     data |= {key: section for key, section, _ in chosen.sections + budget}
     _write(_files(options, chosen, toml=toml, data=data))
-    trials = [proposal for proposal in chosen.proposals if proposal.fits][: options.trials or 0]
-    if trials:
-        write_output(trial_files(trials, chosen.flags, Path(options.write)))
-        script = shlex.quote(str(folder_of(Path(options.write)) / SCRIPT))
-        start = f"to measure {plural(len(trials), 'layout')} and adopt the fastest: sh {script}"
-        chosen.last_lines.append(start)
     if options.json == _TERMINAL:
         print(_json(data), end="")
     else:
         before, after = ([text for _, _, text in part] for part in (chosen.sections, budget))
         print("\n\n".join([*before, as_text(plan, options.tokens), *after]))
-        for option in ("write", "json", "html", "schedule_svg"):
+        for option in ("write", "json", "html", "schedule_svg", "output"):
             if file := getattr(options, option):
                 print(f"wrote {file}")
-        for line in chosen.last_lines:
-            print(line)
     return 0 if plan.fits or options.from_run else 1
 
 
 def _of_run(options: argparse.Namespace, flags: list[str]) -> Chosen:
-    """The plan of a run beside what the run took; corrects or writes the hardware."""
+    """The plan of a run beside its measurements, and the hardware fitted to them."""
     run = calibrate.read_run(Path(options.from_run))
     name = options.hardware or calibrate.hardware_of(run)
     flags = [calibrate.config_flag(run), *flags]
     plan = make_plan(flags, run.world, hardware_called(name))
     section = calibrate.comparison_data(run, plan), calibrate.comparison_text(run, plan)
-    chosen = Chosen(plan, flags, [("measured", *section)])
-    if options.calibrate or not name.endswith(".toml"):
-        # A correction replaces the one before; of a CPU, nothing else is known.
-        start = plan if name == CPU else make_plan(flags, run.world, find_hardware(name))
-        if options.calibrate:
-            _write({options.calibrate: calibrate.fitted_file(run, start)})
-            chosen.last_lines.append(f"wrote {options.calibrate}")
-        else:
-            file = correct(name, calibrate.fitted_file(run, start, name))
-            chosen.last_lines.append(f"wrote {file}: the next plans for {name} use it")
-    return chosen
+    fitted = calibrate.fitted_file(run, plan) if options.output else ""
+    return Chosen(plan, flags, [("measured", *section)], fitted=fitted)
 
 
 def _of_flags(options: argparse.Namespace, flags: list[str]) -> Chosen:
@@ -138,7 +115,6 @@ def _of_flags(options: argparse.Namespace, flags: list[str]) -> Chosen:
         sections.append(("search", search_data(result), search_table(result)))
         proposals = [proposal.plan for proposal in result.best]
         plan = proposals[0]
-    plan = plan.noting(correction_note(options.hardware))
     if options.compare:
         other_flags = [*flags, f"--job.config_file={options.compare[-1]}"]  # the last file counts
         other = make_plan(other_flags, world, hardware)
@@ -162,6 +138,8 @@ def _files(
     """The files that options ask for, by path."""
     plan = chosen.plan
     files = {}
+    if options.output:
+        files[options.output] = chosen.fitted
     if options.write:
         files[options.write] = toml
     if options.json and options.json != _TERMINAL:
@@ -178,13 +156,6 @@ def _files(
             )
         files[options.schedule_svg] = schedule_svg(plan)
     return files
-
-
-def _adopt(options: argparse.Namespace) -> int:
-    table, toml = fastest_trial(Path(options.adopt))
-    write_output({Path(options.write): toml})
-    print(f"{table}\nwrote {options.write}")
-    return 0
 
 
 def is_hugging_face(path: Path) -> bool:

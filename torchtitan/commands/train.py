@@ -21,10 +21,8 @@ from torchtitan.config import complete, load_config
 from torchtitan.config.load.command_line import parse_args, show_help, split_args
 from torchtitan.config.load.decode import LoadedConfig
 from torchtitan.config.sections.schema import Config
-from torchtitan.telemetry.planned import ENV as PLAN_ENV
 from torchtitan.tools.launch.ranks import ELASTIC_RESTARTS, SECRET_ENV, StopHandler
 from torchtitan.tools.launch.torchrun import no_cpp_stacks, run_ranks, what_lowers_memory
-from torchtitan.tools.planner.run_plan import plan_of_run
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.train.rank_main import main as train
 from torchtitan.utils.argument_types import count
@@ -297,14 +295,6 @@ def _problems_of_fewer_nodes(loaded: LoadedConfig, nodes: tuple[int, int], ranks
 # ---- starting
 
 
-def _give_plan(config: Config, setup: Setup, options: argparse.Namespace) -> None:
-    """Give the ranks the plan of their run, if there is one for this machine."""
-    os.environ.pop(PLAN_ENV, None)
-    fewest, most = options.nnodes
-    if fewest == most and (plan := plan_of_run(config, setup, most * options.nproc_per_node)):
-        os.environ[PLAN_ENV] = plan.model_dump_json()
-
-
 def main(argv: list[str]) -> int:
     options, torchrun_argv, config_argv = _parse(argv)
     if options.nnodes[1] == 1:  # else each task is the launcher of a node
@@ -315,8 +305,7 @@ def main(argv: list[str]) -> int:
     alone = not (several or launched or "RANK" in os.environ)
     with nullcontext() if alone else no_cpp_stacks():
         # A module of the user may import torch here.
-        config, setup = check(config_argv, options.nnodes, options.nproc_per_node)
-        _give_plan(config, setup, options)
+        config, _ = check(config_argv, options.nnodes, options.nproc_per_node)
         if not alone:
             importlib.import_module("torch")
     # Growing one segment loses less memory to fragmentation than many segments; the planner assumes

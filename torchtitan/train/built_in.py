@@ -4,7 +4,6 @@ import gc
 import os
 import time
 from collections.abc import Sequence
-from statistics import median
 
 import torch.distributed as dist
 
@@ -16,13 +15,11 @@ from torchtitan.health.stragglers import Stragglers
 from torchtitan.inference.tasks import Tasks
 from torchtitan.parallel.groups import set_timeout
 from torchtitan.telemetry.metrics import describe_sources
-from torchtitan.telemetry.planned import Taken, off_plan, seconds_waited
 from torchtitan.telemetry.trackers import Record
 from torchtitan.train.advice import unneeded_recomputation
 from torchtitan.train.callbacks import Callback, Run
 from torchtitan.train.engine import Engine
 from torchtitan.train.evaluations import Evaluation, RunTasks, Validate, WriteSamples, stops_early
-from torchtitan.train.measured_state import MeasureState
 from torchtitan.train.preflight import Setup
 from torchtitan.train.run_info import describe_model, trained_args, write_config
 from torchtitan.train.state import Components
@@ -42,7 +39,6 @@ def all_callbacks(
         tasks: from `load_tasks`.
     """
     report = Report(engine)
-    state = MeasureState(engine)
     evaluations = (Validate(engine), WriteSamples(engine), RunTasks(engine, tasks))
     return (
         WaitForCopy(engine),
@@ -53,8 +49,6 @@ def all_callbacks(
         report,
         FindStragglers(report, engine.config.guard),
         Advise(),
-        state,
-        ComparePlan(report, state, engine),
         Profile(engine),
         CheckReplicas(engine),  # before a save would make a fault permanent
         *evaluations,
@@ -266,44 +260,6 @@ class Advise(Callback):
         )
         if advice:
             logger.info(advice)
-
-
-class ComparePlan(Callback):
-    """Says once that a run is off its plan, if the launcher has made one."""
-
-    after = 3
-    """Records of this start, without that of the first step, which may compile."""
-
-    def __init__(self, report: Report, state: MeasureState, engine: Engine):
-        self.report = report
-        self.state = state
-        self.run_record = engine.telemetry.run_record
-        said = any("off_plan" in start for start in self.run_record.starts)
-        self.planned = None if said else engine.telemetry.planned
-        self.records: list[Record] = []
-
-    def after_step(self, run: Run, result: StepResult) -> None:
-        metrics = self.report.metrics
-        step = run.progress.step
-        if self.planned is None or not metrics.due(step) or step == metrics.start + 1:
-            return
-        self.records.append(self.report.record)
-        if len(self.records) < self.after:
-            return
-        taken = Taken(
-            median(record["step_time_s"] for record in self.records),
-            median(seconds_waited(record) for record in self.records),
-            peak_gib=max(record["memory_gib"] for record in self.records),
-            state_gib=self.state.gib,
-        )
-        if text := off_plan(self.planned, taken):
-            folder = run.config.job.dump_folder
-            logger.warning(
-                f"{text}. `torchtitan plan --from-run {folder}` corrects the next plan",
-                extra=event("off_plan", step),
-            )
-            self.run_record.record("off_plan", text)
-        self.planned = None
 
 
 class Profile(Callback):

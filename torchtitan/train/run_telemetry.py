@@ -12,7 +12,6 @@ from torchtitan.telemetry.console import StageCost
 from torchtitan.telemetry.events import Events
 from torchtitan.telemetry.metrics import MetricsReporter, peak_flops
 from torchtitan.telemetry.notify import start_notifier
-from torchtitan.telemetry.planned import planned_for
 from torchtitan.telemetry.profiler import Profiler
 from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.train.preflight import Setup
@@ -43,13 +42,10 @@ class Telemetry:
         """
         folder = Path(config.job.dump_folder)
         first_rank = dist.get_rank() == 0
-        self.planned = planned_for(device_name()) if first_rank else None
-        """The plan of this run, on rank 0 if the launcher has made one."""
         self.profiler = Profiler(config.profiling, config.job.dump_folder)
         self.run_record = RunRecord(
             folder,
-            describe_start(run_description, config.parallelism)
-            | ({"plan": self.planned.model_dump(mode="json")} if self.planned else {}),
+            describe_start(run_description, config.parallelism),
             step=step,
             resumable=resumable,
             writes=first_rank,

@@ -10,9 +10,8 @@ from torchtitan.tools.launch.data_choice import DataChoice, find_data
 from torchtitan.tools.launch.model_choice import DEBUG, ModelChoice, find_model, offered
 from torchtitan.tools.launch.preparation import PreparationStep
 from torchtitan.tools.launch.recipe import TOKENS_PER_PARAMETER, default_seq_len, suggested_tokens
-from torchtitan.tools.planner.corrections import hardware_called
 from torchtitan.tools.planner.cpu import CPU, measure_cpu
-from torchtitan.tools.planner.hardware import Hardware, hardware_with, load_hardware
+from torchtitan.tools.planner.hardware import Hardware, find_hardware, hardware_with, load_hardware
 from torchtitan.utils.argument_types import count
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.nvidia_smi import NoDriver, query
@@ -48,7 +47,7 @@ def hardware_question(gpus: str | None) -> Question[tuple[Hardware, str | None]]
 
     def parse(text: str) -> tuple[Hardware, str | None]:
         if text != CPU:
-            return hardware_called(text), None
+            return find_hardware(text), None
         measured = measure_cpu()
         discard_typed()
         return measured
@@ -56,7 +55,7 @@ def hardware_question(gpus: str | None) -> Question[tuple[Hardware, str | None]]
     names = [
         f"{CPU} (this machine's)",
         *load_hardware(),
-        "or a TOML file (`torchtitan plan --from-run` writes one)",
+        "or a TOML file (`torchtitan plan --from-run DIR --output FILE` writes one)",
     ]
     return Question("--hardware NAME", "On which hardware?", wrapped(names), parse, gpus or CPU)
 

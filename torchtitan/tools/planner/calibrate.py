@@ -1,18 +1,17 @@
 """Runs beside their plans, and hardware fitted to them."""
 
 import socket
-import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
-from torchtitan.telemetry.planned import Figure, Taken, figures
 from torchtitan.tools.planner.cpu import CPU
 from torchtitan.tools.planner.hardware import Hardware, hardware_with, load_hardware, to_table
+from torchtitan.tools.planner.memory import GIB
 from torchtitan.tools.planner.predict import Plan, predict
-from torchtitan.tools.planner.run_plan import planned
-from torchtitan.tools.reports.folder import CONFIG, METRICS, read_events, read_folder
-from torchtitan.tools.reports.plan import figure_rows, steady_records, taken_of
+from torchtitan.tools.reports.folder import CONFIG, METRICS, read_folder
 from torchtitan.tools.reports.records import read_records
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.wording import aligned, listed, plural
@@ -36,7 +35,7 @@ _CLOSE = 0.002
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run recorded."""
+    """A run's measurements: medians, and the highest peak of memory."""
 
     folder: Path
     world: int
@@ -45,18 +44,22 @@ class Measured:
     """Its name in torch."""
     records: int
     tokens_per_second: float
-    """Median per GPU."""
-    taken: Taken
-    """Medians, and the highest peak of memory."""
+    """Per GPU."""
+    step_s: float
+    """Seconds of a step, including `data_s`."""
+    data_s: float
+    """Seconds of a step spent waiting for data."""
+    peak_gib: float
+    """Rank 0's; on a CPU, the memory of the whole process."""
 
 
 def read_run(folder: Path) -> Measured:
-    """The last start of the run in a dump folder.
+    """The last start of the run in a dump folder, without its first step, which compiles.
 
     Raises:
         UserError: it holds no run, or too few steps.
     """
-    start = next(reversed(read_folder(folder).starts), None)
+    start = read_folder(folder).last_start
     try:
         records = list(read_records(folder / METRICS))
     except OSError:
@@ -65,7 +68,13 @@ def read_run(folder: Path) -> Measured:
         raise UserError(
             f"--from-run: {folder} holds no run that can be read; name a job.dump_folder"
         )
-    steady = steady_records(start, records)
+    steady = [
+        record.values
+        for record in records
+        if record.step > start.resumed_step + 1
+        and (record.values.get("time") or 0.0) >= start.time
+        and record.values.get("step_time_s")
+    ]
     if not steady:
         raise UserError(
             f"--from-run: {folder} has no measurement after the first step; train longer"
@@ -75,10 +84,16 @@ def read_run(folder: Path) -> Measured:
         start.ranks,
         tuple(start.hosts),
         next(iter(start.devices)),
-        len(steady),
-        tokens_per_second=statistics.median(r["tokens_per_second"] or 0.0 for r in steady),
-        taken=taken_of(start, steady, read_events(folder)),
+        records=len(steady),
+        tokens_per_second=median(record["tokens_per_second"] or 0.0 for record in steady),
+        step_s=median(record["step_time_s"] or 0.0 for record in steady),
+        data_s=median(_seconds_waited(record) for record in steady),
+        peak_gib=max(record.get("memory_gib") or 0.0 for record in steady),
     )
+
+
+def _seconds_waited(record: Mapping[str, float | None]) -> float:
+    return (record.get("data_loading_pct") or 0.0) / 100 * (record["step_time_s"] or 0.0)
 
 
 def config_flag(run: Measured) -> str:
@@ -110,20 +125,54 @@ def hardware_of(run: Measured) -> str:
 # ---- comparison
 
 
-def compared(run: Measured, plan: Plan) -> list[Figure]:
-    """A run beside its plan."""
-    speed = plan.tokens_per_second
-    first = Figure("tokens/s per GPU", speed, run.tokens_per_second, plan.speed_range)
-    return [first, *figures(planned(plan), run.taken)]
+class Figure(NamedTuple):
+    """A planned figure beside the measured one."""
+
+    name: str
+    planned: float | None
+    """None if the plan has no such figure."""
+    measured: float
+    range: Sequence[float] | None
+    """Lowest and highest figure of 90 % of such runs; None if the plan states no range."""
+
+    def row(self) -> list[str]:
+        """The cells of a table's row; the difference is relative to the plan."""
+        digits = ",.0f" if max(self.planned or 0.0, self.measured) >= 1000 else ".3g"
+        planned, measured = (
+            "-" if value is None else f"{value:{digits}}" for value in (self.planned, self.measured)
+        )
+        ends = " to ".join(f"{end:{digits}}" for end in self.range or ())
+        difference = f"{self.measured / self.planned - 1:+.1%}" if self.planned else "-"
+        if self.range and not self.range[0] <= self.measured <= self.range[1]:
+            difference += ", outside"
+        return [self.name, planned, ends or "-", measured, difference]
+
+
+def figures(run: Measured, plan: Plan) -> list[Figure]:
+    """A run beside its plan. Memory is rank 0's on both sides."""
+    step = plan.time.seconds
+    steps = plan.time_range(step)
+    peak = None if run.device == CPU else plan.memory[0].reserved / GIB
+    band = plan.memory_band
+    peaks = peak and (peak * (1 - band), peak * (1 + band))
+    computing = run.step_s - run.data_s
+    return [
+        Figure("tokens/s per GPU", plan.tokens_per_second, run.tokens_per_second, plan.speed_range),
+        Figure("step, s", step, run.step_s, steps),
+        Figure("waiting for data, s", 0.0, run.data_s, None),
+        Figure("computing and communicating, s", step, computing, steps),
+        Figure("peak memory, GiB", peak, run.peak_gib, peaks or None),
+    ]
 
 
 def comparison_text(run: Measured, plan: Plan) -> str:
     """A run beside its plan, for a terminal."""
-    rows = figure_rows(compared(run, plan))
     head = f"{run.folder}: median of {plural(run.records, 'record')} on {run.world} x {run.device}"
+    rows = [["", "planned", "range", "measured", "difference"]]
+    rows += [figure.row() for figure in figures(run, plan)]
     text = f"{head}\n{aligned(rows)}"
     if run.device == CPU:
-        text += "\nPeak memory on a CPU is that of the process, which a plan doesn't know"
+        text += "\nPeak memory on a CPU is the whole process's, which no plan predicts"
     return text
 
 
@@ -135,7 +184,7 @@ def comparison_data(run: Measured, plan: Plan) -> dict[str, Any]:
         "device": run.device,
         "figures": {
             figure.name: {"measured": figure.measured, "planned": figure.planned}
-            for figure in compared(run, plan)
+            for figure in figures(run, plan)
         },
     }
 
@@ -147,9 +196,9 @@ def fit(run: Measured, plan: Plan) -> Hardware:
     """The plan's hardware with rates that make the plan's step as long as the run's.
 
     All rates and the host's work are scaled alike, since one figure can't tell them apart. Time
-    that the run waited for data doesn't count.
+    spent waiting for data is excluded.
     """
-    seconds = run.taken.step_s - run.taken.data_s
+    seconds = run.step_s - run.data_s
     factor = 1.0
     for _ in range(_ROUNDS):
         hardware = _faster(plan.hardware, factor)
@@ -166,10 +215,12 @@ def _faster(hardware: Hardware, factor: float) -> Hardware:
     return hardware.model_copy(update=rates | host)
 
 
-def fitted_file(run: Measured, plan: Plan, name: str = "fitted") -> str:
-    """The text of a file of hardware called `name`, whose constants are fitted to the run."""
-    fitted = fit(run, plan)
+def fitted_file(run: Measured, plan: Plan) -> str:
+    """The text of a hardware file whose constants are fitted to the run."""
     source = f"{run.folder}, {run.world} x {run.device}, {plan.config.model.label}"
     return to_table(
-        name, fitted, plan.hardware, f"fitted to {source}; the rest as {plan.hardware.name}"
+        "fitted",
+        fit(run, plan),
+        plan.hardware,
+        f"fitted to {source}; the rest as {plan.hardware.name}",
     )

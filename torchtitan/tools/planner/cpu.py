@@ -24,6 +24,15 @@ def measure_cpu() -> tuple[Hardware, str]:
         return find_hardware(str(file)), text
 
 
+def hardware_called(name: str) -> Hardware:
+    """The hardware for a plan: from the built-in table, a TOML file, or `cpu`: this machine's.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return measure_cpu()[0] if name == CPU else find_hardware(name)
+
+
 def describe_cpu() -> str:
     """The text of a hardware file for one rank on this machine's CPU, measured within seconds."""
     import psutil

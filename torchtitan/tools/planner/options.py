@@ -92,19 +92,6 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         help=f"what else --search varies. {varied}",
     )
     add(
-        "--try",
-        dest="trials",
-        type=count,
-        metavar="N",
-        help="with --search and --write: also write the best N, and a script that trains each for "
-        "20 steps and writes the fastest instead",
-    )
-    add(
-        "--adopt",
-        metavar="DIR",
-        help="write the fastest of the layouts that were tried in this folder to --write",
-    )
-    add(
         "--compare",
         nargs="+",
         metavar="TOML",
@@ -127,14 +114,12 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
     add(
         "--from-run",
         metavar="DIR",
-        help="compare the run in this dump folder with its plan, and correct later plans for its "
-        "hardware",
+        help="print the plan of the run in this dump folder beside its measurements",
     )
     add(
-        "--calibrate",
+        "--output",
         metavar="FILE",
-        help="with --from-run: write the hardware fitted to the run here, instead of correcting "
-        "later plans",
+        help="with --from-run: write a hardware file that is fitted to the run, for --hardware",
     )
 
 
@@ -148,14 +133,11 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Na
         "--mtbf and --storage need each other: what a failure costs depends on how long a save "
         "takes": bool(options.mtbf) != bool(options.storage),
         "--axes needs --search": options.axes and not options.search,
-        "--try needs --search, and --write for the fastest": options.trials
-        and not (options.search and options.write),
-        "--adopt needs --write, the file for the fastest": options.adopt and not options.write,
         "--days chooses the number of GPUs; drop it, or --world": options.days
         and (options.world or options.from_run),
         "--from-run takes the configuration and the number of ranks from the run; drop them and "
         "--search": options.from_run and configured,
-        "--calibrate needs --from-run: a hardware file is fitted to a run": options.calibrate
+        "--output needs --from-run: a hardware file is fitted to a run": options.output
         and not options.from_run,
     }
     for message, applies in refused.items():
@@ -163,7 +145,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Na
             parser.error(message)
     if options.compare and not options.config:
         flags = [f"--job.config_file={options.compare[0]}", *flags]
-    if not (options.from_run or options.adopt) and (missing := list(_missing(options, flags))):
+    if not options.from_run and (missing := list(_missing(options, flags))):
         parser.error("name\n" + "\n".join(f"  {line}" for line in missing))
     return options, flags
 
@@ -180,7 +162,7 @@ def _missing(options: argparse.Namespace, flags: list[str]) -> Iterator[str]:
     if options.hardware is None:
         yield (
             f"--hardware NAME: one of {', '.join(load_hardware())}, cpu (this machine's), or a "
-            "TOML file (--from-run DIR --calibrate FILE writes one)"
+            "TOML file (--from-run DIR --output FILE writes one)"
         )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from torchtitan.telemetry.run_record import KINDS
 from torchtitan.tools.reports.compare import LoadedRun, compare, differences
 from torchtitan.tools.reports.folder import Folder, Start, read_events, read_folder
-from torchtitan.tools.reports.plan import plan_data
 from torchtitan.tools.reports.records import number
 from torchtitan.tools.reports.samples import read_samples
 from torchtitan.tools.reports.scores import read_scores
@@ -63,7 +62,6 @@ def _run_data(run: LoadedRun) -> dict[str, Any]:
         "eta_s": _seconds_left(folder, curves, summary["step"]),
         "devices": last.devices if last else {},
         "goodput": folder.goodput,
-        "plan": plan_data(last, curves.training, events) if last else None,
         "latest": {key: value for key, value in latest.items() if key not in ("step", "time")},
         "axes": curves.axes(),
         "metrics": curves.metrics(),

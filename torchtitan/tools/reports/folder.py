@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli
-from pydantic import ValidationError
 
-from torchtitan.telemetry.planned import Planned, state_gib
 from torchtitan.telemetry.run_record import KINDS
 from torchtitan.tools.reports.records import json_object, number, tail_lines, whole
 from torchtitan.utils.files import read_regular, text_of
@@ -50,11 +48,6 @@ class Start:
     hosts: dict[str, int]
     provenance: dict[str, Any]
     """Commit and versions of the code, by name."""
-    plan: Planned | None
-    saves_s: float | None
-    """Seconds that training waited for saves."""
-    state_gib: dict[str, float]
-    """Memory of rank 0's parameters, gradients and optimizer state."""
 
 
 @dataclass
@@ -195,16 +188,7 @@ def _start(entry: Any) -> Start | None:
             for key, value in provenance.items()
             if isinstance(value, str)
         },
-        plan=_plan(get("plan")),
-        saves_s=number(_table(get("seconds")).get("saves")),
-        state_gib=state_gib(_counts(get("state_bytes"))),
     )
-
-
-def _plan(entry: Any) -> Planned | None:
-    with suppress(ValidationError):
-        return Planned.model_validate(entry)
-    return None
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

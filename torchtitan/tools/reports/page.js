@@ -1,4 +1,4 @@
-// The page of runs: how they stand, how they compare, their curves, what happened, where the time went, and what was planned.
+// The page of runs: how they stand, how they compare, their curves, what happened, and where the time went.
 
 const MAIN = [  // metrics with a chart of their own: key, title, unit, format, what else
   ["loss", "Training loss", "loss", show.loss, {log: true, height: 320, wide: true}],
@@ -36,7 +36,7 @@ function redraw(box, state, draw) {
 function start() {
   parts = {};
   element(main, "h1", {}, "");
-  for (const name of ["heads", "comparison", "controls", "curves", "scores", "samples", "events", "time", "plan"]) parts[name] = element(main, "section", {class: name});
+  for (const name of ["heads", "comparison", "controls", "curves", "scores", "samples", "events", "time"]) parts[name] = element(main, "section", {class: name});
   addEventListener("beforeprint", () => paper(true));
   addEventListener("afterprint", () => paper(false));
 }
@@ -62,7 +62,6 @@ function refresh() {
   redrawSamples();
   redraw(parts.events, runs.map(run => [run.name, run.starts, run.events]), events);
   redraw(parts.time, runs.map(run => [run.name, run.goodput]), time);
-  redraw(parts.plan, runs.map(run => [run.name, run.plan]), plans);
 }
 
 // ---- how the runs stand
@@ -323,30 +322,6 @@ function time(box) {
   element(details, "summary", {}, "As a table");
   table(details, [["", "left"], ...runs.flatMap(run => [[run.name]])], [...used.map(kind => [data.kinds[kind], ...runs.map(run => [show.duration(run.goodput.seconds[kind] || 0), percent(part(run, kind), 1)])]),
     ["total", ...runs.map(run => show.duration(total(run)))]], {label: "Time by kind"});
-}
-
-// ---- what was planned
-
-function plans(box) {
-  const runs = report.runs.filter(run => run.plan), figure = x => or(x, x => x ? significant(x) : "0");
-  if (!runs.length) return;
-  element(box, "h2", {}, "Planned and measured");
-  element(box, "p", {class: "dim"}, "Below a planned figure, the range of 9 of 10 such runs. Memory is that of rank 0.");
-  const pair = element(box, "div", {class: "pair"});
-  for (const {name, plan: {hardware, figures, off, time_s, memory_gib}} of runs) {
-    const holder = element(pair, "div");
-    if (report.runs.length > 1) element(holder, "h3", {}, name);
-    element(holder, "p", {class: off ? "bad" : "dim"}, off ? `${off}.` : `Within the ranges of its plan for ${hardware}.`);
-    const outside = ({measured, range}) => range && (measured < range[0] || measured > range[1]);
-    const difference = ({planned, measured}) => planned ? `${measured < planned ? "−" : "+"}${percent(Math.abs(measured / planned - 1), 1)}` : "–";
-    const made = table(holder, [["", "left wrap"], ["planned"], ["measured"], ["difference"]], figures.map(one => [one.name,
-      [figure(one.planned), one.range && one.range.map(figure).join(" to ")], figure(one.measured), [difference(one), outside(one) && "outside"]]), {label: `Plan of ${name}`});
-    made.querySelectorAll("tbody tr").forEach((row, i) => { if (outside(figures[i])) row.className = "bad"; });
-    for (const [what, planned, format] of [["Step", time_s, show.duration], ["Peak", memory_gib, show.gib]]) {
-      const known = Object.entries(planned).filter(([, value]) => value).map(([part, value]) => `${part} ${format(value)}`);
-      if (known.length) element(holder, "p", {class: "dim"}, `${what} as planned: ${known.join(", ")}.`);
-    }
-  }
 }
 
 if (isFrame) passOn(); else { prepare(); refresh(); if (data.every) follow(); }

@@ -7,10 +7,8 @@ from textwrap import fill, indent
 from typing import Any
 
 from torchtitan.config.derive import layout_name
-from torchtitan.telemetry.planned import Figure
 from torchtitan.telemetry.run_record import KINDS
 from torchtitan.tools.reports.compare import setting_text
-from torchtitan.tools.reports.plan import figure_rows
 from torchtitan.tools.reports.plots import SMOOTHED, lines_of, plot
 from torchtitan.utils.wording import (
     aligned,
@@ -55,7 +53,6 @@ def as_text(
             plot(title, lines_of(runs, metric, axis), unit=axis, width=width, color=color)
         )
     sections.append(_time_by_kind(runs))
-    sections += map(_plan, runs)
     sections += [_time_line(run, width) for run in runs if run["starts"]]
     if len(runs) > 1:
         sections += [_differences(data), _comparison(data, width)]
@@ -183,24 +180,6 @@ def _share(seconds: dict[str, float], kind: str) -> str:
     if not spent or not total:
         return ""
     return f"{show_duration(spent)}, {show_percent(100 * spent / total)}"
-
-
-def _plan(run: Run) -> str | None:
-    """What was planned, beside what was measured."""
-    if (plan := run["plan"]) is None:
-        return None
-    heading = f"Plan of {run['name']} for {plan['hardware']}, with the range of 9 of 10 such runs"
-    lines = [printable(heading), aligned(figure_rows(Figure(**each) for each in plan["figures"]))]
-    if plan["off"]:
-        lines.append(printable(f"  {plan['off']}"))
-    for what, parts, show in (
-        ("step", plan["time_s"], show_duration),
-        ("peak", plan["memory_gib"], show_gib),
-    ):
-        listed = [f"{part} {show(value)}" for part, value in parts.items() if value]
-        if listed:
-            lines.append(printable(f"  {what} as planned: {', '.join(listed)}"))
-    return "\n".join(lines)
 
 
 def _differences(data: dict[str, Any]) -> str:
