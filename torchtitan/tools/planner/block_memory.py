@@ -10,7 +10,7 @@ from torchtitan.config.derive import selects_operations
 from torchtitan.tools.planner.linears import experts_in_eight_bits
 from torchtitan.tools.planner.workload import FP32, Workload
 
-ROUTER_BYTES = 70
+ROUTER_SAVED_BYTES_PER_ROW = 70
 """Bytes per row of an expert for its place in both orders, weight and expert, on its way there and
 back. As traced.
 """
@@ -62,7 +62,7 @@ def _log_sum_exp_bytes(w: Workload) -> float:
 
 def _routing_bytes(w: Workload) -> float:
     """Bytes per token of its probabilities in fp32 and of what is known about its rows."""
-    return FP32 * w.experts / w.tp + ROUTER_BYTES * w.expert_rows
+    return FP32 * w.experts / w.tp + ROUTER_SAVED_BYTES_PER_ROW * w.expert_rows
 
 
 @lru_cache(maxsize=64)

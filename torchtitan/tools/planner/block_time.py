@@ -47,7 +47,7 @@ EXPERT_TILE = 128
 """Rows that a grouped product computes at a time. Of each expert's last tile half is empty on
 average. The tile of CUTLASS's kernels for Hopper.
 """
-ROUTER_BYTES = 60
+ROUTER_MOVED_BYTES_PER_EXPERT = 60
 """Bytes moved per expert and token by the router's forward: scores, softmax and choice in fp32 and
 int64, each read and written. Counted.
 """
@@ -194,7 +194,7 @@ def _pointwise_bytes(w: Workload) -> float:
         copies = w.top_k  # the rest is part of the exchange
     rows = w.element * (copies * w.dim + 3 * w.top_k * w.ffn)
     shared = w.element * 3 * w.args.shared_expert_dim
-    return outside + tokens * (rows + shared + ROUTER_BYTES * w.experts)
+    return outside + tokens * (rows + shared + ROUTER_MOVED_BYTES_PER_EXPERT * w.experts)
 
 
 def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
