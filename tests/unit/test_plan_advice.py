@@ -11,11 +11,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from tests.plans import H100, NONE, ONE_ROW, SPEC, workload
 from torchtitan.commands import train as command
 from torchtitan.config import load_config
+from torchtitan.tools.launch.torchrun import what_lowers_memory
 from torchtitan.tools.planner.advice import advice, smaller, wasteful
 from torchtitan.tools.planner.memory import GIB, predict_memory
 from torchtitan.tools.planner.planner import find_layouts, make_plan
 from torchtitan.tools.planner.predict import predict
-from torchtitan.utils.errors import OutOfMemoryError
+from torchtitan.utils.errors import ConfigError, OutOfMemoryError
 
 BASE = ["--model.flavor=8B", NONE, "--training.seq_len=8192", "--training.local_batch_size=2",
         "--training.global_batch_size=32", "--parallelism.fsdp_reduce_once_per_step"]  # fmt: skip
@@ -63,8 +64,12 @@ def test_accumulation_is_advised_only_where_it_saves():
     assert saving.after < saving.before - 10
 
 
-def test_advice_never_fails():
-    assert advice(load_config(["--model.flavor=none"]).config, SPEC, 8) == ""
+def test_a_broken_planner_leaves_the_cause_first():
+    """The launcher reports the planner's error beside the run's, and keeps the run's exit code."""
+    config = load_config(["--model.flavor=none"]).config
+    with pytest.raises(ConfigError, match="no flavor"):
+        advice(config, SPEC, 8)
+    assert what_lowers_memory(config, 8).startswith("The planner failed, so it advises nothing: ")
 
 
 def test_the_launcher_adds_the_advice(monkeypatch, tmp_path, capsys):

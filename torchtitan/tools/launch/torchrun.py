@@ -162,8 +162,13 @@ def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
 
 
 def what_lowers_memory(config: Config, world: int) -> str:
-    """The planner's advice for a run that ran out of memory; empty without advice."""
+    """The planner's advice for a run that ran out of memory, or why the planner has failed; empty
+    without advice.
+    """
     from torchtitan.models import get_spec
     from torchtitan.tools.planner.advice import advice
 
-    return advice(config, get_spec(config.model.name), world)
+    try:
+        return advice(config, get_spec(config.model.name), world)
+    except Exception as error:  # the run's own failure and its exit code matter more
+        return f"The planner failed, so it advises nothing: {type(error).__name__}: {error}"
