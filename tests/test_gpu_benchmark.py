@@ -16,13 +16,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 
+from torchtitan.tools.planner.hardware import find_hardware
 from torchtitan.tools.rehearsal.fake import fake_cluster
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks/gpu"))
-bench, fakes, speeds, stages, tables, gpu, gpu_wheels = map(
+bench, fakes, load, rates, speeds, stages, tables, gpu, gpu_wheels = map(
     importlib.import_module,
-    ("_gpu_bench", "_gpu_fake", "_gpu_speed", "_gpu_stages", "_gpu_tables", "gpu", "gpu_wheels"),
+    (
+        *("_gpu_bench", "_gpu_fake", "_gpu_load", "_gpu_rates", "_gpu_speed", "_gpu_stages"),
+        *("_gpu_tables", "gpu", "gpu_wheels"),
+    ),
 )
 
 SOME = "70b_of_64"
@@ -262,6 +266,76 @@ def test_the_page_has_what_the_plan_expects():
     page = tables.HOUR.read_text()
     written = page.partition(tables.EXPECTED)[2].partition(tables.END)[0].strip()
     assert written == tables.expected_tables()
+
+
+# ---- rates and load
+
+
+def test_the_load_of_a_gpu_is_watched_to_the_end_of_the_body(tmp_path, monkeypatch):
+    done = tmp_path / "done"
+    busy = "1320, 1980, 699.5, 700.00, 71, 0x0000000000000004"
+    idle = "345, 1980, 70.1, 700.00, 33, 0x0000000000000001"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with load.watch() as rows:
+        pass
+    assert load.summary(rows) == {"samples": 0, "slowed_by": []}
+    script = tmp_path / "nvidia-smi"
+    script.write_text(f"#!/bin/sh\necho {idle}; echo {busy}; : > {done}; while :; do :; done\n")
+    script.chmod(0o755)
+    with load.watch() as rows:
+        deadline = time.monotonic() + 30
+        while not done.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    found = load.summary(rows)
+    assert found["samples"] == 2
+    assert found["clocks.sm"] == [345, 832.5, 1320]
+    assert found["power.limit"] == 700
+    assert found["slowed_by"] == ["power limit"]
+
+
+MEASURE = rates.measure
+
+
+def _damaged():
+    """Be a rank; of an all-to-all, rank 1 spoils the end of what it receives."""
+    exchange = dist.all_to_all_single
+
+    def damage(out, source):
+        exchange(out, source)
+        out[-1] += dist.get_rank()
+
+    dist.all_to_all_single = damage
+    return MEASURE()
+
+
+@pytest.mark.e2e
+def test_rates_are_measured_and_collectives_checked(tmp_path, monkeypatch):
+    here = bench.Bench(True, tmp_path, tmp_path, tmp_path)
+    found = rates.rates(here, 2)
+    assert found.keys() == {"bfloat16", "float32", "memory", *rates.COLLECTIVES}
+    assert all(0 < value < float("inf") for value in found.values())
+    monkeypatch.setattr(rates, "measure", _damaged)
+    with pytest.raises(bench.Beyond, match="wrong numbers on rank 1: all-to-all"):
+        rates.rates(here, 2)
+
+
+def test_expected_rates():
+    """By hand, from the constants of the table."""
+    hw = find_hardware("h100-sxm")
+    found = rates.expected_rates(hw, 8)
+    widened = (8192**2 + hw.gemm_ramp) / 8192**2
+    deepened = (8192 + hw.gemm_depth) / 8192
+    assert found["bfloat16"] == pytest.approx(989e12 * hw.gemm_bf16 / widened / deepened)
+    deepened = (8192 + 2 * hw.gemm_depth) / 8192
+    assert found["float8"] == pytest.approx(1979e12 * hw.gemm_fp8 / widened / deepened)
+    assert found["memory"] == pytest.approx(3.35e12 * 0.8)
+    ring = 2**28 * 7 / 8
+    link = 450e9 * hw.link_efficiency
+    assert found["all-gather"] == pytest.approx(ring / (ring / link + 20e-6))
+    assert set(rates.COLLECTIVES) < set(found)
+    assert not set(rates.COLLECTIVES) & set(rates.expected_rates(hw, 1))
+    assert "float8" not in rates.expected_rates(find_hardware("a100"), 8)
 
 
 def test_two_gpus_take_twenty_minutes():

@@ -283,7 +283,7 @@ def machine() -> Figures:
     """What the figures depend on."""
     import torch
 
-    from torchtitan.utils.nvidia_smi import NoDriver, query
+    from torchtitan.utils.accelerators import NoDriver, query
 
     about: Figures = {
         "python": platform.python_version(),

@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 from _gpu_bench import Bench, Figures, Skip, column, train
 from _gpu_fake import copying_collectives
+from _gpu_load import summary
 from _gpu_watch import Watched, gpu_now
 
 WARM = 5
@@ -96,8 +97,6 @@ def speed(
         steps: number of timed steps; a multiple of `WARM`.
     """
     import torch
-
-    from torchtitan.utils.nvidia_smi import summary
 
     if not bench.dry and (total := torch.cuda.get_device_properties(0).total_memory / 2**30) < gib:
         raise Skip(f"needs a device with {gib:g} GiB, this one has {total:.0f}")

@@ -11,6 +11,7 @@ import _gpu_numerics as numerics
 import _gpu_speed as speeds
 import _gpu_two as two
 from _gpu_bench import Bench, Figures
+from _gpu_rates import rates
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ _TABLE = [
     Stage("first_run", 60, partial(faults.first_run, compiled=False)),
     _speed("8b_layers", gib=75, seconds=210),
     _speed("8b_layers", "float8_tensorwise", gib=75),
+    Stage("rates", 60, partial(rates, world=1)),
     Stage("groups", 60, faults.groups),
     Stage("first_run_compiled", 120, partial(faults.first_run, compiled=True)),
     Stage("losses", 120, numerics.losses),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from _gpu_bench import ROOT, Figures
+from _gpu_rates import PRODUCTS, expected_rates
 from _gpu_stages import STAGES
 
 PAGE = ROOT / "docs/reference/performance.md"
@@ -151,7 +152,7 @@ def _conditions(found: Sequence[Figures]) -> Iterator[str]:
 
 
 def _range(value: float | Sequence[float] | None) -> str:
-    """A number, or minimum, median and maximum, of `nvidia_smi.summary`."""
+    """A number, or minimum, median and maximum, of `_gpu_load.summary`."""
     if value is None:
         return "?"
     return f"{value[0]:g} to {value[-1]:g}" if isinstance(value, list) else f"{value:g}"
@@ -191,7 +192,6 @@ def write_expected(page: Path = HOUR) -> Path:
 
 def expected_tables() -> str:
     """Speed and memory of every stage that trains, then rates of products and collectives."""
-    from torchtitan.tools.node_check.check import PRODUCTS, expected
     from torchtitan.tools.planner.hardware import find_hardware
 
     hw = find_hardware(EXPECTED_OF)
@@ -203,8 +203,8 @@ def expected_tables() -> str:
             fits = "" if plan.fits else " (doesn't fit: skipped)"
             rate, mfu = f"{plan.tokens_per_second:,.0f}", f"{100 * plan.mfu:.1f}"
             lines.append(_row(f"`{stage.name}`{ranks}", rate, mfu, f"{plan.peak_gib:.1f}{fits}"))
-    two, eight = (expected(hw, ranks) for ranks in (2, 8))
-    lines += ["", _row("`torchtitan doctor --gpu`", "2 GPUs", "8 GPUs"), "|---|---|---|"]
+    two, eight = (expected_rates(hw, ranks) for ranks in (2, 8))
+    lines += ["", _row("`rates`, `two_start`", "2 GPUs", "8 GPUs"), "|---|---|---|"]
     for name in eight:
         scale, unit = (1e12, "TFLOP/s") if name in PRODUCTS else (1e9, "GB/s")
         lines.append(

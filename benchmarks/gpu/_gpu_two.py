@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from statistics import median
 from unittest.mock import patch
 
-from _gpu_bench import SMALL, Bench, Beyond, Figures, Skip, column, run_command, run_ranks, train
+from _gpu_bench import SMALL, Bench, Beyond, Figures, Skip, column, run_ranks, train
 from _gpu_faults import LAYOUTS
+from _gpu_rates import rates
 from _gpu_speed import AT_8K, MODELS, fill
 
 WARM = 5
@@ -30,14 +31,9 @@ SPEEDS = {
 
 
 def start(bench: Bench) -> Figures:
-    """`torchtitan doctor --gpu`: NCCL starts, connects, moves bytes and gets them right."""
+    """NCCL starts, connects, moves bytes and gets them right, at which rates."""
     _check_gpus(bench)
-    ranks = ["--nproc-per-node", "2"]
-    status, text = run_command(bench, ["doctor", "--gpu", *ranks])
-    figures = {"status": status, "doctor": text.strip()[-2000:]}
-    if status:
-        raise Beyond(["the doctor found a fault, or a rank failed"], figures)
-    return figures
+    return rates(bench, 2)
 
 
 def speed(bench: Bench, axis: str) -> Figures:

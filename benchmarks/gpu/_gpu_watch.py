@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from _gpu_bench import Bench, Figures
+from _gpu_load import LOAD, device_uuid, summary, watch
 
 TOP = 12
 """Kernels that are listed."""
@@ -51,8 +52,6 @@ class Watched:
         import torch
 
         from torchtitan.train.callbacks import Callback
-        from torchtitan.utils.device import device_uuid
-        from torchtitan.utils.nvidia_smi import watch
 
         cuda = torch.cuda.is_available()
         wait = torch.cuda.synchronize if cuda else lambda: None
@@ -142,8 +141,7 @@ class _Timed:
 
 def gpu_now() -> Figures:
     """Clock, power and temperature of the GPU; or why they are not known."""
-    from torchtitan.utils.device import device_uuid
-    from torchtitan.utils.nvidia_smi import LOAD, NoDriver, query, summary
+    from torchtitan.utils.accelerators import NoDriver, query
 
     try:
         return summary(query(LOAD, device_uuid())[:1])

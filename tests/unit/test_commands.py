@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from torchtitan import __version__
-from torchtitan.commands import COMMANDS, REMOVED, command_module, completion, main, train
-from torchtitan.commands.train import _parse, count_gpus
+from torchtitan.commands import COMMANDS, REMOVED, command_module, completion, main
+from torchtitan.commands.train import _parse
 from torchtitan.tools.launch.torchrun import _torchrun_options
 from torchtitan.train import rank_main as entry
 from torchtitan.utils.process import run_main
@@ -142,27 +142,6 @@ def test_numa_binding_reaches_torchrun_if_it_can_work(capsys, monkeypatch, tmp_p
     assert passed_on == []
     assert "--numa-binding=node" in _torchrun_options(options)
     assert not any("numa" in option for option in _torchrun_options(_parse([])[0]))
-
-
-@pytest.mark.parametrize(
-    ("visible", "count"), [("0,1,2", 3), ("", 0), ("-1", 0), ("0,-1,1", 1), ("GPU-1a-1b,GPU-12", 2)]
-)
-def test_visible_gpus_are_counted_as_cuda_does(monkeypatch, visible, count):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert count_gpus() == count
-    assert _parse([])[0].nproc_per_node == max(count, 1)
-
-
-def test_all_gpus_are_counted_without_torch(monkeypatch):
-    listed = (
-        "GPU 0: H200 (UUID: GPU-1)\n  MIG 1g.18gb Device 0: (UUID: MIG-1)\nGPU 1: H200 "
-        "(UUID: GPU-2)\n"
-    )
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(
-        train.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, listed)
-    )
-    assert count_gpus() == 2
 
 
 # ---- completion

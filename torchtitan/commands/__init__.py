@@ -34,7 +34,7 @@ GROUPS = {
         "runs": "List the runs below a folder.",
         "report": "Show runs, and how they differ.",
         "watch": "Show runs in a browser while they train.",
-        "doctor": "Explain why a run hangs or has failed; measure this node's GPUs.",
+        "doctor": "Explain why a run hangs or has failed; report this machine's GPUs.",
     },
     "use the model": {
         "ckpt": "Inspect, verify, compare, prune, upload, convert and merge checkpoints.",
@@ -48,6 +48,8 @@ GROUPS = {
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 
 REMOVED = {
+    "doctor --gpu": "`torchtitan doctor` reports this machine's GPUs; `python "
+    "benchmarks/gpu/gpu.py --stages rates` measures them",
     "plan --adopt": "start each layout of `--search --write` with `torchtitan train`, and compare "
     "the runs with `torchtitan report`",
     "plan --calibrate": "name the hardware file of `--from-run DIR` with --output FILE",

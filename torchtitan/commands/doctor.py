@@ -1,60 +1,50 @@
-"""Explain why a run hangs or has failed; or, with --gpu, measure this node beside the plan.
+"""Explain why a run hangs or has failed; or, without DIR, report this machine's GPUs.
 
 DIR is the run's dump folder, or the folder in it (`comm.save_traces_folder`) where ranks write
 reports: when a collective times out, when a rank raises an exception, and on SIGUSR2.
 
---gpu checks driver, memory and links of this node's GPUs, and measures matrix products and each
-kind of collective in under two minutes. Without a GPU it measures the CPU. Exits with 1 if a rank
-fails, hangs or receives wrong numbers.
+Without DIR: names, driver and versions, and what makes a GPU slow or unreliable. Exits with 1 if
+torch can't use the GPUs. `benchmarks/gpu/gpu.py` measures them.
 """
 
 import argparse
-import tempfile
 from pathlib import Path
 
 from torchtitan.config.sections.schema import Comm
 from torchtitan.health.diagnose import diagnose
 from torchtitan.health.rank_dumps import read_dumps
-from torchtitan.utils.argument_types import command_parser, count
+from torchtitan.utils.accelerators import read_accelerators
+from torchtitan.utils.argument_types import command_parser
 from torchtitan.utils.errors import UserError
-
-SECONDS = 120
-CPU_RANKS = 2
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "doctor", __doc__, usage="torchtitan doctor DIR\n       torchtitan doctor --gpu"
-    )
-    add = parser.add_argument
-    add(
+    parser = command_parser("doctor", __doc__)
+    parser.add_argument(
         "folder",
         type=Path,
         metavar="DIR",
         nargs="?",
         help="the run's dump folder, or its folder of reports",
     )
-    add(
+    parser.add_argument(
         "--prefix",
         default=Comm().save_traces_file_prefix,
         help="comm.save_traces_file_prefix of the run (%(default)s)",
     )
-    add("--gpu", action="store_true", help="measure this node's GPUs and links")
-    add(
-        "--nproc-per-node",
-        type=count,
-        metavar="N",
-        help=f"ranks that measure (all GPUs; {CPU_RANKS} on a CPU)",
-    )
-    add("--hardware", metavar="NAME", help="compare with this hardware of `torchtitan plan`")
-    add(
-        "--limit",
-        type=count,
-        default=SECONDS,
-        metavar="SECONDS",
-        help="time after which ranks are killed (%(default)s)",
-    )
     return parser
+
+
+def main(argv: list[str]) -> int:
+    options = parser().parse_args(argv)
+    return _explain(options.folder, options.prefix) if options.folder else _describe_machine()
+
+
+def _describe_machine() -> int:
+    accelerators = read_accelerators()
+    accelerators.check()
+    print("\n".join([str(accelerators), *accelerators.warnings()]))
+    return 0
 
 
 def _report(folder: Path, prefix: str) -> list[str]:
@@ -65,38 +55,6 @@ def _report(folder: Path, prefix: str) -> list[str]:
     doing = {rank: f"it {dump.doing()}" for rank, dump in sorted(dumps.by_rank.items())}
     doing |= dict(sorted(dumps.silent.items()))
     return [diagnose(dumps), *(f"  rank {rank}: {text}" for rank, text in doing.items())]
-
-
-def main(argv: list[str]) -> int:
-    command = parser()
-    options = command.parse_args(argv)
-    if options.gpu == (options.folder is not None):
-        command.error("give the folder of a run, or --gpu")
-    if options.gpu:
-        return _check_node(options.nproc_per_node, options.hardware, options.limit)
-    return _explain(options.folder, options.prefix)
-
-
-def _check_node(ranks: int | None, hardware: str | None, seconds: int) -> int:
-    from torchtitan.tools.planner.hardware import find_hardware, hardware_with
-
-    hw = find_hardware(hardware) if hardware else None
-
-    # torch, once the options are known to be right
-    from torchtitan.tools.node_check.check import report, run_ranks
-    from torchtitan.tools.node_check.state import read_state, refuse_unusable, warnings_of
-
-    state = read_state()
-    refuse_unusable(state)
-    if ranks and state.usable and ranks > state.usable:
-        raise UserError(f"--nproc-per-node={ranks}: torch sees {state.usable} GPUs here")
-    print("\n".join([state.describe(), *warnings_of(state)]), flush=True)
-    with tempfile.TemporaryDirectory(prefix="node-check-") as folder:
-        results = run_ranks(ranks or state.usable or CPU_RANKS, Path(folder), seconds)
-    device = results[0].about.get("device", "")
-    right, text = report(results, hw or hardware_with(device))
-    print(text, flush=True)
-    return 0 if right else 1
 
 
 def _explain(run: Path, prefix: str) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan.commands.train import check, count_gpus, node_range
+from torchtitan.commands.train import check, node_range
 from torchtitan.config import Config, load_config
 from torchtitan.config.load.command_line import parse_args
 from torchtitan.tools.launch import slurm_jobs
@@ -60,6 +60,7 @@ from torchtitan.tools.launch.slurm_script import (
     script,
     single_line,
 )
+from torchtitan.utils.accelerators import count_gpus
 from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import write_output

@@ -11,10 +11,8 @@ import importlib
 import os
 import re
 import shutil
-import subprocess
 from contextlib import nullcontext
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 
 from torchtitan.config import complete, load_config
@@ -25,6 +23,7 @@ from torchtitan.tools.launch.ranks import ELASTIC_RESTARTS, SECRET_ENV, StopHand
 from torchtitan.tools.launch.torchrun import no_cpp_stacks, run_ranks, what_lowers_memory
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.train.rank_main import main as train
+from torchtitan.utils.accelerators import count_gpus
 from torchtitan.utils.argument_types import count
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import ConfigError, OutOfMemoryError, did_you_mean
@@ -216,22 +215,6 @@ def _seconds(text: str) -> float:
     if not re.fullmatch(r"\d{1,9}(\.\d*)?", text):
         raise argparse.ArgumentTypeError(f"{brief(text)} is not a number of seconds")
     return float(text)
-
-
-def count_gpus() -> int:
-    """NVIDIA GPUs that CUDA shows to this process, found without importing torch."""
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        # CUDA stops at the first invalid entry.
-        return len(
-            list(takewhile(lambda device: device.strip() not in ("", "-1"), visible.split(",")))
-        )
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--list-gpus"], capture_output=True, text=True
-        ).stdout
-    except OSError:
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
 # ---- checks before the start

@@ -5,7 +5,7 @@ import ctypes
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,16 +34,6 @@ def current_device() -> torch.device:
 def device_name() -> str:
     """The vendor's name of the device, or `cpu`."""
     return torch.cuda.get_device_name() if device_type() == "cuda" else "cpu"
-
-
-def device_uuid() -> str:
-    """The UUID by which nvidia-smi knows this rank's GPU; empty on the CPU, and if torch doesn't
-    tell.
-    """
-    if device_type() == "cpu":
-        return ""
-    uuid = getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "uuid", None)
-    return f"GPU-{str(uuid).removeprefix('GPU-')}" if uuid else ""
 
 
 def copy_to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -143,15 +133,26 @@ def bf16_units(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
     return next((name for flag, name in _BF16_UNITS.items() if flag in features.split()), "")
 
 
-def seconds_of_cpu_product(dtype: str) -> float:
-    """Seconds for a product of two 256 x 256 matrices on the CPU: the best of some."""
-    a = torch.ones(256, 256, dtype=getattr(torch, dtype))
-    times = []
-    for _ in range(4):  # the first one also sets up
+def fastest(work: Callable[[], object], seconds: float = 0.0) -> float:
+    """Seconds of the fastest call, since other processes may use the CPU.
+
+    Args:
+        seconds: how long to repeat it; at least three times.
+    """
+    work()  # sets up
+    times: list[float] = []
+    until = time.perf_counter() + seconds
+    while len(times) < 3 or time.perf_counter() < until:
         start = time.perf_counter()
-        a @ a
+        work()
         times.append(time.perf_counter() - start)
     return min(times)
+
+
+def cpu_product_rate(dtype: str, size: int = 256, seconds: float = 0.0) -> float:
+    """FLOP/s of a square matrix product on the CPU, measured as by `fastest`."""
+    a = torch.ones(size, size, dtype=getattr(torch, dtype))
+    return 2 * size**3 / fastest(lambda: a @ a, seconds)
 
 
 def describe_cpu_precision(dtype: str) -> str | None:
@@ -163,7 +164,7 @@ def describe_cpu_precision(dtype: str) -> str | None:
     units = bf16_units()
     how = f" with {units}" if units else " without units for it"
     how = "" if units is None else how
-    gain = seconds_of_cpu_product("float32") / seconds_of_cpu_product(dtype)
+    gain = cpu_product_rate(dtype) / cpu_product_rate("float32")
     if gain >= 1:
         return f"Computing in {dtype}{how}: products are {gain:.1f} times as fast as in float32"
     return (

@@ -12,9 +12,9 @@ from torchtitan.tools.launch.preparation import PreparationStep
 from torchtitan.tools.launch.recipe import TOKENS_PER_PARAMETER, default_seq_len, suggested_tokens
 from torchtitan.tools.planner.cpu import CPU, measure_cpu
 from torchtitan.tools.planner.hardware import Hardware, find_hardware, hardware_with, load_hardware
+from torchtitan.utils.accelerators import NoDriver, visible_gpus
 from torchtitan.utils.argument_types import count
 from torchtitan.utils.errors import ConfigError
-from torchtitan.utils.nvidia_smi import NoDriver, query
 from torchtitan.utils.wording import brief, show_size, show_tokens
 
 _UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -163,7 +163,7 @@ def _count(flag: str, most: int = 10**6) -> Callable[[str], int]:
 def local_gpus() -> tuple[str | None, int]:
     """Hardware name of this machine's GPUs (None if unknown), and their number."""
     try:
-        gpus = query(["name"])
+        gpus = visible_gpus()
     except NoDriver:
         return None, 0
     hardware = hardware_with(gpus[0]["name"]) if gpus else None

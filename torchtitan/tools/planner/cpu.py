@@ -2,8 +2,6 @@
 
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan.tools.planner.hardware import Hardware, find_hardware
@@ -11,7 +9,7 @@ from torchtitan.tools.planner.hardware import Hardware, find_hardware
 CPU = "cpu"
 """The name of this machine's CPU among hardware."""
 _SECONDS = 1.0
-"""Duration of each measurement, after a first call."""
+"""Duration of each measurement."""
 
 
 def measure_cpu() -> tuple[Hardware, str]:
@@ -39,19 +37,17 @@ def describe_cpu() -> str:
     import torch
     import torch.nn.functional as F
 
-    def square(dtype: torch.dtype) -> float:
-        """FLOP/s of a square matrix product."""
-        size = 1024
-        a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
-        return 2 * size**3 / _fastest(lambda: a @ b)
+    from torchtitan.utils.device import cpu_product_rate, fastest
 
-    bf16, fp32 = square(torch.bfloat16), square(torch.float32)
+    bf16, fp32 = (cpu_product_rate(dtype, 1024, _SECONDS) for dtype in ("bfloat16", "float32"))
     q = torch.randn(1, 16, 512, 64)
     visible = 2 * 512**2 * 16 * 64  # FLOPs of the unmasked half
-    attention = visible / _fastest(lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
+    attention = visible / fastest(
+        lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True), _SECONDS
+    )
     source = torch.empty(2**27, dtype=torch.uint8)
     target = torch.empty_like(source)
-    moved = 2 * len(source) / _fastest(lambda: target.copy_(source))
+    moved = 2 * len(source) / fastest(lambda: target.copy_(source), _SECONDS)
     return f"""# This machine's CPU, measured.
 [this-machine]
 description = "CPU, measured"
@@ -71,14 +67,3 @@ gpus_per_node = 1
 reserve_gib = 1.0  # an estimate
 eager = 1.5  # an estimate
 """
-
-
-def _fastest(work: Callable[[], object]) -> float:
-    """Seconds of the fastest call, since other processes may use the machine."""
-    work()
-    best = float("inf")
-    until = time.perf_counter() + _SECONDS
-    while (begin := time.perf_counter()) < until:
-        work()
-        best = min(best, time.perf_counter() - begin)
-    return best

@@ -1,0 +1,252 @@
+"""The GPUs of this machine, as nvidia-smi, CUDA_VISIBLE_DEVICES and torch report them, and what is
+wrong with them. Only `read_accelerators` imports torch.
+"""
+
+import os
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from torchtitan.utils.errors import UserError, show_warnings
+from torchtitan.utils.wording import plural
+
+_SECONDS = 20
+"""Time limit of nvidia-smi, which hangs with some faults of a GPU."""
+_FIELDS = (
+    *("driver_version", "memory.total", "memory.used", "mig.mode.current"),
+    *("ecc.errors.uncorrected.volatile.total", "remapped_rows.pending"),
+)
+_BUSY_MIB = 1024
+"""Memory in use from which a GPU is busy: a driver and a display need less."""
+_OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""The oldest driver by major version of CUDA: NVIDIA's page on CUDA compatibility."""
+Gpu = Mapping[str, str]
+"""Values of a GPU by field of `nvidia-smi --help-query-gpu`; `[N/A]` where it has none."""
+
+
+class NoDriver(Exception):
+    """`nvidia-smi` is missing, fails or hangs; the message is a clause with the reason."""
+
+
+def query(fields: Sequence[str], gpu: str = "") -> list[dict[str, str]]:
+    """Ask nvidia-smi for `fields` of each GPU, whatever CUDA_VISIBLE_DEVICES hides.
+
+    Args:
+        gpu: index or UUID of a GPU; all by default.
+
+    Raises:
+        NoDriver: there is no answer.
+    """
+    try:
+        done = subprocess.run(
+            query_command(fields, gpu), capture_output=True, text=True, timeout=_SECONDS
+        )
+    except FileNotFoundError:
+        raise NoDriver("there is no nvidia-smi") from None
+    except subprocess.TimeoutExpired:
+        raise NoDriver(f"nvidia-smi doesn't answer within {_SECONDS} seconds") from None
+    except OSError as error:
+        raise NoDriver(f"nvidia-smi: {error}") from error
+    if done.returncode:
+        message = " ".join((done.stdout + done.stderr).split()) or f"status {done.returncode}"
+        raise NoDriver(f"nvidia-smi fails: {message[:200]}")
+    return read_rows(done.stdout, fields)
+
+
+def query_command(fields: Sequence[str], gpu: str = "") -> list[str]:
+    """The command of `query`."""
+    which = ["-i", gpu] if gpu else []
+    return [
+        "nvidia-smi",
+        f"--query-gpu={','.join(fields)}",
+        "--format=csv,noheader,nounits",
+        *which,
+    ]
+
+
+def read_rows(text: str, fields: Sequence[str]) -> list[dict[str, str]]:
+    """The rows of nvidia-smi's table, without those that are cut off."""
+    cells = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return [dict(zip(fields, row, strict=True)) for row in cells if len(row) == len(fields)]
+
+
+def number(text: str) -> float | None:
+    """A value of `query`; None if the GPU doesn't report it."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _visible() -> list[str] | None:
+    """The entries of CUDA_VISIBLE_DEVICES up to the first invalid one, where CUDA stops; None if it
+    isn't set.
+    """
+    entries = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if entries is None:
+        return None
+    return list(
+        takewhile(lambda entry: entry not in ("", "-1"), map(str.strip, entries.split(",")))
+    )
+
+
+def visible_gpus(fields: Sequence[str] = ()) -> list[dict[str, str]]:
+    """`index`, `uuid`, `name` and `fields` of the GPUs that CUDA shows to this process; the whole
+    GPU of a MIG instance.
+
+    Raises:
+        NoDriver: nvidia-smi doesn't answer.
+    """
+    gpus = query(("index", "uuid", "name", *fields))
+    entries = _visible()
+    if entries is None or any(entry.startswith("MIG") for entry in entries):
+        return gpus
+    return [
+        gpu
+        for entry in entries
+        for gpu in gpus
+        if entry == gpu["index"] or (entry.startswith("GPU-") and gpu["uuid"].startswith(entry))
+    ]
+
+
+def count_gpus() -> int:
+    """Number of NVIDIA GPUs that CUDA shows to this process."""
+    entries = _visible()
+    if entries is not None:
+        return len(entries)
+    try:
+        return len(query(["index"]))
+    except NoDriver as reason:
+        if shutil.which("nvidia-smi"):
+            show_warnings([f"no GPU is counted: {reason}"])
+        return 0
+
+
+@dataclass(frozen=True)
+class Accelerators:
+    """The GPUs that a run on this machine would use."""
+
+    gpus: Sequence[Gpu] = ()
+    """Visible ones."""
+    hidden: int = 0
+    """Number of GPUs that CUDA_VISIBLE_DEVICES hides."""
+    no_driver: str = ""
+    """Why nvidia-smi doesn't answer."""
+    torch: str = ""
+    cuda: str = ""
+    """Version of CUDA (or ROCm) that torch is built for; empty: it is built for the CPU."""
+    names: Sequence[str] = ()
+    """Names of the GPUs that torch can use, in the order of their ordinals."""
+    unusable: str = ""
+    """Torch's reason for using none."""
+    nccl: str = ""
+
+    def __str__(self) -> str:
+        """A line on devices and versions."""
+        if not self.names:
+            reason = self.no_driver or "nvidia-smi lists none"
+            return f"This machine has no GPU ({reason}); torch {self.torch} computes on the CPU."
+        kinds = ", ".join(f"{count} x {name}" for name, count in Counter(self.names).items())
+        driver = f"driver {self.gpus[0]['driver_version']}, " if self.gpus else ""
+        return f"{kinds}: {driver}CUDA {self.cuda}, NCCL {self.nccl}, torch {self.torch}."
+
+    def check(self) -> None:
+        """Check that torch can use the GPUs of this machine, if it has any.
+
+        Raises:
+            UserError: it can't; the message has the reason.
+        """
+        if self.names or not (self.gpus or self.hidden):
+            return
+        if not self.gpus:
+            raise UserError(
+                f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')} hides this "
+                f"machine's {plural(self.hidden, 'GPU')}: unset it"
+            )
+        here = f"{plural(len(self.gpus), 'GPU')} ({self.gpus[0]['name']})"
+        if not self.cuda:
+            raise UserError(
+                f"this machine has {here}, but torch {self.torch} is built for the CPU: install "
+                "the build for CUDA (https://pytorch.org/get-started/locally)"
+            )
+        driver = self.gpus[0]["driver_version"]
+        oldest = _OLDEST_DRIVERS.get(int(self.cuda.partition(".")[0]), 0)
+        if (number(driver.partition(".")[0]) or oldest) < oldest:
+            raise UserError(
+                f"driver {driver} of this machine's {here} is too old for CUDA {self.cuda}, which "
+                f"torch {self.torch} is built for: update it to {oldest} or newer, or install a "
+                "build of torch for an older CUDA"
+            )
+        raise UserError(
+            f"torch {self.torch}, built for CUDA {self.cuda}, can't use this machine's {here} with "
+            f"driver {driver}: {self.unusable}"
+        )
+
+    def warnings(self) -> Iterator[str]:
+        """What makes the GPUs slow or unreliable, a sentence each."""
+        if self.names and self.no_driver:
+            yield f"The state of the GPUs is unknown: {self.no_driver}."
+        if len(set(self.names)) > 1 and "CUDA_DEVICE_ORDER" not in os.environ:
+            yield (
+                "GPUs of several kinds: CUDA numbers the fastest first, nvidia-smi by bus; "
+                "CUDA_DEVICE_ORDER=PCI_BUS_ID makes them agree."
+            )
+        for gpu in self.gpus:
+            yield from _faults(gpu)
+
+
+def _faults(gpu: Gpu) -> Iterator[str]:
+    name = f"GPU {gpu['index']}"
+    used = number(gpu["memory.used"]) or 0.0
+    if used > _BUSY_MIB:
+        total = number(gpu["memory.total"]) or used
+        yield (
+            f"{name} is busy: {used / 1024:.1f} of {total / 1024:.0f} GiB are in use by other "
+            "processes, which nvidia-smi lists."
+        )
+    if gpu["mig.mode.current"] == "Enabled":
+        yield (
+            f"{name} is split by MIG: a rank gets one instance, and NCCL can't connect instances "
+            "of a GPU. `nvidia-smi -mig 0` joins them (as root)."
+        )
+    if errors := int(number(gpu["ecc.errors.uncorrected.volatile.total"]) or 0):
+        yield (
+            f"{name} had {plural(errors, 'uncorrected memory error')} (ECC) since its last reset: "
+            "don't train on it."
+        )
+    if gpu["remapped_rows.pending"].lower() in ("1", "yes"):
+        yield f"{name} has bad memory rows to replace: reset it (`nvidia-smi -r`)."
+
+
+def read_accelerators() -> Accelerators:
+    """Ask the driver and torch."""
+    import torch
+
+    no_driver = unusable = ""
+    gpus: list[dict[str, str]] = []
+    hidden = 0
+    try:
+        gpus = visible_gpus(_FIELDS)
+        hidden = 0 if gpus else len(query(["index"]))
+    except NoDriver as error:
+        no_driver = str(error)
+    usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    built_for = torch.version.cuda or torch.version.hip or ""
+    if built_for and not usable:
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            unusable = str(error).strip().splitlines()[0]
+    return Accelerators(
+        gpus=gpus,
+        hidden=hidden,
+        no_driver=no_driver,
+        torch=torch.__version__,
+        cuda=built_for,
+        names=[torch.cuda.get_device_name(ordinal) for ordinal in range(usable)],
+        unusable=unusable,
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if usable else "",
+    )
