@@ -92,7 +92,7 @@ def test_visible_gpus_are_those_of_cuda(install, monkeypatch, visible, count, in
             r"1 GPU \(NVIDIA H100 80GB HBM3\), but torch 2.13.0\+cpu is built for the CPU: install",
         ),
         (
-            Accelerators(hidden=2, cuda="13.0"),
+            Accelerators(n_hidden=2, cuda="13.0"),
             "CUDA_VISIBLE_DEVICES= hides this machine's 2 GPUs: unset it",
         ),
         (
@@ -100,7 +100,7 @@ def test_visible_gpus_are_those_of_cuda(install, monkeypatch, visible, count, in
             "driver 535.1 of .* is too old for CUDA 13.0, .*: update it to 580 or newer",
         ),
         (
-            Accelerators(gpus=[HEALTHY], torch="2.13", cuda="13.0", unusable="no access"),
+            Accelerators(gpus=[HEALTHY], torch="2.13", cuda="13.0", torch_error="no access"),
             "torch 2.13, built for CUDA 13.0, can't use .* with driver 580.65: no access",
         ),
     ],

@@ -16,7 +16,7 @@ from typing import Any
 from torchtitan.config.load.command_line import flag_text
 from torchtitan.tools.planner import calibrate
 from torchtitan.tools.planner.budget import Failures, budget_of, budget_text
-from torchtitan.tools.planner.cpu import hardware_called
+from torchtitan.tools.planner.cpu import find_or_measure
 from torchtitan.tools.planner.options import options_of, parse
 from torchtitan.tools.planner.page import page, pictures, schedule_svg
 from torchtitan.tools.planner.planner import find_layouts, make_plan, nothing_fits, planned_toml
@@ -43,8 +43,8 @@ class Chosen:
     sections: list[Section]
     proposals: list[Plan] = field(default_factory=list)
     """Those of a search."""
-    fitted: str = ""
-    """A file of the hardware fitted to a run."""
+    hardware_file: str = ""
+    """Hardware fitted to a run, in TOML."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,17 +80,17 @@ def _of_run(options: argparse.Namespace, flags: list[str]) -> Chosen:
     run = calibrate.read_run(Path(options.from_run))
     name = options.hardware or calibrate.hardware_of(run)
     flags = [calibrate.config_flag(run), *flags]
-    plan = make_plan(flags, run.world, hardware_called(name))
+    plan = make_plan(flags, run.world, find_or_measure(name))
     section = calibrate.comparison_data(run, plan), calibrate.comparison_text(run, plan)
-    fitted = calibrate.fitted_file(run, plan) if options.output else ""
-    return Chosen(plan, flags, [("measured", *section)], fitted=fitted)
+    hardware = calibrate.fitted_file(run, plan) if options.output else ""
+    return Chosen(plan, flags, [("measured", *section)], hardware_file=hardware)
 
 
 def _of_flags(options: argparse.Namespace, flags: list[str]) -> Chosen:
     """The plan of the configured or best layout on the given or best number of ranks."""
     if options.config and is_hugging_face(Path(options.config)):
         flags = _flags_of_model(Path(options.config), flags[1:])
-    hardware = hardware_called(options.hardware)
+    hardware = find_or_measure(options.hardware)
     sections: list[Section] = []
     proposals: list[Plan] = []
     world = options.world
@@ -139,7 +139,7 @@ def _files(
     plan = chosen.plan
     files = {}
     if options.output:
-        files[options.output] = chosen.fitted
+        files[options.output] = chosen.hardware_file
     if options.write:
         files[options.write] = toml
     if options.json and options.json != _TERMINAL:

@@ -81,7 +81,7 @@ def number(text: str) -> float | None:
         return None
 
 
-def _visible() -> list[str] | None:
+def _visible_entries() -> list[str] | None:
     """The entries of CUDA_VISIBLE_DEVICES up to the first invalid one, where CUDA stops; None if it
     isn't set.
     """
@@ -101,7 +101,7 @@ def visible_gpus(fields: Sequence[str] = ()) -> list[dict[str, str]]:
         NoDriver: nvidia-smi doesn't answer.
     """
     gpus = query(("index", "uuid", "name", *fields))
-    entries = _visible()
+    entries = _visible_entries()
     if entries is None or any(entry.startswith("MIG") for entry in entries):
         return gpus
     return [
@@ -114,7 +114,7 @@ def visible_gpus(fields: Sequence[str] = ()) -> list[dict[str, str]]:
 
 def count_gpus() -> int:
     """Number of NVIDIA GPUs that CUDA shows to this process."""
-    entries = _visible()
+    entries = _visible_entries()
     if entries is not None:
         return len(entries)
     try:
@@ -131,23 +131,23 @@ class Accelerators:
 
     gpus: Sequence[Gpu] = ()
     """Visible ones."""
-    hidden: int = 0
-    """Number of GPUs that CUDA_VISIBLE_DEVICES hides."""
-    no_driver: str = ""
+    n_hidden: int = 0
+    """Number of GPUs, if CUDA_VISIBLE_DEVICES hides all."""
+    driver_error: str = ""
     """Why nvidia-smi doesn't answer."""
     torch: str = ""
     cuda: str = ""
     """Version of CUDA (or ROCm) that torch is built for; empty: it is built for the CPU."""
     names: Sequence[str] = ()
     """Names of the GPUs that torch can use, in the order of their ordinals."""
-    unusable: str = ""
+    torch_error: str = ""
     """Torch's reason for using none."""
     nccl: str = ""
 
     def __str__(self) -> str:
         """A line on devices and versions."""
         if not self.names:
-            reason = self.no_driver or "nvidia-smi lists none"
+            reason = self.driver_error or "nvidia-smi lists none"
             return f"This machine has no GPU ({reason}); torch {self.torch} computes on the CPU."
         kinds = ", ".join(f"{count} x {name}" for name, count in Counter(self.names).items())
         driver = f"driver {self.gpus[0]['driver_version']}, " if self.gpus else ""
@@ -159,12 +159,12 @@ class Accelerators:
         Raises:
             UserError: it can't; the message has the reason.
         """
-        if self.names or not (self.gpus or self.hidden):
+        if self.names or not (self.gpus or self.n_hidden):
             return
         if not self.gpus:
             raise UserError(
                 f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')} hides this "
-                f"machine's {plural(self.hidden, 'GPU')}: unset it"
+                f"machine's {plural(self.n_hidden, 'GPU')}: unset it"
             )
         here = f"{plural(len(self.gpus), 'GPU')} ({self.gpus[0]['name']})"
         if not self.cuda:
@@ -182,13 +182,13 @@ class Accelerators:
             )
         raise UserError(
             f"torch {self.torch}, built for CUDA {self.cuda}, can't use this machine's {here} with "
-            f"driver {driver}: {self.unusable}"
+            f"driver {driver}: {self.torch_error}"
         )
 
     def warnings(self) -> Iterator[str]:
         """What makes the GPUs slow or unreliable, a sentence each."""
-        if self.names and self.no_driver:
-            yield f"The state of the GPUs is unknown: {self.no_driver}."
+        if self.names and self.driver_error:
+            yield f"The state of the GPUs is unknown: {self.driver_error}."
         if len(set(self.names)) > 1 and "CUDA_DEVICE_ORDER" not in os.environ:
             yield (
                 "GPUs of several kinds: CUDA numbers the fastest first, nvidia-smi by bus; "
@@ -225,28 +225,28 @@ def read_accelerators() -> Accelerators:
     """Ask the driver and torch."""
     import torch
 
-    no_driver = unusable = ""
+    driver_error = torch_error = ""
     gpus: list[dict[str, str]] = []
-    hidden = 0
+    n_hidden = 0
     try:
         gpus = visible_gpus(_FIELDS)
-        hidden = 0 if gpus else len(query(["index"]))
+        n_hidden = 0 if gpus else len(query(["index"]))
     except NoDriver as error:
-        no_driver = str(error)
+        driver_error = str(error)
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     built_for = torch.version.cuda or torch.version.hip or ""
     if built_for and not usable:
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
-            unusable = str(error).strip().splitlines()[0]
+            torch_error = str(error).strip().splitlines()[0]
     return Accelerators(
         gpus=gpus,
-        hidden=hidden,
-        no_driver=no_driver,
+        n_hidden=n_hidden,
+        driver_error=driver_error,
         torch=torch.__version__,
         cuda=built_for,
         names=[torch.cuda.get_device_name(ordinal) for ordinal in range(usable)],
-        unusable=unusable,
+        torch_error=torch_error,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if usable else "",
     )

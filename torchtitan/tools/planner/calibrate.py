@@ -68,14 +68,14 @@ def read_run(folder: Path) -> Measured:
         raise UserError(
             f"--from-run: {folder} holds no run that can be read; name a job.dump_folder"
         )
-    steady = [
+    later = [
         record.values
         for record in records
         if record.step > start.resumed_step + 1
         and (record.values.get("time") or 0.0) >= start.time
         and record.values.get("step_time_s")
     ]
-    if not steady:
+    if not later:
         raise UserError(
             f"--from-run: {folder} has no measurement after the first step; train longer"
         )
@@ -84,11 +84,11 @@ def read_run(folder: Path) -> Measured:
         start.ranks,
         tuple(start.hosts),
         next(iter(start.devices)),
-        records=len(steady),
-        tokens_per_second=median(record["tokens_per_second"] or 0.0 for record in steady),
-        step_s=median(record["step_time_s"] or 0.0 for record in steady),
-        data_s=median(_seconds_waited(record) for record in steady),
-        peak_gib=max(record.get("memory_gib") or 0.0 for record in steady),
+        records=len(later),
+        tokens_per_second=median(record["tokens_per_second"] or 0.0 for record in later),
+        step_s=median(record["step_time_s"] or 0.0 for record in later),
+        data_s=median(_seconds_waited(record) for record in later),
+        peak_gib=max(record.get("memory_gib") or 0.0 for record in later),
     )
 
 
@@ -154,14 +154,14 @@ def figures(run: Measured, plan: Plan) -> list[Figure]:
     steps = plan.time_range(step)
     peak = None if run.device == CPU else plan.memory[0].reserved / GIB
     band = plan.memory_band
-    peaks = peak and (peak * (1 - band), peak * (1 + band))
+    peaks = None if peak is None else (peak * (1 - band), peak * (1 + band))
     computing = run.step_s - run.data_s
     return [
         Figure("tokens/s per GPU", plan.tokens_per_second, run.tokens_per_second, plan.speed_range),
         Figure("step, s", step, run.step_s, steps),
         Figure("waiting for data, s", 0.0, run.data_s, None),
         Figure("computing and communicating, s", step, computing, steps),
-        Figure("peak memory, GiB", peak, run.peak_gib, peaks or None),
+        Figure("peak memory, GiB", peak, run.peak_gib, peaks),
     ]
 
 

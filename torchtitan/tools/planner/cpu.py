@@ -22,7 +22,7 @@ def measure_cpu() -> tuple[Hardware, str]:
         return find_hardware(str(file)), text
 
 
-def hardware_called(name: str) -> Hardware:
+def find_or_measure(name: str) -> Hardware:
     """The hardware for a plan: from the built-in table, a TOML file, or `cpu`: this machine's.
 
     Raises:
