@@ -225,7 +225,7 @@ def _check_run(options: argparse.Namespace, argv: list[str], size: _RunSize) -> 
         ConfigError: problems of the configuration.
     """
     elsewhere = options.to != SLURM
-    config, _ = check(argv, size.nodes, size.ranks, output=False, elsewhere=elsewhere)
+    config = check(argv, size.nodes, size.ranks, output=False, elsewhere=elsewhere)
     if elsewhere:
         check_outputs(config, options.volume, workdir(options))
     return config

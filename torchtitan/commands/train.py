@@ -21,7 +21,7 @@ from torchtitan.config.load.decode import LoadedConfig
 from torchtitan.config.sections.schema import Config
 from torchtitan.tools.launch.ranks import ELASTIC_RESTARTS, SECRET_ENV, StopHandler
 from torchtitan.tools.launch.torchrun import no_cpp_stacks, run_ranks, what_lowers_memory
-from torchtitan.train.preflight import Setup, preflight
+from torchtitan.train.preflight import preflight
 from torchtitan.train.rank_main import main as train
 from torchtitan.utils.accelerators import count_gpus
 from torchtitan.utils.argument_types import count
@@ -227,7 +227,7 @@ def check(
     *,
     output: bool = True,
     elsewhere: bool = False,
-) -> tuple[Config, Setup]:
+) -> Config:
     """Check the configuration for every number of nodes in the range, with `ranks` on each.
 
     Args:
@@ -235,7 +235,7 @@ def check(
         elsewhere: it trains on machines with other files and packages than this one.
 
     Returns:
-        The configuration for the largest number of nodes, and what it names.
+        The configuration for the largest number of nodes.
 
     Raises:
         ConfigError: all problems found.
@@ -245,7 +245,7 @@ def check(
     loaded = load_config(config_argv)
     resolved = complete(loaded, most * ranks, check=False)
     config = resolved.config
-    setup = preflight(
+    preflight(
         config,
         world=most * ranks,
         sources=loaded.sources,
@@ -256,7 +256,7 @@ def check(
     # A node that joins a running job finds its folder in use.
     if output and most == 1 and (problem := used_by_a_neighbor(Path(config.job.dump_folder))):
         raise ConfigError([f"job.dump_folder: {problem}"])
-    return config, setup
+    return config
 
 
 def _problems_of_fewer_nodes(loaded: LoadedConfig, nodes: tuple[int, int], ranks: int) -> list[str]:
@@ -288,7 +288,7 @@ def main(argv: list[str]) -> int:
     alone = not (several or launched or "RANK" in os.environ)
     with nullcontext() if alone else no_cpp_stacks():
         # A module of the user may import torch here.
-        config, _ = check(config_argv, options.nnodes, options.nproc_per_node)
+        config = check(config_argv, options.nnodes, options.nproc_per_node)
         if not alone:
             importlib.import_module("torch")
     # Growing one segment loses less memory to fragmentation than many segments; the planner assumes
