@@ -1,7 +1,7 @@
 """The seconds that each test file takes: `seconds.csv`, whose sum has a ceiling.
 
-Recorded by `scripts/test.sh --record` on two idle cores, with two workers. Other arguments record only
-their files.
+Recorded by `scripts/test.sh --record` on two idle cores, with two workers. Other arguments record
+only their files.
 """
 
 import csv
