@@ -232,14 +232,6 @@ RUN_CASES = {
             ["--metrics.prometheus.textfile=x.prom"],
         ),
     ],
-    "notifications_have_a_receiver": [
-        (
-            1,
-            ["--notifications.interval_seconds=9"],
-            "no effect without webhook_env or command",
-            ["--notifications.command=mail"],
-        )
-    ],
     "validation_sets_are_distinct": [
         (
             1,

@@ -209,7 +209,6 @@ def everything(config):
                     "stages": [DataStage(from_step=3)],
                 },
                 "metrics": {"sinks": ["x"], "enable_tensorboard": True, "enable_wandb": True},
-                "notifications": {"webhook_env": "X", "command": ["x"]},
                 "validation": {"freq": 7, "steps": 9, "sets": [dataset]},
                 "checkpoint": {
                     "enable": True,
@@ -231,7 +230,7 @@ def everything(config):
 
 
 WITHOUT_COLLECTIVES = re.compile(
-    r"(job|metrics|notifications|profiling|comm|validation)\..*|training.(steps|global_batch_size)|"
+    r"(job|metrics|profiling|comm|validation)\..*|training.(steps|global_batch_size)|"
     r"checkpoint.interval|guard.weight_hash_freq"
 )
 """What a rehearsal overrides without leaving anything out that ranks communicate for."""

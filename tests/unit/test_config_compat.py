@@ -11,6 +11,7 @@ from tests.config_loading import load, problems
 from tests.doc_blocks import BLOCKS
 from torchtitan.config import load_config
 from torchtitan.config.load.compat import (
+    REMOVED,
     RENAMED,
     RENAMED_SECTIONS,
     UNSUPPORTED,
@@ -87,6 +88,12 @@ def test_unsupported_keys_are_refused_unless_off(key):
         load(f"--{key}={text}")
     (problem,) = problems(f"--{key}=16")
     assert problem.startswith(f"--{key}: not supported yet: {entry.what}")
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_removed_keys_are_refused_with_todays_way(key):
+    below = key if "." in key else f"{key}.any"
+    assert problems(f"--{below}=16") == [f"--{below}: {key} was removed; {REMOVED[key]}"]
 
 
 def test_tuning_keys_have_an_unsupported_gate():

@@ -57,11 +57,6 @@ def test_nothing_is_the_empty_list():
     assert problems("--sampling.prompts") == ["--sampling.prompts: needs a value"]
 
 
-def test_the_arguments_of_a_command_keep_their_commas():
-    command = ["sh", "-c", "echo a,b"]
-    assert load("--notifications.command", *command).notifications.command == command
-
-
 @pytest.mark.parametrize(
     "words",
     [["float8,mx"], ["float8", "mx"], ["float8, mx"], ["float8,", "mx"], ["['float8','mx']"]],

@@ -1,1 +1,1 @@
-"""Reports of a run: console, metrics, events, notifications, the run record, profiles."""
+"""Reports of a run: console, metrics, events, the run record, profiles."""

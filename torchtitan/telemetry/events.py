@@ -6,7 +6,7 @@ ever appended to: unlike `metrics.jsonl` it keeps what a rewind or a resume undo
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ _KIND = {"completed": "finished", "preempted": "preempted", "interrupted": "pree
 
 
 class Events(logging.Handler):
-    """Writes the marked lines of this rank's log, and passes them to listeners."""
+    """Writes the marked lines of this rank's log, and passes them to a listener."""
 
     def __init__(
-        self, folder: Path, *, writes: bool, continues: bool, listeners: Sequence[Listener] = ()
+        self, folder: Path, *, writes: bool, continues: bool, listener: Listener | None = None
     ):
         """
         Args:
@@ -35,7 +35,7 @@ class Events(logging.Handler):
         """
         super().__init__()
         self.file = RunFile(folder / FILE)
-        self.listeners = listeners
+        self.listener = listener
         if not writes:
             return
         if not continues and self.file.path.exists():
@@ -48,8 +48,8 @@ class Events(logging.Handler):
             return
         entry = {"time": record.created, **fields, "message": record.getMessage()}
         self.file.append(json.dumps(entry))
-        for listener in self.listeners:
-            listener(entry)
+        if self.listener is not None:
+            self.listener(entry)
 
     def end(self, step: int, reason: str | None, loss: float | None = None) -> None:
         """Record how this start ended.

@@ -19,7 +19,7 @@ from torchtitan.config.derive import (
     layout_name,
 )
 from torchtitan.config.load.render import to_toml
-from torchtitan.config.sections.metrics import Metrics, Notifications
+from torchtitan.config.sections.metrics import Metrics
 from torchtitan.models.args import DecoderArgs
 from torchtitan.parallel.agree import from_rank_0
 from torchtitan.testing.difference import Difference, Tolerances, difference, tolerances_of
@@ -84,7 +84,7 @@ def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> l
     corpus = write_corpus(folder / "corpus.jsonl")
     # The flags are written to a file, because one in an old spelling would clash with those below.
     config_file = folder / "config.toml"
-    silent = {"metrics": Metrics(log_freq=1), "notifications": Notifications()}
+    silent = {"metrics": Metrics(log_freq=1)}
     config_file.write_text(
         to_toml(load_config(list(argv)).config.model_copy(update=silent)), encoding="utf-8"
     )

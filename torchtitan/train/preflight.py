@@ -5,7 +5,6 @@ Needs no process group and no GPU, and imports no torch.
 
 import importlib.util
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
@@ -106,7 +105,7 @@ def preflight(
     Raises:
         ConfigError: everything that is missing or inconsistent.
     """
-    facts = _machine_facts(config, receivers=output, elsewhere=elsewhere)
+    facts = _machine_facts(config, elsewhere=elsewhere)
     if device is not None:
         facts = replace(facts, device=device)
     if world is not None and whole is None:
@@ -270,16 +269,15 @@ def _initial_weights_problems(config: Config, spec: ModelSpec, args: Any) -> lis
 # ---- this machine
 
 
-def _machine_facts(config: Config, *, receivers: bool, elsewhere: bool) -> Facts:
+def _machine_facts(config: Config, *, elsewhere: bool) -> Facts:
     """
     Args:
-        receivers: include the facts on what receives messages about the run.
         elsewhere: assume that files and packages exist on the machines of the run.
     """
     packages = ("lm_eval", "matplotlib", *TRACKER_PACKAGES.values())
     named = (config.eval.include_path, config.checkpoint.initial_load_path)
     folders = [path for path in named if path and not is_url(path)]
-    facts = Facts(
+    return Facts(
         torch=installed_torch(),
         old_torch=torch_is_before_2_13(),
         data_problems=dict(_data_problems(config, elsewhere=elsewhere)),
@@ -287,11 +285,6 @@ def _machine_facts(config: Config, *, receivers: bool, elsewhere: bool) -> Facts
         packages={name for name in packages if elsewhere or importlib.util.find_spec(name)},
         compilers=_registered_compilers(config),
     )
-    if not receivers:
-        return facts
-    command = config.notifications.command[:1]
-    programs = {name for name in command if shutil.which(name)}
-    return replace(facts, environment=os.environ, programs=programs)
 
 
 def _registered_compilers(config: Config) -> list[str]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan.config import Resolved, resolve
-from torchtitan.telemetry.notify import report_error
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.utils.errors import DEBUG_ENV, UserError
 from torchtitan.utils.logging import init_logging, log_failure, logger
@@ -61,7 +60,6 @@ def main(argv: list[str]) -> int:
         return _run(resolved, setup, stop, rank)
     except BaseException as error:
         log_failure(error)
-        report_error(resolved.config, error)
         raise
 
 

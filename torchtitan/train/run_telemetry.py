@@ -1,4 +1,4 @@
-"""Telemetry of a run: metrics, the run record, events, notifications, the profiler."""
+"""Telemetry of a run: metrics, the run record, events, the profiler."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,7 +11,6 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.telemetry.console import StageCost
 from torchtitan.telemetry.events import Events
 from torchtitan.telemetry.metrics import MetricsReporter, peak_flops
-from torchtitan.telemetry.notify import start_notifier
 from torchtitan.telemetry.profiler import Profiler
 from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.train.preflight import Setup
@@ -64,15 +63,11 @@ class Telemetry:
             custom=config.custom,
             samples=bool(config.sampling.prompts),
         )
-        self.notifier = start_notifier(config) if first_rank else None
-        listeners = [self.metrics.event]
-        if self.notifier is not None:
-            listeners.append(self.notifier.listen)
         self.events = Events(
             folder,
             writes=first_rank,
             continues=len(self.run_record.starts) > 1,
-            listeners=listeners,
+            listener=self.metrics.event,
         )
         _announce(config, step)
 
@@ -86,8 +81,6 @@ class Telemetry:
         self.events.end(step, ended, last_loss)
         self.metrics.close(reason)
         self.run_record.save_trackers()
-        if self.notifier is not None:
-            self.notifier.close()
 
 
 def _announce(config: Config, step: int) -> None:

@@ -53,9 +53,6 @@ MOST_RANKS = 2**20
 
 # inference
 
-# telemetry
-NOTIFICATIONS_TAIL = 256 * 1024
-
 # tools
 
 RUN_FILE_BYTES = 16 * 2**20

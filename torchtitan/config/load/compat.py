@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from torchtitan.config.load.keys import FIELDS, Setting, message_start
+from torchtitan.config.load.keys import FIELDS, Setting, message_start, prefixes
 from torchtitan.config.load.messages import explain_value, suggest_key
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.errors import SHOWN_PROBLEMS
@@ -99,6 +99,9 @@ UNSUPPORTED: dict[str, NotSupported | NoEffect] = {
 }
 """Every key of the 0.2 convention that the schema lacks."""
 
+
+REMOVED = {"notifications": "examples/notify.py sends such messages: name it in training.callbacks"}
+"""Sections and keys of earlier versions, each with what to do today."""
 
 _FOREIGN = {key.split(".")[0] for key in UNSUPPORTED} - Config.model_fields.keys()
 """Sections of the convention that the schema lacks."""
@@ -210,6 +213,8 @@ def drop_unsupported(
                 warnings.append(f"{message_start(setting.where, key)}: {entry.warning}")
         elif entry is not None:
             texts = list(_refusals(entry, setting.value))
+        elif removed := next((name for name in prefixes(key) if name in REMOVED), None):
+            texts = [f"{removed} was removed; {REMOVED[removed]}"]
         elif key.split(".")[0] in _FOREIGN:
             texts = [
                 "unknown key"

@@ -1,6 +1,5 @@
-"""Rules on the machine that trains: packages, compilers, receivers of messages, folders."""
+"""Rules on the machine that trains: packages, compilers, folders."""
 
-import urllib.parse
 from collections.abc import Iterator
 
 from torchtitan.config.registry import TRACKER_PACKAGES
@@ -86,39 +85,6 @@ def compiler_is_known(config: Config, facts: Facts) -> str | None:
         "import the module that registers it as experimental.custom_import, or set it to one of "
         f"{', '.join(_BACKENDS[:4])}"
     )
-
-
-@rule("notifications.webhook_env", needs=["environment"])
-def webhook_is_a_url(config: Config, facts: Facts) -> str | None:
-    name = config.notifications.webhook_env
-    if not name:
-        return None
-    key = f"notifications.webhook_env: the environment variable {brief(name)}"
-    url = facts.environment.get(name)
-    if not url:
-        return f"{key} is not set; set it to the URL of the webhook"
-    problem = url_problem(url)
-    return f"{key} {problem}" if problem else None
-
-
-def url_problem(url: str) -> str | None:
-    """Why this can't be the URL of a webhook, without repeating it: it is a secret."""
-    try:
-        split = urllib.parse.urlsplit(url)
-    except ValueError:
-        split = urllib.parse.urlsplit("")
-    is_http = split.scheme in ("http", "https") and bool(split.hostname)
-    if is_http and url.isascii() and url.isprintable():
-        return None
-    return "must be a URL that begins with https:// or http://"
-
-
-@rule("notifications.command", needs=["programs"])
-def notifying_program_exists(config: Config, facts: Facts) -> str | None:
-    command = config.notifications.command
-    if not command or command[0] in facts.programs:
-        return None
-    return f"notifications.command: no program {brief(command[0])} that can be run"
 
 
 @rule("job.dump_folder", needs=["unwritable"])

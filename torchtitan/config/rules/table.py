@@ -141,16 +141,12 @@ class Facts:
     """The optional packages that are installed."""
     compilers: Collection[str] = ABSENT
     """Backends of `torch.compile` that packages register."""
-    environment: Mapping[str, str] = ABSENT
-    """Environment variables of the run."""
-    programs: Collection[str] = ABSENT
-    """The programs that can be run, among those the configuration names."""
     unwritable: str | None = ABSENT
     """Why `job.dump_folder` can't be written to."""
 
 
-HERE = ("tokenizer", "data_problems", "folders", "packages", "environment", "programs")
-"""The facts that files and programs of this machine decide."""
+HERE = ("tokenizer", "data_problems", "folders", "packages")
+"""The facts that files of this machine decide."""
 
 Problem = Callable[[Config, Facts], str | Iterable[str] | None]
 """Returns what is wrong with a configuration: no message, one, or several."""

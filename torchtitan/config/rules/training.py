@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from torchtitan.config.derive import SHAPES
 from torchtitan.config.rules.table import Facts, refuse, rule
-from torchtitan.config.sections.metrics import Notifications, Prometheus
+from torchtitan.config.sections.metrics import Prometheus
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.wording import brief
 
@@ -21,16 +21,6 @@ refuse(
     "eval.enable",
     when=lambda c: c.eval.enable and not c.eval.tasks,
     because="eval.tasks: eval.enable = true needs the name of at least one task",
-)
-
-refuse(
-    "notifications",
-    when=lambda c: (
-        c.notifications != Notifications()
-        and not c.notifications.webhook_env
-        and not c.notifications.command
-    ),
-    because="[notifications] has no effect without webhook_env or command; set one of them",
 )
 
 

@@ -1,10 +1,10 @@
-"""The sections `[metrics]` and `[notifications]`."""
+"""The section `[metrics]`."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
-from torchtitan.config.types import InDumpFolder, LocalPath, Name, Seconds, Section, Steps, Text
+from torchtitan.config.types import InDumpFolder, LocalPath, Name, Section, Steps
 
 
 class Prometheus(Section):
@@ -56,40 +56,3 @@ class Metrics(Section):
         if self.enable_tensorboard:
             names["tensorboard"] = "metrics.enable_tensorboard"
         return names
-
-
-NotifiedEvent = Literal["failed", "preempted", "resumed", "spike", "straggler", "finished"]
-
-
-class Notifications(Section):
-    """Messages about events of the run, to a webhook and to a command. They never stop or delay the
-    run.
-    """
-
-    webhook_env: Name = ""
-    """POST each message as JSON to the URL in the environment variable of this name, which Slack
-    and compatible services show. The URL itself is no key, because it is a secret, and
-    configurations are recorded in checkpoints.
-    """
-    command: Annotated[list[Text], Field(max_length=100)] = []
-    """Run this program with these arguments, without a shell. It gets the event as JSON on standard
-    input.
-    """
-    events: Annotated[list[NotifiedEvent], Field(min_length=1)] = [
-        "failed",
-        "preempted",
-        "resumed",
-        "spike",
-        "straggler",
-        "finished",
-    ]
-    """Send only these events."""
-    interval_seconds: Seconds = 300
-    """Send at most one message of each kind in this time. The next one says how many were left out.
-    """
-    max_per_hour: Annotated[int, Field(ge=1, le=10**6)] = 20
-    """Send at most this many messages in an hour, of all kinds together; `failed` and `finished`
-    are always sent.
-    """
-    timeout_seconds: Seconds = 10
-    """Give up on the webhook, and kill the command, after this time."""

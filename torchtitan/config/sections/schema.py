@@ -11,7 +11,7 @@ from pydantic import Field
 
 from torchtitan.config.registry import Custom
 from torchtitan.config.sections.evals import Eval, Sampling
-from torchtitan.config.sections.metrics import Metrics, Notifications
+from torchtitan.config.sections.metrics import Metrics
 from torchtitan.config.sections.optim import EMA, LRScheduler, Optimizer
 from torchtitan.config.sections.parallelism import ActivationCheckpoint, Compile, Parallelism
 from torchtitan.config.sections.quantize import Quantize
@@ -295,7 +295,6 @@ class Config(Section):
     job: Job = Job()
     profiling: Profiling = Profiling()
     metrics: Metrics = Metrics()
-    notifications: Notifications = Notifications()
     logging: Logging = Logging()
     model: Model = Model()
     optimizer: Optimizer = Optimizer()

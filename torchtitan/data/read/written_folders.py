@@ -24,7 +24,7 @@ _KINDS = (
         "run",
         re.compile(r"run\.json|metrics\.jsonl|\.lock"),
         re.compile(
-            r"(run|metrics|events|expert_load|samples|evals|guard|notifications)(-[\d-]+)?\.jsonl?"
+            r"(run|metrics|events|expert_load|samples|evals|guard)(-[\d-]+)?\.jsonl?"
             r"|config\.toml|\.lock|checkpoint|logs|tb|wandb|mlruns|comm_traces|profile_traces"
             r"|memory_snapshot|memory_budget"
         ),

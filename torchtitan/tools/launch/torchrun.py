@@ -14,7 +14,6 @@ from typing import Any
 from torchtitan.config import Config
 from torchtitan.health.diagnose import diagnose, killed
 from torchtitan.health.rank_dumps import read_dumps
-from torchtitan.telemetry.notify import report_failure
 from torchtitan.tools.launch.ranks import SECRET_ENV, StopHandler, common_status
 from torchtitan.train.rank_main import LAUNCHER_ENV
 from torchtitan.utils.errors import DEBUG_ENV, OutOfMemoryError, UserError
@@ -89,12 +88,9 @@ def run_ranks(
         if OutOfMemoryError.exit_code in statuses:
             world = options.nnodes[1] * options.nproc_per_node
             print(what_lowers_memory(config, world), file=sys.stderr)
-        report_failure(config, cause)
         return max(failure.exitcode, 1)
     except RendezvousError as error:
-        cause = f"--rdzv-endpoint={options.rdzv_endpoint}: {explain(error)}"
-        report_failure(config, cause)
-        raise UserError(cause) from error
+        raise UserError(f"--rdzv-endpoint={options.rdzv_endpoint}: {explain(error)}") from error
     except SignalException as error:
         return stop.status() if error.sigval in STOP_SIGNALS else 128 + error.sigval
     return 0

@@ -35,8 +35,6 @@ def rehearsed(config: Config, world: int, folder: str) -> Config:
         "metrics.sinks": [],
         "metrics.enable_tensorboard": False,
         "metrics.enable_wandb": False,
-        "notifications.webhook_env": "",
-        "notifications.command": [],
         "validation.freq": 1,
         "validation.steps": _at_most(config.validation.steps),
         "validation.sets": [
@@ -125,7 +123,7 @@ PARTS = (
 )
 NEVER = (
     "a requested stop",
-    "threads of data, trackers and notifications",
+    "threads of data and trackers",
     "ranks that fail or are slow",
     "NCCL itself",
 )
