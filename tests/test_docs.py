@@ -115,7 +115,7 @@ def test_example_is_the_tested_one():
     files = {file.stem: file for file in (ROOT / "tests/examples").glob("*.py")}
     files["gated_attention"] = ROOT / "tests/examples/gated_attention/__init__.py"
     del files["all_at_once"]  # of the tests alone
-    assert len(files) == 11
+    assert len(files) == 12
     for name, file in files.items():
         (shown,) = (block for block in BLOCKS if block.file == f"{name}.py")
         assert shown.text == file.read_text(), name

@@ -158,7 +158,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=100.0)
     parser.add_argument("--ranks", type=int, default=64, help="a divisor of 1024")
     parser.add_argument("--folder", default=None, help="where to write (a new temporary folder)")
-    parser.add_argument("--tools", nargs="+", default=["inspect", "verify", "diff", "prune"])
+    parser.add_argument("--tools", nargs="+", default=["inspect", "verify"])
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="titan-tools-", dir=options.folder))
     try:
@@ -174,8 +174,7 @@ def main() -> None:
 
 
 def _run(tool: str, folder: Path) -> None:
-    more = {"diff": [str(folder), "--only", "tensors"], "prune": ["--keep-latest", "1"]}
-    argv = [sys.executable, "-m", "torchtitan", "ckpt", tool, str(folder), *more.get(tool, [])]
+    argv = [sys.executable, "-m", "torchtitan", "ckpt", tool, str(folder)]
     began = time.perf_counter()
     process = subprocess.Popen(
         argv, stdout=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"}

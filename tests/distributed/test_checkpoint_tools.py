@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 
 from tests import families
 from tests.runs import arguments, train
-from torchtitan.checkpoint.commit import committed_steps
 from torchtitan.commands import ckpt
 from torchtitan.utils.errors import ConfigError, UserError
 
@@ -79,50 +78,6 @@ def test_verify_lists_every_damaged_file(run, tmp_path, capsys):
         ".step-8.tmp: left",
     ):
         assert text in out
-
-
-def test_diff_measures_the_distance(run, tmp_path, capsys):
-    folder, _ = run
-    assert ckpt.main(["diff", str(folder / "step-6"), str(folder)]) == 0
-    assert (
-        ckpt.main(["diff", str(folder / "step-4"), str(folder / "step-6"), "--only", "config"]) == 0
-    )
-    capsys.readouterr()
-    assert ckpt.main(["diff", str(folder / "step-4"), str(folder / "step-6")]) == 1
-    out = capsys.readouterr().out
-    assert "train_state: progress.step: 4 in a, 6 in b" in out
-    assert "tensors: optimizer.norm.weight.step: max |a - b| 2, |a - b| / |a| 0.5" in out
-    only = ["--only", "tensors", "--tolerance"]
-    assert ckpt.main(["diff", str(folder / "step-4"), str(folder / "step-6"), *only, "2"]) == 0
-    assert ckpt.main(["diff", str(folder / "step-4"), str(folder / "step-6"), *only, "1.9"]) == 1
-
-
-def test_diff_sees_other_shapes_and_keys(run, ranks, tmp_path, capsys):
-    other = ["--model.overrides.ffn_dim=128", "--model.overrides.n_layers=1"]
-    ranks(1, train, arguments(tmp_path, *SAVE, *other, steps=2))
-    assert (
-        ckpt.main(
-            ["diff", str(run[0] / "step-2"), str(tmp_path / "out/checkpoint"), "--only", "tensors"]
-        )
-        == 1
-    )
-    out = capsys.readouterr().out
-    assert "model.layers.0.feed_forward.w1.weight: [96, 64] in a, [128, 64] in b" in out
-    assert "model.layers.1.ffn_norm.weight: only in a" in out
-
-
-def test_prune_keeps_the_newest_resumable(ranks, tmp_path, capsys):
-    extra = ["--checkpoint.enable", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0"]
-    ranks(1, train, arguments(tmp_path, *extra, "--checkpoint.last_save_model_only", steps=6))
-    folder = tmp_path / "out/checkpoint"
-    prune = ["prune", str(folder), "--keep-latest", "1", "--keep-every", "2"]
-    ckpt.main([*prune, "--dry-run"])
-    assert committed_steps(folder) == [1, 2, 3, 4, 5, 6]
-    assert "would delete" in capsys.readouterr().out
-    ckpt.main(prune)
-    assert committed_steps(folder) == [2, 4, 5, 6], "5 is the newest that can be resumed"
-    ckpt.main(prune[:-2])
-    assert sorted(p.name for p in folder.iterdir()) == ["step-5", "step-6"]
 
 
 EXPORTED = {

@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.runs import arguments, losses, train
 from torchtitan.checkpoint.commit import committed_steps, leftovers
+from torchtitan.checkpoint.load import Reader, read_tensor
 from torchtitan.commands import ckpt
 from torchtitan.config import resolve
 from torchtitan.train.preflight import preflight
@@ -116,10 +118,9 @@ def test_retention_damage_and_the_commands(ranks, tmp_path, s3, capsys):
             str(tmp_path / "train.toml"),
         ]
     )
-    assert ckpt.main(["diff", f"{url}/step-4", "s3://runs/started", "--only", "tensors"]) == 1
-    assert "model." not in capsys.readouterr().out.split("b: ")[1], (
-        "the weights are equal; the optimizer is missing"
-    )
+    trained, started = Reader(folder / "step-4"), Reader(storage_path("s3://runs/started/step-0"))
+    for key in started.read_metadata().state_dict_metadata:
+        assert torch.equal(read_tensor(started, key), read_tensor(trained, key)), key
     argv = [f"--config={tmp_path / 'train.toml'}", f"--job.dump_folder={tmp_path / 'started'}"]
     argv = [a for a in arguments(tmp_path, *argv, steps=1) if not a.startswith("--model.")]
     assert ranks(1, train_remote, s3, argv)[0]["progress"]["step"] == 1
@@ -140,9 +141,6 @@ def test_retention_damage_and_the_commands(ranks, tmp_path, s3, capsys):
     assert not leftovers(folder)
     assert ckpt.main(["verify", url]) == 0, "resumed from step 3, and step 4 was saved again"
     assert (folder / "step-8/.metadata").is_file(), "not ours to delete"
-    ckpt.main(["prune", url, "--keep-latest", "1"])
-    assert committed_steps(folder) == [5]
-    assert not (folder / "step-4").exists()
 
 
 def failing(env, argv):

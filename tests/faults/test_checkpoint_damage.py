@@ -347,17 +347,12 @@ def test_the_tools_refuse_or_report(checkpoint, tmp_path, capsys, name):
     DAMAGES[name](step)
     began = time.process_time()  # a load on the machine doesn't count
     problems = []
-    for argv in (
-        ["verify", str(step)],
-        ["inspect", str(step)],
-        ["diff", str(checkpoint), str(step)],
-    ):
+    for command in ("verify", "inspect"):
         try:
-            ckpt.main(argv)
+            ckpt.main([command, str(step)])
         except UserError as error:
             problems.append(str(error))
     assert all(str(step) in text for text in problems)
-    ckpt.main(["prune", str(tmp_path), "--keep-latest", "1"])
     if name not in UNSEEN:
         assert ckpt.main(["verify", str(tmp_path)]) == 1 or name in PLAUSIBLE
     assert time.process_time() - began < 2

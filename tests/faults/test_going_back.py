@@ -184,9 +184,6 @@ def test_the_commands_tell_them_apart(tmp_path, capsys):
     assert out.count("; abandoned") == 2
     assert out.count("OK") == 4
     assert commit.checkpoints_at(folder)[-1].name == "step-3"
-    ckpt.main(["prune", str(folder), "--keep-latest", "2"])
-    assert committed_steps(folder) == [2, 3]
-    assert committed_steps(folder, abandoned=True) == []
 
 
 def test_copies_follow_the_run(tmp_path, monkeypatch):

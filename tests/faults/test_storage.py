@@ -10,18 +10,20 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from tests.checkpoints import save_steps, small_checkpointer, train_state
+from tests.checkpoints import ABOUT, small_checkpointer, train_state
 from tests.runs import SAVE, SCHEDULE, arguments, assert_continues, first, train
 from torchtitan.checkpoint import writer
 from torchtitan.checkpoint.commit import begin, temporary_folder
+from torchtitan.checkpoint.format.manifest import CheckpointInfo
 from torchtitan.checkpoint.format.sums import SummedFile
-from torchtitan.commands import ckpt
+from torchtitan.checkpoint.save import write_streamed
 from torchtitan.config import resolve
 from torchtitan.train.preflight import preflight
 from torchtitan.train.trainer import Trainer
-from torchtitan.utils.errors import CheckpointError, ConfigError, UserError
+from torchtitan.utils.errors import CheckpointError, ConfigError
 from torchtitan.utils.logging import logger
 
 
@@ -225,19 +227,18 @@ class FullAfter:
 
 
 @pytest.mark.parametrize("room", [0, 100, 700, 1000, 1500])
-def test_merging_onto_a_full_disk_says_so_wherever_it_fills(ranks, tmp_path, room):
+def test_converting_onto_a_full_disk_says_so_wherever_it_fills(tmp_path, room):
     """torch's writer of zip files fails with an error of its own then."""
-    ranks(1, save_steps, tmp_path / "run", 1, 2)
     real = SummedFile.__init__
 
     def limited(self, file):
         real(self, FullAfter(file, room))
 
-    steps = [str(tmp_path / f"run/step-{step}") for step in (1, 2)]
-    out = tmp_path / "merged"
+    info = CheckpointInfo(step=0, model_only=True, train_state=None, **ABOUT)
+    state = {"model": {"weight": torch.empty(4, 3, device="meta")}}
     with (
         mock.patch.object(SummedFile, "__init__", limited),
-        pytest.raises(UserError, match="No space left on device"),
+        pytest.raises(OSError, match="No space left on device"),
     ):
-        ckpt.main(["merge", *steps, "--output", str(out)])
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        write_streamed(tmp_path / "step-0", info, state, lambda key, box: torch.ones(4, 3)[box])
+    assert not list(tmp_path.iterdir())

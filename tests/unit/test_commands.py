@@ -170,7 +170,7 @@ def test_completion(tmp_path, monkeypatch):
     assert complete("config", "min") == ["mine.toml"]
     assert complete("submit", "llama3_8") == ["llama3_8b"]
     assert complete("ckpt", "ver") == ["verify"]
-    assert complete("ckpt", "prune", "--keep-l") == ["--keep-latest"]
+    assert complete("ckpt", "to-hf", "--max-f") == ["--max-file-gb"]
     assert complete("tokenize", "--training.ste") == []
     assert complete("plan", "--sea") == ["--search"]
 

@@ -116,15 +116,6 @@ class Reader(FileSystemReader):
         future.set_result(None)
         return future
 
-    def boxes(self, key: str) -> list[ChunkStorageMetadata]:
-        """The boxes of a tensor's chunks, as they were written.
-
-        Raises:
-            DamageError: they can't be found.
-        """
-        self.index.locate(key)
-        return list(self.read_metadata().state_dict_metadata[key].chunks)
-
     def read_box(self, key: str, box: ChunkStorageMetadata) -> Tensor:
         """A box of a tensor. Besides it, one chunk of the tensor is in memory at a time.
 

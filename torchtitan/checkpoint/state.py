@@ -220,9 +220,8 @@ def check_averaged(step: Path, manifest: Manifest) -> None:
     """
     if "ema" in manifest.tensor_bytes:
         return
-    if manifest.averaged or manifest.merged:
-        kind = "merged" if manifest.merged else "the average"
-        why = f"its weights are {kind}; leave --ema out"
+    if manifest.averaged:
+        why = "its weights are the average; leave --ema out"
     else:
         why = "its run had no ema.enable = true"
     raise UserError(f"--ema: {step} has no average of the weights: {why}")

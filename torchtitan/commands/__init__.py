@@ -37,7 +37,7 @@ GROUPS = {
         "doctor": "Explain why a run hangs or has failed; report this machine's GPUs.",
     },
     "use the model": {
-        "ckpt": "Inspect, verify, compare, prune, upload, convert and merge checkpoints.",
+        "ckpt": "Inspect, verify, upload and convert checkpoints.",
         "generate": "Generate text from a checkpoint.",
         "eval": "Score a checkpoint on benchmarks (lm-eval).",
     },
@@ -48,6 +48,10 @@ GROUPS = {
 COMMANDS = {name: text for group in GROUPS.values() for name, text in group.items()}
 
 REMOVED = {
+    "ckpt diff": "`ckpt inspect --json` prints settings and state to compare, and "
+    "torch.distributed.checkpoint loads the tensors of both",
+    "ckpt merge": "average exports of `ckpt to-hf` (docs/guides/weight-averages.md)",
+    "ckpt prune": "set checkpoint.keep_latest_k and keep_every_n, or delete step folders",
     "doctor --gpu": "`torchtitan doctor` reports this machine's GPUs; `python "
     "benchmarks/gpu/gpu.py --stages rates` measures them",
     "plan --adopt": "start each layout of `--search --write` with `torchtitan train`, and compare "

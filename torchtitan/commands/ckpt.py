@@ -1,16 +1,13 @@
-"""Inspect, verify, compare, prune, upload, convert and merge checkpoints, without a GPU.
+"""Inspect, verify, upload and convert checkpoints, without a GPU.
 
     torchtitan ckpt inspect outputs/run/checkpoint             # list checkpoints, or show one
     torchtitan ckpt verify  outputs/run/checkpoint             # compare files with their checksums
-    torchtitan ckpt diff    A/step-100 B/step-100              # compare settings, state and tensors
-    torchtitan ckpt prune   outputs/run/checkpoint --keep-latest 3 --keep-every 1000
     torchtitan ckpt upload  outputs/run/checkpoint s3://bucket/run
     torchtitan ckpt to-hf   outputs/run/checkpoint exported/   # export for transformers
     torchtitan ckpt from-hf assets/hf/Llama-3.2-1B started/    # make a checkpoint and a TOML
-    torchtitan ckpt merge   A/step-800 A/step-900 A/step-1000 --output merged/    # average weights
 
 Where one checkpoint is needed, a folder of them means the newest. Folders may be URLs (s3://,
-gs://), except the source of from-hf. At most two tensors are in memory at a time.
+gs://), except the source of from-hf.
 """
 
 import argparse
@@ -19,11 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchtitan.utils.argument_types import command_parser, count
+from torchtitan.utils.argument_types import command_parser
 from torchtitan.utils.errors import CheckpointError, ConfigError, DamageError, UserError
 from torchtitan.utils.lock import FolderLock
 from torchtitan.utils.storage import is_remote, path_argument
-from torchtitan.utils.wording import plural
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -74,48 +70,6 @@ def verify(options: argparse.Namespace) -> int:
             "start deletes it"
         )
     return 1 if bad else 0
-
-
-def diff(options: argparse.Namespace) -> int:
-    from torchtitan.checkpoint.commit import checkpoints_at
-    from torchtitan.checkpoint.inspect import compare
-
-    a, b = (checkpoints_at(path)[-1] for path in (options.a, options.b))
-    print(f"a: {a}\nb: {b}")
-    differences = 0
-    for section, text in compare(a, b, options.tolerance):
-        if section in options.only:
-            differences += 1
-            print(f"{section}: {text}")
-    verdict = plural(differences, "difference") if differences else "equal"
-    print(f"{verdict} in {', '.join(options.only)}")
-    return 1 if differences else 0
-
-
-def prune(options: argparse.Namespace) -> int:
-    from torchtitan.checkpoint.commit import (
-        committed_steps,
-        disposable,
-        remove,
-        retention,
-        step_folder,
-    )
-
-    doomed = disposable(options.path, options.keep_latest, options.keep_every)
-    for step in doomed:
-        why = retention(options.keep_latest, options.keep_every)
-        print(
-            f"{'would delete' if options.dry_run else 'deleting'} "
-            f"{step_folder(options.path, step)}: {why}"
-        )
-        if not options.dry_run:
-            remove(step_folder(options.path, step))
-    remaining = [step for step in committed_steps(options.path) if step not in doomed]
-    print(f"kept: {', '.join(map(str, remaining)) or 'none; there are no checkpoints here'}")
-    abandoned = committed_steps(options.path, abandoned=True)
-    if kept_aside := [step for step in abandoned if step not in doomed]:
-        print(f"abandoned, and kept: {', '.join(map(str, kept_aside))}")
-    return 0
 
 
 def upload(options: argparse.Namespace) -> int:
@@ -182,25 +136,6 @@ def from_hf(options: argparse.Namespace) -> int:
     return 0
 
 
-def merge(options: argparse.Namespace) -> int:
-    from torchtitan.checkpoint.merge import merge
-
-    merge(options.checkpoints, options.output, options.weights, options.dtype, averaged=options.ema)
-    return 0
-
-
-def _share(text: str) -> float:
-    """Argument type of a weight in a mean: a number whose sums and ratios stay in range.
-
-    Raises:
-        ValueError: `text` isn't a number.
-    """
-    value = float(text)
-    if not 1e-9 <= value <= 1e9:
-        raise argparse.ArgumentTypeError(f"got {text}, must be from 1e-9 to 1e9")
-    return value
-
-
 _CHECKPOINTS: dict[str, Any] = {"type": path_argument, "help": "checkpoint, or folder of them"}
 _EMA: dict[str, Any] = {
     "action": "store_true",
@@ -229,27 +164,6 @@ def parser() -> argparse.ArgumentParser:
         "verify", verify, "compare every file with its checksum; exit code 1 if one differs"
     )
     add("path", **_CHECKPOINTS)
-
-    add = command("diff", diff, "compare two checkpoints; exit code 1 if they differ")
-    add("a", **_CHECKPOINTS)
-    add("b", **_CHECKPOINTS)
-    add(
-        "--tolerance", type=float, default=0.0, help="largest |a - b| of equal tensors (default: 0)"
-    )
-    sections = ["config", "train_state", "tensors"]
-    add(
-        "--only",
-        nargs="+",
-        choices=sections,
-        default=sections,
-        help="parts to compare (default: all)",
-    )
-
-    add = command("prune", prune, "delete old checkpoints, never the newest that can be resumed")
-    add("path", type=path_argument, help="folder of checkpoints")
-    add("--keep-latest", type=count, required=True, metavar="K", help="keep the K newest")
-    add("--keep-every", type=count, default=0, metavar="N", help="also keep multiples of N")
-    add("--dry-run", action="store_true", help="only print what would be deleted")
 
     add = command(
         "upload", upload, "copy checkpoints to object storage, as far as they aren't there"
@@ -285,19 +199,6 @@ def parser() -> argparse.ArgumentParser:
     add("--model", help="model family, as in model.name (default: that of config.json)")
     add("--toml", help="TOML file to write (default: train.toml in the target)")
     add("--custom-import", metavar="MODULE", help="module that registers the model's family")
-
-    add = command("merge", merge, "average the weights of checkpoints of the same model")
-    add("checkpoints", type=path_argument, nargs="+", help="checkpoints, or folders of them")
-    add("--output", type=path_argument, required=True, help="folder to create, itself a checkpoint")
-    add(
-        "--weights",
-        type=_share,
-        nargs="+",
-        default=[],
-        help="shares in the mean, in their order (default: equal)",
-    )
-    add("--ema", **_EMA)
-    add("--dtype", choices=_DTYPES, default="float32", help="dtype to write (default: %(default)s)")
     return parser
 
 

@@ -107,16 +107,6 @@ class Written(Strict):
     bytes: Count
 
 
-class Merged(Strict):
-    """One of the checkpoints whose weights were averaged."""
-
-    checkpoint: str
-    step: Count
-    averaged: bool
-    """Whether the run's average of the weights was taken instead of the weights."""
-    weight: Annotated[float, Field(gt=0, le=1)]
-
-
 def _configuration(toml: str) -> str:
     """A configuration whose sections are tables, and not nested endlessly."""
     try:
@@ -141,8 +131,8 @@ class CheckpointInfo(Strict):
     """Whether it has only weights."""
     averaged: bool = False
     """Whether the weights are the run's average of them (`ema.export`)."""
-    merged: list[Merged] | None = None
-    """The checkpoints that `torchtitan ckpt merge` averaged."""
+    merged: list[dict[str, Any]] | None = None
+    """Sources of merged weights, in checkpoints of earlier versions."""
     versions: dict[str, str]
     model: dict[str, Any]
     """The family's `name`, and the hyper-parameters."""
