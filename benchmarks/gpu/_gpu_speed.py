@@ -235,7 +235,7 @@ def _one_of(world: int) -> Iterator[None]:
         if world > 1:
             stack.enter_context(fake_cluster(world, 0))
             stack.enter_context(copying_collectives())
-            stack.enter_context(patch.object(agree, "merged_on_0", lambda value, _: value))
+            stack.enter_context(patch.object(agree, "from_all", lambda value: [value]))
         yield
 
 

@@ -1,7 +1,7 @@
 """Exchange of small objects, such as problems, so that all ranks agree.
 
-All ranks call each function together. The usual case costs the same on any number of ranks: a
-reduced number, a broadcast, or a tree. Only `from_all` sends all ranks' objects to all ranks.
+All ranks call each function together. The usual case is a reduced number or a broadcast. Only
+`from_all` sends all ranks' objects to all ranks.
 """
 
 from collections.abc import Callable
@@ -40,26 +40,6 @@ def problems_from_all(problem: T | None) -> list[T | None]:
     on_cuda = "nccl" in str(dist.get_backend_config())
     device = torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
     return from_all(problem) if AnyRank(problem is not None, device).answer() > 0 else []
-
-
-def merged_on_0(value: T, combine: Callable[[T, T], T]) -> T:
-    """The values of all ranks, combined in the order of ranks, on rank 0; other ranks get partial
-    results.
-
-    Values travel along a binomial tree: of n ranks, each receives at most log2(n) and sends one.
-    """
-    rank = dist.get_rank()
-    distance = 1
-    while distance < dist.get_world_size():
-        if rank % (2 * distance):
-            dist.send_object_list([value], rank - distance, cpu_group())
-            break
-        if rank + distance < dist.get_world_size():
-            box: list[T] = [value]
-            dist.recv_object_list(box, rank + distance, cpu_group())
-            value = combine(value, box[0])
-        distance *= 2
-    return value
 
 
 def together(action: Callable[[], T]) -> T:

@@ -61,20 +61,19 @@ def trained_args(config: Config, setup: Setup, stage: int) -> Any:
 
 
 def describe_start(run: Mapping[str, Any], parallelism: Parallelism) -> dict[str, Any]:
-    """The description of this start in `run.json`; complete on rank 0. Called by all ranks.
+    """The description of this start in `run.json`. Called by all ranks.
 
     Args:
         run: from `describe_run`.
     """
-    local_counts = Counter([socket.gethostname()]), Counter([device_name()])
-    hosts, devices = agree.merged_on_0(local_counts, lambda a, b: (a[0] + b[0], a[1] + b[1]))
+    machines = agree.from_all((socket.gethostname(), device_name()))
     return {
         "ranks": dist.get_world_size(),
         "layout": {
             axis: degree for axis, degree in layout_degrees(parallelism).items() if degree > 1
         },
-        "hosts": dict(hosts),
-        "devices": dict(devices),
+        "hosts": dict(Counter(host for host, _ in machines)),
+        "devices": dict(Counter(device for _, device in machines)),
         "config": {
             "path": "config.toml",
             "sha256": hashlib.sha256(run["config"].encode()).hexdigest(),
@@ -84,15 +83,14 @@ def describe_start(run: Mapping[str, Any], parallelism: Parallelism) -> dict[str
 
 
 def skipped_documents(loader: StepLoader, position: DataPosition | None) -> dict[str, int]:
-    """Count and log the bad documents that were left out, by kind. Complete on rank 0; called by
-    all ranks.
+    """Count and log the bad documents that were left out, by kind. Called by all ranks.
 
     Args:
         position: the position of this rank's lanes, up to which documents of streams are counted;
             None before the first step.
     """
-    merged = agree.merged_on_0(position or loader.start, lambda a, b: merge_positions([a, b]))
-    skipped = loader.skipped(merged)
+    positions = agree.from_all(position or loader.start)
+    skipped = loader.skipped(merge_positions(positions))
     if dist.get_rank() == 0:
         logger.info(f"Left out {counted(skipped)}")
     return dict(skipped.most_common())

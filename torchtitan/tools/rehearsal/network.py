@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchtitan.parallel import agree
 from torchtitan.tools.rehearsal.events import Message
 from torchtitan.tools.rehearsal.recorder import Recorder, describe, mark, nbytes, reduction
 from torchtitan.tools.rehearsal.substitution import Substitution, substituted
@@ -128,10 +127,6 @@ class Network:
         self._object("scatter_object_list", group, _size(received), root)
         scatter_object_output_list[0] = received
 
-    def merged_on_0(self, value: Any, _: Callable[..., Any]) -> Any:
-        self._object("merge_objects", None, _size(value))
-        return value
-
     def _global(self, rank: int | None, in_group: int | None, group: ProcessGroup | None) -> int:
         if in_group is not None:
             return self.recorder.record.groups[self.recorder.slot(group)].ranks[in_group]
@@ -200,8 +195,7 @@ def recording(recorder: Recorder, broadcasts: list[Any] | None) -> Iterator[None
     """Substitute what makes groups, exchanges objects, sends and receives, and record the rest.
 
     Of torch.distributed, these are the functions in `_OBJECTS`, `_MESSAGES` and `_REDUCTIONS`, and
-    the one that all of its ways to make a group end in. Of this project it is `agree.merged_on_0`,
-    whose tree would pair ranks that aren't rehearsed.
+    the one that all of its ways to make a group end in.
     """
     network = Network(recorder, broadcasts)
     replacements: dict[str, Callable[..., Any]] = {
@@ -214,7 +208,6 @@ def recording(recorder: Recorder, broadcasts: list[Any] | None) -> Iterator[None
     create = _recorded_creation(recorder, distributed_c10d._new_process_group_helper)
     with substituted(
         Substitution(distributed_c10d, "_new_process_group_helper", create),
-        Substitution(agree, "merged_on_0", network.merged_on_0),
         *(
             Substitution(module, name, replacement)
             for name, replacement in replacements.items()

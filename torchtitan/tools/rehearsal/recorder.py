@@ -54,7 +54,7 @@ _HELPERS = {
         collectives.AnyRank.__init__,
         agree.from_rank_0,
         agree.problems_from_all,
-        agree.merged_on_0,
+        agree.from_all,
         agree.together,
         Phases.run,
         redistribute_and_wait,

@@ -10,8 +10,6 @@ from torchtitan.tools.rehearsal.rank_sample import coordinates
 from torchtitan.tools.rehearsal.rehearsal import Rehearsal
 from torchtitan.utils.process import CONNECTED_RANKS
 
-_RANKS_PER_NODE = 8
-"""Merged objects name each node once."""
 _OPENS = " in _opened"
 """Where the place of a resume's broadcast of the index ends; it lists the layers that ran."""
 
@@ -92,12 +90,8 @@ def _objects(record: RankRecord, during: str) -> int:
     total = 0
     for event in record.collectives:
         if event.during == during and event.tensors == "object":
-            size = event.bytes
-            if event.op == "merge_objects":
-                size *= -(-len(event.group.ranks) // _RANKS_PER_NODE)
-            elif not event.op.startswith("broadcast"):
-                size *= len(event.group.ranks)
-            total += size
+            broadcast = event.op.startswith("broadcast")
+            total += event.bytes * (1 if broadcast else len(event.group.ranks))
     return total
 
 
