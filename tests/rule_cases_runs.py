@@ -62,36 +62,6 @@ RUN_CASES = {
             ["--checkpoint.folder=checkpoint"],
         )
     ],
-    "uploads_go_elsewhere": [
-        (
-            1,
-            ["--checkpoint.upload_folder=s3://a/b"],
-            "without checkpoint.enable = true",
-            ["--checkpoint.enable"],
-        ),
-        (
-            1,
-            ["--checkpoint.enable", "--checkpoint.upload_folder=/tmp/b"],
-            "'/tmp/b' is a local folder; set a URL",
-            ["--checkpoint.upload_folder=s3://a/b"],
-        ),
-        (
-            1,
-            [
-                "--checkpoint.enable",
-                "--checkpoint.folder=s3://a/c",
-                "--checkpoint.upload_folder=s3://a/b",
-            ],
-            "checkpoint.folder is a URL already",
-            ["--checkpoint.folder=checkpoint"],
-        ),
-        (
-            2,
-            ["--checkpoint.enable", "--checkpoint.upload_folder=memory://run"],
-            "has its own memory://",
-            ["--checkpoint.upload_folder=s3://a/b"],
-        ),
-    ],
     "loading_is_enabled": [
         (
             1,

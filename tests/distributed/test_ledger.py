@@ -72,11 +72,11 @@ def look_after_each_commit(argv, folder, fail):
     seen = []
 
     def look(_):
-        upload = trainer.checkpointer._upload
+        writing = trainer.checkpointer._writing
         if fail and trainer.progress.step == 2:
             raise ValueError("bad row")
-        if upload is not None:
-            upload.result()
+        if writing is not None:
+            writing.result()
             seen.append(kinds(folder))
 
     trainer = Trainer(config, preflight(config), arrange=last(look))

@@ -213,7 +213,6 @@ def everything(config):
                 "checkpoint": {
                     "enable": True,
                     "folder": "s3://bucket/run",
-                    "upload_folder": "s3://bucket/copies",
                     "async_mode": "async",
                     "last_save_model_only": True,
                     "last_save_in_hf": True,

@@ -2,16 +2,14 @@
 left.
 """
 
-import shutil
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from tests.checkpoints import ABOUT, small_checkpointer, train_state
-from torchtitan.checkpoint import commit, upload
+from torchtitan.checkpoint import commit
 from torchtitan.checkpoint.commit import ABANDONED, abandoned_at, committed_steps
-from torchtitan.checkpoint.upload import Uploader
 from torchtitan.commands import ckpt
 from torchtitan.utils import storage
 from torchtitan.utils.logging import logger
@@ -55,7 +53,6 @@ def start(folder, *saves, last=20, config="", **settings):
         checkpointer.trained.optimizer.step()
         for save in saves:
             checkpointer.save(save, train_state(save))
-        checkpointer.end_uploads(wait=True)
     finally:
         checkpointer.close()
     return step
@@ -184,38 +181,3 @@ def test_the_commands_tell_them_apart(tmp_path, capsys):
     assert out.count("; abandoned") == 2
     assert out.count("OK") == 4
     assert commit.checkpoints_at(folder)[-1].name == "step-3"
-
-
-def test_copies_follow_the_run(tmp_path, monkeypatch):
-    url = storage_path(f"memory://{tmp_path.name}")
-    monkeypatch.setattr(upload, "_POLL_SECONDS", 0.01)
-    folder = tmp_path / "checkpoint"
-    settings = {"upload_folder": str(url)}
-    start(folder, 2, 4, 6, 8, **settings)
-    assert committed_steps(url) == [2, 4, 6, 8]
-    start(folder, 5, load_step=4, **settings)
-    assert committed_steps(url) == committed_steps(folder) == [2, 4, 5]
-    assert committed_steps(url, abandoned=True) == [6, 8]
-    start(folder, load_step=8, **settings)
-    assert committed_steps(url) == committed_steps(folder) == [2, 4, 8]
-
-    shutil.rmtree(folder)
-    assert start(folder, 9, load_step=4, **settings) == 4, "from the copies"
-    assert committed_steps(url) == [2, 4, 9]
-    assert committed_steps(url, abandoned=True) == [5, 6, 8]
-    storage.delete_tree(url)
-
-
-def test_copies_are_as_many_as_are_kept(tmp_path, monkeypatch):
-    """Also where saves are faster than uploads: the newest is sent first, then an older one."""
-    url = storage_path(f"memory://{tmp_path.name}")
-    folder = tmp_path / "checkpoint"
-    start(folder, 1, 2)
-    uploader = Uploader(folder, url, 0, 1, keep_latest=2)
-    uploader.finish()
-    assert committed_steps(url) == [1, 2]
-    start(folder, 3, 4, keep_latest_k=2)
-    uploader = Uploader(folder, url, 0, 1, keep_latest=2)
-    uploader.finish()
-    assert committed_steps(url) == [3, 4]
-    storage.delete_tree(url)

@@ -212,7 +212,7 @@ def test_all_folders_of_a_run_are_claimed_at_once(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     folders = {name: tmp_path / name for name in ("out", "checkpoint", "file")}
     locks, problem = folder_locks._take(folders)
-    assert list(locks) == ["out", "checkpoint"]
+    assert [lock.folder for lock in locks] == [folders["out"], folders["checkpoint"]]
     assert problem.startswith("file: can't write to")
-    for held in locks.values():
+    for held in locks:
         held.release()

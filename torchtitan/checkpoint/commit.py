@@ -21,8 +21,9 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -219,23 +220,19 @@ def unknown(folder: Path) -> list[Path]:
     return sorted(p for _, p in _steps(folder) if not any((p / name).is_file() for name in known))
 
 
-def clean(folder: Path, keep: Collection[int] = ()) -> list[str]:
+def clean(folder: Path) -> list[str]:
     """Delete the remains of interrupted saves and deletions; returns their names.
 
     A complete checkpoint at a URL loses its `.incomplete`: the run was killed between its last two
     files, or as it began to delete it.
-
-    Args:
-        keep: steps at a URL that are still being written.
     """
-    kept = {step_folder(folder, step).name for step in keep}
-    remains = [path for path in leftovers(folder) if path.name not in kept]
+    remains = leftovers(folder)
     for path in remains:
-        patiently(path, lambda path=path: delete_tree(path))  # type: ignore[misc]
+        patiently(path, partial(delete_tree, path))
     if is_remote(folder):
         for _, path in _steps(folder):
             if (path / MARK).is_file() and (path / MANIFEST).is_file():
-                patiently(path, lambda path=path: (path / MARK).unlink(missing_ok=True))  # type: ignore[misc]
+                patiently(path, partial((path / MARK).unlink, missing_ok=True))
     return [path.name for path in remains]
 
 
@@ -302,15 +299,11 @@ def purge(folder: Path, keep_latest: int, keep_every: int, newest: int) -> None:
     for step in gone:
         remove(step_folder(folder, step))
     names = listed(f"step-{step}" for step in gone)
-    reason = retention(keep_latest, keep_every)
-    record = event("deleted", newest, steps=gone, folder=str(folder))
-    logger.info(f"Deleted {names} from {folder}: {reason}", extra=record)
-
-
-def retention(keep_latest: int, keep_every: int = 0) -> str:
-    """Why `disposable` checkpoints are deleted."""
     others = f", and not multiples of {keep_every}" if keep_every else ""
-    return f"older than the newest {keep_latest}{others}"
+    record = event("deleted", newest, steps=gone, folder=str(folder))
+    logger.info(
+        f"Deleted {names} from {folder}: older than the newest {keep_latest}{others}", extra=record
+    )
 
 
 def _is_resumable(path: Path) -> bool:

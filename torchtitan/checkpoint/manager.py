@@ -19,7 +19,6 @@ from torchtitan.checkpoint.load import PhaseError, describe
 from torchtitan.checkpoint.resume import Resumed, agreed_steps, load_initial, load_newest, went_back
 from torchtitan.checkpoint.save import Stager, Writer, build_stager, save
 from torchtitan.checkpoint.state import TrainedModel
-from torchtitan.checkpoint.upload import Uploader
 from torchtitan.config.sections import schema
 from torchtitan.data.read.contents import CONTENTS
 from torchtitan.parallel.agree import from_rank_0, together
@@ -41,7 +40,6 @@ class Checkpointer:
         trained: TrainedModel,
         run_info: dict[str, Any],
         confirm: Callable[[], object] = lambda: None,
-        confirm_copies: Callable[[], object] = lambda: None,
         data_files: Callable[[], bytes] | None = None,
         storage: Storage | None = None,
     ):
@@ -50,7 +48,6 @@ class Checkpointer:
             run_info: what manifests record about the run: config, versions, data fingerprint.
             confirm: called by rank 0 before it writes to the folder; raises if another run has
                 taken it.
-            confirm_copies: the same for `upload_folder`.
             data_files: renders the list of data files, for checkpoints that can be resumed.
             storage: where checkpoints are written and read; None: in folders.
 
@@ -67,19 +64,14 @@ class Checkpointer:
         self.storage = storage or FolderStorage()
         self.exports_average = trained.average is not None and trained.average.config.export
         self.saving = config.enable and not config.load_only
-        self._upload: Future[Any] | None = None
+        self._writing: Future[Any] | None = None
         self._staging: Future[Any] | None = None
         self._step_in_flight = 0
         self.newest_step = 0
         """The step last saved or resumed from, on rank 0; 0 if there is none."""
-        self._resumed_in = self.folder
         self.group: dist.ProcessGroup | None = None
         """The group of all ranks for the collectives of saves and exports."""
         self._stager: Stager | None = None
-        self._uploader: Uploader | None = None
-        self.copies: Path | None = None
-        if config.enable and config.upload_folder:
-            self.copies = storage_path(config.upload_folder)
         if not self.saving:
             return
         # The collectives of a save in the background must not mix with those of training.
@@ -88,16 +80,6 @@ class Checkpointer:
         problem = from_rank_0(prepare(self.folder) if dist.get_rank() == 0 else None)
         if problem:
             raise CheckpointError(problem)
-        if self.copies is not None:
-            self._uploader = Uploader(
-                self.folder,
-                self.copies,
-                dist.get_rank(),
-                dist.get_world_size(),
-                keep_latest=config.keep_latest_k,
-                keep_every=config.keep_every_n,
-                confirm=confirm_copies,
-            )
 
     # ---- saving
 
@@ -162,17 +144,13 @@ class Checkpointer:
         )
         if self._stager is None:
             self._guard(lambda: write(state))
-            if self._uploader is not None:
-                self._uploader.wake()
             return
         staged = self._stager.stage(state)
         if isinstance(staged, Future):
             self._staging = staged
         thread = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self._upload = thread.submit(write, staged)
+        self._writing = thread.submit(write, staged)
         thread.shutdown(wait=False)
-        if (uploader := self._uploader) is not None:
-            self._upload.add_done_callback(lambda _: uploader.wake())
 
     def wait_staged(self) -> None:
         """Wait until a save in the background has copied the weights, before they change."""
@@ -183,16 +161,16 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until a save in the background is committed."""
         self.wait_staged()
-        if self._upload is not None:
-            upload = self._upload
-            self._upload = None
+        if self._writing is not None:
+            writing = self._writing
+            self._writing = None
             with phase("saves", SAVING):
-                self._guard(upload.result)
+                self._guard(writing.result)
 
     def settle(self, seconds: float) -> None:
         """After an error, wait this long for a save in the background to end. Never raises."""
-        if self._upload is not None:
-            wait([self._upload], timeout=seconds)
+        if self._writing is not None:
+            wait([self._writing], timeout=seconds)
 
     def _committed(self) -> None:
         """Report a complete checkpoint and delete old ones; on rank 0, in the committing thread."""
@@ -212,19 +190,6 @@ class Checkpointer:
             if self.group is not None:
                 dist.destroy_process_group(self.group)
                 self.group = None
-
-    def end_uploads(self, *, wait: bool) -> None:
-        """End the copies to `upload_folder`. Ranks end at different times: no collective follows.
-
-        Args:
-            wait: until all checkpoints are copied; else the next start continues.
-        """
-        uploader = self._uploader
-        self._uploader = None
-        if uploader is not None and wait:
-            uploader.finish()
-        elif uploader is not None:
-            uploader.stop()
 
     def _guard(self, action: Callable[[], Any]) -> None:
         """Run a step of a save; if it fails, delete the incomplete checkpoint and raise one error.
@@ -274,7 +239,8 @@ class Checkpointer:
         """
         if not self.config.enable:
             return None
-        folder, steps = self._available()
+        folder = self.folder
+        steps = agreed_steps(self.storage, folder)
         step = self.config.load_step
         if step >= 0 and went_back(self.storage, folder, steps, step, self.run_info["config"]):
             logger.warning(
@@ -296,28 +262,6 @@ class Checkpointer:
             )
         )
 
-    def _available(self, before: int | None = None) -> tuple[Path, list[int]]:
-        """Steps to resume from, oldest first: those in the folder or, if it has none, the copies.
-
-        Args:
-            before: ignore this step and later ones.
-        """
-        for folder in (self.folder, self.copies):
-            if folder is None:
-                continue
-            steps = [
-                step
-                for step in agreed_steps(self.storage, folder)
-                if before is None or step < before
-            ]
-            if steps and folder != self.folder:
-                logger.info(
-                    f"{self.folder} has no checkpoint to resume from: using the copies in {folder}"
-                )
-            if steps:
-                return folder, steps
-        return self.folder, []
-
     def settle_folder(self, step: int, *, trains: bool) -> None:
         """Bring the folder in line with the step that the run has resumed from or gone back to:
         abandon later checkpoints, and delete what was left to delete.
@@ -333,22 +277,20 @@ class Checkpointer:
 
     def _settle(self, step: int, trains: bool) -> None:
         try:
-            gone = go_back(self._resumed_in, step) if trains else []
+            gone = go_back(self.folder, step) if trains else []
             if gone:
                 names = listed(f"step-{other}" for other in gone)
                 logger.warning(
-                    f"The run goes back to step {step}: {names} in {self._resumed_in} "
+                    f"The run goes back to step {step}: {names} in {self.folder} "
                     f"{'is' if len(gone) == 1 else 'are'} abandoned, as are exports of them. No "
                     "start resumes an abandoned step, unless checkpoint.load_step names it",
-                    extra=event("abandoned", step, steps=gone, folder=str(self._resumed_in)),
+                    extra=event("abandoned", step, steps=gone, folder=str(self.folder)),
                 )
             purge(self.folder, self.config.keep_latest_k, self.config.keep_every_n, step)
         except OSError as error:
             raise CheckpointError(
-                f"can't write to {self._resumed_in}: {error.strerror or error}"
+                f"can't write to {self.folder}: {error.strerror or error}"
             ) from error
-        if self._uploader is not None:
-            self._uploader.wake()
 
     def rewind(self, step: int) -> Resumed | None:
         """Load this run's newest complete checkpoint before `step`; None if there is none.
@@ -357,16 +299,14 @@ class Checkpointer:
             CheckpointError: all of them are damaged, or the save in flight failed.
         """
         self.wait()
-        folder, steps = self._available(before=step)
-        resumed = self._at(load_newest(self.storage, folder, steps, self.trained))
+        steps = [earlier for earlier in agreed_steps(self.storage, self.folder) if earlier < step]
+        resumed = self._at(load_newest(self.storage, self.folder, steps, self.trained))
         if resumed is not None:
             self.settle_folder(resumed.step, trains=True)
         return resumed
 
     def _at(self, resumed: Resumed | None) -> Resumed | None:
         self.newest_step = resumed.step if resumed is not None else 0
-        if resumed is not None:
-            self._resumed_in = resumed.path.parent
         return resumed
 
     def load_initial(self, path: Path) -> Resumed | None:

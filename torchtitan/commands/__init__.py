@@ -37,7 +37,7 @@ GROUPS = {
         "doctor": "Explain why a run hangs or has failed; report this machine's GPUs.",
     },
     "use the model": {
-        "ckpt": "Inspect, verify, upload and convert checkpoints.",
+        "ckpt": "Inspect, verify and convert checkpoints.",
         "generate": "Generate text from a checkpoint.",
         "eval": "Score a checkpoint on benchmarks (lm-eval).",
     },
@@ -52,6 +52,7 @@ REMOVED = {
     "torch.distributed.checkpoint loads the tensors of both",
     "ckpt merge": "average exports of `ckpt to-hf` (docs/guides/weight-averages.md)",
     "ckpt prune": "set checkpoint.keep_latest_k and keep_every_n, or delete step folders",
+    "ckpt upload": "copy the folder with another program, such as rclone or `aws s3 cp`",
     "doctor --gpu": "`torchtitan doctor` reports this machine's GPUs; `python "
     "benchmarks/gpu/gpu.py --stages rates` measures them",
     "plan --adopt": "start each layout of `--search --write` with `torchtitan train`, and compare "

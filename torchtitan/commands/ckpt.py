@@ -1,8 +1,7 @@
-"""Inspect, verify, upload and convert checkpoints, without a GPU.
+"""Inspect, verify and convert checkpoints, without a GPU.
 
     torchtitan ckpt inspect outputs/run/checkpoint             # list checkpoints, or show one
     torchtitan ckpt verify  outputs/run/checkpoint             # compare files with their checksums
-    torchtitan ckpt upload  outputs/run/checkpoint s3://bucket/run
     torchtitan ckpt to-hf   outputs/run/checkpoint exported/   # export for transformers
     torchtitan ckpt from-hf assets/hf/Llama-3.2-1B started/    # make a checkpoint and a TOML
 
@@ -17,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.utils.argument_types import command_parser
-from torchtitan.utils.errors import CheckpointError, ConfigError, DamageError, UserError
-from torchtitan.utils.lock import FolderLock
-from torchtitan.utils.storage import is_remote, path_argument
+from torchtitan.utils.errors import CheckpointError, DamageError, UserError
+from torchtitan.utils.storage import path_argument
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -70,34 +68,6 @@ def verify(options: argparse.Namespace) -> int:
             "start deletes it"
         )
     return 1 if bad else 0
-
-
-def upload(options: argparse.Namespace) -> int:
-    from torchtitan.checkpoint.commit import checkpoints_at
-    from torchtitan.checkpoint.upload import send
-
-    if not is_remote(options.target):
-        raise ConfigError(
-            [
-                f"{options.target} is a folder of this machine, also as file://; name a URL of "
-                "object storage, such as s3://bucket/run or gs://bucket/run, or copy with `cp -r`"
-            ]
-        )
-    lock = FolderLock(options.target)
-    failed = 0
-    try:
-        for step in reversed(checkpoints_at(options.path)):
-            target = options.target / step.name
-            try:
-                sent = send(step, target)
-            except DamageError as error:
-                failed += 1
-                print(f"not uploaded: {error}")
-            else:
-                print(f"{target}: {f'sent {sent:,} bytes' if sent else 'complete'}")
-    finally:
-        lock.release()
-    return 1 if failed else 0
 
 
 def to_hf(options: argparse.Namespace) -> int:
@@ -164,12 +134,6 @@ def parser() -> argparse.ArgumentParser:
         "verify", verify, "compare every file with its checksum; exit code 1 if one differs"
     )
     add("path", **_CHECKPOINTS)
-
-    add = command(
-        "upload", upload, "copy checkpoints to object storage, as far as they aren't there"
-    )
-    add("path", **_CHECKPOINTS)
-    add("target", type=path_argument, metavar="URL", help="as checkpoint.upload_folder")
 
     add = command("to-hf", to_hf, "export Hugging Face safetensors")
     add("source", **_CHECKPOINTS)

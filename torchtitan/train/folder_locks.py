@@ -20,8 +20,6 @@ class FolderLocks:
     """The locks that a run has on its folders; only rank 0 has any."""
 
     locks: list[FolderLock]
-    copies: list[FolderLock]
-    """The lock on `checkpoint.upload_folder`. Losing it ends the uploads, not the run."""
 
     def confirm(self, *, remote: bool = False) -> bool:
         """Check that the run still has the locks on its folders.
@@ -38,17 +36,9 @@ class FolderLocks:
         intact = [lock.confirm() for lock in self.locks if remote or not is_remote(lock.folder)]
         return all(intact)
 
-    def confirm_copies(self) -> None:
-        """
-        Raises:
-            UserError: another run has taken the folder that checkpoints are uploaded to.
-        """
-        for lock in self.copies:
-            lock.confirm()
-
     def release(self) -> None:
         """Release all locks."""
-        for lock in (*self.locks, *self.copies):
+        for lock in self.locks:
             lock.release()
 
 
@@ -63,17 +53,13 @@ def lock_folders(config: Config) -> FolderLocks:
         folders["checkpoint.folder"] = storage_path(
             config.checkpoint.folder, config.job.dump_folder
         )
-    upload = "checkpoint.upload_folder"
-    if config.checkpoint.upload_folder and "checkpoint.folder" in folders:
-        folders[upload] = storage_path(config.checkpoint.upload_folder)
-    claimed = FolderLocks([], [])
+    claimed = FolderLocks([])
     problem = None
     if dist.get_rank() == 0:
         locks, problem = _take(folders)
         if problem is None:
             remove_leftovers(folders["job.dump_folder"])
-        claimed.copies.extend(lock for key, lock in locks.items() if key == upload)
-        claimed.locks.extend(lock for key, lock in locks.items() if key != upload)
+        claimed.locks.extend(locks)
     if problem := from_rank_0(problem):
         claimed.release()
         raise ConfigError([problem])
@@ -94,15 +80,15 @@ def open_log(config: Config) -> None:
     )
 
 
-def _take(folders: dict[str, Path]) -> tuple[dict[str, FolderLock], str | None]:
+def _take(folders: dict[str, Path]) -> tuple[list[FolderLock], str | None]:
     """Lock all folders at once, as each may take long. Returns the locks and the first problem."""
-    locks = {}
+    locks = []
     problems = []
     with ThreadPoolExecutor(len(folders)) as pool:
         claims = {key: pool.submit(FolderLock, folder) for key, folder in folders.items()}
     for key, claim in claims.items():
         try:
-            locks[key] = claim.result()
+            locks.append(claim.result())
         except UserError as error:
             problems.append(f"{key}: {error}")
         except OSError as error:

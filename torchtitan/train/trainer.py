@@ -142,7 +142,6 @@ class Trainer:
             ),
             describe_run(config, self.setup, components.loader.fingerprint),
             confirm=lambda: self.folder_locks.confirm(remote=True),
-            confirm_copies=self.folder_locks.confirm_copies,
             data_files=components.loader.record.lists,
             storage=builders.storage,
         )
@@ -350,7 +349,6 @@ class Trainer:
             self.watch.close()
         if ends_together:
             dist.destroy_process_group()
-        self.checkpointer.end_uploads(wait=error is None and not self.stopped)
         self.folder_locks.release()
 
     def _end_callbacks(self, reason: str, error: BaseException | None) -> None:

@@ -100,7 +100,11 @@ UNSUPPORTED: dict[str, NotSupported | NoEffect] = {
 """Every key of the 0.2 convention that the schema lacks."""
 
 
-REMOVED = {"notifications": "examples/notify.py sends such messages: name it in training.callbacks"}
+REMOVED = {
+    "notifications": "examples/notify.py sends such messages: name it in training.callbacks",
+    "checkpoint.upload_folder": "set checkpoint.folder to the URL, or copy the folder with another "
+    "program, such as rclone, while the run trains",
+}
 """Sections and keys of earlier versions, each with what to do today."""
 
 _FOREIGN = {key.split(".")[0] for key in UNSUPPORTED} - Config.model_fields.keys()

@@ -6,7 +6,6 @@ from pathlib import Path
 from torchtitan.config.rules.table import Facts, refuse, rule
 from torchtitan.config.sections.schema import Config
 from torchtitan.utils.storage import is_url, storage_problem
-from torchtitan.utils.wording import brief
 
 
 @rule("checkpoint.keep_latest_k", "checkpoint.keep_every_n")
@@ -39,30 +38,6 @@ def storage_is_shared(config: Config, facts: Facts) -> Iterator[str]:
         yield (
             f"checkpoint.folder: each of {facts.world} ranks has its own memory://; set a folder "
             "or URL that all can access"
-        )
-
-
-@rule("checkpoint.upload_folder")
-def uploads_go_elsewhere(config: Config, facts: Facts) -> Iterator[str]:
-    c = config.checkpoint
-    if c.upload_folder is None:
-        return
-    if not c.enable:
-        yield "checkpoint.upload_folder has no effect without checkpoint.enable = true"
-    elif not is_url(c.upload_folder):
-        yield (
-            f"checkpoint.upload_folder: {brief(c.upload_folder)} is a local folder; set a URL "
-            "such as s3://bucket/run"
-        )
-    elif is_url(c.folder):
-        yield (
-            "checkpoint.upload_folder: checkpoint.folder is a URL already; remove upload_folder, "
-            "or set folder to a local one, from which checkpoints are copied to upload_folder"
-        )
-    elif c.upload_folder.startswith("memory://") and facts.world > 1:
-        yield (
-            f"checkpoint.upload_folder: each of {facts.world} ranks has its own memory://; set a "
-            "URL that all can access"
         )
 
 
@@ -125,12 +100,7 @@ def hugging_face_has_the_model(config: Config, facts: Facts) -> Iterator[str]:
             )
 
 
-@rule(
-    "checkpoint.initial_load_path",
-    "checkpoint.folder",
-    "checkpoint.upload_folder",
-    needs=["folders"],
-)
+@rule("checkpoint.initial_load_path", "checkpoint.folder", needs=["folders"])
 def checkpoints_can_be_reached(config: Config, facts: Facts) -> Iterator[str]:
     c = config.checkpoint
     if not c.enable:
@@ -144,6 +114,6 @@ def checkpoints_can_be_reached(config: Config, facts: Facts) -> Iterator[str]:
         )
     elif path and not is_url(path) and path not in facts.folders:
         yield f"checkpoint.initial_load_path: no folder {path!r} (relative to {Path.cwd()})"
-    for key in ("folder", "upload_folder", "initial_load_path"):
+    for key in ("folder", "initial_load_path"):
         if problem := storage_problem(getattr(c, key) or ""):
             yield f"checkpoint.{key}: {problem}"

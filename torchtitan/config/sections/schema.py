@@ -140,10 +140,6 @@ class Checkpoint(Section):
     """Save checkpoints here, relative to `job.dump_folder`, or to a URL: `s3://bucket/run`,
     `gs://bucket/run`.
     """
-    upload_folder: LocalPath | None = None
-    """Copy every checkpoint to this URL in the background, and resume from there if `folder` has
-    none.
-    """
     interval: Steps = 500
     """Steps between checkpoints. The last step is always saved."""
     initial_load_path: LocalPath | None = None

@@ -21,7 +21,7 @@ _CONFIG_BYTES = 1_000_000
 """A ConfigMap holds at most 1 MiB."""
 _LAUNCHER_SECONDS = 10
 """The launcher stops this long before its container is killed, to report why."""
-_NO_INPUTS = {"job.config_file", "job.dump_folder", "checkpoint.folder", "checkpoint.upload_folder"}
+_NO_INPUTS = {"job.config_file", "job.dump_folder", "checkpoint.folder"}
 _PATH = get_args(LocalPath)[-1]
 """Annotation that marks a key as a path."""
 
@@ -101,8 +101,7 @@ def check_outputs(config: Config, volumes: list[Volume], workdir: str | None) ->
     if not settings.enable:
         return
     folder = str(PurePosixPath(config.job.dump_folder, settings.folder.removeprefix("file://")))
-    targets = [settings.folder if is_url(settings.folder) else folder, settings.upload_folder or ""]
-    if not any(is_url(target) or _volume_of(target, volumes, workdir) for target in targets):
+    if not (is_url(settings.folder) or _volume_of(folder, volumes, workdir)):
         raise ConfigError(
             [
                 f"checkpoint.folder: {folder} is in the container and lost with it; mount a "

@@ -42,7 +42,6 @@ def rehearsed(config: Config, world: int, folder: str) -> Config:
         ],
         "checkpoint.interval": 1,
         "checkpoint.folder": "checkpoint",
-        "checkpoint.upload_folder": None,
         "checkpoint.async_mode": "disabled",
         "checkpoint.last_save_model_only": False,
         "checkpoint.last_save_in_hf": False,
@@ -104,7 +103,6 @@ PARTS = (
         "object storage",
         lambda c: c.checkpoint.enable and is_url(c.checkpoint.folder),
     ),
-    Part("checkpoint.upload_folder", "uploads"),
     Part("checkpoint.initial_load_path", "loading the first weights"),
     Part("checkpoint.initial_load_in_hf", "reading Hugging Face weights"),
     Part(
