@@ -33,7 +33,6 @@ PACKAGES = (
     "pygments",
     "rich",
     "safetensors",
-    "tenacity",
     "tokenizers",
     "tomli",
     "torchao",

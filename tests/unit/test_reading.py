@@ -179,7 +179,7 @@ NO_CACHE = {
 @pytest.mark.parametrize("kind", [*NO_CACHE, "key"])
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch, kind):
     """Not the data are to blame, and another attempt wouldn't help."""
-    monkeypatch.setattr("tenacity.nap.time.sleep", lambda seconds: pytest.fail("tried again"))
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("tried again"))
     (tmp_path / "file").write_text("")
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     for name in ("XDG_CACHE_HOME", "TORCHTITAN_CACHE"):

@@ -114,9 +114,7 @@ def patiently(path: Path, action: Callable[[], Result]) -> Result:
         logger.warning(f"{path}: {type(error).__name__}: {error}; trying again in {pause:.1f} s")
 
     try:
-        return retry(
-            action, attempts=_ATTEMPTS, pause=_PAUSE, may_pass=_may_pass, failed=warn, spread=True
-        )
+        return retry(action, attempts=_ATTEMPTS, pause=_PAUSE, may_pass=_may_pass, failed=warn)
     except (OSError, *_LASTING):
         raise
     except Exception as error:

@@ -39,7 +39,7 @@ class DataLoader(Section):
     retries: Annotated[int, Field(ge=0, le=20)] = 3
     """Retry a read this many times if it fails. What can't be decoded is not read again."""
     retry_pause_seconds: Annotated[float, Field(ge=0, le=3600)] = 1.0
-    """Wait this long before the first retry, then twice as long before each further one."""
+    """Wait about this long before the first retry, then twice as long before each further one."""
     timeout_seconds: Annotated[float, Field(gt=0, le=10**9)] | None = None
     """Fail, naming the source, after waiting this long for data. Default: half of
     `comm.train_timeout_seconds`, so that it precedes the timeouts of other ranks' collectives. The
