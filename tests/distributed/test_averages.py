@@ -95,6 +95,13 @@ def test_the_mean_of_exports_starts_a_run(steps, tmp_path):
         assert counts or torch.equal(value, mean.float()), name
 
 
+def test_merged_weights_of_earlier_versions_are_read(steps, tmp_path):
+    merged = shutil.copytree(steps[1], tmp_path / "step-2")
+    source = {"checkpoint": "a/step-1", "step": 1, "averaged": False, "weight": 1.0}
+    change(merged, merged=[source])
+    assert read_manifest(merged).merged == [source]
+
+
 def test_manifest_says_whether_there_is_an_average(steps, tmp_path):
     forged = shutil.copytree(steps[1], tmp_path / "step-2")
     content = json.loads((forged / "manifest.json").read_text())

@@ -214,7 +214,7 @@ class Stager(DefaultStager):
 class LazyPlanner(DefaultSavePlanner):
     """Plans a save of meta tensors, and computes each piece of them only when it is written."""
 
-    def __init__(self, make_box: Callable[[str, tuple[slice, ...]], Tensor], max_bytes: float):
+    def __init__(self, make_box: Callable[[str, tuple[slice, ...]], Tensor], max_bytes: int):
         super().__init__()
         self.make_box = make_box
         self.max_bytes = max_bytes
@@ -233,7 +233,7 @@ class LazyPlanner(DefaultSavePlanner):
         return self.make_box(write_item.index.fqn, box)
 
 
-def _rows(item: WriteItem, max_bytes: float) -> Iterator[WriteItem]:
+def _rows(item: WriteItem, max_bytes: int) -> Iterator[WriteItem]:
     """An item, cut along its first dimension into items of at most `max_bytes`, or of one row."""
     tensor = item.tensor_data
     assert tensor is not None
@@ -256,7 +256,7 @@ def write_streamed(
     info: CheckpointInfo,
     state: dict[str, Any],
     make_box: Callable[[str, tuple[slice, ...]], Tensor],
-    max_bytes: float = 2**25,
+    max_bytes: int = 2**25,
 ) -> None:
     """Write a checkpoint in one process, a piece of a tensor in memory at a time; a failure leaves
     nothing.

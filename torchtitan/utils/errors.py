@@ -129,7 +129,7 @@ def from_another_rank(error: BaseException | str) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank fails, in the words that the log, the run's files and messages share."""
+    """Why a rank fails, in the words that the log and the run's files share."""
 
     kind: str
     """Name of the exception's class."""
