@@ -93,7 +93,7 @@ def test_unsupported_keys_are_refused_unless_off(key):
 @pytest.mark.parametrize("key", REMOVED)
 def test_removed_keys_are_refused_with_todays_way(key):
     below = key if "." in key else f"{key}.any"
-    assert problems(f"--{below}=16") == [f"--{below}: {key} was removed; {REMOVED[key]}"]
+    assert problems(f"--{below}=16") == [f"--{below}: no `{key}` any more: {REMOVED[key]}"]
 
 
 def test_tuning_keys_have_an_unsupported_gate():

@@ -105,7 +105,8 @@ REMOVED = {
     "checkpoint.upload_folder": "set checkpoint.folder to the URL, or copy the folder with another "
     "program, such as rclone, while the run trains",
 }
-"""Sections and keys of earlier versions, each with what to do today."""
+"""What to do instead of a removed section or key."""
+
 
 _FOREIGN = {key.split(".")[0] for key in UNSUPPORTED} - Config.model_fields.keys()
 """Sections of the convention that the schema lacks."""
@@ -218,7 +219,7 @@ def drop_unsupported(
         elif entry is not None:
             texts = list(_refusals(entry, setting.value))
         elif removed := next((name for name in prefixes(key) if name in REMOVED), None):
-            texts = [f"{removed} was removed; {REMOVED[removed]}"]
+            texts = [f"no `{removed}` any more: {REMOVED[removed]}"]
         elif key.split(".")[0] in _FOREIGN:
             texts = [
                 "unknown key"
