@@ -18,7 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NAV = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
-EXAMPLES = sorted((ROOT / "examples").rglob("README.md"))
+EXAMPLES = sorted(
+    page for folder in ("examples", "benchmarks") for page in (ROOT / folder).rglob("README.md")
+)
 PAGES = [ROOT / "README.md", *EXAMPLES, *(ROOT / "docs" / name for name in NAV)]
 
 

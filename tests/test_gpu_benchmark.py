@@ -261,11 +261,11 @@ def test_the_page_lists_every_stage():
         assert f"`{family}" in listed, name
 
 
-def test_the_page_has_what_the_plan_expects():
-    """`gpu.py --expected` writes it."""
-    page = tables.HOUR.read_text()
-    written = page.partition(tables.EXPECTED)[2].partition(tables.END)[0].strip()
-    assert written == tables.expected_tables()
+def test_expected_tables_have_every_stage_that_trains():
+    """`gpu.py --expected` prints them."""
+    printed = tables.expected_tables()
+    assert all(f"`{stage.name}`" in printed for stage in stages.STAGES.values() if stage.flags)
+    assert "all-gather, GB/s" in printed
 
 
 # ---- rates and load

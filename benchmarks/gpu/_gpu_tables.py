@@ -12,8 +12,6 @@ from _gpu_stages import STAGES
 PAGE = ROOT / "docs/reference/performance.md"
 BEGIN = "<!-- written by benchmarks/gpu/gpu.py --tables: begin -->"
 END = "<!-- end -->"
-HOUR = ROOT / "docs/internals/first-gpu-hour.md"
-EXPECTED = "<!-- written by benchmarks/gpu/gpu.py --expected: begin -->"
 EXPECTED_OF = "h100-sxm"
 """The planner's hardware that the expectation is for."""
 NOTHING = "Not yet measured on GPU."
@@ -179,15 +177,6 @@ def _plan(flags: Sequence[str], world: int, hardware: Any) -> Any:
 
 
 # ---- what the plan expects
-
-
-def write_expected(page: Path = HOUR) -> Path:
-    """Put the planner's expectation of each stage between the marks of `page`, and return it."""
-    text = page.read_text()
-    before, _, rest = text.partition(EXPECTED)
-    _, _, after = rest.partition(END)
-    page.write_text(f"{before}{EXPECTED}\n{expected_tables()}\n{END}{after}")
-    return page
 
 
 def expected_tables() -> str:

@@ -1,5 +1,5 @@
 """`python -m tests.cuda [NAME...]` compiles the configurations whose names begin so, or all, and
-writes their rows of docs/reference/compiled-kernels.md. Needs a CUDA build of the newest torch.
+writes their rows of tests/cuda/compiled-kernels.md. Needs a CUDA build of the newest torch.
 """
 
 import sys

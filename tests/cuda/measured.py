@@ -1,4 +1,4 @@
-"""What compiling a configuration shows, and the tables of docs/reference/compiled-kernels.md."""
+"""What compiling a configuration shows, and the tables of tests/cuda/compiled-kernels.md."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.cuda.configurations import Configuration
 from torchtitan.utils.torch_versions import TESTED_TORCH
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/reference/compiled-kernels.md"
+PAGE = Path(__file__).with_name("compiled-kernels.md")
 NEWEST = TESTED_TORCH[-1]
 """The tables are of this release: others have other kernels."""
 _SHORT = {

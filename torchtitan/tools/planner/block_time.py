@@ -62,7 +62,7 @@ OPERATIONS = {
     "tensor parallelism": ((6, 8), (6, 8)),
 }
 """Kernels that a block launches, forward and backward, eager and compiled: a Llama's, and what the
-others add. Eager: counted in traced steps. Compiled: docs/reference/compiled-kernels.md.
+others add. Eager: counted in traced steps. Compiled: tests/cuda/compiled-kernels.md.
 """
 COMPILED_LAUNCH = 0.4
 REGION_LAUNCHES = 10
