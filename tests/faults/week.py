@@ -4,7 +4,7 @@ stage of data.
     python -m tests.faults.week outputs/week --steps-per-day 100
 
 One event a day, and a start after it if the event ended the run. `torchtitan watch outputs/week`
-shows it meanwhile; the pictures of `docs/guides/reports.md` are made from what it leaves behind.
+shows it meanwhile; the pictures of `docs/guides/monitoring.md` are made from what it leaves behind.
 """
 
 import argparse
