@@ -5,8 +5,8 @@ What a fenced block is for:
   longest tier
   ```sh     begins with a comment that says what it needs; its configuration, files and flags are
   checked
-  ```text   right after a ```bash block: what that prints. `...` stands for omitted lines; a block
-  with the title
+  ```text   right after a ```bash block: what that prints. `...` stands for omitted lines, `…` at
+  the end of a line for its rest; a block with the title
             "for example" is not compared
   ```toml and ```python that begin with `# NAME`, or have it as title: files for the commands
 """
