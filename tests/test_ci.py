@@ -49,6 +49,7 @@ class Gate:
             "scripts/setup.sh": SETUP.format(newest=newest or "true"),
             "python": PYTHON.format(cases=cases),
             "chromium": "#!/bin/sh\n",
+            "git": "#!/bin/sh\necho 119\n",
         }.items():
             (self.folder / name).write_text(text)
             (self.folder / name).chmod(0o755)
@@ -69,8 +70,14 @@ def test_the_gate_opens_when_all_passes(gate):
     status, calls = gate.run(".ci/run")
     assert status == 0
     tests = [call for call in calls if "pytest" in call]
-    assert len(tests) == 2
-    assert "tests/unit/test_model.py tests/distributed/test_matrix.py::test_corner" in tests[1]
+    quick, *rest, share, corner = tests
+    assert "not slow and (proof or not (ranks or e2e))" in quick
+    assert {call.partition("worksteal -m ")[2].strip() for call in rest} == {
+        "not slow and not proof and e2e",
+        "not slow and not proof and ranks and not e2e",
+    }
+    assert "-m slow --share 60/60" in share
+    assert "tests/unit/test_model.py tests/distributed/test_matrix.py::test_corner" in corner
 
 
 @pytest.mark.parametrize("step", ["ruff", "format", "mypy", "import_graph", "corner"])
