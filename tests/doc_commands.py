@@ -18,7 +18,6 @@ from itertools import pairwise
 from pathlib import Path
 
 from torchtitan.commands import COMMANDS, command_module
-from torchtitan.commands.completion import CONFIGURED
 from torchtitan.config import resolve
 from torchtitan.config.load.command_line import config_flags, split_args
 from torchtitan.config.load.keys import FIELDS
@@ -29,6 +28,8 @@ from torchtitan.tools.planner.hardware import find_hardware
 
 ROOT = Path(__file__).parents[1]
 RUN_TRAIN = "./run_train.sh"
+CONFIGURED = ("train", "data", "plan", "rehearse", "config", "parity", "submit")
+"""Commands that take a configuration file and its flags."""
 SBATCH_OPTIONS = {"--nodes", "--gpus-per-node", "--time"}
 """The options of `sbatch` that the documents use; Slurm isn't installed where the tests run."""
 EXAMPLE = 'extends = "../train_configs/debug_model.toml"\n'
@@ -101,7 +102,7 @@ def check_torchtitan(words: list[str], launched: int = 1, *, imports: bool = Fal
         return
     parser = parser_of(command)
     own, flags = split_args(rest)
-    if command in CONFIGURED and command != "init":
+    if command in CONFIGURED:
         parser.add_argument("config", nargs="?")
     options, unknown = parsed(parser, own)
     if command == "train":

@@ -12,7 +12,6 @@ from torchtitan.config.load.compat import UNSUPPORTED
 from torchtitan.config.load.decode import load_config
 from torchtitan.config.load.keys import FIELDS
 from torchtitan.models import all_families
-from torchtitan.tools.launch.grid import read_runs
 from torchtitan.utils.assets import shipped_configs
 
 
@@ -103,9 +102,6 @@ def test_toml_blocks_are_legal(tmp_path, monkeypatch):
     for block in BLOCKS:
         if block.language == "toml":
             Path("example.toml").write_text(block.text)
-            if block.text.startswith("[[runs]]"):
-                assert read_runs(Path("example.toml"))
-                continue
             load_config(["--config", "example.toml"])
             found += 1
     assert found >= 10

@@ -99,8 +99,6 @@ def test_the_wheel_holds_every_module_and_shipped_file(wheel):
     assert {
         "torchtitan/py.typed",
         "torchtitan/commands/slurm.sbatch",
-        "torchtitan/tools/launch/jobset.yaml.j2",
-        "torchtitan/tools/launch/skypilot.yaml.j2",
         "torchtitan/tools/planner/page.js",
     } <= names
     report = {
@@ -158,14 +156,7 @@ def test_a_job_is_written_and_a_run_planned(torchtitan, environment, tmp_path):
     job = (tmp_path / "debug_model.sbatch").read_text()
     assert f"export TORCHTITAN_PYTHON={environment / 'python'}\n" in job
     assert "assets/train_configs/debug_model.toml --parallelism.data_parallel_shard_degree=8" in job
-    cluster = ["--to", "jobset", "--container", "image:1", "--volume", "runs:/runs"]
-    torchtitan("submit", "debug_model", "--gpus-per-node", "8", *cluster, *layout)
-    assert "kind: JobSet" in (tmp_path / "debug-model.jobset.yaml").read_text()
     assert "GiB" in torchtitan(
         "plan", "llama3_8b", "--world", "8", "--hardware", "h100-sxm", "--html", "plan.html"
     )
     assert "uPlot" in (tmp_path / "plan.html").read_text()
-
-
-def test_completion(torchtitan):
-    assert "--training.steps" in torchtitan("completion", "bash")

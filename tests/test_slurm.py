@@ -5,6 +5,7 @@ launcher.
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,6 @@ import pytest
 from tests.slurm_stand_ins import BASE, ROOT, calls
 from torchtitan.commands.submit import main
 from torchtitan.commands.train import node_range
-from torchtitan.tools.launch.slurm_jobs import read_record
 from torchtitan.tools.launch.slurm_script import MARK, TEMPLATE
 from torchtitan.utils.errors import ConfigError, UserError
 
@@ -189,44 +189,22 @@ def test_the_layout_decides_on_the_nodes_and_the_job_runs(slurm, tmp_path, monke
     }
 
 
-def test_submit_calls_sbatch(slurm, tmp_path, monkeypatch):
+@pytest.fixture
+def here(slurm, tmp_path, monkeypatch):
+    """A folder to submit from, on a machine that has Slurm."""
     monkeypatch.chdir(tmp_path)
     for name in ("PATH", "CALLS"):
         monkeypatch.setenv(name, slurm.env[name])
-    flags = [*LAYOUT, "--training.global_batch_size=64"]
-    assert submit("--submit", *flags) == 0
-    assert calls(tmp_path, "sbatch") == ["--parsable debug_model.sbatch"]
-    folder = tmp_path / "outputs/debug_model"
-    assert read_record(folder).jobs == [77]
-    assert read_record(folder).logs(77) == [tmp_path / "debug_model-77.log"]
-    for line, file in {
-        "--output='my logs/%j.out'": tmp_path / "my logs/77.out",
-        "-o /logs/%x.out": Path("/logs/debug_model.out"),
-        "--comment='": tmp_path / "debug_model-77.log",
-    }.items():
-        assert submit("--submit", f"--sbatch={line}", *flags) == 0
-        assert read_record(folder).logs(77) == [file]
+    return tmp_path
 
 
-def test_a_grid_that_is_written_again_knows_its_earlier_jobs(slurm, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("PATH", "CALLS"):
-        monkeypatch.setenv(name, slurm.env[name])
-    grid = ["--nodes=1", "--grid=optimizer.lr=1e-4,3e-4", "--folder=grid"]
-    for more, jobs in ((["--submit"], [77]), ([], [77]), (["--submit"], [77, 77])):
-        assert submit(*grid, *more) == 0
-        assert read_record(tmp_path / "grid").jobs == jobs
-
-
-def test_a_job_that_could_not_be_remembered_is_not_submitted(slurm, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("PATH", "CALLS"):
-        monkeypatch.setenv(name, slurm.env[name])
-    flags = [*LAYOUT, "--training.global_batch_size=64", "--job.dump_folder=/proc/none"]
-    with pytest.raises(UserError, match=r"can't write .*/proc/none/job\.json: No such file"):
-        submit("--submit", *flags)
-    assert not calls(tmp_path, "sbatch")
-    assert not list(tmp_path.glob("*.sbatch"))
+def test_submit_calls_sbatch(here, monkeypatch):
+    flags = ["--submit", *LAYOUT, "--training.global_batch_size=64"]
+    assert submit(*flags) == 0
+    assert calls(here, "sbatch") == ["debug_model.sbatch"]
+    monkeypatch.setenv("PATH", str(here))
+    with pytest.raises(UserError, match=r"no sbatch; submit .* on a machine that has Slurm"):
+        submit(*flags)
 
 
 def test_a_job_that_can_not_be_written_is_refused_in_a_sentence(tmp_path, monkeypatch):
@@ -316,13 +294,12 @@ def test_nothing_in_a_name_runs(slurm, tmp_path, monkeypatch):
     the job.
     """
     monkeypatch.chdir(tmp_path)
-    hostile = "'\"`touch injected`$(touch injected);touch injected|&<>(){}*?[]!#~\\ %x"
-    file = tmp_path / f"my {hostile}.toml"
+    file = tmp_path / f"my {HOSTILE}.toml"
     file.write_text(f'extends = "{BASE}"')
     settings = [
-        f"--{flag}={hostile}" for flag in ("job-name", "time", "partition", "account", "sbatch")
+        f"--{flag}={HOSTILE}" for flag in ("job-name", "time", "partition", "account", "sbatch")
     ]
-    overrides = [*LAYOUT, "--training.global_batch_size=64", f"--job.description={hostile}"]
+    overrides = [*LAYOUT, "--training.global_batch_size=64", f"--job.description={HOSTILE}"]
     assert main([str(file), "--gpus-per-node=8", "--output=job", *settings, *overrides]) == 0
     script = tmp_path / "job"
     script.write_text(
@@ -333,6 +310,92 @@ def test_nothing_in_a_name_runs(slurm, tmp_path, monkeypatch):
     task = json.loads(calls(tmp_path, "task")[0])
     assert (task["CONFIG_FILE"], task["argv"]) == (str(file), overrides)
     assert not list(tmp_path.rglob("injected*"))
+
+
+# ---- arrays
+
+HOSTILE = "'\"`touch injected`$(touch injected);touch injected|&<>(){}*?[]!#~\\ %x"
+RUNS = f"""\
+--optimizer.lr 1e-4 --debug.seed=1   # a comment
+
+# none
+--job.description {shlex.quote(HOSTILE)} --job.dump_folder=elsewhere
+"""
+NODE = ["--nodes=1", "--runs=runs.txt"]
+
+
+def write_runs(folder, text):
+    (folder / "runs.txt").write_text(text)
+
+
+def test_each_task_is_a_line_of_flags(slurm, here):
+    """Nothing in a value runs."""
+    write_runs(here, RUNS)
+    assert submit(*NODE, "--at-most=3", "--training.steps=7") == 0
+    file = here / "outputs/debug_model/debug_model.sbatch"
+    text = file.read_text()
+    assert f"#SBATCH --output={file.parent}/%x-%A_%a.log\n" in text
+    assert "#SBATCH --array=0-1%3\n" in text
+    file.write_text(text.replace(f"TORCHTITAN_ROOT={ROOT}", f"TORCHTITAN_ROOT='{slurm.root}'"))
+    argv = []
+    for task in range(3):
+        (here / "calls/task").unlink(missing_ok=True)
+        job = slurm(file, SLURM_ARRAY_JOB_ID="1", SLURM_ARRAY_TASK_ID=str(task))
+        assert job.wait(timeout=30) == (2 if task == 2 else 0), job.stderr.read()
+        argv += [json.loads(line)["argv"] for line in calls(here, "task")]
+    dump = "--job.dump_folder=./outputs/debug_model"
+    assert argv == [
+        ["--training.steps=7", f"{dump}/0", "--optimizer.lr", "1e-4", "--debug.seed=1"],
+        [
+            *("--training.steps=7", f"{dump}/1", "--job.description", HOSTILE),
+            "--job.dump_folder=elsewhere",
+        ],
+    ]
+    assert not list(here.rglob("injected"))
+
+
+def test_only_the_preempted_task_is_put_back(slurm, here):
+    write_runs(here, RUNS)
+    submit(*NODE, "--output=job")
+    file = here / "job"
+    file.write_text(
+        file.read_text().replace(f"TORCHTITAN_ROOT={ROOT}", f"TORCHTITAN_ROOT='{slurm.root}'")
+    )
+    job = slurm(file, seconds=60, SLURM_ARRAY_JOB_ID="123450", SLURM_ARRAY_TASK_ID="1")
+    assert stopped(job, here, signal.SIGUSR1) == 75, job.stderr.read()
+    assert calls(here, "scontrol")[-2:] == ["show job 123450_1", "requeue 123450_1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "--runs: runs.txt has no line with flags"),
+        ("optimizer.lr=1", "--runs: runs.txt:1: unexpected argument"),
+        ("--optimizer.lr 'a", "--runs: runs.txt:1: no closing quotation"),
+        ("\n--optimizer.lrr 1\n--optimizer.lrr 1", "runs.txt:2: --optimizer.lrr: unknown key"),
+        ("--training.global_batch_size=17", "runs.txt:1: .*not a multiple"),
+        ("--job.description='a\u2028b'", "runs.txt:1: .*newline"),
+        ("--job.dump_folder=a\n" * 2, "runs.txt:2: job.dump_folder: a is also that of runs.txt:1"),
+        (
+            "--checkpoint.folder=s3://b/all\n" * 2,
+            "runs.txt:2: checkpoint.folder: s3://b/all is also",
+        ),
+    ],
+)
+def test_an_array_with_a_wrong_run_is_not_written(here, text, message):
+    write_runs(here, text)
+    before = sorted(here.rglob("*"))
+    with pytest.raises(ConfigError, match=message) as error:
+        submit(*NODE)
+    assert len(error.value.problems) == 1
+    assert sorted(here.rglob("*")) == before
+
+
+def test_all_tasks_have_as_many_ranks(here):
+    degree = "--parallelism.data_parallel_shard_degree"
+    write_runs(here, f"{degree}=8\n{degree}=16")
+    with pytest.raises(ConfigError, match=r"runs.txt:2: needs 16 ranks, the first run 8"):
+        submit("--runs=runs.txt")
 
 
 def test_a_range_of_nodes(tmp_path, monkeypatch):

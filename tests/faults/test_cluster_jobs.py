@@ -1,23 +1,23 @@
-"""The commands of jobs for Kubernetes and SkyPilot, run in two processes with what their pods or
-machines would give them.
+"""The commands of `examples/kubernetes` and `examples/sky`, run in two processes with what their
+pods or machines would give them.
 """
 
 import os
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-import yaml
 
+from tests.cluster_files import KUBERNETES, SKY, container_of, read
 from tests.runs import arguments, free_ports, losses, read_metrics, train
 from torchtitan.checkpoint.commit import committed_steps
-from torchtitan.commands.submit import main
 
 ROOT = Path(__file__).parents[2]
 STEPS = 150
-HOSTS = "\n127.0.0.2 it-node-0-0.it\n127.0.0.3 it-node-0-1.it\n"
+HOSTS = "\n127.0.0.2 my-run-node-0-0.my-run\n127.0.0.3 my-run-node-0-1.my-run\n"
 IN_NAMESPACE = ["unshare", "--mount", "sh", "-c"]
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -34,24 +34,14 @@ def private_hosts() -> bool:
 class Nodes:
     """Two nodes of a job on this machine."""
 
-    def __init__(self, folder, to, *options):
+    def __init__(self, folder):
         self.folder = folder
         self.log = (folder / "log").open("w+")
         self.running = []
         (self.port,) = free_ports(1)
-        (folder / "it.toml").touch()
-        launcher = folder / "bin/torchtitan"
-        launcher.parent.mkdir()
-        launcher.write_text(f'#!/bin/sh\nexec {sys.executable} -m torchtitan "$@"\n')
-        launcher.chmod(0o755)
-        (folder / "hosts").write_text(Path("/etc/hosts").read_text() + HOSTS)
-        flags = arguments(
+        self.flags = arguments(
             folder, "--checkpoint.enable", "--checkpoint.interval=50", steps=STEPS, global_batch=4
         )
-        own = ["--gpus-per-node=1", f"--to={to}", f"--output={folder / 'job.yaml'}", *options]
-        assert main([str(folder / "it.toml"), *own, "--", *flags]) == 0
-        self.documents = list(yaml.safe_load_all((folder / "job.yaml").read_text()))
-        self.flags = flags
 
     def __enter__(self):
         return self
@@ -95,53 +85,57 @@ class Nodes:
 class Pods(Nodes):
     """Pods of a JobSet, each with its index, in a network with their names."""
 
-    def __init__(self, folder, *options):
-        super().__init__(folder, "jobset", "--container=image", f"--volume=runs:{folder}", *options)
+    def __init__(self, folder, *edits, flags=()):
+        super().__init__(folder)
+        self.container = container_of(read(KUBERNETES, *edits))
+        self.flags += flags
+        launcher = folder / "bin/torchtitan"
+        launcher.parent.mkdir()
+        launcher.write_text(f'#!/bin/sh\nexec {sys.executable} -m torchtitan "$@"\n')
+        launcher.chmod(0o755)
+        (folder / "config.toml").touch()
+        (folder / "hosts").write_text(Path("/etc/hosts").read_text() + HOSTS)
 
     def start(self, node):
-        shared, jobset = self.documents
-        (role,) = jobset["spec"]["replicatedJobs"]
-        (container,) = role["template"]["spec"]["template"]["spec"]["containers"]
-        assert container["workingDir"] == str(self.folder)
-        config = self.folder / "config.toml"
-        config.write_text(shared["data"]["config.toml"])
         words = [
             word.replace("$(JOB_COMPLETION_INDEX)", str(node))
-            .replace("$$", "$")
-            .replace("/etc/torchtitan/config.toml", str(config))
+            .replace("/etc/torchtitan/config.toml", str(self.folder / "config.toml"))
             .replace(":29500", f":{self.port}")
-            for word in container["command"]
+            .replace("--nproc-per-node=8", "--nproc-per-node=1")
+            for word in self.container["command"]
         ]
         hosts = 'mount --bind hosts /etc/hosts && exec "$@"'
-        return self._popen([*IN_NAMESPACE, hosts, "sh", *words])
+        return self._popen([*IN_NAMESPACE, hosts, "sh", *words, "--", *self.flags])
 
 
 class Machines(Nodes):
     """Machines of a SkyPilot job."""
 
-    def __init__(self, folder, *options):
-        super().__init__(
-            folder,
-            "skypilot",
-            "--container=image",
-            "--accelerator=H100",
-            f"--volume=runs:{folder}",
-            *options,
-        )
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.task = read(SKY)
+        setup = folder / "scripts/setup.sh"
+        setup.parent.mkdir()
+        setup.write_text(f"#!/bin/sh\necho {sys.executable}\n")
+        setup.chmod(0o755)
+        (folder / "my.toml").touch()
 
     def start(self, node):
-        (task,) = self.documents
         home = self.folder / f"home{node}"
         home.mkdir(exist_ok=True)
         script = home / "script"
-        script.write_text(task["run"].replace(":29500", f":{self.port}"))
+        script.write_text(
+            self.task["run"]
+            .replace(":29500", f":{self.port}")
+            .replace("--nproc-per-node=8", "--nproc-per-node=1")
+            .replace("--checkpoint.folder=s3://my-bucket/my-run", shlex.join(self.flags))
+        )
         env = {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "HOME": str(home)}
         return self._popen(["bash", "-i", str(script)], **env)
 
     def preempt(self, node):
         """Run the job's hook on a machine."""
-        (task,) = self.documents
-        (hook,) = task["config"]["hooks"]
+        (hook,) = self.task["config"]["hooks"]
         env = os.environ | {"HOME": str(self.folder / f"home{node}")}
         subprocess.run(["bash", "-c", hook["run"]], env=env, timeout=200, check=True)
 
@@ -156,7 +150,7 @@ def check_losses(nodes, ranks):
 
 @pytest.mark.skipif(not private_hosts(), reason="needs root, for an /etc/hosts of its own")
 def test_pods_save_when_one_is_evicted_and_resume_when_all_start_again(ranks, tmp_path):
-    with Pods(tmp_path, "--nodes=2") as pods:
+    with Pods(tmp_path) as pods:
         first, second = pods.start(0), pods.start(1)
         pods.wait_for_step(5, first, second)
         second.terminate()
@@ -172,8 +166,7 @@ def test_pods_save_when_one_is_evicted_and_resume_when_all_start_again(ranks, tm
 
 @pytest.mark.skipif(not private_hosts(), reason="needs root, for an /etc/hosts of its own")
 def test_pods_train_on_while_one_is_replaced(ranks, tmp_path):
-    elastic = ["--nodes=1:2", "--fault_tolerance.elastic"]
-    with Pods(tmp_path, *elastic) as pods:
+    with Pods(tmp_path, "elastic", flags=["--fault_tolerance.elastic"]) as pods:
         first, second = pods.start(0), pods.start(1)
         pods.wait_for_step(5, first, second)
         second.terminate()
@@ -184,7 +177,7 @@ def test_pods_train_on_while_one_is_replaced(ranks, tmp_path):
 
 
 def test_machines_save_when_one_is_preempted_and_resume(ranks, tmp_path):
-    with Machines(tmp_path, "--nodes=2") as machines:
+    with Machines(tmp_path) as machines:
         first, second = machines.start(0), machines.start(1)
         machines.wait_for_step(5, first, second)
         machines.preempt(1)

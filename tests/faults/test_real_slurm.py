@@ -81,19 +81,21 @@ def submitted(cluster, folder, *command):
     """The number of the job that a command submits."""
     done = cluster.run(*TORCHTITAN, *command, folder=folder, PYTHONPATH=f"{ROOT}:{folder}")
     assert done.returncode == 0, done.stderr
-    return re.search(r"Submitted job (\d+)", done.stdout)[1]
+    return re.search(r"Submitted batch job (\d+)", done.stdout)[1]
 
 
-def listed(cluster, target, state, **env):
-    """The cells of what `torchtitan jobs` prints, once the accounting knows of a state."""
-    lines = []
+def accounted(cluster, number, state):
+    """State, exit code and nodes of a job's tasks, once the accounting has a state."""
+    rows = []
+    command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={number}"]
 
-    def known():
-        lines[:] = cluster.run(*TORCHTITAN, "jobs", target, **env).stdout.splitlines()
-        return any(state in line for line in lines)
+    def has_state():
+        answer = cluster.ask(*command, "--format=JobID,State,ExitCode,NodeList")
+        rows[:] = sorted(line.split("|") for line in answer.splitlines())
+        return any(row[1].startswith(state) for row in rows)
 
-    cluster.wait(f"{state} in torchtitan jobs", known)
-    return [re.split("  +", line.strip()) for line in lines]
+    cluster.wait(f"{state} in sacct", has_state)
+    return rows
 
 
 # ---- jobs that end
@@ -105,50 +107,31 @@ def test_two_nodes_train_as_one_process(cluster, ranks, tmp_path):
     job.check(ranks)
     (start,) = job.starts()
     assert start["hosts"] == {"n0": 1, "n1": 1}
-    _, row, total = listed(cluster, str(job.dump), "completed")
-    assert [*row[:3], *row[5:]] == [job.number, "debug_model", "completed", "n[0-1]"]
-    assert total == ["1 job: 1 completed"]
     runs = cluster.ask(*TORCHTITAN, "runs", str(job.dump))
     assert re.search(r"^out +completed +6/6 ", runs, re.M)
 
 
-def test_without_accounting_ended_jobs_are_not_listed(cluster, tmp_path):
-    other = cluster.folder / "etc/without.conf"
-    lines = (cluster.folder / "etc/slurm.conf").read_text().splitlines()
-    other.write_text("\n".join(line for line in lines if not line.startswith("AccountingStorage")))
-    number = cluster.ask("sbatch", "--parsable", "--wrap=true", folder=tmp_path)
-    listed(cluster, number, "completed")
-    lines = listed(cluster, number, "note", SLURM_CONF="/etc/slurm/without.conf")
-    assert lines[0] == [f"The scheduler knows no job of {number}"]
-    assert "accounting storage is disabled" in lines[1][0]
-
-
-def test_a_grid_runs_as_an_array_and_exit_codes_are_shown(cluster, tmp_path):
-    """One run of the grid fails; then a job whose script is killed."""
+def test_runs_train_as_an_array(cluster, tmp_path):
+    """One of the runs fails."""
     run = SlowRun(tmp_path, steps=4, seconds=0)
     module = tmp_path / "slow_steps.py"
     slow = module.read_text()
     broken = slow.replace("time.sleep(0)", "1 / 0").replace('"slow"', '"broken"')
     module.write_text(slow + broken)
-    flags = [flag for flag in run.argv if not flag.startswith("--job.dump_folder")]
-    grid = ["--grid=training.callbacks=slow,broken", f"--folder={run.dump}"]
-    submit = ["submit", "debug_model", "--gpus-per-node=1", "--nodes=1", *grid, "--submit"]
-    number = submitted(cluster, tmp_path, *submit, "--", "--validation.enable=false", *flags)
+    (tmp_path / "runs.txt").write_text("--training.callbacks=slow\n--training.callbacks=broken\n")
+    submit = ["submit", "debug_model", "--gpus-per-node=1", "--nodes=1", "--runs=runs.txt"]
+    flags = ["--validation.enable=false", *run.argv]
+    number = submitted(cluster, tmp_path, *submit, "--submit", "--", *flags)
     run.wait("the end", lambda: not cluster.ask("squeue", "--noheader"), BUSY)
-    _, first, second, total, _ = listed(cluster, str(run.dump), "1 failed")
-    assert first[:3] == [f"{number}_0", "callbacks=slow", "completed"]
-    assert second[:3] == [f"{number}_1", "callbacks=broken", "failed"]
-    assert (first[5:], second[5:]) in (((["n0"]), ["n1", "1:0"]), (["n1"], ["n0", "1:0"]))
-    assert total == ["2 jobs: 1 completed, 1 failed"]
-    logs = cluster.ask(*TORCHTITAN, "jobs", str(run.dump), "--logs", "--lines=400")
-    assert "Done: step 4" in logs
-    assert "ZeroDivisionError" in logs
+    first, second = accounted(cluster, number, "FAILED")
+    assert first[:3] == [f"{number}_0", "COMPLETED", "0:0"]
+    assert second[:3] == [f"{number}_1", "FAILED", "1:0"]
+    assert {first[3], second[3]} == {"n0", "n1"}
+    logs = [(run.dump / f"debug_model-{number}_{task}.log").read_text() for task in (0, 1)]
+    assert "Done: step 4" in logs[0]
+    assert "ZeroDivisionError" in logs[1]
     runs = cluster.ask(*TORCHTITAN, "runs", str(run.dump))
-    assert re.search("^callbacks=slow +completed +4/4 ", runs, re.M)
-
-    number = cluster.ask("sbatch", "--parsable", "--wrap=kill -KILL $$", folder=tmp_path)
-    _, row, _ = listed(cluster, number, "failed")
-    assert row[-1] == "0:9"
+    assert re.search("^0 +completed +4/4 ", runs, re.M)
 
 
 def test_a_cancelled_job_saves_and_does_not_come_back(cluster, tmp_path):
@@ -160,8 +143,6 @@ def test_a_cancelled_job_saves_and_does_not_come_back(cluster, tmp_path):
     assert committed_steps(job.dump / "checkpoint") == [start["step"]]
     assert job.about("Restarts") == "0"
     assert "Requeueing" not in job.log()
-    _, row, _ = listed(cluster, job.number, "cancelled")
-    assert row[2] == "cancelled by 0"
 
 
 # ---- jobs that come back
@@ -181,7 +162,7 @@ def test_a_partition_of_higher_priority_preempts_the_job(cluster, ranks, tmp_pat
     urgent = ["--partition=urgent", "--nodes=2", "--gpus-per-node=1", "--wrap=sleep 5"]
     number = cluster.ask("sbatch", "--parsable", *urgent, folder=tmp_path)
     job.wait_for_steps(starts=2)
-    listed(cluster, number, "completed")
+    accounted(cluster, number, "COMPLETED")
     assert job.about("Restarts") == "1"
     job.check_continued(ranks)
 
@@ -195,18 +176,16 @@ def test_requeued_by_hand(cluster, ranks, tmp_path):
     job.check_continued(ranks)
 
 
-def test_a_failed_prolog_holds_the_job_and_is_explained(cluster, ranks, tmp_path):
+def test_a_failed_prolog_holds_the_job(cluster, ranks, tmp_path):
     (cluster.folder / "broken-n1").touch()
     job = Job(cluster, tmp_path)
     job.wait("a drained node", lambda: any("drain" in state for state in cluster.node_states()))
-    _, row, _, note = listed(cluster, job.number, "held")
-    assert (row[2], row[-1]) == ("pending", "launch failed requeued held")
-    release = ["scontrol", "release", job.number]
-    assert note[0].endswith(" ".join(release))
+    reason = ["squeue", "--noheader", "--format=%r", f"--jobs={job.number}"]
+    job.wait("held", lambda: cluster.ask(*reason).strip() == "launch failed requeued held")
     assert "n1" in cluster.ask("sinfo", "-R")
     (cluster.folder / "broken-n1").unlink()
     cluster.ask("scontrol", "update", "NodeName=n1", "State=RESUME")
-    cluster.ask(*release)
+    cluster.ask("scontrol", "release", job.number)
     job.wait_for_steps()
     job.cancel()
     job.check(ranks)

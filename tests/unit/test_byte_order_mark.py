@@ -19,7 +19,7 @@ from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.parallel.pipeline.schedules import schedule_file
 from torchtitan.telemetry.trackers.jsonl import drop_after
-from torchtitan.tools.launch.grid import make_runs
+from torchtitan.tools.launch.slurm_script import read_runs
 from torchtitan.tools.planner.calibrate import read_run
 from torchtitan.tools.planner.hardware import load_hardware
 from torchtitan.tools.reports.folder import read_folder
@@ -31,7 +31,6 @@ TEXTS = {
     "base.toml": '[job]\ndescription = "ä"\n',
     "run.toml": 'extends = "base.toml"\n[training]\r\nsteps = 7\r\n',
     "runs.txt": "--training.steps 5\n",
-    "runs.toml": "[[runs]]\ntraining.steps = 5\n",
     "prompts.txt": "Hello\r\n\r\nyou\u2028there\r\n",
     "schedule.csv": "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n",
     "config.json": '{"model_type": "llama"}',
@@ -108,8 +107,10 @@ def measured(folder):
 
 READERS = {
     "configuration": (write_texts, lambda folder: load("--config", str(folder / "run.toml"))),
-    "lines of runs": (write_texts, lambda folder: make_runs([], folder / "runs.txt")),
-    "tables of runs": (write_texts, lambda folder: make_runs([], folder / "runs.toml")),
+    "lines of runs": (
+        write_texts,
+        lambda folder: [run.flags for run in read_runs(folder / "runs.txt", "out")],
+    ),
     "prompts": (write_texts, prompts),
     "pipeline schedule": (write_texts, pipeline),
     "JSON": (write_texts, lambda folder: read_json_object(folder / "config.json")),

@@ -1,12 +1,11 @@
-"""The command line itself: commands, help, completion, and how the launcher reads its arguments."""
+"""The command line itself: commands, help, and how the launcher reads its arguments."""
 
-import subprocess
 import sys
 
 import pytest
 
 from torchtitan import __version__
-from torchtitan.commands import COMMANDS, REMOVED, command_module, completion, main
+from torchtitan.commands import COMMANDS, REMOVED, command_module, main
 from torchtitan.commands.train import _parse
 from torchtitan.tools.launch.torchrun import _torchrun_options
 from torchtitan.train import rank_main as entry
@@ -142,53 +141,3 @@ def test_numa_binding_reaches_torchrun_if_it_can_work(capsys, monkeypatch, tmp_p
     assert passed_on == []
     assert "--numa-binding=node" in _torchrun_options(options)
     assert not any("numa" in option for option in _torchrun_options(_parse([])[0]))
-
-
-# ---- completion
-
-
-def complete(*words):
-    """What bash offers for the last of `words`."""
-    typed = " ".join(f"'{word}'" for word in ("torchtitan", *words))
-    body = (
-        f"COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _torchtitan; printf '%s\\n' "
-        f'"${{COMPREPLY[@]}}"'
-    )
-    done = subprocess.run(
-        ["bash", "-c", completion.script("bash") + body], capture_output=True, text=True, check=True
-    )
-    return done.stdout.split()
-
-
-def test_completion(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.toml").touch()
-    (tmp_path / "mine.txt").touch()
-    assert complete("t") == ["train", "tokenizer", "tokenize"]
-    assert complete("train", "--nproc") == ["--nproc-per-node"]
-    assert complete("train", "--training.ste") == ["--training.steps"]
-    assert complete("config", "min") == ["mine.toml"]
-    assert complete("submit", "llama3_8") == ["llama3_8b"]
-    assert complete("ckpt", "ver") == ["verify"]
-    assert complete("ckpt", "to-hf", "--max-f") == ["--max-file-gb"]
-    assert complete("tokenize", "--training.ste") == []
-    assert complete("plan", "--sea") == ["--search"]
-
-
-def test_completion_for_zsh_loads_the_same_function():
-    assert completion.script("zsh").endswith(completion.script("bash"))
-
-
-@pytest.mark.e2e
-def test_completion_does_not_import_torch():
-    code = (
-        "import sys; sys.argv[1:] = ['completion', 'bash']; from torchtitan.commands import "
-        "main; main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "_torchtitan" in done.stdout

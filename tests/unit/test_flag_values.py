@@ -1,4 +1,4 @@
-"""The value of a flag: TOML first, words second; and the same through files and grids."""
+"""The value of a flag: TOML first, words second; and the same through files and arrays of runs."""
 
 import datetime
 import shlex
@@ -15,7 +15,7 @@ from torchtitan.config.load.command_line import config_flags, flag_text
 from torchtitan.config.load.keys import FIELDS
 from torchtitan.config.load.render import to_toml_value
 from torchtitan.config.load.toml_file import read_toml
-from torchtitan.tools.launch.grid import make_runs
+from torchtitan.tools.launch.slurm_script import read_runs
 
 
 def prompts(*words):
@@ -165,20 +165,16 @@ def flags_of(argv):
 
 
 def check_every_form(folder, values):
-    file, runs, lines = folder / "run.toml", folder / "runs.toml", folder / "runs.txt"
+    file, lines = folder / "run.toml", folder / "runs.txt"
     file.write_text(written(values), encoding="utf-8")
     wrong = []
     read = {"file": {key: setting.value for key, setting in read_toml(file, "", wrong, []).items()}}
     assert not wrong
     argv = [f"--{key}={flag_text(key, value)}" for key, value in values.items()]
     read["flags"] = flags_of(argv)
-    runs.write_text(f"[[runs]]\n{written(values)}", encoding="utf-8")
     lines.write_text(f"{shlex.join(argv)}\n", encoding="utf-8")
-    (table,), (line,) = make_runs([], runs), make_runs([], lines)
-    axes = [f"{key}={to_toml_value([value])}" for key, value in values.items() if value != ""]
-    (axis,) = make_runs(axes, None)
-    read |= {"table": flags_of(table.flags), "line": flags_of(line.flags)}
-    read["axis"] = dict.fromkeys(values, "") | flags_of(axis.flags)
+    (run,) = read_runs(lines, "out")
+    read["line"] = flags_of(run.flags[1:])
     for form, settings_read in read.items():
         for key, value in values.items():
             assert repr(settings_read[key]) == repr(value), (form, key)
@@ -202,7 +198,7 @@ def folder(tmp_path_factory):
 
 
 @every_key(8)
-def test_every_key_is_read_back_from_flag_file_and_grid(folder, values):
+def test_every_key_is_read_back_from_flag_file_and_array(folder, values):
     check_every_form(folder, values)
 
 
@@ -224,10 +220,6 @@ def test_open_tables_are_read_back(folder, value):
     file.write_text(f"{key} = {to_toml_value(value)}\n", encoding="utf-8")
     assert repr(overrides("--config", str(file))) == repr(value)
     assert repr(overrides(f"--{key}={flag_text(key, value)}")) == repr(value)
-    runs = folder / "open_runs.toml"
-    runs.write_text(f"[[runs]]\n{key} = {to_toml_value(value)}\n", encoding="utf-8")
-    (run,) = make_runs([], runs)
-    assert repr(overrides(*run.flags)) == repr(value)
 
 
 def test_a_number_out_of_bounds_is_a_number():
@@ -242,6 +234,8 @@ def test_a_number_out_of_bounds_is_a_number():
 
 
 @pytest.mark.parametrize("text", ['["a"]', '["a", "b"]', "a, b"])
-def test_a_prompt_of_a_grid_is_one_prompt_however_it_is_spelled(text):
-    (run,) = make_runs([f"sampling.prompts={to_toml_value([text])}"], None)
-    assert flags_of(run.flags) == {"sampling.prompts": [text]}
+def test_a_prompt_of_an_array_is_one_prompt_however_it_is_spelled(tmp_path, text):
+    flag = f"--sampling.prompts={to_toml_value([text])}"
+    (tmp_path / "runs.txt").write_text(shlex.join([flag]))
+    (run,) = read_runs(tmp_path / "runs.txt", "out")
+    assert flags_of(run.flags[1:]) == {"sampling.prompts": [text]}

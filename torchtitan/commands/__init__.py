@@ -18,8 +18,7 @@ GROUPS = {
     "train": {
         "init": "Start a project: plan, choose a layout, write a configuration and its job.",
         "train": "Train on this machine, or on this node of several.",
-        "submit": "Write a job for Slurm, Kubernetes or SkyPilot, or for a grid of runs.",
-        "jobs": "List Slurm jobs and their logs.",
+        "submit": "Write a Slurm job, or an array of them for many runs.",
         "tokenizer": "Train a tokenizer on your own text.",
         "tokenize": "Tokenize text once, ahead of training.",
     },
@@ -41,7 +40,6 @@ GROUPS = {
         "generate": "Generate text from a checkpoint.",
         "eval": "Score a checkpoint on benchmarks (lm-eval).",
     },
-    "set up": {"completion": "Print a completion script for bash or zsh."},
 }
 """Commands by group with a line of help each, in the order of `torchtitan --help`."""
 
@@ -53,12 +51,18 @@ REMOVED = {
     "ckpt merge": "average exports of `ckpt to-hf` (docs/guides/weight-averages.md)",
     "ckpt prune": "set checkpoint.keep_latest_k and keep_every_n, or delete step folders",
     "ckpt upload": "copy the folder with another program, such as rclone or `aws s3 cp`",
+    "completion": "`torchtitan COMMAND --help` lists the options",
     "doctor --gpu": "`torchtitan doctor` reports this machine's GPUs; `python "
     "benchmarks/gpu/gpu.py --stages rates` measures them",
+    "jobs": "`squeue --me` lists your jobs, `sacct` those that ended",
     "plan --adopt": "start each layout of `--search --write` with `torchtitan train`, and compare "
     "the runs with `torchtitan report`",
     "plan --calibrate": "name the hardware file of `--from-run DIR` with --output FILE",
     "plan --try": "write one layout at a time with `--search --write FILE`, and train each",
+    "submit --to": "edit examples/kubernetes/train.yaml or examples/sky/train.yaml",
+    "submit --grid": "--runs FILE has a line of flags for each run",
+    "submit --folder": "the runs of --runs are below job.dump_folder",
+    "submit --local": "`torchtitan train` in a loop of the shell trains one run after the other",
 }
 """What to do instead of a removed command, or of a command's removed option or first argument."""
 

@@ -221,18 +221,12 @@ def _seconds(text: str) -> float:
 
 
 def check(
-    config_argv: list[str],
-    nodes: tuple[int, int],
-    ranks: int,
-    *,
-    output: bool = True,
-    elsewhere: bool = False,
+    config_argv: list[str], nodes: tuple[int, int], ranks: int, *, output: bool = True
 ) -> Config:
     """Check the configuration for every number of nodes in the range, with `ranks` on each.
 
     Args:
         output: also create the dump folder, and check that it is writable.
-        elsewhere: it trains on machines with other files and packages than this one.
 
     Returns:
         The configuration for the largest number of nodes.
@@ -251,7 +245,6 @@ def check(
         sources=loaded.sources,
         known=_problems_of_fewer_nodes(loaded, nodes, ranks),
         output=output,
-        elsewhere=elsewhere,
     )
     # A node that joins a running job finds its folder in use.
     if output and most == 1 and (problem := used_by_a_neighbor(Path(config.job.dump_folder))):

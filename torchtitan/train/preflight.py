@@ -87,7 +87,6 @@ def preflight(
     whole: Config | None = None,
     known: Sequence[str] = (),
     output: bool = True,
-    elsewhere: bool = False,
 ) -> Setup:
     """Find the model, tokenizer, data and folders that `config` names, and apply the rules.
 
@@ -99,13 +98,11 @@ def preflight(
         asked about everything else.
         known: problems that are known already, reported with the others.
         output: also create the dump folder and check that it is writable.
-        elsewhere: the run is on other machines, which may have data, folders and packages that are
-            missing here. The tokenizer is read here.
 
     Raises:
         ConfigError: everything that is missing or inconsistent.
     """
-    facts = _machine_facts(config, elsewhere=elsewhere)
+    facts = _machine_facts(config)
     if device is not None:
         facts = replace(facts, device=device)
     if world is not None and whole is None:
@@ -269,20 +266,17 @@ def _initial_weights_problems(config: Config, spec: ModelSpec, args: Any) -> lis
 # ---- this machine
 
 
-def _machine_facts(config: Config, *, elsewhere: bool) -> Facts:
-    """
-    Args:
-        elsewhere: assume that files and packages exist on the machines of the run.
-    """
+def _machine_facts(config: Config) -> Facts:
+    """The facts of this machine that the rules need."""
     packages = ("lm_eval", "matplotlib", *TRACKER_PACKAGES.values())
     named = (config.eval.include_path, config.checkpoint.initial_load_path)
     folders = [path for path in named if path and not is_url(path)]
     return Facts(
         torch=installed_torch(),
         old_torch=torch_is_before_2_13(),
-        data_problems=dict(_data_problems(config, elsewhere=elsewhere)),
-        folders={path for path in folders if elsewhere or os.path.isdir(storage_path(path))},
-        packages={name for name in packages if elsewhere or importlib.util.find_spec(name)},
+        data_problems=dict(_data_problems(config)),
+        folders={path for path in folders if os.path.isdir(storage_path(path))},
+        packages={name for name in packages if importlib.util.find_spec(name)},
         compilers=_registered_compilers(config),
     )
 
@@ -356,27 +350,21 @@ def _token_file_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
                 break
 
 
-def _data_problems(config: Config, *, elsewhere: bool) -> Iterator[tuple[str, str]]:
-    """Pairs: the key of a path, and why no data can be read from it.
-
-    Args:
-        elsewhere: a path that this machine doesn't have is no problem.
-    """
+def _data_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Pairs: the key of a path, and why no data can be read from it."""
     for name, section in _data_sections(config).items():
         path = section.dataset_path
         # A registered source interprets its path itself, and only the loader can look up a remote
         # file (hf://, s3://).
         if not path or "://" in path or data_sources.find(section.dataset):
             continue
-        if problem := _path_problem(path, elsewhere=elsewhere):
+        if problem := _path_problem(path):
             yield f"{name}.dataset_path", problem
 
 
-def _path_problem(path: str, *, elsewhere: bool) -> str | None:
+def _path_problem(path: str) -> str | None:
     if os.path.exists(path):
         return path_problem(path)
-    if elsewhere:
-        return None
     try:
         if next(matching_files(path, SEARCHED_AT_CHECK, skipped=[]), None) is None:
             return f"no file matches {path!r} (relative to {Path.cwd()})"

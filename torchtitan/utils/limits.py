@@ -63,7 +63,7 @@ METRICS_LINE_BYTES = 2**20
 """Longer lines of metrics.jsonl are skipped."""
 METRICS_TAIL_BYTES = 2**18
 """The end of a run's metrics, in which its last record is looked for."""
-GRID_FILE_BYTES = 2**20
+RUNS_FILE_BYTES = 2**20
 """A file for `submit --runs`."""
 SAMPLES_READ_BYTES = 16 * 2**20
 """Read of one samples.jsonl or evals.jsonl."""

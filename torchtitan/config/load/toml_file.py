@@ -165,21 +165,16 @@ def size_problem(tables: dict[str, Any]) -> str | None:
     return f"tables or lists are nested more than {TOML_DEPTH} levels deep" if level else None
 
 
-def flatten(
-    table: dict[str, Any], prefix: str = "", *, names: str = "[^.]+"
-) -> Iterator[tuple[str, Any]]:
+def flatten(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of the settings in nested tables. A table that isn't the schema's is one
     value if it is empty or has a name that a dotted key can't hold.
-
-    Args:
-        names: pattern of the names that it can hold.
     """
     for name, value in table.items():
         key = prefix + name
         if isinstance(value, dict) and (
-            key in _TABLES or (value and all(re.fullmatch(names, inner) for inner in value))
+            key in _TABLES or (value and all(re.fullmatch("[^.]+", inner) for inner in value))
         ):
-            yield from flatten(value, f"{key}.", names=names)
+            yield from flatten(value, f"{key}.")
         else:
             yield key, value
 

@@ -2,19 +2,21 @@
 
 import argparse
 import math
-import re
 import shlex
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.config import Config
 from torchtitan.config.derive import axis_degrees
+from torchtitan.config.load.command_line import config_flags
 from torchtitan.utils.assets import ASSETS, CHECKOUT, PACKAGE, find_config
 from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.files import read_regular, text_of
+from torchtitan.utils.limits import RUNS_FILE_BYTES
 from torchtitan.utils.storage import is_url
+from torchtitan.utils.wording import plural
 
 TEMPLATE = PACKAGE / "commands" / "slurm.sbatch"
 MARK = "# -- `torchtitan submit` writes here\n"
@@ -64,15 +66,6 @@ def job_name(text: str) -> str:
     return single_line(text)
 
 
-def local_folder(text: str) -> Path:
-    """Argument type of a folder that is no URL."""
-    if is_url(text):
-        raise argparse.ArgumentTypeError(
-            f"{text} is no local folder; checkpoint.folder may be a URL"
-        )
-    return Path(text)
-
-
 def check_words(config: str, overrides: Sequence[str]) -> None:
     """Check the configuration's flags, and its file's name, which may name the job.
 
@@ -90,16 +83,6 @@ def check_words(config: str, overrides: Sequence[str]) -> None:
             problems.append(f"{flag}: {error}")
     if problems:
         raise ConfigError(problems)
-
-
-def sbatch_log(lines: Sequence[str]) -> str | None:
-    """The log file set by the last of these `#SBATCH` lines; None if they set none."""
-    log = None
-    for line in lines:
-        with suppress(ValueError):  # an open quote, which sbatch refuses
-            if match := re.fullmatch("(?:--output[= ]|-o *)(.+)", line):
-                log = " ".join(shlex.split(match[1])[:1])
-    return log
 
 
 def nodes_and_ranks(
@@ -135,11 +118,6 @@ def nodes_and_ranks(
     return (needed, needed), min(world, per_node)
 
 
-def array_log(folder: Path) -> str:
-    """The logs of an array's tasks in `folder`. A % in its name is none of Slurm's patterns."""
-    return f"{str(folder).replace('%', '%%')}/%x-%A_%a.log"
-
-
 @dataclass(frozen=True)
 class SlurmJob:
     """Resources and options of a Slurm job."""
@@ -156,31 +134,17 @@ class SlurmJob:
     beside: bool = False
     """Whether the configuration is a file in the folder from which the job is submitted."""
 
+    def __str__(self) -> str:
+        fewest, most = self.nodes
+        nodes = plural(most, "node") if fewest == most else f"{fewest} to {most} nodes"
+        return f"{nodes} of {plural(self.ranks, 'rank')}"
+
 
 def script(job: SlurmJob, config: str, overrides: Sequence[str]) -> str:
     """The script of a job that trains a configuration."""
     return _fill_template(
         job, [], [shlex.join(["set", "--", _config_file(job, config), *overrides])]
     )
-
-
-def array_script(
-    job: SlurmJob, runs: Sequence[tuple[str, Sequence[str]]], at_most: int | None
-) -> str:
-    """The script of a job array with a task for each run.
-
-    Args:
-        runs: configuration and flags of each run.
-        at_most: maximum number of tasks that run at once.
-    """
-    limit = f"%{at_most}" if at_most else ""
-    body = ["case $SLURM_ARRAY_TASK_ID in"]
-    body += [
-        f"    {i}) {shlex.join(['set', '--', _config_file(job, config), *words])} ;;"
-        for i, (config, words) in enumerate(runs)
-    ]
-    body += ['    *) echo "error: no run $SLURM_ARRAY_TASK_ID" >&2 && exit 2 ;;', "esac"]
-    return _fill_template(job, [f"--array=0-{len(runs) - 1}{limit}"], body)
 
 
 def _config_file(job: SlurmJob, config: str) -> str:
@@ -226,3 +190,95 @@ def _fill_template(job: SlurmJob, header: Sequence[str], body: Sequence[str]) ->
         *body,
     ]
     return TEMPLATE.read_text().replace(MARK, "\n".join(inserted) + "\n")
+
+
+# ---- arrays
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of an array."""
+
+    where: str
+    """File and line of its flags, as the beginning of a message."""
+    flags: list[str]
+    """Flags that override the shared configuration."""
+
+
+def read_runs(path: Path, dump: str) -> list[Run]:
+    """Read a file with the flags of a run on each line; `#` starts a comment.
+
+    Args:
+        dump: `job.dump_folder` of the shared configuration, which gets a folder for each task.
+
+    Raises:
+        ConfigError: the file can't be read, or a line has something else than flags.
+    """
+    try:
+        text = text_of(read_regular(path, RUNS_FILE_BYTES, links=True))
+    except OSError as error:
+        raise ConfigError([f"--runs: can't read {path}: {error.strerror or error}"]) from None
+    except ValueError as error:
+        raise ConfigError([f"--runs: {path}: {error}"]) from None
+    runs: list[Run] = []
+    problems: list[str] = []
+    for number, line in enumerate(text.split("\n"), 1):
+        where = f"{path}:{number}: "
+        line_problems: list[str] = []
+        words: list[str] = []
+        try:
+            words = shlex.split(line, comments=True)
+            list(config_flags(words, line_problems))
+        except ValueError as error:
+            line_problems.append(str(error).lower())
+        problems += [f"--runs: {where}{problem}" for problem in line_problems]
+        if words and not line_problems:
+            runs.append(Run(where, [f"--job.dump_folder={dump}/{len(runs)}", *words]))
+    if problems or not runs:
+        raise ConfigError(problems or [f"--runs: {path} has no line with flags"])
+    return runs
+
+
+def check_folders(configs: Mapping[str, Config]) -> None:
+    """
+    Args:
+        configs: configurations of an array's runs, by `Run.where`.
+
+    Raises:
+        ConfigError: two runs would write to one folder.
+    """
+    writers: dict[tuple[str, str], str] = {}
+    for where, config in configs.items():
+        folders = {"job.dump_folder": config.job.dump_folder}
+        checkpoints = config.checkpoint.folder
+        if is_url(checkpoints) or Path(checkpoints).is_absolute():
+            folders["checkpoint.folder"] = checkpoints
+        for key, folder in folders.items():
+            if (first := writers.setdefault((key, folder), where)) != where:
+                raise ConfigError(
+                    [f"{where}{key}: {folder} is also that of {first}give each line another"]
+                )
+
+
+def array_log(folder: Path) -> str:
+    """The logs of an array's tasks in `folder`. A % in its name is none of Slurm's patterns."""
+    return f"{str(folder).replace('%', '%%')}/%x-%A_%a.log"
+
+
+def array_script(
+    job: SlurmJob, runs: Sequence[tuple[str, Sequence[str]]], at_most: int | None
+) -> str:
+    """The script of a job array with a task for each run.
+
+    Args:
+        runs: configuration and flags of each run.
+        at_most: maximum number of tasks that run at once.
+    """
+    limit = f"%{at_most}" if at_most else ""
+    body = ["case $SLURM_ARRAY_TASK_ID in"]
+    body += [
+        f"    {i}) {shlex.join(['set', '--', _config_file(job, config), *words])} ;;"
+        for i, (config, words) in enumerate(runs)
+    ]
+    body += ['    *) echo "error: no run $SLURM_ARRAY_TASK_ID" >&2 && exit 2 ;;', "esac"]
+    return _fill_template(job, [f"--array=0-{len(runs) - 1}{limit}"], body)
