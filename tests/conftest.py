@@ -178,10 +178,10 @@ def working_folder(
 def init_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """`torchtitan init` works in this folder, on a machine without GPUs."""
     from tests.init_runs import CPU
-    from torchtitan.tools.launch import questions
+    from torchtitan.commands import init
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(questions, "local_gpus", lambda: (None, 0))
+    monkeypatch.setattr(init, "local_gpus", lambda: (None, 0))
     Path("cpu.toml").write_text(CPU)
     return tmp_path
 

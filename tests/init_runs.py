@@ -19,7 +19,8 @@ memory_bandwidth = 1e10
 memory_efficiency = 1.0
 gpus_per_node = 1
 """
-SMALL = ["--model=llama3/debugmodel", "--data=demo", "--hours=1"]
+DEBUG = "llama3/debugmodel"
+SMALL = ["--data=demo", "--hours=1"]
 H100 = ["--hardware=h100-sxm", "--devices=1"]
 
 

@@ -16,7 +16,7 @@ from torchtitan.utils.signals import exit_when_stopped
 
 GROUPS = {
     "train": {
-        "init": "Start a project: plan, choose a layout, write a configuration and its job.",
+        "init": "Start a project: plan, choose a layout, write a configuration.",
         "train": "Train on this machine, or on this node of several.",
         "submit": "Write a Slurm job, or an array of them for many runs.",
         "tokenizer": "Train a tokenizer on your own text.",
@@ -54,6 +54,10 @@ REMOVED = {
     "completion": "`torchtitan COMMAND --help` lists the options",
     "doctor --gpu": "`torchtitan doctor` reports this machine's GPUs; `python "
     "benchmarks/gpu/gpu.py --stages rates` measures them",
+    "init --model": "the model comes first: `torchtitan init MODEL`",
+    "init --choose": "`torchtitan plan --search` compares layouts, and flags set one",
+    "init --prepare": "run the commands that it prints",
+    "init --slurm": "`torchtitan submit` writes the job",
     "jobs": "`squeue --me` lists your jobs, `sacct` those that ended",
     "plan --adopt": "start each layout of `--search --write` with `torchtitan train`, and compare "
     "the runs with `torchtitan report`",

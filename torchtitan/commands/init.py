@@ -1,45 +1,46 @@
-"""Start a project: a configuration with the reason for each value, and the command or Slurm job
-that trains it.
+"""Start a project: a configuration with the reason for each value, and the commands that train it.
 
-Asks for values that no flag sets. Plans every legal layout for the hardware, shows the three best,
-and writes a complete file. Configuration flags take precedence over its choices.
+Plans every legal layout for the hardware and writes a complete file with the best. On a terminal,
+asks for values that no flag sets. Configuration flags take precedence over its choices.
 
-    torchtitan init --model llama3/8B --data c4 --hardware h100-sxm --devices 64 --tokens 160B
+    torchtitan init llama3/8B my-8b --data c4 --hardware h100-sxm --devices 64 --tokens 160B
 """
 
 import argparse
+import re
 import shlex
-import shutil
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
-from torchtitan.commands import command_module
 from torchtitan.config.load.command_line import config_flags, show_help, split_args
 from torchtitan.tools.launch import project as projects
-from torchtitan.tools.launch import questions
-from torchtitan.tools.launch.ask import Asker, discard_typed
-from torchtitan.tools.launch.layout_choice import best_layouts, table
-from torchtitan.tools.launch.questions import local_gpus
+from torchtitan.tools.launch.ask import Asker
+from torchtitan.tools.launch.data_choice import find_data
+from torchtitan.tools.launch.layout_choice import best_layout
+from torchtitan.tools.launch.model_choice import DEBUG, find_model, offered
+from torchtitan.tools.launch.recipe import TOKENS_PER_PARAMETER, default_seq_len, suggested_tokens
 from torchtitan.tools.launch.request import Choice, Choices, Request
-from torchtitan.tools.launch.slurm_script import add_job_options, check_words
-from torchtitan.tools.planner.cpu import CPU
-from torchtitan.tools.planner.hardware import load_hardware
+from torchtitan.tools.launch.slurm_script import check_words
+from torchtitan.tools.planner.cpu import CPU, measure_cpu
+from torchtitan.tools.planner.hardware import Hardware, find_hardware, hardware_with, load_hardware
+from torchtitan.utils.accelerators import NoDriver, visible_gpus
 from torchtitan.utils.argument_types import command_parser, count
-from torchtitan.utils.errors import ConfigError, UserError
+from torchtitan.utils.errors import ConfigError
+from torchtitan.utils.wording import brief, show_tokens
+
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_HOURS = {"m": 1 / 60, "min": 1 / 60, "h": 1.0, "d": 24.0}
+_CPU_TIME = "10min"
+"""Default training time on a CPU, long enough to see the loss fall."""
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "init", __doc__, usage="torchtitan init [FOLDER] [options] [--section.key value ...]"
-    )
+    usage = "torchtitan init [MODEL [FOLDER]] [options] [--section.key value ...]"
+    parser = command_parser("init", __doc__, usage=usage)
     add = parser.add_argument
+    add("model", nargs="?", metavar="MODEL", help="FAMILY/SIZE, or a local Hugging Face folder")
     add("folder", nargs="?", metavar="FOLDER", help="of the project (named after the model)")
-    add(
-        "--model",
-        metavar="FAMILY/SIZE|FOLDER",
-        help="a size of a family, or a local Hugging Face folder",
-    )
     add(
         "--data",
         metavar="NAME|PATH",
@@ -64,24 +65,12 @@ def parser() -> argparse.ArgumentParser:
     length.add_argument("--hours", metavar="N", help="or hours to train")
     add(
         "--seq-len",
+        type=partial(count, most=2**27),
         metavar="N",
         help="tokens of a row (256 for debug models, 1024 to 4096 for larger ones)",
     )
-    add("--choose", type=count, metavar="N", help="which of the layouts shown (1)")
-    add(
-        "--slurm",
-        action=argparse.BooleanOptionalAction,
-        help="write a Slurm job (if there are several nodes)",
-    )
-    add(
-        "--prepare",
-        action=argparse.BooleanOptionalAction,
-        help="run the commands that make the tokenizer, the tokens and the held-out part (a "
-        "terminal asks; else, and with --yes, they are only printed)",
-    )
     add("--yes", action="store_true", help="take all defaults instead of asking")
     add("--force", action="store_true", help="overwrite the files of an earlier project")
-    add_job_options(parser)
     return parser
 
 
@@ -93,82 +82,23 @@ def main(argv: list[str]) -> int:
     settings = _flag_settings(flags)
     if options.folder:
         _check_folder(Path(options.folder), force=options.force)
-    asker = Asker(interactive=sys.stdin.isatty() and sys.stdout.isatty(), accept=options.yes)
-    request, measured = _ask(options, asker, settings)
+    asker = Asker(defaults=options.yes)
+    request, measured = _request(options, settings, asker)
     per_node = options.gpus_per_node or request.hardware.devices_per_host
     if request.on_cpu and not request.data.is_here:
         raise ConfigError([f"--data: no file or folder {request.data.path}"])
-    if options.prepare and not request.data.is_here:
-        raise ConfigError(
-            [
-                f"--prepare: this machine has no {request.data.path}; without --prepare, `init` "
-                "prints the commands to run where the data is"
-            ]
-        )
-    if request.on_cpu and options.slurm:
-        raise ConfigError(["--slurm: a job asks for GPUs; choose other hardware, or drop it"])
-    nodes, _ = projects.nodes_of(request.devices, per_node)
+    projects.nodes_of(request.devices, per_node)
     _check_folder(request.folder, force=options.force)
-    print("Searching for the best layouts ...", file=sys.stderr)
-    proposals, seen = best_layouts(request)
-    discard_typed()
-    print(table(proposals, seen, request))
-    number = options.choose or asker.choose("\nWhich layout?", len(proposals))
-    if number > len(proposals):
-        raise ConfigError([f"--choose: {number}, but the layouts are 1 to {len(proposals)}"])
-    slurm = options if (nodes > 1 if options.slurm is None else options.slurm) else None
-    command = _command(request, options, number, flags)
-    project = projects.make_project(
-        request, proposals[number - 1].plan, command, slurm, per_node=per_node
-    )
+    print("Searching for the best layout ...", file=sys.stderr)
+    layout = best_layout(request)
+    words = [*asker.answers, *(word for word in argv if word not in ("--yes", "--force"))]
+    command = shlex.join(["torchtitan", "init", *words])
+    project = projects.make_project(request, layout.plan, command, per_node=per_node)
     if measured:
         project.files[projects.HARDWARE] = measured
     projects.write(project)
-    print(f"\n{projects.summary(project)}")
-    _finish(project, request, options.prepare, asker)
+    print(projects.summary(project, layout))
     return 0
-
-
-def _finish(
-    project: projects.Project, request: Request, prepare: bool | None, asker: Asker
-) -> None:
-    """Prepare the data if asked to, and print the commands that remain.
-
-    Args:
-        prepare: None asks, if the terminal is interactive.
-
-    Raises:
-        UserError: a command failed. It is the first of the printed commands, as after Ctrl-C.
-    """
-    remaining = project.preparation.copy()
-    try:
-        if prepare is None and remaining and request.data.is_here:
-            default = "yes" if asker.interactive else "no"
-            question = questions.prepare_question(remaining, request.data, default)
-            prepare = asker.answer(question, None)
-        while prepare and remaining:
-            print(f"\n{remaining[0]}", flush=True)
-            _run(*remaining[0].words)
-            del remaining[0]
-    finally:
-        print("\nNext:", *remaining, *project.steps, sep="\n  ", flush=True)
-
-
-def _run(program: str, command: str, *words: str) -> None:
-    """Run a command of this package in this process, or another program.
-
-    Raises:
-        UserError: it failed.
-    """
-    try:
-        if program == "torchtitan":
-            command_module(command).run(list(words))
-        elif shutil.which(program) is None:
-            raise UserError("not found; `pip install huggingface_hub` has it")
-        elif status := subprocess.run([program, command, *words], check=False).returncode:
-            raise UserError(f"failed with status {status}")
-    except UserError as error:
-        raise UserError(f"{program} {command}: {error}") from error
 
 
 def _flag_settings(flags: list[str]) -> Choices:
@@ -200,89 +130,142 @@ def _check_folder(folder: Path, *, force: bool) -> None:
         )
 
 
-def _ask(
-    options: argparse.Namespace, asker: Asker, settings: Choices
+# ---- what the user wants
+
+
+def _request(
+    options: argparse.Namespace, settings: Choices, asker: Asker
 ) -> tuple[Request, str | None]:
     """The request that flags and answers make, and the hardware file of this machine's CPU, if it
     was measured.
+
+    Raises:
+        ConfigError: values are missing or wrong.
     """
-    model = asker.answer(questions.model_question(), options.model)
-    data = asker.answer(questions.data_question(), options.data)
+    names = ", ".join(model.name for model in offered())
+    model = asker.value(
+        "MODEL",
+        options.model,
+        find_model,
+        about=f"{names}, or a Hugging Face folder",
+        default=f"llama3/{DEBUG}",
+    )
+    data = asker.value(
+        "--data NAME|PATH",
+        options.data,
+        find_data,
+        about="demo (Python's standard library), c4, a file or folder, or org/name:config@split "
+        "of the hub",
+        default="demo",
+    )
     gpus, local_count = local_gpus()
-    hardware, measured = asker.answer(questions.hardware_question(gpus), options.hardware) or (
-        None,
-        None,
-    )
+    hardware, measured = asker.value(
+        "--hardware NAME",
+        options.hardware,
+        _find_hardware,
+        about=f"{CPU} (this machine's), {', '.join(load_hardware())}, or a TOML file "
+        "(`torchtitan plan --from-run DIR --output FILE` writes one)",
+        default=gpus or CPU,
+    ) or (None, None)
+    devices = _devices(options, asker, hardware, local_count if gpus else 0)
     on_cpu = hardware is not None and hardware.device == "cpu"
-    devices: int | None = None
-    if options.nodes and hardware:
-        devices = options.nodes * (options.gpus_per_node or hardware.devices_per_host)
-    elif options.nodes is None:
-        is_local = hardware is not None and hardware.name == gpus
-        host_devices = (
-            None if hardware is None else hardware.usual_devices or hardware.devices_per_host
-        )
-        default = local_count if is_local else host_devices
-        single_device = on_cpu and options.devices is None
-        devices = asker.answer(
-            questions.devices_question(default), "1" if single_device else options.devices
-        )
-    # `training.steps` answers the question, too.
-    length = (
-        f"{options.hours}h"
-        if options.hours
-        else options.tokens or ("1" if "training.steps" in settings else None)
-    )
-    tokens, hours = asker.answer(questions.length_question(model, on_cpu=on_cpu), length) or (
-        None,
-        None,
-    )
-    seq_len = settings["training.seq_len"].value if "training.seq_len" in settings else None
-    seq_len = asker.answer(
-        questions.seq_len_question(model), options.seq_len if seq_len is None else str(seq_len)
-    )
-    folder = asker.answer(questions.folder_question(model), options.folder)
+    about = "tokens, as 160B, or a time, as 10min, 12h, 3d"
+    default = _CPU_TIME
+    if model:
+        enough = show_tokens(suggested_tokens(model))
+        kind = "active parameter" if len(set(model.parameters())) > 1 else "parameter"
+        about += f"; {TOKENS_PER_PARAMETER} tokens per {kind} (arXiv:2203.15556) are {enough}"
+        default = _CPU_TIME if on_cpu else enough
+    # `training.steps` answers, too.
+    steps = "1" if "training.steps" in settings else None
+    tokens, hours = asker.value(
+        "--tokens N or --hours N",
+        f"{options.hours}h" if options.hours else options.tokens or steps,
+        parse_length,
+        about=about,
+        default=default,
+    ) or (None, None)
     asker.check()
-    assert model is not None and data is not None and hardware is not None  # noqa: PT018 - no test
-    assert devices is not None and seq_len is not None and folder is not None  # noqa: PT018
-    return Request(
+    assert model and data and hardware and devices  # noqa: PT018 - no test
+    row = settings["training.seq_len"].value if "training.seq_len" in settings else options.seq_len
+    request = Request(
         model,
         data,
         hardware,
         devices,
-        seq_len=seq_len,
-        folder=folder,
+        seq_len=row or default_seq_len(model),
+        folder=Path(options.folder or re.sub(r"[^\w.-]+", "-", model.name.lower())),
         tokens=tokens,
         hours=hours,
         flag_settings=settings,
-    ), measured
-
-
-def _command(request: Request, options: argparse.Namespace, number: int, flags: list[str]) -> str:
-    """The command that makes the same project without questions."""
-    hardware_name = (
-        CPU
-        if options.hardware in (None, CPU) and request.on_cpu
-        else options.hardware or request.hardware.name
     )
-    settings = {
-        "model": request.model.folder or request.model.name,
-        "data": request.data.path or request.data.dataset,
-        "hardware": hardware_name,
-        "devices": request.devices,
-        "gpus-per-node": options.gpus_per_node,
-        "seq-len": request.seq_len,
-        "tokens": None if request.tokens is None else f"{request.tokens:.12g}",
-        "hours": None if request.hours is None else f"{request.hours:.6g}",
-        "choose": number if number > 1 else None,
-        "time": options.time,
-        "partition": options.partition,
-        "account": options.account,
-        "container": options.container,
-    }
-    words = ["torchtitan", "init", str(request.folder)]
-    for name, value in settings.items():
-        words += [] if value is None else [f"--{name}", str(value)]
-    words += [f"--sbatch={line}" for line in options.sbatch]
-    words += [] if options.slurm is None else ["--slurm" if options.slurm else "--no-slurm"]
-    return shlex.join([*words, *flags])
+    return request, measured
+
+
+def _devices(
+    options: argparse.Namespace, asker: Asker, hardware: Hardware | None, local: int
+) -> int | None:
+    """
+    Args:
+        local: number of this machine's GPUs of a known kind.
+    """
+    if options.nodes:
+        per_node = hardware.devices_per_host if hardware else 1
+        return options.nodes * (options.gpus_per_node or per_node)
+    default = None
+    if hardware:
+        default = str(local or hardware.usual_devices or hardware.devices_per_host)
+        if hardware.device == "cpu" and options.devices is None:
+            return 1
+    return asker.value(
+        "--devices N",
+        options.devices,
+        _parse_devices,
+        about="GPUs on all nodes together; or --nodes N",
+        default=default,
+    )
+
+
+def _find_hardware(text: str) -> tuple[Hardware, str | None]:
+    """Hardware by name or file, and for this machine's CPU also its hardware file."""
+    return measure_cpu() if text == CPU else (find_hardware(text), None)
+
+
+def parse_length(text: str) -> tuple[float | None, float | None]:
+    """Parse (tokens, hours), one of them None: `10M` is tokens, `10m` is a time.
+
+    Raises:
+        ConfigError: the text is neither.
+    """
+    if match := re.fullmatch(r"(\d[\d,]*(?:\.\d+)?(?:[eE]\+?\d\d?)?) ?([A-Za-z]*)", text.strip()):
+        number = float(match[1].replace(",", ""))
+        unit = match[2]
+        hours = number * _HOURS.get(unit, 0.0)
+        tokens = 0.0 if unit in _HOURS else number * _UNITS.get(unit.upper(), 0.0)
+        if 0 < hours < 1e6:
+            return None, hours
+        if 0 < tokens < 1e18:
+            return tokens, None
+    raise ConfigError(
+        [
+            f"--tokens, --hours: {brief(text)} is neither a number of tokens, as 160B, "
+            "nor a time, as 12h"
+        ]
+    )
+
+
+def _parse_devices(text: str) -> int:
+    try:
+        return count(text, most=10**6)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError([f"--devices: {error}"]) from None
+
+
+def local_gpus() -> tuple[str | None, int]:
+    """Hardware name of this machine's GPUs (None if unknown), and their number."""
+    try:
+        gpus = visible_gpus()
+    except NoDriver:
+        return None, 0
+    hardware = hardware_with(gpus[0]["name"]) if gpus else None
+    return hardware.name if hardware else None, len(gpus)

@@ -1,119 +1,87 @@
-"""Questions that a command asks: flags answer them, or the user on a terminal."""
+"""Values that a command needs: flags answer for them, defaults, or the user on a terminal."""
 
 import sys
-import termios
-import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 from torchtitan.utils.errors import ConfigError, UserError
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Question(Generic[T]):
-    """A value that a command needs from the user."""
-
-    flag: str
-    """The flag that answers it, such as `--model FAMILY/SIZE`."""
-    text: str
-    choices: str
-    """Description of possible answers, in one or more lines."""
-    parse: Callable[[str], T]
-    """Parses an answer. Raises a UserError whose message starts with a flag."""
-    default: str | None = None
-    """Default answer; None if it depends on a missing answer."""
-    required: bool = True
-    """Whether the flag must be given without a terminal; if not, the default is used."""
-
-
 class Asker:
-    """Asks what the flags leave open."""
+    """Asks for the values that no flag gives, or collects what is missing and wrong."""
 
-    def __init__(self, *, interactive: bool, accept: bool):
+    def __init__(self, *, defaults: bool):
         """
         Args:
-            interactive: whether a user is at the terminal.
-            accept: whether to take all defaults instead of asking.
+            defaults: use defaults instead of asking.
         """
-        self.interactive = interactive and not accept
-        self.accept = accept
+        self.interactive = sys.stdin.isatty() and sys.stdout.isatty() and not defaults
+        self.defaults = defaults
+        self._problems: list[str] = []
         self._missing: list[str] = []
-        self._wrong: list[str] = []
+        self.answers: list[str] = []
+        """Words of the command line that give the answers and defaults."""
 
-    def answer(self, question: Question[T], text: str | None) -> T | None:
-        """The parsed answer; None if it is missing or wrong, which `check` reports.
+    def value(
+        self,
+        flag: str,
+        text: str | None,
+        parse: Callable[[str], T],
+        *,
+        about: str,
+        default: str | None,
+    ) -> T | None:
+        """A parsed value; None if it is missing or wrong, which `check` reports.
 
         Args:
-            text: value of the flag; None if it was not given.
+            flag: how the command line gives it, such as `--data NAME`.
+            text: text of the flag; None if it is absent.
+            parse: parses text. Raises a UserError whose message starts with the flag.
+            about: description of possible values.
+            default: None if it depends on another missing value.
         """
-        if text is None:
-            if self.interactive:
-                return self._ask(question)
-            if self.accept or not question.required:
-                text = question.default
-            else:
-                self._missing.append(f"{question.flag} is missing: {question.choices}")
-        if text is None:
+        words = flag.split()[:1] if flag.startswith("--") else []
+        if text is None and self.interactive:
+            text, value = _ask(f"{flag}: {about}", parse, default)
+            self.answers += [*words, text]
+            return value
+        if text is None and not self.defaults:
+            self._missing.append(f"{flag} is missing: {about}")
             return None
+        if text is None:
+            if default is None:
+                return None
+            text = default
+            self.answers += [*words, text]
         try:
-            return question.parse(text)
+            return parse(text)
         except UserError as error:
-            self._wrong += error.problems if isinstance(error, ConfigError) else [str(error)]
+            self._problems += error.problems if isinstance(error, ConfigError) else [str(error)]
             return None
 
     def check(self) -> None:
         """
         Raises:
-            ConfigError: flags are missing or wrong.
+            ConfigError: values are missing or wrong.
         """
-        advice = (
-            "Run it in a terminal to be asked, or pass --yes to accept the defaults"
-            if self._missing
-            else ""
-        )
-        if problems := [*self._wrong, *self._missing]:
-            raise ConfigError(problems, where="on the command line", advice=advice)
-
-    def _ask(self, question: Question[T]) -> T:
-        print(f"\n{question.text}\n  {question.choices}")
-        while True:
-            answer = (
-                _read(f"> [{question.default}] " if question.default else "> ") or question.default
-            )
-            if answer is None:
-                continue
-            try:
-                return question.parse(answer)
-            except UserError as error:
-                print(f"  {error}", file=sys.stderr)
-
-    def choose(self, text: str, most: int) -> int:
-        """Ask for a number from 1 to `most`; 1 without a terminal."""
-        if not self.interactive or most == 1:
-            return 1
-        while True:
-            answer = _read(f"{text} > [1] ") or "1"
-            if answer.isdecimal() and 1 <= int(answer) <= most:
-                return int(answer)
-            print(f"  a number from 1 to {most}", file=sys.stderr)
+        advice = "Run it in a terminal to be asked, or pass --yes to accept the defaults"
+        if problems := [*self._problems, *self._missing]:
+            where = "on the command line"
+            raise ConfigError(problems, where=where, advice=advice if self._missing else "")
 
 
-def _read(prompt: str) -> str:
-    try:
-        return input(prompt).strip()
-    except EOFError:
-        raise UserError("the input ended before the last question") from None
+def _ask(question: str, parse: Callable[[str], T], default: str | None) -> tuple[str, T]:
+    """An answer and its parsed value; a wrong answer is asked again."""
+    from rich.prompt import Prompt
 
-
-def discard_typed() -> None:
-    """Discard input typed before a question: it would count as the answer."""
-    if sys.stdin.isatty():
-        termios.tcflush(sys.stdin, termios.TCIFLUSH)
-
-
-def wrapped(words: Sequence[str], width: int = 100) -> str:
-    """Words joined by commas and wrapped at `width` characters."""
-    return "\n  ".join(textwrap.wrap(", ".join(words), width, break_on_hyphens=False))
+    while True:
+        try:
+            answer = Prompt.ask(question, default=default or "")
+        except EOFError:
+            raise UserError("the input ended before the last question") from None
+        try:
+            return answer, parse(answer)
+        except UserError as error:
+            print(f"  {error}", file=sys.stderr)

@@ -100,7 +100,7 @@ def find_model(text: str) -> ModelChoice:
     """
     folder = Path(text).expanduser()
     if folder.is_dir():
-        return hugging_face_model(folder, "--model: ")
+        return hugging_face_model(folder, "MODEL: ")
     family, _, flavor = text.partition("/")
     known = {spec.name: spec for spec in all_families()}
     if family not in known:
@@ -108,7 +108,7 @@ def find_model(text: str) -> ModelChoice:
         hint = did_you_mean(text, [*names, *known])
         raise ConfigError(
             [
-                f"--model: {text!r} is neither a folder nor FAMILY/SIZE; the families "
+                f"MODEL: {text!r} is neither a folder nor FAMILY/SIZE; the families "
                 f"are {', '.join(known)}{hint}"
             ]
         )
@@ -117,7 +117,7 @@ def find_model(text: str) -> ModelChoice:
     if not same:
         hint = did_you_mean(flavor, spec.flavors) if flavor else ""
         sizes = ", ".join(f"{family}/{name}" for name in spec.flavors)
-        raise ConfigError([f"--model: {family} has no size {flavor!r}; choose {sizes}{hint}"])
+        raise ConfigError([f"MODEL: {family} has no size {flavor!r}; choose {sizes}{hint}"])
     return ModelChoice(spec, same[0])
 
 

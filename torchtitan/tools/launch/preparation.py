@@ -1,7 +1,5 @@
 """Preparation of a project's tokenizer and tokens: the settings that name them, and the commands
-that make them.
-
-`init` prints these commands, or runs them: `--prepare`.
+that make them, which `init` prints.
 """
 
 import os
@@ -27,24 +25,13 @@ documents, within the limits.
 
 
 @dataclass(frozen=True)
-class PreparationStep:
-    """A command that prepares a project; `str` gives its line for a shell."""
-
-    words: tuple[str, ...]
-    makes: str
-
-    def __str__(self) -> str:
-        return f"{shlex.join(self.words)}  # {self.makes}"
-
-
-@dataclass(frozen=True)
 class _Tokenizer:
     """The tokenizer of a project."""
 
     folder: str | None
     """Folder of the tokenizer; None for the shipped one."""
     why: str
-    step: PreparationStep | None = None
+    step: str | None = None
     """Command that makes the folder; None if it exists."""
 
 
@@ -67,8 +54,8 @@ def prepared_settings(request: Request) -> Choices:
     return settings
 
 
-def preparation_commands(request: Request) -> list[PreparationStep]:
-    """Commands that make the files the settings name, in order."""
+def preparation_commands(request: Request) -> list[str]:
+    """Commands that make the files the settings name, in order, each with a comment."""
     tokenizer = _tokenizer(request)
     steps = [tokenizer.step] if tokenizer.step else []
     if _tokenizes(request):
@@ -84,8 +71,8 @@ def preparation_commands(request: Request) -> list[PreparationStep]:
     return steps
 
 
-def _step(*words: object, makes: str) -> PreparationStep:
-    return PreparationStep(tuple(map(str, words)), makes)
+def _step(*words: object, makes: str) -> str:
+    return f"{shlex.join(map(str, words))}  # {makes}"
 
 
 def has_held_out(request: Request) -> bool:

@@ -2,19 +2,19 @@
 
 import shlex
 import tempfile
-from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.config import complete, load_config
+from torchtitan.config.derive import layout_name
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.load.toml_file import HERE
-from torchtitan.tools.launch.preparation import PreparationStep, has_held_out, preparation_commands
-from torchtitan.tools.launch.recipe import as_flags, draft_settings, final_settings
+from torchtitan.tools.launch.preparation import has_held_out, preparation_commands
+from torchtitan.tools.launch.recipe import as_flags, draft_settings, final_settings, steps_of
 from torchtitan.tools.launch.request import Choice, Choices, Request
-from torchtitan.tools.launch.slurm_script import SlurmJob, check_words, job_name, script
 from torchtitan.tools.planner.planner import without_missing_files
 from torchtitan.tools.planner.predict import Plan
+from torchtitan.tools.planner.proposals import Proposal
 from torchtitan.tools.planner.render import likelihood, run_of
 from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import UserError
@@ -22,7 +22,6 @@ from torchtitan.utils.files import write_output
 from torchtitan.utils.wording import show_duration, show_rate, show_tokens
 
 CONFIG = "train.toml"
-SCRIPT = "train.sbatch"
 HARDWARE = "hardware.toml"
 
 
@@ -32,26 +31,23 @@ class Project:
 
     folder: Path
     files: dict[str, str]
-    preparation: list[PreparationStep]
-    """Commands that make the data and tokenizer, in order."""
+    planned: list[str]
+    """Lines with the plan's figures."""
     steps: list[str]
-    """Commands to run after preparation, with comments."""
+    """Commands that make the data and tokenizer, then train, with comments."""
     notes: list[str]
 
 
 def existing(folder: Path) -> list[str]:
     """The files of a project that are in `folder` already."""
-    return [name for name in (CONFIG, SCRIPT, HARDWARE) if (folder / name).exists()]
+    return [name for name in (CONFIG, HARDWARE) if (folder / name).exists()]
 
 
-def make_project(
-    request: Request, plan: Plan, command: str, slurm: Namespace | None, per_node: int
-) -> Project:
+def make_project(request: Request, plan: Plan, command: str, per_node: int) -> Project:
     """The files of a project with a plan's layout.
 
     Args:
         command: command that makes the same project again.
-        slurm: options of a Slurm script; None writes no script.
         per_node: devices per node.
 
     Raises:
@@ -71,11 +67,8 @@ def make_project(
     key = "training.mixed_precision_param"
     if request.on_cpu:  # bfloat16 is the default, which the file leaves out
         notes.append(f"{key} is {settings[key].value}: {settings[key].why}")
-    files = {CONFIG: text}
-    if slurm is not None:
-        files[SCRIPT] = _script(request, slurm, per_node)
-    steps = _steps(request, slurm is not None, per_node)
-    return Project(request.folder, files, preparation_commands(request), steps, notes=notes)
+    steps = preparation_commands(request) + _training(request, per_node)
+    return Project(request.folder, {CONFIG: text}, _planned(plan, request), steps, notes)
 
 
 def _name_inside(setting: Choice, request: Request) -> str | None:
@@ -85,21 +78,27 @@ def _name_inside(setting: Choice, request: Request) -> str | None:
     return HERE + value.removeprefix(folder) if value.startswith(f"{folder}/") else None
 
 
+def _planned(plan: Plan, request: Request) -> list[str]:
+    """Lines with a plan's figures for the requested run."""
+    run = run_of(plan, float(steps_of(plan, request) * plan.workload.tokens_per_step))
+    (slow, fast), (least, most) = plan.speed_range, plan.peak_range
+    return [
+        f"Planned: {show_rate(plan.tokens_per_second)} tokens/s per device ({show_rate(slow)} to "
+        f"{show_rate(fast)}), {plan.peak_gib:.1f} of {plan.hardware.usable_gib:.1f} GiB "
+        f"({least:.1f} to {most:.1f}),",
+        f"  chance to fit {likelihood(plan.chance_to_fit)}; {show_tokens(run.tokens)} tokens in "
+        f"{show_duration(run.hours * 3600)}.",
+        "9 of 10 runs are within the ranges (docs/guides/plan.md).",
+    ]
+
+
 def _toml(request: Request, plan: Plan, settings: Choices, command: str) -> str:
     config = load_config(as_flags(settings)).config
     comments = {key: setting.why for key, setting in settings.items()}
-    run = run_of(plan, float(config.training.steps * plan.workload.tokens_per_step))
-    speed = plan.speed_range
-    memory = plan.peak_range
     head = [
         f"{request.model.name} on {request.devices} x {request.hardware.description}. Written by:",
         f"  {command}",
-        f"Planned: {show_rate(plan.tokens_per_second)} tokens/s per device ({show_rate(speed[0])} "
-        f"to {show_rate(speed[1])}), {plan.peak_gib:.1f} of {request.hardware.usable_gib:.1f} GiB "
-        f"({memory[0]:.1f} to {memory[1]:.1f}),",
-        f"  chance to fit {likelihood(plan.chance_to_fit)}; {show_tokens(run.tokens)} tokens in "
-        f"{show_duration(run.hours * 3600)}. 9 of 10 runs are within the ranges "
-        "(docs/guides/plan.md).",
+        *_planned(plan, request),
         "Only what differs from the defaults is here; `torchtitan config FILE --explain` "
         "shows every value.",
     ]
@@ -136,13 +135,6 @@ def _validate_text(text: str, request: Request, inside: Choices) -> list[str]:
     ]
 
 
-def _script(request: Request, slurm: Namespace, per_node: int) -> str:
-    check_words(str(request.folder), [])
-    nodes, ranks = nodes_of(request.devices, per_node)
-    name = job_name(request.folder.absolute().name)
-    return script(SlurmJob(name, (nodes, nodes), ranks, slurm, beside=True), CONFIG, [])
-
-
 def nodes_of(devices: int, per_node: int) -> tuple[int, int]:
     """Number of nodes, and ranks per node.
 
@@ -157,26 +149,21 @@ def nodes_of(devices: int, per_node: int) -> tuple[int, int]:
     return max(1, devices // per_node), min(devices, per_node)
 
 
-def _steps(request: Request, slurm: bool, per_node: int) -> list[str]:
+def _training(request: Request, per_node: int) -> list[str]:
     """Commands that train a prepared project."""
-    steps = []
     config = shlex.quote(str(request.folder / CONFIG))
+    nodes, ranks = nodes_of(request.devices, per_node)
+    steps = []
     if request.devices > 1:
         rehearse = f"torchtitan rehearse {config} --world {request.devices}"
         steps.append(f"{rehearse}  # optional: check that no rank can hang")
-    nodes, ranks = nodes_of(request.devices, per_node)
     train = f"torchtitan train {config}"
-    if slurm:
-        steps.append(f"cd {shlex.quote(str(request.folder))} && sbatch {SCRIPT}")
-    elif nodes > 1:
+    if nodes > 1:
         steps.append(
-            f"{train} --nnodes {nodes} --nproc-per-node {ranks} --rdzv-endpoint FIRST_NODE:29500"
-            "  # on every node, with the same RDZV_SECRET"
+            f"torchtitan submit {config} --gpus-per-node {ranks}  # a Slurm job for {nodes} nodes"
         )
-    elif request.on_cpu:
-        steps.append(train)
     else:
-        steps.append(f"{train} --nproc-per-node {ranks}")
+        steps.append(train if request.on_cpu else f"{train} --nproc-per-node {ranks}")
     return steps
 
 
@@ -189,8 +176,17 @@ def write(project: Project) -> None:
     write_output({project.folder / name: text.encode() for name, text in project.files.items()})
 
 
-def summary(project: Project) -> str:
-    """Message that lists the written files, and notes."""
-    wrote = f"Wrote {', '.join(str(project.folder / name) for name in project.files)}"
-    notes = [f"note: {note}" for note in project.notes]
-    return "\n".join([wrote, *notes])
+def summary(project: Project, layout: Proposal) -> str:
+    """Message with the layout, the written files, notes and the commands to run next."""
+    name = layout_name(layout.plan.layout)
+    lines = [
+        f"{name}: {layout.why}",
+        *project.planned,
+        "",
+        f"Wrote {', '.join(str(project.folder / name) for name in project.files)}",
+        *(f"note: {note}" for note in project.notes),
+        "",
+        "Next:",
+        *(f"  {step}" for step in project.steps),
+    ]
+    return "\n".join(lines)
