@@ -355,11 +355,18 @@ def test_without_a_terminal_every_missing_flag_is_named():
 
 
 def test_every_wrong_flag_is_named_at_once():
-    argv = ["llama3/9B", "--data=dmeo", "--hardware=h10", "--devices=0", "--tokens=x"]
+    argv = [
+        "llama3/9B",
+        "--data=dmeo",
+        "--hardware=h10",
+        "--devices=0",
+        "--tokens=x",
+        "--seq-len=y",
+    ]
     with pytest.raises(ConfigError) as error:
         main(argv)
     found = [problem.partition(":")[0] for problem in error.value.problems]
-    assert found == ["MODEL", "--data", "--hardware", "--devices", "--tokens, --hours"]
+    assert found == ["MODEL", "--data", "--hardware", "--devices", "--tokens, --hours", "--seq-len"]
     with pytest.raises(ConfigError, match=r"did you mean .optimizer\.lr."):
         main([DEBUG, "a", *SMALL, *H100, "--optimizer.lrr=1"])
     assert not Path("a").exists()

@@ -10,7 +10,7 @@ import argparse
 import re
 import shlex
 import sys
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 from torchtitan.config.load.command_line import config_flags, show_help, split_args
@@ -65,7 +65,6 @@ def parser() -> argparse.ArgumentParser:
     length.add_argument("--hours", metavar="N", help="or hours to train")
     add(
         "--seq-len",
-        type=partial(count, most=2**27),
         metavar="N",
         help="tokens of a row (256 for debug models, 1024 to 4096 for larger ones)",
     )
@@ -185,15 +184,22 @@ def _request(
         about=about,
         default=default,
     ) or (None, None)
-    asker.check()
-    assert model and data and hardware and devices  # noqa: PT018 - no test
     row = settings["training.seq_len"].value if "training.seq_len" in settings else options.seq_len
+    seq_len = asker.value(
+        "--seq-len N",
+        str(row or (default_seq_len(model) if model else 1)),
+        _count("--seq-len", most=2**27),
+        about="tokens of a row",
+        default=None,
+    )
+    asker.check()
+    assert model and data and hardware and devices and seq_len  # noqa: PT018 - no test
     request = Request(
         model,
         data,
         hardware,
         devices,
-        seq_len=row or default_seq_len(model),
+        seq_len=seq_len,
         folder=Path(options.folder or re.sub(r"[^\w.-]+", "-", model.name.lower())),
         tokens=tokens,
         hours=hours,
@@ -220,7 +226,7 @@ def _devices(
     return asker.value(
         "--devices N",
         options.devices,
-        _parse_devices,
+        _count("--devices", most=10**6),
         about="GPUs on all nodes together; or --nodes N",
         default=default,
     )
@@ -254,11 +260,16 @@ def parse_length(text: str) -> tuple[float | None, float | None]:
     )
 
 
-def _parse_devices(text: str) -> int:
-    try:
-        return count(text, most=10**6)
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError([f"--devices: {error}"]) from None
+def _count(flag: str, most: int) -> Callable[[str], int]:
+    """Parser of a number that a flag gives."""
+
+    def parse(text: str) -> int:
+        try:
+            return count(text, most=most)
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError([f"{flag}: {error}"]) from None
+
+    return parse
 
 
 def local_gpus() -> tuple[str | None, int]:
