@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
     if options.folder:
         _check_folder(Path(options.folder), force=options.force)
     asker = Asker(defaults=options.yes)
-    request, measured = _request(options, settings, asker)
+    request, cpu_file = _request(options, settings, asker)
     per_node = options.gpus_per_node or request.hardware.devices_per_host
     if request.on_cpu and not request.data.is_here:
         raise ConfigError([f"--data: no file or folder {request.data.path}"])
@@ -93,8 +93,8 @@ def main(argv: list[str]) -> int:
     words = [*asker.answers, *(word for word in argv if word not in ("--yes", "--force"))]
     command = shlex.join(["torchtitan", "init", *words])
     project = projects.make_project(request, layout.plan, command, per_node=per_node)
-    if measured:
-        project.files[projects.HARDWARE] = measured
+    if cpu_file:
+        project.files[projects.HARDWARE] = cpu_file
     projects.write(project)
     print(projects.summary(project, layout))
     return 0
@@ -158,7 +158,7 @@ def _request(
         default="demo",
     )
     gpus, local_count = local_gpus()
-    hardware, measured = asker.value(
+    hardware, cpu_file = asker.value(
         "--hardware NAME",
         options.hardware,
         _find_hardware,
@@ -205,7 +205,7 @@ def _request(
         hours=hours,
         flag_settings=settings,
     )
-    return request, measured
+    return request, cpu_file
 
 
 def _devices(

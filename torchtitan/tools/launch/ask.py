@@ -20,7 +20,7 @@ class Asker:
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty() and not defaults
         self.defaults = defaults
         self._problems: list[str] = []
-        self._missing: list[str] = []
+        self._advice = ""
         self.answers: list[str] = []
         """Words of the command line that give the answers and defaults."""
 
@@ -48,7 +48,8 @@ class Asker:
             self.answers += [*words, text]
             return value
         if text is None and not self.defaults:
-            self._missing.append(f"{flag} is missing: {about}")
+            self._problems.append(f"{flag} is missing: {about}")
+            self._advice = "Run it in a terminal to be asked, or pass --yes to accept the defaults"
             return None
         if text is None:
             if default is None:
@@ -66,10 +67,8 @@ class Asker:
         Raises:
             ConfigError: values are missing or wrong.
         """
-        advice = "Run it in a terminal to be asked, or pass --yes to accept the defaults"
-        if problems := [*self._problems, *self._missing]:
-            where = "on the command line"
-            raise ConfigError(problems, where=where, advice=advice if self._missing else "")
+        if self._problems:
+            raise ConfigError(self._problems, where="on the command line", advice=self._advice)
 
 
 def _ask(question: str, parse: Callable[[str], T], default: str | None) -> tuple[str, T]:

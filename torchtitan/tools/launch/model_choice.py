@@ -102,30 +102,30 @@ def find_model(text: str) -> ModelChoice:
     if folder.is_dir():
         return hugging_face_model(folder, "MODEL: ")
     family, _, flavor = text.partition("/")
-    known = {spec.name: spec for spec in all_families()}
-    if family not in known:
+    families = {spec.name: spec for spec in all_families()}
+    if family not in families:
         names = [model.name for model in offered()]
-        hint = did_you_mean(text, [*names, *known])
+        hint = did_you_mean(text, [*names, *families])
         raise ConfigError(
             [
                 f"MODEL: {text!r} is neither a folder nor FAMILY/SIZE; the families "
-                f"are {', '.join(known)}{hint}"
+                f"are {', '.join(families)}{hint}"
             ]
         )
-    spec = known[family]
-    same = [name for name in spec.flavors if name.lower() == flavor.lower()]
-    if not same:
+    spec = families[family]
+    flavors = [name for name in spec.flavors if name.lower() == flavor.lower()]
+    if not flavors:
         hint = did_you_mean(flavor, spec.flavors) if flavor else ""
         sizes = ", ".join(f"{family}/{name}" for name in spec.flavors)
         raise ConfigError([f"MODEL: {family} has no size {flavor!r}; choose {sizes}{hint}"])
-    return ModelChoice(spec, same[0])
+    return ModelChoice(spec, flavors[0])
 
 
-def hugging_face_model(path: Path, said: str = "") -> ModelChoice:
+def hugging_face_model(path: Path, prefix: str = "") -> ModelChoice:
     """The model in a Hugging Face folder, or of a `config.json` alone.
 
     Args:
-        said: starts messages, for example with the flag that named the path.
+        prefix: starts messages, for example with the flag that named the path.
 
     Raises:
         UserError: there is no such model, or no family can represent it.
@@ -135,7 +135,7 @@ def hugging_face_model(path: Path, said: str = "") -> ModelChoice:
         config = read_json_object(file)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"{said}{path} is not the folder of a Hugging Face model: {error}"
+            f"{prefix}{path} is not the folder of a Hugging Face model: {error}"
         ) from None
     from torchtitan.checkpoint.hf.convert import nearest_flavor  # imports torch
     from torchtitan.checkpoint.hf.opening import open_hf
@@ -148,5 +148,5 @@ def hugging_face_model(path: Path, said: str = "") -> ModelChoice:
             args = hf_map(spec).args(config)
         flavor, overrides = nearest_flavor(spec, args)
     except ConfigError as error:
-        raise ConfigError([f"{said}{path}: {problem}" for problem in error.problems]) from None
+        raise ConfigError([f"{prefix}{path}: {problem}" for problem in error.problems]) from None
     return ModelChoice(get_spec(spec.name), flavor, overrides, Path(os.path.abspath(file.parent)))

@@ -99,8 +99,8 @@ def _tokenizer(request: Request) -> _Tokenizer:
         ConfigError: the tokenizer of the token files is unknown.
     """
     model = request.model
-    if chosen := request.flag_settings.get("model.hf_assets_path"):
-        return _Tokenizer(str(chosen.value), chosen.why)
+    if folder := request.flag_settings.get("model.hf_assets_path"):
+        return _Tokenizer(str(folder.value), folder.why)
     if model.folder:
         return _Tokenizer(str(model.folder), "tokenizer, sizes and weights")
     if model.flavor == DEBUG:

@@ -31,7 +31,7 @@ class Project:
 
     folder: Path
     files: dict[str, str]
-    planned: list[str]
+    figures: list[str]
     """Lines with the plan's figures."""
     steps: list[str]
     """Commands that make the data and tokenizer, then train, with comments."""
@@ -68,7 +68,7 @@ def make_project(request: Request, plan: Plan, command: str, per_node: int) -> P
     if request.on_cpu:  # bfloat16 is the default, which the file leaves out
         notes.append(f"{key} is {settings[key].value}: {settings[key].why}")
     steps = preparation_commands(request) + _training(request, per_node)
-    return Project(request.folder, {CONFIG: text}, _planned(plan, request), steps, notes)
+    return Project(request.folder, {CONFIG: text}, _figures(plan, request), steps, notes)
 
 
 def _name_inside(setting: Choice, request: Request) -> str | None:
@@ -78,7 +78,7 @@ def _name_inside(setting: Choice, request: Request) -> str | None:
     return HERE + value.removeprefix(folder) if value.startswith(f"{folder}/") else None
 
 
-def _planned(plan: Plan, request: Request) -> list[str]:
+def _figures(plan: Plan, request: Request) -> list[str]:
     """Lines with a plan's figures for the requested run."""
     run = run_of(plan, float(steps_of(plan, request) * plan.workload.tokens_per_step))
     (slow, fast), (least, most) = plan.speed_range, plan.peak_range
@@ -98,7 +98,7 @@ def _toml(request: Request, plan: Plan, settings: Choices, command: str) -> str:
     head = [
         f"{request.model.name} on {request.devices} x {request.hardware.description}. Written by:",
         f"  {command}",
-        *_planned(plan, request),
+        *_figures(plan, request),
         "Only what differs from the defaults is here; `torchtitan config FILE --explain` "
         "shows every value.",
     ]
@@ -181,7 +181,7 @@ def summary(project: Project, layout: Proposal) -> str:
     name = layout_name(layout.plan.layout)
     lines = [
         f"{name}: {layout.why}",
-        *project.planned,
+        *project.figures,
         "",
         f"Wrote {', '.join(str(project.folder / name) for name in project.files)}",
         *(f"note: {note}" for note in project.notes),

@@ -200,7 +200,7 @@ def final_settings(settings: Choices, plan: Plan, request: Request) -> Choices:
     steps = steps_of(plan, request)
     per_save = max(1, min(round(_SAVE_SECONDS / plan.time.seconds), steps // 10))
     warmup = min(_WARMUP, max(1, steps // 10))
-    chosen = _layout(plan) | {
+    from_plan = _layout(plan) | {
         "training.steps": Choice(steps, _length(plan, request, steps)),
         "lr_scheduler.warmup_steps": Choice(
             warmup, "a tenth of the steps, at most 2,000 as Llama 2"
@@ -211,9 +211,9 @@ def final_settings(settings: Choices, plan: Plan, request: Request) -> Choices:
     }
     if has_held_out(request):
         rows = plan.config.training.local_batch_size
-        chosen["validation.freq"] = Choice(per_save, "when a checkpoint is saved")
-        chosen["validation.local_batch_size"] = Choice(rows, "as in training, which fits")
-    return settings | chosen | request.flag_settings
+        from_plan["validation.freq"] = Choice(per_save, "when a checkpoint is saved")
+        from_plan["validation.local_batch_size"] = Choice(rows, "as in training, which fits")
+    return settings | from_plan | request.flag_settings
 
 
 def steps_of(plan: Plan, request: Request) -> int:

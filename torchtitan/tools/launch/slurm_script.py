@@ -114,8 +114,8 @@ def nodes_and_ranks(
                 f"give a divisor of {world}"
             ]
         )
-    needed = max(1, world // per_node)
-    return (needed, needed), min(world, per_node)
+    number = max(1, world // per_node)
+    return (number, number), min(world, per_node)
 
 
 @dataclass(frozen=True)

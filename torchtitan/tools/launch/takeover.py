@@ -175,10 +175,10 @@ class Takeover(RendezvousHandler):
         """Host a store or wait for one, at each endpoint in turn, starting after the lost one."""
         order = list(range(len(self._endpoints)))
         if self._joined is not None:
-            lost = self._joined.index
-            order = order[lost + 1 :] + order[: lost + 1]
+            last = self._joined.index
+            order = order[last + 1 :] + order[: last + 1]
             print(
-                f"The rendezvous at {self._endpoints[lost]} is gone. The nodes that are left meet "
+                f"The rendezvous at {self._endpoints[last]} is gone. The nodes that are left meet "
                 "at another",
                 file=sys.stderr,
             )
@@ -206,15 +206,15 @@ class Takeover(RendezvousHandler):
     def _host(self, index: int) -> _LiveStore | None:
         """Host a store at an endpoint of this launcher and find the best one; None: port taken."""
         endpoint = self._endpoints[index]
-        seen = self._joined.generation if self._joined else 0
+        generation = 1 + (self._joined.generation if self._joined else 0)
         try:
             store = dist.TCPStore(
                 endpoint.host, endpoint.port, is_master=True, timeout=self._timeout
             )
         except (RuntimeError, ValueError):
             return None
-        store.set(_GENERATION, signed(b"generation %d.%d" % (seen + 1, index), self._secret))
-        self._hosted = _LiveStore(seen + 1, index, store)
+        store.set(_GENERATION, signed(b"generation %d.%d" % (generation, index), self._secret))
+        self._hosted = _LiveStore(generation, index, store)
         time.sleep(_SETTLE_SECONDS)
         return self._find()
 
