@@ -373,6 +373,7 @@ def test_only_the_preempted_task_is_put_back(slurm, here):
         ("optimizer.lr=1", "--runs: runs.txt:1: unexpected argument"),
         ("--optimizer.lr 'a", "--runs: runs.txt:1: no closing quotation"),
         ("\n--optimizer.lrr 1\n--optimizer.lrr 1", "runs.txt:2: --optimizer.lrr: unknown key"),
+        ("--config=llama3_8b", "--runs: runs.txt:1: --config: all runs have one"),
         ("--training.global_batch_size=17", "runs.txt:1: .*not a multiple"),
         ("--job.description='a\u2028b'", "runs.txt:1: .*newline"),
         ("--job.dump_folder=a\n" * 2, "runs.txt:2: job.dump_folder: a is also that of runs.txt:1"),

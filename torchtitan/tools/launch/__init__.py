@@ -1,1 +1,1 @@
-"""Starts runs: new projects, grids, the launcher of ranks, and jobs of schedulers."""
+"""Starts runs: new projects, the launcher of ranks, and jobs of Slurm."""

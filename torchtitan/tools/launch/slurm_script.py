@@ -228,7 +228,9 @@ def read_runs(path: Path, dump: str) -> list[Run]:
         words: list[str] = []
         try:
             words = shlex.split(line, comments=True)
-            list(config_flags(words, line_problems))
+            keys = [key for key, _ in config_flags(words, line_problems)]
+            if "job.config_file" in keys:
+                line_problems.append("--config: all runs have one configuration; name it once")
         except ValueError as error:
             line_problems.append(str(error).lower())
         problems += [f"--runs: {where}{problem}" for problem in line_problems]
