@@ -395,7 +395,9 @@ def test_an_array_with_a_wrong_run_is_not_written(here, text, message):
 def test_all_tasks_have_as_many_ranks(here):
     degree = "--parallelism.data_parallel_shard_degree"
     write_runs(here, f"{degree}=8\n{degree}=16")
-    with pytest.raises(ConfigError, match=r"runs.txt:2: needs 16 ranks, the first run 8"):
+    with pytest.raises(
+        ConfigError, match=r"runs.txt:2: needs 2 nodes of 8 ranks, the first run 1 node"
+    ):
         submit("--runs=runs.txt")
 
 

@@ -18,15 +18,12 @@ from torchtitan.commands.train import check, node_range
 from torchtitan.config import load_config
 from torchtitan.config.load.command_line import parse_args
 from torchtitan.tools.launch.slurm_script import (
+    JobSize,
     Run,
-    SlurmJob,
-    add_job_options,
-    array_log,
-    array_script,
     check_folders,
     check_words,
     job_name,
-    nodes_and_ranks,
+    job_size,
     read_runs,
     script,
     single_line,
@@ -48,7 +45,28 @@ def parser() -> argparse.ArgumentParser:
         help="number of nodes, or a range (from the layout's degrees)",
     )
     add("--job-name", type=job_name, metavar="NAME", help="name of the job (the configuration's)")
-    add_job_options(parser)
+    add(
+        "--time",
+        type=single_line,
+        metavar="TIME",
+        help="time limit; the run saves and is requeued 5 minutes before it",
+    )
+    add("--partition", type=single_line, metavar="NAME")
+    add("--account", type=single_line, metavar="NAME")
+    add(
+        "--container",
+        type=single_line,
+        metavar="IMAGE",
+        help="image: docker://..., .sqsh (pyxis), .sif (Apptainer); others: registry/name:tag",
+    )
+    add(
+        "--sbatch",
+        type=single_line,
+        action="append",
+        default=[],
+        metavar="LINE",
+        help="another #SBATCH line, as --sbatch=--qos=high",
+    )
     add("--output", type=single_line, metavar="FILE", help="file to write (<job name>.sbatch)")
     add(
         "--runs",
@@ -75,24 +93,21 @@ def main(argv: list[str]) -> int:
         except argparse.ArgumentTypeError as error:
             raise ConfigError([f"--job-name: give one, as the file's name {error}"]) from error
     config = [f"--job.config_file={options.config}", *overrides]
-    name = f"{options.job_name}.sbatch"
-    if options.runs is None:
-        path = Path(options.output or name)
-        job = _check(options, config, [Run("", [])], log=None)
-        return _write(options, path, script(job, options.config, overrides), str(job))
-    dump = load_config(config).config.job.dump_folder
-    path = Path(options.output or Path(dump, name))
-    runs = read_runs(options.runs, dump)
-    job = _check(options, config, runs, log=array_log(path.parent.absolute()))
-    tasks = [(options.config, [*overrides, *run.flags]) for run in runs]
-    text = array_script(job, tasks, options.at_most)
-    return _write(options, path, text, f"{plural(len(runs), 'run')}, each on {job}")
+    path = Path(f"{options.job_name}.sbatch")
+    runs = []
+    if options.runs:
+        dump = load_config(config).config.job.dump_folder
+        runs = read_runs(options.runs, dump)
+        path = Path(dump, path)
+    path = Path(options.output or path)
+    size = _check(options, config, runs or [Run("", [])])
+    text = script(options, size, overrides, runs, path.parent.absolute())
+    each = f"{plural(len(runs), 'run')}, each on " if runs else ""
+    return _write(options, path, text, f"{each}{size}")
 
 
-def _check(
-    options: argparse.Namespace, config: list[str], runs: list[Run], *, log: str | None
-) -> SlurmJob:
-    """Check every run as its nodes will check it, and return the job they make.
+def _check(options: argparse.Namespace, config: list[str], runs: list[Run]) -> JobSize:
+    """Check every run as its nodes will check it, and return the size of each.
 
     Args:
         config: flags of the configuration that all runs share.
@@ -101,33 +116,30 @@ def _check(
         ConfigError: problems of all runs, or the runs need different numbers of ranks.
     """
     where: dict[str, str] = {}
-    sizes: dict[tuple[tuple[int, int], int], str] = {}
+    sizes: dict[JobSize, str] = {}
     configs = {}
     for run in runs:
         try:
             argv = [*config, *run.flags]
             check_words(options.config, run.flags)
-            nodes, ranks = nodes_and_ranks(
-                load_config(argv).config, options.gpus_per_node, options.nodes
-            )
-            sizes.setdefault((nodes, ranks), run.where)
-            configs[run.where] = check(argv, nodes, ranks, output=False)
+            size = job_size(load_config(argv).config, options.gpus_per_node, options.nodes)
+            sizes.setdefault(size, run.where)
+            configs[run.where] = check(argv, size.nodes, size.ranks, output=False)
         except ConfigError as error:
             for problem in error.problems:
                 where.setdefault(problem, run.where)
     if where:
         raise ConfigError([f"{line}{problem}" for problem, line in where.items()])
     check_folders(configs)
-    (nodes, ranks), *others = sizes
-    for other_nodes, other_ranks in others:
+    first, *others = sizes
+    for other in others:
         raise ConfigError(
             [
-                f"{sizes[other_nodes, other_ranks]}needs {other_nodes[1] * other_ranks} ranks, the "
-                f"first run {nodes[1] * ranks}; all tasks of an array have as many: submit them "
-                "apart"
+                f"{sizes[other]}needs {other}, the first run {first}; all tasks of an array have "
+                "one size: submit them apart"
             ]
         )
-    return SlurmJob(options.job_name, nodes, ranks, options, log)
+    return first
 
 
 def _write(options: argparse.Namespace, path: Path, text: str, size: str) -> int:

@@ -22,33 +22,6 @@ TEMPLATE = PACKAGE / "commands" / "slurm.sbatch"
 MARK = "# -- `torchtitan submit` writes here\n"
 
 
-def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that become `#SBATCH` lines."""
-    add = parser.add_argument
-    add(
-        "--time",
-        type=single_line,
-        metavar="TIME",
-        help="time limit; the run saves and is requeued 5 minutes before it",
-    )
-    add("--partition", type=single_line, metavar="NAME")
-    add("--account", type=single_line, metavar="NAME")
-    add(
-        "--container",
-        type=single_line,
-        metavar="IMAGE",
-        help="image: docker://..., .sqsh (pyxis), .sif (Apptainer); others: registry/name:tag",
-    )
-    add(
-        "--sbatch",
-        type=single_line,
-        action="append",
-        default=[],
-        metavar="LINE",
-        help="another #SBATCH line, as --sbatch=--qos=high",
-    )
-
-
 def single_line(text: str) -> str:
     """Argument type of text without newlines, which would end its line of the script."""
     if not text.isprintable():
@@ -85,10 +58,23 @@ def check_words(config: str, overrides: Sequence[str]) -> None:
         raise ConfigError(problems)
 
 
-def nodes_and_ranks(
-    config: Config, per_node: int, nodes: tuple[int, int] | None
-) -> tuple[tuple[int, int], int]:
-    """Minimum and maximum number of nodes, and ranks per node.
+@dataclass(frozen=True)
+class JobSize:
+    """Nodes and ranks of a job."""
+
+    nodes: tuple[int, int]
+    """Minimum and maximum number of nodes."""
+    ranks: int
+    """Ranks per node."""
+
+    def __str__(self) -> str:
+        fewest, most = self.nodes
+        nodes = plural(most, "node") if fewest == most else f"{fewest} to {most} nodes"
+        return f"{nodes} of {plural(self.ranks, 'rank')}"
+
+
+def job_size(config: Config, per_node: int, nodes: tuple[int, int] | None) -> JobSize:
+    """The size of a configuration's job.
 
     Args:
         nodes: number of nodes; None derives it from the layout's degrees.
@@ -97,7 +83,7 @@ def nodes_and_ranks(
         ConfigError: the layout leaves the number of nodes open, or doesn't fill whole nodes.
     """
     if nodes is not None:
-        return nodes, per_node
+        return JobSize(nodes, per_node)
     if config.parallelism.data_parallel_shard_degree < 1:
         raise ConfigError(
             [
@@ -115,84 +101,7 @@ def nodes_and_ranks(
             ]
         )
     number = max(1, world // per_node)
-    return (number, number), min(world, per_node)
-
-
-@dataclass(frozen=True)
-class SlurmJob:
-    """Resources and options of a Slurm job."""
-
-    name: str
-    nodes: tuple[int, int]
-    """Minimum and maximum number of nodes."""
-    ranks: int
-    """Ranks per node."""
-    options: argparse.Namespace
-    """The options of `add_job_options`."""
-    log: str | None = None
-    """File of the output, with Slurm's `%` patterns."""
-    beside: bool = False
-    """Whether the configuration is a file in the folder from which the job is submitted."""
-
-    def __str__(self) -> str:
-        fewest, most = self.nodes
-        nodes = plural(most, "node") if fewest == most else f"{fewest} to {most} nodes"
-        return f"{nodes} of {plural(self.ranks, 'rank')}"
-
-
-def script(job: SlurmJob, config: str, overrides: Sequence[str]) -> str:
-    """The script of a job that trains a configuration."""
-    return _fill_template(
-        job, [], [shlex.join(["set", "--", _config_file(job, config), *overrides])]
-    )
-
-
-def _config_file(job: SlurmJob, config: str) -> str:
-    if job.beside:
-        return config
-    file = find_config(config).resolve()
-    # A container has its own installation, with the shipped files elsewhere.
-    shipped = job.options.container and not CHECKOUT and file.is_relative_to(ASSETS)
-    return config if shipped else str(file)
-
-
-def _fill_template(job: SlurmJob, header: Sequence[str], body: Sequence[str]) -> str:
-    fewest, most = job.nodes
-    settings = {
-        "job-name": job.name,
-        "output": job.log,
-        "nodes": most,
-        "gpus-per-node": job.ranks,
-        "time": job.options.time,
-        "partition": job.options.partition,
-        "account": job.options.account,
-    }
-    lines = [
-        f"--{name}={shlex.quote(str(value))}"
-        for name, value in settings.items()
-        if value is not None
-    ]
-    lines += ["--no-kill"] if fewest < most else []
-    environment = {
-        "TORCHTITAN_ROOT": CHECKOUT,
-        "TORCHTITAN_PYTHON": None if CHECKOUT or job.options.container else sys.executable,
-        "NGPU": job.ranks,
-        "NNODES": f"{fewest}:{most}" if fewest < most else most,
-        "CONTAINER": job.options.container,
-    }
-    exports = [
-        f"export {name}={shlex.quote(str(value))}"
-        for name, value in environment.items()
-        if value is not None
-    ]
-    inserted = [f"#SBATCH {line}" for line in [*lines, *header, *job.options.sbatch]] + [
-        *exports,
-        *body,
-    ]
-    return TEMPLATE.read_text().replace(MARK, "\n".join(inserted) + "\n")
-
-
-# ---- arrays
+    return JobSize((number, number), min(world, per_node))
 
 
 @dataclass(frozen=True)
@@ -203,6 +112,71 @@ class Run:
     """File and line of its flags, as the beginning of a message."""
     flags: list[str]
     """Flags that override the shared configuration."""
+
+
+def script(
+    options: argparse.Namespace,
+    size: JobSize,
+    overrides: Sequence[str],
+    runs: Sequence[Run],
+    folder: Path,
+) -> str:
+    """The script of a job that trains a configuration.
+
+    Args:
+        options: options of `torchtitan submit`.
+        runs: runs of an array, each a task; empty for one job.
+        folder: folder of an array's logs.
+    """
+    fewest, most = size.nodes
+    limit = f"%{options.at_most}" if options.at_most else ""
+    literal = str(folder).replace("%", "%%")  # a % in it is none of Slurm's patterns
+    settings = {
+        "job-name": options.job_name,
+        "output": f"{literal}/%x-%A_%a.log" if runs else None,
+        "nodes": most,
+        "gpus-per-node": size.ranks,
+        "time": options.time,
+        "partition": options.partition,
+        "account": options.account,
+        "array": f"0-{len(runs) - 1}{limit}" if runs else None,
+    }
+    environment = {
+        "TORCHTITAN_ROOT": CHECKOUT,
+        "TORCHTITAN_PYTHON": None if CHECKOUT or options.container else sys.executable,
+        "NGPU": size.ranks,
+        "NNODES": f"{fewest}:{most}" if fewest < most else most,
+        "CONTAINER": options.container,
+    }
+    lines = [
+        *(f"#SBATCH --{name}={value}" for name, value in _quoted(settings)),
+        *(["#SBATCH --no-kill"] if fewest < most else []),
+        *(f"#SBATCH {line}" for line in options.sbatch),
+        *(f"export {name}={value}" for name, value in _quoted(environment)),
+        shlex.join(["set", "--", _config_file(options), *overrides]),
+    ]
+    if runs:
+        tasks = [f'    {i}) set -- "$@" {shlex.join(run.flags)} ;;' for i, run in enumerate(runs)]
+        lines += ["case $SLURM_ARRAY_TASK_ID in", *tasks]
+        lines += ['    *) echo "error: no run $SLURM_ARRAY_TASK_ID" >&2 && exit 2 ;;', "esac"]
+    return TEMPLATE.read_text().replace(MARK, "\n".join(lines) + "\n")
+
+
+def _quoted(settings: Mapping[str, object]) -> list[tuple[str, str]]:
+    """The settings that have a value, quoted for a shell."""
+    return [
+        (name, shlex.quote(str(value))) for name, value in settings.items() if value is not None
+    ]
+
+
+def _config_file(options: argparse.Namespace) -> str:
+    file = find_config(options.config).resolve()
+    # A container has its own installation, with the shipped files elsewhere.
+    shipped = options.container and not CHECKOUT and file.is_relative_to(ASSETS)
+    return options.config if shipped else str(file)
+
+
+# ---- arrays
 
 
 def read_runs(path: Path, dump: str) -> list[Run]:
@@ -260,27 +234,3 @@ def check_folders(configs: Mapping[str, Config]) -> None:
                 raise ConfigError(
                     [f"{where}{key}: {folder} is also that of {first}give each line another"]
                 )
-
-
-def array_log(folder: Path) -> str:
-    """The logs of an array's tasks in `folder`. A % in its name is none of Slurm's patterns."""
-    return f"{str(folder).replace('%', '%%')}/%x-%A_%a.log"
-
-
-def array_script(
-    job: SlurmJob, runs: Sequence[tuple[str, Sequence[str]]], at_most: int | None
-) -> str:
-    """The script of a job array with a task for each run.
-
-    Args:
-        runs: configuration and flags of each run.
-        at_most: maximum number of tasks that run at once.
-    """
-    limit = f"%{at_most}" if at_most else ""
-    body = ["case $SLURM_ARRAY_TASK_ID in"]
-    body += [
-        f"    {i}) {shlex.join(['set', '--', _config_file(job, config), *words])} ;;"
-        for i, (config, words) in enumerate(runs)
-    ]
-    body += ['    *) echo "error: no run $SLURM_ARRAY_TASK_ID" >&2 && exit 2 ;;', "esac"]
-    return _fill_template(job, [f"--array=0-{len(runs) - 1}{limit}"], body)
