@@ -197,7 +197,6 @@ LONG_TIER: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "unit/test_data.py": {"test_workers_change_nothing": ("jsonl", "stream")},
     "unit/test_device.py": {"test_a_mac_trains_on_its_cpu_and_says_so": ()},
-    "unit/test_corpus_survey.py": {"test_a_sample_estimates_the_whole": ("compressed", "arrow")},
     "unit/test_skipped_documents.py": {"test_a_run_records_what_it_skipped": ("stream",)},
 }
 """File, test, and the beginnings of ids."""

@@ -24,7 +24,7 @@ GROUPS = {
     },
     "check before training": {
         "config": "Check and explain a configuration.",
-        "data": "Report what a tokenizer makes of data, and what a mixture reads of it.",
+        "data": "Show the first rows that training reads, and bytes per token.",
         "plan": "Predict memory and speed, and find the fastest layout, without a GPU.",
         "rehearse": "Check without a GPU that the ranks of a cluster can't hang.",
         "parity": "Check that a distributed configuration computes what one process does.",

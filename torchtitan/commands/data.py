@@ -1,192 +1,149 @@
-"""Report how a tokenizer encodes data: bytes per token, lengths of documents, use of the
-vocabulary, and how much a mixture reads of each source.
+"""Show the first rows that training reads: their text, ids, documents and predicted tokens.
 
-    torchtitan data corpus/ code.jsonl.gz --tokenizer assets/hf/Llama-3.1-8B
-    torchtitan data my.toml --sample 10000 --html data.html
+    torchtitan data my.toml
+    torchtitan data corpus/ --model.hf_assets_path assets/hf/Llama-3.1-8B
 
-Takes the same paths as `training.dataset_path`, or a configuration and its sources, and writes
-only the report. With --sample, about N documents of each source are drawn at random, so the time
-doesn't grow with the data; estimates then have 95 % confidence intervals.
+Opens the sources as a run does. A table has the size of each and, of the first rows, the bytes of
+text per predicted token.
 """
 
 import argparse
-import json
 import os
 import sys
-from contextlib import redirect_stdout
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from torchtitan.config import resolve
 from torchtitan.config.load.command_line import split_args
 from torchtitan.config.registry import tokenizers
-from torchtitan.config.sections.data import DataLoader, Source
-from torchtitan.config.sections.schema import Model
-from torchtitan.data.encode.tokenizer import build_tokenizer
-from torchtitan.data.spec import DataSpec, data_spec
-from torchtitan.tools.corpus.survey import survey, survey_page
-from torchtitan.tools.corpus.tally import ReadOptions
-from torchtitan.tools.corpus.text import as_text
+from torchtitan.data.encode.tokenizer import PLAIN, UNPREDICTED, Tokenizer, build_tokenizer
+from torchtitan.data.order.rows import Row
+from torchtitan.data.read.documents import counted
+from torchtitan.data.spec import data_spec
 from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.assets import shipped_configs
-from torchtitan.utils.errors import ConfigError, UserError, show_warnings
-from torchtitan.utils.files import write_output
+from torchtitan.utils.errors import show_warnings
+from torchtitan.utils.wording import aligned, escaped, listed, plural, show_tokens
 
-_SEQ_LEN = 2048
+_TOKENS = 2**18
+"""Minimum number of tokens from which bytes per token are measured."""
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "data", __doc__, epilog="Of a configuration, --section.key value overrides a key."
+    parser = command_parser("data", __doc__, epilog="--section.key value overrides a key.")
+    parser.add_argument(
+        "data",
+        metavar="CONFIG|PATH",
+        help="a configuration; or what training.dataset_path names, or demo",
     )
-    add = parser.add_argument
-    add(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help="a file, folder or glob of documents or token files, a source each; or demo; or a "
-        "configuration",
+    parser.add_argument(
+        "--rows", type=count, default=2, metavar="N", help="number of rows to print (2)"
     )
-    add(
-        "--tokenizer",
-        metavar="DIR",
-        help=f"as model.hf_assets_path (default: {Model().hf_assets_path})",
-    )
-    add("--end-of-document", metavar="TOKEN", help="as model.end_of_document")
-    add("--chat-template", metavar="FILE", help="as model.chat_template")
-    column = parser.add_mutually_exclusive_group()
-    column.add_argument(
-        "--text-column", metavar="NAME", help="column or JSON key of the text (text)"
-    )
-    column.add_argument(
-        "--messages-column",
-        metavar="NAME",
-        help="read conversations from this column or JSON key, as training.messages_column",
-    )
-    add(
-        "--seq-len",
-        type=count,
-        metavar="N",
-        help=f"report how many documents are longer than this ({_SEQ_LEN})",
-    )
-    add(
-        "--sample",
-        type=count,
-        metavar="N",
-        help="draw about N documents of each source at random (default: read everything)",
-    )
-    add(
-        "--seed",
-        type=lambda text: count(text, fewest=0),
-        default=0,
-        metavar="N",
-        help="of --sample (0)",
-    )
-    add(
-        "--workers",
-        type=count,
-        default=os.cpu_count() or 1,
-        metavar="N",
-        help="processes (all cores)",
-    )
-    add(
+    parser.add_argument(
         "--world",
         type=count,
         default=os.environ.get("WORLD_SIZE", "1"),
         metavar="N",
-        help="number of ranks of the configuration (WORLD_SIZE, else 1)",
+        help="number of ranks of the run (WORLD_SIZE, else 1)",
     )
-    add("--html", type=Path, metavar="FILE", help="write a page, which opens without a network")
-    add("--json", action="store_true", help="print everything as JSON")
     return parser
 
 
 def main(argv: list[str]) -> int:
     words, flags = split_args(argv)
     options = parser().parse_args(words)
-    steps = None
-    if any(_is_config(path) for path in options.paths):
-        spec, steps = _sources_from_config(options, flags)
-    elif flags:
-        raise ConfigError([f"{flags[0]}: a key of the configuration, and none is named"])
-    else:
-        spec = _sources_from_paths(options)
-    if options.html and not options.html.parent.is_dir():
-        raise UserError(f"--html {options.html}: there is no folder {options.html.parent}")
-    for note in (*spec.tokenizer.notes, spec.tokenizer.describe()):
+    resolved = resolve([f"--{_key(options.data)}={options.data}", *flags], options.world)
+    show_warnings(resolved.warnings)
+    config = resolved.config
+    model = config.model
+    custom = tokenizers.chosen(model.tokenizer, config.custom)
+    tokenizer = build_tokenizer(
+        model.hf_assets_path, custom, model.end_of_document, model.chat_template
+    )
+    for note in (*tokenizer.notes, tokenizer.describe()):
         print(note, file=sys.stderr)
-    read_options = ReadOptions(options.sample, options.seed, options.workers)
-    with redirect_stdout(sys.stderr):  # progress
-        content = survey(spec, read_options, steps)
-    if options.html:
-        write_output({options.html: survey_page(content).encode()})
-        print(f"Wrote {options.html}", file=sys.stderr)
-    if options.json:
-        print(json.dumps(content, allow_nan=False))
-    elif not options.html:
-        print(as_text(content))
+
+    from torchtitan.data.loader import build_loader  # imports torch
+    from torchtitan.data.reader import StepReader
+
+    spec = data_spec(config, "training", tokenizer)
+    number = max(options.rows, -(-_TOKENS // spec.seq_len))
+    loader = build_loader(spec, dp_degree=max(1, spec.rows_per_step // number))
+    reader = StepReader(spec, loader.sources, loader.share, loader.start)
+    rows: list[tuple[str, Row]] = []
+    for step in islice(reader.steps(), config.training.steps):
+        names = (spec.sources[index].name for index in step.sources)
+        rows += zip(names, step.rows, strict=True)
+        if len(rows) >= number:
+            break
+    print(
+        _table(
+            {name: source.in_words() for name, source in loader.sources.items()}, rows, tokenizer
+        )
+    )
+    if skipped := loader.skipped(reader.position()):
+        print(f"Skipped: {counted(skipped)}")
+    for index, (name, row) in enumerate(rows[: options.rows], 1):
+        print(f"\nRow {index}, of {name}: {plural(len(row) - 1, 'token')} after the first")
+        for span in _spans(row, tokenizer.eos_id):
+            ids = (span.ids[span.ids >= 0] & PLAIN).tolist()
+            places = f"{span.first}-{span.first + len(span.ids) - 1}"
+            head = f"[{places}, document {span.document}, {span.state}] {listed(ids, 10)}"
+            print(f"{head.rstrip()}\n{escaped(tokenizer.decode(ids))}")
     return 0
 
 
-def _is_config(path: str) -> bool:
-    return path.endswith(".toml") or (path in shipped_configs() and not os.path.exists(path))
+def _key(data: str) -> str:
+    """The key that names a configuration, files or the demo text."""
+    is_shipped = data in shipped_configs() and not os.path.exists(data)
+    if data.endswith(".toml") or is_shipped:
+        return "job.config_file"
+    return "training.dataset" if data in ("demo", "demo_validation") else "training.dataset_path"
 
 
-def _sources_from_config(options: argparse.Namespace, flags: list[str]) -> tuple[DataSpec, int]:
-    """The sources of a configuration, and its number of steps."""
-    if len(options.paths) > 1:
-        raise UserError(
-            f"{' '.join(options.paths)}: a configuration names its sources; give it alone"
-        )
-    keys = {
-        "tokenizer": "model.hf_assets_path",
-        "end_of_document": "model.end_of_document",
-        "chat_template": "model.chat_template",
-        "text_column": "training.text_column",
-        "messages_column": "training.messages_column",
-        "seq_len": "training.seq_len",
-    }
-    for name, key in keys.items():
-        if getattr(options, name) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"{flag}: {options.paths[0]} has a key for that; give --{key} instead")
-    resolved = resolve([f"--job.config_file={options.paths[0]}", *flags], options.world)
-    show_warnings(resolved.warnings)
-    config = resolved.config
-    if tokenizers.chosen(config.model.tokenizer, config.custom) is not None:
-        raise UserError(
-            f"model.tokenizer: {config.model.tokenizer} is registered by your own module; "
-            "torchtitan data reads tokenizer.json and tiktoken files"
-        )
-    model = config.model
-    tokenizer = build_tokenizer(
-        model.hf_assets_path, None, model.end_of_document, model.chat_template
-    )
-    return data_spec(config, "training", tokenizer), config.training.steps
+def _table(sizes: dict[str, str], rows: Sequence[tuple[str, Row]], tokenizer: Tokenizer) -> str:
+    """The size of each source, and figures of the rows that were read of it."""
+    lengths = tokenizer.byte_lengths()
+    table = [["source", "holds", "rows read", "tokens", "predicted", "bytes/token"]]
+    for name, size in sizes.items():
+        source_rows = [row[1:] for source, row in rows if source == name]
+        ids = np.concatenate([np.empty(0, np.int64), *source_rows])
+        predicted = ids[_is_predicted(ids)] & PLAIN
+        share = len(predicted) / max(len(ids), 1)
+        ratio = lengths[predicted].sum() / max(len(predicted), 1)
+        figures = [f"{len(source_rows):,}", show_tokens(len(ids)), f"{share:.1%}", f"{ratio:.3f}"]
+        table.append([name, size, *figures])
+    return aligned(table)
 
 
-def _sources_from_paths(options: argparse.Namespace) -> DataSpec:
-    tokenizer = build_tokenizer(
-        options.tokenizer or Model().hf_assets_path,
-        None,
-        options.end_of_document,
-        options.chat_template,
-    )
-    columns = {
-        "text_column": options.text_column or "text",
-        "messages_column": options.messages_column,
-    }
-    sources = []
-    for path in dict.fromkeys(options.paths):
-        where = "dataset" if path in ("demo", "demo_validation") else "dataset_path"
-        sources.append(Source.model_validate({"name": path, where: path, **columns}))
-    return DataSpec(
-        sources=sources,
-        tokenizer=tokenizer,
-        seq_len=options.seq_len or _SEQ_LEN,
-        rows_per_step=1,
-        seed=options.seed,
-        infinite=False,
-        options=DataLoader(),
-        on_bad_document="skip",
-        section="",
-    )
+def _is_predicted(ids: Row) -> NDArray[np.bool_]:
+    return (ids >= 0) & (ids & UNPREDICTED == 0)
+
+
+class _Span(NamedTuple):
+    """Consecutive ids of a row in one document and one state."""
+
+    state: str
+    document: int
+    """Number of the document in the row."""
+    first: int
+    """Place of the first id."""
+    ids: Row
+
+
+def _spans(row: Row, eos: int | None) -> Iterator[_Span]:
+    predicted = _is_predicted(row)
+    predicted[0] = False  # nothing of the row comes before it
+    ends = (row & ~UNPREDICTED) == eos  # an end-of-text within its document has another flag
+    padding = (row < 0) | (ends & ~predicted & np.append(False, ends[:-1]))
+    states = np.where(padding, "padding", np.where(predicted, "predicted", "read only"))
+    ends &= ~padding
+    documents = np.cumsum(ends) - ends + 1
+    changes = (states[1:] != states[:-1]) | (documents[1:] != documents[:-1])
+    firsts = [0, *(np.flatnonzero(changes) + 1).tolist()]
+    for first, ids in zip(firsts, np.split(row, firsts[1:]), strict=True):
+        yield _Span(str(states[first]), int(documents[first]), first, ids)

@@ -30,6 +30,7 @@ from torchtitan.data.registered import RegisteredDocuments, open_custom
 from torchtitan.data.spec import DataSpec
 from torchtitan.data.tokens.token_files import TokenFiles, TokenReader
 from torchtitan.utils.errors import UserError
+from torchtitan.utils.wording import plural, show_size, show_tokens
 
 
 class OpenSource(ABC):
@@ -38,6 +39,10 @@ class OpenSource(ABC):
     kind: Literal["tokens", "documents", "stream"]
     """See `SourcePosition.kind`."""
     contents: Contents
+
+    @abstractmethod
+    def in_words(self) -> str:
+        """The size of the source."""
 
     @abstractmethod
     def reader(self, share: Share, saved: SourcePosition | None = None) -> SourceReader:
@@ -172,6 +177,10 @@ class TokenSource(OpenSource):
         self.epochs = max_epochs if spec.infinite else 1
         self.side = max(spec.batch_sizes)
 
+    def in_words(self) -> str:
+        tokens = sum(count for *_, count in self.files.files)
+        return f"{plural(len(self.files.files), 'token file')}, {show_tokens(tokens)} tokens"
+
     def reader(self, share: Share, saved: SourcePosition | None = None) -> SourceReader:
         files = self._files(saved)
         return TokenReader(files, share, self.seed, self._order(files), retry=self.retry)
@@ -245,6 +254,11 @@ class DocumentSource(_LaneSource):
         super().__init__(documents.contents, lanes, spec, retry, chat)
         self.documents = documents
 
+    def in_words(self) -> str:
+        size = self.documents.text_bytes
+        text = "" if size is None else f", {show_size(size)}"
+        return plural(len(self.documents), "document") + text
+
     def cursor(self, lane: int, lanes: int) -> Cursor:
         seed = self.spec.seed if self.spec.infinite else None
         return DocumentCursor(self.documents, lane, lanes, seed, retry=self.retry)
@@ -265,6 +279,9 @@ class StreamSource(_LaneSource):
         super().__init__(Contents(f"stream of {source.dataset}{reading}"), lanes, spec, retry, chat)
         self.stream = stream
         self.column = source.column
+
+    def in_words(self) -> str:
+        return f"a stream of {plural(self.stream.num_shards, 'shard')}"
 
     def check(self) -> None:
         """
