@@ -1,7 +1,6 @@
 """Make a folder of mixed files, in place of your own: `python make_corpus.py FOLDER`.
 
 Markdown, compressed JSON lines and Parquet, of Python's language reference and standard library.
-Some documents are there twice, as in most corpora.
 """
 
 import gzip
@@ -28,9 +27,8 @@ def main(folder: Path) -> None:
     reference.mkdir(parents=True, exist_ok=True)
     for name, text in topics.items():
         (reference / f"{name}.md").write_text(text)
-    modules = sources("*.py")
     with gzip.open(folder / "modules.jsonl.gz", "wt") as file:
-        for text in [*modules, *modules[::4]]:
+        for text in sources("*.py"):
             file.write(json.dumps({"text": text}) + "\n")
     packages = [text for name in PACKAGES for text in sources(f"{name}/*.py")]
     pyarrow.parquet.write_table(pyarrow.table({"text": packages}), folder / "packages.parquet")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.chats import CHATML, CHATML_MARKED, CHATS, LLAMA3, say, write_chats, write_tokenizer
-from torchtitan.commands import data, tokenize
+from torchtitan.commands import tokenize
 from torchtitan.config import resolve
 from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.data.encode.chat import Chat
@@ -190,22 +190,6 @@ def test_ends_of_turns_do_not_end_documents(folder, tmp_path, name):
     assert begins[:kept].sum() == 40
     assert torch.equal(begins[1:kept], ends[: kept - 1])
     assert continues.sum() == 2 * 40
-
-
-def test_torchtitan_data_counts_conversations(folder, tmp_path, capsys):
-    write_tokenizer(tmp_path / "tokenizer", eos="<|im_end|>")
-    flags = ["--tokenizer", str(tmp_path / "tokenizer"), "--workers", "1"]
-    more = ["--messages-column", "messages"]
-    tokens = str(tmp_path / "tokens")
-    tokenize.main(["--input", str(folder / "chats.jsonl"), "--output", tokens, *flags, *more])
-    capsys.readouterr()
-    found = []
-    for argv in ([str(folder / "chats.jsonl"), *more], [tokens]):
-        assert data.main([*argv, *flags, "--json"]) == 0
-        (one,) = json.loads(capsys.readouterr().out)["sources"]
-        found.append([one[name]["value"] for name in ("documents", "tokens", "bytes")])
-    assert found[0] == found[1]
-    assert found[0][:2] == [40, len(ids_of(tmp_path))]
 
 
 def problems(folder, *more):

@@ -198,7 +198,7 @@ def test_tokenize_resumes_and_refuses_another_input(corpora, tmp_path, capsys):
     ]
     tokenize.main(argv)
     contents = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    assert len(contents) == 3 * 5 + 1
+    assert len(contents) == 2 * 5 + 1
     assert not any(name.startswith(".") for name in contents)
     (tmp_path / "tokens-00002.json").unlink()
     tokenize.main(argv)

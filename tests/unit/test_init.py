@@ -151,7 +151,7 @@ def test_a_given_layout_is_planned_as_it_is(capsys):
 def test_data_of_a_cluster(capsys):
     main([DEBUG, "a", "--data=/of/the/cluster", SMALL[1], *H100])
     said = capsys.readouterr().out
-    assert "--input /of/the/cluster --output a/tokens --drop-duplicates --held-out 0.5%" in said
+    assert "--input /of/the/cluster --output a/tokens --held-out 0.5%" in said
     assert "not on this machine" not in said, "the command says it"
     main([DEBUG, "c", "--data=/of/the/cluster/tokens.bin", SMALL[1], *H100])
     note = "training.dataset_path '/of/the/cluster/tokens.bin' is not on this machine; the run will"
@@ -221,7 +221,7 @@ def test_own_text_gets_a_tokenizer_and_a_held_out_part(capsys, monkeypatch, tmp_
     texts = str(Path("texts").absolute())
     assert train[1:] == ["tokenizer", texts, "--vocab-size", "8192", "--output", "a/tokenizer"]
     expected = ["tokenize", "--input", texts, "--output", "a/tokens", "--tokenizer", "a/tokenizer"]
-    assert write[1:] == [*expected, "--drop-duplicates", "--held-out", "17%"]
+    assert write[1:] == [*expected, "--held-out", "17%"]
     assert last == [["torchtitan", "train", "a/train.toml", "--nproc-per-node", "1"]]
     tokenizer.main(train[2:])
     tokenize.main([*write[2:], "--workers=1"])

@@ -8,7 +8,6 @@ import logging
 import lzma
 import os
 import random
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -26,7 +25,6 @@ from torchtitan.data.read import index
 from torchtitan.data.read.documents import LocalDocuments
 from torchtitan.data.read.index_cache import IndexCache
 from torchtitan.data.read.opening import Retry
-from torchtitan.data.tokens.duplicates import HASH, count_duplicates, save_hashes
 from torchtitan.utils.errors import UserError
 
 RANDOM = random.Random(5)
@@ -298,16 +296,11 @@ def test_tokenize_anything(corpus, tmp_path, capsys, workers, monkeypatch):
     report = json.loads((tmp_path / "tokens-report.json").read_text())
     assert (report.pop("input_files"), report.pop("ignored")["files"]) == (9, 5)
     size = sum(len(text.encode()) for text in texts)
-    again = Counter(texts)
     assert report == {
         "documents": len(texts),
         "tokens": len(expected),
         "bytes": size,
         "bytes_per_token": round(size / len(expected), 4),
-        "duplicates": {
-            "documents": len(texts) - len(again),
-            "bytes": sum((n - 1) * len(text.encode()) for text, n in again.items()),
-        },
         "skipped": {},
         "first_skipped": [],
         "files": 4,
@@ -331,23 +324,6 @@ def test_tokenize_long_documents(tmp_path, monkeypatch):
         *TOKENIZER.encode("short"),
         TOKENIZER.eos_id,
     ]
-    report = json.loads((tmp_path / "out/tokens-report.json").read_text())
-    assert report["duplicates"] == {"documents": 1, "bytes": len(text.encode())}
-
-
-def test_duplicates_are_counted_in_bounded_memory(tmp_path):
-    rng = np.random.default_rng(0)
-    hashes = rng.integers(0, 2**64, 500, np.uint64)[rng.integers(0, 500, 2000)]
-    sizes = hashes % np.uint64(1000)
-    files = []
-    for i, part in enumerate(np.array_split(np.arange(2000), 5)):
-        table = np.empty(len(part), HASH)
-        table["hash"], table["bytes"] = hashes[part], sizes[part]
-        files.append(tmp_path / f"{i}.hashes")
-        save_hashes(files[-1], table)
-    first = np.unique(hashes)
-    expected = 2000 - len(first), int(sizes.sum() - (first % np.uint64(1000)).sum())
-    assert count_duplicates(files) == count_duplicates(files, max_hashes=30) == expected
 
 
 def test_sizes_of_texts_are_known(tmp_path, corpus):

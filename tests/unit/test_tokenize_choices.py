@@ -1,25 +1,20 @@
-"""`torchtitan tokenize`: documents held out, and duplicates dropped, whatever the order, the files,
-the workers and interruptions.
-"""
+"""`torchtitan tokenize`: documents held out, whatever the order, the files and interruptions."""
 
 import hashlib
 import json
 import random
-import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from torchtitan.commands import data, tokenize
+from torchtitan.commands import tokenize
 from torchtitan.commands import tokenizer as tokenizer_command
 from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.encode.tokenizer_training import train_tokenizer
 from torchtitan.data.read.corpus import Corpus
 from torchtitan.data.read.files import find_token_files
-from torchtitan.data.tokens.duplicates import Seen
-from torchtitan.data.tokens.near_duplicates import NearDuplicates
 from torchtitan.utils.errors import UserError
 
 TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
@@ -124,7 +119,7 @@ def test_held_out_parts_are_completed(tmp_path, capsys):
     run(folder, out, "--held-out", "20%")
     before = contents(out, apart)
     (apart / "tokens-00001.json").unlink()
-    (out / "tokens-00003.hashes").unlink()
+    (out / "tokens-00003.bin").unlink()
     capsys.readouterr()
     run(folder, out, "--held-out", "20%")
     assert "3 parts already done" in capsys.readouterr().out
@@ -154,10 +149,9 @@ def test_a_share_that_holds_out_nothing_is_an_error(tmp_path):
 
 def test_documents_are_text_or_conversations(capsys):
     columns = ["--text-column=a", "--messages-column=b"]
-    for parser, argv in ((tokenize.parser(), ["--input=x", "--output=y"]), (data.parser(), ["x"])):
-        with pytest.raises(SystemExit):
-            parser.parse_args([*argv, *columns])
-        assert "not allowed with" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        tokenize.parser().parse_args(["--input=x", "--output=y", *columns])
+    assert "not allowed with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("share", ["0%", "100%", "0.5", "-1%", "x%"])
@@ -175,168 +169,6 @@ def test_a_name_that_is_no_beginning_of_a_file(name, capsys):
     assert "--name" in capsys.readouterr().err
 
 
-def first_of_each(texts):
-    return list(dict.fromkeys(texts))
-
-
-@pytest.mark.parametrize(("files", "part", "workers"), [(1, 40, 1), (4, 1000, 1), (3, 70, 2)])
-def test_later_copies_are_dropped(tmp_path, files, part, workers, capsys, monkeypatch):
-    monkeypatch.setattr("torchtitan.data.tokens.tokenizing._BATCH", 300)
-    texts = shuffled(files)
-    folder = write(tmp_path / "text", texts, files)
-    order = [text for i in range(files) for text in texts[i::files]]
-    run(folder, tmp_path / "tokens", "--drop-duplicates", part=part, workers=workers)
-    assert documents(tmp_path / "tokens") == first_of_each(order)
-    report = json.loads((tmp_path / "tokens/tokens-report.json").read_text())
-    size = sum(map(len, AGAIN))
-    assert report["documents"] == len(TEXTS)
-    assert report["dropped"] == {"exact": {"documents": len(AGAIN), "bytes": size}}
-    assert report["duplicates"] == {"documents": 0, "bytes": 0}
-    assert f"Dropped {len(AGAIN)} exact duplicates of other documents, {size:,} bytes" in (
-        capsys.readouterr().out
-    )
-
-
-@pytest.mark.parametrize("missing", [[0], [1, 3], [2, 5], [0, 1, 2, 3, 4, 5]])
-def test_dropping_resumes_as_if_never_interrupted(tmp_path, missing, monkeypatch):
-    """A part that is written again sees only the parts before it, though later ones exist."""
-    monkeypatch.setattr("torchtitan.data.tokens.tokenizing._BATCH", 100)
-    texts = shuffled(4)
-    folder = write(tmp_path / "text", texts, 2)
-    out, apart = tmp_path / "tokens", tmp_path / "tokens-held-out"
-    options = ("--drop-duplicates", "--held-out", "20%")
-    run(folder, out, *options)
-    before = contents(out, apart)
-    kept = documents(out) + documents(apart)
-    assert sorted(kept) == sorted(TEXTS)
-    for i in missing:
-        (out if i % 2 else apart).joinpath(f"tokens-{i:05}.json").unlink(missing_ok=True)
-    run(folder, out, *options)
-    assert contents(out, apart) == before
-    with pytest.raises(UserError, match="or with other options than now"):
-        run(folder, out, "--held-out", "20%")
-
-
-def test_seen_is_a_set():
-    seen, reference = Seen(), set()
-    generator = np.random.default_rng(0)
-    for size in (1, 5, 0, 300, 2, 2, 40, 1000, 7):
-        keys = generator.integers(0, 2000, (size, 1), np.uint64)
-        expected = []
-        for key in keys[:, 0].tolist():
-            expected.append(key not in reference)
-            reference.add(key)
-        assert seen.take(keys).tolist() == expected
-    every = np.arange(2000, dtype=np.uint64)
-    assert np.flatnonzero(seen.has(every)).tolist() == sorted(reference)
-
-
-def test_keys_of_dropped_documents_do_not_count():
-    """Otherwise a chain of documents, each like the one before, would shrink to its first."""
-    chain = np.array([[1, 2], [2, 3], [3, 4], [4, 1]], np.uint64)
-    seen = Seen()
-    assert seen.take(chain).tolist() == [True, False, True, False]
-    assert seen.take(np.array([[5, 3], [6, 7]], np.uint64)).tolist() == [False, True]
-
-
-NEAR = NearDuplicates.for_similarity(0.8)
-WORDS = [f"w{i}" for i in range(400)]
-
-
-def essay(seed, words=300):
-    generator = random.Random(seed)
-    return generator.choices(WORDS, k=words)
-
-
-def jaccard(one, other):
-    """Of the sets of sequences of five words."""
-    first, second = (
-        {tuple(words[i : i + 5]) for i in range(len(words) - 4)} for words in (one, other)
-    )
-    return len(first & second) / len(first | second)
-
-
-def edited(words, changes, seed):
-    words = list(words)
-    generator = random.Random(seed)
-    for place in generator.sample(range(len(words)), changes):
-        words[place] = "changed"
-    return words
-
-
-def related(one, other):
-    return not set(NEAR.keys(" ".join(one))).isdisjoint(NEAR.keys(" ".join(other)))
-
-
-def test_pairs_are_found_as_often_as_the_formula_says():
-    assert (NEAR.bands, NEAR.rows) == (16, 8)
-    expected, found = [], []
-    for seed in range(300):
-        words = essay(seed)
-        other = edited(words, seed % 24 + 3, seed)
-        expected.append(1 - (1 - jaccard(words, other) ** 8) ** 16)
-        found.append(related(words, other))
-    assert 90 < sum(expected) < 210
-    deviation = np.sqrt(sum(p * (1 - p) for p in expected))
-    assert abs(sum(found) - sum(expected)) < 4 * deviation
-    assert not any(related(essay(seed), essay(seed + 1000)) for seed in range(300))
-
-
-@pytest.mark.parametrize("similarity", [0.5, 0.7, 0.75, 0.8, 0.9, 0.95, 0.99])
-def test_the_most_rows_that_find_nine_of_ten(similarity):
-    near = NearDuplicates.for_similarity(similarity)
-    assert near.bands * near.rows <= 128
-    assert near.probability(similarity) >= 0.9
-    more = NearDuplicates(128 // (near.rows + 1), near.rows + 1)
-    assert more.probability(similarity) < 0.9
-
-
-def test_case_punctuation_and_pieces_change_no_keys(monkeypatch):
-    words = essay(0)
-    keys = NEAR.keys(" ".join(words))
-    assert NEAR.keys("\n".join(words).upper() + "!") == keys
-    assert NEAR.keys("日本語の文章です") == NEAR.keys("日 本、語 の文章です。")
-    assert NEAR.keys("") != NEAR.keys("!") != NEAR.keys("?")
-    assert NEAR.keys("one two") == NEAR.keys("One, two.") != NEAR.keys("one three")
-    monkeypatch.setattr("torchtitan.data.encode.base.PIECE", 50)
-    assert NEAR.keys(" ".join(words)) == keys
-
-
-@pytest.mark.parametrize("missing", [[], [1, 2]])
-def test_near_duplicates_are_dropped_and_resumed(tmp_path, missing, capsys, monkeypatch):
-    """The reference compares each document with all earlier ones that are kept."""
-    monkeypatch.setattr("torchtitan.data.tokens.tokenizing._BATCH", 5000)
-    texts = []
-    for i in range(40):
-        base = essay(i)
-        texts += [base, edited(base, i % 8, i), edited(base, 40, i)]
-    random.Random(0).shuffle(texts)
-    keys = {" ".join(words): set(NEAR.keys(" ".join(words))) for words in texts}
-    kept, near = [], 0
-    for text in map(" ".join, texts):
-        if text not in kept and not all(keys[text].isdisjoint(keys[earlier]) for earlier in kept):
-            near += 1
-        elif text not in kept:
-            kept.append(text)
-    folder = write(tmp_path / "text", [" ".join(words) for words in texts], 1)
-    out, apart = tmp_path / "tokens", tmp_path / "tokens-held-out"
-    options = ("--drop-near-duplicates", "80%", "--held-out", "20%")
-    run(folder, out, *options)
-    assert near > 15
-    assert sorted(documents(out) + documents(apart)) == sorted(kept)
-    report = json.loads((out / "tokens-report.json").read_text())["dropped"]
-    assert report["near"]["documents"] == near
-    assert report["exact"]["documents"] == len(texts) - len(kept) - near == 5
-    assert f"Dropped {near} near duplicates of other documents" in capsys.readouterr().out
-    before = contents(out, apart)
-    for i in missing:
-        (out / f"tokens-{i:05}.keys").unlink()
-    run(folder, out, *options)
-    assert contents(out, apart) == before
-    with pytest.raises(UserError, match="or with other options than now"):
-        run(folder, out, "--drop-near-duplicates", "90%", "--held-out", "20%")
-
-
 @pytest.mark.e2e
 def test_workers_do_not_receive_ctrl_c():
     """Else each prints a traceback. This process ends them, so it receives it."""
@@ -352,19 +184,6 @@ print(signal.SIGINT in blocked([]))
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout == "[True]\nFalse\n", done.stderr
-
-
-def test_the_package_for_near_duplicates_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=re.escape("pip install 'titan-pretrain[near-duplicates]'")):
-        run(write(tmp_path / "text", TEXTS), tmp_path / "tokens", "--drop-near-duplicates")
-    assert not (tmp_path / "tokens").exists()
-
-
-def test_a_similarity_that_drops_too_much_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        tokenize.parser().parse_args(["--input=x", "--output=y", "--drop-near-duplicates=20%"])
-    assert "must be 50% or more" in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_was_trained_again_is_read_again(tmp_path):

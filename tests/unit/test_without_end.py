@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from torchtitan.checkpoint.hf.tokenizer import file_problem, write_tokenizer
-from torchtitan.commands import data, tokenize
+from torchtitan.commands import tokenize
 from torchtitan.commands import tokenizer as tokenizer_command
 from torchtitan.config import resolve
 from torchtitan.data.encode import base
@@ -77,7 +77,7 @@ def test_exports_say_so_or_name_the_token_of_the_key(made, tmp_path):
         assert theirs.eos_token_id == tokenizer.eos_id
 
 
-def test_token_files_are_the_text(made, tmp_path, capsys):
+def test_token_files_are_the_text(made, tmp_path):
     """And aren't read with an end that they don't have, nor the other way around."""
     argv = ["--input", str(tmp_path / "text.jsonl"), "--tokenizer", made, "--workers", "1"]
     for name, more in (("none", []), ("newline", ["--end-of-document", "\n"])):
@@ -89,11 +89,6 @@ def test_token_files_are_the_text(made, tmp_path, capsys):
         TokenFiles(files[name], 4, ends[name], "key")
         with pytest.raises(UserError, match=r"another tokenizer .* and model.end_of_document to"):
             TokenFiles(files[name], 4, ends[other], "key")
-    capsys.readouterr()
-    for path in ("none", "text.jsonl"):
-        assert data.main([str(tmp_path / path), "--tokenizer", made, "--json", "--workers=1"]) == 0
-        (source,) = json.loads(capsys.readouterr().out)["sources"]
-        assert source["tokens"]["value"] == len(IDS)
 
 
 LONG_TEXTS = [*TEXTS, "be that " * 10, "to"]

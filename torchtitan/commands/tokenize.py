@@ -6,7 +6,7 @@
 then set `training.dataset_path = "tokens/"`. One process reads the files in sequence, without a
 cache, and others tokenize. Every `--part` documents make a token file, written atomically. After an
 interruption, the same command does only the missing parts. `NAME-report.json` beside the token
-files counts documents, tokens, bytes, exact duplicates and bad documents.
+files counts documents, tokens, bytes and bad documents.
 """
 
 import argparse
@@ -27,9 +27,7 @@ from torchtitan.data.order.packing import PackingStats
 from torchtitan.data.read.corpus import Corpus
 from torchtitan.data.read.documents import counted
 from torchtitan.data.read.files import REPORT
-from torchtitan.data.tokens.duplicates import count_duplicates
 from torchtitan.data.tokens.encoding import Encoder
-from torchtitan.data.tokens.near_duplicates import NearDuplicates
 from torchtitan.data.tokens.tokenizing import HeldOutSplit, Output, is_done, split_alone, tokenize
 from torchtitan.utils.argument_types import command_parser, count, share
 from torchtitan.utils.errors import UserError
@@ -86,20 +84,6 @@ def parser() -> argparse.ArgumentParser:
         help="what to do with a document that can't be decoded or has no text (stop)",
     )
     add(
-        "--drop-duplicates",
-        action="store_true",
-        help="leave out documents whose text equals that of an earlier one",
-    )
-    add(
-        "--drop-near-duplicates",
-        type=_similarity,
-        nargs="?",
-        const=0.8,
-        metavar="SIMILARITY",
-        help="also leave out documents that share this part of their sequences of five words with "
-        "an earlier one (80%%)",
-    )
-    add(
         "--held-out",
         type=share,
         metavar="SHARE",
@@ -133,13 +117,6 @@ def _file_name(text: str) -> str:
     return text
 
 
-def _similarity(text: str) -> float:
-    fraction = share(text)
-    if fraction < 0.5:
-        raise argparse.ArgumentTypeError(f"{text}: must be 50% or more")
-    return fraction
-
-
 def _report(output: Output, file_count: int, corpus: Corpus) -> dict[str, Any]:
     """Write and return the summary of all token files."""
     metas = [meta for i in range(file_count) if (meta := output.meta(i))]
@@ -152,22 +129,12 @@ def _report(output: Output, file_count: int, corpus: Corpus) -> dict[str, Any]:
     for meta in metas:
         bad.update(meta["bad"])
         packed += PackingStats(**meta.get("packing", {}))
-    hashes = [output.file(i).with_suffix(".hashes") for i in range(file_count)]
-    duplicates, duplicate_bytes = count_duplicates(hashes)
-    dropped: dict[str, dict[str, int]] = {}
-    for meta in metas:
-        for kind, sizes in meta.get("dropped", {}).items():
-            totals = dropped.setdefault(kind, {"documents": 0, "bytes": 0})
-            totals["documents"] += sizes[0]
-            totals["bytes"] += sizes[1]
     report = {
         "documents": documents,
         "tokens": tokens,
         **({"predicted": predicted} if predicted < tokens else {}),
         "bytes": size,
         "bytes_per_token": round(size / tokens, 4) if tokens else None,
-        "duplicates": {"documents": duplicates, "bytes": duplicate_bytes},
-        **({"dropped": dropped} if dropped else {}),
         "skipped": dict(bad.most_common()),
         "first_skipped": [location for meta in metas for location in meta["places"]][:100],
         "files": file_count,
@@ -198,13 +165,7 @@ def _write(
                     held_out = replace(held_out, tail=tail)
                     print(f"Of the only document, the last {held_out.share:.3%} are held out")
             return tokenize(
-                items,
-                encoder,
-                output,
-                options.workers,
-                advance=progress.wrote,
-                held_out=held_out,
-                drop_duplicates=options.drop_duplicates,
+                items, encoder, output, options.workers, advance=progress.wrote, held_out=held_out
             )
     except BrokenProcessPool:
         raise UserError(
@@ -236,10 +197,6 @@ def run(argv: list[str]) -> str:
     for note in (*tokenizer.notes, tokenizer.describe()):
         print(note)
     messages = options.messages_column is not None
-    near = None
-    if options.drop_near_duplicates:
-        near = NearDuplicates.for_similarity(options.drop_near_duplicates)
-        options.drop_duplicates = True
     common = {
         "source": corpus.fingerprint,
         "tokenizer": tokenizer.fingerprint,
@@ -247,14 +204,12 @@ def run(argv: list[str]) -> str:
         "held_out": options.held_out,
         "best_fit": options.best_fit,
         "chat_template": Chat(tokenizer, "--messages-column").fingerprint if messages else None,
-        "drop_duplicates": options.drop_duplicates or None,
-        "near_duplicates": near.fingerprint if near else None,
     }
     output = _output(options, options.output, common, options.best_fit)
     held_out = _held_out(options, common) if options.held_out else None
     if done := sum(is_done(i, output, held_out) for i in output.existing()):
         print(f"{plural(done, 'part')} already done")
-    encoder = Encoder(tokenizer.origin, column, stop, messages, near=near)
+    encoder = Encoder(tokenizer.origin, column, stop, messages)
     file_count = done
     if not _is_whole(held_out.output if held_out else output, done):
         file_count = _write(options, encoder, output, held_out, corpus)
@@ -308,14 +263,7 @@ def _output(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--output: can't create the folder {folder}: {error.strerror}") from error
-    return Output(
-        folder,
-        options.name,
-        options.part,
-        common,
-        best_fit=best_fit,
-        near=options.drop_near_duplicates is not None,
-    )
+    return Output(folder, options.name, options.part, common, best_fit)
 
 
 def _sizes(report: dict[str, Any], folder: Path) -> str:
@@ -345,14 +293,5 @@ def _print_report(options: argparse.Namespace, report: dict[str, Any]) -> None:
         print(f"{report['predicted']:,} of these tokens are predicted")
     if "packing" in report:
         print(f"Best-fit packing: {PackingStats(**report['packing'])}")
-    duplicates = report["duplicates"]
-    if not options.drop_duplicates:
-        print(
-            f"{plural(duplicates['documents'], 'exact duplicate')} of other documents, "
-            f"{duplicates['bytes']:,} bytes"
-        )
-    for kind, sizes in report.get("dropped", {}).items():
-        text = plural(sizes["documents"], f"{kind} duplicate")
-        print(f"Dropped {text} of other documents, {sizes['bytes']:,} bytes")
     if skipped:
         print(f"Skipped {counted(skipped)}; the first is {report['first_skipped'][0]}")

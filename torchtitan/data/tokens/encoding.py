@@ -15,8 +15,6 @@ from torchtitan.data.encode.tokenizer import PIECE, Origin, Tokenizer
 from torchtitan.data.read.corpus import RawDocument, bad_document, hash_text
 from torchtitan.data.read.opening import BadDocument
 from torchtitan.data.read.records import decode
-from torchtitan.data.tokens.duplicates import HASH
-from torchtitan.data.tokens.near_duplicates import NearDuplicates
 from torchtitan.data.tokens.token_files import token_dtype
 
 
@@ -27,10 +25,10 @@ class Encoded(NamedTuple):
     """Token ids, document after document."""
     lengths: NDArray[np.int64]
     """Number of ids of each document."""
-    hashes: NDArray[Any]
-    """A `HASH` per document."""
-    keys: NDArray[np.uint64]
-    """`[documents, keys]`: the hash of each document, and those that near-duplicates share."""
+    hashes: NDArray[np.uint64]
+    """Hash of each document's text."""
+    sizes: NDArray[np.int64]
+    """Bytes of each document's text."""
     bad: list[tuple[str, str]]
     """Kind and problem of each bad document."""
 
@@ -46,7 +44,7 @@ class Encoded(NamedTuple):
             self.ids[np.repeat(chosen, self.lengths)],
             self.lengths[chosen],
             self.hashes[chosen],
-            self.keys[chosen],
+            self.sizes[chosen],
             bad=[],
         )
 
@@ -61,10 +59,6 @@ class Encoder:
     """Whether a bad document is an error."""
     messages: bool = False
     """Whether the documents are conversations."""
-    near: NearDuplicates | None = None
-    """Makes the keys of near-duplicates, if they are looked for."""
-    key: str = "--input"
-    """The option of the documents, for errors."""
 
     def __call__(self, batch: Sequence[RawDocument]) -> Encoded:
         """
@@ -75,14 +69,14 @@ class Encoder:
         dtype = token_dtype(tokenizer, self.messages)
         chat = _chat(self.tokenizer) if self.messages else None
         ids: list[NDArray[Any]] = []
-        hashes: list[tuple[int, int]] = []
-        near: list[list[int]] = []
+        hashes: list[int] = []
+        sizes: list[int] = []
         bad: list[tuple[str, str]] = []
 
         def note(text: str, template_size: int | None = None) -> None:
             hash, size = hash_text(text)
-            hashes.append((hash, size if template_size is None else template_size))
-            near.append(self.near.keys(text) if self.near else [])
+            hashes.append(hash)
+            sizes.append(size if template_size is None else template_size)
 
         short: list[str] = []
         for item in batch:
@@ -105,14 +99,14 @@ class Encoder:
             except BadDocument as error:
                 problem = f"{item.location}: {error}"
                 if self.stop:
-                    raise bad_document(self.key, problem) from None
+                    raise bad_document("--input", problem) from None
                 bad.append((error.kind, problem))
         ids += tokenizer.encode_batch(short, dtype)
         joined = np.concatenate(ids) if ids else np.empty(0, dtype)
         lengths = np.array([len(document) for document in ids], np.int64)
-        table = np.array(hashes, HASH)
-        others = np.array(near, np.uint64).reshape(len(table), self.near.bands if self.near else 0)
-        return Encoded(joined, lengths, table, np.column_stack([table["hash"], others]), bad=bad)
+        return Encoded(
+            joined, lengths, np.array(hashes, np.uint64), np.array(sizes, np.int64), bad=bad
+        )
 
 
 def open_again(origin: Origin) -> Tokenizer:

@@ -26,11 +26,9 @@ from torchtitan.data.order.packing import Packer
 from torchtitan.data.read.corpus import RawDocument, hash_text, uniform
 from torchtitan.data.read.opening import BadDocument
 from torchtitan.data.read.records import decode
-from torchtitan.data.tokens.duplicates import HASH, Seen, save_hashes
 from torchtitan.data.tokens.encoding import Encoded, Encoder, open_again
 from torchtitan.data.tokens.token_files import token_dtype, write_token_file
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.files import write_whole
 from torchtitan.utils.formats import read_json_object
 
 _BATCH = 2**18
@@ -74,8 +72,6 @@ class Output:
     """Entries of every file's description."""
     best_fit: int | None = None
     """Length of the rows that documents are packed into; None: they follow one another."""
-    near: bool = False
-    """Whether the keys of near-duplicates lie beside every file."""
 
     def file(self, index: int) -> Path:
         return self.folder / f"{self.name}-{index:05d}.bin"
@@ -102,15 +98,7 @@ class Output:
                 f"--output: {file} was made from another input or tokenizer, or with other options "
                 "than now; choose an empty folder or another --name"
             )
-        beside = [".bin", ".hashes", ".keys"][: 3 if self.near else 2]
-        return meta if all(file.with_suffix(ending).is_file() for ending in beside) else None
-
-    def keys(self, index: int) -> NDArray[np.uint64]:
-        """The keys of a file's documents, in any order."""
-        file = self.file(index)
-        if self.near:
-            return np.fromfile(file.with_suffix(".keys"), "<u8")
-        return np.fromfile(file.with_suffix(".hashes"), HASH)["hash"].copy()
+        return meta if file.is_file() else None
 
 
 @dataclass(frozen=True)
@@ -125,11 +113,11 @@ class HeldOutSplit:
     tail: int | None = None
     """Hash of the document to hold out, instead: the end of the only one, see `split_alone`."""
 
-    def choose(self, hashes: NDArray[Any]) -> NDArray[np.bool_]:
+    def choose(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
         """Which documents are held out."""
         if self.tail is not None:
-            return np.asarray(hashes["hash"] == self.tail)
-        drawn = [uniform(int(hash), "held-out") for hash in hashes["hash"]]
+            return np.asarray(hashes == self.tail)
+        drawn = [uniform(int(hash), "held-out") for hash in hashes]
         return np.array(drawn) < self.share
 
 
@@ -155,19 +143,13 @@ def split_alone(
 
 
 def is_done(index: int, output: Output, held_out: HeldOutSplit | None) -> bool:
-    """Whether a token file, its held-out one and the files beside them are complete.
+    """Whether a token file and its held-out one are complete.
 
     Raises:
         UserError: see `Output.meta`.
     """
     outputs = [output, held_out.output] if held_out else [output]
     return all(target.meta(index) is not None for target in outputs)
-
-
-def _add_written(seen: Seen, index: int, output: Output, held_out: HeldOutSplit | None) -> None:
-    """Add the documents of a token file that an earlier call has written."""
-    for target in [output, held_out.output] if held_out else [output]:
-        seen.add(target.keys(index))
 
 
 def tokenize(
@@ -177,14 +159,11 @@ def tokenize(
     workers: int,
     advance: Callable[[int, int], None],
     held_out: HeldOutSplit | None = None,
-    drop_duplicates: bool = False,
 ) -> int:
     """Write the token files that are missing.
 
     Args:
         held_out: what to write to other files, if anything.
-        drop_duplicates: leave out documents that equal an earlier one of any file, or are its
-            near-duplicates if the encoder makes keys of these.
         advance: called with the numbers of documents and of tokens that were written.
 
     Returns:
@@ -209,14 +188,8 @@ def tokenize(
                 pass
 
     tokenizer = open_again(encoder.tokenizer)
-    seen = Seen() if drop_duplicates else None
-    following = 0
     encoded_batches = encode_batches(missing(), encoder, workers)
     for index, batches in groupby(encoded_batches, key=lambda numbered: numbered[0]):
-        if seen:
-            for done in range(following, index):
-                _add_written(seen, done, output, held_out)
-        following = index + 1
         _write_file(
             output,
             index,
@@ -224,7 +197,6 @@ def tokenize(
             tokenizer,
             advance=advance,
             held_out=held_out,
-            seen=seen,
             flags=encoder.messages,
         )
     return file_count
@@ -273,44 +245,22 @@ class _Description:
 
     def __init__(self, output: Output, index: int):
         self.file = output.file(index)
-        self._near = output.near
-        self.entries: dict[str, Any] = output.common | {"places": []}
-        self._dropped: dict[str, NDArray[np.int64]] = {}
-        self._hashes: list[NDArray[Any]] = []
-        self._keys: list[NDArray[np.uint64]] = []
-        self._bad: Counter[str] = Counter()
+        self.entries: dict[str, Any] = output.common | {
+            "documents": 0,
+            "bytes": 0,
+            "bad": Counter(),
+            "places": [],
+        }
 
     def count(self, encoded: Encoded) -> None:
-        self._hashes.append(encoded.hashes)
-        if self._near:
-            self._keys.append(encoded.keys)
+        self.entries["documents"] += len(encoded.sizes)
+        self.entries["bytes"] += int(encoded.sizes.sum())
 
     def count_bad(self, bad: Sequence[tuple[str, str]]) -> None:
         for kind, problem in bad:
-            self._bad[kind] += 1
+            self.entries["bad"][kind] += 1
             if len(self.entries["places"]) < _LISTED_BAD:
                 self.entries["places"].append(problem)
-
-    def count_dropped(self, kind: str, hashes: NDArray[Any]) -> None:
-        """Count documents that were dropped, as `exact` or `near` duplicates."""
-        sizes = np.array([len(hashes), hashes["bytes"].sum()], np.int64)
-        self._dropped[kind] = self._dropped.get(kind, 0) + sizes
-
-    def finish(self) -> None:
-        """Write the files beside the token file, and the last entries. The description is written
-        after this: it says that everything is complete.
-        """
-        hashes = np.concatenate(self._hashes)
-        save_hashes(self.file.with_suffix(".hashes"), hashes)
-        if self._near:
-            keys = np.concatenate(self._keys).astype("<u8")
-            write_whole(self.file.with_suffix(".keys"), keys.tobytes())
-        self.entries.update(
-            documents=len(hashes),
-            bytes=int(hashes["bytes"].sum()),
-            bad=dict(self._bad),
-            dropped={kind: sizes.tolist() for kind, sizes in self._dropped.items()},
-        )
 
 
 def _write_file(
@@ -320,7 +270,6 @@ def _write_file(
     tokenizer: Tokenizer,
     advance: Callable[[int, int], None],
     held_out: HeldOutSplit | None,
-    seen: Seen | None,
     *,
     flags: bool,
 ) -> None:
@@ -332,13 +281,6 @@ def _write_file(
         def ids() -> Iterator[NDArray[Any]]:
             for encoded in batches:
                 written.count_bad(encoded.bad)
-                if seen:
-                    new = seen.take(encoded.keys)
-                    exact = ~new & seen.has(encoded.keys[:, 0])
-                    written.count_dropped("exact", encoded.hashes[exact])
-                    if output.near:
-                        written.count_dropped("near", encoded.hashes[~new & ~exact])
-                    encoded = encoded.only(new)
                 if held_out and held_out_file:
                     chosen = held_out.choose(encoded.hashes)
                     held_out_documents = encoded.only(chosen)
@@ -351,12 +293,10 @@ def _write_file(
             if packer:
                 yield packer.finish()
                 written.entries |= packer.description
-            written.finish()
 
         marked = flags or packer is not None
         write_token_file(written.file, ids(), tokenizer, written.entries, flags=marked)
         if held_out_file:
-            held_out_file.finish()
             back = _read_back(spool, token_dtype(tokenizer, flags))
             write_token_file(
                 held_out_file.file, back, tokenizer, held_out_file.entries, flags=flags

@@ -63,7 +63,7 @@ def preparation_commands(request: Request) -> list[str]:
         if path := tokenizer.folder:
             inside = path == request.path_inside("tokenizer")
             words += ["--tokenizer", request.folder / "tokenizer" if inside else path]
-        words += [*_text_column(request), "--drop-duplicates"]
+        words += _text_column(request)
         if has_held_out(request):
             words += ["--held-out", f"{100 * _held_out_share(request):.2g}%"]
         products = "the tokens, and a held-out part" if has_held_out(request) else "the tokens"
