@@ -177,7 +177,7 @@ class Chat:
                 after = after[: len(after) - len(always)]
                 if not (whole.startswith(after) and after.startswith(before)):
                     return self._with_turns_after_prompts(messages, whole)
-                end = self._end_of_turn(after)
+                end = end_of_turn(after, self._tokens)
                 chunks += [whole[done : len(before)], START, whole[len(before) : end], END]
                 done = end
         return "".join([*chunks, whole[done:]])
@@ -207,10 +207,6 @@ class Chat:
         for begin, end in reversed(turns):
             whole = f"{whole[:begin]}{START}{whole[begin:end]}{END}{whole[end:]}"
         return whole
-
-    def _end_of_turn(self, text: str) -> int:
-        """Where a text ends, without the line break after an end-of-turn token."""
-        return end_of_turn(text, self._tokens)
 
     def _marked(self, value: Any, tokens: re.Pattern[str]) -> Any:
         """Part of a message, with a mark in each spelling of a token."""

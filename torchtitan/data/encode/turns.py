@@ -24,22 +24,16 @@ def turns_after_prompts(text: str, prompt: str, tokens: re.Pattern[str]) -> list
     A turn ends with the token that ends the text, or before the token with which prompts begin.
     Turns that follow each other are one, such as a chain of thought and its answer.
     """
-    found = list(tokens.finditer(text))
-    if not found or not (first := tokens.match(prompt)):
+    names = tokens.findall(text)
+    start = tokens.match(prompt)
+    if not names or not start:
         return []
+    end = rf"(?={re.escape(start[0])})|{re.escape(names[-1])}|\Z"
     turns: list[tuple[int, int]] = []
-    at = text.find(prompt)
-    while at >= 0:
-        begin = at + len(prompt)
-        end = len(text)
-        for token in found:
-            if token.start() >= begin and token[0] in (first[0], found[-1][0]):
-                end = token.start() if token[0] == first[0] else token.end()
-                break
-        end = begin + end_of_turn(text[begin:end], tokens)
-        if turns and not text[turns[-1][1] : at].strip():
-            turns[-1] = turns[-1][0], end
-        else:
-            turns.append((begin, end))
-        at = text.find(prompt, end)
+    for match in re.finditer(rf"{re.escape(prompt)}(.*?(?:{end}))", text, re.DOTALL):
+        first = match.start(1)
+        after = first + end_of_turn(match[1], tokens)
+        if turns and not text[turns[-1][1] : match.start()].strip():
+            first = turns.pop()[0]
+        turns.append((first, after))
     return turns
