@@ -9,6 +9,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchtitan.data.encode.special_tokens import Ends
 from torchtitan.utils.errors import UserError
 
 # Before a space that follows no blank, and between a letter or digit and a newline or a punctuation
@@ -98,13 +100,25 @@ class Tokenizer(ABC):
     """The file of the chat template; None: the one beside the tokenizer's file."""
     fingerprint: str
     """Equal only for tokenizers that give the same ids; by default, a hash of the file."""
-    drops_space: bool = False
-    """Whether each text gets a space in front, which isn't wanted again within a text."""
     origin: "Origin"
 
     def __init__(self, path: Path):
         self.path = path
         self.fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
+
+    def set_ends(self, ends: Ends) -> None:
+        """Begin and end documents with these tokens."""
+        self.bos_id, self.eos_id, self.stop_ids = ends.bos, ends.eos, ends.stop
+        self.fingerprint += ends.fingerprint
+
+    @cached_property
+    def drops_space(self) -> bool:
+        """Whether each text gets a space in front, which isn't wanted again within a text."""
+        try:
+            apart = [*self._ids("a"), *self._ids("b")]
+            return [*self._ids("a b")] == apart != [*self._ids("a"), *self._ids(" b")]
+        except Exception:  # a vocabulary of words or characters that lacks these
+            return False
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Ids of `text`, with the special tokens if asked. A long text is encoded in pieces.

@@ -6,21 +6,17 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torchtitan.data.encode.base import Tokenizer, rust_errors
 from torchtitan.data.encode.special_tokens import (
-    BEGIN_NAMES,
     END_NAMES,
-    WITHOUT_END,
     NamedTokens,
-    around_text,
-    check_has_no_end,
-    choose,
     named_tokens,
+    resolve_ends,
+    tokens_around,
 )
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import BOM
@@ -52,44 +48,16 @@ class HuggingFaceTokenizer(Tokenizer):
             max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         )
         processor = self.backend.post_processor
-        around = around_text(json.loads(processor.__getstate__()) if processor else None)
         added = self.backend.get_added_tokens_decoder().values()
         special = [token.content for token in added if token.special]
-        bos, eos = (
-            choose(role, named, one, usual, special)
-            for role, one, usual in (
-                ("bos_token", around[0], BEGIN_NAMES),
-                ("eos_token", around[1], END_NAMES),
-            )
-        )
-        self.names = named.names | {"bos_token": bos, "eos_token": eos}
+        around = tokens_around(json.loads(processor.__getstate__()) if processor else None, special)
+        ends = resolve_ends(path, named, around, self.backend.token_to_id, end_of_document)
+        self.set_ends(ends)
+        self.names = ends.names
         """Special tokens by their roles, as the folder names them."""
-        self.bos_id = self._id("bos_token", bos) if bos and named.add_bos else None
-        if end_of_document is not None:
-            self.eos_id = self._id("model.end_of_document", end_of_document)
-            self.stop_ids = () if eos is None else (self._id("eos_token", eos),)
-            if self.stop_ids != (self.eos_id,):
-                self.fingerprint += f"-ends-{self.eos_id}"
-        elif eos is None:
-            unnamed = choose("eos_token", replace(named, names={}), around[1], END_NAMES, special)
-            check_has_no_end(path, named, unnamed is None)
-            self.eos_id = None
-            self.fingerprint += WITHOUT_END
-        else:
-            self.eos_id = self._id("eos_token", eos)
         self.notes = (*settings, *named.notes)
         if end_of_document is None:
             self.notes += tuple(self._end_of_turn(special))
-
-    def _id(self, role: str, name: str) -> int:
-        id: int | None = self.backend.token_to_id(name)
-        if id is None:
-            raise UserError(
-                f"model.end_of_document: {self.path} has no token {name!a}"
-                if role == "model.end_of_document"
-                else f"model.hf_assets_path: {role} is {name!a}, which {self.path} doesn't have"
-            )
-        return id
 
     def _end_of_turn(self, special: Sequence[str]) -> Iterable[str]:
         """A warning if documents end with what probably ends a turn of a conversation."""
@@ -114,14 +82,6 @@ class HuggingFaceTokenizer(Tokenizer):
         ids = {id for id, token in added.items() if not token.special}
         ids |= set(self.backend.get_vocab(with_added_tokens=False).values())
         return max(ids | {*self.ends} | {self.bos_id or 0}) + 1
-
-    @cached_property
-    def drops_space(self) -> bool:  # type: ignore[override]
-        try:
-            apart = self._ids("a") + self._ids("b")
-            return self._ids("a b") == apart != self._ids("a") + self._ids(" b")
-        except Exception:  # a vocabulary of words or characters that lacks these
-            return False
 
     def _ids(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids

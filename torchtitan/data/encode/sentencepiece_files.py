@@ -2,19 +2,12 @@
 `sentencepiece`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from torchtitan.data.encode.base import Tokenizer, rust_errors
-from torchtitan.data.encode.special_tokens import (
-    CONFIG,
-    WITHOUT_END,
-    check_has_no_end,
-    named_tokens,
-    read_json,
-)
+from torchtitan.data.encode.special_tokens import CONFIG, named_tokens, read_json, resolve_ends
 from torchtitan.utils.errors import UserError
 
 _CLASSES = ("Llama", "CodeLlama", "Gemma", "PreTrained")
@@ -56,31 +49,21 @@ class SentencePieceTokenizer(Tokenizer):
         self.backend = SentencePieceProcessor()
         with rust_errors(path, "is not a SentencePiece model"):
             self.backend.LoadFromFile(str(path))
-        self._obey(read_json(path.with_name(CONFIG)))
+        self._check_class(read_json(path.with_name(CONFIG)))
         self.vocab_size = self.backend.vocab_size()
         named = named_tokens(path)
         self._check_added(named.added)
-        self.bos_id = self._id(named.names, "bos_token", self.backend.bos_id())
-        if not named.add_bos:
-            self.bos_id = None
-        eos = self._id(named.names, "eos_token", self.backend.eos_id())
-        if end_of_document is not None:
-            names = {"model.end_of_document": end_of_document}
-            self.stop_ids = () if eos is None else (eos,)
-            eos = self._id(names, "model.end_of_document", -1)
-            if self.stop_ids != (eos,):
-                self.fingerprint += f"-ends-{eos}"
-        if eos is None:
-            check_has_no_end(path, named, self.backend.eos_id() < 0)
-            self.fingerprint += WITHOUT_END
-        self.eos_id = eos
+        begin, end = (
+            self.backend.id_to_piece(id) if id >= 0 else None
+            for id in (self.backend.bos_id(), self.backend.eos_id())
+        )
+        self.set_ends(resolve_ends(path, named, (begin, end), self._token_id, end_of_document))
         self.notes = tuple(named.notes)
 
-    def _obey(self, config: dict[str, object]) -> None:
-        """Do what `tokenizer_config.json` says about text.
-
+    def _check_class(self, config: dict[str, object]) -> None:
+        """
         Raises:
-            UserError: its class isn't known.
+            UserError: the ids of the class in `tokenizer_config.json` may differ from the model's.
         """
         kind = str(config.get("tokenizer_class") or _CLASSES[0])
         if not kind.startswith(_CLASSES):
@@ -104,23 +87,9 @@ class SentencePieceTokenizer(Tokenizer):
                     f"({id}), which it doesn't have. " + _CONVERT
                 )
 
-    def _id(self, names: Mapping[str, str | None], role: str, of_model: int) -> int | None:
-        """The id of the token with a role: as the folder names it, or else as the model does."""
-        if role not in names:
-            return of_model if of_model >= 0 else None
-        name = names[role]
-        if name is None:
-            return None
+    def _token_id(self, name: str) -> int | None:
         id: int = self.backend.piece_to_id(name)
-        if self.backend.id_to_piece(id) != name:
-            start = "" if role == "model.end_of_document" else "model.hf_assets_path: "
-            raise UserError(f"{start}{role}: {self.path} has no token {name!a}")
-        return id
-
-    @cached_property
-    def drops_space(self) -> bool:  # type: ignore[override]
-        apart = self._ids("a") + self._ids("b")
-        return self._ids("a b") == apart != self._ids("a") + self._ids(" b")
+        return id if self.backend.id_to_piece(id) == name else None
 
     def _ids(self, text: str) -> list[int]:
         return self.backend.encode(text)

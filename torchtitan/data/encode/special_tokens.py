@@ -1,11 +1,12 @@
 """Which tokens begin and end a document: what the files of a Hugging Face folder say.
 
-`tokenizer_config.json` and `special_tokens_map.json` count, then what the post-processor of
-`tokenizer.json` puts around a text. Only where none of them says anything, usual names are looked
-for, and only among the added special tokens: an ordinary word may be spelled like one.
+`tokenizer_config.json` and `special_tokens_map.json` take precedence, then what the
+post-processor of `tokenizer.json` puts around a text. Only where none of them names a token, usual
+names are looked for, and only among the added special tokens: an ordinary word may be spelled like
+one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,6 @@ CONFIG = "tokenizer_config.json"
 MAP = "special_tokens_map.json"
 BEGIN_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]")
 END_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
-WITHOUT_END = "-ends-none"
-"""Behind the fingerprint of a tokenizer without end-of-text: with one, it would give other ids."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +64,74 @@ def named_tokens(tokenizer: Path) -> NamedTokens:
     )
 
 
-def around_text(post_processor: Mapping[str, Any] | None) -> tuple[str | None, str | None]:
-    """The special tokens that a post-processor of `tokenizer.json` puts before and behind a
-    text; None where it puts none, or several.
+@dataclass(frozen=True)
+class Ends:
+    """The tokens that begin and end documents."""
+
+    names: dict[str, str | None]
+    """Special tokens by their roles."""
+    bos: int | None
+    eos: int | None
+    stop: tuple[int, ...]
+    """The folder's end-of-text, where `model.end_of_document` names the end."""
+    fingerprint: str
+    """Suffix of the tokenizer's fingerprint: with another end, it gives other ids."""
+
+
+def resolve_ends(
+    path: Path,
+    named: NamedTokens,
+    defaults: tuple[str | None, str | None],
+    token_id: Callable[[str], int | None],
+    end_of_document: str | None,
+) -> Ends:
+    """The tokens that begin and end documents, as `model.end_of_document`, the folder, or else the
+    tokenizer's file names them.
+
+    Args:
+        defaults: begin-of-text and end-of-text of the tokenizer's file.
+        token_id: the id of a token; None if there is no such token.
+
+    Raises:
+        UserError: a token is missing, or documents have no end and no file says so.
+    """
+
+    def id_of(role: str, name: str) -> int:
+        if (id := token_id(name)) is None:
+            raise UserError(f"model.hf_assets_path: {role} is {name!a}, which {path} doesn't have")
+        return id
+
+    names = dict(zip(("bos_token", "eos_token"), defaults, strict=True)) | named.names
+    begin, end = names["bos_token"], names["eos_token"]
+    bos = id_of("bos_token", begin) if begin and named.add_bos else None
+    eos = None if end is None else id_of("eos_token", end)
+    stop: tuple[int, ...] = ()
+    fingerprint = ""
+    if end_of_document is not None:
+        stop = () if eos is None else (eos,)
+        eos = token_id(end_of_document)
+        if eos is None:
+            raise UserError(f"model.end_of_document: {path} has no token {end_of_document!a}")
+        if stop != (eos,):
+            fingerprint = f"-ends-{eos}"
+    elif eos is None:
+        if "eos_token" not in named.names or defaults[1] is not None:
+            raise UserError(
+                f"model.hf_assets_path: {path} has no end-of-text token; name it as eos_token in "
+                f"{CONFIG} (null if it has none at all), or set model.end_of_document"
+            )
+        fingerprint = "-ends-none"
+    return Ends(names, bos, eos, stop, fingerprint)
+
+
+def tokens_around(
+    post_processor: Mapping[str, Any] | None, special: Sequence[str]
+) -> tuple[str | None, str | None]:
+    """Begin-of-text and end-of-text of a `tokenizer.json`: the special tokens that its
+    post-processor puts before and behind a text, or else those with a usual name.
+
+    Args:
+        special: the added special tokens.
     """
     before: list[str] = []
     behind: list[str] = []
@@ -82,37 +146,11 @@ def around_text(post_processor: Mapping[str, Any] | None) -> tuple[str | None, s
         elif step.get("type") in ("BertProcessing", "RobertaProcessing"):
             before.append(str(step["cls"][0]))
             behind.append(str(step["sep"][0]))
-    return (before[0] if len(before) == 1 else None, behind[0] if len(behind) == 1 else None)
-
-
-def choose(
-    role: str, named: NamedTokens, around: str | None, usual: Sequence[str], special: Sequence[str]
-) -> str | None:
-    """The name of the token with a role, `bos_token` or `eos_token`; None if there is none.
-
-    Args:
-        around: what the post-processor puts in its place.
-        special: the added special tokens.
-    """
-    if role in named.names:
-        return named.names[role]
-    return around or next((name for name in usual if name in special), None)
-
-
-def check_has_no_end(tokenizer: Path, named: NamedTokens, none_inside: bool) -> None:
-    """Accept a tokenizer without end-of-text where that is meant: `"eos_token": null`.
-
-    Args:
-        none_inside: the tokenizer's file has no such token either.
-
-    Raises:
-        UserError: the folder doesn't say so, or the file has one.
-    """
-    if "eos_token" not in named.names or not none_inside:
-        raise UserError(
-            f"model.hf_assets_path: {tokenizer} has no end-of-text token; name it as eos_token in "
-            f"{CONFIG} (null if it has none at all), or set model.end_of_document"
-        )
+    begin, end = (
+        tokens[0] if len(tokens) == 1 else next((name for name in usual if name in special), None)
+        for tokens, usual in ((before, BEGIN_NAMES), (behind, END_NAMES))
+    )
+    return begin, end
 
 
 def read_json(path: Path) -> dict[str, Any]:

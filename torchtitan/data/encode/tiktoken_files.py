@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.data.encode.base import Tokenizer
-from torchtitan.data.encode.special_tokens import CONFIG, NamedTokens, named_tokens, read_json
+from torchtitan.data.encode.special_tokens import (
+    CONFIG,
+    NamedTokens,
+    named_tokens,
+    read_json,
+    resolve_ends,
+)
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import BOM
 
@@ -188,22 +194,11 @@ class TiktokenTokenizer(Tokenizer):
         )
         self.special = special
         self.vocab_size = self.backend.max_token_value + 1
-        bos = named.names.get("bos_token", self.rules.begin) if named.add_bos else None
-        eos = named.names.get("eos_token") or self.rules.end
-        self.bos_id = None if bos is None else self._id("bos_token", bos)
-        self.eos_id = self._id("eos_token", eos)
-        if end_of_document is not None:
-            self.stop_ids = (self.eos_id,)
-            self.eos_id = self._id("model.end_of_document", end_of_document)
-            if self.stop_ids != (self.eos_id,):
-                self.fingerprint += f"-ends-{self.eos_id}"
+        if named.names.get("eos_token") is None:
+            named.names.pop("eos_token", None)
+        defaults = self.rules.begin, self.rules.end
+        self.set_ends(resolve_ends(path, named, defaults, special.get, end_of_document))
         self.notes = (f"{path} is read by the rules of {self.rules.kind}", *named.notes)
-
-    def _id(self, role: str, name: str) -> int:
-        if name in self.special:
-            return self.special[name]
-        start = "" if role == "model.end_of_document" else "model.hf_assets_path: "
-        raise UserError(f"{start}{role}: {self.path} has no special token {name!a}")
 
     @property
     def text_size(self) -> int:
