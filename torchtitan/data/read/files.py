@@ -1,4 +1,4 @@
-"""Which files a path names: itself, those in a folder, or those that a pattern matches."""
+"""The files that a path names, and what each of them is: `scan`, and filters of it."""
 
 import os
 import re
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torchtitan.data.read.matching import (
     TooManyFilesError,
@@ -15,13 +15,23 @@ from torchtitan.data.read.matching import (
     without_aliases,
 )
 from torchtitan.data.read.opening import COMPRESSED, DataError
+from torchtitan.data.read.saved_sets import (
+    SPLITS_FILE,
+    STATE_FILE,
+    saved_shards,
+    saved_splits,
+    without_leftovers,
+)
 from torchtitan.data.read.written_folders import WrittenFolders
 from torchtitan.utils.errors import UserError
-from torchtitan.utils.formats import read_json_object
 from torchtitan.utils.limits import SEARCHED_FILES
 from torchtitan.utils.logging import logger
 from torchtitan.utils.wording import listed, plural, printable
 
+Role = Literal["documents", "tokens", "description", "written", "foreign"]
+"""What a file is by its name and its neighbors: a description holds no documents, and neither does
+what runs and tools wrote.
+"""
 Format = Literal["lines", "json", "text", "csv", "tsv", "parquet", "arrow"]
 FORMATS: dict[str, Format] = {
     ".jsonl": "lines",
@@ -50,14 +60,6 @@ _DESCRIPTION_PREFIXES = (
 """Beginnings of the names of files that describe their folder and hold no documents."""
 REPORT = "-report.json"
 """Ending of the report that `torchtitan tokenize` writes beside token files."""
-_STATE_FILE = "state.json"
-"""The file that lists the Arrow files of a data set saved by `save_to_disk` of the library
-`datasets`; other Arrow files beside it are caches of `map` and the like.
-"""
-_SPLITS_FILE = "dataset_dict.json"
-"""The file that names the folders of splits that were saved together."""
-_SPLIT = "train"
-"""The split to read if there are several."""
 _VALIDATION = re.compile(r"(.*[_-])?val([_-]\d+)?\.bin")
 _LITDATA_OR_MDS = re.compile(r"chunk-\d+-\d+(\..+)?\.bin|.*\.mds(\..+)?")
 _FOREIGN = {
@@ -79,8 +81,8 @@ _DESCRIPTIONS = {
     "dataset_infos.json",
     "dataset_info.json",
     "croissant.json",
-    _STATE_FILE,
-    _SPLITS_FILE,
+    STATE_FILE,
+    SPLITS_FILE,
 }
 
 
@@ -131,110 +133,80 @@ def written_in_words(written: Mapping[Path, str]) -> str:
     return listed((printable(f"{path} ({kind})") for path, kind in sorted(written.items())), _NAMED)
 
 
-def find_files(path: str | Sequence[str], key: str, ignored: Ignored | None = None) -> list[Path]:
-    """The files that `path` names: a file, folder or glob, or several of them. Sorted within each.
+class Found(NamedTuple):
+    """A file of a scan."""
 
-    Args:
-        ignored: takes what runs wrote, which is left out.
+    file: Path
+    role: Role
 
-    Raises:
-        UserError: there are none.
-    """
-    ignored = Ignored() if ignored is None else ignored
-    if not isinstance(path, str):
-        return [file for name in path for file in find_files(name, key, ignored)]
-    listing = _list(path, key)
-    files = listing.files
-    expanded = os.path.expanduser(path)
-    if not os.path.isfile(expanded):
-        files = _without_leftovers(files, os.path.isdir(expanded), key)
-        described = {file.with_suffix(".json") for file in files if file.suffix == ".bin"}
-        files = [file for file in files if file not in described]
-    listing.log(key)
-    ignored.written |= listing.written
-    if not files:
-        only = f"; {written_in_words(listing.written)} is no data" if listing.written else ""
-        raise UserError(
-            f"{key}: no file matches {path!r} (looked for {', '.join(FORMATS)} and .bin "
+
+@dataclass
+class Scan:
+    """The files that a path names, each once, sorted."""
+
+    path: str
+    found: list[Found]
+    links: list[str]
+    """Links to what has another name."""
+    written: Mapping[Path, str]
+    """Folders or files that runs wrote, and which they are."""
+
+    def files(self, *roles: Role) -> list[Path]:
+        """The files that have one of these roles."""
+        return [file for file, role in self.found if role in roles]
+
+    def log(self, key: str) -> None:
+        if self.links:
+            logger.info(
+                f"{key}: skipping {plural(len(self.links), 'link')} to what is read under another "
+                f"name: {listed(self.links, _NAMED)}"
+            )
+        if self.written:
+            logger.info(f"{key}: leaving out {written_in_words(self.written)}: never data")
+
+    def nothing(self, key: str) -> UserError:
+        """The error about a path that names no data."""
+        only = f"; {written_in_words(self.written)} is no data" if self.written else ""
+        return UserError(
+            f"{key}: no file matches {self.path!r} (looked for {', '.join(FORMATS)} and .bin "
             f"token files){only}"
         )
-    return files
 
 
-def _without_leftovers(files: Sequence[Path], in_folder: bool, key: str) -> list[Path]:
-    """`files` without caches beside a saved data set and, in a folder, without splits other than
-    `train`.
-    """
-    left_out: set[Path] = set()
-    """Files, and folders of splits."""
-    try:
-        for folder in sorted(
-            {file.parent for file in files if in_folder and file.name == _SPLITS_FILE}
-        ):
-            if splits := _saved_splits(folder):
-                left_out |= {folder / name for name in splits if name != _SPLIT}
-                logger.info(
-                    f"{key}: of the saved splits, reading {folder / _SPLIT}; name another's folder "
-                    "to read that"
-                )
-        for folder in {file.parent for file in files if file.suffix == ".arrow"}:
-            if shards := _saved_shards(folder):
-                left_out |= {file for file in folder.glob("*.arrow") if file.name not in shards}
-    except DataError as error:
-        raise UserError(f"{key}: {error}") from None
-    return [file for file in files if left_out.isdisjoint([file, *file.parents])]
-
-
-def _saved_splits(folder: Path) -> list[str]:
-    """The splits that are saved in a folder, `train` among them; none if it holds no splits.
+def scan(path: str, key: str) -> Scan:
+    """The file that `path` names; or the files in a folder, except hidden ones; or those that a
+    pattern matches.
 
     Raises:
-        DataError: `train` is not among them.
+        UserError: too many files would have to be searched.
     """
-    splits = [name for name in _read_list(folder, _SPLITS_FILE, "splits") if isinstance(name, str)]
-    if splits and _SPLIT not in splits:
-        raise DataError(
-            f"{folder} holds the splits {', '.join(splits)} of a saved data set, and none is "
-            f"{_SPLIT!r}; name the folder of one, such as {folder / splits[0]}"
-        )
-    return splits
-
-
-def _saved_shards(folder: Path) -> list[str]:
-    """The names of a saved data set's files; none if the folder holds no saved data set.
-
-    Raises:
-        DataError: a file is missing, or the rows are chosen by a table beside them.
-    """
-    if _read_list(folder, _STATE_FILE, "_indices_files") or _read_list(
-        folder, _STATE_FILE, "_indices_data_files"
-    ):
-        raise DataError(
-            f"{folder} is a saved data set whose rows are chosen or ordered by a table of indices "
-            "(select, shuffle, filter); call flatten_indices() on it before save_to_disk()"
-        )
-    entries = _read_list(folder, _STATE_FILE, "_data_files")
-    names = [str(entry.get("filename")) for entry in entries if isinstance(entry, dict)]
-    for name in names:
-        if not (folder / name).is_file() or "/" in name:
-            raise DataError(
-                f"{folder} is a saved data set without its file {name}, which {_STATE_FILE} names; "
-                "save it again"
-            )
-    return names
-
-
-def _read_list(folder: Path, name: str, key: str) -> list[Any]:
-    """A list in the description of a saved data set; empty without one."""
+    skipped: list[str] = []
+    expanded = os.path.expanduser(path)
+    matches = matching_files(expanded, SEARCHED_FILES, skipped)
     try:
-        values = read_json_object(folder / name).get(key) if (folder / name).exists() else None
-    except (OSError, ValueError) as error:
-        if not any(folder.glob("*.arrow")):  # another's file of that name
-            return []
-        raise DataError(f"{error}; save the data set again") from None
-    if not isinstance(values, list | None):
-        raise DataError(f"{folder / name}: {key} must be a list; save the data set again")
-    return values or []
+        names, again = without_aliases(matches)
+    except TooManyFilesError as error:
+        raise UserError(f"{key}: {error}; name a folder closer to the files") from None
+    files = sorted(map(Path, names))
+    links = sorted({*skipped, *again})
+    if os.path.isfile(expanded):
+        return Scan(path, _with_roles(files, files), links, {})
+    folders = WrittenFolders(Path(fixed_folder(expanded)))
+    return Scan(path, _with_roles(files, folders.without(files)), links, folders.left_out)
+
+
+def _with_roles(files: Sequence[Path], unwritten: Sequence[Path]) -> list[Found]:
+    written = set(files).difference(unwritten)
+    written |= {file.with_suffix(".json") for file in unwritten if file.suffix == ".bin"}
+    return [Found(file, "written" if file in written else _role(file)) for file in files]
+
+
+def _role(file: Path) -> Role:
+    if file.suffix == ".bin":
+        return "tokens"
+    if not format_of(file):
+        return "foreign"
+    return "description" if _is_description(file) else "documents"
 
 
 def find_token_files(path: str, key: str) -> list[Path]:
@@ -247,23 +219,27 @@ def find_token_files(path: str, key: str) -> list[Path]:
         An empty list if `path` names documents or doesn't exist.
     """
     folder = os.path.expanduser(path)
-    if not os.path.isdir(folder):
-        if path.endswith(".idx"):
-            path = path.removesuffix(".idx") + ".bin"
-        return find_files(path, key) if path.endswith(".bin") else []
-    listing = _list(path, key)
-    files = set(listing.files)
-    tokens = {file for file in files if file.suffix == ".bin"}
+    is_folder = os.path.isdir(folder)
+    if not is_folder and path.endswith(".idx"):
+        path = path.removesuffix(".idx") + ".bin"
+    if not is_folder and not path.endswith(".bin"):
+        return []
+    result = scan(path, key)
+    tokens = set(result.files("tokens"))
+    if not is_folder:
+        result.log(key)
+        if not tokens:
+            raise result.nothing(key)
+        return sorted(tokens)
+    files = {file for file, _ in result.found}
     if Path(folder) not in {file.parent for file in tokens}:  # below it may lie other binary files
         tokens = {
             file for file in tokens if {file.with_suffix(".json"), file.with_suffix(".idx")} & files
         }
     tokens -= _held_out(tokens, key)
-    described = {file.with_suffix(".json") for file in tokens}
-    beside = [file for file in files - described if format_of(file) and not _is_description(file)]
     if tokens:
-        listing.log(key)
-    if tokens and beside:
+        result.log(key)
+    if tokens and (beside := result.files("documents")):
         names = listed(sorted(file.name for file in beside), 6)
         logger.warning(
             f"{key}: reading {plural(len(tokens), 'token file')} of {path}, and not what lies "
@@ -290,79 +266,53 @@ def _held_out(tokens: Set[Path], key: str) -> set[Path]:
     return held_out
 
 
-@dataclass
-class _Listing:
-    """The files that a path names, each once, sorted."""
-
-    files: list[Path]
-    """Without what runs wrote."""
-    links: list[str]
-    """Links to what has another name."""
-    written: Mapping[Path, str]
-
-    def log(self, key: str) -> None:
-        if self.links:
-            logger.info(
-                f"{key}: skipping {plural(len(self.links), 'link')} to what is read under another "
-                f"name: {listed(self.links, _NAMED)}"
-            )
-        if self.written:
-            logger.info(f"{key}: leaving out {written_in_words(self.written)}: never data")
-
-
-def _list(path: str, key: str) -> _Listing:
-    """List the files in a folder, except hidden ones, or those that a pattern matches."""
-    skipped: list[str] = []
-    expanded = os.path.expanduser(path)
-    matches = matching_files(expanded, SEARCHED_FILES, skipped)
-    try:
-        names, again = without_aliases(matches)
-    except TooManyFilesError as error:
-        raise UserError(f"{key}: {error}; name a folder closer to the files") from None
-    files = sorted(map(Path, names))
-    links = sorted({*skipped, *again})
-    if os.path.isfile(expanded):
-        return _Listing(files, links, {})
-    folders = WrittenFolders(Path(fixed_folder(expanded)))
-    return _Listing(folders.without(files), links, folders.left_out)
-
-
 def find_text_files(
     path: str | Sequence[str], key: str, ignored: Ignored | None = None
 ) -> list[Path]:
-    """The files that `path` names, without those that a folder or glob holds beside its documents.
+    """The files of documents that `path` names: a file, folder or glob, or several of them. Sorted
+    within each.
 
     Args:
-        ignored: takes what is left out.
+        ignored: collects what lies beside them.
 
     Raises:
         UserError: there are none, or a file that is named by itself has an unknown format.
     """
     ignored = Ignored() if ignored is None else ignored
-    chosen: list[Path] = []
-    for name in [path] if isinstance(path, str) else path:
-        files = find_files(name, key, ignored)
-        if os.path.isfile(os.path.expanduser(name)):
-            if format_of(files[0]) is None:
-                raise UserError(f"{key}: {_unknown(name)}")
-            chosen += files
-            continue
-        chosen += [file for file in files if format_of(file) and not _is_description(file)]
-        ignored.files += [file for file in files if not format_of(file) or _is_description(file)]
-    if not chosen:
-        where = listed([path] if isinstance(path, str) else path)
+    paths = [path] if isinstance(path, str) else path
+    documents: list[Path] = []
+    for name in paths:
+        result = scan(name, key)
+        files = result.files("documents", "tokens", "description", "foreign")
+        expanded = os.path.expanduser(name)
+        is_file = os.path.isfile(expanded)
+        if not is_file and any(f.suffix == ".arrow" or f.name == SPLITS_FILE for f in files):
+            try:
+                files = without_leftovers(files, os.path.isdir(expanded), key)
+            except DataError as error:
+                raise UserError(f"{key}: {error}") from None
+        result.log(key)
+        ignored.written |= result.written
+        if not files:
+            raise result.nothing(key)
+        if is_file and format_of(files[0]) is None:
+            raise UserError(f"{key}: {_unknown(name)}")
+        read = files if is_file else set(files).intersection(result.files("documents"))
+        documents += [file for file in files if file in read]
+        ignored.files += [file for file in files if file not in read]
+    if not documents:
         foreign = _foreign(file.name for file in ignored.files)
         raise UserError(
-            f"{key}: no documents in {where}{ignored.in_words()}{foreign}; {_FORMATS_READ}"
+            f"{key}: no documents in {listed(paths)}{ignored.in_words()}{foreign}; {_FORMATS_READ}"
         )
     if ignored.files:
-        text = f"{key}: reading {plural(len(chosen), 'file')}{Ignored(ignored.files).in_words()}"
+        text = f"{key}: reading {plural(len(documents), 'file')}{Ignored(ignored.files).in_words()}"
         unknown = sum(not format_of(file) for file in ignored.files)
-        if unknown > len(chosen):
+        if unknown > len(documents):
             logger.warning(f"{text}. {_FORMATS_READ[0].upper()}{_FORMATS_READ[1:]}")
         else:
             logger.info(text)
-    return chosen
+    return documents
 
 
 _FORMATS_READ = (
@@ -375,21 +325,19 @@ def path_problem(path: str) -> str | None:
     """The problem of a file or folder that its name or descriptions show, else None."""
     named = Path(path).expanduser()
     if not named.is_dir():
-        known = format_of(named) or named.suffix in (".bin", ".idx")
-        return None if known else _unknown(path)
+        is_known = format_of(named) or named.suffix in (".bin", ".idx")
+        return None if is_known else _unknown(path)
     try:
-        names = os.listdir(named)
-        if foreign := _foreign(names):
-            files = [named / name for name in names]
-            if not any(
-                file.is_dir()
-                or (file.suffix == ".bin" and not _foreign([file.name]))
-                or (format_of(file) and not _is_description(file))
-                for file in files
-            ):
+        files = sorted(named.iterdir())
+        if foreign := _foreign(file.name for file in files):
+            readable = (
+                role == "documents" or (role == "tokens" and not _foreign([file.name]))
+                for file, role in _with_roles(files, files)
+            )
+            if not (any(readable) or any(map(Path.is_dir, files))):
                 return f"no documents in {path}{foreign}; {_FORMATS_READ}"
-        _saved_splits(named)
-        _saved_shards(named)
+        saved_splits(named)
+        saved_shards(named)
     except DataError as error:
         return str(error)
     except OSError as error:
