@@ -104,23 +104,25 @@ def resolve_ends(
     names = dict(zip(("bos_token", "eos_token"), defaults, strict=True)) | named.names
     begin, end = names["bos_token"], names["eos_token"]
     bos = id_of("bos_token", begin) if begin and named.add_bos else None
-    eos = None if end is None else id_of("eos_token", end)
+    eos: int | None = None
     stop: tuple[int, ...] = ()
     fingerprint = ""
     if end_of_document is not None:
-        stop = () if eos is None else (eos,)
         eos = token_id(end_of_document)
         if eos is None:
             raise UserError(f"model.end_of_document: {path} has no token {end_of_document!a}")
+        stop = () if end is None else (id_of("eos_token", end),)
         if stop != (eos,):
             fingerprint = f"-ends-{eos}"
-    elif eos is None:
-        if "eos_token" not in named.names or defaults[1] is not None:
-            raise UserError(
-                f"model.hf_assets_path: {path} has no end-of-text token; name it as eos_token in "
-                f"{CONFIG} (null if it has none at all), or set model.end_of_document"
-            )
+    elif end is not None:
+        eos = id_of("eos_token", end)
+    elif "eos_token" in named.names and defaults[1] is None:
         fingerprint = "-ends-none"
+    else:
+        raise UserError(
+            f"model.hf_assets_path: {path} has no end-of-text token; name it as eos_token in "
+            f"{CONFIG} (null if it has none at all), or set model.end_of_document"
+        )
     return Ends(names, bos, eos, stop, fingerprint)
 
 
