@@ -133,7 +133,7 @@ def written_in_words(written: Mapping[Path, str]) -> str:
     return listed((printable(f"{path} ({kind})") for path, kind in sorted(written.items())), _NAMED)
 
 
-class Found(NamedTuple):
+class Entry(NamedTuple):
     """A file of a scan."""
 
     file: Path
@@ -145,7 +145,7 @@ class Scan:
     """The files that a path names, each once, sorted."""
 
     path: str
-    found: list[Found]
+    entries: list[Entry]
     links: list[str]
     """Links to what has another name."""
     written: Mapping[Path, str]
@@ -153,7 +153,7 @@ class Scan:
 
     def files(self, *roles: Role) -> list[Path]:
         """The files that have one of these roles."""
-        return [file for file, role in self.found if role in roles]
+        return [file for file, role in self.entries if role in roles]
 
     def log(self, key: str) -> None:
         if self.links:
@@ -164,7 +164,7 @@ class Scan:
         if self.written:
             logger.info(f"{key}: leaving out {written_in_words(self.written)}: never data")
 
-    def nothing(self, key: str) -> UserError:
+    def no_data_error(self, key: str) -> UserError:
         """The error about a path that names no data."""
         only = f"; {written_in_words(self.written)} is no data" if self.written else ""
         return UserError(
@@ -195,10 +195,10 @@ def scan(path: str, key: str) -> Scan:
     return Scan(path, _with_roles(files, folders.without(files)), links, folders.left_out)
 
 
-def _with_roles(files: Sequence[Path], unwritten: Sequence[Path]) -> list[Found]:
+def _with_roles(files: Sequence[Path], unwritten: Sequence[Path]) -> list[Entry]:
     written = set(files).difference(unwritten)
     written |= {file.with_suffix(".json") for file in unwritten if file.suffix == ".bin"}
-    return [Found(file, "written" if file in written else _role(file)) for file in files]
+    return [Entry(file, "written" if file in written else _role(file)) for file in files]
 
 
 def _role(file: Path) -> Role:
@@ -229,9 +229,9 @@ def find_token_files(path: str, key: str) -> list[Path]:
     if not is_folder:
         result.log(key)
         if not tokens:
-            raise result.nothing(key)
+            raise result.no_data_error(key)
         return sorted(tokens)
-    files = {file for file, _ in result.found}
+    files = {file for file, _ in result.entries}
     if Path(folder) not in {file.parent for file in tokens}:  # below it may lie other binary files
         tokens = {
             file for file in tokens if {file.with_suffix(".json"), file.with_suffix(".idx")} & files
@@ -294,12 +294,12 @@ def find_text_files(
         result.log(key)
         ignored.written |= result.written
         if not files:
-            raise result.nothing(key)
+            raise result.no_data_error(key)
         if is_file and format_of(files[0]) is None:
             raise UserError(f"{key}: {_unknown(name)}")
-        read = files if is_file else set(files).intersection(result.files("documents"))
-        documents += [file for file in files if file in read]
-        ignored.files += [file for file in files if file not in read]
+        readable = set(files if is_file else result.files("documents"))
+        documents += [file for file in files if file in readable]
+        ignored.files += [file for file in files if file not in readable]
     if not documents:
         foreign = _foreign(file.name for file in ignored.files)
         raise UserError(
