@@ -190,14 +190,14 @@ def expert_gradients_times_ep() -> Any:
 
 def own_experts_in_the_norm() -> Any:
     """The norm by which gradients are clipped counts this rank's experts only."""
-    real = collectives._sharded_over
+    real = collectives._shard_groups
 
     def sharded_over(mesh: Any = None, placements: Any = ()) -> Any:
         names = mesh.mesh_dim_names if mesh is not None else ()
         groups = real(mesh, placements)
         return () if "ep" in names else groups
 
-    return mock.patch.object(collectives, "_sharded_over", sharded_over)
+    return mock.patch.object(collectives, "_shard_groups", sharded_over)
 
 
 def mtp_of_each_rank() -> Any:

@@ -47,7 +47,7 @@ def compared(argv, cache=None):
     counters = torch._dynamo.utils.counters
     os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
     report = torch._inductor.config.post_grad_custom_post_pass
-    fusion = (report.fused, report.unfused) if report else (0, [])
+    fusion = (report.num_fused, report.unfused) if report else (0, [])
     return (
         finding.problems,
         counters["stats"]["unique_graphs"],

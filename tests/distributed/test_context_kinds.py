@@ -18,7 +18,7 @@ from torchtitan.parallel.context import attention as context
 from torchtitan.parallel.context.attention import build_row_layout, ring_attention_backend
 from torchtitan.parallel.context.layout import RowLayout
 from torchtitan.parallel.context.ulysses import copies_of_keys, ulysses_attention_backend
-from torchtitan.parallel.context.window import needed
+from torchtitan.parallel.context.window import tails
 
 ROW = 32
 KINDS = [
@@ -197,7 +197,7 @@ def test_a_rank_is_visited_only_if_seen(window, skipped):
     """Of the 12 pairs of 4 ranks with 8 keys each, unbalanced, 6 are causal."""
     layout = RowLayout("", 4, 0, balanced=False)
     pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
-    assert sum(not needed(layout, a, b, 8, window) for a, b in pairs) == skipped
+    assert sum(not tails(layout, a, b, 8, window) for a, b in pairs) == skipped
 
 
 @pytest.mark.parametrize("balanced", [True, False])
@@ -212,7 +212,7 @@ def test_what_is_needed_is_what_is_seen(balanced, window):
         seen[mine] = False
         sent = torch.zeros(ROW, dtype=torch.bool)
         for source in range(4):
-            for chunk, count in needed(layout, source, to, length, window).items():
+            for chunk, count in tails(layout, source, to, length, window).items():
                 sent[(chunk + 1) * length - count : (chunk + 1) * length] = True
         assert torch.equal(sent, seen)
 

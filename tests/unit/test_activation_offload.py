@@ -60,7 +60,7 @@ def run(mode, blocks):
         loss.backward()
     with torch.no_grad():
         model(tokens)  # moves nothing
-    return loss.detach(), [p.grad for p in model.parameters()], offload.moved
+    return loss.detach(), [p.grad for p in model.parameters()], offload.bytes_copied
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def run(mode, blocks):
 )
 def test_bits_are_the_same_and_bytes_are_those_planned(mode, blocks):
     loss, gradients, none = run(mode, 0)
-    own_loss, own_gradients, moved = run(mode, blocks)
+    own_loss, own_gradients, bytes_copied = run(mode, blocks)
     assert none == 0
     assert torch.equal(own_loss, loss)
     for own, other in zip(own_gradients, gradients, strict=True):
@@ -82,7 +82,7 @@ def test_bits_are_the_same_and_bytes_are_those_planned(mode, blocks):
         # torch's two RMSNorms keep their results before the weight too
         if mode == "none" and torch_is_before_2_13():
             of_block += 2 * ROWS * SEQ * SIZES["dim"] * 4
-        assert moved == 2 * (4 if blocks < 0 else blocks) * of_block
+        assert bytes_copied == 2 * (4 if blocks < 0 else blocks) * of_block
 
 
 def test_parts_of_one_tensor_have_copies_of_their_own():
@@ -97,7 +97,7 @@ def test_parts_of_one_tensor_have_copies_of_their_own():
     x = torch.randn(8, 32, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
     for own in (forward, offload.wrap(forward, first=True, offloads=True)):
         gradients += torch.autograd.grad(own(torch.nn.Identity(), x * 1.0).sum(), x)
-    assert offload.moved >= x.nbytes
+    assert offload.bytes_copied >= x.nbytes
     assert torch.equal(*gradients)
 
 

@@ -11,7 +11,7 @@ from torchtitan.models.attention.backend import attention_backend
 from torchtitan.models.moe.grouped import grouped_mm
 from torchtitan.models.moe.moe import Experts
 from torchtitan.parallel.precision.dense import check_hardware, quantize
-from torchtitan.parallel.precision.experts import emulated_float8, mxfp8, padded
+from torchtitan.parallel.precision.experts import emulated_float8, mxfp8, pad_groups
 from torchtitan.utils.errors import ConfigError
 
 SPEC = get_spec("qwen3_moe")
@@ -115,7 +115,7 @@ def test_emulated_mxfp8_is_the_definition_in_all_three_products():
     weight = torch.randn(4, 96, 64)
     upstream = torch.randn(104, 96).bfloat16().float()
     rows, weight = (x.bfloat16().float().requires_grad_() for x in (rows, weight))
-    ours = gradients(padded(mxfp8(emulate=True), 32), rows, weight, upstream)
+    ours = gradients(pad_groups(mxfp8(emulate=True), 32), rows, weight, upstream)
     for one, other in zip(ours, by_expert(mx, rows, weight, upstream), strict=True):
         assert (one - other).norm() < 2**-8 * other.norm()  # multiplied in bf16
 
@@ -127,7 +127,7 @@ def test_padding_changes_nothing_but_the_sizes_of_the_groups(inputs):
         return grouped_mm(rows, weight, ends)
 
     assert_same_products(
-        gradients(padded(product, 16), *inputs), gradients(grouped_mm, *inputs), inputs
+        gradients(pad_groups(product, 16), *inputs), gradients(grouped_mm, *inputs), inputs
     )
 
 

@@ -10,7 +10,7 @@ from torchtitan.config import resolve
 from torchtitan.config.pipeline_schedules import NAMED_SCHEDULES, SCHEDULES
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.models import get_spec
-from torchtitan.parallel.pipeline.split import balanced, pipeline_stages
+from torchtitan.parallel.pipeline.split import balance_stages, pipeline_stages
 from torchtitan.utils.errors import ConfigError
 
 SPEC = get_spec("llama3")
@@ -62,7 +62,7 @@ def test_balance_is_the_best_there_is(count, head):
         "norm": 0.0,
         "output": head,
     }
-    stages = balanced(flops, count)
+    stages = balance_stages(flops, count)
     assert [name for stage in stages for name in stage] == list(flops)
     assert len(stages) == count
     assert balance_of([sum(flops[m] for m in stage) for stage in stages]) == best_balance(
@@ -72,10 +72,10 @@ def test_balance_is_the_best_there_is(count, head):
 
 def test_balance_counts_the_output_projection():
     """8B: the projection to 128,256 words costs as much as 2.4 layers at short context."""
-    stages = layers(balanced(SPEC.module_flops(SPEC.flavors["8B"], 2048), 4))
+    stages = layers(balance_stages(SPEC.module_flops(SPEC.flavors["8B"], 2048), 4))
     assert [len(s) for s in stages] == [8, 9, 9, 6]
     # 70B: as even as whole layers can be. A first stage of one layer would be no slower.
-    stages = layers(balanced(SPEC.module_flops(SPEC.flavors["70B"], 8192), 16))
+    stages = layers(balance_stages(SPEC.module_flops(SPEC.flavors["70B"], 8192), 16))
     assert sorted(len(s) for s in stages) == [4] + [5] * 14 + [6]
 
 

@@ -33,7 +33,7 @@ def from_all(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def problems_from_all(problem: T | None) -> list[T | None]:
-    """The `problem` of every rank, None where there is none; an empty list if no rank has one.
+    """Every rank's `problem`, or None; an empty list if no rank has one.
 
     Without problems, it costs one reduced number.
     """
@@ -43,7 +43,7 @@ def problems_from_all(problem: T | None) -> list[T | None]:
 
 
 def together(action: Callable[[], T]) -> T:
-    """Run `action` on every rank. If it raises a CheckpointError on any, all ranks raise the first.
+    """Run `action` on every rank. If any raises a CheckpointError, all ranks raise the first.
 
     An error that isn't damage takes precedence, since an earlier checkpoint wouldn't help.
     """

@@ -20,7 +20,7 @@ Groups = tuple[dist.ProcessGroup, ...]
 def all_reduce(
     value: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> Tensor:
-    """Reduce `value` over the group in place and return it. Free in a group of one (also None)."""
+    """Reduce `value` over the group in place and return it. Free in a group of one, or None."""
     if group is not None and group.size() > 1:
         dist.all_reduce(value, op=op, group=group)
     return value
@@ -40,7 +40,7 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class AnyRank:
-    """A vote: does any rank say yes? Work before `answer` overlaps with the exchange."""
+    """A vote: does any rank vote yes? Work before `answer` overlaps with the exchange."""
 
     def __init__(self, yes: bool, device: torch.device):
         self._value = torch.full((), float(yes), device=device)
@@ -59,9 +59,9 @@ class AnyRank:
 def gather_values(values: Sequence[float], device: torch.device) -> list[list[float]]:
     """All-gather a few numbers of every rank. Returns a list per rank."""
     local_values = torch.tensor(values, dtype=torch.float64, device=device)
-    gathered = [torch.empty_like(local_values) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, local_values)
-    return torch.stack(gathered).tolist()
+    by_rank = [torch.empty_like(local_values) for _ in range(dist.get_world_size())]
+    dist.all_gather(by_rank, local_values)
+    return torch.stack(by_rank).tolist()
 
 
 # ---- DTensors and their local shards
@@ -134,11 +134,11 @@ class SquaredNorm:
         """Record the norms of gradients, which may then change."""
         by_layout: dict[Any, list[Tensor]] = {}
         for gradient in gradients:
-            sharded = isinstance(gradient, DTensor)
-            layout = (gradient.device_mesh, gradient.placements) if sharded else ()
+            is_sharded = isinstance(gradient, DTensor)
+            layout = (gradient.device_mesh, gradient.placements) if is_sharded else ()
             by_layout.setdefault(layout, []).append(local(gradient))
         for layout, shards in by_layout.items():
-            norms = self._norms.setdefault(_sharded_over(*layout), [])
+            norms = self._norms.setdefault(_shard_groups(*layout), [])
             norms += torch._foreach_norm(shards, 2.0, dtype=torch.float64)
 
     def take(self, pp_group: dist.ProcessGroup | None, device: torch.device) -> Tensor:
@@ -163,15 +163,15 @@ class SquaredNorm:
         return all_reduce(total, pp_group).sqrt()
 
 
-def _sharded_over(mesh: DeviceMesh | None = None, placements: Sequence[Placement] = ()) -> Groups:
+def _shard_groups(mesh: DeviceMesh | None = None, placements: Sequence[Placement] = ()) -> Groups:
     """The process groups whose ranks hold different shards of a tensor with this layout."""
     if mesh is None:
         return ()
     assert not any(placement.is_partial() for placement in placements), (
         "a gradient isn't reduced yet"
     )
-    split = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
-    return tuple(mesh.get_group(i) for i in split)
+    sharded_axes = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
+    return tuple(mesh.get_group(i) for i in sharded_axes)
 
 
 @torch.no_grad()

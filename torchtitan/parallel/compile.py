@@ -1,4 +1,4 @@
-"""Regional compilation: blocks are compiled one by one, and those that are alike share a graph."""
+"""Regional compilation: blocks are compiled one by one, and identical blocks share a graph."""
 
 import atexit
 import os
@@ -63,18 +63,18 @@ def apply_compile(model: Model, config: Config, *, experts_apart: bool = False) 
     """
     if not compiles_blocks(config):
         return
-    compiled_once = cache(partial(_compiled, config=config.compile))
+    compile_once = cache(partial(_compile, config=config.compile))
     for block in model.layers.values():
         for owner, name in regions(block, experts_apart=experts_apart):
-            replace_method(owner, name, compiled_once)
+            replace_method(owner, name, compile_once)
 
 
 def compiled_loss(loss: Callable[..., Any], config: Compile) -> Callable[..., Any]:
     """`loss`, compiled if `config` asks for it."""
     if not config.enable or "loss" not in config.components:
         return loss
-    return _compiled(loss, config)
+    return _compile(loss, config)
 
 
-def _compiled(function: Callable[..., Any], config: Compile) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any], config: Compile) -> Callable[..., Any]:
     return torch.compile(function, backend=config.backend, fullgraph=True, dynamic=False)

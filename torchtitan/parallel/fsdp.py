@@ -46,9 +46,9 @@ def apply_fsdp(
         reshard: `parallelism.fsdp_reshard_after_forward`.
         pipelined: the model is a pipeline stage, whose schedule gathers and frees the weights once
             for all microbatches.
-        tied: the output projection's weight is that of the token embeddings.
+        tied: the output projection and the token embeddings share a weight.
     """
-    if _stays_whole(model, mesh, training):
+    if _fsdp_is_noop(model, mesh, training):
         fully_shard(model, mesh=mesh.fsdp, ignored_params=set(model.parameters()))
         return
     shard = partial(
@@ -59,7 +59,7 @@ def apply_fsdp(
     )
     blocks = list(model.layers.values())
     for i, block in enumerate(blocks):
-        # The backward begins with the last block, so freeing that would only gather it again.
+        # The backward begins with the last block, so freeing it would only gather it again.
         worth_freeing = i < len(blocks) - 1 and not pipelined
         free = reshard == "always" or (reshard == "default" and worth_freeing)
         experts = next((m for m in block.modules() if isinstance(m, Experts)), None)
@@ -72,12 +72,12 @@ def apply_fsdp(
                 shard_placement_fn=placement,
             )
         shard(block, reshard_after_forward=free)
-    ignored: set[nn.Parameter] = set()
-    # A tied weight is the root's: it is needed first, and its gradient is complete last.
+    ignored_params: set[nn.Parameter] = set()
+    # A tied weight belongs to the root: it is needed first, and its gradient is complete last.
     if not tied:
-        ignored = _shard_ends(model, shard, free=reshard != "never" and not pipelined)
-    # What the root holds, the loss may need after the forward.
-    shard(model, reshard_after_forward=False, ignored_params=ignored)
+        ignored_params = _shard_ends(model, shard, free=reshard != "never" and not pipelined)
+    # The loss may need the root's weights after the forward.
+    shard(model, reshard_after_forward=False, ignored_params=ignored_params)
     _prefetch(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -89,9 +89,9 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _stays_whole(model: Model, mesh: Mesh, training: Training) -> bool:
+def _fsdp_is_noop(model: Model, mesh: Mesh, training: Training) -> bool:
     """Whether there is nothing to gather, cast, reduce or offload: FSDP would only copy each weight
-    and gradient, which takes 9 % of a small model's step.
+    and gradient, which costs 9 % of a small model's step.
     """
     types = {training.mixed_precision_param, training.mixed_precision_reduce}
     return (
@@ -99,7 +99,7 @@ def _stays_whole(model: Model, mesh: Mesh, training: Training) -> bool:
         and mesh.expert_fsdp is None
         and types == {training.dtype}
         and not training.enable_cpu_offload
-        # FSDP combines its layout with that of tensor parallelism, and casts Float8 weights.
+        # FSDP combines its layout with tensor parallelism's, and casts Float8 weights.
         and not any(is_traceable_wrapper_subclass(weight) for weight in model.parameters())
     )
 
@@ -141,7 +141,7 @@ def _prefetch(model: Model) -> None:
         [m for m in block.modules() if m is block or (isinstance(m, Experts) and _is_unit(m))]
         for block in model.layers.values()
     ]
-    # Validation leaves these out. What is gathered and not used would be used, stale, later.
+    # Validation leaves these out. A gathered, unused weight would be used later, stale.
     always = [units for units in blocks if not isinstance(units[0], MTPModule)]
     root: list[Any] = [model]
     ends = [[m] if _is_unit(m) else [] for m in (model.tok_embeddings, model.norm)]
@@ -159,9 +159,9 @@ def _is_unit(module: nn.Module | None) -> bool:
 
 
 def _mixed_precision(training: Training) -> MixedPrecisionPolicy:
-    mixed = training.mixed_precision_param != training.dtype
+    is_mixed = training.mixed_precision_param != training.dtype
     return MixedPrecisionPolicy(
-        param_dtype=getattr(torch, training.mixed_precision_param) if mixed else None,
+        param_dtype=getattr(torch, training.mixed_precision_param) if is_mixed else None,
         reduce_dtype=getattr(torch, training.mixed_precision_reduce),
         # Activations already have the parameters' type, and the RoPE tables must stay fp32.
         cast_forward_inputs=False,
@@ -185,7 +185,7 @@ def _expert_placement(weight: nn.Parameter, shards: int) -> Shard:
 
 @dataclass(frozen=True)
 class Accumulation:
-    """The way in which the gradients of a step's batches are accumulated."""
+    """Accumulation of gradients over a step's batches."""
 
     whole: bool
     """Accumulate whole gradients, and reduce them after the last batch. Otherwise reduce the

@@ -67,21 +67,21 @@ def _local_store(rank: int, world: int, timeout: timedelta) -> dist.Store:
     """The store of ranks that are all on this node. torch's own would listen on all interfaces."""
     host = "127.0.0.1"
     port = int(os.environ["MASTER_PORT"])
-    listening = socket.create_server((host, port)).detach() if rank == 0 else None
-    return dist.TCPStore(host, port, world, rank == 0, timeout, master_listen_fd=listening)
+    listen_fd = socket.create_server((host, port)).detach() if rank == 0 else None
+    return dist.TCPStore(host, port, world, rank == 0, timeout, master_listen_fd=listen_fd)
 
 
 _cpu_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 def cpu_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """All ranks, for objects and tensors on the CPU: the default group, or if that has NCCL only, a
-    group with gloo.
+    """All ranks, for objects and tensors on the CPU: the default group, or a group with gloo
+    if the default has NCCL only.
 
     Its collectives belong to the main thread. Saves, which run in the background, have their own.
 
     Args:
-        timeout: of a group that is created now, by all ranks together; None: torch's default.
+        timeout: for a group that all ranks create now; None: torch's default.
     """
     world = dist.group.WORLD
     assert world is not None, "there is no process group"
@@ -94,7 +94,7 @@ def cpu_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
 
 
 def barrier() -> None:
-    """Wait for all ranks, and on CUDA for the device's work before."""
+    """Wait for all ranks, and on CUDA for the device's pending work."""
     on_cuda = "nccl" in str(dist.get_backend_config())
     dist.barrier(device_ids=[torch.cuda.current_device()] if on_cuda else None)
 
@@ -105,7 +105,7 @@ def store_of_a_thread(prefix: str) -> dist.Store:
 
 
 def limit_groups(seconds: int) -> None:
-    """Set the timeout, in seconds, of all existing process groups but the one that saves.
+    """Set the timeout, in seconds, of all existing process groups except the one for saves.
 
     Groups created later have torch's default, 30 minutes.
     """

@@ -35,8 +35,8 @@ def materialize(
     """
     model.to_empty(device=device)
     if model.norm is not None:
-        # FSDP pads the shards of a unit when its module moves. The norm's unit has the output's
-        # weight, too, which moved later.
+        # FSDP pads the shards of a unit when its module moves. The norm's unit also has the
+        # output's weight, which moved after the norm.
         model.norm.to(device)
     model.init_buffers()
     for name, buffer in model.named_buffers():
@@ -55,15 +55,15 @@ def _fill(param: Tensor, fqn: str, seed: int, init: Init) -> None:
     if shard.numel() == 0:
         return
     rows = owned(param, 0)  # global indices of this rank's rows
-    if param.dim() == 3:  # the rows of a stack are those of its matrices
-        within = owned(param, 1)
-        rows = (rows[:, None] * param.shape[1] + within).flatten()
+    if param.dim() == 3:  # a stack's rows are its matrices' rows
+        matrix_rows = owned(param, 1)
+        rows = (rows[:, None] * param.shape[1] + matrix_rows).flatten()
         shard = shard.view(len(rows), -1)
-    count = len(param)
+    num_rows = len(param)
     row_shape: tuple[int, ...] = ()
     columns = None
     if param.dim() > 1:
-        count = param.shape[:-1].numel()
+        num_rows = param.shape[:-1].numel()
         row_shape = (param.shape[-1],)
         columns = owned(param, param.dim() - 1)
         if len(columns) == param.shape[-1]:
@@ -71,13 +71,13 @@ def _fill(param: Tensor, fqn: str, seed: int, init: Init) -> None:
     blocks = rows // ROWS_PER_BLOCK
     for block in blocks.unique().tolist():
         start = block * ROWS_PER_BLOCK
-        shape = (min(ROWS_PER_BLOCK, count - start), *row_shape)
+        shape = (min(ROWS_PER_BLOCK, num_rows - start), *row_shape)
         values = _block(fqn, seed, block, shape, init=init)
-        mine = (blocks == block).nonzero().squeeze(1)
-        values = values[rows[mine] - start]
+        in_block = (blocks == block).nonzero().squeeze(1)
+        values = values[rows[in_block] - start]
         if columns is not None:
             values = values[:, columns]
-        shard[mine.to(shard.device)] = values.to(shard.device, shard.dtype)
+        shard[in_block.to(shard.device)] = values.to(shard.device, shard.dtype)
 
 
 def _block(fqn: str, seed: int, block: int, shape: tuple[int, ...], init: Init) -> Tensor:

@@ -19,7 +19,7 @@ class Mesh:
     degrees: dict[str, int]
     """Number of ranks along each axis."""
     world: DeviceMesh
-    """All ranks. It has the axes of more than one rank, and those that FSDP always needs."""
+    """All ranks. It has the axes with more than one rank, and the ones FSDP always needs."""
     fsdp: DeviceMesh
     """FSDP2's axes: (dp_replicate, dp_shard x cp). Context-parallel ranks also share weights."""
     batch_group: dist.ProcessGroup
@@ -56,7 +56,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """This rank's index among those that read different rows."""
+        """This rank's index among the ranks that read different rows."""
         return self.rank("dp_replicate") * self.size("dp_shard") + self.rank("dp_shard")
 
 
@@ -84,37 +84,37 @@ def build_mesh(config: Config, device_type: str, *, experts: bool = False) -> Me
 
 
 def _build(degrees: dict[str, int], device_type: str, replicas: bool, ep: int) -> Mesh:
-    """Build a mesh with one process group per distinct set of ranks, because groups take memory.
+    """Build a mesh with one process group per distinct set of ranks, because groups use memory.
 
     Args:
-        replicas: FSDP has an axis of replicas. It would all-reduce even in a group of one, so there
-            is none without need.
+        replicas: FSDP has an axis of replicas. It would all-reduce even in a group of one, so it
+            is left out where possible.
         ep: number of ranks that share all experts; 0: experts see the same axes as other weights.
     """
-    needed = {"dp_shard": degrees["dp_shard"] == degrees["cp"] == 1, "dp_replicate": replicas}
-    axes = {axis: degree for axis, degree in degrees.items() if degree > 1 or needed.get(axis)}
+    fsdp_axes = {"dp_shard": degrees["dp_shard"] == degrees["cp"] == 1, "dp_replicate": replicas}
+    axes = {axis: degree for axis, degree in degrees.items() if degree > 1 or fsdp_axes.get(axis)}
     world = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def across(*names: str) -> DeviceMesh:
         """A single axis along all axes of `names`."""
-        split = [name for name in names if degrees[name] > 1] or ["dp_shard"]
-        if len(split) == 1:
-            return world[split[0]]
-        return world[tuple(split)]._flatten("_".join(split))
+        axes_to_join = [name for name in names if degrees[name] > 1] or ["dp_shard"]
+        if len(axes_to_join) == 1:
+            return world[axes_to_join[0]]
+        return world[tuple(axes_to_join)]._flatten("_".join(axes_to_join))
 
-    def replicated(shards: DeviceMesh) -> DeviceMesh:
+    def with_replicas(shards: DeviceMesh) -> DeviceMesh:
         if not replicas:
             return shards
         return DeviceMesh._concatenate([world["dp_replicate"], shards])
 
-    fsdp = replicated(across("dp_shard", "cp"))
+    fsdp = with_replicas(across("dp_shard", "cp"))
     expert_fsdp = None
     expert_ranks = None
     if ep:
         flat = across("dp_shard", "cp", "tp")
-        split = flat._unflatten(0, (flat.size() // ep, ep), ("efsdp", "ep"))
-        expert_fsdp = replicated(split["efsdp"])
-        expert_ranks = split["ep"] if ep > 1 else None
+        expert_mesh = flat._unflatten(0, (flat.size() // ep, ep), ("efsdp", "ep"))
+        expert_fsdp = with_replicas(expert_mesh["efsdp"])
+        expert_ranks = expert_mesh["ep"] if ep > 1 else None
     return Mesh(
         degrees=degrees,
         world=world,

@@ -50,9 +50,9 @@ def parallelize(
     Args:
         stages: the pipeline; None without pipeline parallelism.
         device: where this rank computes.
-        fill: allocates and initializes the sharded model; called as `materialize` is.
-        splits: tells how many rows experts' ranks exchange; called as `count_splits` is.
-        modules_of: names the modules of each stage of a rank; called as `stage_modules` is.
+        fill: allocates and initializes the sharded model; called like `materialize`.
+        splits: returns the numbers of rows that experts' ranks exchange, like `count_splits`.
+        modules_of: returns the modules' names of each stage of a rank, like `stage_modules`.
     """
     training = config.training
     p = config.parallelism

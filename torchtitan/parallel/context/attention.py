@@ -70,8 +70,8 @@ def build_row_layout(group: dist.ProcessGroup, balanced: bool) -> RowLayout:
 def ring_attention_backend(group: dist.ProcessGroup, rotate: str, balanced: bool) -> Attend:
     """Attention over a sequence sharded by `local_positions`.
 
-    Without a mask it is a causal ring; with one, keys and values are gathered first. With a window
-    only what it sees is exchanged.
+    Without a mask it is a causal ring; with one, keys and values are gathered first. With a
+    window, only the keys in it are exchanged.
 
     Args:
         rotate: how keys and values travel: `allgather` (all at once) or `alltoall` (rank to rank,
@@ -147,18 +147,18 @@ class _Ring:
         The next buffer is in transit while the caller uses this one.
         """
         if self.at_once:
-            gathered = c10d.all_gather_into_tensor(buffer, self.n, self.name)
+            transfer = c10d.all_gather_into_tensor(buffer, self.n, self.name)
             yield self.rank, buffer
-            buffers = c10d.wait_tensor(gathered).view(self.n, -1)
+            buffers = c10d.wait_tensor(transfer).view(self.n, -1)
             for i in range(1, self.n):
                 source = (self.rank - i) % self.n
                 yield source, buffers[source]
             return
         for i in range(self.n):
-            following = self.shift(buffer) if i < self.n - 1 else None
+            next_buffer = self.shift(buffer) if i < self.n - 1 else None
             yield (self.rank - i) % self.n, buffer
-            if following is not None:
-                buffer = c10d.wait_tensor(following)
+            if next_buffer is not None:
+                buffer = c10d.wait_tensor(next_buffer)
 
     def shift(self, buffer: Tensor) -> Tensor:
         """Start sending `buffer` to the next rank; the result becomes the previous rank's."""
@@ -170,17 +170,17 @@ class _Ring:
 
     def visible(self, source: int, s: int) -> _Block | None:
         """The block of attention between the `s` local queries and the keys of rank `source`; None
-        if they see none of them.
+        if they see none.
         """
-        every = slice(0, s)
+        all_rows = slice(0, s)
         if source == self.rank:
-            return _Block(every, every, True)
-        earlier = source < self.rank
+            return _Block(all_rows, all_rows, True)
+        is_earlier = source < self.rank
         if not self.balanced:
-            return _Block(every, every, False) if earlier else None
-        if earlier:
-            return _Block(every, slice(0, s // 2), False)
-        return _Block(slice(s // 2, s), every, False)
+            return _Block(all_rows, all_rows, False) if is_earlier else None
+        if is_earlier:
+            return _Block(all_rows, slice(0, s // 2), False)
+        return _Block(slice(s // 2, s), all_rows, False)
 
 
 def merge_blocks(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -196,7 +196,7 @@ def merge_blocks(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor)
 
 
 @cache
-def _merging(device_type: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+def _merge_function(device_type: str) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
     """`merge_blocks`, fused on CUDA."""
     return torch.compile(merge_blocks, dynamic=False) if device_type == "cuda" else merge_blocks
 
@@ -235,7 +235,7 @@ def ring_attention(
         The output `[b, h, s, e]` and the scores' log-sum-exp `[b, h, s]`, which the backward needs.
     """
     ring = _Ring(group_name, rotate, balanced)
-    merge = _merging(q.device.type)
+    merge = _merge_function(q.device.type)
     out = torch.empty(0)
     lse = torch.empty(0)
     for source, buffer in ring.visit(_pack(k, v)):
@@ -248,7 +248,7 @@ def ring_attention(
         block_out, block_lse = block_forward(
             q[:, :, rows], keys[:, :, columns], values[:, :, columns], scores
         )
-        if source == ring.rank:  # the first one, and whole
+        if source == ring.rank:  # the first block, which is whole
             out = block_out.to(_accumulator(q)).contiguous()
             lse = block_lse.to(_accumulator(q)).contiguous()
         else:
@@ -286,7 +286,7 @@ def ring_attention_backward(
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
     size = k.numel() + v.numel()
     dkv = torch.zeros(ring.n if ring.at_once else 1, size, dtype=dtype, device=q.device)
-    travelling: Tensor | None = None
+    transfer: Tensor | None = None
     for source, buffer in ring.visit(_pack(k, v)):
         block = ring.visible(source, q.shape[2])
         grads = None
@@ -302,18 +302,18 @@ def ring_attention_backward(
                 lse=lse[:, :, rows].contiguous(),
                 scores=BlockScores(scale, causal),
             )
-        if travelling is not None:
-            dkv = c10d.wait_tensor(travelling).view(1, -1)
+        if transfer is not None:
+            dkv = c10d.wait_tensor(transfer).view(1, -1)
         if grads is not None:
             dk, dv = _unpack(dkv[source if ring.at_once else 0], k, v)
             dq[:, :, rows] += grads[0]
             dk[:, :, columns] += grads[1]
             dv[:, :, columns] += grads[2]
         if not ring.at_once:
-            travelling = ring.shift(dkv.view(-1))
-    if travelling is None:
-        travelling = c10d.reduce_scatter_tensor(dkv.view(-1), "sum", ring.n, group_name)
-    dk, dv = _unpack(c10d.wait_tensor(travelling), k, v)
+            transfer = ring.shift(dkv.view(-1))
+    if transfer is None:
+        transfer = c10d.reduce_scatter_tensor(dkv.view(-1), "sum", ring.n, group_name)
+    dk, dv = _unpack(c10d.wait_tensor(transfer), k, v)
     # Copies, because the outputs of an operator must not alias.
     return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
 

@@ -3,7 +3,7 @@
 A state depends on all earlier tokens, so ranks that hold parts of a row would compute one after the
 other, and a balanced rank's two chunks aren't even consecutive. Heads, though, don't depend on each
 other. One all-to-all of projections gives each rank the whole row of its heads, where convolution,
-state and documents are those of one device; another returns the outputs. A rank sends
+state and documents work as on one device; another returns the outputs. A rank sends
 2d + group (e + 2) elements per token and key head, and gets group e back.
 
 Shapes: b batch, k key heads, d size of keys, e size of values, group of value heads per key head.
@@ -33,7 +33,7 @@ def apply_delta_context(model: Model, mesh: Mesh, p: Parallelism) -> None:
 
 
 def mix_across(mix: Mix, layout: RowLayout) -> Mix:
-    """Adapt `mix`, which takes whole rows, to the part of each row that a rank holds.
+    """Adapt `mix`, which needs whole rows, to the part of each row that a rank holds.
 
     The ranks of `layout` must divide the key heads.
     """

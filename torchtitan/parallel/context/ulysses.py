@@ -1,7 +1,7 @@
 """Context parallelism by heads (DeepSpeed Ulysses, Jacobs et al., arXiv:2309.14509).
 
-An all-to-all gives each rank whole rows of some heads, so attention is that of one device, whatever
-its kind; another returns the result to the ranks that hold the tokens.
+An all-to-all gives each rank whole rows of some heads, so attention of any kind works as on one
+device; another returns the result to the ranks that hold the tokens.
 
 Shapes: b batch, h query heads, k key-value heads, s positions on this rank, d width of queries and
 keys, e width of values, n ranks.
@@ -18,7 +18,7 @@ from torchtitan.parallel.context.layout import RowLayout
 
 
 def ulysses_attention_backend(attend: Attend, layout: RowLayout) -> Attend:
-    """Attention over a row that ranks share as `layout` says.
+    """Attention over a row that ranks share according to `layout`.
 
     Args:
         attend: attention on one device, with masks for whole rows.
@@ -39,7 +39,7 @@ def ulysses_attention_backend(attend: Attend, layout: RowLayout) -> Attend:
 
 
 def copies_of_keys(heads: int, kv_heads: int, ranks: int) -> int:
-    """Number of ranks that each key head is sent to, so that every rank has those of its queries.
+    """Number of ranks that each key head is sent to, so that every rank has its queries' keys.
 
     Raises:
         ValueError: the heads can't be split evenly over the ranks.
@@ -63,21 +63,21 @@ def to_heads(tensors: Sequence[Tensor], layout: RowLayout) -> list[Tensor]:
         shapes.append((n, b, h // n, s, d))
         buffers.append(x.unflatten(1, (n, h // n)).movedim(1, 0).reshape(n, -1))
     sizes = [buffer.shape[1] for buffer in buffers]
-    received = _exchange(torch.cat(buffers, dim=1), layout).split(sizes, dim=1)
+    shards = _exchange(torch.cat(buffers, dim=1), layout).split(sizes, dim=1)
     return [
         layout.join_shards(x.reshape(shape).unbind(0), dim=2)
-        for x, shape in zip(received, shapes, strict=True)
+        for x, shape in zip(shards, shapes, strict=True)
     ]
 
 
 def to_sequence(x: Tensor, layout: RowLayout) -> Tensor:
     """The reverse of `to_heads` for one tensor: `[b, h / n, n s, e] -> [b, h, s, e]`."""
     shards = torch.stack(layout.split_rows(x, dim=2))
-    received = _exchange(shards.flatten(1), layout)
-    return received.view(shards.shape).movedim(0, 1).flatten(1, 2)
+    heads = _exchange(shards.flatten(1), layout)
+    return heads.view(shards.shape).movedim(0, 1).flatten(1, 2)
 
 
 def _exchange(buffer: Tensor, layout: RowLayout) -> Tensor:
     """Send row i of `buffer` to rank i; row i of the result comes from rank i."""
-    received = all_to_all_single_autograd(buffer.flatten(), None, None, layout.group_name)
-    return received.view(buffer.shape)
+    rows = all_to_all_single_autograd(buffer.flatten(), None, None, layout.group_name)
+    return rows.view(buffer.shape)

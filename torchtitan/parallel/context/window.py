@@ -1,9 +1,9 @@
 """Windows under context parallelism: each rank gets the keys that its queries see, and no others.
 
-A window reaches `window - 1` keys back from the start of a chunk. What lies there on other ranks is
-fetched by one all-to-all, in which every pair of ranks exchanges only what is needed; no step
-visits a rank in vain, and the bytes don't grow with the row. The keys before a chunk and the
-chunk's own are consecutive, so attention is that of one device, from an offset.
+A window reaches `window - 1` keys back from the start of a chunk. Those that lie on other
+ranks are fetched by one all-to-all, in which a pair of ranks exchanges only the keys it needs; no
+step visits a rank in vain, and the bytes don't grow with the row. The keys before a chunk and the
+chunk's own are consecutive, so attention works as on one device, from an offset.
 
 Shapes: b batch, h query heads, k key-value heads, s positions on this rank, d width of queries and
 keys, e width of values.
@@ -53,7 +53,7 @@ def attend_window(
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def needed(layout: RowLayout, source: int, to: int, length: int, window: int) -> dict[int, int]:
+def tails(layout: RowLayout, source: int, to: int, length: int, window: int) -> dict[int, int]:
     """The keys of rank `source` that rank `to` needs: for each chunk the number of last keys."""
     counts = {}
     for chunk in layout.chunks(source):
@@ -72,7 +72,7 @@ def _chunks(x: Tensor, length: int, layout: RowLayout) -> dict[int, Tensor]:
 
 
 def _between(chunks: dict[int, Tensor], begin: int, end: int, length: int) -> Tensor:
-    """Positions `begin` to `end` of the row, from `chunks`, of which some have only their end."""
+    """Positions `begin` to `end` of the row, from `chunks`, some of which have only their end."""
     pieces = []
     for chunk in range(begin // length, math.ceil(end / length)):
         count = (chunk + 1) * length - max(begin, chunk * length)
@@ -95,30 +95,30 @@ def _receive(
     length = next(iter(keys.values())).shape[2]
     ranks = range(layout.ranks)
     me = layout.rank
-    if not any(needed(layout, a, b, length, window=window) for a in ranks for b in ranks):
+    if not any(tails(layout, a, b, length, window=window) for a in ranks for b in ranks):
         return
-    out = [needed(layout, me, rank, length, window=window) for rank in ranks]
-    into = [needed(layout, rank, me, length, window=window) for rank in ranks]
-    sent = [
+    send_counts = [tails(layout, me, rank, length, window=window) for rank in ranks]
+    receive_counts = [tails(layout, rank, me, length, window=window) for rank in ranks]
+    slices = [
         x[chunk][:, :, -count:].flatten()
-        for counts in out
+        for counts in send_counts
         for chunk, count in counts.items()
         for x in (keys, values)
     ]
     per_key = [x[:, :, 0].numel() for x in (k, v)]
-    received = all_to_all_single_autograd(
-        torch.cat([k[:, :, :0].flatten(), *sent]),
-        [sum(counts.values()) * sum(per_key) for counts in into],
-        [sum(counts.values()) * sum(per_key) for counts in out],
+    buffer = all_to_all_single_autograd(
+        torch.cat([k[:, :, :0].flatten(), *slices]),
+        [sum(counts.values()) * sum(per_key) for counts in receive_counts],
+        [sum(counts.values()) * sum(per_key) for counts in send_counts],
         layout.group_name,
     )
-    pieces = [(chunk, count) for counts in into for chunk, count in counts.items()]
+    pieces = [(chunk, count) for counts in receive_counts for chunk, count in counts.items()]
     sizes = [count * size for _, count in pieces for size in per_key]
-    flat = iter(received.split(sizes))
+    flat = iter(buffer.split(sizes))
     for chunk, count in pieces:
         for like, x in ((k, keys), (v, values)):
             x[chunk] = next(flat).view(*like.shape[:2], count, like.shape[3])
     if not pieces:  # join the graph with no keys
         (local_chunk,) = keys
-        nothing = received.view(*k.shape[:2], 0, k.shape[3])
+        nothing = buffer.view(*k.shape[:2], 0, k.shape[3])
         keys[local_chunk] = torch.cat([nothing, keys[local_chunk]], dim=2)

@@ -1,6 +1,6 @@
 """Expert parallelism: each rank holds some of the experts, and rows travel to them and back.
 
-The ranks of `ep` are taken from dp_shard x cp x tp, whose ranks all have different tokens. Experts
+The ranks of `ep` come from dp_shard x cp x tp, whose ranks all have different tokens. Experts
 are sharded over `ep` by index, and by FSDP over the ranks that hold the same ones. The splits of
 both all-to-alls depend on the data, so the host waits once for the device in each forward.
 
@@ -29,14 +29,14 @@ Splits: TypeAlias = Callable[[Tensor, Tensor, int], tuple[list[int], list[int]]]
 """A function like `count_splits`."""
 
 
-def count_splits(sent: Tensor, received: Tensor, rows: int) -> tuple[list[int], list[int]]:
+def count_splits(sends: Tensor, arrivals: Tensor, rows: int) -> tuple[list[int], list[int]]:
     """The number of rows to send to each rank, and to receive from each.
 
     Args:
-        sent, received: rows for each expert, `[ranks, local experts]`.
+        sends, arrivals: numbers of rows for each expert, `[ranks, local experts]`.
         rows: the number of rows that this rank sends.
     """
-    to_ranks, from_ranks = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+    to_ranks, from_ranks = torch.stack([sends.sum(1), arrivals.sum(1)]).tolist()
     return to_ranks, from_ranks
 
 
@@ -45,7 +45,7 @@ class ShardedExperts(Experts):
 
     group: dist.ProcessGroup
     splits: Splits = staticmethod(count_splits)
-    """Tells how many rows to send to each rank, and how many come from each."""
+    """Counts the rows to send to each rank, and to receive from each."""
 
     def forward(
         self, rows: Tensor, ends: Tensor, meanwhile: Callable[[], None] = lambda: None
@@ -57,35 +57,35 @@ class ShardedExperts(Experts):
             meanwhile: called while rows travel to their experts.
         """
         ranks = self.group.size()
-        to_experts = ends.diff(prepend=ends.new_zeros(1))  # rows for each expert
-        arriving = all_to_all_single(to_experts, None, None, self.group).view(ranks, -1)
-        sent, received = self.splits(to_experts.view_as(arriving), arriving, len(rows))
-        travelling = start(rows, sent, received, self.group)
+        sends = ends.diff(prepend=ends.new_zeros(1))  # rows for each expert
+        arrivals = all_to_all_single(sends, None, None, self.group).view(ranks, -1)
+        to_ranks, from_ranks = self.splits(sends.view_as(arrivals), arrivals, len(rows))
+        transfer = start(rows, to_ranks, from_ranks, self.group)
         meanwhile()
-        arrived = finish(travelling)
-        order = _expert_order(arriving, sum(received))
+        received_rows = finish(transfer)
+        order = _expert_order(arrivals, sum(from_ranks))
         inverse = inverse_permutation(order)
-        local_ends = arriving.sum(0).cumsum(0).to(torch.int32)
-        local_rows = permute(arrived, order, inverse)
-        del rows, arrived  # frees them while the experts compute
+        local_ends = arrivals.sum(0).cumsum(0).to(torch.int32)
+        local_rows = permute(received_rows, order, inverse)
+        del rows, received_rows  # frees them while the experts compute
         torch._dynamo.maybe_mark_dynamic(local_rows, 0)  # one graph for any number of rows
         weights = [w.to_local() if isinstance(w, DTensor) else w for w in self.parameters()]
         results = permute(self.compute(local_rows, local_ends, *weights), inverse, order)
         del local_rows
-        travelling = start(results, received, sent, self.group)
+        transfer = start(results, from_ranks, to_ranks, self.group)
         del results
-        return finish(travelling)
+        return finish(transfer)
 
 
-def _expert_order(received: Tensor, rows: int) -> Tensor:
+def _expert_order(counts: Tensor, rows: int) -> Tensor:
     """`[n]`, the permutation that sorts rows by expert, which arrived sorted by rank.
 
     Args:
-        received: `[ranks, local experts]`, numbers of rows.
+        counts: `[ranks, local experts]`, numbers of rows.
     """
-    ranks, experts = received.shape
-    expert = torch.arange(experts, device=received.device).repeat(ranks)
-    return expert.repeat_interleave(received.flatten(), output_size=rows).argsort(stable=True)
+    ranks, experts = counts.shape
+    expert = torch.arange(experts, device=counts.device).repeat(ranks)
+    return expert.repeat_interleave(counts.flatten(), output_size=rows).argsort(stable=True)
 
 
 def build_balance(config: Config) -> Balance:
@@ -105,7 +105,7 @@ def apply_expert_parallel(
     """Shard the experts of `model`, on the meta device, over `mesh.ep`, and set up its routers.
 
     Args:
-        splits: tells how many rows ranks exchange; called as `count_splits` is.
+        splits: returns the numbers of rows that ranks exchange, like `count_splits`.
     """
     along_rows = [group for axis in ("cp", "tp") if (group := mesh.group(axis)) is not None]
     for module in model.modules():
@@ -117,7 +117,7 @@ def apply_expert_parallel(
             for name, _ in list(module.named_parameters()):
                 distribute(module, name, mesh.ep, Shard(0))
             # mypy doubts that classes are hashable
-            module.__class__ = _sharded(type(module))  # type: ignore[arg-type]
+            module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]
             module.group = mesh.ep.get_group()
             module.splits = splits
 
@@ -132,6 +132,6 @@ def _sum_over(groups: list[dist.ProcessGroup]) -> Callable[[Tensor], Tensor]:
 
 
 @cache
-def _sharded(kind: type) -> type:
+def _sharded_class(kind: type) -> type:
     """A subclass of `kind` whose experts are computed by the ranks that hold them."""
     return type(f"Sharded{kind.__name__}", (ShardedExperts, kind), {})

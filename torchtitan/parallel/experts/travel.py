@@ -1,7 +1,7 @@
 """An exchange of rows in two halves, so that other work runs while rows travel.
 
-    travelling = start(rows, sent, received, group)
-    ...  # what doesn't need the rows
+    travelling = start(rows, to_ranks, from_ranks, group)
+    ...  # work that doesn't need the rows
     rows = finish(travelling)
 
 The backward has the same shape: the gradient of `finish` starts the reverse exchange, and the
@@ -25,55 +25,55 @@ from torchtitan.utils.activity import note_exchange
 
 @dataclass
 class _Exchange:
-    sent: Sequence[int]
+    to_ranks: Sequence[int]
     """Number of rows sent to each rank of `group`."""
-    received: Sequence[int]
+    from_ranks: Sequence[int]
     """Number of rows received from each rank."""
     group: dist.ProcessGroup
     rows: Tensor | None = None
     """Rows in transit, or their gradient. They bypass autograd, where a gradient has the shape of
-    its tensor; but a rank sends another number of rows than it receives.
+    its tensor; here a rank sends and receives different numbers of rows.
     """
 
-    def start(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> None:
-        # The note tells the hang diagnosis which ranks wait for which.
-        note_exchange(dist.get_process_group_ranks(self.group), sent, received)
+    def start(self, rows: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> None:
+        # The hang diagnosis reads from the note which ranks wait for which.
+        note_exchange(dist.get_process_group_ranks(self.group), to_ranks, from_ranks)
         self.rows = torch.ops._c10d_functional.all_to_all_single(
-            rows.contiguous(), received, sent, self.group.group_name
+            rows.contiguous(), from_ranks, to_ranks, self.group.group_name
         )
 
     def finish(self) -> Tensor:
-        arrived = wait_tensor(self.rows)
+        rows = wait_tensor(self.rows)
         self.rows = None
-        return arrived
+        return rows
 
 
-Travelling = tuple[Tensor, _Exchange]
+Transfer = tuple[Tensor, _Exchange]
 """Rows between `start` and `finish`. The tensor is empty, and links the two in autograd's graph."""
 
 
 def start(
-    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-) -> Travelling:
+    rows: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int], group: dist.ProcessGroup
+) -> Transfer:
     """Begin to send consecutive `rows` to the ranks of `group`: `[n, dim]`.
 
     Args:
-        sent, received: number of rows to each rank, and from each.
+        to_ranks, from_ranks: number of rows to each rank, and from each.
     """
-    exchange = _Exchange(sent, received, group)
+    exchange = _Exchange(to_ranks, from_ranks, group)
     return _Start.apply(rows, exchange), exchange
 
 
-def finish(travelling: Travelling) -> Tensor:
+def finish(transfer: Transfer) -> Tensor:
     """The rows that have arrived, `[n, dim]`."""
-    return _Finish.apply(*travelling)
+    return _Finish.apply(*transfer)
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
-        exchange.start(rows, exchange.sent, exchange.received)
+        exchange.start(rows, exchange.to_ranks, exchange.from_ranks)
         return rows.new_empty(0)
 
     @staticmethod
@@ -90,5 +90,5 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         exchange = ctx.exchange
-        exchange.start(gradient, exchange.received, exchange.sent)
+        exchange.start(gradient, exchange.from_ranks, exchange.to_ranks)
         return gradient.new_empty(0), None

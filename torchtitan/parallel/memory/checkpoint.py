@@ -70,25 +70,25 @@ def apply_activation_checkpoint(
         "early_stop": ac.early_stop,
         "debug": ac.debug,
     }
-    whole = cache(partial(_recomputing, options=options))
-    recomputing = whole
+    wrap_block = cache(partial(_with_checkpoint, options=options))
+    wrap_region = wrap_block
     if by_operation:
         shapes = _weight_shapes(model, ac.per_op_sac_force_recompute_mm_shapes_by_fqns)
         contexts = partial(_contexts, _ATTENTION + _COMMUNICATION, frozenset(shapes))
-        recomputing = cache(partial(_recomputing, options=options | {"context_fn": contexts}))
+        wrap_region = cache(partial(_with_checkpoint, options=options | {"context_fn": contexts}))
     for number, block in enumerate(model.layers.values(), 1):
         if number % every:
             continue
         methods = regions(block, experts_apart=experts_apart)
         if len(methods) > 1 and not by_operation:
             # This wraps the compiled regions, so no operation inside them can be selected.
-            replace_method(block, "forward", whole)
+            replace_method(block, "forward", wrap_block)
             continue
         for owner, name in methods:
-            replace_method(owner, name, recomputing)
+            replace_method(owner, name, wrap_region)
 
 
-def _recomputing(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+def _with_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     def recomputing_forward(owner: nn.Module, *inputs: Any) -> Any:
         return checkpoint(forward, owner, *inputs, use_reentrant=False, **options)
 
@@ -118,23 +118,23 @@ def _weight_shapes(model: Model, names: Collection[str]) -> Iterator[tuple[int, 
 
 
 def _contexts(
-    saved: Collection[str], recomputed: Collection[tuple[int, ...]]
+    saved_operations: Collection[str], recomputed_shapes: Collection[tuple[int, ...]]
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts for a block's forward and its recomputation, with separate counters.
 
     Args:
-        saved: operations whose results are always saved.
-        recomputed: weight shapes `[in, out]` whose matrix products are always recomputed. Every
-            second result of the other products is saved.
+        saved_operations: their results are always saved.
+        recomputed_shapes: weight shapes `[in, out]` whose matrix products are always recomputed.
+            Every second result of the other products is saved.
     """
     products = {False: 0, True: 0}
     """Matrix products so far, by `context.is_recompute`."""
 
     def saves(name: str, is_recompute: bool, inputs: tuple[Any, ...]) -> bool:
         if name not in _MATMULS:
-            return name in saved
+            return name in saved_operations
         weight = inputs[-1] if name == "aten::addmm" else inputs[1]
-        if weight.dim() == 2 and tuple(weight.shape) in recomputed:
+        if weight.dim() == 2 and tuple(weight.shape) in recomputed_shapes:
             return False
         products[is_recompute] += 1
         return products[is_recompute] % 2 == 1
@@ -159,10 +159,10 @@ def memory_budget(ac: ActivationCheckpoint, folder: str) -> AbstractContextManag
     """
     from torch._functorch import config
 
-    enabled = ac.mode == "memory_budget"
+    is_enabled = ac.mode == "memory_budget"
     return replaced(
         config,
-        activation_memory_budget=ac.memory_budget if enabled else 1.0,
-        visualize_memory_budget_pareto=enabled and ac.visualize_memory_budget_pareto,
+        activation_memory_budget=ac.memory_budget if is_enabled else 1.0,
+        visualize_memory_budget_pareto=is_enabled and ac.visualize_memory_budget_pareto,
         memory_budget_pareto_dir=folder,
     )

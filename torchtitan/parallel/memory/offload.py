@@ -37,7 +37,7 @@ def apply_activation_offload(model: Model, ac: ActivationCheckpoint) -> "Offload
     count = offloaded_blocks(ac, len(model.layers))
     if count == 0:
         return offload
-    # One block more is wrapped: its backward starts to copy back what the last of them saved.
+    # One more block is wrapped: its backward starts copying back the previous block's tensors.
     for index, block in enumerate([*model.layers.values()][: count + 1]):
         wrap = partial(offload.wrap, first=index == 0, offloads=index < count)
         replace_method(block, "forward", wrap)
@@ -48,7 +48,7 @@ class Offload:
     """The host copies of a model's blocks."""
 
     def __init__(self) -> None:
-        self.moved = 0
+        self.bytes_copied = 0
         """Bytes copied to the host so far."""
         self._previous: _Visit | None = None
         """The visit to the previous block in the current forward."""
@@ -64,15 +64,15 @@ class Offload:
             offloads: keep in host memory what its backward needs.
         """
 
-        def offloading_forward(block: nn.Module, x: Tensor, *shared: Any) -> Any:
+        def offloading_forward(block: nn.Module, x: Tensor, *shared_inputs: Any) -> Any:
             if not torch.is_grad_enabled():
-                return forward(block, x, *shared)
+                return forward(block, x, *shared_inputs)
             previous = None if first else self._previous
-            visit = _Visit(self, stay=[*block.parameters(), *block.buffers(), *shared])
+            visit = _Visit(self, stay=[*block.parameters(), *block.buffers(), *shared_inputs])
             self._previous = visit
-            with saved_tensors_hooks(visit.pack, _Saved.unpack) if offloads else nullcontext():
-                out = forward(block, x, *shared)
-            visit.copied.clear()
+            with saved_tensors_hooks(visit.pack, _SavedView.unpack) if offloads else nullcontext():
+                out = forward(block, x, *shared_inputs)
+            visit.copies.clear()
             # A mixture of experts also returns its load.
             hidden = out[0] if isinstance(out, tuple) else out
             if previous is not None and hidden.requires_grad:
@@ -82,7 +82,7 @@ class Offload:
         return offloading_forward
 
     def streams(self, device: torch.device) -> Streams | None:
-        """None where copies don't run beside computation."""
+        """None if copies can't overlap with computation."""
         if device.type == "cuda" and self._streams is None:
             self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))
         return self._streams
@@ -99,11 +99,11 @@ class _Visit:
         self._offload = offload
         plain = (_plain(x) for x in stay)
         self._stay = {_storage(shard) for shard in plain if shard is not None}
-        self.copied: dict[tuple[int, int, int], tuple[Tensor, _Copy]] = {}
+        self.copies: dict[tuple[int, int, int], tuple[Tensor, _Copy]] = {}
         """Offloaded tensors by their location in memory. Holding them prevents its reuse during the
         forward.
         """
-        self._copies: list[weakref.ref[_Copy]] = []
+        self._references: list[weakref.ref[_Copy]] = []
 
     def pack(self, tensor: Tensor) -> Any:
         """The object that autograd saves for `tensor`: a copy on the host, or the tensor itself."""
@@ -113,18 +113,18 @@ class _Visit:
         if _storage(shard) in self._stay:
             return tensor
         key = (_storage(shard), shard.storage_offset(), shard.numel())
-        if key not in self.copied:
+        if key not in self.copies:
             flat = shard.detach().as_strided((shard.numel(),), (1,))
             copy = _Copy(flat, self._offload.streams(shard.device))
-            self.copied[key] = (flat, copy)
-            self._copies.append(weakref.ref(copy))
-            self._offload.moved += flat.nbytes
-        _, copy = self.copied[key]
-        return _Saved(copy, tensor, shard)
+            self.copies[key] = (flat, copy)
+            self._references.append(weakref.ref(copy))
+            self._offload.bytes_copied += flat.nbytes
+        _, copy = self.copies[key]
+        return _SavedView(copy, tensor, shard)
 
     def fetch(self) -> None:
         """Start to copy back the tensors that are still needed."""
-        for reference in self._copies:
+        for reference in self._references:
             copy = reference()
             if copy is not None:
                 copy.fetch()
@@ -146,7 +146,7 @@ class _Copy:
         with torch.cuda.stream(stream):
             self._host.copy_(source, non_blocking=True)
         source.record_stream(stream)
-        self._sent = stream.record_event()
+        self._on_host = stream.record_event()
 
     def fetch(self) -> None:
         if self._back is not None:
@@ -155,10 +155,10 @@ class _Copy:
             self._back = self._host.to(self._device, copy=True)
             return
         _, stream = self._streams
-        stream.wait_event(self._sent)
+        stream.wait_event(self._on_host)
         with torch.cuda.stream(stream):
             self._back = self._host.to(self._device, non_blocking=True)
-        self._arrived = stream.record_event()
+        self._on_device = stream.record_event()
 
     def take(self) -> Tensor:
         """The tensor on the device. The stream waits for it, not the host."""
@@ -166,25 +166,25 @@ class _Copy:
         assert self._back is not None
         if self._streams is not None:
             stream = torch.cuda.current_stream(self._device)
-            stream.wait_event(self._arrived)
+            stream.wait_event(self._on_device)
             self._back.record_stream(stream)
         return self._back
 
 
-class _Saved:
+class _SavedView:
     """A view of a copy, as autograd holds it."""
 
     def __init__(self, copy: _Copy, tensor: Tensor, shard: Tensor):
         self._copy = copy
         self._size = shard.size()
         self._stride = shard.stride()
-        self._sharded = layout_of(tensor)
+        self._to_layout = layout_of(tensor)
 
     @staticmethod
-    def unpack(saved: Any) -> Tensor:
-        if not isinstance(saved, _Saved):
-            return saved
-        return saved._sharded(saved._copy.take().as_strided(saved._size, saved._stride))
+    def unpack(handle: Any) -> Tensor:
+        if not isinstance(handle, _SavedView):
+            return handle
+        return handle._to_layout(handle._copy.take().as_strided(handle._size, handle._stride))
 
 
 def _plain(x: Any) -> Tensor | None:

@@ -25,17 +25,17 @@ from torchtitan.parallel.collectives import layout_of, local, storage_of
 from torchtitan.parallel.memory.regions import replace_method
 
 _MARK = "_torchtitan_gathered"
-"""Attribute of a gathered tensor's storage, which its views share: its `_Gathered`."""
+"""Attribute of a gathered tensor's storage, which its views share: its `_GatheredTensor`."""
 
 
 def gather_sequence(x: DTensor) -> DTensor:
     """`[b, s / tp, ...]` on each rank -> `[b, s, ...]`. Layers of `ColumnsOfGathered` keep `x`."""
     if torch.compiler.is_compiling():
-        recomputed: DTensor = checkpoint(_gather, x, use_reentrant=False)
-        return recomputed
+        whole: DTensor = checkpoint(_gather, x, use_reentrant=False)
+        return whole
     whole = _gather(x)
     if torch.is_grad_enabled() and not _recomputes():
-        setattr(storage_of(whole).untyped_storage(), _MARK, _Gathered(x))
+        setattr(storage_of(whole).untyped_storage(), _MARK, _GatheredTensor(x))
     return whole
 
 
@@ -51,7 +51,7 @@ class ColumnsOfGathered(ParallelStyle):
         self._gather = gather
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        replace_method(module, "forward", _keeping_shards)
+        replace_method(module, "forward", _keep_shards)
         if self._gather is not None:
             self._gather._apply(module, device_mesh)
         return self._split._apply(module, device_mesh)
@@ -61,31 +61,31 @@ def _gather(x: DTensor) -> DTensor:
     return x.redistribute(placements=[Replicate()])
 
 
-class _Gathered:
+class _GatheredTensor:
     """A gathered tensor between its forward and its backward."""
 
     def __init__(self, shard: DTensor):
         pack, self._unpack = _outer_hooks()
         self._shard = pack(shard.detach())
         self._whole: DTensor | None = None
-        self._users = 0
+        self._num_saves = 0
         """Number of times that layers save it."""
-        self._taken = 0
+        self._num_takes = 0
 
     def keep(self) -> None:
-        self._users += 1
+        self._num_saves += 1
 
     def take(self) -> DTensor:
-        """The whole tensor: gathered for the first layer that takes it, and freed after the last.
+        """The whole tensor: gathered for the first layer that needs it, and freed after the last.
 
         If a backward is split into inputs and weights, each half gathers once: autograd unpacks
-        everything that an operation saved, whichever gradient it computes.
+        everything that an operation saved, for either gradient.
         """
         if self._whole is None:
             self._whole = _gather(self._unpack(self._shard))
         whole = self._whole
-        self._taken += 1
-        if self._taken % self._users == 0:
+        self._num_takes += 1
+        if self._num_takes % self._num_saves == 0:
             self._whole = None
         return whole
 
@@ -93,33 +93,33 @@ class _Gathered:
 class _View:
     """A saved reference to the gathered tensor, or to a view of it."""
 
-    def __init__(self, gathered: _Gathered, tensor: Tensor):
-        gathered.keep()
-        self._gathered = gathered
+    def __init__(self, source: _GatheredTensor, tensor: Tensor):
+        source.keep()
+        self._gathered = source
         view = local(tensor)
         self._geometry = view.size(), view.stride(), view.storage_offset()
-        self._sharded = layout_of(tensor)
+        self._to_layout = layout_of(tensor)
 
     def unpack(self) -> Tensor:
         view = local(self._gathered.take())
         if (view.size(), view.stride(), view.storage_offset()) != self._geometry:
             view = view.as_strided(*self._geometry)
-        return self._sharded(view)
+        return self._to_layout(view)
 
 
 @cache
-def _keeping_shards(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _keep_shards(forward: Callable[..., Any]) -> Callable[..., Any]:
     def keeping_forward(layer: nn.Module, x: Tensor) -> Any:
         if torch.compiler.is_compiling() or _recomputes():
             return forward(layer, x)
         pack_other, unpack_other = _outer_hooks()
 
         def pack(tensor: Tensor) -> Any:
-            gathered = getattr(storage_of(tensor).untyped_storage(), _MARK, None)
-            return pack_other(tensor) if gathered is None else _View(gathered, tensor)
+            source = getattr(storage_of(tensor).untyped_storage(), _MARK, None)
+            return pack_other(tensor) if source is None else _View(source, tensor)
 
-        def unpack(saved: Any) -> Tensor:
-            return saved.unpack() if isinstance(saved, _View) else unpack_other(saved)
+        def unpack(handle: Any) -> Tensor:
+            return handle.unpack() if isinstance(handle, _View) else unpack_other(handle)
 
         with saved_tensors_hooks(pack, unpack):
             return forward(layer, x)

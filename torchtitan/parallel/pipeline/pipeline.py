@@ -3,7 +3,7 @@
 All schedules use one runtime of torch's: a schedule is an order of computations, to which the
 runtime adds communication and FSDP's all-gathers. 1F1B (Narayanan et al., arXiv:2104.04473) is
 defined here, because torch's class for it has a separate runtime that can't evaluate.
-`config/pipeline_schedules.py` has the table of all schedules; rules and planner read it, too.
+`config/pipeline_schedules.py` has the table of all schedules; rules and planner also read it.
 """
 
 from collections.abc import Callable, Sequence
@@ -285,7 +285,7 @@ def build_schedule(
     Args:
         name: in `config.pipeline_schedules.SCHEDULES`.
         csv_file: checked by `pipeline_schedules.schedule_file`.
-        stages: this rank's stages, as torch's schedules take them.
+        stages: this rank's stages, for torch's schedules.
         options: further arguments for torch's schedule.
     """
     if name is not None and (torch_class := SCHEDULES[name].torch_class):

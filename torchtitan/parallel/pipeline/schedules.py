@@ -42,7 +42,7 @@ _KEY = "parallelism.pipeline_parallel_schedule_csv"
 
 
 def schedule_file(config: Config) -> FileSchedule | None:
-    """The schedule in the file that the configuration names; None if it names none.
+    """The schedule in the file that the configuration names, or None without a file.
 
     Raises:
         ConfigError: the file can't be read, or its schedule can't run.
@@ -145,10 +145,10 @@ def execute(orders: Sequence[Sequence[Entry]]) -> list[ScheduledAction]:
         Every computation, after its source.
 
     Raises:
-        ScheduleError: some rank can't continue; says which, and where it stops.
+        ScheduleError: some rank can't continue; the message has the rank and where it stops.
     """
     last_stage = max(action.stage for order in orders for entry in order for action in entry)
-    done: dict[tuple[int, str, int], int] = {}
+    producers: dict[tuple[int, str, int], int] = {}
     steps: list[ScheduledAction] = []
     position = [0] * len(orders)
     steps_before = -1
@@ -158,29 +158,29 @@ def execute(orders: Sequence[Sequence[Entry]]) -> list[ScheduledAction]:
             while position[rank] < len(order):
                 entry = order[position[rank]]
                 needs = [_waits_for(action, last_stage) for action in entry]
-                if not all(need is None or need in done for need in needs):
+                if not all(need is None or need in producers for need in needs):
                     break
-                sources = [-1 if need is None else done[need] for need in needs]
+                sources = [-1 if need is None else producers[need] for need in needs]
                 for action, source in zip(entry, sources, strict=True):
                     if action.kind != "W":
                         result = "F" if action.kind == "F" else "B"
-                        done[action.stage, result, action.microbatch] = len(steps)
+                        producers[action.stage, result, action.microbatch] = len(steps)
                     remote = source >= 0 and steps[source].rank != rank
                     steps.append(ScheduledAction(rank, action, source, remote))
                 position[rank] += 1
-    stuck = [
+    blocked_entries = [
         (rank, order[position[rank]])
         for rank, order in enumerate(orders)
         if position[rank] < len(order)
     ]
-    if stuck:
-        raise ScheduleError(_deadlock(stuck))
+    if blocked_entries:
+        raise ScheduleError(_deadlock(blocked_entries))
     return steps
 
 
-def _deadlock(stuck: Sequence[tuple[int, Entry]]) -> str:
+def _deadlock(blocked_entries: Sequence[tuple[int, Entry]]) -> str:
     """The reason why ranks can't run their next entries, for the first pair or the first entry."""
-    rank, entry = next((item for item in stuck if len(item[1]) > 1), stuck[0])
+    rank, entry = next((item for item in blocked_entries if len(item[1]) > 1), blocked_entries[0])
     if len(entry) == 1:
         return f": can never run {entry[0]} of rank {rank}: what it waits for comes later"
     return (

@@ -2,7 +2,7 @@
 
 A stage is a list of consecutive modules. Depending on the schedule, stages are assigned to the
 ranks of the `pp` axis round-robin (stage 0 to rank 0, stage 1 to rank 1, ..., then rank 0 again) or
-in a V (back from the last rank). `config/rules/pipeline.py` says which pipelines can't run.
+in a V (back from the last rank). `config/rules/pipeline.py` refuses pipelines that can't run.
 """
 
 import itertools
@@ -86,10 +86,10 @@ def _rank_of(stage: int, degree: int, v_shaped: bool) -> int:
 
 def _split(p: Parallelism, facts: Facts) -> Sequence[tuple[str, ...]]:
     if p.module_fqns_per_model_part:
-        return [tuple(part) for part in stage_modules(p.module_fqns_per_model_part, facts)]
+        return [tuple(names) for names in stage_modules(p.module_fqns_per_model_part, facts)]
     count, _ = stage_count(p, facts)
     if not splits_by_layers(p):
-        return balanced(facts.module_flops, count)
+        return balance_stages(facts.module_flops, count)
     names = list(facts.module_flops)
     layers = layers_of(facts)
     ends = itertools.accumulate(layers_per_stage(p, len(layers), count))
@@ -99,28 +99,28 @@ def _split(p: Parallelism, facts: Facts) -> Sequence[tuple[str, ...]]:
     return [tuple(names[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
-def balanced(flops: Mapping[str, float], count: int) -> tuple[tuple[str, ...], ...]:
+def balance_stages(flops: Mapping[str, float], count: int) -> tuple[tuple[str, ...], ...]:
     """Split modules into `count` stages, minimizing the cost of the slowest, then the sum of
     squares of all.
 
-    Modules that cost nothing (embedding, norm) stay with the next one that does. Only if there are
-    too few of those for `count` stages, the embedding is alone on the first.
+    Modules that cost nothing (embedding, norm) stay with the next module that does. Only if fewer
+    than `count` modules cost anything, the embedding is alone on the first stage.
     """
-    return _balanced(tuple(flops.items()), count)
+    return _balance(tuple(flops.items()), count)
 
 
 def _units(flops: tuple[tuple[str, float], ...], count: int) -> tuple[list[list[str]], list[float]]:
     """The smallest units that stages consist of, at least `count`, and their costs."""
     units: list[list[str]] = []
     costs: list[float] = []
-    waiting: list[str] = []
+    unit: list[str] = []
     for name, cost in flops:
-        waiting.append(name)
+        unit.append(name)
         if cost:
-            units.append(waiting)
+            units.append(unit)
             costs.append(cost)
-            waiting = []
-    units[-1] += waiting
+            unit = []
+    units[-1] += unit
     if len(units) < count:
         first, *others = units
         units = [first[:-1], first[-1:], *others]
@@ -129,7 +129,7 @@ def _units(flops: tuple[tuple[str, float], ...], count: int) -> tuple[list[list[
 
 
 @cache  # a search asks for the same split thousands of times
-def _balanced(flops: tuple[tuple[str, float], ...], count: int) -> tuple[tuple[str, ...], ...]:
+def _balance(flops: tuple[tuple[str, float], ...], count: int) -> tuple[tuple[str, ...], ...]:
     units, costs = _units(flops, count)
     sums = [0.0, *itertools.accumulate(costs)]
     limit = _least_maximum(costs, count)

@@ -43,7 +43,7 @@ Arrival = tuple[int, str, int]
 class Sends:
     """A rank's sends in flight, each with the tensor it sends.
 
-    torch waits for sends only at the end of the batch (2.15: for those of gradients), so a tensor
+    torch waits for sends only at the end of the batch (2.15: for sends of gradients), so a tensor
     per microbatch and stage stays allocated. Here a send ends when something arrives from the same
     rank by a receive that was posted later. Waiting for the send then costs nothing: torch derives
     the orders of all ranks from one sequence, in which a send stands beside its receive. So the
@@ -89,7 +89,7 @@ class Sends:
 class Masks:
     """The mask of each microbatch, shared by the stages of a rank that have layers.
 
-    It is computed for the first of them that runs, and kept until the last.
+    It is computed for the first stage that runs, and kept until the last.
     """
 
     def __init__(self, make: Callable[[int], Mask], users: int):
@@ -204,7 +204,7 @@ class Stage(PipelineStage):
 
 
 def send_through(schedule: _PipelineScheduleRuntime, sends: Sends) -> None:
-    """Let `sends` carry what the stages of `schedule` send to other ranks."""
+    """Route what the stages of `schedule` send to other ranks through `sends`."""
     stages = {stage.stage_index: stage for stage in schedule._stages}
 
     def send_forward(action: _Action, _: object) -> None:
@@ -213,7 +213,7 @@ def send_through(schedule: _PipelineScheduleRuntime, sends: Sends) -> None:
     def send_backward(action: _Action, _: object) -> None:
         sends.start(stages[action.stage_index].get_bwd_send_ops(action.microbatch_index))
 
-    # `register_custom_function` takes computations only.
+    # `register_custom_function` accepts only computations.
     schedule._comp_type_to_function_map |= {
         _ComputationType.SEND_F: send_forward,
         _ComputationType.SEND_B: send_backward,

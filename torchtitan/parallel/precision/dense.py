@@ -67,28 +67,28 @@ def quantize(model: nn.Module, config: Config, tp_degree: int) -> None:
         logger.info(f"Model after conversion:\n{model}")
 
 
-def _fits(module: nn.Module, fqn: str, excluded: Sequence[str], unit: int) -> bool:
+def _fits(module: nn.Module, fqn: str, excluded_names: Sequence[str], unit: int) -> bool:
     """Whether to convert a layer: it is not excluded by name, and `unit` divides its sizes."""
-    if not isinstance(module, nn.Linear) or any(name in fqn for name in excluded):
+    if not isinstance(module, nn.Linear) or any(name in fqn for name in excluded_names):
         return False
     return module.in_features % unit == 0 and module.out_features % unit == 0
 
 
 def _report(model: nn.Module, kind: type, what: str) -> None:
     """Log how many linear layers were converted to the class `kind`, and which were not."""
-    unconverted = []
+    other_names = []
     count = 0
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             count += 1
             if not isinstance(module, kind):
-                unconverted.append(name)
-    if len(unconverted) < count:
-        others = f", all but {', '.join(unconverted[:6])}" if unconverted else ""
-        more = ", ..." if len(unconverted) > 6 else ""
-        converted = count - len(unconverted)
-        logger.info(f"{what}: converted {converted} of {count} linear layers{others}{more}")
-    elif unconverted not in ([], ["output"]):  # not a pipeline stage without blocks
+                other_names.append(name)
+    if len(other_names) < count:
+        exceptions = f", all but {', '.join(other_names[:6])}" if other_names else ""
+        more = ", ..." if len(other_names) > 6 else ""
+        num_converted = count - len(other_names)
+        logger.info(f"{what}: converted {num_converted} of {count} linear layers{exceptions}{more}")
+    elif other_names not in ([], ["output"]):  # not a pipeline stage without blocks
         logger.warning(f"{what}: converted no linear layer; all are excluded by name or size")
 
 
@@ -100,11 +100,11 @@ def _to_float8(model: nn.Module, float8: Float8, tp_degree: int) -> None:
     from torchao.float8.float8_linear import Float8Linear
 
     recipe = float8.recipe_name or "tensorwise"
-    excluded = [name for name in float8.filter_fqns if name != SMALL_LAYERS]
+    excluded_names = [name for name in float8.filter_fqns if name != SMALL_LAYERS]
     skips_small = SMALL_LAYERS in float8.filter_fqns
 
     def converts(module: Any, fqn: str) -> bool:
-        if not _fits(module, fqn, excluded, unit=16 * tp_degree):
+        if not _fits(module, fqn, excluded_names, unit=16 * tp_degree):
             return False
         return not skips_small or gains_by_float8(recipe, module.in_features, module.out_features)
 
@@ -164,7 +164,7 @@ class GatherSequenceInFloat8(ParallelStyle):
 def _linear_layers(module: nn.Module) -> list[nn.Module]:
     """The module itself if it is a linear layer, else its children that are."""
     modules = [module] if isinstance(module, nn.Linear) else module.children()
-    return [each for each in modules if isinstance(each, nn.Linear)]
+    return [child for child in modules if isinstance(child, nn.Linear)]
 
 
 def float8_style(style: ShardingStyle, module: nn.Module) -> ParallelStyle | None:

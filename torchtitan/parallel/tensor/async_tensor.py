@@ -43,20 +43,20 @@ _RESHAPES = (
 
 
 class FusionReport(CustomGraphPass):
-    """Inspects all graphs that inductor compiles: counts fused collectives and names the others."""
+    """Inspects all graphs that inductor compiles: counts fused collectives and lists the others."""
 
     def __init__(self) -> None:
-        self.fused = 0
+        self.num_fused = 0
         self.unfused: list[str] = []
 
     def __call__(self, graph: Graph) -> None:
-        fused = sum(_name(node) in _FUSED for node in graph.nodes)
-        unfused = list(filter(None, map(_unfused, graph.nodes)))
-        self.fused += fused
+        count = sum(_name(node) in _FUSED for node in graph.nodes)
+        unfused = list(filter(None, map(_describe_unfused, graph.nodes)))
+        self.num_fused += count
         self.unfused += unfused
-        total = fused + len(unfused)
+        total = count + len(unfused)
         logger.info(
-            f"Asynchronous tensor parallelism: {fused} of {total} collectives of a graph are fused"
+            f"Asynchronous tensor parallelism: {count} of {total} collectives of a graph are fused"
         )
         for text in unfused:
             logger.warning(
@@ -70,7 +70,7 @@ class FusionReport(CustomGraphPass):
 
 @contextmanager
 def fused_collectives(mesh: DeviceMesh) -> Iterator[None]:
-    """Fuse the collectives over `mesh` in all graphs that are compiled, and run, within."""
+    """Fuse the collectives over `mesh` in all graphs compiled and run in this context."""
     with ExitStack() as stack:
         stack.enter_context(
             replaced(
@@ -109,7 +109,7 @@ def _name(node: Node) -> str:
     return getattr(target, "__name__", str(target))
 
 
-def _unfused(node: Node) -> str | None:
+def _describe_unfused(node: Node) -> str | None:
     """Describes `node` if it is a collective that could have been fused with a matrix product."""
     product = None
     what = ""

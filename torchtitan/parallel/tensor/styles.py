@@ -55,7 +55,7 @@ class _ShardedEmbedding(nn.Embedding):
         row = tokens - self.first_row
         local_row = row % len(
             weight
-        )  # valid for other ranks' tokens, too: the backward adds by row
+        )  # also valid for other ranks' tokens: the backward adds by row
         embeddings = F.embedding(local_row, weight).masked_fill(
             (local_row != row).unsqueeze(-1), 0.0
         )
@@ -164,10 +164,10 @@ class _WholeNorm(RMSNorm):
     mesh: DeviceMesh
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        squares = wide.square().sum(-1, keepdim=True)
+        x_fp32 = x.float()
+        squares = x_fp32.square().sum(-1, keepdim=True)
         total = SumOverRanks.apply(squares, self.mesh.get_group())
-        out = (wide * torch.rsqrt(total / self.normalized_shape[0] + self.eps)).type_as(x)
+        out = (x_fp32 * torch.rsqrt(total / self.normalized_shape[0] + self.eps)).type_as(x)
         return out * self.weight.to_local() if isinstance(self.weight, DTensor) else out
 
 
@@ -258,14 +258,14 @@ def apply_tensor_parallel(
     """
     if mesh is None:
         return
-    applied = {}
+    plan = {}
     for name, module in model.named_modules():
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         if pattern in styles:
-            applied[name] = _parallel_style(Style(styles[pattern]), module, sharded_loss, float8)
+            plan[name] = _parallel_style(Style(styles[pattern]), module, sharded_loss, float8)
     for name, _ in model.named_parameters():
         owner = name.rpartition(".")[0]
-        style = applied.get(owner)
+        style = plan.get(owner)
         # Some styles change what a module reads, and leave its own weights as they are.
         shards = style is not None and not isinstance(style, (_GatherSequence, _Router))
         if not shards:
@@ -276,7 +276,7 @@ def apply_tensor_parallel(
                 "rows of each rank's heads (torchtitan.models.spec lists them). A parameter needs "
                 "a module that has no other parts"
             )
-    parallelize_module(model, mesh, applied)
+    parallelize_module(model, mesh, plan)
 
 
 def loss_context(sharded_loss: bool) -> AbstractContextManager[None]:
