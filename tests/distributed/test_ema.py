@@ -108,7 +108,7 @@ def test_updates_are_those_of_torch(every, start, warmup):
             again.load_state_dict(average.state_dict())
             average = again
     before = model.weight.clone()
-    with average.swapped():
+    with average.swap_in():
         assert torch.equal(model.weight, average.tensors["weight"])
     assert torch.equal(model.weight, before)
 
@@ -185,7 +185,7 @@ def test_the_host_waits_for_nothing():
         average = WeightAverage([model], EMA(enable=True))
         for step in (1, 2, 3):
             average.update(step)
-        with average.swapped(), pytest.raises(DataDependentOutputException):
+        with average.swap_in(), pytest.raises(DataDependentOutputException):
             model.weight.sum().item()
     assert all(
         isinstance(value, FakeTensor) and value.fake_mode is mode

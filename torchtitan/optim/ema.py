@@ -31,7 +31,7 @@ class WeightAverage:
                 shard = torch.empty_like(storage_of(param), dtype=torch.float32)
                 self._weights[name] = param
                 self.tensors[name] = sharded_like(shard, param)
-        self.counted = 0
+        self.num_updates = 0
         """Updates of the weights since `ema.start_step`. At 0, the average equals the weights."""
 
     @torch.no_grad()
@@ -39,8 +39,8 @@ class WeightAverage:
         """Average the weights after their update in `step`."""
         if step < self.config.start_step:
             return
-        number, remainder = divmod(self.counted, self.config.every)
-        self.counted += 1
+        number, remainder = divmod(self.num_updates, self.config.every)
+        self.num_updates += 1
         if remainder:
             return
         averages, weights = self._shards()
@@ -50,7 +50,7 @@ class WeightAverage:
         share = 1 - self._decay_at(number)
         if all(weight.dtype == torch.float32 for weight in weights):
             torch._foreach_lerp_(averages, weights, share)
-        else:  # one after the other, since each takes a copy
+        else:  # one by one, since each needs a copy
             for average, weight in zip(averages, weights, strict=True):
                 average.lerp_(weight.float(), share)
 
@@ -63,23 +63,23 @@ class WeightAverage:
     @torch.no_grad()
     def current(self) -> dict[str, Tensor]:
         """The average by parameter name, not copied."""
-        if self.counted == 0:
+        if self.num_updates == 0:
             torch._foreach_copy_(*self._shards())
         return self.tensors
 
     @contextmanager
-    def swapped(self) -> Iterator[None]:
-        """A context in which the weights are the average; this rank's shards are copied aside."""
+    def swap_in(self) -> Iterator[None]:
+        """A context in which the weights are the average; it keeps a copy of this rank's shards."""
         _, weights = self._shards()
         with torch.no_grad():
-            trained = [weight.clone() for weight in weights]
+            trained_weights = [weight.clone() for weight in weights]
             averages = [local(tensor) for tensor in self.current().values()]
             torch._foreach_copy_(weights, averages)
         try:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(weights, trained)
+                torch._foreach_copy_(weights, trained_weights)
 
     def _shards(self) -> tuple[list[Tensor], list[Tensor]]:
         """This rank's averages, and its weights, whose storage FSDP replaces before a forward."""
@@ -89,8 +89,8 @@ class WeightAverage:
 
     def state_dict(self) -> dict[str, int]:
         """The state that a checkpoint holds besides the tensors."""
-        return {"counted": self.counted}
+        return {"counted": self.num_updates}
 
     def load_state_dict(self, state: dict[str, int] | None) -> None:
         """Continue from a saved state; without one, start from the weights."""
-        self.counted = state["counted"] if state else 0
+        self.num_updates = state["counted"] if state else 0

@@ -11,7 +11,7 @@ from torchtitan.parallel.collectives import all_reduce
 
 
 class ExpertBalance:
-    """Sums what the routers counted over a global batch, and adjusts their biases, once per step.
+    """Sums the routers' counts over a global batch, and adjusts their biases, once per step.
 
     The counts are integers, so the biases are the same under every layout.
     """
@@ -28,7 +28,7 @@ class ExpertBalance:
         Args:
             models: this rank's pipeline stages.
             n_layers: blocks of the whole model.
-            n_experts: of each block.
+            n_experts: experts of each block.
             rate: `moe.balance_bias_rate`.
         """
         self.rate = rate
@@ -72,13 +72,13 @@ class ExpertBalance:
             self._table[layer, -1] = router.step_loss
             router.step_load.zero_()
             router.step_loss.zero_()
-        # Each rank has counted different tokens or layers: one sum over the world is exact.
+        # Ranks count different tokens or layers: one sum over the world is exact.
         all_reduce(self._table, dist.group.WORLD)
         self._loads_since_take += self.loads
         for layer, router in self.routers.items():
-            counted = self._table[layer, :-1]
-            load = counted.long()
-            direction = (counted.mean() - counted).sign()
+            counts = self._table[layer, :-1]
+            load = counts.long()
+            direction = (counts.mean() - counts).sign()
             change = self.rate * direction.to(router.expert_bias.dtype)
             if skip is not None:
                 change = change.masked_fill(skip, 0.0)

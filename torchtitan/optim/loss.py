@@ -73,12 +73,12 @@ def z_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Each row's sum of squared log-sum-exps, fp32 `[batch]` (Chowdhery et al., arXiv:2204.02311,
     section 5). Arguments as for `cross_entropy`.
     """
-    wide = logits.float()
-    if isinstance(wide, DTensor):
-        group = wide.device_mesh.get_group()
-        log_z = _ShardedLogSumExp.apply(wide.to_local(), group)
+    logits_fp32 = logits.float()
+    if isinstance(logits_fp32, DTensor):
+        group = logits_fp32.device_mesh.get_group()
+        log_z = _ShardedLogSumExp.apply(logits_fp32.to_local(), group)
     else:
-        log_z = wide.logsumexp(dim=-1)
+        log_z = logits_fp32.logsumexp(dim=-1)
     return log_z.square().masked_fill(labels == IGNORE_INDEX, 0.0).sum(1)
 
 
@@ -87,37 +87,37 @@ def add_z_loss(loss: RowLoss, coefficient: float) -> RowLoss:
     compared with other runs and with validation.
     """
 
-    def combined(logits: Tensor, labels: Tensor) -> Tensor:
+    def loss_with_z(logits: Tensor, labels: Tensor) -> Tensor:
         rows = loss(logits, labels)
         if not torch.is_grad_enabled():
             return rows
         regularizer = coefficient * z_loss(logits, labels)
         return rows + (regularizer - regularizer.detach())
 
-    return combined
+    return loss_with_z
 
 
 def build_loss(name: str, custom: Custom, z_loss: float = 0.0) -> RowLoss:
-    """The loss that `training.loss` chooses. A registered one is made by `make([keys])`.
+    """The loss that `training.loss` names. A registered loss is made by `make([keys])`.
 
-    It must be a sum over tokens, so that any rank may compute it for any of them: it is called with
+    It must be a sum over tokens, so that any rank may compute it for any tokens: it is called with
     slices of the sequence (`training.loss_chunks`, context parallelism) and of the batch
     (accumulation, pipelines), and the framework divides by the tokens of the global batch. Under
     tensor parallelism, the logits are a DTensor sharded over the vocabulary, on which torch's
-    operations compute what they do on the whole. With `compile.enable`, it is compiled as one
+    operations give the results of the whole tensor. With `compile.enable`, it is compiled as one
     graph.
 
     Args:
         z_loss: `training.z_loss`, added to any loss.
 
     Raises:
-        UserError: a registered loss is no such sum.
+        UserError: a registered loss isn't such a sum.
     """
-    chosen = _chosen_loss(name, custom)
-    return add_z_loss(chosen, z_loss) if z_loss else chosen
+    loss = _base_loss(name, custom)
+    return add_z_loss(loss, z_loss) if z_loss else loss
 
 
-def _chosen_loss(name: str, custom: Custom) -> RowLoss:
+def _base_loss(name: str, custom: Custom) -> RowLoss:
     make = losses.chosen(name, custom)
     if make is None:
         return cross_entropy
@@ -129,16 +129,16 @@ def _chosen_loss(name: str, custom: Custom) -> RowLoss:
 
 @torch.no_grad()
 def _sum_problem(loss: RowLoss) -> str | None:
-    """Why a loss is no sum over tokens, judging by some small logits; None if it is one."""
+    """Why a loss isn't a sum over tokens, judging by some small logits; None if it is."""
     logits = torch.sin(torch.arange(2.0 * 4 * 8)).view(2, 4, 8)
     labels = torch.tensor([[1, 2, 3, 4], [5, IGNORE_INDEX, 7, IGNORE_INDEX]])
     whole = loss(logits, labels)
-    got = type(whole).__name__
+    returns = type(whole).__name__
     if isinstance(whole, Tensor):
-        got = f"{whole.dtype} {list(whole.shape)}"
-    if got != "torch.float32 [2]":
+        returns = f"{whole.dtype} {list(whole.shape)}"
+    if returns != "torch.float32 [2]":
         return (
-            f"maps logits [2, seq, vocab] to {got}; it must return the sum of each row's "
+            f"maps logits [2, seq, vocab] to {returns}; it must return the sum of each row's "
             "losses, float32 [2]"
         )
     if loss(logits, torch.full_like(labels, IGNORE_INDEX)).abs().sum() > 0:
@@ -183,20 +183,20 @@ def chunked_loss(
         the sum is the first loss's, but its backward computes the gradients of all losses, each
         times its factor; and the rows' losses are `[batch, losses]`.
     """
-    several = labels if factors is not None else labels.unsqueeze(-1)
-    count = several.shape[-1]
-    # Projecting gathers the parts of all ranks, so each slice has the labels of them all.
-    label_chunks = several.unflatten(1, (tp_degree, -1)).chunk(chunks, dim=2)
+    labels_by_loss = labels if factors is not None else labels.unsqueeze(-1)
+    count = labels_by_loss.shape[-1]
+    # Projecting gathers the parts of all ranks, so each slice has all ranks' labels.
+    label_chunks = labels_by_loss.unflatten(1, (tp_degree, -1)).chunk(chunks, dim=2)
     label_slices = [y for chunk in label_chunks for y in chunk.flatten(1, 2).unbind(-1)]
     hidden_slices = [h for chunk in hidden.chunk(chunks, dim=1) for h in chunk.chunk(count, -1)]
     slices = list(zip(hidden_slices, label_slices, strict=True))
     if torch.is_grad_enabled():
-        summed, rows = _ChunkedLoss.apply(hidden, weight, slices, project, loss, factors)
+        loss_sum, rows = _ChunkedLoss.apply(hidden, weight, slices, project, loss, factors)
     else:
         losses = torch.stack([loss(project(h, weight), y) for h, y in slices])
         rows = losses.unflatten(0, (chunks, count)).sum(0).T
-        summed = rows[:, 0].sum()
-    return summed, rows if factors is not None else rows[:, 0]
+        loss_sum = rows[:, 0].sum()
+    return loss_sum, rows if factors is not None else rows[:, 0]
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -220,11 +220,11 @@ class _ChunkedLoss(torch.autograd.Function):
             whole = weight.detach().requires_grad_()
             with torch.enable_grad():
                 row_losses = loss(project(hidden_slice, whole), labels)
-                summed = (
+                loss_sum = (
                     row_losses.sum() if factors is None else row_losses.sum() * factors[i % count]
                 )
                 hidden_gradient, weight_gradient = torch.autograd.grad(
-                    summed, (hidden_slice, whole)
+                    loss_sum, (hidden_slice, whole)
                 )
             rows[i % count] += row_losses.detach()
             hidden_gradients.append(hidden_gradient)
@@ -270,9 +270,9 @@ class SourceTally:
             losses: `[batch]`.
             labels: `[batch, seq]`.
         """
-        counted = labels != IGNORE_INDEX
-        tokens = counted.sum(1)
-        lengths = (self._bytes[labels.clamp(min=0)] * counted).sum(1)
+        has_label = labels != IGNORE_INDEX
+        tokens = has_label.sum(1)
+        lengths = (self._bytes[labels.clamp(min=0)] * has_label).sum(1)
         values = torch.stack([losses.double(), tokens.double(), lengths.double()])
         # Not `index_add_`, whose order of additions differs from run to run on CUDA.
         membership = sources[:, None] == self._index
@@ -285,8 +285,8 @@ class SourceTally:
             epochs: how often this rank has read each source. The mean over ranks is returned.
         """
         ranks = mesh.loss_group
-        read = torch.tensor(epochs, dtype=torch.float64, device=self._sums.device) / ranks.size()
-        sums = all_reduce(torch.cat([self._sums, read[None]]), ranks)
+        means = torch.tensor(epochs, dtype=torch.float64, device=self._sums.device) / ranks.size()
+        sums = all_reduce(torch.cat([self._sums, means[None]]), ranks)
         self.clear()
         return sums.T.tolist()
 

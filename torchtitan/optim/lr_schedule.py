@@ -16,13 +16,13 @@ the floor (`min_lr_factor`). A pure function: a resumed run calls it only for th
 
 
 def build_shape(schedule: LRScheduler, custom: Custom) -> Shape:
-    """The shape that `lr_scheduler.name` chooses; `make(lr_scheduler[, keys])` if registered."""
+    """The shape that `lr_scheduler.name` names; `make(lr_scheduler[, keys])` if registered."""
     make = schedules.chosen(schedule.name, custom)
     if make is None:
         return lambda step: _decay(step, schedule)
     shape = make(schedule)
 
-    def checked(step: int) -> float:
+    def checked_shape(step: int) -> float:
         factor = shape(step)
         if not isinstance(factor, int | float) or not 0 <= factor < math.inf:
             raise UserError(
@@ -31,7 +31,7 @@ def build_shape(schedule: LRScheduler, custom: Custom) -> Shape:
             )
         return factor
 
-    return checked
+    return checked_shape
 
 
 def _decay(step: int, schedule: LRScheduler) -> float:
@@ -45,10 +45,10 @@ def _decay(step: int, schedule: LRScheduler) -> float:
     decay = total - schedule.warmup_steps
     if schedule.decay_ratio is not None:
         decay = round(total * schedule.decay_ratio)
-    into = step + 1 - (total - decay)
-    if decay <= 0 or into <= 0:
+    decay_step = step + 1 - (total - decay)
+    if decay <= 0 or decay_step <= 0:
         return 1.0
-    t = min(into / (decay + 1), 1.0) if step < total else 1.0
+    t = min(decay_step / (decay + 1), 1.0) if step < total else 1.0
     if schedule.decay_type == "sqrt":
         return 1 - math.sqrt(t)
     if schedule.decay_type == "cosine":
@@ -70,8 +70,8 @@ def lr_factor(step: int, schedule: LRScheduler, shape: Shape | None = None) -> f
 
 def stage_scale(stage: int, stages: Sequence[DataStage]) -> float:
     """`lr_scale` in a stage of the data; `stage` is the number of `stages` that have begun."""
-    set_so_far = [begun.lr_scale for begun in stages[:stage] if begun.lr_scale is not None]
-    return set_so_far[-1] if set_so_far else 1.0
+    scales = [s.lr_scale for s in stages[:stage] if s.lr_scale is not None]
+    return scales[-1] if scales else 1.0
 
 
 class LRSchedule:

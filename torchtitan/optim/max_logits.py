@@ -1,6 +1,6 @@
 """The largest attention score of each head, recorded beside attention while a model trains.
 
-Kernels of attention don't return it, so queries and keys are multiplied once more, a block of
+Attention kernels don't return it, so queries and keys are multiplied once more, a block of
 queries at a time: no matrix of all scores exists.
 
 Shapes: b batch, h query heads, k key-value heads, s queries, S keys, d head size.
@@ -43,7 +43,7 @@ def record_max_logits(
     in_order = positions is None
     query_positions = torch.arange(queries, device=q.device) if positions is None else positions
     documents = None if starts is None else _documents(starts, batch, count)
-    grouped = q.unflatten(1, (k.shape[1], -1))
+    grouped_queries = q.unflatten(1, (k.shape[1], -1))
     size = max(16, _AT_ONCE // (batch * heads * count))
     for first in range(0, queries, size):
         rows = slice(first, first + size)
@@ -58,7 +58,7 @@ def record_max_logits(
         if documents is not None:
             same = documents[:, query_positions[rows], None] == documents[:, None, visible_keys]
             visible = visible & same[:, None]
-        scores = grouped[:, :, :, rows] @ k[:, :, None, visible_keys].mT
+        scores = grouped_queries[:, :, :, rows] @ k[:, :, None, visible_keys].mT
         scores = scores.masked_fill_(~visible[:, :, None], -torch.inf)
         block_largest = scores.amax(dim=(0, 3, 4)).flatten().float() * scale
         torch.maximum(largest, block_largest, out=largest)
@@ -84,7 +84,7 @@ class RecordMaxLogits(nn.Module):
         """
         Args:
             heads: query heads of this rank.
-            layout: how context parallelism shares rows.
+            layout: the layout of rows under context parallelism.
         """
         super().__init__()
         self.attend = attend
@@ -105,8 +105,8 @@ class RecordMaxLogits(nn.Module):
         positions = None
         layout = self.layout
         if layout is not None:
-            gathered = funcol.all_gather_tensor(k.contiguous(), 0, layout.group_name)
-            k = layout.join_shards(gathered.chunk(layout.ranks), dim=2)
+            shards = funcol.all_gather_tensor(k.contiguous(), 0, layout.group_name)
+            k = layout.join_shards(shards.chunk(layout.ranks), dim=2)
             positions = layout.positions(k.shape[2], q.device)
         starts = mask.starts if isinstance(mask, PackedDocuments) else None
         dense = mask if isinstance(mask, Tensor) else None

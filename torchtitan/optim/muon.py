@@ -1,6 +1,6 @@
-"""Muon for matrices and stacks of them, as experts' weights are, many at a time.
+"""Muon for matrices and stacks of matrices, such as experts' weights, many at a time.
 
-On a sharded matrix `torch.optim.Muon` takes some 30 kernels and 16 collectives, which wait for each
+On a sharded matrix `torch.optim.Muon` runs some 30 kernels and 16 collectives, which wait for each
 other and move 3 to 15 times its bytes.
 """
 
@@ -21,7 +21,7 @@ from torchtitan.parallel.collectives import local
 AT_ONCE = 2**24
 """Elements of the whole matrices that a rank orthogonalizes together, unless one has more.
 
-Larger batches would take memory and no fewer seconds: a product of 4,096 x 4,096 fills a GPU.
+Larger batches would cost memory and save no time: a product of 4,096 x 4,096 fills a GPU.
 """
 
 
@@ -46,7 +46,7 @@ class Muon(torch.optim.Optimizer):
     the numbers equal `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`'s. Parameters may be
     sharded over any axes. Where matrices are split, the ranks that hold parts exchange them, so
     that each computes the updates of some whole matrices: as many matrices of one shape as there
-    are ranks take one exchange there and one back.
+    are ranks need one exchange there and one back.
     """
 
     @torch.no_grad()
@@ -54,8 +54,8 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             for (shape, splits, device, *_), shards in self._shards_by_layout(group).items():
                 ranks = math.prod(split.group.size() for split in splits)
-                most = ranks * max(1, AT_ONCE // math.prod(shape))
-                for batch in _batches(shards, most):
+                limit = ranks * max(1, AT_ONCE // math.prod(shape))
+                for batch in _batches(shards, limit):
                     _update(batch, shape, splits, group, device=device)
 
     def _shards_by_layout(self, group: dict[str, Any]) -> dict[Any, list[_Shards]]:
@@ -85,9 +85,9 @@ def _batches(shards: Sequence[_Shards], limit: int) -> Iterator[list[_Shards]]:
         while start < len(weight):
             rows = slice(start, start + room)
             batch.append((weight[rows], gradient[rows], mean[rows]))
-            taken = len(batch[-1][0])
-            start += taken
-            room -= taken
+            count = len(batch[-1][0])
+            start += count
+            room -= count
             if not room:
                 yield batch
                 batch = []
@@ -129,35 +129,35 @@ def orthogonalize(stack: Tensor, steps: int) -> Tensor:
     Returns:
         For each, about the closest matrix whose singular values are all 1.
     """
-    wide = stack.shape[1] <= stack.shape[2]
-    x = stack.bfloat16() if wide else stack.bfloat16().mT
+    is_wide = stack.shape[1] <= stack.shape[2]
+    x = stack.bfloat16() if is_wide else stack.bfloat16().mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
         x = torch.baddbmm(x, polynomial, x, beta=3.4445)
-    return x if wide else x.mT
+    return x if is_wide else x.mT
 
 
 def _splits(param: Tensor) -> tuple[_Split, ...]:
-    """How the matrices of a parameter are split, in the order in which to put them together."""
+    """The splits of a parameter's matrices, in the order in which to join them."""
     if not isinstance(param, DTensor):
         return ()
     mesh = param.device_mesh
-    stacked = param.dim() - 3  # matrices are stacks of one
+    offset = param.dim() - 3  # matrices are stacks of one
     axes = [
         axis
         for axis, placement in enumerate(param.placements)
-        if not placement.is_replicate() and placement.dim > stacked and mesh.size(axis) > 1
+        if not placement.is_replicate() and placement.dim > offset and mesh.size(axis) > 1
     ]
     # Axes split a dimension from outer to inner, but FSDP, whose placement is then strided, splits
-    # what tensor parallelism has split before.
+    # each shard of tensor parallelism.
     axes.sort(key=lambda axis: isinstance(param.placements[axis], _StridedShard))
     sizes = list(param.shape)
     splits = []
     for axis in axes:
         dim = param.placements[axis].dim
-        splits.append(_Split(mesh.get_group(axis), dim - stacked, sizes[dim]))
+        splits.append(_Split(mesh.get_group(axis), dim - offset, sizes[dim]))
         share = -(-sizes[dim] // mesh.size(axis))
         sizes[dim] = min(share, max(0, sizes[dim] - mesh.get_local_rank(axis) * share))
     return tuple(reversed(splits))
@@ -166,7 +166,7 @@ def _splits(param: Tensor) -> tuple[_Split, ...]:
 def _orthogonalize_shards(shard: Tensor, splits: Sequence[_Split], steps: int) -> Tensor:
     """This rank's shard of `orthogonalize(stack, steps)`, where `shard` is its shard of the stack.
 
-    Each rank of a group gets the whole of some matrices, about as many as any other.
+    Each rank of a group gets whole matrices, about as many as any other.
     """
     if not splits:
         return orthogonalize(shard, steps) if len(shard) else shard
@@ -177,17 +177,15 @@ def _orthogonalize_shards(shard: Tensor, splits: Sequence[_Split], steps: int) -
     local_count = counts[group.rank()]
     share = -(-size // ranks)
     length = shard.shape[dim]
-    received = all_to_all_single(_padded(shard, dim, share), [local_count] * ranks, counts, group)
-    whole = torch.cat(received.unflatten(0, (ranks, local_count)).unbind(), dim).narrow(
-        dim, 0, size
-    )
-    whole = _padded(_orthogonalize_shards(whole, splits[1:], steps), dim, share * ranks)
-    pieces = torch.cat(whole.chunk(ranks, dim)) if local_count else received
-    returned = all_to_all_single(pieces, counts, [local_count] * ranks, group)
-    return returned.narrow(dim, 0, length)
+    pieces = all_to_all_single(_pad(shard, dim, share), [local_count] * ranks, counts, group)
+    whole = torch.cat(pieces.unflatten(0, (ranks, local_count)).unbind(), dim).narrow(dim, 0, size)
+    whole = _pad(_orthogonalize_shards(whole, splits[1:], steps), dim, share * ranks)
+    pieces = torch.cat(whole.chunk(ranks, dim)) if local_count else pieces
+    update = all_to_all_single(pieces, counts, [local_count] * ranks, group)
+    return update.narrow(dim, 0, length)
 
 
-def _padded(stack: Tensor, dim: int, size: int) -> Tensor:
+def _pad(stack: Tensor, dim: int, size: int) -> Tensor:
     """`stack` with zeros at the end of a dimension, up to `size`; contiguous."""
-    missing = size - stack.shape[dim]
-    return F.pad(stack, (0, 0) * (2 - dim) + (0, missing)) if missing else stack.contiguous()
+    padding = size - stack.shape[dim]
+    return F.pad(stack, (0, 0) * (2 - dim) + (0, padding)) if padding else stack.contiguous()

@@ -83,7 +83,7 @@ class OptimizerInBackward(_OptimizerList):
                 param.register_post_accumulate_grad_hook(self._update)
         super().__init__(list(self._by_param.values()))
         self.norm = SquaredNorm()
-        """The gradients' squared norm since it was last taken."""
+        """The gradients' squared norm since its last `take`."""
         self.paused = False
         """Whether gradients are freed without an update."""
 
@@ -108,7 +108,7 @@ def _adam_settings(group: Group) -> dict[str, Any]:
 class ShardedAdam(torch.optim.Adam):
     """Adam and AdamW on this rank's shards.
 
-    On hundreds of DTensors torch's dispatch would take milliseconds a step.
+    On hundreds of DTensors torch's dispatch would cost milliseconds a step.
     """
 
     @property
@@ -183,11 +183,11 @@ def build_optimizer(
     """Build the optimizer of all parameters.
 
     Vectors (norm weights, biases, filters of channels) get no weight decay. Muon (Jordan et al.,
-    2024, kellerjordan.github.io/posts/muon) updates the matrices of the blocks, each expert's on
-    its own; AdamW updates embedding, output and vectors.
+    2024, kellerjordan.github.io/posts/muon) updates the matrices of the blocks, each expert's
+    separately; AdamW updates embedding, output and vectors.
 
     Args:
-        width_ratio: maps a matrix's name to its ratio, as `ModelSpec.width_ratio`.
+        width_ratio: maps a matrix's name to its ratio, like `ModelSpec.width_ratio`.
     """
     groups: dict[tuple[float, ...], Group] = {}
     names = {}
@@ -200,17 +200,17 @@ def build_optimizer(
             group = groups.setdefault(tuple(settings.values()), {"params": [], **settings})
             group["params"].append(param)
     make = partial(_make_builtin, optimizer)
-    registered = optimizers.chosen(optimizer.name, custom or Custom())
-    if registered:
-        make = partial(make_registered, optimizer, registered, names)
+    make_custom = optimizers.chosen(optimizer.name, custom or Custom())
+    if make_custom:
+        make = partial(make_registered, optimizer, make_custom, names)
     if optimizer.early_step_in_backward:
         return OptimizerInBackward(list(groups.values()), make)
-    built = []
+    instances = []
     for muon in (False, True):
-        same_kind = [group for group in groups.values() if group["muon"] == muon]
-        if same_kind:
-            built.append(make(same_kind))
-    return built[0] if len(built) == 1 else _OptimizerList(built)
+        subset = [group for group in groups.values() if group["muon"] == muon]
+        if subset:
+            instances.append(make(subset))
+    return instances[0] if len(instances) == 1 else _OptimizerList(instances)
 
 
 def _settings(
@@ -224,7 +224,7 @@ def _settings(
     changes every element by about the learning rate, and in directions that the inputs share, so
     outputs change in proportion to the width (muP, Yang et al., arXiv:2203.03466, table 8). Muon's
     updates have a spectral norm in proportion to its root (Liu et al., arXiv:2502.16982, section
-    2.2). Decoupled weight decay is multiplied by the learning rate, and here doesn't follow it.
+    2.2). Decoupled weight decay is multiplied by the learning rate; here it doesn't follow width.
     """
     matrix = is_matrix(name, param.dim())
     by_muon = optimizer.name == "Muon" and matrix and name.startswith("layers.")
@@ -236,9 +236,9 @@ def _settings(
         decay = decay if rule.weight_decay is None else rule.weight_decay
         scale = rule.lr_scale
     if matrix and width_ratio != 1:
-        by_width = width_ratio**-0.5 if by_muon else 1 / width_ratio
-        scale *= by_width
-        decay = decay if optimizer.name == "Adam" else decay / by_width
+        width_scale = width_ratio**-0.5 if by_muon else 1 / width_ratio
+        scale *= width_scale
+        decay = decay if optimizer.name == "Adam" else decay / width_scale
     return {"muon": by_muon, "weight_decay": decay, "lr_scale": scale}
 
 

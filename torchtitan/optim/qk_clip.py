@@ -4,7 +4,7 @@ arXiv:2507.20534, section 2.1.1).
 After a step in which the largest score m of a head exceeded a limit t, its queries and keys are
 scaled so that this score would be t. Products of queries and keys shrink by t / m:
 
-    heads with keys of their own    queries and keys by sqrt(t / m)
+    heads with separate keys        queries and keys by sqrt(t / m)
     heads that share keys           queries by t / m; keys stay, as other heads read them
     latent attention                the features without positions of queries and keys by
                                     sqrt(t / m); queries' rotated features by t / m, as all heads
@@ -34,7 +34,7 @@ class _Rows(NamedTuple):
     heads: Tensor
     """Head of each row of this rank's shard, on its device."""
     powers: Tensor
-    """Exponent of each of these rows: it is multiplied by its head's factor to this power."""
+    """Exponent of each of these rows, which is multiplied by its head's factor to this power."""
 
 
 class QKClip:
@@ -57,7 +57,7 @@ class QKClip:
             limit: `optimizer.qk_clip`.
             layers, heads: blocks and query heads of the whole model.
             tp: this rank's index in tensor parallelism, which splits the heads, and its degree.
-            layout: how context parallelism shares rows.
+            layout: the layout of rows under context parallelism.
 
         Raises:
             UserError: the model has blocks, but no attention whose scores can be recorded.
@@ -81,7 +81,7 @@ class QKClip:
         """The host under `training.enable_cpu_offload`."""
         self._largest = torch.full((layers, heads), -torch.inf, device=device)
         self._largest_since_take = self._largest.clone()
-        self._clipped = torch.zeros((), device=device)
+        self._clips = torch.zeros((), device=device)
         blocks = [block for model in models for block in model.layers.values()]
         if not self._records and not all(map(_has_no_scores, blocks)):
             raise UserError(
@@ -100,14 +100,14 @@ class QKClip:
         for layer, record in self._records.items():
             self._largest[layer, self.heads] = record.largest
             record.largest.fill_(-torch.inf)
-        # Every rank has seen other rows, heads or layers: the maximum over the world is exact.
+        # Ranks see different rows, heads or layers: the maximum over the world is exact.
         all_reduce(self._largest, dist.group.WORLD, dist.ReduceOp.MAX)
         torch.maximum(self._largest_since_take, self._largest, out=self._largest_since_take)
-        above = self._largest.isfinite() & (self._largest > self.limit)
+        is_above = self._largest.isfinite() & (self._largest > self.limit)
         if skip is not None:
-            above = above & ~skip
-        self._clipped += above.sum()
-        factors = torch.where(above, self.limit / self._largest, 1.0).to(self._weights_device)
+            is_above = is_above & ~skip
+        self._clips += is_above.sum()
+        factors = torch.where(is_above, self.limit / self._largest, 1.0).to(self._weights_device)
         for layer, rows in self._rows.items():
             for param, heads, powers in rows:
                 shard = storage_of(param)
@@ -115,11 +115,11 @@ class QKClip:
                 shard.mul_(factor.view(-1, *[1] * (shard.dim() - 1)))
 
     def take(self) -> tuple[float, int]:
-        """The largest score of any head since the last call, and how many times one was scaled."""
-        largest, clipped = torch.stack([self._largest_since_take.max(), self._clipped]).tolist()
+        """The largest score of any head since the last call, and how often one was scaled."""
+        largest, clips = torch.stack([self._largest_since_take.max(), self._clips]).tolist()
         self._largest_since_take.fill_(-torch.inf)
-        self._clipped.zero_()
-        return largest, int(clipped)
+        self._clips.zero_()
+        return largest, int(clips)
 
 
 def _has_no_scores(block: nn.Module) -> bool:
@@ -130,17 +130,17 @@ def _has_no_scores(block: nn.Module) -> bool:
 def _scaled_rows(attention: Attention | LatentAttention, heads: int) -> Iterator[_Rows]:
     """The rows of the projections that are scaled."""
     if isinstance(attention, LatentAttention):
-        plain, rotated = attention.widths
+        plain_width, rotary_width = attention.widths
         queries = attention.wq if attention.wq is not None else attention.wq_b
         assert queries is not None
-        yield from _linear_rows(queries, heads, [(plain, 0.5), (rotated, 1.0)])
-        keys = [(plain, 0.5), (attention.value_dim, 0.0)]
+        yield from _linear_rows(queries, heads, [(plain_width, 0.5), (rotary_width, 1.0)])
+        keys = [(plain_width, 0.5), (attention.value_dim, 0.0)]
         yield from _linear_rows(attention.wkv_b, heads, keys)
         return
     size = attention.head_dim
-    shared = attention.wk.weight.shape[0] != heads * size
-    yield from _linear_rows(attention.wq, heads, [(size, 1.0 if shared else 0.5)])
-    if not shared:
+    shares_keys = attention.wk.weight.shape[0] != heads * size
+    yield from _linear_rows(attention.wq, heads, [(size, 1.0 if shares_keys else 0.5)])
+    if not shares_keys:
         yield from _linear_rows(attention.wk, heads, [(size, 0.5)])
 
 
@@ -153,7 +153,7 @@ def _linear_rows(
         powers_of_rows: (number of rows, power) within each head, in order.
 
     Raises:
-        UserError: the projection has another number of rows, in a user's family.
+        UserError: the projection has a different number of rows, in a user's family.
     """
     powers = torch.cat([torch.full((rows,), power) for rows, power in powers_of_rows])
     for _, param in linear.named_parameters(recurse=False):

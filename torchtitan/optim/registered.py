@@ -1,4 +1,4 @@
-"""Optimizers that a module of the user registers, and what training and checkpoints need of them.
+"""Optimizers that a module of the user registers, and what training and checkpoints need from them.
 
 `make(groups, optimizer[, keys])` returns a `torch.optim.Optimizer`:
 
@@ -7,7 +7,7 @@
   `[optimizer]`.
 - Parameters and gradients are DTensors, sharded alike; plain tensors on one rank in fp32.
   Element-wise code may work on the shards alone: `torchtitan.parallel.collectives.local(tensor)` is
-  this rank's, which may be empty.
+  this rank's shard, which may be empty.
 - Gradients are the global batch's, already clipped. `param.grad` may be None. A step with
   `lr` 0 must leave the weights unchanged: a resume takes one, with zero gradients, to create the
   state that it loads.
@@ -44,45 +44,45 @@ def make_registered(
     plain_groups = [{"lr": optimizer.lr} | group for group in groups]
     for group in plain_groups:
         del group["muon"]
-    built = make(plain_groups, optimizer)
+    user_optimizer = make(plain_groups, optimizer)
     key = f'optimizer.name: "{optimizer.name}"'
-    if not isinstance(built, torch.optim.Optimizer):
+    if not isinstance(user_optimizer, torch.optim.Optimizer):
         raise UserError(
-            f"{key} made a {type(built).__name__}; it must make a torch.optim.Optimizer"
+            f"{key} made a {type(user_optimizer).__name__}; it must make a torch.optim.Optimizer"
         )
-    if _ids(built.param_groups) != _ids(groups):
+    if _ids(user_optimizer.param_groups) != _ids(groups):
         raise UserError(
             f"{key} doesn't hold the parameters of its groups; pass groups to super().__init__"
         )
-    if not all("lr_scale" in group for group in built.param_groups):
+    if not all("lr_scale" in group for group in user_optimizer.param_groups):
         raise UserError(
             f"{key} dropped lr_scale from its groups, by which the schedule scales lr; "
             "keep the groups"
         )
 
-    checked = False
+    is_checked = False
 
-    def check_once(stepped: torch.optim.Optimizer, *_: Any) -> None:
-        nonlocal checked
-        if checked:  # torch goes through its hooks now: none may be removed
+    def check_once(user_optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        nonlocal is_checked
+        if is_checked:  # torch iterates over its hooks now, so none may be removed
             return
-        checked = True
-        for param, state in stepped.state.items():
+        is_checked = True
+        for param, state in user_optimizer.state.items():
             for slot, value in state.items():
-                problem = _unsavable(value, param)
+                problem = _state_problem(value, param)
                 if problem:
                     raise UserError(f"{key}: state {slot!r} of {names[param]} {problem}")
 
-    built.register_step_post_hook(check_once)
-    return built
+    user_optimizer.register_step_post_hook(check_once)
+    return user_optimizer
 
 
 def _ids(groups: Sequence[dict[str, Any]]) -> set[int]:
     return {id(param) for group in groups for param in group["params"]}
 
 
-def _unsavable(value: Any, param: Tensor) -> str | None:
-    """Why a checkpoint can't hold this entry of a parameter's state for all layouts."""
+def _state_problem(value: Any, param: Tensor) -> str | None:
+    """Why a checkpoint can't hold this entry of a parameter's state for all layouts, or None."""
     if not isinstance(value, Tensor):
         return f"is a {type(value).__name__}, which is not saved; keep it in a tensor"
     if value.dim() == 0:

@@ -32,7 +32,7 @@ def stops_early(run: Run, result: StepResult) -> bool:
 def _averaged_weights(components: Components, config: Config) -> Iterator[None]:
     """A context in which the model has the average of its weights."""
     assert components.average is not None
-    with components.average.swapped():
+    with components.average.swap_in():
         prepare_weights(components, config)
         yield
     prepare_weights(components, config)
