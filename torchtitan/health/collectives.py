@@ -1,4 +1,4 @@
-"""Collectives that disagree between ranks, the same for ranks that hang and for a rehearsal.
+"""Collectives that disagree between ranks, found alike in a hang and in a rehearsal.
 
 Imports no torch.
 """
@@ -66,8 +66,8 @@ def describe_group(description: str, ranks: tuple[int, ...], degrees: Mapping[st
         degrees: degree of each mesh axis, by name.
     """
     if description == "default_pg":  # also the group of an axis that spans all ranks
-        spanning = [axis for axis, degree in degrees.items() if degree == len(ranks) > 1]
-        return " = ".join(["all ranks", *spanning])
+        axes = [axis for axis, degree in degrees.items() if degree == len(ranks) > 1]
+        return " = ".join(["all ranks", *axes])
     return description.removeprefix("mesh_")
 
 
@@ -76,19 +76,19 @@ def minority(
 ) -> tuple[list[int], list[int]] | None:
     """The smallest set of ranks with equal values, and the largest; None if all values are equal.
 
-    Of two sets of equal size, the one with the lowest rank counts as larger.
+    Of two sets of equal size, the set with the lowest rank is the larger.
     """
-    kinds: dict[object, list[int]] = {}
+    sets: dict[object, list[int]] = {}
     for rank, value in sorted(by_rank.items()):
-        kinds.setdefault(key(value), []).append(rank)
-    if len(kinds) < 2:
+        sets.setdefault(key(value), []).append(rank)
+    if len(sets) < 2:
         return None
-    few, *_, most = sorted(kinds.values(), key=lambda ranks: (len(ranks), -ranks[0]))
+    few, *_, most = sorted(sets.values(), key=lambda ranks: (len(ranks), -ranks[0]))
     return few, most
 
 
 def different_calls(few: list[int], rare: Collective, most: list[int], other: Collective) -> str:
-    """The sentence about ranks that entered `one` where most entered `other`."""
+    """The sentence about ranks that entered `rare` where most entered `other`."""
     root = other_root = ""
     if rare.root != other.root:
         root = _root(rare)
@@ -106,47 +106,47 @@ def _root(collective: Collective) -> str:
     return f" of root {collective.group.ranks[collective.root]}"
 
 
-class Uneven(NamedTuple):
-    """A rank sends other numbers of experts' rows than their receiver expects."""
+class UnevenExchange(NamedTuple):
+    """A rank sends a different number of experts' rows than the receiver expects."""
 
     sender: int
     receiver: int
     text: str
 
 
-def uneven_exchange(exchanges: Mapping[int, Iterable[Exchange]]) -> Uneven | None:
+def uneven_exchange(exchanges: Mapping[int, Iterable[Exchange]]) -> UnevenExchange | None:
     """The first exchange of experts' rows whose ranks disagree.
 
     Args:
         exchanges: rank to its exchanges.
     """
-    same: dict[tuple[int, ...], dict[int, Exchange]] = {}
-    for rank, of_rank in exchanges.items():
-        for exchange in of_rank:
-            same.setdefault((exchange.number, *exchange.ranks), {})[rank] = exchange
-    for (number, *ranks), by_rank in sorted(same.items()):
-        for sender, its in sorted(by_rank.items()):
+    by_exchange: dict[tuple[int, ...], dict[int, Exchange]] = {}
+    for rank, local_exchanges in exchanges.items():
+        for exchange in local_exchanges:
+            by_exchange.setdefault((exchange.number, *exchange.ranks), {})[rank] = exchange
+    for (number, *ranks), by_rank in sorted(by_exchange.items()):
+        for sender, sender_exchange in sorted(by_rank.items()):
             for receiver, other in sorted(by_rank.items()):
-                sent = its.sent[ranks.index(receiver)]
+                num_rows = sender_exchange.sent[ranks.index(receiver)]
                 expected = other.expected[ranks.index(sender)]
-                if sent != expected:
+                if num_rows != expected:
                     text = (
-                        f"rank {sender} sends {sent} rows to rank {receiver}, which expects "
+                        f"rank {sender} sends {num_rows} rows to rank {receiver}, which expects "
                         f"{expected}, in exchange #{number} of experts' rows among "
                         f"{name_ranks(ranks)}"
                     )
-                    return Uneven(sender, receiver, text)
+                    return UnevenExchange(sender, receiver, text)
     return None
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 0, 2-5`."""
-    ordered = sorted(set(ranks))
+    sorted_ranks = sorted(set(ranks))
     runs: list[list[int]] = []
-    for rank in ordered:
+    for rank in sorted_ranks:
         if runs and rank == runs[-1][1] + 1:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
     text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank{'s' * (len(ordered) > 1)} {text}"
+    return f"rank{'s' * (len(sorted_ranks) > 1)} {text}"

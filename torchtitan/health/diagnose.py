@@ -1,9 +1,8 @@
-"""Why a run stopped moving, in one sentence: which rank blocks the rest, and where. Imports no
-torch.
+"""The cause of a hang in one sentence: which rank blocks the others, and where. No torch imports.
 
-Ranks are the nodes of a graph. A rank points to those it waits for: members of a group that have
-not entered the collective it is in, or the other end of a send or receive. The cause is a rank that
-others wait for and that waits for nobody. How many ranks it blocks indirectly doesn't matter.
+Ranks are the nodes of a graph. A rank points to the ranks it waits for: members of a group that
+have not entered the collective it is in, or the other end of a send or receive. The cause is a rank
+that others wait for and that waits for nobody. How many ranks it blocks indirectly doesn't matter.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from torchtitan.health.collectives import (
     name_ranks,
     uneven_exchange,
 )
-from torchtitan.health.rank_dumps import Dumps, RankDump, Recorded
+from torchtitan.health.rank_dumps import Dumps, RankDump, RecordedCollective
 from torchtitan.utils.activity import CHECKPOINT_GROUP, DATA, SAVING
 
 
@@ -29,7 +28,7 @@ def diagnose(dumps: Dumps, exits: Mapping[int, int] | None = None) -> str:
     for rank, code in (exits or {}).items():
         # torchrun ends the other ranks with SIGTERM
         if code < 0 and code != -SIGTERM and rank in dumps.silent:
-            dumps.silent[rank] = killed(code)
+            dumps.silent[rank] = kill_text(code)
     explanations: tuple[Callable[[Dumps], str | None], ...] = (
         _uneven,
         _raised,
@@ -42,7 +41,7 @@ def diagnose(dumps: Dumps, exits: Mapping[int, int] | None = None) -> str:
     return next((text for text in texts if text), "no collective is unfinished")
 
 
-def killed(code: int) -> str:
+def kill_text(code: int) -> str:
     """A process's negative exit code in words."""
     hint = " (by hand, or out of memory)" if code == -SIGKILL else ""
     return f"was killed by {Signals(-code).name}{hint}"
@@ -52,7 +51,7 @@ def killed(code: int) -> str:
 
 
 def _uneven(dumps: Dumps) -> str | None:
-    """Ranks disagree about rows that they exchange. What follows is undefined."""
+    """Ranks disagree about rows that they exchange, so later collectives are undefined."""
     uneven = uneven_exchange({rank: dump.exchanges for rank, dump in dumps.by_rank.items()})
     if uneven is None:
         return None
@@ -61,7 +60,7 @@ def _uneven(dumps: Dumps) -> str | None:
 
 
 def _raised(dumps: Dumps) -> str | None:
-    """A rank raised an exception of its own."""
+    """A rank raised an exception that no other rank caused."""
     causes = [dump for dump in dumps.by_rank.values() if dump.error and dump.error["cause"]]
     if not causes:
         return None
@@ -73,12 +72,12 @@ def _raised(dumps: Dumps) -> str | None:
 
 def _mismatch(dumps: Dumps) -> str | None:
     """The first collective for which the ranks of a group made different calls."""
-    entered: dict[tuple[Group, int], dict[int, Recorded]] = {}
+    calls: dict[tuple[Group, int], dict[int, RecordedCollective]] = {}
     for rank, dump in dumps.by_rank.items():
         for c in dump.collectives:
             if c.peer is None:
-                entered.setdefault((c.group, c.number), {})[rank] = c
-    for by_rank in sorted(entered.values(), key=lambda of: min(c.created for c in of.values())):
+                calls.setdefault((c.group, c.number), {})[rank] = c
+    for by_rank in sorted(calls.values(), key=lambda of: min(c.created for c in of.values())):
         sides = minority(by_rank, lambda c: c.call)
         if sides:
             few, most = sides
@@ -107,10 +106,10 @@ def _silent(dumps: Dumps) -> str | None:
     if not dumps.silent:
         return None
     text = dumps.describe_silent(dumps.silent)
-    lost = [rank for rank, dump in dumps.by_rank.items() if dump.error]
-    if not lost:
+    disconnected_ranks = [rank for rank, dump in dumps.by_rank.items() if dump.error]
+    if not disconnected_ranks:
         return text
-    rank = min(lost)
+    rank = min(disconnected_ranks)
     dump = dumps.by_rank[rank]
     text += f"; rank {rank} lost the connection in step {dump.state['step']}, at {dump.location()}"
     last = max(dump.collectives, key=lambda c: c.created, default=None)
@@ -120,14 +119,14 @@ def _silent(dumps: Dumps) -> str | None:
 
 def _slowest(dumps: Dumps) -> str | None:
     """Nobody waits: the rank that has been doing the same thing longest."""
-    known = [dump for dump in dumps.by_rank.values() if dump.state]
-    if not known:
+    dumps_with_state = [dump for dump in dumps.by_rank.values() if dump.state]
+    if not dumps_with_state:
         return None
-    slowest = max(known, key=lambda dump: dump.state["seconds"])
+    slowest = max(dumps_with_state, key=lambda dump: dump.state["seconds"])
     return f"no rank waits for another; rank {slowest.state['rank']} {slowest.doing()}"
 
 
-def _describe(collective: Recorded | None) -> str:
+def _describe(collective: RecordedCollective | None) -> str:
     if collective is None:
         return "a send or receive, or a collective, that was not recorded"
     return collective.describe()
@@ -136,7 +135,7 @@ def _describe(collective: Recorded | None) -> str:
 # ---- who waits for whom
 
 
-Edge = tuple[Recorded | None, set[int]]
+Edge = tuple[RecordedCollective | None, set[int]]
 """A collective that a rank waits in, and the ranks that it waits for."""
 Waits = dict[int, list[Edge]]
 """Rank that waits to its edges, the oldest collective first."""
@@ -147,7 +146,7 @@ def _waits(dumps: Dumps) -> Waits:
     for rank, dump in dumps.by_rank.items():
         edges = _unfinished(dumps, rank, dump)
         if not edges and dump.blocked:
-            # gloo doesn't record sends and receives; NCCL's record holds nothing of gloo
+            # gloo doesn't record sends and receives; NCCL's record has no collectives of gloo
             if any("/pipelining/" in frame[0] for frame in dump.frames):
                 peers = _stages(dumps, dump)
             else:
@@ -164,7 +163,7 @@ def _unfinished(dumps: Dumps, rank: int, dump: RankDump) -> list[Edge]:
     edges: list[Edge] = []
     saves = dump.phase.startswith(SAVING)
     for c in sorted(dump.collectives, key=lambda c: c.created):
-        if c.done or (c.group.description == CHECKPOINT_GROUP and not saves):
+        if c.is_over or (c.group.description == CHECKPOINT_GROUP and not saves):
             continue
         peers = {r for r in c.group.ranks if r != rank and not _entered(dumps, r, c, rank)}
         if peers:
@@ -172,7 +171,7 @@ def _unfinished(dumps: Dumps, rank: int, dump: RankDump) -> list[Edge]:
     return edges
 
 
-def _entered(dumps: Dumps, rank: int, collective: Recorded, by: int) -> bool:
+def _entered(dumps: Dumps, rank: int, collective: RecordedCollective, by: int) -> bool:
     """Whether `rank` is in, or past, the collective in which `by` waits."""
     dump = dumps.by_rank.get(rank)
     if dump is None:
@@ -181,9 +180,9 @@ def _entered(dumps: Dumps, rank: int, collective: Recorded, by: int) -> bool:
         return dump.last(collective.group) >= collective.number
     if rank != collective.peer:
         return True
-    other_end = {"send": "recv", "recv": "send"}[collective.op[:4]]
+    prefix = {"send": "recv", "recv": "send"}[collective.op[:4]]
     return any(
-        c.peer == by and c.group == collective.group and c.op.startswith(other_end) and not c.done
+        c.peer == by and c.group == collective.group and c.op.startswith(prefix) and not c.is_over
         for c in dump.collectives
     )
 
@@ -197,37 +196,37 @@ def _stages(dumps: Dumps, dump: RankDump) -> set[int]:
 
 
 def _cause(dumps: Dumps, waits: Waits) -> tuple[int, list[int]] | None:
-    """The rank to blame, and those in the same position; None if the ranks wait in a circle."""
-    awaited = {peer for edges in waits.values() for _, peers in edges for peer in peers}
+    """The rank to blame, and all ranks in the same position; None if the ranks wait in a circle."""
+    targets = {peer for edges in waits.values() for _, peers in edges for peer in peers}
     # A rank may have begun a collective in advance and not be blocked in it.
-    causes = sorted(awaited - waits.keys()) or sorted(filter(dumps.idle, awaited))
+    causes = sorted(targets - waits.keys()) or sorted(filter(dumps.idle, targets))
     if not causes:
         return None
-    # A dead process explains most, then a rank that said where it is, then one without an answer.
+    # A dead process explains most, then a rank that wrote its position, then one without an answer.
     dead = [r for r in causes if not dumps.silent.get(r, "gave").startswith("gave")]
     cause = min(dead or [r for r in causes if r in dumps.by_rank] or causes)
     return cause, [r for r in causes if (r in dumps.silent) == (cause in dumps.silent)]
 
 
 def _blame(dumps: Dumps, waits: Waits, cause: int, same: list[int]) -> str:
-    """The sentence: the first collective that `cause` did not enter, who waits there, and what
-    `cause` does instead.
+    """The sentence: the first collective that `cause` did not enter, the ranks that wait there, and
+    what `cause` does instead.
     """
-    missing = [(c, r) for r, edges in waits.items() for c, peers in edges if cause in peers]
-    first = min((c for c, _ in missing if c), key=lambda c: c.created, default=None)
-    waiting = [r for c, r in missing if first is None or (c and _is_same(c, first))]
-    absent = f"did not enter {_describe(first)}, where {name_ranks(waiting)} "
-    absent += "waits" if len(waiting) == 1 else "wait"
-    splits = dumps.describe_splits(waiting[0], first)
+    waits_for_cause = [(c, r) for r, edges in waits.items() for c, peers in edges if cause in peers]
+    first = min((c for c, _ in waits_for_cause if c), key=lambda c: c.created, default=None)
+    waiting_ranks = [r for c, r in waits_for_cause if first is None or (c and _is_same(c, first))]
+    text = f"did not enter {_describe(first)}, where {name_ranks(waiting_ranks)} "
+    text += "waits" if len(waiting_ranks) == 1 else "wait"
+    splits = dumps.describe_splits(waiting_ranks[0], first)
     if splits:
-        absent += f" (rank {waiting[0]} {splits})"
+        text += f" (rank {waiting_ranks[0]} {splits})"
     if cause in dumps.silent:
-        return f"{dumps.describe_silent(same)}, and {absent}"
+        return f"{dumps.describe_silent(same)}, and {text}"
     dump = dumps.by_rank[cause]
     if dump.phase.startswith(DATA):
-        return f"rank {cause} {dump.doing()}, and {absent}"
-    return f"{name_ranks(same)} {absent}: it {dump.doing()}"
+        return f"rank {cause} {dump.doing()}, and {text}"
+    return f"{name_ranks(same)} {text}: it {dump.doing()}"
 
 
-def _is_same(a: Recorded, b: Recorded) -> bool:
+def _is_same(a: RecordedCollective, b: RecordedCollective) -> bool:
     return (a.group, a.number) == (b.group, b.number)

@@ -15,8 +15,8 @@ from torchtitan.utils.files import write_whole
 from torchtitan.utils.formats import safe_loads
 from torchtitan.utils.torch_compat import torch_is_before_2_13
 
-DUMPED = 2000
-"""Maximum number of collectives written per rank; one rank reads the dumps of all."""
+MAX_COLLECTIVES = 2000
+"""Maximum number of collectives written per rank; one rank reads all dumps."""
 
 
 def configure_flight_recorder(comm: Comm, dump_folder: str) -> None:
@@ -47,7 +47,7 @@ def dump_flight_recorder(comm: Comm, dump_folder: str, *, stacks: bool = True) -
     analyzer fails on them.
 
     Args:
-        stacks: include Python stacks, which can take seconds to look up.
+        stacks: include Python stacks, which may need seconds to look up.
     """
     trace = safe_loads(_recorder()(includeStackTraces=stacks))
     if not _records_nccl():
@@ -75,7 +75,7 @@ def dump_flight_recorder(comm: Comm, dump_folder: str, *, stacks: bool = True) -
                 members = len(json.loads(group["ranks"]))
                 entry["output_sizes"] = [[members, *size] for size in entry["input_sizes"]]
         trace["entries"] = entries
-    trace["entries"] = trace.get("entries", [])[-DUMPED:]
+    trace["entries"] = trace.get("entries", [])[-MAX_COLLECTIVES:]
     name = f"{comm.save_traces_file_prefix}{dist.get_rank()}"
     write_whole(Path(dump_folder, comm.save_traces_folder, name), pickle.dumps(trace))
 

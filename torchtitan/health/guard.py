@@ -26,7 +26,7 @@ from torchtitan.utils.run_files import RunFile
 _SIGMA = 1.4826
 """Standard deviation of a normal distribution, in units of its median absolute deviation."""
 _MIN_RELATIVE_SIGMA = 0.01
-"""Floor of the standard deviation, relative to the median: noise in a flat loss is no spike."""
+"""Floor of the standard deviation, relative to the median: noise in a flat loss isn't a spike."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class SpikeDetector:
         return self.config.policy in ("skip", "rewind")
 
     def judge(self, step: int, loss: float | None, grad_norm: float) -> Spike | None:
-        """Record the outcome of a step; the spike, if it is one.
+        """Record the outcome of a step. Returns the spike, if it is one.
 
         Args:
-            loss: None if the step predicted nothing. It counts as read, and is no standard for
-                others.
+            loss: None if the step predicted nothing. Its rows are read, and other steps aren't
+                compared with it.
         """
         config = self.config
         self.rows += self.rows_per_step
@@ -84,8 +84,8 @@ class SpikeDetector:
         reasons = [reason for reason in answers if reason]
         # Under "warn" spikes enter the window too; otherwise a lasting change would be reported
         # forever.
-        usual = math.isfinite(loss) and math.isfinite(grad_norm) and not (reasons and self.acts)
-        if usual and step > config.warmup_steps:
+        is_usual = math.isfinite(loss) and math.isfinite(grad_norm) and not (reasons and self.acts)
+        if is_usual and step > config.warmup_steps:
             for name, value in values.items():
                 self.windows[name].append(value)
         if not reasons:
@@ -108,17 +108,17 @@ class SpikeDetector:
         threshold = self.thresholds[name]
         if not threshold or len(window) < self.config.window:
             return None
-        above = deviation(value, window)
-        if above <= threshold:
+        sigmas = deviation(value, window)
+        if sigmas <= threshold:
             return None
-        return f"{text} {value:.4g}, {above:.1f} standard deviations above {median(window):.4g}"
+        return f"{text} {value:.4g}, {sigmas:.1f} standard deviations above {median(window):.4g}"
 
     def skip_rows(self, first: int) -> list[int]:
-        """Record that the weights have not seen the rows since `first`; the merged range."""
-        merged = [r for r in self.skipped if r[1] < first]
-        for r in self.skipped[len(merged) :]:
+        """Record that the weights have not seen the rows since `first`; returns their range."""
+        ranges = [r for r in self.skipped if r[1] < first]
+        for r in self.skipped[len(ranges) :]:
             first = min(first, r[0])
-        self.skipped = [*merged, [first, self.rows]]
+        self.skipped = [*ranges, [first, self.rows]]
         return self.skipped[-1]
 
     def skip_step(self) -> list[int]:
@@ -145,7 +145,7 @@ class SpikeDetector:
 
 
 class UpdateGuard:
-    """Decides about each step's update, and carries out what a spike calls for."""
+    """Decides about each step's update, and carries out a spike's action."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class UpdateGuard:
         self.spikes = SpikeDetector(config, training.global_batch_size)
         self.journal = RunFile(Path(dump_folder, "guard.jsonl"))
         self._spike: Spike | None = None
-        self._told_empty = False
+        self._warned_empty = False
 
     def approve(self, step: int, loss: float | None, grad_norm: float) -> bool:
         """Whether to update the weights with this step's gradients.
@@ -183,16 +183,16 @@ class UpdateGuard:
         if self._spike is not None and self._spike.action != "warn":
             return False
         if loss is None:
-            self._say_empty(step)
+            self._warn_empty(step)
             return False
         if math.isfinite(loss) and math.isfinite(grad_norm):
             return True
         what = f"loss {loss}, gradient norm {grad_norm}"
         if self.on_nonfinite == "stop":
             self.checkpointer.wait()
-            updated = "already" if self.updates_in_backward else "not"
+            when = "already" if self.updates_in_backward else "not"
             raise NonFiniteError(
-                f"step {step}: {what}. The weights were {updated} updated; "
+                f"step {step}: {what}. The weights were {when} updated; "
                 f"{self.checkpointer.last_good()}.\n"
                 "Lower optimizer.lr or training.max_norm, or set training.on_nonfinite = "
                 '"skip" to continue without '
@@ -203,9 +203,9 @@ class UpdateGuard:
         logger.warning(f"step {step}: {what}; update skipped", extra=event("skipped", step))
         return False
 
-    def _say_empty(self, step: int) -> None:
-        if not self._told_empty:
-            self._told_empty = True
+    def _warn_empty(self, step: int) -> None:
+        if not self._warned_empty:
+            self._warned_empty = True
             logger.warning(
                 f"step {step}: no token of its batch is predicted, so it has no loss, and nothing "
                 "is updated (later ones aren't reported). Raise training.global_batch_size or "
@@ -213,7 +213,7 @@ class UpdateGuard:
             )
 
     def handle_spike(self) -> Resumed | None:
-        """Carry out and log the action for a spike in this step; the checkpoint rewound to.
+        """Carry out and log the action for a spike in this step; the checkpoint of a rewind.
 
         Raises:
             GuardError: `guard.limit` is exceeded, or the weights can't be restored.
@@ -242,21 +242,21 @@ class UpdateGuard:
             )
         details: dict[str, Any] = {"policy": spike.action, "reason": spike.reason}
         if spike.action == "warn":
-            done = "the update was made anyway (guard.policy)"
+            note = "the update was made anyway (guard.policy)"
         elif resumed is None:
-            done = "update skipped"
+            note = "update skipped"
             if spike.action == "rewind":
-                done += "; there is no checkpoint yet"
+                note += "; there is no checkpoint yet"
             details["rows"] = self.spikes.skip_step()
         else:
-            done = (
+            note = (
                 f"rewound to step {resumed.step}; training continues with the data after this step"
             )
             rows = self.spikes.skip_rows(resumed.train_state["guard"]["rows"])
             details |= {"back_to": resumed.step, "rows": rows}
         kind = "spike" if resumed is None else "rewound"
         logger.warning(
-            f"step {spike.step}: {spike.reason}; {done}", extra=event(kind, spike.step, **details)
+            f"step {spike.step}: {spike.reason}; {note}", extra=event(kind, spike.step, **details)
         )
         if dist.get_rank() == 0:
             line = {"step": spike.step, **details, "time": time.time()}

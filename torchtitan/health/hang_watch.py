@@ -1,4 +1,4 @@
-"""A thread that notices when nothing moves, and makes every rank write down where it is.
+"""A thread that detects when nothing moves, and makes every rank write down where it is.
 
 It must be a thread: a main thread blocked in a collective runs no Python, not even signal handlers.
 `health/diagnose.py` reads the files in `<job.dump_folder>/<comm.save_traces_folder>/`:
@@ -72,12 +72,12 @@ class Watch:
         self.limit = comm.init_timeout_seconds
         """Time limit of collectives, in seconds."""
         self._asks = 0
-        self._lost = False
-        self._seen: _Position | None = None
-        self._seen_at = 0.0
+        self._store_is_down = False
+        self._last_position: _Position | None = None
+        self._position_time = 0.0
         self._hang: _Position | None = None
         """This rank's position when a hang was seen."""
-        self._error_known = False
+        self._saw_error = False
         """Whether a rank has raised an exception; errors that follow from it are not reported."""
         self._store = store_of_a_thread(f"watch-{next(_watches)}")
         self._store.set_timeout(timedelta(seconds=self.limit))  # until rank 0 is here
@@ -104,10 +104,10 @@ class Watch:
         self._thread.join()
 
     def failed(self, error: BaseException) -> None:
-        """Write down the exception and what the other ranks do, unless it ends a known hang."""
+        """Write down the exception and what the other ranks do, unless this ends a known hang."""
         with self._lock:
-            known = self._error_known or self._is_hung()
-            if failure_of(error).is_cause or not known:
+            is_expected = self._saw_error or self._is_hung()
+            if failure_of(error).is_cause or not is_expected:
                 self._ask("error", f"{type(error).__name__}: {error}", error)
 
     def explain(self, error: BaseException) -> str | None:
@@ -137,8 +137,8 @@ class Watch:
                     self._signaled = False
                     self._ask("signal", "SIGUSR2")
                 elif self._hangs():
-                    still = time.monotonic() - current().since
-                    self._ask("hang", f"nothing moved for {still:.0f} s")
+                    idle_seconds = time.monotonic() - current().since
+                    self._ask("hang", f"nothing moved for {idle_seconds:.0f} s")
 
     @property
     def _patience(self) -> float:
@@ -147,24 +147,24 @@ class Watch:
 
     def _hangs(self) -> bool:
         """Whether a hang is to be reported: phase and collectives have not changed for too long."""
-        waited = time.monotonic() - current().since
-        if waited < self._patience / 2:
+        idle_seconds = time.monotonic() - current().since
+        if idle_seconds < self._patience / 2:
             return False
         now = current(), collective_counts()
-        if now != self._seen:
-            self._seen = now
-            self._seen_at = time.monotonic()
-        still = time.monotonic() - self._seen_at > self._patience / 2
-        return still and waited > self._patience and now != self._hang
+        if now != self._last_position:
+            self._last_position = now
+            self._position_time = time.monotonic()
+        is_still = time.monotonic() - self._position_time > self._patience / 2
+        return is_still and idle_seconds > self._patience and now != self._hang
 
     # ---- asking and answering
 
     def _on_store(self, operation: Callable[..., Any], *args: Any) -> Any:
         """The result of a store operation; None once the rank that hosts the store is gone."""
         try:
-            return None if self._lost else operation(*args)
+            return None if self._store_is_down else operation(*args)
         except RuntimeError:
-            self._lost = True
+            self._store_is_down = True
             return None
 
     def _ask(self, kind: str, why: str, error: BaseException | None = None) -> None:
@@ -173,8 +173,8 @@ class Watch:
         key = f"ask/{self._asks + 1}"
         claim = self._on_store(self._store.compare_set, key, "", json.dumps(ask))
         if claim is None:  # every rank names this same ask, so their files belong together
-            gone = {"rank": 0, "kind": "error", "why": "rank 0 is gone"}
-            self._write(gone | {"time": self._rank_0_began}, error)
+            common_ask = {"rank": 0, "kind": "error", "why": "rank 0 is gone"}
+            self._write(common_ask | {"time": self._rank_0_began}, error)
             return
         self._asks += 1
         first = json.loads(claim)
@@ -200,31 +200,31 @@ class Watch:
     def _answer(self) -> None:
         while self._has(f"ask/{self._asks + 1}"):
             self._asks += 1
-            asked = self._on_store(self._store.get, f"ask/{self._asks}")
-            if asked:
-                self._write(json.loads(asked), None)
+            ask = self._on_store(self._store.get, f"ask/{self._asks}")
+            if ask:
+                self._write(json.loads(ask), None)
 
     def _has(self, key: str) -> bool:
         return bool(self._on_store(self._store.check, [key]))
 
     def _await_answers(self) -> dict[int, str]:
-        """Wait for the other ranks; those without an answer, and what is known about them."""
-        missing = {rank: "" for rank in range(self.world) if rank != self.rank}
+        """Wait for the other ranks; the ranks without an answer, each with its process's state."""
+        silent_ranks = {rank: "" for rank in range(self.world) if rank != self.rank}
         deadline = time.monotonic() + ANSWER_SECONDS
-        while missing and not self._lost and time.monotonic() < deadline:
+        while silent_ranks and not self._store_is_down and time.monotonic() < deadline:
             time.sleep(0.05)
-            silent = [rank for rank in missing if not self._has(f"answer/{self._asks}/{rank}")]
-            missing = {rank: self._without_answer(rank) for rank in silent}
-            if all("is gone" in text for text in missing.values()):
+            silent = [rank for rank in silent_ranks if not self._has(f"answer/{self._asks}/{rank}")]
+            silent_ranks = {rank: self._without_answer(rank) for rank in silent}
+            if all("is gone" in text for text in silent_ranks.values()):
                 break
-        return missing
+        return silent_ranks
 
     def _without_answer(self, rank: int) -> str:
         """A description of a rank that gives no answer."""
         key = f"process/{rank}"
-        if not (self._has(key) and (known := self._on_store(self._store.get, key))):
+        if not (self._has(key) and (process := self._on_store(self._store.get, key))):
             return "gave no answer"
-        pid, host, _ = json.loads(known)
+        pid, host, _ = json.loads(process)
         name = f"process {pid} on {host}"
         if host != socket.gethostname():
             return f"gave no answer ({name})"
@@ -241,11 +241,11 @@ class Watch:
     def _write(self, ask: dict[str, Any], error: BaseException | None) -> None:
         if ask["kind"] == "hang":
             self._hang = current(), collective_counts()
-        self._error_known |= ask["kind"] == "error"
+        self._saw_error |= ask["kind"] == "error"
         with self._reporting_disk_errors():
             self.folder.mkdir(parents=True, exist_ok=True)
             self._write_state(ask, error)
-            for stacks in (False, True):  # stacks can take seconds, which we may not have
+            for stacks in (False, True):  # stacks can need seconds, which we may not have
                 dump_flight_recorder(self.comm, self.dump_folder, stacks=stacks)
         if ask["rank"] != self.rank:
             self._on_store(self._store.set, f"answer/{self._asks}/{self.rank}", "")
@@ -298,5 +298,5 @@ def _error(error: BaseException) -> dict[str, Any]:
 
 
 def _frames(frames: Iterator[tuple[FrameType, int]]) -> list[tuple[str, int, str]]:
-    """File, line and function of each place."""
+    """File, line and function of each frame."""
     return [(f.f_code.co_filename, line, f.f_code.co_qualname) for f, line in frames]

@@ -1,6 +1,6 @@
 """The ranks' dumps of a run that stopped moving: read from disk and described. Imports no torch.
 
-`health/hang_watch.py` writes the state of each rank, torch's Flight Recorder its last collectives.
+`health/hang_watch.py` writes each rank's state, and torch's Flight Recorder its last collectives.
 """
 
 import json
@@ -16,7 +16,7 @@ from torchtitan.utils.formats import safe_loads
 from torchtitan.utils.limits import MOST_RANKS
 
 STATE = "state-{}.json"
-_SHOWN_SPLITS = 8
+_MAX_SPLITS = 8
 _EQUAL_SIZES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _LIBRARY = re.compile(
     r"(site|dist)-packages/(?!torchtitan/)|/lib/python3[\d.]*/(?!(site|dist)-packages/)|^<"
@@ -34,10 +34,10 @@ _WORKING_THREADS = {
 
 
 @dataclass(frozen=True)
-class Recorded(Collective):
+class RecordedCollective(Collective):
     """An entry of a rank's Flight Recorder."""
 
-    done: bool = True
+    is_over: bool = True
     created: int = 0
     """Nanoseconds since the epoch."""
     peer: int | None = None
@@ -48,8 +48,8 @@ class Recorded(Collective):
         """The properties that must be equal on all members of the group; the tensors only for
         operations of equal sizes.
         """
-        sized = self.op.replace("_base", "").startswith(_EQUAL_SIZES)
-        return self.op, self.tensors if sized else "", None
+        has_equal_sizes = self.op.replace("_base", "").startswith(_EQUAL_SIZES)
+        return self.op, self.tensors if has_equal_sizes else "", None
 
 
 @dataclass
@@ -60,7 +60,7 @@ class RankDump:
     """See `hang_watch.Watch`; empty if only a Flight Recorder dump was found."""
     groups: dict[str, Group] = field(default_factory=dict)
     """The rank's process groups, by torch's name."""
-    collectives: list[Recorded] = field(default_factory=list)
+    collectives: list[RecordedCollective] = field(default_factory=list)
 
     def last(self, group: Group) -> int:
         """Number of the last collective the rank entered in a group."""
@@ -72,7 +72,7 @@ class RankDump:
         """Its last exchanges of experts' rows, oldest first."""
         return [Exchange(**exchange) for exchange in self.state.get("exchanges", ())]
 
-    def exchange_in(self, collective: Recorded) -> Exchange | None:
+    def exchange_in(self, collective: RecordedCollective) -> Exchange | None:
         """The exchange that one of its collectives is, if known.
 
         Both records have the same order.
@@ -133,8 +133,8 @@ class RankDump:
             if not self.phase.startswith(activity):
                 continue
             for name, frames in self._threads.items():
-                inside = any(folder.search(frame[0]) for frame in frames)
-                if inside and name != "MainThread":
+                does_it = any(folder.search(frame[0]) for frame in frames)
+                if does_it and name != "MainThread":
                     return where(frames)
         return where(self.frames)
 
@@ -157,14 +157,14 @@ class Dumps:
     why: str
     by_rank: dict[int, RankDump]
     silent: dict[int, str]
-    """Ranks that wrote nothing, and what is known about their processes."""
+    """Ranks that wrote nothing, and the state of their processes."""
 
     def idle(self, rank: int) -> bool:
         """Whether the rank is not known to be inside a call of torch.distributed."""
         return rank not in self.by_rank or not self.by_rank[rank].blocked
 
-    def describe_splits(self, rank: int, collective: Recorded | None) -> str:
-        """The rows that a rank sends and expects; empty if it is no exchange of experts' rows."""
+    def describe_splits(self, rank: int, collective: RecordedCollective | None) -> str:
+        """The rows that a rank sends and expects; empty if not an exchange of experts' rows."""
         if collective is None:
             return ""
         exchange = self.by_rank[rank].exchange_in(collective)
@@ -176,7 +176,7 @@ class Dumps:
         )
 
     def describe_silent(self, ranks: Iterable[int]) -> str:
-        """The first of some silent ranks, and the others about which the same is known."""
+        """The state of the first of some silent ranks, and all ranks that share it."""
         text = self.silent[min(ranks)]
         return f"{name_ranks(r for r in ranks if self.silent[r] == text)} {text}"
 
@@ -193,7 +193,7 @@ def read_dumps(folder: Path, prefix: str = "rank_", since: float = 0) -> Dumps |
     ask, states = _newest_states(folder)
     if ask and ask["time"] < since:
         ask, states = None, {}
-    asked = ask["time"] if ask else 0.0
+    ask_time = ask["time"] if ask else 0.0
     by_rank = {rank: RankDump(state) for rank, state in states.items()}
     degrees: dict[str, int] = next((state["degrees"] for state in states.values()), {})
     for path in folder.glob(prefix + "*"):
@@ -201,7 +201,7 @@ def read_dumps(folder: Path, prefix: str = "rank_", since: float = 0) -> Dumps |
         if not number.isdigit():
             continue
         rank = int(number)
-        if rank not in states and path.stat().st_mtime < max(asked, since):
+        if rank not in states and path.stat().st_mtime < max(ask_time, since):
             continue  # from an earlier incident
         dump = by_rank.setdefault(rank, RankDump())
         try:
@@ -226,7 +226,7 @@ def read_dumps(folder: Path, prefix: str = "rank_", since: float = 0) -> Dumps |
 
 
 def _newest_states(folder: Path) -> tuple[dict[str, Any] | None, dict[int, dict[str, Any]]]:
-    """The newest request for dumps, and the states that ranks wrote on it."""
+    """The newest request for dumps, and the states that ranks wrote in response."""
     states = [json.loads(path.read_text()) for path in folder.glob(STATE.format("*"))]
     asks = [state["ask"] for state in states]
     ask = max(asks, key=lambda ask: ask["time"], default=None)
@@ -241,11 +241,11 @@ def _add_collectives(dump: RankDump, record: dict[str, Any], degrees: Mapping[st
         dump.groups[name] = Group(ranks, describe_group(config["desc"], ranks, degrees), name=name)
     for entry in record.get("entries", ()):
         group = dump.groups.get(str(entry["process_group"][0]))
-        if group is not None and len(group.ranks) > 1 and (collective := _recorded(entry, group)):
+        if group is not None and len(group.ranks) > 1 and (collective := _parse(entry, group)):
             dump.collectives.append(collective)
 
 
-def _recorded(entry: Mapping[str, Any], group: Group) -> Recorded | None:
+def _parse(entry: Mapping[str, Any], group: Group) -> RecordedCollective | None:
     """An entry of a Flight Recorder; None for a send or receive that doesn't name its peer."""
     peer = None
     number = entry["collective_seq_id"]
@@ -261,13 +261,13 @@ def _recorded(entry: Mapping[str, Any], group: Group) -> Recorded | None:
     op = entry["profiling_name"].split(":")[-1].lstrip("_")
     if op == "all_reduce" and any("reduce_scatter" in name for *_, name in frames[:5]):
         op = "reduce_scatter"  # gloo implements it with an all-reduce
-    return Recorded(
+    return RecordedCollective(
         group,
         number,
         op,
         tensors=", ".join(f"{dtype} {size}" for dtype, size in sizes),
         at=where(frames),
-        done=entry["state"] == "completed",
+        is_over=entry["state"] == "completed",
         created=entry["time_created_ns"],
         peer=peer,
     )
@@ -287,13 +287,13 @@ def where(frames: Iterable[Any]) -> str:
     frames = list(frames)
     for file, line, function in [f for f in frames if not is_library(f[0])] or frames:
         path = Path(file)
-        short = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-        return f"{short}:{line} in {function}"
+        local_path = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        return f"{local_path}:{line} in {function}"
     return "an unknown place"
 
 
 def _splits(rows: Sequence[int]) -> str:
     """`3, 0, 5, 12`, or the range of many numbers."""
-    if len(rows) > _SHOWN_SPLITS:
+    if len(rows) > _MAX_SPLITS:
         return f"{min(rows)} to {max(rows)}"
     return ", ".join(map(str, rows))

@@ -1,6 +1,6 @@
-"""Whether ranks that hold copies of the same tensor hold the same bytes.
+"""Check that ranks with copies of the same tensor have the same bytes.
 
-Copies are what a DTensor's placement calls replicated (data-parallel replicas, norms under tensor
+Copies are tensors that a DTensor's placement replicates (data-parallel replicas, norms under tensor
 parallelism; experts only along dp_replicate), and all plain tensors, such as routing biases. They
 stay bit-identical in a healthy run, because each rank computes them from the same reduced
 gradients. A difference means a faulty device or a bug in the layout.
@@ -85,9 +85,9 @@ def disagreements(tensors: Mapping[str, Tensor], mesh: Mesh, device: torch.devic
     names = list(tensors)
     differences = []
     for axis, (group, indices) in sorted(copies.items()):
-        copied = hashes[indices]
-        copies_of_rank = [torch.empty_like(copied) for _ in range(group.size())]
-        dist.all_gather(copies_of_rank, copied, group=group)
+        local_hashes = hashes[indices]
+        copies_of_rank = [torch.empty_like(local_hashes) for _ in range(group.size())]
+        dist.all_gather(copies_of_rank, local_hashes, group=group)
         ranks = dist.get_process_group_ranks(group)
         columns = torch.stack(copies_of_rank, 1).tolist()
         for index, column in zip(indices, columns, strict=True):
@@ -119,7 +119,7 @@ def _replicated_along(value: Tensor, mesh: Mesh) -> Iterator[tuple[str, dist.Pro
 
 
 def _versions(ranks: Sequence[int], values: Sequence[int]) -> str:
-    """The sets of ranks that agree with each other, the smallest first."""
+    """The sets of ranks that agree with each other, smallest first."""
     by_value: dict[int, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         by_value.setdefault(value, []).append(rank)

@@ -13,7 +13,7 @@ from torchtitan.utils.logging import event, logger
 
 
 class Stragglers:
-    """Names a rank once it has been slow for `guard.straggler_records` logged steps in a row."""
+    """Reports a rank once it has been slow for `guard.straggler_records` logged steps in a row."""
 
     def __init__(self, config: schema.Guard):
         self.factor = config.straggler_factor
@@ -40,10 +40,10 @@ class Stragglers:
     def observe(
         self, compute: Sequence[float], data: Sequence[float], step_time: float
     ) -> dict[int, str]:
-        """The ranks to name, each with what it is slow at.
+        """The ranks to report, each with the reason.
 
         Args:
-            compute: seconds each rank takes for the same computation.
+            compute: seconds each rank needs for the same computation.
             data: seconds per step each rank waits for data.
             step_time: seconds per step, in which all ranks wait for the slowest.
         """
@@ -52,10 +52,10 @@ class Stragglers:
         usual_data = median_low(data)
         slow_ranks = {}
         for rank, (rank_compute, rank_data) in enumerate(zip(compute, data, strict=True)):
-            # How long a step would take if this rank waited no longer than the median rank.
-            without = max(step_time - max(rank_data - usual_data, 0.0), 1e-9)
+            # The time of a step if this rank waited no longer than the median rank.
+            median_step_time = max(step_time - max(rank_data - usual_data, 0.0), 1e-9)
             in_compute = rank_compute / max(usual_compute, 1e-9)
-            in_data = step_time / without
+            in_data = step_time / median_step_time
             if max(in_compute, in_data) <= self.factor:
                 self.slow[rank] = 0
                 continue

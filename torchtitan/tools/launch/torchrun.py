@@ -12,7 +12,7 @@ from signal import SIGABRT, SIGKILL
 from typing import Any
 
 from torchtitan.config import Config
-from torchtitan.health.diagnose import diagnose, killed
+from torchtitan.health.diagnose import diagnose, kill_text
 from torchtitan.health.rank_dumps import read_dumps
 from torchtitan.tools.launch.ranks import SECRET_ENV, StopHandler, common_status
 from torchtitan.train.rank_main import LAUNCHER_ENV
@@ -150,10 +150,10 @@ def _cause(config: Config, first: int, failures: Mapping[int, Any]) -> str:
         # NCCL's watchdog writes the Flight Recorder, and ends the process, without any Python.
         dumps = read_dumps(folder, prefix, since=began - _DUMPED_BEFORE)
         if dumps:
-            return f"{diagnose(dumps, exits)} (rank {first} {killed(exits[first])})"
+            return f"{diagnose(dumps, exits)} (rank {first} {kill_text(exits[first])})"
     return (
         f"rank {first} "
-        f"{killed(exits[first]) if exits[first] < 0 else f'ended with exit code {exits[first]}'}"
+        f"{kill_text(exits[first]) if exits[first] < 0 else f'ended with exit code {exits[first]}'}"
     )
 
 
