@@ -46,7 +46,7 @@ def evaluate(folder, model):
     from torchtitan.inference.tasks import Tasks, scores
 
     tasks = Tasks(TASKS, include_path=str(folder / "tasks"), num_fewshot=2)
-    results = evaluate(model, tasks.loaded, bootstrap_iters=0)
+    results = evaluate(model, tasks.tasks, bootstrap_iters=0)
     answers = {name: [doc["resps"] for doc in docs] for name, docs in results["samples"].items()}
     return answers, scores(results)
 

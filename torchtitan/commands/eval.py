@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torchtitan.inference.options import add_model_options, reported_once
+from torchtitan.inference.options import add_model_options, report_once
 from torchtitan.telemetry.scores import record_scores, run_of
 from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.errors import ConfigError
@@ -30,7 +30,7 @@ _BOOTSTRAP = 100_000
 
 def main(argv: list[str]) -> int:
     rank, _ = rank_and_world()
-    return reported_once(lambda: _eval(argv, rank), rank)
+    return report_once(lambda: _eval(argv, rank), rank)
 
 
 def _eval(argv: list[str], rank: int) -> int:

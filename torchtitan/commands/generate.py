@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan.inference.options import add_model_options, reported_once
+from torchtitan.inference.options import add_model_options, report_once
 from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.errors import ConfigError
 from torchtitan.utils.files import text_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     rank, world = rank_and_world()
-    return reported_once(lambda: _generate(parser().parse_args(argv), rank, world), rank)
+    return report_once(lambda: _generate(parser().parse_args(argv), rank, world), rank)
 
 
 def _generate(options: argparse.Namespace, rank: int, world: int) -> int:

@@ -1,9 +1,9 @@
 """Caches of earlier tokens in generation: keys and values, latent vectors, states.
 
 The model is unchanged: layers call `self.attend`, `self.attend_latents` or `self.mix`, which are
-replaced by objects that remember. Rows are padded at the end, where causal attention doesn't look,
-so each row has the positions it would have alone. What an ordinary cache keeps of a padding token
-is overwritten when the row reaches its position; the others don't keep padding at all.
+replaced by objects with memory. Rows are padded at the end, where causal attention doesn't look,
+so each row has the positions it would have alone. An ordinary cache keeps a padding token until the
+row reaches its position and overwrites it; the other caches don't keep padding at all.
 
 Shapes: b rows, s new tokens of each, h query heads, k key-value heads, d width of queries and keys,
 e width of values.
@@ -25,7 +25,7 @@ from torchtitan.models.delta.rule import chunked_delta_rule, normalize, recurren
 
 
 class GenerationCache:
-    """The positions of one forward's tokens, for all layers, each of which keeps what it needs."""
+    """The positions of one forward's tokens, for all layers, each of which has its own cache."""
 
     def __init__(self, model: Any, rows: int, length: int):
         """
@@ -39,15 +39,15 @@ class GenerationCache:
         for module in model.modules():
             attend = getattr(module, "attend", None)
             if isinstance(module, GatedDeltaNet):
-                module.mix = self._added(CachedState(self))
+                module.mix = self._add(CachedState(self))
             elif isinstance(module, LatentAttention):
-                latents = self._added(CachedLatents(self, module))
+                latents = self._add(CachedLatents(self, module))
                 module.attend_latents = latents  # type: ignore[method-assign]
             elif attend is not None:
                 plain = attend.plain if isinstance(attend, CachedAttention) else attend
-                module.attend = self._added(CachedAttention(self, plain))
+                module.attend = self._add(CachedAttention(self, plain))
 
-    def _added(self, layer: Any) -> Any:
+    def _add(self, layer: Any) -> Any:
         self.layers.append(layer)
         return layer
 
@@ -62,7 +62,7 @@ class GenerationCache:
         Args:
             positions: the new tokens' positions, `[b, s]` on the host, consecutive in each row.
                 All rows begin at 0, or none does.
-            counts: how many of each row aren't padding; 1 in all rows that don't begin at 0.
+            counts: tokens of each row without padding; 1 in all rows that don't begin at 0.
             device: where the model computes.
         """
         self.span = int(positions.max()) + 1
@@ -91,7 +91,7 @@ class _Slots:
         self.all = size == cache.length
         device = cache.positions.device
         slots = torch.arange(cache.span if self.all else size, device=device)
-        # A padding token, whose result is ignored, sees what the row's last token sees.
+        # A padding token, whose result is ignored, sees the same slots as the row's last token.
         queries = torch.minimum(cache.positions, cache.ends[:, None] - 1)[:, :, None]
         if self.all:
             self.visible = (queries >= slots)[:, None]
@@ -108,7 +108,7 @@ class _Slots:
         """Write `new` `[b, k, s, d]` to `buffer` `[rows, k, size, d]`.
 
         Returns:
-            What queries may see, a view of `buffer`.
+            The part that queries may see, a view of `buffer`.
         """
         cache = self.cache
         buffer = buffer[: len(new)]
@@ -181,12 +181,12 @@ class CachedLatents:
         latents = slots.keep(self.buffers[0], new)
         if self.cache.empty:
             return LatentAttention.attend_latents(layer, q, compressed, key, None)
-        plain, rotated = q.split(layer.widths, -1)
+        plain_q, rotary_q = q.split(layer.widths, -1)
         weight = _local(layer.wkv_b.weight).unflatten(0, (q.shape[2], -1))
         key_weight, value_weight = weight.split([layer.widths[0], layer.value_dim], 1)
-        inner = torch.cat([torch.einsum("bshd,hdr->bshr", plain, key_weight), rotated], -1)
+        latent_q = torch.cat([torch.einsum("bshd,hdr->bshr", plain_q, key_weight), rotary_q], -1)
         out = _attend(
-            inner.transpose(1, 2),
+            latent_q.transpose(1, 2),
             latents,
             latents[..., : layer.rank],
             Scores(slots.visible, scale=scale),
@@ -196,7 +196,7 @@ class CachedLatents:
 
 class CachedState:
     """Gated DeltaNet from the state after the last token, and the last inputs of its convolution:
-    as much for any number of tokens.
+    the same size for any number of tokens.
     """
 
     def __init__(self, cache: GenerationCache):
@@ -210,10 +210,10 @@ class CachedState:
         assert documents is None, "generation has no document masks"
         cache = self.cache
         rows, length = qkv.shape[:2]
-        before = weights.q_conv.shape[-1] - 1
-        state, inputs = (x[:rows] for x in self._buffers(qkv, weights, before))
+        history = weights.q_conv.shape[-1] - 1
+        state, inputs = (x[:rows] for x in self._buffers(qkv, weights, history))
         qkv = torch.cat([inputs, qkv[:, : cache.new]], 1)
-        q, k, v = (x[:, before:] for x in convolve(qkv, weights, None))
+        q, k, v = (x[:, history:] for x in convolve(qkv, weights, None))
         g, beta = gates(ba[:, : cache.new], weights)
         counts = cache.counts[:, None]
         padding = torch.arange(cache.new, device=counts.device) >= counts
@@ -223,11 +223,11 @@ class CachedState:
         q = normalize(q) * q.shape[-1] ** -0.5
         out, after = rule(q, normalize(k), v, g, beta, state)
         state.copy_(after)
-        last = (counts + torch.arange(before, device=counts.device))[..., None, None]
+        last = (counts + torch.arange(history, device=counts.device))[..., None, None]
         inputs.copy_(qkv.gather(1, last.expand_as(inputs)))
         return F.pad(out.to(v.dtype), (0, 0, 0, 0, 0, length - cache.new))
 
-    def _buffers(self, qkv: Tensor, weights: DeltaWeights, before: int) -> list[Tensor]:
+    def _buffers(self, qkv: Tensor, weights: DeltaWeights, history: int) -> list[Tensor]:
         """The states `[rows, h, d, e]` in fp32, and earlier inputs `[rows, before, k, w]`."""
         if not self.buffers:
             heads, group = weights.A_log.shape
@@ -235,7 +235,7 @@ class CachedState:
             values = weights.v_conv.shape[1] // group
             shape = (self.cache.rows, heads * group, size, values)
             state = qkv.new_zeros(shape, dtype=torch.float32)
-            self.buffers = [state, qkv.new_zeros(self.cache.rows, before, *qkv.shape[2:])]
+            self.buffers = [state, qkv.new_zeros(self.cache.rows, history, *qkv.shape[2:])]
         elif self.cache.empty:
             for x in self.buffers:
                 x.zero_()
@@ -252,11 +252,11 @@ def _attend(
 ) -> Tensor:
     """Attention to the cached keys that `scores.mask` `[b, 1, s, S]` lets queries see."""
     if sinks is not None:
-        # Behind all keys: the mask alone says what a query sees.
+        # Behind all keys, so that the mask alone decides which keys a query sees.
         return attend_variant(q, keys, values, scores.at_offset(keys.shape[2]), sinks=sinks)
-    grouped = q.shape[1] != keys.shape[1]
+    is_grouped = q.shape[1] != keys.shape[1]
     return F.scaled_dot_product_attention(
-        q, keys, values, attn_mask=scores.mask, scale=scores.scale, enable_gqa=grouped
+        q, keys, values, attn_mask=scores.mask, scale=scores.scale, enable_gqa=is_grouped
     )
 
 

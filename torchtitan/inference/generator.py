@@ -42,7 +42,7 @@ class Continuation:
     tokens: list[int] = field(default_factory=list)
     """Without the end-of-text token."""
     end: Literal["", "eos", "length", "context", "stop"] = ""
-    """Why it ended: end of text, `max_new_tokens`, `max_seq_len` or a stop text. Empty: not yet."""
+    """Reason of its end: end of text, `max_new_tokens`, `max_seq_len` or a stop text; or empty."""
 
     def take(
         self, token: int, stop: Collection[int], max_new_tokens: int, max_seq_len: int
@@ -58,11 +58,11 @@ class Continuation:
             self.end = "context"
 
     def text(self, tokenizer: Tokenizer) -> str:
-        """The continuation, decoded after the prompt: some tokenizers drop a leading space, of a
-        text, but not of what follows a mark at its beginning.
+        """The continuation, decoded after the prompt: some tokenizers drop the leading space of a
+        text, except after a mark at its beginning.
         """
-        marked = self.prompt[0] in (tokenizer.bos_id, tokenizer.eos_id)
-        prompt = self.prompt[marked:]
+        has_mark = self.prompt[0] in (tokenizer.bos_id, tokenizer.eos_id)
+        prompt = self.prompt[has_mark:]
         whole = tokenizer.decode([*prompt, *self.tokens])
         return whole[len(tokenizer.decode(prompt)) :] if prompt else whole
 
@@ -93,14 +93,14 @@ def sample(
         return logits.argmax(-1)
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        cutoff = logits.topk(sampling.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < cutoff, -torch.inf)
     if sampling.top_p < 1:
-        ordered = logits.sort(descending=True).values
-        probabilities = ordered.softmax(-1)
-        before = probabilities.cumsum(-1) - probabilities
-        least = ordered.masked_fill(before >= sampling.top_p, torch.inf).amin(-1, keepdim=True)
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        ranking = logits.sort(descending=True).values
+        probabilities = ranking.softmax(-1)
+        mass = probabilities.cumsum(-1) - probabilities
+        cutoff = ranking.masked_fill(mass >= sampling.top_p, torch.inf).amin(-1, keepdim=True)
+        logits = logits.masked_fill(logits < cutoff, -torch.inf)
     noise = torch.empty_like(logits)
     for row, generator in zip(noise, generators, strict=True):
         row.exponential_(generator=generator)
@@ -134,11 +134,11 @@ def continue_prompts(
     """
     rows = [Continuation(list(prompt)) for prompt in prompts]
     generators = [noise_generator(sampling.seed, prompt, device) for prompt in prompts]
-    while growing := [i for i, row in enumerate(rows) if not row.end]:
-        logits = next_logits([[*rows[i].prompt, *rows[i].tokens] for i in growing])
-        drawn = sample(logits, sampling, [generators[i] for i in growing])
-        dist.broadcast(drawn, src=0)  # ranks whose samples differ by rounding would hang
-        for i, token in zip(growing, drawn.tolist(), strict=True):
+    while active_rows := [i for i, row in enumerate(rows) if not row.end]:
+        logits = next_logits([[*rows[i].prompt, *rows[i].tokens] for i in active_rows])
+        samples = sample(logits, sampling, [generators[i] for i in active_rows])
+        dist.broadcast(samples, src=0)  # ranks whose samples differ by rounding would hang
+        for i, token in zip(active_rows, samples.tolist(), strict=True):
             rows[i].take(token, stop, max_new_tokens, max_seq_len)
             if not rows[i].end and ends(rows[i]):
                 rows[i].end = "stop"
@@ -162,10 +162,10 @@ class TextGenerator:
         """
         Args:
             model: without FSDP; sharded over `mesh` if there is one. Its own `max_seq_len` must
-                exceed this one by the number of ranks.
+                exceed this value by the number of ranks.
             rows: largest number of prompts per call.
             max_seq_len: longest text, prompt included.
-            vocab_size: ids from here on are unknown to the tokenizer, and never sampled.
+            vocab_size: the tokenizer lacks ids from here on, so they are never sampled.
             stop: tokens that end a text.
         """
         self.model = model.eval()
@@ -202,13 +202,13 @@ class TextGenerator:
         while True:
             last = [length - first - 1 for length, first in zip(lengths, begin, strict=True)]
             logits = self._logits(tokens, begin, last)
-            drawn = sample(logits, sampling, generators)
+            samples = sample(logits, sampling, generators)
             if self.ranks > 1:
-                dist.broadcast(drawn, src=0)  # ranks whose samples differ by rounding would hang
-            chosen = drawn.tolist()
+                dist.broadcast(samples, src=0)  # ranks whose samples differ by rounding would hang
+            token_ids = samples.tolist()
             for i, row in enumerate(rows):
                 if not row.end:
-                    row.take(chosen[i], self.stop, max_new_tokens, self.max_seq_len)
+                    row.take(token_ids[i], self.stop, max_new_tokens, self.max_seq_len)
                     progress(row)
             if all(row.end for row in rows):
                 return rows
@@ -216,13 +216,13 @@ class TextGenerator:
                 if not row.end:  # others stay at their position; their results are ignored
                     begin[i] = lengths[i]
             lengths = [first + 1 for first in begin]
-            tokens = drawn.cpu()[:, None]
+            tokens = samples.cpu()[:, None]
 
     def _logits(self, tokens: Tensor, begin: Sequence[int], last: Sequence[int]) -> Tensor:
         """The logits of the next token, `[b, vocab]` fp32.
 
         Args:
-            tokens: new ones and padding, `[b, s]`.
+            tokens: new tokens and padding, `[b, s]`.
             begin: position of each row's first new token.
             last: index of each row's last new token.
         """
@@ -232,9 +232,9 @@ class TextGenerator:
         self.cache.advance(positions, [index + 1 for index in last], self.device)
         hidden = self.model(tokens, self.cache.positions, project=False)
         if self.mesh is not None:
-            sharded = DTensor.from_local(hidden, self.mesh, [Shard(1)], run_check=False)
-            hidden = sharded.full_tensor()
+            sequence_shard = DTensor.from_local(hidden, self.mesh, [Shard(1)], run_check=False)
+            hidden = sequence_shard.full_tensor()
         hidden = hidden[torch.arange(len(last)), torch.tensor(last)][:, None]
-        # Under tensor parallelism, every rank passes this same token as its part of the sequence.
+        # Under tensor parallelism, every rank passes the same token as its part of the sequence.
         logits = self.model.project(hidden, self.model.output_weight)[:, 0].float()
         return logits[:, : self.vocab_size]

@@ -1,8 +1,8 @@
-"""A model of ours as lm-eval sees models: answers to its requests for likelihoods and texts.
+"""Our models behind lm-eval's interface: answers to its requests for likelihoods and texts.
 
 Every rank runs the harness on the same tasks, so all make the same calls of the model. Requests
-become token ids as in lm-eval's `hf` backend, which this file follows in what is context and what
-continuation, and in how it truncates.
+become token ids as in lm-eval's `hf` backend, which this file follows in where a context
+ends and in how it truncates.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,14 +56,14 @@ class EvalTokenizer:
     """Encodes texts as transformers does, so that scores equal those of the `hf` backend.
 
     Unlike in training, the spelling of a special token in a text becomes that token. A trained
-    model gets begin-of-text where training does, as its export says; for a Hugging Face folder, the
-    tokenizer's files say which tokens are added.
+    model gets begin-of-text where training does, as in its export; for a Hugging Face folder, the
+    tokenizer's files decide which tokens are added.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, by_file: bool = False):
         """
         Args:
-            by_file: add special tokens as the tokenizer's files say, not as in training.
+            by_file: add special tokens by the tokenizer's files, not as in training.
         """
         bos = tokenizer.bos_id
         self.eos_id = tokenizer.end_for("lm-eval")
@@ -93,11 +93,11 @@ class EvalTokenizer:
             return
         file = tokenizer.path.with_name("tokenizer_config.json")
         config = read_json_object(file) if file.exists() else {}
-        asked = {key: config[key] for key in ("add_bos_token", "add_eos_token") if key in config}
+        flags = {key: config[key] for key in ("add_bos_token", "add_eos_token") if key in config}
         # a rule of the file for what is added
-        by_post_processor = not asked and backend.post_processor is not None
-        self._before = [self.prefix_id] if asked.get("add_bos_token") else []
-        self._after = [self.eos_id] if asked.get("add_eos_token") else []
+        by_post_processor = not flags and backend.post_processor is not None
+        self._before = [self.prefix_id] if flags.get("add_bos_token") else []
+        self._after = [self.eos_id] if flags.get("add_eos_token") else []
         self._ids = lambda text, special: (
             backend.encode(text, add_special_tokens=special and by_post_processor).ids
         )
@@ -105,7 +105,7 @@ class EvalTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """
         Args:
-            add_special_tokens: begin the text as in training, or as the tokenizer's files say.
+            add_special_tokens: begin the text as in training, or by the tokenizer's files.
         """
         ids = self._ids(text, add_special_tokens)
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
@@ -123,9 +123,9 @@ class _Row:
     text: list[int]
     requests: list[int] = field(default_factory=list)
     """The requests' indices."""
-    scored: int = 0
+    num_scored: int = 0
     """Number of positions at the end of the text that predict a token of a continuation."""
-    lasts: list[int] = field(default_factory=list)
+    last_tokens: list[int] = field(default_factory=list)
     """The tokens that may follow the text."""
 
 
@@ -208,45 +208,45 @@ class HarnessModel(TemplateLM):
             *text, last = [*context, *continuation][-(self.max_length + 1) :]
             row = rows.setdefault(tuple(text), _Row(text))
             row.requests.append(i)
-            row.scored = max(row.scored, len(continuation))
-            if last not in row.lasts:
-                row.lasts.append(last)
+            row.num_scored = max(row.num_scored, len(continuation))
+            if last not in row.last_tokens:
+                row.last_tokens.append(last)
         likely, best = self._score(list(rows.values()))
         answers = [(0.0, False)] * len(requests)
         end = 0
         for row in rows.values():
-            end += row.scored
+            end += row.num_scored
             for i in row.requests:
                 *head, last = requests[i][2]
                 begin = end - 1 - len(head)
                 value = sum(values[0] for values in likely[begin : end - 1])
-                value += likely[end - 1][row.lasts.index(last)]
+                value += likely[end - 1][row.last_tokens.index(last)]
                 expected = [*row.text[len(row.text) - len(head) :], last]
                 answers[i] = value, best[begin:end] == expected
         return answers
 
     def _score(self, rows: Sequence[_Row]) -> tuple[list[list[float]], list[int]]:
-        """Log-likelihoods of what follows the scored positions, and the likeliest tokens.
+        """Log-likelihoods of the tokens after the scored positions, and the likeliest tokens.
 
         Returns:
-            For each position, of all rows in order: the values of the next token, or of each that
-            may follow the row; and the likeliest token.
+            For each position, of all rows in order: the values of the next token, or of each token
+            that may follow the row; and the likeliest token.
         """
-        chosen = [range(len(row.text) - row.scored, len(row.text)) for row in rows]
+        positions_of_rows = [range(len(row.text) - row.num_scored, len(row.text)) for row in rows]
         targets: list[list[int]] = []
-        for row, positions in zip(rows, chosen, strict=True):
+        for row, positions in zip(rows, positions_of_rows, strict=True):
             targets += [[row.text[position + 1]] for position in positions[:-1]]
-            targets.append(row.lasts)
+            targets.append(row.last_tokens)
         width = max(map(len, targets), default=1)
-        filled = [target + [0] * (width - len(target)) for target in targets]
-        padded = torch.tensor(filled, device=self.logits.device)
+        padded_targets = [target + [0] * (width - len(target)) for target in targets]
+        target_ids = torch.tensor(padded_targets, device=self.logits.device)
 
         def read(logits: Tensor, numbers: Tensor) -> Tensor:
-            values = logits.log_softmax(-1).gather(1, padded[numbers])
+            values = logits.log_softmax(-1).gather(1, target_ids[numbers])
             return torch.cat([values, logits.argmax(-1, keepdim=True)], dim=1)
 
         texts = [row.text for row in rows]
-        values = self.logits(texts, chosen, read, width + 1).double().tolist()
+        values = self.logits(texts, positions_of_rows, read, width + 1).double().tolist()
         return [row[:-1] for row in values], [int(row[-1]) for row in values]
 
     # ---- texts
@@ -267,9 +267,9 @@ class HarnessModel(TemplateLM):
                     continuations[i] = text
         return continuations
 
-    def _continue(self, prompts: list[list[int]], asked: dict[str, Any]) -> list[str]:
-        """Continue prompts by the generation settings that a task has `asked` for."""
-        settings: dict[str, Any] = dict(normalize_gen_kwargs(asked, _MAX_NEW_TOKENS))
+    def _continue(self, prompts: list[list[int]], kwargs: dict[str, Any]) -> list[str]:
+        """Continue prompts by a task's `generation_kwargs`."""
+        settings: dict[str, Any] = dict(normalize_gen_kwargs(kwargs, _MAX_NEW_TOKENS))
         end = self.texts.decode([self.eot_token_id], False)
         until = handle_stop_sequences(settings["until"], end)
         new = settings["max_gen_toks"]
@@ -281,8 +281,8 @@ class HarnessModel(TemplateLM):
             )
         sampling = SamplingSettings(temperature=0)
         if settings["do_sample"]:
-            chosen = {key: settings[key] for key in ("top_k", "top_p") if settings.get(key)}
-            sampling = SamplingSettings(temperature=settings.get("temperature", 1.0), **chosen)
+            limits = {key: settings[key] for key in ("top_k", "top_p") if settings.get(key)}
+            sampling = SamplingSettings(temperature=settings.get("temperature", 1.0), **limits)
 
         def ends(row: Continuation) -> bool:
             text = self.texts.decode(row.tokens)

@@ -68,7 +68,7 @@ def find(path: str, custom_import: str | None = None, *, averaged: bool = False)
 
     Args:
         custom_import: module that registers the model's family.
-        averaged: take the average of the weights.
+        averaged: load the average of the weights.
 
     Raises:
         UserError: there is none, it is damaged, has no average, or its family is unknown.
@@ -80,7 +80,7 @@ def find(path: str, custom_import: str | None = None, *, averaged: bool = False)
             raise ConfigError([f"{problem}; leave --ema out"])
         return _hugging_face(folder, custom_import)
     config = folder / "config.toml"
-    # a run's folder: the file names that of its checkpoints
+    # a run's folder: the file names the folder of checkpoints
     if config.is_file() and not is_remote(folder):
         run = load_config([f"--job.config_file={config}"]).config
         folder = storage_path(run.checkpoint.folder, folder)
@@ -88,9 +88,9 @@ def find(path: str, custom_import: str | None = None, *, averaged: bool = False)
     manifest = read_manifest(folder)
     if averaged:
         check_averaged(folder, manifest)
-    if wrong := next(damage(folder, manifest, contents=False), None):
+    if fault := next(damage(folder, manifest, contents=False), None):
         raise CheckpointError(
-            f"{folder} is damaged: {wrong}; choose an earlier step (torchtitan ckpt verify lists "
+            f"{folder} is damaged: {fault}; choose an earlier step (torchtitan ckpt verify lists "
             "the intact ones)"
         )
     spec, args, assets = model_of(folder, manifest, custom_import)
@@ -134,11 +134,11 @@ def _hugging_face(folder: Path, custom_import: str | None) -> ModelSource:
 
 
 def _stop_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """Every token that `config.json` or `generation_config.json` says ends a text: they may name
-    different ones, such as the end of a turn and that of a text.
+    """Every token that ends a text by `config.json` or `generation_config.json`: they may name
+    different tokens, such as the end of a turn and the end of a text.
 
     Raises:
-        ConfigError: one names others than tokens of the vocabulary.
+        ConfigError: one names ids outside the vocabulary.
     """
     stop: dict[int, None] = {}
     for name in ("config.json", "generation_config.json"):
@@ -146,23 +146,23 @@ def _stop_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
         if not file.is_file():
             continue
         try:
-            stated = read_json_object(file).get("eos_token_id")
+            eos_ids = read_json_object(file).get("eos_token_id")
         except (OSError, ValueError) as error:
             raise ConfigError([f"--checkpoint: {error}"]) from None
-        ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
-        wrong = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]
+        ids = eos_ids if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids]
+        invalid_ids = [i for i in ids if type(i) is not int or not 0 <= i < vocab_size]
         # transformers writes defaults of its classes there, which small vocabularies lack
-        if wrong and name == "config.json":
+        if invalid_ids and name == "config.json":
             raise ConfigError([f"--checkpoint: {file}: eos_token_id must be ids of the vocabulary"])
-        stop |= dict.fromkeys(i for i in ids if i not in wrong)
+        stop |= dict.fromkeys(i for i in ids if i not in invalid_ids)
     return tuple(stop)
 
 
 def open_tokenizer(source: ModelSource, assets: str | None) -> Tokenizer:
-    """Open the model's tokenizer, from the folder `assets` or the one recorded in the checkpoint.
+    """Open the model's tokenizer, from the folder `assets` or the checkpoint's.
 
     Raises:
-        ConfigError: it can't be read, or is not the one the model was trained with.
+        ConfigError: it can't be read, or the model was trained with a different tokenizer.
     """
     try:
         tokenizer = build_tokenizer(

@@ -1,4 +1,4 @@
-"""Command-line options of what runs a trained model. Imports no torch."""
+"""Command-line options of commands that run a trained model. Imports no torch."""
 
 import argparse
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def add_model_options(
     )
 
 
-def reported_once(run: Callable[[], int], rank: int) -> int:
+def report_once(run: Callable[[], int], rank: int) -> int:
     """Return `run()`'s exit status. Mistakes that all ranks find are raised on rank 0 only."""
     try:
         return run()

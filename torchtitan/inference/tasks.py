@@ -24,7 +24,7 @@ SEED = 1234
 
 
 class Tasks:
-    """Loaded tasks, to run on a model as often as wanted. All ranks make the same calls."""
+    """Loaded tasks, to run on a model any number of times. All ranks make the same calls."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Tasks:
         Args:
             names: names of tasks, groups or tags.
             include_path: folder of further task files.
-            num_fewshot: solved examples before each question; None: what each task says.
+            num_fewshot: solved examples before each question; None: each task's own number.
             limit: documents of each task.
 
         Raises:
@@ -52,8 +52,8 @@ class Tasks:
             problem = None
             if (dist.get_rank() == 0) == (turn == 0):
                 try:
-                    with _unchanged_random_state(), _whole_json():
-                        self.loaded = self._load()
+                    with _keep_random_state(), _read_all_columns():
+                        self.tasks = self._load()
                 except UserError as error:
                     problem = str(error)
                 except Exception as error:
@@ -63,11 +63,11 @@ class Tasks:
                     raise UserError(f"lm-eval can't load {', '.join(names)}: {message}")
 
     def _load(self) -> dict[str, Any]:
-        # It warns of every default of a task, on every rank.
+        # It warns about every default of a task, on every rank.
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
         from lm_eval.tasks import TaskManager
 
-        # lm-eval's own tasks are 15,000 files, which take seconds to index.
+        # lm-eval's own tasks are 15,000 files, which need seconds to index.
         manager = None
         if self.include_path:
             manager = TaskManager(include_path=self.include_path, include_defaults=False)
@@ -76,15 +76,15 @@ class Tasks:
         for name in self.names:
             if not manager.match_tasks([name]):
                 raise UserError(f"no task {name!r}{did_you_mean(name, manager.all_tasks) or ''}")
-        loaded: dict[str, Any] = manager.load(list(self.names))
-        for task in loaded["tasks"].values():
+        tasks: dict[str, Any] = manager.load(list(self.names))
+        for task in tasks["tasks"].values():
             fewshot = task.get_config("num_fewshot")
-            if self.num_fewshot is not None and fewshot != 0:  # 0 is what the task insists on
+            if self.num_fewshot is not None and fewshot != 0:  # a task with 0 insists on it
                 task.set_config(key="num_fewshot", value=self.num_fewshot)
             elif fewshot is None:
                 task.set_config(key="num_fewshot", value=0)
             task.set_fewshot_seed(seed=SEED)
-        return loaded
+        return tasks
 
     def run(
         self, logits: "Logits", tokenizer: Tokenizer, *, bootstrap: int = 0, by_file: bool = False
@@ -109,7 +109,7 @@ class Tasks:
             "stderr_for_metric": lambda metric, bootstrap_iters: closed_forms.get(metric)
         }
         with (
-            _unchanged_random_state(),
+            _keep_random_state(),
             replaced(task, tqdm=lambda items, **_: items),  # no progress bar for each rank
             replaced(evaluator_utils, **({} if bootstrap else without_bootstrap)),
         ):
@@ -117,7 +117,7 @@ class Tasks:
             np.random.seed(SEED)
             results = evaluate(
                 HarnessModel(logits, tokenizer, by_file=by_file),
-                self.loaded,
+                self.tasks,
                 limit=self.limit,
                 bootstrap_iters=bootstrap or 1,
                 log_samples=False,
@@ -141,12 +141,12 @@ def scores(results: Mapping[str, Any]) -> dict[str, float]:
 
 
 @contextmanager
-def _whole_json() -> Iterator[None]:
-    """Let `datasets` read all columns of JSON, of which training reads only the text."""
+def _read_all_columns() -> Iterator[None]:
+    """Make `datasets` read all columns of JSON; training reads only the text."""
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES, _hash_python_lines
     from datasets.packaged_modules.json import json
 
-    before = _PACKAGED_DATASETS_MODULES["json"]
+    original = _PACKAGED_DATASETS_MODULES["json"]
     _PACKAGED_DATASETS_MODULES["json"] = (
         json.__name__,
         _hash_python_lines(inspect.getsource(json).splitlines()),
@@ -154,12 +154,12 @@ def _whole_json() -> Iterator[None]:
     try:
         yield
     finally:
-        _PACKAGED_DATASETS_MODULES["json"] = before
+        _PACKAGED_DATASETS_MODULES["json"] = original
 
 
 @contextmanager
-def _unchanged_random_state() -> Iterator[None]:
-    """Tasks draw numbers; training must not notice."""
+def _keep_random_state() -> Iterator[None]:
+    """Restore the random state: tasks draw numbers, and training must not depend on them."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
