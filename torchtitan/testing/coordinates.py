@@ -31,7 +31,7 @@ VOCAB = 256
 LIMIT = 0.25
 """Largest slope that passes: half the smallest power of the width that a wrong scale causes."""
 LOGITS = "logits"
-"""The logits of the next tokens. An update moves those in a direction that the states share; in the
+"""The logits of the next tokens. An update moves them in a direction that the states share; in the
 logits of other tokens it is noise, which shrinks with the width.
 """
 
@@ -69,22 +69,22 @@ def check_widths(config: Config, setup: Setup, widths: Sequence[int]) -> tuple[b
         ConfigError: the model can't have one of the widths.
     """
     unit = setup.spec.tiny(setup.args, LAYERS, 1)["dim"]
-    if wrong := [width for width in widths if width % unit]:
+    if invalid_widths := [width for width in widths if width % unit]:
         kind = f"{config.model.name} {config.model.flavor}"
         raise ConfigError(
-            [f"--widths {wrong[0]}: a width of a small {kind} is a multiple of {unit}"]
+            [f"--widths {invalid_widths[0]}: a width of a small {kind} is a multiple of {unit}"]
         )
     by_width = [_sizes(config, setup, width // unit) for width in widths]
     trends = []
     for module, what in by_width[0]:
         sizes = [sizes_of_width[module, what] for sizes_of_width in by_width]
         trends.append(Trend(module, what, sizes, slope(widths, sizes)))
-    passed = all(trend.passes for trend in trends)
-    return passed, _report(config, widths, trends)
+    passes = all(trend.passes for trend in trends)
+    return passes, _report(config, widths, trends)
 
 
 def slope(widths: Sequence[int], sizes: Sequence[float]) -> float:
-    """The exponent p of the power law `size ~ width^p` that fits best; infinite if one isn't
+    """The exponent p of the power law `size ~ width^p` that fits best; infinite if a size isn't
     finite.
     """
     if not any(sizes):
@@ -179,15 +179,15 @@ def _report(config: Config, widths: Sequence[int], trends: Sequence[Trend]) -> s
         sizes = " ".join(f"{size:>9.2e}" for size in trend.sizes)
         mark = "" if trend.passes else "  moves"
         lines.append(f"  {trend.module:<24} {trend.what:<6} {sizes}  {trend.slope:>+6.2f}{mark}")
-    wrong = [trend for trend in trends if not trend.passes]
-    if not wrong:
+    failures = [trend for trend in trends if not trend.passes]
+    if not failures:
         lines.append(f"PASS: no slope is above {LIMIT}; a learning rate carries over to any width")
         return "\n".join(lines)
-    worst = max(wrong, key=lambda trend: abs(trend.slope))
+    worst = max(failures, key=lambda trend: abs(trend.slope))
     on = "mup_base_dim" in config.model.overrides
     hint = "" if on else " ([model.overrides] mup_base_dim turns muP on)"
     lines.append(
-        f"FAIL: {len(wrong)} of {len(trends)} sizes move with the width, most of all the "
+        f"FAIL: {len(failures)} of {len(trends)} sizes move with the width, most of all the "
         f"{worst.what} of {worst.module}, as width^{worst.slope:.2f}; a learning rate doesn't "
         f"carry over{hint}"
     )

@@ -19,7 +19,7 @@ BF16_EPS = torch.finfo(torch.bfloat16).eps
 def rounding(terms: int, chain: int = 1, dtype: torch.dtype = torch.float32) -> float:
     """Largest relative difference of results that add the same numbers in other orders.
 
-    Rounding errors of a sum are nearly random, so that they grow like the root of their number
+    Rounding errors of a sum are nearly random, so they grow like the root of their number
     (Higham and Mary, 2019).
 
     Args:
@@ -79,7 +79,7 @@ class Difference:
     first_flip: tuple[int, int] | None
     """Step and layer in which tokens were first sent to other experts."""
     miscount: str | None
-    """A sentence on the first layer and step whose experts counted another total of rows."""
+    """A sentence on the first layer and step whose experts counted a different total of rows."""
     biases: dict[str, float]
     """Absolute difference of each routing bias after the first step. Biases follow from integer
     counts, so the difference should be 0.
@@ -102,12 +102,12 @@ class Difference:
             for what, (value, limit) in checks.items()
             if not value <= limit
         ]
-        later, off = _largest(self.later_gradients)
-        if not off <= tolerances.gradient:
-            phrases.append(f"{later}: gradient off by {off:.1e} in a later step")
-        weight, off = _largest(self.weights)
-        if not off <= 1:
-            phrases.append(f"{weight}: update off by {off:.1e} times its rounding")
+        later, error = _largest(self.later_gradients)
+        if not error <= tolerances.gradient:
+            phrases.append(f"{later}: gradient off by {error:.1e} in a later step")
+        weight, error = _largest(self.weights)
+        if not error <= 1:
+            phrases.append(f"{weight}: update off by {error:.1e} times its rounding")
         if self.tokens_differ:
             phrases.append("token counts differ")
         if self.miscount is not None:
@@ -135,21 +135,21 @@ def difference(run: Observation, expected: Observation, optimizer: Optimizer) ->
     assert len(run.mtp_losses) == len(expected.mtp_losses)
     assert len(run.validation_losses) == len(expected.validation_losses)
     assert len(run.weights) == len(expected.weights)
-    compared = _comparable(run, expected)
+    steps = _comparable(run, expected)
     first, *later = (
-        _gradient_differences(run.gradients[step], expected.gradients[step]) for step in compared
+        _gradient_differences(run.gradients[step], expected.gradients[step]) for step in steps
     )
     return Difference(
-        loss=_worst(run.losses, expected.losses, compared),
+        loss=_worst(run.losses, expected.losses, steps),
         first_loss=_worst(run.losses, expected.losses, [0]),
-        grad_norm=_worst(run.grad_norms, expected.grad_norms, compared),
-        step=compared[0],
+        grad_norm=_worst(run.grad_norms, expected.grad_norms, steps),
+        step=steps[0],
         gradients=first,
         later_gradients={name: max(distances[name] for distances in later) for name in first}
         if later
         else {},
         weights=_update_differences(run.weights, expected.weights, optimizer),
-        mtp_loss=_worst(run.mtp_losses, expected.mtp_losses, compared) if run.mtp_losses else 0.0,
+        mtp_loss=_worst(run.mtp_losses, expected.mtp_losses, steps) if run.mtp_losses else 0.0,
         validation_loss=_worst(run.validation_losses, expected.validation_losses),
         tokens_differ=run.tokens != expected.tokens,
         flips=sum(int(_flips(a, b).sum()) for a, b in zip(run.loads, expected.loads, strict=True)),
@@ -165,7 +165,7 @@ def difference(run: Observation, expected: Observation, optimizer: Optimizer) ->
 
 def _comparable(run: Observation, expected: Observation) -> list[int]:
     """The steps that can be compared: every token went to the same experts, or to others without a
-    tie that explains it. All steps if there are none.
+    tie that explains it. All steps if no step can.
     """
     steps = range(len(run.losses))
     if not run.loads:
@@ -179,7 +179,7 @@ def _comparable(run: Observation, expected: Observation) -> list[int]:
 
 def _tied(loads: Tensor, expected: Tensor, ties: Tensor) -> bool:
     """Whether tokens were sent to other experts, and ties explain it. Only the first such layer
-    counts, because after it all tokens differ.
+    is judged, because after it all tokens differ.
     """
     flips = _flips(loads, expected)
     layers = flips.nonzero().flatten().tolist()
@@ -238,8 +238,8 @@ def _muon_distance(weights: Tensor, expected: Tensor, optimizer: Optimizer, step
     rows, columns = expected.shape[-2:]
     noise = BF16_EPS / 2 * (rows**-0.5 + columns**-0.5)
     limit = optimizer.lr * 0.2 * noise * 3.4445**optimizer.muon_ns_steps
-    off = (weights - expected).square().mean((-2, -1)).sqrt()
-    return (off / limit).max().item()
+    error = (weights - expected).square().mean((-2, -1)).sqrt()
+    return (error / limit).max().item()
 
 
 def _flips(loads: Tensor, expected: Tensor) -> Tensor:
@@ -256,12 +256,12 @@ def _first_flip(loads: Sequence[Tensor], expected: Sequence[Tensor]) -> tuple[in
 
 def _miscount(loads: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None:
     for step, (a, b) in enumerate(zip(loads, expected, strict=True), 1):
-        for layer, (got, target) in enumerate(
+        for layer, (count, target) in enumerate(
             zip(a.sum(1).tolist(), b.sum(1).tolist(), strict=True)
         ):
-            if got != target:
+            if count != target:
                 return (
-                    f"layers.{layer}.moe.router: counts {got:.0f} rows in step {step} "
+                    f"layers.{layer}.moe.router: counts {count:.0f} rows in step {step} "
                     f"instead of {target:.0f}"
                 )
     return None
@@ -270,9 +270,9 @@ def _miscount(loads: Sequence[Tensor], expected: Sequence[Tensor]) -> str | None
 def _worst(
     values: Sequence[float], expected: Sequence[float], steps: Iterable[int] | None = None
 ) -> float:
-    chosen = range(len(expected)) if steps is None else steps
+    indices = range(len(expected)) if steps is None else steps
     return max(
-        (_or_inf(abs(values[i] - expected[i]) / abs(expected[i])) for i in chosen), default=0.0
+        (_or_inf(abs(values[i] - expected[i]) / abs(expected[i])) for i in indices), default=0.0
     )
 
 

@@ -153,12 +153,12 @@ class _Observer(Callback):
         self.gradients.clear()
         if run.experts is not None:
             self.out.loads.append(run.experts.loads.cpu().clone())
-        trained = {
+        tensors = {
             name: _full(value)
             for model in run.models
             for name, value in trained_tensors(model).items()
         }
-        self.out.weights.append(_gather_copies(trained, self.order))
+        self.out.weights.append(_gather_copies(tensors, self.order))
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -174,18 +174,18 @@ def _full(value: Any) -> Tensor:
 def _gather_copies(tensors: dict[str, Tensor], order: list[str]) -> dict[str, Tensor]:
     """Gather the distinct copies that ranks hold of each tensor, in the model's order.
 
-    Empty on all ranks but 0.
+    Empty except on rank 0.
     """
-    gathered: list[Any] = [None] * dist.get_world_size()
-    gathers = dist.get_rank() == 0
-    dist.gather_object(tensors, gathered if gathers else None, group=cpu_group())
-    if not gathers:
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    is_rank_0 = dist.get_rank() == 0
+    dist.gather_object(tensors, by_rank if is_rank_0 else None, group=cpu_group())
+    if not is_rank_0:
         return {}
     copies: dict[str, list[Tensor]] = {}
-    for name, value in (item for tensors_of_rank in gathered for item in tensors_of_rank.items()):
-        known = copies.setdefault(name, [])
-        if not any(torch.equal(value, other) for other in known):
-            known.append(value)
+    for name, value in (item for tensors_of_rank in by_rank for item in tensors_of_rank.items()):
+        distinct_copies = copies.setdefault(name, [])
+        if not any(torch.equal(value, other) for other in distinct_copies):
+            distinct_copies.append(value)
     return {
         n: torch.stack(values)
         for m in order

@@ -1,4 +1,4 @@
-"""Check that a distributed run computes what one process does; if not, find the wrong mesh axes."""
+"""Compare a distributed run with one process, and find the mesh axes that cause an error."""
 
 import itertools
 import math
@@ -71,9 +71,9 @@ def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> l
             any(name.startswith("layers.") for name in stage) for stage in setup.stages.modules
         )
         layers = setup.args.n_layers if split_by_hand else max(2, with_layers)
-    by_heads = p.context_parallel_method == "ulysses"
-    by_heads = by_heads or bool(setup.spec.context_parallel_sizes(setup.args))
-    ranks = tp * cp if by_heads else tp
+    splits_heads = p.context_parallel_method == "ulysses"
+    splits_heads = splits_heads or bool(setup.spec.context_parallel_sizes(setup.args))
+    ranks = tp * cp if splits_heads else tp
     tiny = setup.spec.tiny(setup.args, layers, ranks if ranks > 1 else 2)
     if "n_experts" in tiny:
         tiny["n_experts"] = math.lcm(
@@ -84,9 +84,9 @@ def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> l
     corpus = write_corpus(folder / "corpus.jsonl")
     # The flags are written to a file, because one in an old spelling would clash with those below.
     config_file = folder / "config.toml"
-    silent = {"metrics": Metrics(log_freq=1)}
+    quiet_sections = {"metrics": Metrics(log_freq=1)}
     config_file.write_text(
-        to_toml(load_config(list(argv)).config.model_copy(update=silent)), encoding="utf-8"
+        to_toml(load_config(list(argv)).config.model_copy(update=quiet_sections)), encoding="utf-8"
     )
     sizes = {
         **{f"model.overrides.{name}": value for name, value in tiny.items()},
@@ -138,16 +138,16 @@ def compare(argv: Sequence[str], tolerances: Tolerances) -> Finding:
     if dist.get_rank() == 0:
         expected = reference(config, setup, padded=padded, run=run, rounding=tolerances.gradient)
         delta = difference(run, expected, config.optimizer)
-        wrong = [
+        wrong_names = [
             name for name, value in delta.gradients.items() if not value <= tolerances.gradient
         ]
         biases = [name for name, value in delta.biases.items() if value]
-        culprit = wrong[-1] if wrong else next(iter(biases), None)
-        step = delta.step if wrong else 0
-        actual, right = (
-            (run.gradients, expected.gradients) if wrong else (run.weights, expected.weights)
+        culprit = wrong_names[-1] if wrong_names else next(iter(biases), None)
+        step = delta.step if wrong_names else 0
+        actual, targets = (
+            (run.gradients, expected.gradients) if wrong_names else (run.weights, expected.weights)
         )
-        factor = _factor(actual[step][culprit], right[step][culprit]) if culprit else None
+        factor = _factor(actual[step][culprit], targets[step][culprit]) if culprit else None
         finding = Finding(delta, delta.problems(tolerances), culprit, factor)
     finding = from_rank_0(finding)
     assert finding is not None
@@ -156,10 +156,10 @@ def compare(argv: Sequence[str], tolerances: Tolerances) -> Finding:
 
 def _factor(copies: Tensor, expected: Tensor) -> float | None:
     reference = expected[0].double()
-    got = max(copies.double(), key=lambda copy: (copy - reference).abs().max().item())
-    factor = ((got * reference).sum() / (reference * reference).sum()).item()
-    explained = (got - factor * reference).norm() <= 1e-3 * got.norm()
-    return factor if explained else None
+    worst = max(copies.double(), key=lambda copy: (copy - reference).abs().max().item())
+    factor = ((worst * reference).sum() / (reference * reference).sum()).item()
+    fits = (worst - factor * reference).norm() <= 1e-3 * worst.norm()
+    return factor if fits else None
 
 
 def find_axes(
@@ -169,7 +169,7 @@ def find_axes(
     Empty if none is found.
 
     Each axis is tried alone. A data-parallel axis that is right fills up the remaining ranks.
-    Expert parallelism is no axis of the mesh: it takes as many of these ranks as it can.
+    Expert parallelism isn't an axis of the mesh: it uses as many of these ranks as it can.
 
     Args:
         degrees: degrees of the mesh axes and of ep.
@@ -178,13 +178,13 @@ def find_axes(
     world = math.prod(degrees[axis] for axis in DEGREE_KEYS)
 
     def wrong(active: dict[str, int], filler: str) -> bool:
-        tried = {axis: active.get(axis, 1) for axis in DEGREE_KEYS}
-        tried[filler] *= world // math.prod(tried.values())
-        data_parallel = tried["dp_replicate"] * tried["dp_shard"]
-        ep = math.gcd(active.get("ep", 1), tried["dp_shard"] * tried["cp"] * tried["tp"])
+        trial = {axis: active.get(axis, 1) for axis in DEGREE_KEYS}
+        trial[filler] *= world // math.prod(trial.values())
+        data_parallel = trial["dp_replicate"] * trial["dp_shard"]
+        ep = math.gcd(active.get("ep", 1), trial["dp_shard"] * trial["cp"] * trial["tp"])
         if "ep" in active and ep == 1:
             return False
-        sizes = [f"--parallelism.{DEGREE_KEYS[axis]}={degree}" for axis, degree in tried.items()]
+        sizes = [f"--parallelism.{DEGREE_KEYS[axis]}={degree}" for axis, degree in trial.items()]
         sizes.append(f"--parallelism.expert_parallel_degree={ep}")
         sizes.append(f"--training.global_batch_size={rows * data_parallel}")
         return bool(compare([*argv, *sizes], tolerances).problems)
@@ -192,12 +192,12 @@ def find_axes(
     bad_fillers = [filler for filler in ("dp_shard", "dp_replicate") if wrong({}, filler)]
     if len(bad_fillers) == 2:
         return ["dp_replicate or dp_shard"]
-    used = [axis for axis, degree in degrees.items() if degree > 1]
-    if bad_fillers and bad_fillers[0] in used:
+    active_axes = [axis for axis, degree in degrees.items() if degree > 1]
+    if bad_fillers and bad_fillers[0] in active_axes:
         return bad_fillers
     filler = "dp_replicate" if bad_fillers == ["dp_shard"] else "dp_shard"
-    for count in range(1, len(used) + 1):
-        for axes in itertools.combinations(used, count):
+    for count in range(1, len(active_axes) + 1):
+        for axes in itertools.combinations(active_axes, count):
             if set(axes) != {filler} and wrong({axis: degrees[axis] for axis in axes}, filler):
                 return list(axes)
     return []
@@ -215,14 +215,14 @@ def verdict(finding: Finding, axes: list[str], tolerances: Tolerances) -> str:
         return f"FAIL: {delta.miscount}{along}"
     if finding.culprit is None:
         return f"FAIL: {'; '.join(finding.problems)}{along} (the first step's gradients are right)"
-    off_by = (delta.gradients | delta.biases)[finding.culprit]
-    how = f"is {finding.factor:.2f}x" if finding.factor is not None else f"is off by {off_by:.1e}"
+    error = (delta.gradients | delta.biases)[finding.culprit]
+    how = f"is {finding.factor:.2f}x" if finding.factor is not None else f"is off by {error:.1e}"
     if finding.culprit in delta.biases:
         return (
             f"FAIL: {finding.culprit}: {how} after step 1{along} (the first step's gradients "
             "and loads are right)"
         )
-    wrong = sum(not value <= tolerances.gradient for value in delta.gradients.values())
+    count = sum(not value <= tolerances.gradient for value in delta.gradients.values())
     loss = delta.first_loss
     also = (
         ""
@@ -232,7 +232,7 @@ def verdict(finding: Finding, axes: list[str], tolerances: Tolerances) -> str:
     if also and delta.first_flip is not None and delta.first_flip[0] == 1:
         also += f", and from layer {delta.first_flip[1]} on tokens are sent to other experts"
     return (
-        f"FAIL: {finding.culprit}: gradient {how}{along} ({wrong} of {len(delta.gradients)} "
+        f"FAIL: {finding.culprit}: gradient {how}{along} ({count} of {len(delta.gradients)} "
         f"parameters diverge, this one nearest to the loss{also})"
     )
 
@@ -276,11 +276,11 @@ def check(argv: Sequence[str], tolerances: Tolerances | None = None) -> tuple[bo
     setup = preflight(config, output=False)
     with tempfile.TemporaryDirectory(prefix="parity-") as folder:
         small = shrink(argv, config, setup, Path(folder))
-        used = resolve(small, world).config
-        degrees = layout_degrees(used.parallelism)
+        small_config = resolve(small, world).config
+        degrees = layout_degrees(small_config.parallelism)
         mixture = bool(setup.spec.expert_sizes(setup.args))
         finding = compare(small, tolerances)
-        rows = used.training.local_batch_size
+        rows = small_config.training.local_batch_size
         axes = []
         if finding.problems:
             axes = find_axes(small, degrees, rows, tolerances)
@@ -288,7 +288,7 @@ def check(argv: Sequence[str], tolerances: Tolerances | None = None) -> tuple[bo
     schedule = (
         f", schedule {config.parallelism.pipeline_parallel_schedule}" if degrees["pp"] > 1 else ""
     )
-    t = used.training
+    t = small_config.training
     table = _table(finding.difference, tolerances, mixture)
     text = (
         f"{plural(world, 'rank')}, {layout}{schedule}, against one process; {STEPS} steps of "

@@ -2,8 +2,7 @@
 and parity.
 
 A pool keeps its ranks between tasks; a task is a module-level function that every rank calls. After
-a failure or time-out the ranks are killed, and the next task forks new ones, which takes well under
-a second.
+a failure or time-out the ranks are killed, and the next task forks new ones in well under a second.
 """
 
 import faulthandler
@@ -53,7 +52,7 @@ def _rank_main(rank: int, world: int, folder: str, connection: Connection) -> No
     dist.init_process_group(
         "gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world
     )
-    known = set(sys.modules)
+    frozen_modules = set(sys.modules)
     while True:
         try:
             module, name, args, kwargs, timeout = connection.recv()
@@ -62,8 +61,8 @@ def _rank_main(rank: int, world: int, folder: str, connection: Connection) -> No
         faulthandler.dump_traceback_later(timeout, file=stacks)
         try:
             function = getattr(importlib.import_module(module), name)
-            if set(sys.modules) - known:  # what was imported stays, too
-                known |= set(sys.modules)
+            if set(sys.modules) - frozen_modules:  # new imports also stay
+                frozen_modules |= set(sys.modules)
                 gc.collect()
                 gc.freeze()
             result = ("ok", function(*args, **kwargs))
@@ -122,9 +121,9 @@ class RankPool:
         results: dict[int, tuple[str, Any]] = {}
         threads = 0
         deadline = time.monotonic() + timeout + 2
-        while len(results) < self.world and (left := deadline - time.monotonic()) > 0:
+        while len(results) < self.world and (remaining := deadline - time.monotonic()) > 0:
             for ready in wait(
-                [c for r, c in enumerate(self.connections) if r not in results], left
+                [c for r, c in enumerate(self.connections) if r not in results], remaining
             ):
                 rank = next(r for r, c in enumerate(self.connections) if c is ready)
                 try:

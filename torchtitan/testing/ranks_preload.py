@@ -18,5 +18,5 @@ from torchtitan.train.built_in import CollectGarbage  # noqa: E402
 
 CollectGarbage.freezes = False
 gc.collect()
-gc.freeze()  # else each run of each rank scans what torch is made of
+gc.freeze()  # else each run of each rank scans all of torch's objects
 gc.enable()

@@ -5,7 +5,7 @@ the model's definition and initial values, the order of the data, and the learni
 
 Adam divides a gradient by its own size, so where a gradient is nothing but rounding, two correct
 runs move a weight in opposite directions. The reference of a run therefore begins each step with
-the run's weights, computes gradients of its own, and updates by those of the run. So every step's
+the run's weights, computes its own gradients, and updates by the run's gradients. So every step's
 loss, gradients and update differ by their own rounding alone.
 """
 
@@ -76,7 +76,7 @@ def reference(
             labels,
             _ends(batch, end),
             train=bool(experts.routers),
-            registered=row_loss,
+            custom_loss=row_loss,
             modules=setup.n_mtp,
             z_loss=training.z_loss,
         )
@@ -161,8 +161,8 @@ class _ReferenceExperts:
         last, next_best = (
             (probabilities + router.expert_bias).topk(router.top_k + 1).values[..., -2:].unbind(-1)
         )
-        tied = last - next_best <= self.rounding * probabilities.amax(-1)
-        self._ties[index] += (tied & (token_weights > 0)).sum()
+        is_tie = last - next_best <= self.rounding * probabilities.amax(-1)
+        self._ties[index] += (is_tie & (token_weights > 0)).sum()
 
     def step(self, loads: Tensor | None) -> None:
         """End a step: record its counts, and update the routing biases.
@@ -201,8 +201,8 @@ def _optimizers(
             decay /= scale
         group = {"params": [param], "weight_decay": decay, "lr_scale": scale}
         (muon_groups if muon else groups).append(group)
-    if registered := registry.optimizers.chosen(settings.name, custom):
-        return [registered([{"lr": settings.lr, **group} for group in groups], settings)]
+    if make := registry.optimizers.chosen(settings.name, custom):
+        return [make([{"lr": settings.lr, **group} for group in groups], settings)]
     betas = (settings.beta1, settings.beta2)
     eps = settings.eps
     kind = torch.optim.Adam if settings.name == "Adam" else torch.optim.AdamW
@@ -247,37 +247,37 @@ def _mean_losses(
     ends: Tensor | None,
     *,
     train: bool = False,
-    registered: RowLoss | None = None,
+    custom_loss: RowLoss | None = None,
     modules: int = 0,
     z_loss: float = 0.0,
 ) -> list[Tensor]:
     """The mean loss of the next token, and of each module of multi-token prediction.
 
     Args:
-        ends: `[batch, seq]`, the tokens that end documents; None: a row counts as one.
-        train: tell a mixture of experts which tokens count.
-        registered: a registered loss; None: cross entropy.
+        ends: `[batch, seq]`, the tokens that end documents; None: a row is one document.
+        train: pass the tokens' weights to a mixture of experts.
+        custom_loss: a registered loss; None: cross entropy.
         modules: number of modules of multi-token prediction.
         z_loss: coefficient of the z-loss, which changes gradients only.
     """
     mask = None
     documents = torch.zeros_like(tokens)
     if ends is not None:
-        documents = F.pad(ends[:, :-1].long(), (1, 0)).cumsum(1)  # one starts after an end
+        documents = F.pad(ends[:, :-1].long(), (1, 0)).cumsum(1)  # a document starts after an end
         mask = document_mask(
             documents,
             torch.arange(tokens.shape[1]),
             torch.float32,
             with_documents=reads_documents(model),
         )
-    inputs, targets = _shifted(tokens, labels, documents, modules)
+    inputs, targets = _shift(tokens, labels, documents, modules)
     weights = [(y != IGNORE_INDEX) / (y != IGNORE_INDEX).sum().clamp(min=1) for y in targets]
     if not modules:
         options = {"token_weights": weights[0]} if train else {}
-        return [_mean(model(tokens, None, mask, **options), labels, registered, z_loss)]
+        return [_mean(model(tokens, None, mask, **options), labels, custom_loss, z_loss)]
     options = {"token_weights": torch.stack(weights, -1)} if train else {}
     logits = model(torch.stack(inputs, -1), None, mask, **options)
-    return [_mean(logits[:, :, k], y, registered, z_loss) for k, y in enumerate(targets)]
+    return [_mean(logits[:, :, k], y, custom_loss, z_loss) for k, y in enumerate(targets)]
 
 
 def _ends(batch: StepBatch, end: int | None) -> Tensor | None:
@@ -288,7 +288,7 @@ def _ends(batch: StepBatch, end: int | None) -> Tensor | None:
     return (batch.tokens == end) & ~batch.continues
 
 
-def _shifted(
+def _shift(
     tokens: Tensor, labels: Tensor, documents: Tensor, modules: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Tokens and labels shifted by k = 0, 1, ...; without labels beyond a token's document."""
@@ -296,27 +296,27 @@ def _shifted(
     targets = []
     for k in range(1 + modules):
         position = torch.arange(k, k + tokens.shape[1])
-        beyond = position >= tokens.shape[1]
+        is_beyond = position >= tokens.shape[1]
         position = position.clamp(max=tokens.shape[1] - 1)
-        foreign = documents[:, position] != documents
+        is_foreign = documents[:, position] != documents
         inputs.append(tokens[:, position])
-        targets.append(labels[:, position].masked_fill(beyond | foreign, IGNORE_INDEX))
+        targets.append(labels[:, position].masked_fill(is_beyond | is_foreign, IGNORE_INDEX))
     return inputs, targets
 
 
-def _mean(logits: Tensor, labels: Tensor, registered: RowLoss | None, z_loss: float) -> Tensor:
+def _mean(logits: Tensor, labels: Tensor, custom_loss: RowLoss | None, z_loss: float) -> Tensor:
     """The mean loss of the tokens that have a label; 0 if none has."""
     has_label = labels != IGNORE_INDEX
-    counted = has_label.sum().clamp(min=1)
+    num_labels = has_label.sum().clamp(min=1)
     squares = torch.logsumexp(logits[has_label].float(), dim=-1) ** 2
-    z_term = z_loss * squares.sum() / counted
+    z_term = z_loss * squares.sum() / num_labels
     z_gradients = z_term - z_term.detach()
-    if registered is not None:
-        return registered(logits, labels).sum() / counted + z_gradients
-    summed = F.cross_entropy(
+    if custom_loss is not None:
+        return custom_loss(logits, labels).sum() / num_labels + z_gradients
+    loss_sum = F.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
-    return summed / counted + z_gradients
+    return loss_sum / num_labels + z_gradients
 
 
 @torch.no_grad()
@@ -325,7 +325,7 @@ def _validate(
     config: Config,
     setup: Setup,
     end: int | None,
-    registered: RowLoss | None,
+    custom_loss: RowLoss | None,
     *,
     padded: bool,
 ) -> float:
@@ -335,12 +335,12 @@ def _validate(
         if i == config.validation.steps:
             break
         labels = pad_labels(batch.labels) if padded else batch.labels
-        predicted = int((labels != IGNORE_INDEX).sum())
+        num_labels = int((labels != IGNORE_INDEX).sum())
         (loss,) = _mean_losses(
-            model, batch.tokens, labels, _ends(batch, end), registered=registered
+            model, batch.tokens, labels, _ends(batch, end), custom_loss=custom_loss
         )
-        total += loss.item() * predicted
-        count += predicted
+        total += loss.item() * num_labels
+        count += num_labels
     loader.close()
     return total / count
 
