@@ -233,7 +233,7 @@ def remembering(argv, states):
 
 def test_a_class_that_is_no_callback_is_refused(monkeypatch):
     config = resolve(EXAMPLE, 1).config
-    monkeypatch.setattr(callbacks, "chosen", lambda name, custom: object)
+    monkeypatch.setattr(callbacks, "maker", lambda name, custom: object)
     with pytest.raises(UserError, match="callback gradient_norm: object is no Callback"):
         build_callbacks(config)
 

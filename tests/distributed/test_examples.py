@@ -228,7 +228,7 @@ def test_z_loss_has_the_gradients_of_one_process(ranks):
 
 def test_worker_processes_can_make_tokenizer_and_source_again():
     config = resolve([*ALL, "--custom.characters.alphabet=abc?"], 1).config
-    tokenizer = build_tokenizer("anywhere", tokenizers.chosen("characters", config.custom))
+    tokenizer = build_tokenizer("anywhere", tokenizers.maker("characters", config.custom))
     again = pickle.loads(pickle.dumps(tokenizer))
     assert again.encode_document("cab!") == [2, 0, 1, 3, 4] == tokenizer.encode_document("cab!")
     assert again.decode([2, 0, 1, 3, 4]) == "cab?<end>"
@@ -238,10 +238,10 @@ def test_worker_processes_can_make_tokenizer_and_source_again():
         == tokenizer.fingerprint
         != characters.Characters(Path(), characters.Keys()).fingerprint
     )
-    make = pickle.loads(pickle.dumps(data_sources.chosen("arithmetic", config.custom)))
+    make = pickle.loads(pickle.dumps(data_sources.maker("arithmetic", config.custom)))
     sums = make(None)
     for i in (0, 123_456):
         lines = sums[i].splitlines()
-        assert lines == data_sources.chosen("arithmetic", config.custom)(None)[i].splitlines()
+        assert lines == data_sources.maker("arithmetic", config.custom)(None)[i].splitlines()
         assert all(eval(line.replace("=", "==")) for line in lines)
         assert math.log10(max(int(line.split()[0]) for line in lines)) < 2

@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     show_warnings(resolved.warnings)
     config = resolved.config
     model = config.model
-    custom = tokenizers.chosen(model.tokenizer, config.custom)
+    custom = tokenizers.maker(model.tokenizer, config.custom)
     tokenizer = build_tokenizer(
         model.hf_assets_path, custom, model.end_of_document, model.chat_template
     )

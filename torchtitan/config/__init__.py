@@ -36,8 +36,8 @@ def resolve(argv: list[str], world: int, *, check: bool = True) -> Resolved:
     and exits.
 
     Args:
-        check: False leaves validation to `preflight`, which knows more facts, and so reports every
-        problem at once.
+        check: False leaves validation to `preflight`, which has more facts, and so reports all
+        problems at once.
 
     Raises:
         ConfigError: every mistake that the first failing stage finds.
@@ -50,14 +50,14 @@ def complete(loaded: LoadedConfig, world: int, *, check: bool = True) -> Resolve
     """Import the user's module, derive and validate, for `world` ranks.
 
     Args:
-        check: as of `resolve`.
+        check: as for `resolve`.
 
     Raises:
         ConfigError: every mistake that the first failing stage finds.
     """
-    written = extend(loaded.config, loaded.sources)
-    config, formulas = derive(written, world)
+    base = extend(loaded.config, loaded.sources)
+    config, formulas = derive(base, world)
     if check:
         validate(config, world, loaded.sources)
-    warnings = [*loaded.warnings, *cut_warnings(written, formulas, loaded.sources)]
+    warnings = [*loaded.warnings, *cut_warnings(base, formulas, loaded.sources)]
     return Resolved(config, loaded.sources, formulas, warnings)

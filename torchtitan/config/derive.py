@@ -1,7 +1,7 @@
 """Values derived from other keys, each by one function. `torchtitan config --explain` shows their
 formulas.
 
-What `lr_scheduler.name` stands for:
+Meaning of `lr_scheduler.name`:
 
 name                    decay_ratio               decay_type
 linear, sqrt, cosine    every step after warm-up  the name
@@ -19,8 +19,8 @@ from torchtitan.config.sections.parallelism import ActivationCheckpoint, Paralle
 from torchtitan.config.sections.schema import Config
 from torchtitan.config.types import Section
 
-Nested = TypeVar("Nested", bound=Section)
-Derived = tuple[str, Any, str]
+SectionT = TypeVar("SectionT", bound=Section)
+DerivedValue = tuple[str, Any, str]
 """(key, value, formula)."""
 
 DEGREE_KEYS = {
@@ -36,9 +36,9 @@ AXES = tuple(DEGREE_KEYS)
 
 SHAPES = ("linear", "sqrt", "cosine")
 """Shapes of a learning rate's decay."""
-_STAGED = ("seq_len", "global_batch_size", "local_batch_size")
+_STAGE_KEYS = ("seq_len", "global_batch_size", "local_batch_size")
 """Keys of `[training]` that a stage may change."""
-_STAGED_ROPE = ("rope_theta", "rope_scaling")
+_STAGE_ROPE_KEYS = ("rope_theta", "rope_scaling")
 """Keys of `[model.overrides]` that a stage may change."""
 _WSD_DECAY = 0.2
 """The default share of the decay (Hägele et al., arXiv:2405.18392)."""
@@ -63,7 +63,7 @@ def expert_ranks(parallelism: Parallelism) -> int:
 def expert_shard_dim(experts: int, shards: int) -> int:
     """Dimension along which FSDP shards a stack of `experts` matrices over `shards` ranks.
 
-    Whole matrices if they divide evenly: gathering them takes no extra copy, and Muon no
+    Whole matrices if they divide evenly: gathering them needs no extra copy, and Muon no
     communication.
     """
     return 0 if experts % shards == 0 else 1
@@ -71,8 +71,8 @@ def expert_shard_dim(experts: int, shards: int) -> int:
 
 def layout_name(degrees: Mapping[str, int]) -> str:
     """The axes with more than one rank: `dp_shard 2 x tp 2`."""
-    several = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1]
-    return " x ".join(several) or "one rank"
+    axes = [f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1]
+    return " x ".join(axes) or "one rank"
 
 
 def divisors(n: int, limit: int | None = None) -> list[int]:
@@ -82,9 +82,9 @@ def divisors(n: int, limit: int | None = None) -> list[int]:
     return [d for d in all_divisors if d <= (limit or n)]
 
 
-def _replica_degree(config: Config, world: int) -> Derived | None:
+def _replica_degree(config: Config, world: int) -> DerivedValue | None:
     """Fewer replicas, if an elastic run has fewer ranks. Replicas go first, because sharding over
-    fewer ranks takes more memory on each.
+    fewer ranks needs more memory on each.
     """
     p = config.parallelism
     others = p.pipeline_parallel_degree * p.context_parallel_degree * p.tensor_parallel_degree
@@ -92,8 +92,8 @@ def _replica_degree(config: Config, world: int) -> Derived | None:
     if not config.fault_tolerance.elastic or remainder or not ranks:
         return None
     shards = min(max(1, p.data_parallel_shard_degree), ranks)
-    most = min(p.data_parallel_replicate_degree, ranks // shards)
-    value = divisors(ranks, most)[-1]
+    limit = min(p.data_parallel_replicate_degree, ranks // shards)
+    value = divisors(ranks, limit)[-1]
     if value == p.data_parallel_replicate_degree:
         return None
     text = (
@@ -103,9 +103,9 @@ def _replica_degree(config: Config, world: int) -> Derived | None:
     return "parallelism.data_parallel_replicate_degree", value, text
 
 
-def _shard_degree(config: Config, world: int) -> Derived | None:
-    degree_set = config.parallelism.data_parallel_shard_degree
-    if degree_set != -1 and not (degree_set > 0 and config.fault_tolerance.elastic):
+def _shard_degree(config: Config, world: int) -> DerivedValue | None:
+    degree = config.parallelism.data_parallel_shard_degree
+    if degree != -1 and not (degree > 0 and config.fault_tolerance.elastic):
         return None
     others = {
         DEGREE_KEYS[a]: d
@@ -113,13 +113,13 @@ def _shard_degree(config: Config, world: int) -> Derived | None:
         if a != "dp_shard" and d > 1
     }
     value = max(1, world // math.prod(others.values()))
-    if value == degree_set:
+    if value == degree:
         return None
     text = " / ".join([f"{world} ranks", *(f"{key} {degree}" for key, degree in others.items())])
     return "parallelism.data_parallel_shard_degree", value, text
 
 
-def _expert_degree(config: Config, world: int) -> Derived | None:
+def _expert_degree(config: Config, world: int) -> DerivedValue | None:
     """A smaller expert-parallel degree, if an elastic run has fewer ranks. A divisor of the degree
     still divides the experts.
     """
@@ -133,7 +133,7 @@ def _expert_degree(config: Config, world: int) -> Derived | None:
     return "parallelism.expert_parallel_degree", value, text
 
 
-def _validation_batch(config: Config, world: int) -> Derived | None:
+def _validation_batch(config: Config, world: int) -> DerivedValue | None:
     """The same rows on any number of ranks, unlike the default of `training.global_batch_size`."""
     v = config.validation
     rows = config.training.global_batch_size
@@ -144,7 +144,7 @@ def _validation_batch(config: Config, world: int) -> Derived | None:
     return "validation.global_batch_size", v.local_batch_size, "validation.local_batch_size"
 
 
-def _global_batch(config: Config, world: int) -> Derived | None:
+def _global_batch(config: Config, world: int) -> DerivedValue | None:
     t = config.training
     dp = data_parallel_degree(config)
     if t.global_batch_size != -1 or config.fault_tolerance.elastic:
@@ -153,13 +153,13 @@ def _global_batch(config: Config, world: int) -> Derived | None:
     return "training.global_batch_size", t.local_batch_size * dp, text
 
 
-def _total_steps(config: Config, world: int) -> Derived | None:
+def _total_steps(config: Config, world: int) -> DerivedValue | None:
     if config.lr_scheduler.total_steps is not None:
         return None
     return "lr_scheduler.total_steps", config.training.steps, "training.steps"
 
 
-def _warmup(config: Config, world: int) -> Derived | None:
+def _warmup(config: Config, world: int) -> DerivedValue | None:
     s = config.lr_scheduler
     if s.total_steps is None or s.warmup_steps <= s.total_steps:
         return None
@@ -167,7 +167,7 @@ def _warmup(config: Config, world: int) -> Derived | None:
     return "lr_scheduler.warmup_steps", s.total_steps, text
 
 
-def _decay_type(config: Config, world: int) -> Derived | None:
+def _decay_type(config: Config, world: int) -> DerivedValue | None:
     s = config.lr_scheduler
     if s.decay_type is not None:
         return None
@@ -178,7 +178,7 @@ def _decay_type(config: Config, world: int) -> Derived | None:
     return None
 
 
-def _decay_ratio(config: Config, world: int) -> Derived | None:
+def _decay_ratio(config: Config, world: int) -> DerivedValue | None:
     s = config.lr_scheduler
     if s.decay_ratio is not None or s.name not in ("wsd", "constant"):
         return None
@@ -186,22 +186,22 @@ def _decay_ratio(config: Config, world: int) -> Derived | None:
     return "lr_scheduler.decay_ratio", ratio, f"lr_scheduler.name {s.name}"
 
 
-def _decay_after_warmup(config: Config, world: int) -> Derived | None:
+def _decay_after_warmup(config: Config, world: int) -> DerivedValue | None:
     """A short run of a long schedule, as by `--training.steps 10`, has fewer steps to decay in."""
     s = config.lr_scheduler
     if s.decay_ratio is None or s.total_steps is None:
         return None
-    left = s.total_steps - s.warmup_steps
-    if round(s.total_steps * s.decay_ratio) <= left:
+    steps = s.total_steps - s.warmup_steps
+    if round(s.total_steps * s.decay_ratio) <= steps:
         return None
     text = (
-        f"{s.decay_ratio:g} cut to {left} steps, which {s.warmup_steps} warmup_steps leave of "
+        f"{s.decay_ratio:g} cut to {steps} steps, which {s.warmup_steps} warmup_steps leave of "
         f"{s.total_steps}"
     )
-    return "lr_scheduler.decay_ratio", left / s.total_steps, text
+    return "lr_scheduler.decay_ratio", steps / s.total_steps, text
 
 
-_DERIVATIONS: tuple[Callable[[Config, int], Derived | None], ...] = (
+_DERIVATIONS: tuple[Callable[[Config, int], DerivedValue | None], ...] = (
     _replica_degree,
     _shard_degree,
     _expert_degree,
@@ -226,18 +226,16 @@ def derive(config: Config, world: int) -> tuple[Config, dict[str, str]]:
     return config, formulas
 
 
-def cut_warnings(
-    written: Config, formulas: dict[str, str], sources: dict[str, str]
-) -> Iterator[str]:
+def cut_warnings(base: Config, formulas: dict[str, str], sources: dict[str, str]) -> Iterator[str]:
     """A warning for each value in the configuration that the schedule's length has cut.
 
     Args:
-        written: the configuration before values were derived.
+        base: the configuration before values were derived.
         formulas, sources: as in `Resolved`.
     """
     for key in ("warmup_steps", "decay_ratio"):
         name = f"lr_scheduler.{key}"
-        if getattr(written.lr_scheduler, key) is not None and name in formulas:
+        if getattr(base.lr_scheduler, key) is not None and name in formulas:
             source = sources.get(name, "default")
             start = name if source == f"--{name}" else f"{source}: {name}"
             yield f"{start}: {formulas[name]}"
@@ -250,13 +248,13 @@ def degrees_fill(config: Config, world: int) -> bool:
 
 def replace(config: Config, key: str, value: Any) -> Config:
     """A copy of `config` with the dotted `key` set to `value`."""
-    return _replaced(config, key, value)
+    return _replace(config, key, value)
 
 
-def _replaced(section: Nested, key: str, value: Any) -> Nested:
+def _replace(section: SectionT, key: str, value: Any) -> SectionT:
     name, _, subkey = key.partition(".")
     if subkey:
-        value = _replaced(getattr(section, name), subkey, value)
+        value = _replace(getattr(section, name), subkey, value)
     return section.model_copy(update={name: value})
 
 
@@ -292,8 +290,8 @@ def sums_whole_gradients(config: Config) -> bool:
     shards = p.data_parallel_shard_degree * p.context_parallel_degree
     if p.expert_parallel_degree > 1:
         shards = max(shards, expert_ranks(p) // p.expert_parallel_degree)
-    free = shards == 1 and not t.enable_cpu_offload and t.mixed_precision_reduce == "float32"
-    return p.fsdp_reduce_once_per_step or free
+    is_free = shards == 1 and not t.enable_cpu_offload and t.mixed_precision_reduce == "float32"
+    return p.fsdp_reduce_once_per_step or is_free
 
 
 def sums_on_replicas(config: Config) -> bool:
@@ -308,7 +306,7 @@ def sums_on_replicas(config: Config) -> bool:
 
 
 def needs_replica_axis(config: Config) -> bool:
-    """Whether FSDP needs an axis of replicas even for a single one.
+    """Whether FSDP needs an axis of replicas even for a single replica.
 
     FSDP rounds reduced gradients to the parameters' type before adding them up; a replica adds up
     its own first. So if parameters are stored in bf16 and gradients accumulate in shards, a single
@@ -325,14 +323,14 @@ def stages_of(config: Config) -> list[Config]:
     """
     configs = [replace(config, "training.stages", [])]
     for stage in config.training.stages:
-        before = configs[-1]
-        changed = {key: value for key in _STAGED if (value := getattr(stage, key)) is not None}
-        rope = {key: value for key in _STAGED_ROPE if (value := getattr(stage, key))}
+        last = configs[-1]
+        changes = {key: value for key in _STAGE_KEYS if (value := getattr(stage, key)) is not None}
+        rope = {key: value for key in _STAGE_ROPE_KEYS if (value := getattr(stage, key))}
         sections = {
-            "training": before.training.model_copy(update=changed),
-            "model": before.model.model_copy(update={"overrides": before.model.overrides | rope}),
+            "training": last.training.model_copy(update=changes),
+            "model": last.model.model_copy(update={"overrides": last.model.overrides | rope}),
         }
-        configs.append(before.model_copy(update=sections))
+        configs.append(last.model_copy(update=sections))
     return configs
 
 
@@ -346,7 +344,7 @@ def validation_rows(config: Config) -> int:
 
 
 def gradient_accumulation_steps(config: Config) -> int:
-    """Forward and backward passes per optimizer step on each rank; the most of any stage."""
+    """Forward and backward passes per optimizer step on each rank; the maximum over stages."""
     ranks = data_parallel_degree(config)
     passes = [0]
     for stage in stages_of(config):

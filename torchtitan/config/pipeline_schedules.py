@@ -33,7 +33,7 @@ class Schedule:
 
     @property
     def default_stages(self) -> int:
-        """Stages per rank, unless the configuration asks for others."""
+        """Stages per rank, unless the configuration sets another number."""
         return 1 if self.stages_per_rank == "one" else 2
 
 
@@ -62,7 +62,7 @@ NAMED_SCHEDULES = tuple(name for name in SCHEDULES if not name.startswith("Pipel
 
 
 def schedule_of(parallelism: Parallelism) -> Schedule:
-    """The schedule that is named. A file takes precedence over it."""
+    """The schedule of this name. A file takes precedence."""
     return SCHEDULES[parallelism.pipeline_parallel_schedule]
 
 

@@ -1,5 +1,5 @@
-"""Registries: what the configuration chooses by name, built in or added by a user's module. Imports
-no torch.
+"""Registries of the objects that the configuration chooses by name, built in or added by a user's
+module. Imports no torch.
 
     from torchtitan.config.registry import Section, optimizers
 
@@ -49,7 +49,7 @@ Make = TypeVar("Make", bound=Callable[..., Any])
 
 
 class Custom(Section):
-    """Keys of what the module `experimental.custom_import` registers as NAME, which declares and
+    """Keys of the object that `experimental.custom_import` registers as NAME, which declares and
     checks them. `torchtitan config --explain` lists them.
     """
 
@@ -70,15 +70,15 @@ class _Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """Values of one key of the configuration: built-in names, and what is registered under
-    others.
+    """Values of one key of the configuration: built-in names, and values registered under other
+    names.
     """
 
     def __init__(self, key: str, what: str, built_in: Collection[str] = ()):
         """
         Args:
             key: the key of the configuration that chooses.
-            what: in messages, what it chooses.
+            what: its kind of object, for messages.
         """
         self.key = key
         self.what = what
@@ -91,40 +91,40 @@ class Registry(Generic[T]):
         return {name: entry.keys for name, entry in self._entries.items()}
 
     def add(self, name: str, value: T, keys: type[Section] | None = None) -> T:
-        """Register `value` as `name`, with keys of its own in `[custom.NAME]`."""
+        """Register `value` as `name`, with its own keys in `[custom.NAME]`."""
         self._entries[name] = _Entry(value, keys)
         return value
 
     def find(self, name: str | None) -> T | None:
-        """The value registered as `name`; None if there is none, or `name` is None."""
+        """The value registered as `name`; None if nothing is, or `name` is None."""
         entry = self._entries.get(name or "")
         return entry.value if entry else None
 
     def problem(self, name: str) -> str | None:
         """Why `name` can't be chosen."""
-        known = sorted({*self.built_in, *self._entries})
-        if name in known:
+        names = sorted({*self.built_in, *self._entries})
+        if name in names:
             return None
-        near = next((other for other in known if other.lower() == name.lower()), name[:100])
+        near = next((other for other in names if other.lower() == name.lower()), name[:100])
         return (
-            f"no {self.what} {brief(name)}; known: {', '.join(known) or 'none'}; register others "
-            f"from a module named by experimental.custom_import{did_you_mean(near, known)}"
+            f"no {self.what} {brief(name)}; known: {', '.join(names) or 'none'}; register others "
+            f"from a module named by experimental.custom_import{did_you_mean(near, names)}"
         )
 
 
 class Functions(Registry[Callable[..., Any]]):
-    """A registry of functions or classes that make what a name chooses. One with keys gets them as
+    """A registry of functions or classes that make the object of a name. One with keys gets them as
     `keys`.
     """
 
     def register(self, name: str, keys: type[Section] | None = None) -> Callable[[Make], Make]:
-        """Decorate the function or class that makes what `name` chooses.
+        """Decorate the function or class that makes the object of this name.
 
         Args:
             keys: declares the keys of the table `[custom.NAME]`.
 
         Raises:
-            ConfigError: the name is taken, or can't be one.
+            ConfigError: the name is taken or illegal.
         """
 
         def decorate(make: Make) -> Make:
@@ -151,7 +151,7 @@ class Functions(Registry[Callable[..., Any]]):
             (problem for registry in REGISTRIES if (problem := _clash(registry, name, make))), None
         )
 
-    def chosen(self, name: str | None, custom: Custom) -> Callable[..., Any] | None:
+    def maker(self, name: str | None, custom: Custom) -> Callable[..., Any] | None:
         """The function registered as `name`, with its keys; None if `name` is built in or None."""
         make = self.find(name)
         if make is None or self.registered[name or ""] is None:
@@ -160,8 +160,8 @@ class Functions(Registry[Callable[..., Any]]):
 
 
 def _clash(registry: Registry[Any], name: str, make: Callable[..., Any]) -> str | None:
-    """Why `name` isn't free. A reloaded module may register it again. Two kinds can't share it:
-    keys share a table.
+    """Why `name` isn't free. A reloaded module may register it again. Two kinds can't share
+    it, because their keys share a table.
     """
     other = registry.find(name)
     if other is None or (other.__module__, other.__qualname__) == (
@@ -222,21 +222,21 @@ REGISTRIES: tuple[Functions, ...] = (
     metric_sinks,
     callbacks,
 )
-"""The registries that a user's module adds to, with keys of its own."""
+"""The registries that a user's module adds to, with its own keys."""
 CHOICES: tuple[Registry[Any], ...] = (*REGISTRIES, model_families)
 """Everything that a key chooses by name."""
 
 
 def unknown_dataset(name: str) -> str | None:
     """Why no data set is called `name`; None if one is, or may be on the Hugging Face hub."""
-    known = [*data_sources.built_in, *data_sources.registered]
+    names = [*data_sources.built_in, *data_sources.registered]
     path = name.partition("@")[0].partition(":")[0]
-    if "/" in path or name in known:
+    if "/" in path or name in names:
         return None
     return (
-        f"no dataset {brief(name)}; known: {', '.join(known)}, and any of the Hugging Face hub as "
+        f"no dataset {brief(name)}; known: {', '.join(names)}, and any of the Hugging Face hub as "
         '"org/name:config@split"; for local files set '
-        f"dataset_path{did_you_mean(name, known, cutoff=0.5)}"
+        f"dataset_path{did_you_mean(name, names, cutoff=0.5)}"
     )
 
 

@@ -1,7 +1,7 @@
 """The base of sections, and the types of keys.
 
 Each type bounds one kind of quantity far above any machine, so that nothing computed from it
-overflows or takes long, and text so that it can be printed and used as a path.
+overflows or is slow, and text so that it can be printed and used as a path.
 """
 
 import os
@@ -87,13 +87,13 @@ def _name(text: str) -> str:
 def _path(path: str) -> str:
     if problem := path_problem(path):
         raise ValueError(problem)
-    expanded = os.path.expanduser(path)
-    if expanded.startswith("~") and "/" in expanded:
+    full_path = os.path.expanduser(path)
+    if full_path.startswith("~") and "/" in full_path:
         raise ValueError(
             f"got {brief(path)}, but there is no user {path.partition('/')[0][1:]!r}; "
             "write ./~ for a ~"
         )
-    return expanded
+    return full_path
 
 
 def _relative_path(path: str) -> str:

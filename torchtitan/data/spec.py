@@ -140,6 +140,6 @@ def data_spec(
         custom={
             source.dataset: make
             for source in sources
-            if (make := data_sources.chosen(source.dataset, config.custom))
+            if (make := data_sources.maker(source.dataset, config.custom))
         },
     )

@@ -118,7 +118,7 @@ def build_loss(name: str, custom: Custom, z_loss: float = 0.0) -> RowLoss:
 
 
 def _base_loss(name: str, custom: Custom) -> RowLoss:
-    make = losses.chosen(name, custom)
+    make = losses.maker(name, custom)
     if make is None:
         return cross_entropy
     loss: RowLoss = make()

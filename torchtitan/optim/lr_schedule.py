@@ -17,7 +17,7 @@ the floor (`min_lr_factor`). A pure function: a resumed run calls it only for th
 
 def build_shape(schedule: LRScheduler, custom: Custom) -> Shape:
     """The shape that `lr_scheduler.name` names; `make(lr_scheduler[, keys])` if registered."""
-    make = schedules.chosen(schedule.name, custom)
+    make = schedules.maker(schedule.name, custom)
     if make is None:
         return lambda step: _decay(step, schedule)
     shape = make(schedule)

@@ -200,7 +200,7 @@ def build_optimizer(
             group = groups.setdefault(tuple(settings.values()), {"params": [], **settings})
             group["params"].append(param)
     make = partial(_make_builtin, optimizer)
-    make_custom = optimizers.chosen(optimizer.name, custom or Custom())
+    make_custom = optimizers.maker(optimizer.name, custom or Custom())
     if make_custom:
         make = partial(make_registered, optimizer, make_custom, names)
     if optimizer.early_step_in_backward:

@@ -90,7 +90,7 @@ def _remember(record: RunRecord, name: str, state: Mapping[str, Any]) -> None:
 
 def _maker(name: str, config: Metrics, run: Tracked, custom: Custom) -> Callable[[], Any]:
     """A function that creates a tracker. Creates a user's own here: a mistake stops the start."""
-    make = metric_sinks.chosen(name, custom)
+    make = metric_sinks.maker(name, custom)
     if make:
         sink = make(run.folder, run.start_step)
         return lambda: sink

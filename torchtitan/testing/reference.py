@@ -201,7 +201,7 @@ def _optimizers(
             decay /= scale
         group = {"params": [param], "weight_decay": decay, "lr_scale": scale}
         (muon_groups if muon else groups).append(group)
-    if make := registry.optimizers.chosen(settings.name, custom):
+    if make := registry.optimizers.maker(settings.name, custom):
         return [make([{"lr": settings.lr, **group} for group in groups], settings)]
     betas = (settings.beta1, settings.beta2)
     eps = settings.eps

@@ -268,7 +268,7 @@ def build_callbacks(config: Config) -> tuple[Callback, ...]:
     """
     callbacks = []
     for name in config.training.callbacks:
-        make = registered.chosen(name, config.custom)
+        make = registered.maker(name, config.custom)
         assert make is not None, f"{name} is not registered"
         callback = make()
         if not isinstance(callback, Callback):

@@ -121,7 +121,7 @@ def preflight(
     except ConfigError as error:
         reasons += error.problems
     try:
-        custom = tokenizers.chosen(config.model.tokenizer, config.custom)
+        custom = tokenizers.maker(config.model.tokenizer, config.custom)
         tokenizer = build_tokenizer(
             config.model.hf_assets_path,
             custom,

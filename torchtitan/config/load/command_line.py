@@ -40,7 +40,7 @@ def parse_args(
 
     Args:
         parser: declares the command's own options. A positional `config` is added: the TOML file.
-        argv: what follows the command's name. `--help SECTION` prints the keys of a section and
+        argv: the words after the command's name. `--help SECTION` prints the keys of a section and
             exits.
         file_required: a TOML file must be given.
 
@@ -63,11 +63,11 @@ def parse_args(
         "`-- --help` lists all."
     )
     options = parser.parse_intermixed_args(command_words)
-    named = [str(setting.value) for key, setting in config_flags(flags, []) if key == _FILE]
-    if options.config and named:
-        parser.error(f"two configurations, {options.config} and {named[-1]}: name one")
-    if named:
-        options.config = named[-1]
+    files = [str(setting.value) for key, setting in config_flags(flags, []) if key == _FILE]
+    if options.config and files:
+        parser.error(f"two configurations, {options.config} and {files[-1]}: name one")
+    if files:
+        options.config = files[-1]
         flags = _without_file(flags)
     elif file_required and not options.config:
         parser.error("name the configuration: CONFIG.toml")
@@ -100,14 +100,14 @@ def split_args(argv: list[str]) -> tuple[list[str], list[str]]:
     _check_length(argv)
     command_words: list[str] = []
     flags: list[str] = []
-    separated = False
+    after_dashes = False
     position = 0
     while position < len(argv):
         word = argv[position]
         position += 1
-        if word == "--" and not separated:
-            separated = True
-        elif word.startswith("--") and (separated or _is_config_flag(word)):
+        if word == "--" and not after_dashes:
+            after_dashes = True
+        elif word.startswith("--") and (after_dashes or _is_config_flag(word)):
             end = position + _count_values(argv, position - 1)
             flags += argv[position - 1 : end]
             position = end
@@ -120,7 +120,7 @@ def show_help(argv: list[str], *, whole: bool = True) -> None:
     """Print the help on the configuration and exit, if `argv` asks for it by `--help [SECTION]`.
 
     Args:
-        whole: answer a `--help` without a section, too.
+        whole: also answer a `--help` without a section.
 
     Raises:
         ConfigError: there is no such section.
@@ -129,9 +129,9 @@ def show_help(argv: list[str], *, whole: bool = True) -> None:
     if flag is None:
         return
     section = None
-    following = argv[argv.index(flag) + 1 :]
-    if following and not following[0].startswith("-"):
-        section = following[0].replace("-", "_")
+    next_words = argv[argv.index(flag) + 1 :]
+    if next_words and not next_words[0].startswith("-"):
+        section = next_words[0].replace("-", "_")
     if section or whole:
         print(help_text(section), flush=True)  # now: `run_main` ends quietly if a pipe is closed
         sys.exit(0)
@@ -157,9 +157,9 @@ def _count_values(argv: list[str], index: int) -> int:
     kind = _kind_of(_key_of(word))
     needs_value = kind is not None and kind is not bool
     count = 0
-    known = shipped_configs()
+    configs = shipped_configs()
     for value in argv[index + 1 :]:
-        is_file = value.endswith(".toml") or value in known
+        is_file = value.endswith(".toml") or value in configs
         is_file &= not (needs_value and count == 0)
         if value.startswith("--") or is_file:
             break
@@ -171,7 +171,7 @@ def _count_values(argv: list[str], index: int) -> int:
 
 
 def config_flags(argv: list[str], problems: list[str]) -> Iterator[tuple[str, Setting]]:
-    """(key, setting) of every flag; what is wrong with the arguments is appended to `problems`.
+    """(key, setting) of every flag; mistakes in the arguments are appended to `problems`.
 
     Raises:
         ConfigError: there are thousands of words.
@@ -190,27 +190,27 @@ def config_flags(argv: list[str], problems: list[str]) -> Iterator[tuple[str, Se
         while not equals and position < len(argv) and not argv[position].startswith("--"):
             values.append(argv[position])
             position += 1
-        named = key
+        spelling = key
         try:
-            if (positive := _negated(key)) is not None:
+            if (positive := _positive_key(key)) is not None:
                 key, value = positive, _false(positive, values)
             else:
                 value = _parse_value(key, values)
         except ValueError as error:
-            problems.append(f"--{named}: {error}")
+            problems.append(f"--{spelling}: {error}")
             continue
         tables: Any = value
         for table in reversed(key.split(".")):
             tables = {table: tables}
         if problem := size_problem(tables):
-            problems.append(f"--{cut(named, 100)}: {problem}")
+            problems.append(f"--{cut(spelling, 100)}: {problem}")
         else:
-            yield key, Setting(value, f"--{named}")
+            yield key, Setting(value, f"--{spelling}")
 
 
 def flag_text(key: str, value: Any) -> str:
-    """The text after `--key=` that `config_flags` reads as `value`. Of the optional keys, those of
-    text can't be the words that unset them: `none`, `None`, `null`.
+    """The text after `--key=` that `config_flags` reads as `value`. The text of an
+    optional key can't be one of the words that unset it: `none`, `None`, `null`.
     """
     kind = _kind_of(key)
     if not isinstance(value, str):
@@ -247,8 +247,8 @@ def _element(kind: Any) -> Any:
     return next((get_args(k)[0] for k in reversed(kinds) if get_origin(k) is list), None)
 
 
-def _negated(key: str) -> str | None:
-    """The key that `section.no_key` or `no_section.key` sets to false; None if it is another."""
+def _positive_key(key: str) -> str | None:
+    """The key that `section.no_key` or `no_section.key` sets to false, or None."""
     section, _, name = key.rpartition(".")
     for positive in (f"{section}.{name.removeprefix('no_')}", key.removeprefix("no_")):
         if positive != key and _kind_of(positive) is bool:
@@ -279,27 +279,27 @@ def _parse_value(key: str, words: list[str]) -> Any:
     if len(words) > 1:
         raise ValueError(f"takes one value, got {brief(' '.join(words))}")
     try:
-        return TypeAdapter(_unbounded(kind)).validate_strings(words[0])
+        return TypeAdapter(_without_bounds(kind)).validate_strings(words[0])
     except ValidationError:
         return words[0]  # of the wrong type: validation reports it
 
 
-def _unbounded(kind: Any) -> Any:
+def _without_bounds(kind: Any) -> Any:
     """A type without its bounds, which validation reports with the value as a number."""
     if get_origin(kind) is Annotated:
-        return _unbounded(get_args(kind)[0])
+        return _without_bounds(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
-        return Union[tuple(_unbounded(inner) for inner in get_args(kind))]  # noqa: UP007
+        return Union[tuple(_without_bounds(inner) for inner in get_args(kind))]  # noqa: UP007
     return kind
 
 
 def _parse_list(element: Any, words: list[str]) -> list[Any]:
-    """The list that the words after a flag are: one in TOML, or else its elements. Names may also
+    """The list in the words after a flag: a list in TOML, or else its elements. Names may also
     have commas between them; text keeps its commas, brackets and quotes. Nothing, as in `--key=`,
     is the empty list.
 
     Raises:
-        ValueError: names in brackets that are no list of TOML.
+        ValueError: names in brackets that aren't a list in TOML.
     """
     is_text = element == Text
     array = _toml_array(words[0]) if len(words) == 1 else None
@@ -326,7 +326,7 @@ def _is_name(element: Any) -> bool:
 
 
 def _toml_array(word: str) -> list[Any] | None:
-    """The array that `word` is in TOML, without a comment or anything else beside it."""
+    """The array that `word` is in TOML, with no comment or other text."""
     if not word.lstrip().startswith("["):
         return None
     try:

@@ -198,12 +198,12 @@ def convert_attention_flavor(settings: dict[str, Setting], warnings: list[str]) 
 
 
 def drop_unsupported(
-    settings: dict[str, Setting], suggested: list[str], problems: list[str], warnings: list[str]
+    settings: dict[str, Setting], suggestions: list[str], problems: list[str], warnings: list[str]
 ) -> dict[str, Setting]:
     """The settings without the keys that the schema lacks, whose values are checked here.
 
     Args:
-        suggested: keys to suggest for an unknown one.
+        suggestions: keys to suggest for an unknown one.
     """
     out: dict[str, Setting] = {}
     for key, setting in settings.items():
@@ -223,7 +223,7 @@ def drop_unsupported(
         elif key.split(".")[0] in _FOREIGN:
             texts = [
                 "unknown key"
-                + (suggest_key(key, suggested) if len(problems) < SHOWN_PROBLEMS else "")
+                + (suggest_key(key, suggestions) if len(problems) < SHOWN_PROBLEMS else "")
             ]
         else:
             out[key] = setting
@@ -233,5 +233,5 @@ def drop_unsupported(
 
 def _refusals(entry: NotSupported, value: Any) -> Iterator[str]:
     if not any(value == off and type(value) is type(off) for off in entry.off):
-        accepted = " or ".join(map(json.dumps, entry.off))
-        yield f"not supported yet: {entry.what}; remove the key or set it to {accepted}"
+        legal_values = " or ".join(map(json.dumps, entry.off))
+        yield f"not supported yet: {entry.what}; remove the key or set it to {legal_values}"

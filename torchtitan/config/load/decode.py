@@ -55,24 +55,24 @@ def load_config(argv: list[str]) -> LoadedConfig:
     settings |= flags
     convert_microbatch_count(settings, problems, warnings)
     convert_attention_flavor(settings, warnings)
-    known = drop_unsupported(settings, _SUGGESTED, problems, warnings)
-    config = _validate(known, problems)
+    settings = drop_unsupported(settings, _SUGGESTIONS, problems, warnings)
+    config = _validate(settings, problems)
     # else that module may register more, and isn't imported here
-    if "experimental.custom_import" not in known:
-        problems += unknown_names(known)
+    if "experimental.custom_import" not in settings:
+        problems += unknown_names(settings)
     if problems or config is None:
         raise ConfigError(sorted(problems, key=_file_order))
-    return LoadedConfig(config, {key: setting.where for key, setting in known.items()}, warnings)
+    return LoadedConfig(config, {key: setting.where for key, setting in settings.items()}, warnings)
 
 
-_SUGGESTED = [*FIELDS, *RENAMED, MICROBATCHES, *UNSUPPORTED]
+_SUGGESTIONS = [*FIELDS, *RENAMED, MICROBATCHES, *UNSUPPORTED]
 
 
 def _validate(settings: dict[str, Setting], problems: list[str]) -> Config | None:
-    nested: dict[str, Any] = {}
+    tables: dict[str, Any] = {}
     for key, setting in settings.items():
         names = key.split(".")
-        table = nested
+        table = tables
         for name in names[:-1]:
             table = table.setdefault(name, {})
             if not isinstance(table, dict):
@@ -85,7 +85,7 @@ def _validate(settings: dict[str, Setting], problems: list[str]) -> Config | Non
             table[names[-1]] = setting.value
 
     try:
-        return Config.model_validate(nested)
+        return Config.model_validate(tables)
     except ValidationError as error:
         first_below: dict[str, Setting] = {}
         for key, setting in settings.items():
@@ -98,7 +98,7 @@ def _validate(settings: dict[str, Setting], problems: list[str]) -> Config | Non
             setting = next(exact, None) or first_below.get(key)
             return message_start(setting.where, key) if setting else key
 
-        problems += explain_errors(error, Config, where, _SUGGESTED)
+        problems += explain_errors(error, Config, where, _SUGGESTIONS)
         return None
 
 

@@ -45,30 +45,30 @@ def extend(config: Config, sources: Mapping[str, str]) -> Config:
     """
     if config.experimental.custom_import:
         import_custom(config.experimental.custom_import)
-    chosen = {}
+    choices = {}
     for registry in CHOICES:
         section, name = registry.key.split(".")
         value = getattr(getattr(config, section), name)
-        chosen[registry.key] = Setting(value, sources.get(registry.key, "default"))
-    problems = list(unknown_names(chosen))
+        choices[registry.key] = Setting(value, sources.get(registry.key, "default"))
+    problems = list(unknown_names(choices))
     tables: dict[str, Any] = {}
     classes = {
         name: keys for registry in REGISTRIES for name, keys in registry.registered.items() if keys
     }
-    written = config.custom.tables
-    for name in dict.fromkeys([*written, *(name for name in _chosen(config) if name in classes)]):
+    custom = config.custom.tables
+    for name in dict.fromkeys([*custom, *(name for name in _names(config) if name in classes)]):
         if name not in classes:
             problems.append(
                 f"{_nearest_start(f'custom.{name}', sources)}: {_unknown(name, classes, config)}"
             )
         else:
-            tables[name] = _complete(name, written.get(name, {}), classes[name], sources, problems)
+            tables[name] = _complete(name, custom.get(name, {}), classes[name], sources, problems)
     if problems:
         raise ConfigError(problems)
     return config.model_copy(update={"custom": config.custom.model_copy(update=tables)})
 
 
-def _chosen(config: Config) -> Iterator[str]:
+def _names(config: Config) -> Iterator[str]:
     """All names by which the configuration chooses, registered or not."""
     yield config.optimizer.name
     yield config.lr_scheduler.name or ""
@@ -88,10 +88,10 @@ def _unknown(name: str, classes: Mapping[str, Any], config: Config) -> str:
             f"nothing is registered as {brief(name)}; name the module that does as "
             "experimental.custom_import"
         )
-    known = ", ".join(sorted(classes)) or "nothing"
+    names = ", ".join(sorted(classes)) or "nothing"
     return (
         f"{config.experimental.custom_import} registers nothing with keys as {brief(name)}; with "
-        f"keys it registers {known}{did_you_mean(name, classes)}"
+        f"keys it registers {names}{did_you_mean(name, classes)}"
     )
 
 
@@ -111,7 +111,7 @@ def _complete(
 
 
 def recorded_tokenizer(settings: Mapping[str, Any], step: object) -> Callable[[Path], Any] | None:
-    """The registered tokenizer that a checkpoint's configuration names; None if it names none.
+    """The registered tokenizer that a checkpoint's configuration names, or None.
 
     Args:
         settings: the configuration, as tables.
@@ -137,7 +137,7 @@ def recorded_tokenizer(settings: Mapping[str, Any], step: object) -> Callable[[P
         custom = custom.model_copy(update={name: _complete(name, table, keys, {}, problems)})
     if problems:
         raise ConfigError([f"{step}: {problem}" for problem in problems])
-    return tokenizers.chosen(name, custom)
+    return tokenizers.maker(name, custom)
 
 
 def recorded_text(settings: Mapping[str, Any], name: str) -> str | None:

@@ -38,20 +38,20 @@ def explain_errors(
     error: ValidationError,
     model: type[BaseModel],
     where: Callable[[str], str],
-    known: Iterable[str] = (),
+    extra_keys: Iterable[str] = (),
 ) -> list[str]:
     """One message per pydantic error: where, what is wrong, what is allowed, what was probably
     meant.
 
     Args:
         where: maps a dotted key to the start of its message.
-        known: keys to suggest for a misspelt one, besides the keys of `model`.
+        extra_keys: keys to suggest for a misspelt one, besides the keys of `model`.
     """
-    keys = [*(key for key, _, _ in fields_of(model)), *known]
+    keys = [*(key for key, _, _ in fields_of(model)), *extra_keys]
     out = []
-    # Suggestions take milliseconds each, so only problems that are shown get one.
+    # Suggestions cost milliseconds each, so only problems that are shown get one.
     for number, item in enumerate(error.errors(include_url=False)):
-        # The tag of a union, which is written like this, is no key.
+        # The tag of a union, which is written like this, isn't a key.
         key = ".".join(str(step) for step in item["loc"] if not str(step).startswith("<"))
         if item["type"] == "extra_forbidden":
             section = isinstance(item["input"], dict)
@@ -65,35 +65,35 @@ def explain_errors(
 
 
 def explain_value(item: Any, *, hints: bool = True) -> str:
-    """What is wrong with a value, from one entry of `ValidationError.errors()`.
+    """The problem with a value, from one entry of `ValidationError.errors()`.
 
     Args:
         hints: suggest a legal value that is spelt alike.
     """
     context = item.get("ctx", {})
-    got = brief(item["input"])
+    value = brief(item["input"])
     kind = item["type"]
     if kind == "literal_error":
         legal = re.findall(r"'([^']+)'", context["expected"])
         hint = did_you_mean(str(item["input"])[:100], legal) if hints else ""
-        return f"got {got}, must be {context['expected']}{hint}"
+        return f"got {value}, must be {context['expected']}{hint}"
     if kind in _BOUNDS:
         bound, words = _BOUNDS[kind]
-        return f"got {got}, must be {words} {context[bound]}"
+        return f"got {value}, must be {words} {context[bound]}"
     if kind == "missing":
         return "must be set"
     if kind == "value_error":
         return str(context["error"])
-    if allowed := _TYPES.get(kind.removesuffix("_type").removesuffix("_parsing")):
-        return f"got {got}, must be {allowed}"
-    return f"got {got}: {item['msg'][0].lower() + item['msg'][1:]}"
+    if type_words := _TYPES.get(kind.removesuffix("_type").removesuffix("_parsing")):
+        return f"got {value}, must be {type_words}"
+    return f"got {value}: {item['msg'][0].lower() + item['msg'][1:]}"
 
 
-def suggest_key(key: str, known: list[str], *, section: bool = False) -> str:
+def suggest_key(key: str, keys: list[str], *, section: bool = False) -> str:
     """The end of a message about a misspelt key or section: the closest whole key, else the closest
     last name.
     """
-    choices = sorted({table for k in known for table in prefixes(k)[1:]}) if section else known
+    choices = sorted({table for k in keys for table in prefixes(k)[1:]}) if section else keys
     near = difflib.get_close_matches(key, choices, 1, 0.75)
     if not near:
         names = {k.rpartition(".")[2]: k for k in reversed(choices)}

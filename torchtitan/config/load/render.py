@@ -79,7 +79,7 @@ def _sections() -> dict[str, tuple[type[BaseModel], list[tuple[str, Any]]]]:
 
 
 def _lists_of_tables(fields: list[tuple[str, Any]]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """(key, class of an element) of those keys that are lists of tables."""
+    """(key, class of an element) of the keys that are lists of tables."""
     for key, info in fields:
         element = get_args(info.annotation)[0] if get_origin(info.annotation) is list else None
         if isinstance(element, type) and issubclass(element, BaseModel):
@@ -136,8 +136,8 @@ def help_text(section: str | None = None) -> str:
                 flag = f"--{key}" if "." in key else key
                 kind = type_name(info.annotation, info.metadata)
                 lines += [f"  {flag}  {kind}  (default: {_default(info)})"]
-                wrapped = textwrap.fill(prose(info.description), _WIDTH - 6)
-                lines += textwrap.indent(wrapped, " " * 6).splitlines()
+                text = textwrap.fill(prose(info.description), _WIDTH - 6)
+                lines += textwrap.indent(text, " " * 6).splitlines()
             lines += [""]
     return "\n".join(lines)
 
@@ -192,7 +192,7 @@ def to_toml(
 
     Args:
         only_changed: also leave out keys at their default, and sections without other keys.
-        comments: dotted key to what stands behind its value or, if that makes the line too long,
+        comments: dotted key to the comment behind its value or, if that makes the line too long,
         above it.
     """
     lines: list[str] = []
@@ -212,12 +212,12 @@ def to_toml(
             if isinstance(value, dict):
                 tables += [(key, value)] if value else []
             elif value is not None and key != "job.config_file":
-                lines += _commented(f"{short} = {to_toml_value(value)}", comments.get(key))
+                lines += _with_comment(f"{short} = {to_toml_value(value)}", comments.get(key))
         for key, table in tables:
             lines += ["", f"[{key}]"]
             for name_, value in table.items():
                 comment = comments.get(f"{key}.{name_}")
-                lines += _commented(f"{_toml_key(name_)} = {to_toml_value(value)}", comment)
+                lines += _with_comment(f"{_toml_key(name_)} = {to_toml_value(value)}", comment)
         lines += [""]
         if only_changed and len(lines) == begin + 2:
             del lines[begin:]
@@ -231,7 +231,7 @@ def to_toml(
     return "\n".join(lines)
 
 
-def _commented(line: str, comment: str | None) -> list[str]:
+def _with_comment(line: str, comment: str | None) -> list[str]:
     if comment is None:
         return [line]
     if len(line) + len(comment) + 4 <= _WIDTH and "\n" not in comment:

@@ -28,16 +28,16 @@ _TABLES = {
 
 
 def read_toml(
-    path: Path, named_at: str, problems: list[str], warnings: list[str]
+    path: Path, origin: str, problems: list[str], warnings: list[str]
 ) -> dict[str, Setting]:
     """The settings of a TOML file, merged over the files it extends.
 
     Args:
-        named_at: where `path` was given, for the message if it can't be read.
-        problems: receives what is wrong.
+        origin: where `path` was given, for the message if it can't be read.
+        problems: receives the mistakes.
         warnings: receives a line for each old spelling.
     """
-    return _Files(problems, warnings).settings(path, named_at)
+    return _Files(problems, warnings).settings(path, origin)
 
 
 class _Files:
@@ -46,19 +46,17 @@ class _Files:
     def __init__(self, problems: list[str], warnings: list[str]):
         self.problems = problems
         self.warnings = warnings
-        self._done: dict[str, dict[str, Setting]] = {}
-        self._bytes_left = TOML_BYTES
+        self._by_file: dict[str, dict[str, Setting]] = {}
+        self._remaining_bytes = TOML_BYTES
 
-    def settings(
-        self, path: Path, named_at: str, above: tuple[str, ...] = ()
-    ) -> dict[str, Setting]:
+    def settings(self, path: Path, origin: str, above: tuple[str, ...] = ()) -> dict[str, Setting]:
         """Read files like `read_toml`.
 
         Args:
             above: the real paths of the files that extend this one.
         """
         if problem := path_problem(str(path)):
-            self.problems.append(f"{named_at}: {problem}")
+            self.problems.append(f"{origin}: {problem}")
             return {}
         real = os.path.realpath(path)
         if real in above:
@@ -67,15 +65,15 @@ class _Files:
             return {}
         if len(above) > TOML_DEPTH:
             self.problems.append(
-                f"{named_at}: more than {TOML_DEPTH} files extend each other; merge some"
+                f"{origin}: more than {TOML_DEPTH} files extend each other; merge some"
             )
             return {}
-        if real not in self._done:
-            self._done[real] = self._read(path, named_at, (*above, real))
-        return self._done[real]
+        if real not in self._by_file:
+            self._by_file[real] = self._read(path, origin, (*above, real))
+        return self._by_file[real]
 
-    def _read(self, path: Path, named_at: str, above: tuple[str, ...]) -> dict[str, Setting]:
-        text, tables = self._parse(path, named_at)
+    def _read(self, path: Path, origin: str, above: tuple[str, ...]) -> dict[str, Setting]:
+        text, tables = self._parse(path, origin)
         bases = tables.pop("extends", [])
         lines = line_numbers(text)
 
@@ -91,25 +89,24 @@ class _Files:
                 f"{at}: got {brief(bases)}, must be the name of a TOML file or a list of names"
             )
             bases = []
-        inherited: dict[str, Setting] = {}
+        base_settings: dict[str, Setting] = {}
         for base in bases:
-            inherited |= self.settings(find_config(base, path.parent), at, above)
-        local = {key: Setting(value, locate(key)) for key, value in flatten(tables)}
-        return inherited | rename_old_keys(local, self.problems, self.warnings)
+            base_settings |= self.settings(find_config(base, path.parent), at, above)
+        file_settings = {key: Setting(value, locate(key)) for key, value in flatten(tables)}
+        return base_settings | rename_old_keys(file_settings, self.problems, self.warnings)
 
-    def _parse(self, path: Path, named_at: str) -> tuple[str, dict[str, Any]]:
+    def _parse(self, path: Path, origin: str) -> tuple[str, dict[str, Any]]:
         """The file's text and its tables, both empty if something is wrong with it."""
         try:
-            text = text_of(read_regular(path, self._bytes_left, links=True))
-            self._bytes_left -= len(text)
+            text = text_of(read_regular(path, self._remaining_bytes, links=True))
+            self._remaining_bytes -= len(text)
             tables = tomli.loads(text)
         except OSError as error:
             hint = _suggestion(path) if isinstance(error, FileNotFoundError) else ""
-            self.problems.append(f"{named_at}: can't read {path}: {error.strerror or error}{hint}")
+            self.problems.append(f"{origin}: can't read {path}: {error.strerror or error}{hint}")
         except UnicodeDecodeError as error:
             self.problems.append(
-                f"{named_at}: can't read {path}: not UTF-8 text (byte {error.start}: "
-                f"{error.reason})"
+                f"{origin}: can't read {path}: not UTF-8 text (byte {error.start}: {error.reason})"
             )
         # an integer of thousands of digits, or nested too deeply
         except (ValueError, RecursionError) as error:
@@ -137,8 +134,8 @@ def _suggestion(path: Path) -> str:
     """The end of a message about a missing file: a shipped configuration, or a file beside it, of
     nearly that name.
     """
-    beside = sorted(file.stem for file in islice(path.parent.glob("*.toml"), NEAR_FILES))
-    if path.suffix == ".toml" and (hint := did_you_mean(path.stem, beside)):
+    neighbors = sorted(file.stem for file in islice(path.parent.glob("*.toml"), NEAR_FILES))
+    if path.suffix == ".toml" and (hint := did_you_mean(path.stem, neighbors)):
         return hint.replace("'?", ".toml'?")
     return did_you_mean(path.stem, shipped_configs())
 
@@ -148,7 +145,7 @@ def size_problem(tables: dict[str, Any]) -> str | None:
     level: list[Any] = [tables]
     values = 0
     for _ in range(TOML_DEPTH):
-        below: list[Any] = []
+        next_level: list[Any] = []
         for table in level:
             for key in table if isinstance(table, dict) else ():
                 if len(key) > KEY_LENGTH:
@@ -157,9 +154,9 @@ def size_problem(tables: dict[str, Any]) -> str | None:
                 if isinstance(value, int) and value.bit_length() > 63:
                     return "an integer is too large for 64 bits"
                 if isinstance(value, dict | list):
-                    below.append(value)
+                    next_level.append(value)
                 values += 1
-        level = below
+        level = next_level
         if values > TOML_VALUES:
             return f"more than {TOML_VALUES:,} values"
     return f"tables or lists are nested more than {TOML_DEPTH} levels deep" if level else None
@@ -196,10 +193,10 @@ def line_numbers(text: str) -> dict[str, int]:
     numbers: dict[str, int] = {}
     table = ""
     number = 1
-    counted = 0
+    offset = 0
     for start in _statements(text):
-        number += text.count("\n", counted, start)
-        counted = start
+        number += text.count("\n", offset, start)
+        offset = start
         if header := _HEADER.match(text, start):
             table = _unquote(header[1]) + "."
             numbers.setdefault(table[:-1], number)

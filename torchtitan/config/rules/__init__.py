@@ -1,4 +1,4 @@
-"""Why a configuration can't run: one table of rules, each about some keys and some facts."""
+"""One table of rules that refuse configurations, each about some keys and some facts."""
 
 import importlib
 from dataclasses import replace
@@ -38,7 +38,7 @@ for _subject in SUBJECTS:
 
 
 def validate(config: Config, world: int, sources: dict[str, str] | None = None) -> None:
-    """Check a derived configuration by what is known without looking at anything: `world` ranks.
+    """Check a derived configuration for `world` ranks, without files, model or machine.
 
     Args:
         sources: key to where it was set, named in the messages.
@@ -50,7 +50,7 @@ def validate(config: Config, world: int, sources: dict[str, str] | None = None) 
 
 
 def with_ranks(facts: Facts, config: Config, world: int) -> Facts:
-    """`facts` and those that follow from a derived configuration and the number of its ranks."""
+    """`facts` with the facts that follow from a derived configuration and its number of ranks."""
     facts = replace(facts, world=world, old_torch=torch_is_before_2_13())
     if degrees_fill(config, world):
         facts = replace(facts, layout=axis_degrees(config.parallelism))

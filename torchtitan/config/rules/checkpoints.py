@@ -1,4 +1,4 @@
-"""Rules on checkpoints: what is kept, where, and what is exchanged with Hugging Face."""
+"""Rules on checkpoints: retention, storage, and exchange with Hugging Face."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,17 +45,17 @@ def storage_is_shared(config: Config, facts: Facts) -> Iterator[str]:
 def loading_is_enabled(config: Config, facts: Facts) -> Iterator[str]:
     """Loading weights or exporting them must not be skipped silently.
 
-    Keys that say how to save are allowed: files of TorchTitan 0.2 set `last_save_model_only` with
+    Keys on how to save are allowed: files of TorchTitan 0.2 set `last_save_model_only` with
     `enable = false`.
     """
     c = config.checkpoint
-    asked = {
+    settings = {
         "load_step": c.load_step >= 0,
         "initial_load_path": c.initial_load_path is not None,
         "initial_load_in_hf": c.initial_load_in_hf,
         "last_save_in_hf": c.last_save_in_hf,
     }
-    for key, is_set in asked.items():
+    for key, is_set in settings.items():
         if is_set and not c.enable:
             yield f"checkpoint.{key} has no effect without checkpoint.enable = true"
 
@@ -73,8 +73,8 @@ refuse(
 
 @rule("checkpoint.last_save_in_hf", "moe.balance_bias_rate", needs=["exported_buffers"])
 def exports_hold_the_biases_of_routers(config: Config, facts: Facts) -> str | None:
-    trained = config.checkpoint.last_save_in_hf and config.moe.balance_bias_rate > 0
-    if not trained or facts.exported_buffers:
+    trains_biases = config.checkpoint.last_save_in_hf and config.moe.balance_bias_rate > 0
+    if not trains_biases or facts.exported_buffers:
         return None
     return (
         "checkpoint.last_save_in_hf: Hugging Face's format has no place for the biases that "

@@ -49,12 +49,12 @@ def validation_sees_data(config: Config, facts: Facts) -> Iterator[str]:
         return
     advice = "0 batches give no loss; set -1 for the whole data set"
     if v.steps == 0 and any(
-        held_out.steps is None for held_out in v.sets or [ValidationSet(name="")]
+        val_set.steps is None for val_set in v.sets or [ValidationSet(name="")]
     ):
         yield f"validation.steps: {advice}, or validation.enable = false"
-    for held_out in v.sets:
-        if held_out.steps == 0:
-            yield f"validation.sets: {brief(held_out.name)}: steps: {advice}, or remove the set"
+    for val_set in v.sets:
+        if val_set.steps == 0:
+            yield f"validation.sets: {brief(val_set.name)}: steps: {advice}, or remove the set"
     if v.global_batch_size == 0:
         yield (
             "validation.global_batch_size: 0 rows give no loss; set 1 or more, or -1 for the "
@@ -65,7 +65,7 @@ def validation_sees_data(config: Config, facts: Facts) -> Iterator[str]:
 @rule("validation.sets")
 def validation_sets_are_distinct(config: Config, facts: Facts) -> Iterator[str]:
     v = config.validation
-    names = [held_out.name for held_out in v.sets]
+    names = [val_set.name for val_set in v.sets]
     for name in {name for name in names if not name or names.count(name) > 1}:
         yield (
             f"validation.sets: {brief(name)} names {names.count(name)} sets; give each a name of "
@@ -97,8 +97,8 @@ def _tables(config: Config) -> Iterator[tuple[str, Training | Source | Validatio
     if config.validation.enable:
         if not config.validation.sets:
             yield "validation.", config.validation
-        for held_out in config.validation.sets:
-            yield f"validation.sets: {brief(held_out.name)}: ", held_out
+        for val_set in config.validation.sets:
+            yield f"validation.sets: {brief(val_set.name)}: ", val_set
 
 
 @rule(
@@ -164,13 +164,13 @@ def rows_are_packed_for_one_length(config: Config, facts: Facts) -> Iterator[str
 def stages_follow_each_other(config: Config, facts: Facts) -> Iterator[str]:
     t = config.training
     names = {source.name for source in t.sources}
-    before = 0
+    last_step = 0
     weights = {source.name: source.weight for source in t.sources}
     for stage in t.stages:
         where = f"training.stages: the stage from_step {stage.from_step}"
-        if stage.from_step <= before:
+        if stage.from_step <= last_step:
             yield (
-                f"{where} follows that of step {before}; list the stages in the order of their "
+                f"{where} follows that of step {last_step}; list the stages in the order of their "
                 "steps"
             )
         for name in stage.weights.keys() - names:
@@ -180,7 +180,7 @@ def stages_follow_each_other(config: Config, facts: Facts) -> Iterator[str]:
             yield (
                 f"{where} has a weight for {brief(name)}, but there is no source of that name{hint}"
             )
-        before = max(before, stage.from_step)
+        last_step = max(last_step, stage.from_step)
         weights |= stage.weights
         if weights and not any(weights.values()):
             yield f"{where} has no source with a weight above 0"

@@ -99,9 +99,9 @@ refuse(
 
 @rule("parallelism.pipeline_parallel_schedule", "compile.enable", needs=["old_torch"])
 def old_torch_cannot_split_every_backward(config: Config, facts: Facts) -> str | None:
-    chunked = config.training.loss_chunks > 1
-    changed = compiles_blocks(config) or chunked or bool(config.model.converters)
-    if not (facts.old_torch and splits_backward(config.parallelism) and changed):
+    has_chunks = config.training.loss_chunks > 1
+    is_affected = compiles_blocks(config) or has_chunks or bool(config.model.converters)
+    if not (facts.old_torch and splits_backward(config.parallelism) and is_affected):
         return None
     return (
         "parallelism.pipeline_parallel_schedule: with torch before 2.13, the backward of compiled "

@@ -1,4 +1,4 @@
-"""Rules on degrees and what they divide: ranks, batches, sequences, sizes of the model."""
+"""Rules on degrees and the sizes they divide: ranks, batches, sequences, sizes of the model."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,7 @@ def degrees_fill_the_world(config: Config, facts: Facts) -> Iterator[str]:
         return
     if degrees_fill(config, world):
         return
-    used = {
+    active_degrees = {
         f"parallelism.{DEGREE_KEYS[axis]}": degree
         for axis, degree in degrees.items()
         if degree > 1 or axis == "dp_shard"
@@ -43,17 +43,17 @@ def degrees_fill_the_world(config: Config, facts: Facts) -> Iterator[str]:
     ranks = math.prod(degrees.values())
     others = ranks // degrees["dp_shard"]
     if world % others == 0:
-        fits = f"set data_parallel_shard_degree = {world // others}"
-    elif len(used) == 2:
-        (key,) = used.keys() - {shard_key}
-        fits = f"{key} must divide {world}: {listed(divisors(world))}"
+        advice = f"set data_parallel_shard_degree = {world // others}"
+    elif len(active_degrees) == 2:
+        (key,) = active_degrees.keys() - {shard_key}
+        advice = f"{key} must divide {world}: {listed(divisors(world))}"
     else:
-        fits = (
+        advice = (
             f"the product of the degrees other than data_parallel_shard_degree, {others}, must "
             f"divide {world}"
         )
-    product = " x ".join(f"{key} {degree}" for key, degree in used.items())
-    yield f"{product} is {ranks}, but the number of ranks is {world}; {fits}"
+    product = " x ".join(f"{key} {degree}" for key, degree in active_degrees.items())
+    yield f"{product} is {ranks}, but the number of ranks is {world}; {advice}"
 
 
 @rule("parallelism.expert_parallel_degree", needs=["layout"])
@@ -131,12 +131,12 @@ def sequence_divides(config: Config, facts: Facts) -> Iterator[str]:
     reasons = {"parallelism.context_parallel_degree": cp, "parallelism.tensor_parallel_degree": tp}
     why = " and ".join(f"{key} {degree}" for key, degree in reasons.items() if degree > 1)
     sizes = {} if facts.tensor_parallel_sizes is ABSENT else facts.tensor_parallel_sizes
-    illegal = any(size % tp for size in sizes.values())
+    is_illegal = any(size % tp for size in sizes.values())
     for name, seq_len in _seq_lens(config).items():
         if seq_len % unit:
             advice = (
                 "choose it once that degree divides the model"
-                if illegal
+                if is_illegal
                 else f"it must be a multiple of {unit}: set it to {multiples_near(seq_len, unit)}"
             )
             yield f"{name}.seq_len: {seq_len} can't be split by {why}; {advice}"
@@ -173,11 +173,11 @@ def _seq_lens(config: Config) -> dict[str, int]:
 def tensor_parallel_degree_divides(config: Config, facts: Facts) -> str | None:
     degree = config.parallelism.tensor_parallel_degree
     sizes = facts.tensor_parallel_sizes
-    wrong = [f"{name} {size}" for name, size in sizes.items() if size % degree]
-    if not wrong:
+    misfits = [f"{name} {size}" for name, size in sizes.items() if size % degree]
+    if not misfits:
         return None
     return (
-        f"parallelism.tensor_parallel_degree: {degree} does not divide {', '.join(wrong)} of "
+        f"parallelism.tensor_parallel_degree: {degree} does not divide {', '.join(misfits)} of "
         f"model.flavor {config.model.flavor}; set it to one of "
         f"{listed(divisors(math.gcd(*sizes.values())))}"
     )
@@ -194,15 +194,15 @@ def context_parallel_degree_divides(config: Config, facts: Facts) -> str | None:
     cp = p.context_parallel_degree
     tp = p.tensor_parallel_degree
     sizes = facts.context_parallel_sizes
-    wrong = [f"{name} {size}" for name, size in sizes.items() if size % (cp * tp)]
-    if cp == 1 or not wrong:
+    misfits = [f"{name} {size}" for name, size in sizes.items() if size % (cp * tp)]
+    if cp == 1 or not misfits:
         return None
-    common = math.gcd(*sizes.values())
+    divisor = math.gcd(*sizes.values())
     product = f"{cp} x parallelism.tensor_parallel_degree {tp} = {cp * tp}" if tp > 1 else str(cp)
-    # If only 1 is left, another rule says what the tensor-parallel degree can be.
-    legal = [1] if common % tp else divisors(common // tp)
+    # If only 1 is left, another rule reports the legal tensor-parallel degrees.
+    legal = [1] if divisor % tp else divisors(divisor // tp)
     return (
-        f"parallelism.context_parallel_degree: {product} does not divide {', '.join(wrong)} of "
+        f"parallelism.context_parallel_degree: {product} does not divide {', '.join(misfits)} of "
         f"{model_name(config)}, whose ranks exchange heads; set it to one of {listed(legal)}"
     )
 
@@ -256,7 +256,7 @@ def experts_can_split_their_backward(config: Config, facts: Facts) -> str | None
 
 @rule("parallelism.expert_parallel_degree", needs=["expert_sizes"])
 def experts_divide(config: Config, facts: Facts) -> str | None:
-    """Whole experts are split over the expert-parallel ranks, and FSDP shards what each has."""
+    """Whole experts are split over the expert-parallel ranks, and FSDP shards each rank's."""
     if not facts.expert_sizes:
         return None
     p = config.parallelism
@@ -273,10 +273,10 @@ def experts_divide(config: Config, facts: Facts) -> str | None:
     if _fsdp_divides(degree, facts.expert_sizes, ranks):
         return None
     shardable = [n for n in legal if _fsdp_divides(n, facts.expert_sizes, ranks)]
-    sized = " nor ".join(f"{name} {width}" for name, width in widths)
+    width_texts = " nor ".join(f"{name} {width}" for name, width in widths)
     return (
         f"{key}: with {degree}, FSDP shards {count // degree} experts over {ranks // degree} "
-        f"ranks, which divide neither their number nor {sized}; set it to one of "
+        f"ranks, which divide neither their number nor {width_texts}; set it to one of "
         f"{listed(shardable)}"
     )
 
@@ -290,7 +290,7 @@ def _fsdp_divides(degree: int, sizes: Mapping[str, int], ranks: int) -> bool:
     """Whether FSDP can shard evenly the experts that each of `degree` ranks has."""
     count, *widths = sizes.values()
     shards = ranks // degree
-    if shards < 1 or ranks % degree:  # other rules say why
+    if shards < 1 or ranks % degree:  # other rules report it
         return True
     if degree == 1 or expert_shard_dim(count // degree, shards) == 0:
         return True

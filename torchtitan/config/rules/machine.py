@@ -48,12 +48,12 @@ def trackers_have_their_packages(config: Config, facts: Facts) -> Iterator[str]:
         package = TRACKER_PACKAGES.get(name)
         if package is None or package in facts.packages:
             continue
-        what = key
+        start = key
         off = "set it to false"
         if key == "metrics.sinks":
-            what = f'{key}: "{name}"'
+            start = f'{key}: "{name}"'
             off = "remove it"
-        yield f"{what} needs the package {package}: pip install 'titan-pretrain[{name}]', or {off}"
+        yield f"{start} needs the package {package}: pip install 'titan-pretrain[{name}]', or {off}"
 
 
 @rule(needs=["torch", "packages"])
@@ -77,11 +77,11 @@ def pareto_plot_has_its_package(config: Config, facts: Facts) -> str | None:
 def compiler_is_known(config: Config, facts: Facts) -> str | None:
     """An unknown backend would fail only in the first step. A custom import may register one."""
     name = config.compile.backend
-    known = [*_BACKENDS, *facts.compilers]
-    if name in known or config.experimental.custom_import:
+    names = [*_BACKENDS, *facts.compilers]
+    if name in names or config.experimental.custom_import:
         return None
     return (
-        f"compile.backend: torch has no compiler backend {brief(name)}{did_you_mean(name, known)}; "
+        f"compile.backend: torch has no compiler backend {brief(name)}{did_you_mean(name, names)}; "
         "import the module that registers it as experimental.custom_import, or set it to one of "
         f"{', '.join(_BACKENDS[:4])}"
     )

@@ -113,9 +113,9 @@ def experts_can_be_converted(config: Config, facts: Facts) -> Iterator[str]:
                     f"{key}.fqns: {brief(name)} is in the name of no experts; set it to "
                     '["experts"] for all'
                 )
-        if wrong := [f"{name} {width}" for name, width in widths if width % unit]:
+        if sizes := [f"{name} {width}" for name, width in widths if width % unit]:
             yield (
-                f"{key}: {', '.join(wrong)} of {model_name(config)} must be a multiple of {unit}; "
+                f"{key}: {', '.join(sizes)} of {model_name(config)} must be a multiple of {unit}; "
                 "remove it from model.converters"
             )
 
@@ -141,12 +141,12 @@ def rowwise_products_are_bf16(config: Config, facts: Facts) -> Iterator[str]:
     linear = config.quantize.linear.float8
     per_row = linear.recipe_name in ("rowwise", "rowwise_with_gw_hp")
     experts = config.quantize.grouped_mm.float8
-    used = {
+    conflicts = {
         "quantize.linear.float8": uses(config, FLOAT8) and per_row and not linear.emulate,
         "quantize.grouped_mm.float8": uses(config, GROUPED_FLOAT8) and not experts.emulate,
     }
-    for key, is_used in used.items():
-        if is_used and config.training.mixed_precision_param != "bfloat16":
+    for key, applies in conflicts.items():
+        if applies and config.training.mixed_precision_param != "bfloat16":
             yield (
                 f"{key}: results of Float8 products with a scale per row are in bf16, but "
                 "training.mixed_precision_param computes in float32; set that to bfloat16, or "
@@ -186,12 +186,12 @@ def device_has_the_types(config: Config, facts: Facts) -> Iterator[str]:
     capability = facts.device.capability
     if capability is None:
         return
-    for key, needed, gpu, emulation in _needs(config):
+    for key, minimum, gpu, emulation in _needs(config):
         grouped = ".grouped_mm." in key
-        if capability < needed or (grouped and capability >= _NO_GROUPED):
+        if capability < minimum or (grouped and capability >= _NO_GROUPED):
             newest = ", but not of 12.0 (GeForce)" if grouped else ""
             yield (
-                f"{key}: needs an NVIDIA GPU of compute capability {needed[0]}.{needed[1]} "
+                f"{key}: needs an NVIDIA GPU of compute capability {minimum[0]}.{minimum[1]} "
                 f"({gpu}) or newer{newest}, this is {facts.device.name}; set {key}.{emulation} to "
                 "try it without one"
             )
@@ -221,8 +221,8 @@ def _needs(config: Config) -> Iterator[tuple[str, tuple[int, int], str, str]]:
 @rule("moe.global_balance_loss", "model.overrides", needs=["decoder"], refuses=False)
 def router_can_learn(config: Config, facts: Facts) -> str | None:
     decoder = facts.decoder
-    balanced = config.moe.global_balance_loss or config.moe.sequence_balance_loss
-    if balanced or decoder is None or decoder.experts_per_token != 1:
+    has_balance_loss = config.moe.global_balance_loss or config.moe.sequence_balance_loss
+    if has_balance_loss or decoder is None or decoder.experts_per_token != 1:
         return None
     if not decoder.normalize_expert_weights:
         return None

@@ -21,7 +21,7 @@ _MODULE_LISTS = "parallelism.module_fqns_per_model_part"
 
 
 def stage_count(p: Parallelism, facts: Facts) -> tuple[int, str]:
-    """Number of pipeline stages, and the key that says so."""
+    """Number of pipeline stages, and the key that sets it."""
     if p.module_fqns_per_model_part:
         return len(stage_modules(p.module_fqns_per_model_part, facts)), _MODULE_LISTS
     if facts.schedule_file is not None:
@@ -48,7 +48,7 @@ def splits_by_layers(p: Parallelism) -> bool:
 
 
 def less_layers(p: Parallelism) -> tuple[int, int]:
-    """How many layers the embedding and the output count as."""
+    """Number of layers that the embedding and the output stand for."""
     first = p.pipeline_parallel_first_stage_less_layers
     last = p.pipeline_parallel_last_stage_less_layers
     return (1 if first is None else first), (1 if last is None else last)
@@ -183,30 +183,30 @@ def _module_list_problems(p: Parallelism, facts: Facts) -> Iterator[str]:
         return
     names = list(facts.module_flops)
     position = {name: index for index, name in enumerate(names)}
-    known = f"the model has {names[0]}, {names[1]} ... {names[-1]}"
+    modules_text = f"the model has {names[0]}, {names[1]} ... {names[-1]}"
     if all(isinstance(entry, str) for entry in module_lists):
         unknown = [name for name in module_lists if name not in position]
         cuts = [position[name] for name in module_lists if name in position]
         if unknown:
-            yield f"{_MODULE_LISTS}: no module {brief(unknown[0])}; {known}"
+            yield f"{_MODULE_LISTS}: no module {brief(unknown[0])}; {modules_text}"
         elif sorted(set(cuts)) != cuts or cuts[0] == 0:
             yield (
                 f"{_MODULE_LISTS}: the modules that start a stage must be in the model's order, "
                 f"after {names[0]}"
             )
         return
-    flat = [name for entry in module_lists for name in entry]
-    stages = Counter(flat)
+    all_names = [name for entry in module_lists for name in entry]
+    stages = Counter(all_names)
     for name, count in stages.items():
         if name not in position:
-            yield f"{_MODULE_LISTS}: no module {brief(name)}; {known}"
+            yield f"{_MODULE_LISTS}: no module {brief(name)}; {modules_text}"
         elif count > 1:
             yield f"{_MODULE_LISTS}: {name} is on {count} stages"
-    missing = [name for name in names if name not in stages]
-    for name in missing:
+    absent_modules = [name for name in names if name not in stages]
+    for name in absent_modules:
         yield f"{_MODULE_LISTS}: {name} is on no stage"
-    if not missing and len(flat) == len(names) and flat != names:
-        first = next(a for a, b in zip(flat, names, strict=True) if a != b)
+    if not absent_modules and len(all_names) == len(names) and all_names != names:
+        first = next(a for a, b in zip(all_names, names, strict=True) if a != b)
         yield f"{_MODULE_LISTS}: {first} is out of order; stages run in the model's order"
     if not all(module_lists):
         yield f"{_MODULE_LISTS}: a stage without modules"
@@ -256,11 +256,11 @@ def schedule_runs_the_microbatches(config: Config, facts: Facts) -> str | None:
     reason = _reason_against(schedule, rows // size, stages, degree)
     if reason is None:
         return None
-    fitting = [
+    legal_sizes = [
         d for d in divisors(rows) if not _reason_against(schedule, rows // d, stages, degree)
     ]
-    if fitting:
-        advice = f"set {_P}_microbatch_size to {' or '.join(map(str, fitting[:8]))}"
+    if legal_sizes:
+        advice = f"set {_P}_microbatch_size to {' or '.join(map(str, legal_sizes[:8]))}"
     else:
         more = stages
         while _reason_against(schedule, more, stages, degree):

@@ -1,4 +1,4 @@
-"""The table of rules: why a configuration can't run, each with the keys and the facts it needs.
+"""The table of rules that refuse configurations, each with its keys and the facts it needs.
 
     @rule("training.global_batch_size", needs=["layout"])
     def batch_divides(config: Config, facts: Facts) -> Iterator[str]:
@@ -12,9 +12,9 @@
     )
 
 A rule belongs to a file of its subject in this folder; every file here is part of the table. A
-message starts with the key, says what is wrong, and names the values that are legal.
+message starts with the key, and names the problem and the legal values.
 
-Rules on the shape of a batch see each stage of the data as a configuration of its own.
+Rules on the shape of a batch are checked once per stage of the data.
 """
 
 import re
@@ -28,7 +28,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.utils.errors import ConfigError
 
 ABSENT: Any = object()
-"""A fact that isn't known."""
+"""An unknown fact."""
 STAGED = {
     "training.seq_len",
     "training.global_batch_size",
@@ -79,7 +79,7 @@ class Accelerator:
 
     @property
     def has_bf16(self) -> bool:
-        """False of NVIDIA's GPUs before Ampere, which emulate it. CPUs may be slow at it, too:
+        """False for NVIDIA's GPUs before Ampere, which emulate it. CPUs may also be slow at it:
         `torchtitan init` measures that.
         """
         return self.capability is None or not (0, 0) < self.capability < (8, 0)
@@ -146,10 +146,10 @@ class Facts:
 
 
 HERE = ("tokenizer", "data_problems", "folders", "packages")
-"""The facts that files of this machine decide."""
+"""The facts that depend on files of this machine."""
 
 Problem = Callable[[Config, Facts], str | Iterable[str] | None]
-"""Returns what is wrong with a configuration: no message, one, or several."""
+"""Returns the problems of a configuration: no message, one, or several."""
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,12 @@ class Rule:
     """A reason why configurations can't run."""
 
     keys: tuple[str, ...]
-    """Keys that it is about; the first is the one to blame."""
+    """Keys that it is about; the first is blamed."""
     problem: Problem
     needs: tuple[str, ...]
     """Facts without which it isn't asked."""
     refuses: bool = True
-    """False: it reports what is legal, but probably a mistake."""
+    """False: it reports legal settings that are probably mistakes."""
 
     def applies(self, facts: Facts) -> bool:
         """Whether all facts that it needs are known."""
@@ -204,32 +204,32 @@ def refuse(
 
 
 def problems(config: Config, facts: Facts, *, refuses: bool = True) -> list[str]:
-    """Messages on a derived configuration, as far as `facts` tell.
+    """Messages on a derived configuration, as far as `facts` allow.
 
     Args:
-        refuses: False asks the rules on what is legal, but probably a mistake.
+        refuses: False: ask the rules on legal settings that are probably mistakes.
     """
-    asked = [rule for rule in RULES if rule.refuses == refuses and rule.applies(facts)]
-    messages = [problem for rule in asked for problem in rule.ask(config, facts)]
-    return [*messages, *_stage_problems(config, facts, asked, messages)]
+    rules = [rule for rule in RULES if rule.refuses == refuses and rule.applies(facts)]
+    messages = [problem for rule in rules for problem in rule.ask(config, facts)]
+    return [*messages, *_stage_problems(config, facts, rules, messages)]
 
 
 def _stage_problems(
-    config: Config, facts: Facts, asked: Sequence[Rule], before: Collection[str]
+    config: Config, facts: Facts, rules: Sequence[Rule], earlier: Collection[str]
 ) -> Iterator[str]:
     """Problems that the rules on shapes find only in later stages of the data.
 
     Args:
-        asked: the rules that apply.
-        before: problems before the first stage.
+        rules: the rules that apply.
+        earlier: problems before the first stage.
     """
-    on_shapes = [rule for rule in asked if not STAGED.isdisjoint(rule.keys)]
-    known = set(before)
-    for stage, staged in zip(config.training.stages, stages_of(config)[1:], strict=True):
+    on_shapes = [rule for rule in rules if not STAGED.isdisjoint(rule.keys)]
+    messages = set(earlier)
+    for stage, stage_config in zip(config.training.stages, stages_of(config)[1:], strict=True):
         for rule in on_shapes:
-            for problem in rule.ask(staged, facts):
-                if problem not in known:
-                    known.add(problem)
+            for problem in rule.ask(stage_config, facts):
+                if problem not in messages:
+                    messages.add(problem)
                     yield f"training.stages: the stage from_step {stage.from_step}: {problem}"
 
 

@@ -1,4 +1,4 @@
-"""Rules on precision, schedules, checks during training, averages, and what is reported."""
+"""Rules on precision, schedules, checks during training, averages, and reports."""
 
 import re
 from collections.abc import Iterator
@@ -67,10 +67,10 @@ def schedule_keys_agree(config: Config, facts: Facts) -> Iterator[str]:
             )
         return
     what = "never decays" if s.name == "constant" else "has a decay of its own"
-    asked = {"decay_ratio": s.decay_ratio or None, "decay_type": s.decay_type}
+    settings = {"decay_ratio": s.decay_ratio or None, "decay_type": s.decay_type}
     if s.name == "constant":
-        asked["min_lr_factor"] = s.min_lr_factor or None
-    for key, value in asked.items():
+        settings["min_lr_factor"] = s.min_lr_factor or None
+    for key, value in settings.items():
         if value is not None:
             yield (
                 f'lr_scheduler.{key}: {name} {what}; remove {key}, or set lr_scheduler.name = "wsd"'
@@ -80,11 +80,11 @@ def schedule_keys_agree(config: Config, facts: Facts) -> Iterator[str]:
 @rule("profiling.profile_freq")
 def profile_fits_its_period(config: Config, facts: Facts) -> Iterator[str]:
     p = config.profiling
-    needed = p.profiler_warmup + p.profiler_active
-    if p.enable_profiling and needed > p.profile_freq:
+    steps = p.profiler_warmup + p.profiler_active
+    if p.enable_profiling and steps > p.profile_freq:
         yield (
             f"profiling.profile_freq: {p.profile_freq} steps are fewer than profiler_warmup "
-            f"{p.profiler_warmup} + profiler_active {p.profiler_active}; set it to {needed} or "
+            f"{p.profiler_warmup} + profiler_active {p.profiler_active}; set it to {steps} or "
             "more"
         )
 
@@ -131,17 +131,17 @@ def average_has_a_use(config: Config, facts: Facts) -> Iterator[str]:
 
 @rule("metrics.sinks", "metrics.prometheus")
 def metrics_are_served(config: Config, facts: Facts) -> Iterator[str]:
-    served = config.metrics.prometheus
-    chosen = "prometheus" in config.metrics.sinks
-    if not chosen and served != Prometheus():
+    prometheus = config.metrics.prometheus
+    is_enabled = "prometheus" in config.metrics.sinks
+    if not is_enabled and prometheus != Prometheus():
         yield '[metrics.prometheus] has no effect without "prometheus" in metrics.sinks'
-    if chosen and not served.port and not served.textfile:
+    if is_enabled and not prometheus.port and not prometheus.textfile:
         yield (
             "metrics.prometheus: with port 0 and no textfile, nothing can read the metrics; set "
             "one of them"
         )
-    if served.textfile and not served.textfile.endswith(".prom"):
+    if prometheus.textfile and not prometheus.textfile.endswith(".prom"):
         yield (
-            f"metrics.prometheus.textfile: {brief(served.textfile)} must end in .prom, or "
+            f"metrics.prometheus.textfile: {brief(prometheus.textfile)} must end in .prom, or "
             "node_exporter doesn't read it"
         )

@@ -37,7 +37,7 @@ class DataLoader(Section):
     folder.
     """
     retries: Annotated[int, Field(ge=0, le=20)] = 3
-    """Retry a read this many times if it fails. What can't be decoded is not read again."""
+    """Retry a read this many times if it fails. Data that can't be decoded is not read again."""
     retry_pause_seconds: Annotated[float, Field(ge=0, le=3600)] = 1.0
     """Wait about this long before the first retry, then twice as long before each further one."""
     timeout_seconds: Annotated[float, Field(gt=0, le=10**9)] | None = None
@@ -77,7 +77,7 @@ class DataStage(Section):
     from_step: Annotated[int, Field(ge=1, le=10**12)]
     """The first step of the stage, counted from 1."""
     weights: dict[Name, Annotated[float, Field(ge=0, le=10**9)]] = {}
-    """New weights of sources, by name. Those not named keep theirs."""
+    """New weights of sources, by name. Other sources keep theirs."""
     lr_scale: Factor | None = None
     """Multiply the schedule's learning rate by this. Default: as in the stage before, at first 1.
     """
@@ -100,7 +100,7 @@ class DataStage(Section):
 
 
 class ValidationSet(Section):
-    """Held-out data with a loss of its own."""
+    """Held-out data with a separate loss."""
 
     name: Name
     """Name of the set in logs and metrics."""

@@ -28,9 +28,9 @@ class Eval(Section):
     freq: Steps = 1000
     """Steps between evaluations."""
     include_path: LocalPath | None = None
-    """Folder with task files of your own. They may name Python functions, which are run."""
+    """Folder with your own task files. They may name Python functions, which are run."""
     num_fewshot: FewOrZero | None = None
-    """Put this many solved examples before each question. Default: as each task says."""
+    """Put this many solved examples before each question. Default: each task's number."""
     limit: Steps | None = None
     """Evaluate only this many documents of each task. Default: all."""
 

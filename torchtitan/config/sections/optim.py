@@ -70,7 +70,7 @@ class Optimizer(Section):
     "layers.*.attention.wq.weight", lr_scale = 0.5, weight_decay = 0.0}`. The first match applies.
     """
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """How the update runs: one kernel for all tensors (`fused`), one per operation (`foreach`), or
+    """Run the update in one kernel for all tensors (`fused`), one per operation (`foreach`), or
     one per tensor.
     """
     early_step_in_backward: bool = False
@@ -85,8 +85,8 @@ class LRScheduler(Section):
     name: Annotated[Name, Field(examples=[*schedules.built_in])] | None = None
     """`cosine`, `linear` or `sqrt`: decay in this shape from the end of warm-up on. `wsd`: stay
     constant, then decay over the last `decay_ratio` of the steps (default 0.2). `constant`: never
-    decay. Or a schedule that `experimental.custom_import` registers. Default: as `decay_ratio` and
-    `decay_type` say.
+    decay. Or a schedule that `experimental.custom_import` registers. Default: by `decay_ratio`
+    and `decay_type`.
     """
     warmup_steps: StepsOrZero = 200
     """Steps of linear warm-up from zero. Cut to `total_steps`, with a warning, if longer."""
@@ -97,7 +97,7 @@ class LRScheduler(Section):
     steps after warm-up, with a warning, if longer. Default: every step after warm-up.
     """
     decay_type: Literal["linear", "sqrt", "cosine"] | None = None
-    """Shape of the decay. Default: as `name` says, or `linear`."""
+    """Shape of the decay. Default: by `name`, or `linear`."""
     min_lr_factor: Fraction = 0.0
     """Final learning rate, as a fraction of the peak."""
 
@@ -106,7 +106,7 @@ class EMA(Section):
     """An exponential moving average of the weights, in fp32 and sharded like them."""
 
     enable: bool = False
-    """Keep the average. Takes 4 bytes per parameter of a rank's shard."""
+    """Keep the average. Costs 4 bytes per parameter of a rank's shard."""
     decay: Decay = 0.999
     """Share of the average that an update keeps; the rest comes from the weights."""
     warmup: bool = True
@@ -119,7 +119,7 @@ class EMA(Section):
     """Update the average after every this many updates of the weights. Skipped steps don't count.
     """
     validation: bool = False
-    """Validate the average too: `validation_loss_ema`."""
+    """Also validate the average: `validation_loss_ema`."""
     export: bool = False
-    """Write the average instead of the weights where `checkpoint.last_save_model_only` and
-    `checkpoint.last_save_in_hf` say so."""
+    """Write the average instead of the weights in the exports of `checkpoint.last_save_model_only`
+    and `checkpoint.last_save_in_hf`."""

@@ -50,16 +50,16 @@ class Parallelism(Section):
     context_parallel_degree: Degree = 1
     """Split each row's sequence over this many ranks."""
     context_parallel_method: Literal["ring", "ulysses"] = "ring"
-    """How attention sees whole rows. `ring`: each rank keeps its queries, and keys and values
+    """Choose how attention sees whole rows. `ring`: each rank keeps its queries; keys and values
     travel. `ulysses`: an all-to-all gives each rank whole rows of some heads; the degree must
     divide the heads of a tensor-parallel rank.
     """
     context_parallel_load_balancer: Literal["headtail", ""] | None = "headtail"
-    """How to split a row. `headtail`: each rank gets one chunk from the start and one from the end,
-    which balances causal attention. Empty: one chunk each.
+    """Choose how to split a row. `headtail`: each rank gets one chunk from the start and one from
+    the end, which balances causal attention. Empty: one chunk each.
     """
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    """How ranks exchange keys and values in a ring: all at once (`allgather`), or step by step
+    """Exchange keys and values in a ring all at once (`allgather`), or step by step
     while attention is computed (`alltoall`).
     """
     expert_parallel_degree: Degree = 1
@@ -107,7 +107,7 @@ class Parallelism(Section):
 
 
 class ActivationCheckpoint(Section):
-    """Activation checkpointing: what the backward recomputes instead of keeping in memory."""
+    """Activation checkpointing: recompute in the backward instead of keeping in memory."""
 
     mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
     """`none`: keep all activations. `full`: keep only each block's input. `selective`: see
@@ -130,7 +130,7 @@ class ActivationCheckpoint(Section):
     early_stop: bool = False
     """Stop recomputing a block as soon as its backward has what it needs."""
     memory_budget: Fraction = 0.5
-    """Activation memory to allow, from as much as `full` takes (0) to as much as `none` takes (1).
+    """Activation memory to allow, from the memory of `full` (0) to the memory of `none` (1).
     For `memory_budget`.
     """
     visualize_memory_budget_pareto: bool = False
@@ -151,7 +151,7 @@ class Compile(Section):
     enable: bool = False
     """Compile. The first steps take longer."""
     components: list[Literal["model", "loss"]] = ["model", "loss"]
-    """What to compile: the blocks of the `model`, the `loss`."""
+    """Compile these: the blocks of the `model`, the `loss`."""
     backend: Name = "inductor"
     """Compiler backend. `inductor` needs a C++ compiler on the CPU; `aot_eager` is for debugging
     and not faster.

@@ -11,7 +11,7 @@ class Float8(Section):
     """Linear layers in Float8. Enabled by `model.converters = ["float8"]`."""
 
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    """How values are scaled to Float8's range: one scale per tensor (`tensorwise`, the default and
+    """Scale values to Float8's range by one scale per tensor (`tensorwise`, the default and
     fastest), one per row (`rowwise`, more accurate), or `rowwise` with weight gradients in bf16
     (`rowwise_with_gw_hp`).
     """

@@ -196,7 +196,7 @@ class Comm(Section):
     """
     train_timeout_seconds: Seconds = 100
     """Timeout of collectives after the first step. While validation, samples or `[eval]` run for
-    the first time, and may compile, it is that of the first step.
+    the first time, and may compile, the timeout of the first step applies.
     """
     trace_buf_size: Annotated[int, Field(ge=0, le=10**7)] = 20000
     """Collectives that the Flight Recorder keeps per rank. 0: turn off the Flight Recorder and the
@@ -267,7 +267,7 @@ class Debug(Section):
     deterministic_warn_only: bool = False
     """Warn instead of failing on an operation without a deterministic algorithm."""
     moe_force_load_balance: bool = False
-    """Send tokens to the experts of a mixture in turn, whatever the router says. For measuring
+    """Send tokens to the experts of a mixture in turn, regardless of the router. For measuring
     speed: which expert gets a token depends on the layout.
     """
     report_device_syncs: bool = False

@@ -1,4 +1,4 @@
-"""What is trained and validated on, and for how long: `[training]`, `[moe]` and `[validation]`."""
+"""Data, batches and length of training and validation: `[training]`, `[moe]`, `[validation]`."""
 
 from typing import Annotated, Literal
 
@@ -63,7 +63,7 @@ class Training(Section):
     seq_len: SeqLen = 2048
     """Tokens per row."""
     packing: Literal["stream", "best_fit"] = "stream"
-    """How rows are made of documents. `stream`: cut from all documents, one after another.
+    """Choose how documents become rows. `stream`: cut from all documents, one after another.
     `best_fit`: every row begins with a document, and only documents longer than a row are cut
     (arXiv:2404.10830); about 1 % of the rows is padding. Token files are packed ahead, by
     `torchtitan tokenize --best-fit`.
@@ -81,8 +81,8 @@ class Training(Section):
     """
     loss_chunks: SeqLen = 1
     """Compute logits and loss in this many slices of the sequence, one at a time. Saves the memory
-    of the full logits, which a large vocabulary makes big, and takes 8 bytes per parameter of the
-    output projection: with few tokens at a time, that is more.
+    of the full logits, which a large vocabulary makes big, and costs 8 bytes per parameter of the
+    output projection, which is more if few tokens run at a time.
     """
     mtp_loss_weight: Factor = 0.3
     """Weight of the mean loss of the modules that predict further tokens (multi-token prediction,
@@ -121,7 +121,7 @@ class Training(Section):
 
 
 class MoE(Section):
-    """How a mixture of experts keeps its experts equally loaded. Only for models with experts."""
+    """Balance of the load of experts. Only for models with experts."""
 
     balance_bias_rate: Factor = 0.0
     """Change of each expert's routing bias after a step: up if it had fewer rows of the global
