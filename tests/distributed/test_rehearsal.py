@@ -196,7 +196,7 @@ def everything(config):
         update={
             section: getattr(config, section).model_copy(update=values)
             for section, values in {
-                "model": {"converters": ["float8"]},
+                "model": {"converters": ["float8"], "delta_rule": "fla"},
                 "compile": {"enable": True},
                 "parallelism": {
                     "enable_async_tensor_parallel": True,

@@ -1,15 +1,18 @@
 """Gated DeltaNet against transformers' layer and against its own definition."""
 
 import math
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.delta_layers import ARGS, GRADIENT, SEQ, filled, relative, trained
+from torchtitan.config import resolve
+from torchtitan.config.rules import Accelerator, Facts, problems
 from torchtitan.models.delta.args import TENSOR_PARALLEL_STYLES, delta_flops, delta_init
-from torchtitan.models.delta.layer import GatedDeltaNet
+from torchtitan.models.delta.layer import GatedDeltaNet, use_fla
 from torchtitan.models.delta.rule import (
     chunk_states,
     chunked_delta_rule,
@@ -225,3 +228,67 @@ def test_every_parameter_has_a_style_and_an_initialization():
         matrix = isinstance(layer.get_submodule(module), torch.nn.Linear)
         assert (delta_init(module, ARGS) is None) == matrix
         assert parameter.dim() <= 2
+
+
+# ---- flash-linear-attention
+
+
+def their_rule(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    scale=None,
+    initial_state=None,
+    output_final_state=False,
+    use_qk_l2norm_in_kernel=False,
+    cu_seqlens=None,
+):
+    """`fla.ops.gated_delta_rule.chunk_gated_delta_rule` as documented, computed token by token."""
+    assert use_qk_l2norm_in_kernel
+    assert scale is initial_state is None
+    if cu_seqlens is not None:
+        assert len(q) == 1
+        pieces = [slice(*bounds) for bounds in cu_seqlens.unfold(0, 2, 1).tolist()]
+        inputs = [[x[:, piece] for x in (q, k, v, g, beta)] for piece in pieces]
+        return torch.cat([recurrent(*x) for x in inputs], 1), None
+    return recurrent(q, k, v, g, beta), None
+
+
+@pytest.fixture
+def fla(monkeypatch):
+    """A stand-in, as its kernels need a GPU."""
+    module = ModuleType("fla.ops.gated_delta_rule")
+    module.chunk_gated_delta_rule = their_rule
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_layer_with_fla_is_the_layer(fla, documents, compiled):
+    """Forward and gradients, within documents too, and compiled around the kernels."""
+
+    def results_of(layer):
+        if compiled:
+            layer.forward = torch.compile(layer.forward, backend="aot_eager", dynamic=False)
+        x, out = trained(layer, SEQ, documents=documents)
+        return [out.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+    layer = filled()
+    use_fla(layer)
+    for actual, expected in zip(results_of(layer), results_of(filled()), strict=True):
+        assert relative(actual, expected) < LIMIT
+
+
+def test_fla_is_refused_where_it_is_missing_or_there_is_no_gpu():
+    config = resolve(["--model.delta_rule=fla"], 1).config
+    cpu, gpu = Accelerator("a CPU", (0, 0)), Accelerator("an H100", (9, 0))
+    assert not problems(config, Facts(packages={"fla"}, device=gpu))
+    assert problems(config, Facts(packages=(), device=cpu)) == [
+        'model.delta_rule: "fla" needs the package flash-linear-attention: pip install '
+        "'titan-pretrain[fla]', or set it to \"torch\"",
+        'model.delta_rule: "fla" needs a GPU, this is a CPU; set it to "torch"',
+    ]

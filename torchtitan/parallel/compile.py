@@ -56,14 +56,16 @@ def apply_compile(model: Model, config: Config, *, experts_apart: bool = False) 
 
     Compiles `forward`, not `__call__`: FSDP's hooks on the block, which gather the weights, run
     outside the graph. Hooks of tensor parallelism on modules inside the block become part of it. A
-    graph break is an error, because it would silently cost speed.
+    graph break is an error, because it would silently cost speed; only flash-linear-attention's
+    kernels need one.
 
     Args:
         experts_apart: as for `regions`.
     """
     if not compiles_blocks(config):
         return
-    compile_once = cache(partial(_compile, config=config.compile))
+    whole = config.model.delta_rule != "fla"
+    compile_once = cache(partial(_compile, config=config.compile, fullgraph=whole))
     for block in model.layers.values():
         for owner, name in regions(block, experts_apart=experts_apart):
             replace_method(owner, name, compile_once)
@@ -76,5 +78,7 @@ def compiled_loss(loss: Callable[..., Any], config: Compile) -> Callable[..., An
     return _compile(loss, config)
 
 
-def _compile(function: Callable[..., Any], config: Compile) -> Callable[..., Any]:
-    return torch.compile(function, backend=config.backend, fullgraph=True, dynamic=False)
+def _compile(
+    function: Callable[..., Any], config: Compile, fullgraph: bool = True
+) -> Callable[..., Any]:
+    return torch.compile(function, backend=config.backend, fullgraph=fullgraph, dynamic=False)

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.config.converters import FLOAT8, uses
 from torchtitan.config.derive import layout_degrees, layout_name
 from torchtitan.config.sections.schema import Config
+from torchtitan.models.delta.layer import use_fla
 from torchtitan.models.spec import ModelArgs, ModelSpec
 from torchtitan.parallel.compile import apply_compile, configure_compiler
 from torchtitan.parallel.context.attention import build_attention
@@ -70,6 +71,8 @@ def parallelize(
         parameter_count = sum(weight.numel() for weight in model.parameters())
         keep_modules(model, modules)
         model.to(getattr(torch, training.dtype))
+        if config.model.delta_rule == "fla":
+            use_fla(model)
         quantize(model, config, tp_degree)
         apply_expert_parallel(model, mesh, build_balance(config), splits)
         apply_tensor_parallel(

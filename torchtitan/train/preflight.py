@@ -268,7 +268,7 @@ def _initial_weights_problems(config: Config, spec: ModelSpec, args: Any) -> lis
 
 def _machine_facts(config: Config) -> Facts:
     """The facts of this machine that the rules need."""
-    packages = ("lm_eval", "matplotlib", *TRACKER_PACKAGES.values())
+    packages = ("fla", "lm_eval", "matplotlib", *TRACKER_PACKAGES.values())
     named = (config.eval.include_path, config.checkpoint.initial_load_path)
     folders = [path for path in named if path and not is_url(path)]
     return Facts(

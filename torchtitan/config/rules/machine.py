@@ -42,6 +42,23 @@ def evals_have_their_package(config: Config, facts: Facts) -> str | None:
     )
 
 
+@rule("model.delta_rule", needs=["packages"])
+def delta_kernels_are_installed(config: Config, facts: Facts) -> str | None:
+    if config.model.delta_rule != "fla" or "fla" in facts.packages:
+        return None
+    return (
+        'model.delta_rule: "fla" needs the package flash-linear-attention: pip install '
+        "'titan-pretrain[fla]', or set it to \"torch\""
+    )
+
+
+@rule("model.delta_rule", needs=["device"])
+def delta_kernels_run_on_cuda(config: Config, facts: Facts) -> str | None:
+    if config.model.delta_rule != "fla" or facts.device.capability != (0, 0):
+        return None
+    return f'model.delta_rule: "fla" needs a GPU, this is {facts.device.name}; set it to "torch"'
+
+
 @rule("metrics.sinks", "metrics.enable_wandb", "metrics.enable_tensorboard", needs=["packages"])
 def trackers_have_their_packages(config: Config, facts: Facts) -> Iterator[str]:
     for name, key in config.metrics.trackers.items():

@@ -120,6 +120,10 @@ class Model(Section):
     """Convert the model before it is distributed: linear layers to `float8` or `mx` (see
     `[quantize.linear.*]`), and experts by `quantize.grouped_mm.float8` or `quantize.grouped_mm.mx`.
     """
+    delta_rule: Literal["torch", "fla"] = "torch"
+    """What computes Gated DeltaNet: plain PyTorch, or on CUDA the kernels of flash-linear-attention
+    (`pip install titan-pretrain[fla]`).
+    """
     print_after_conversion: bool = False
     """Print the model's modules after conversion."""
     overrides: dict[str, Any] = {}

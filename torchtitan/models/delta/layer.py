@@ -8,6 +8,7 @@ Shapes: b batch, s sequence, k key heads, h value heads, d size of keys, e size 
 head serves h / k consecutive value heads, its group.
 """
 
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from torchtitan.models.args import DecoderArgs
 from torchtitan.models.attention.interface import DocumentMask
+from torchtitan.models.delta.fla import fla_delta_rule
 from torchtitan.models.delta.rule import causal_convolution, chunked_delta_rule, normalize
 from torchtitan.models.layers.linear import PerHead
 from torchtitan.models.layers.norms import RMSNorm
@@ -67,13 +69,42 @@ def gates(ba: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
     return (-weights.A_log.float().exp() * step).flatten(2), b.sigmoid().flatten(2)
 
 
-def mix_rows(qkv: Tensor, ba: Tensor, weights: DeltaWeights, documents: Tensor | None) -> Tensor:
-    """`Mix` for whole rows, in chunks."""
+class Rule(Protocol):
+    """The gated delta rule: q and k `[b, s, k, d]` before they are normalized, v `[b, s, h, e]`,
+    g and beta `[b, s, h]`, documents `[b, s]` -> `[b, s, h, e]`.
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Tensor | None
+    ) -> Tensor: ...
+
+
+def torch_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, documents: Tensor | None
+) -> Tensor:
+    """The `Rule` in plain PyTorch, in chunks."""
+    q = normalize(q) * q.shape[-1] ** -0.5
+    return chunked_delta_rule(q, normalize(k), v, g, beta=beta, documents=documents)[0]
+
+
+def mix_rows(
+    qkv: Tensor,
+    ba: Tensor,
+    weights: DeltaWeights,
+    documents: Tensor | None,
+    rule: Rule = torch_delta_rule,
+) -> Tensor:
+    """`Mix` for whole rows."""
     q, k, v = convolve(qkv, weights, documents)
     g, beta = gates(ba, weights)
-    q = normalize(q) * q.shape[-1] ** -0.5
-    out, _ = chunked_delta_rule(q, normalize(k), v, g, beta=beta, documents=documents)
-    return out
+    return rule(q, k, v, g, beta=beta, documents=documents)
+
+
+def use_fla(model: nn.Module) -> None:
+    """Let flash-linear-attention compute the rule in all layers of `model`."""
+    for module in model.modules():
+        if isinstance(module, GatedDeltaNet):
+            module.mix = partial(mix_rows, rule=fla_delta_rule)
 
 
 class GatedDeltaNet(nn.Module):

@@ -16,9 +16,7 @@ Shapes: b batch, s sequence, h value heads, k key heads, d size of keys, e size 
 of c tokens. A key head serves h / k consecutive value heads, its group.
 """
 
-import importlib.util
 import math
-import os
 from typing import Any
 
 import torch
@@ -178,17 +176,6 @@ def _document_masks(
 # ---- the states between chunks
 
 
-def _has_kernel(x: Tensor) -> bool:
-    """Whether Triton's kernels compute the states: on NVIDIA GPUs since Ampere, or interpreted."""
-    if x.dtype != torch.float32 or importlib.util.find_spec("triton") is None:
-        return False
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return True
-    return bool(
-        x.is_cuda and torch.version.cuda and torch.cuda.get_device_capability(x.device) >= (8, 0)
-    )
-
-
 @torch.library.custom_op("torchtitan::chunk_states", mutates_args=())
 def chunk_states(
     reads: Tensor, values: Tensor, keys: Tensor, decay: Tensor, state: Tensor
@@ -197,7 +184,7 @@ def chunk_states(
 
         stored_i = values_i - reads_i S_i        S_i+1 = decay_i S_i + keys_i^T stored_i
 
-    An operator of its own, because the compiler would unroll the loop. On CUDA it is one kernel.
+    An operator of its own, because the compiler would unroll the loop.
 
     Args:
         reads, keys: `[n, heads, c, d]`.
@@ -209,10 +196,6 @@ def chunk_states(
         The state before each chunk `[n, heads, d, e]`, `stored` `[n, heads, c, e]`, and the state
         after the last chunk `[heads, d, e]`.
     """
-    if _has_kernel(values):
-        from torchtitan.models.delta import kernel
-
-        return kernel.forward(reads, values, keys, decay, state)
     states, stored, _ = _allocate(values, decay, state)
     state = state.contiguous()
     for i in range(len(decay)):
@@ -248,12 +231,6 @@ def chunk_states_backward(
     stored: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `chunk_states`, from the last chunk to the first."""
-    if _has_kernel(stored):
-        from torchtitan.models.delta import kernel
-
-        return kernel.backward(
-            grad_states, grad_stored, grad_last, reads, keys, decay, states, stored
-        )
     grad_values = stored.new_empty(stored.shape)
     grad_keys = keys.new_empty(keys.shape)
     grad_decay = decay.new_empty(decay.shape)

@@ -25,6 +25,7 @@ def rehearsed(config: Config, world: int, folder: str) -> Config:
     changes: dict[str, Any] = {
         "job.dump_folder": folder,
         "model.converters": [],
+        "model.delta_rule": "torch",
         "compile.enable": False,
         "training.global_batch_size": rows * min(gradient_accumulation_steps(config), BATCHES),
         "training.steps": 1,
@@ -78,6 +79,11 @@ class Part(NamedTuple):
 PARTS = (
     Part("compile.enable", "compiled code (blocks run eagerly)"),
     Part("model.converters", "8-bit products, their gathers and the reduction of their scales"),
+    Part(
+        "model.delta_rule",
+        "kernels of flash-linear-attention",
+        lambda c: c.model.delta_rule == "fla",
+    ),
     Part(
         "parallelism.enable_async_tensor_parallel",
         "asynchronous tensor parallelism (it runs as synchronous)",
