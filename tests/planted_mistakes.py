@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from torchtitan.models.decoder.model import Decoder
 from torchtitan.models.moe.moe import Experts
 from torchtitan.models.moe.router import Router
 from torchtitan.optim.expert_balance import ExpertBalance
@@ -21,6 +22,7 @@ REAL_COLUMNS = Compute.local_columns
 REAL_ALL_REDUCE = dist.all_reduce
 REAL_BALANCE = ExpertBalance.step
 REAL_OPTIMIZER = build.build_optimizer
+REAL_DECODER = Decoder.__init__
 
 
 def after_build(change):
@@ -154,6 +156,11 @@ def wrong_beta(models, settings, *args):
     return REAL_OPTIMIZER(models, settings.model_copy(update={"beta2": 0.96}), *args)
 
 
+def unused_parameter(self, args, attend):
+    REAL_DECODER(self, args, attend)
+    self.norm.unused = torch.nn.Parameter(torch.empty(args.dim))
+
+
 @contextmanager
 def planted(bug):
     with ExitStack() as stack:
@@ -163,6 +170,8 @@ def planted(bug):
             stack.enter_context(mock.patch.object(dist, "all_reduce", dropped_all_reduce))
         elif bug in ("decayed_vectors", "wrong_beta"):
             stack.enter_context(mock.patch.object(build, "build_optimizer", globals()[bug]))
+        elif bug == "unused_parameter":
+            stack.enter_context(mock.patch.object(Decoder, "__init__", unused_parameter))
         elif bug == "wrong inverse":
             stack.enter_context(mock.patch.object(expert, "inverse_permutation", wrong_inverse))
         elif bug == "scaled experts":

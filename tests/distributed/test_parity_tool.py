@@ -75,6 +75,12 @@ def test_a_mistake_after_the_first_gradients_is_found(ranks, bug, sentence):
         assert "(the first step's gradients are right)" in text
 
 
+def test_a_parameter_without_a_gradient_is_named(ranks):
+    for passed, text in ranks(2, check, degrees(dp_shard=2), "unused_parameter", timeout=240):
+        assert not passed
+        assert "FAIL: forward gives no gradient to norm.unused; it must" in text, text
+
+
 def test_noise_of_the_size_of_rounding_passes(ranks):
     """Adam makes a full update of it where there is no other gradient."""
     for passed, text in ranks(2, check, degrees(dp_shard=2), "rounding_noise", timeout=240):

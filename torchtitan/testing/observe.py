@@ -44,6 +44,8 @@ class Observation:
     """One per step: parameter to its gradient as the optimizer sees it, in the model's order.
     `[copies, *shape]`: more than one copy if ranks disagree on a tensor they share.
     """
+    untrained: list[str] = field(default_factory=list)
+    """Parameters that the loss doesn't depend on. Only a reference has them."""
     weights: list[dict[str, Tensor]] = field(default_factory=list)
     """One per step: parameter or routing bias of experts to its value after the update, in the
     same form.

@@ -21,8 +21,10 @@ from torchtitan.config.derive import (
 from torchtitan.config.load.render import to_toml
 from torchtitan.config.sections.metrics import Metrics
 from torchtitan.models.args import DecoderArgs
+from torchtitan.models.decoder.traits import is_decoder
 from torchtitan.parallel.agree import from_rank_0
 from torchtitan.testing.difference import Difference, Tolerances, difference, tolerances_of
+from torchtitan.testing.flops import flops_mismatch
 from torchtitan.testing.observe import observe, write_corpus
 from torchtitan.testing.reference import reference
 from torchtitan.train.preflight import Setup, preflight
@@ -43,6 +45,8 @@ class Finding:
     """
     factor: float | None
     """The factor by which the culprit is wrong; None if a factor doesn't explain the difference."""
+    untrained: Sequence[str] = ()
+    """Parameters that the loss doesn't depend on."""
 
 
 def shrink(argv: Sequence[str], config: Config, setup: Setup, folder: Path) -> list[str]:
@@ -148,7 +152,9 @@ def compare(argv: Sequence[str], tolerances: Tolerances) -> Finding:
             (run.gradients, expected.gradients) if wrong_names else (run.weights, expected.weights)
         )
         factor = _factor(actual[step][culprit], targets[step][culprit]) if culprit else None
-        finding = Finding(delta, delta.problems(tolerances), culprit, factor)
+        finding = Finding(
+            delta, delta.problems(tolerances), culprit, factor, untrained=expected.untrained
+        )
     finding = from_rank_0(finding)
     assert finding is not None
     return finding
@@ -206,6 +212,9 @@ def find_axes(
 def verdict(finding: Finding, axes: list[str], tolerances: Tolerances) -> str:
     """One sentence: what differs, by how much, along which axes."""
     delta = finding.difference
+    if finding.untrained:
+        names = ", ".join(finding.untrained[:6])
+        return f"FAIL: forward gives no gradient to {names}; it must use every parameter"
     if not finding.problems:
         return "PASS: the distributed run computes what one process does"
     along = f", along {' and '.join(axes)}" if axes else ", in this combination of axes only"
@@ -282,7 +291,7 @@ def check(argv: Sequence[str], tolerances: Tolerances | None = None) -> tuple[bo
         finding = compare(small, tolerances)
         rows = small_config.training.local_batch_size
         axes = []
-        if finding.problems:
+        if finding.problems and not finding.untrained:
             axes = find_axes(small, degrees, rows, tolerances)
     layout = layout_name(degrees)
     schedule = (
@@ -295,4 +304,7 @@ def check(argv: Sequence[str], tolerances: Tolerances | None = None) -> tuple[bo
         f"{t.global_batch_size} x {t.seq_len} tokens, "
         f"fp32\n{table}\n{verdict(finding, axes, tolerances)}"
     )
-    return not finding.problems, text
+    if not is_decoder(setup.spec):
+        mismatch = flops_mismatch(setup.spec, setup.args, config.training.seq_len)
+        text += f"\nwarning: {mismatch}" if mismatch else ""
+    return not (finding.problems or finding.untrained), text

@@ -84,6 +84,10 @@ def reference(
         model.zero_grad()
         mtp_loss = torch.stack(losses[1:]).mean() if setup.n_mtp else torch.zeros(())
         (loss + training.mtp_loss_weight * mtp_loss).backward()
+        if step == 0:
+            out.untrained += [name for name, p in model.named_parameters() if p.grad is None]
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         grads = [p.grad.double().norm() for p in model.parameters()]
         norm = torch.stack(grads).norm().item()
         if training.max_norm > 0:

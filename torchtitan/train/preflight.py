@@ -31,7 +31,6 @@ from torchtitan.models import (
     parameter_names,
 )
 from torchtitan.models.args import DecoderArgs
-from torchtitan.models.decoder.traits import is_decoder
 from torchtitan.parallel.pipeline.schedules import schedule_file
 from torchtitan.parallel.pipeline.split import PipelinePlan, assign_stages
 from torchtitan.utils.assets import find_asset
@@ -109,14 +108,11 @@ def preflight(
         facts = with_ranks(facts, config, world)
     reasons: list[str] = []
     spec = args = tokenizer = None
-    warnings: list[str] = []
     try:
         spec = get_spec(config.model.name)
         args, *later = args_of_stages(config, spec)
         facts = replace(facts, **_model_facts(config, spec, args, later))
         facts = replace(facts, schedule_file=schedule_file(config))
-        family_problems, warnings = _check_family(config, spec, args)
-        reasons += family_problems
         reasons += _initial_weights_problems(config, spec, args)
     except ConfigError as error:
         reasons += error.problems
@@ -143,13 +139,13 @@ def preflight(
         reasons = problems(config, Facts(unwritable=_try_dump_folder(config)))
     if reasons or spec is None or tokenizer is None:
         raise ConfigError([located(problem, sources or {}) for problem in reasons])
-    warnings += [*tokenizer.notes, *problems(config, facts, refuses=False)]
+    warnings = (*tokenizer.notes, *problems(config, facts, refuses=False))
     return Setup(
         spec,
         args,
         tokenizer,
         assign_stages(config, facts),
-        warnings=tuple(warnings),
+        warnings=warnings,
         stage_args=(args, *later),
     )
 
@@ -222,16 +218,6 @@ def _model_facts(
         "module_flops": spec.module_flops(args, config.training.seq_len),
         "tied_modules": spec.tied_modules(args),
     }
-
-
-def _check_family(config: Config, spec: ModelSpec, args: Any) -> tuple[list[str], list[str]]:
-    """Problems and warnings of a family that a user's code defines. Only this imports torch."""
-    if is_decoder(spec):
-        return [], []
-    from torchtitan.train.family import check_family
-
-    findings = check_family(config, spec, args)
-    return findings.problems, findings.warnings
 
 
 def hf_weights_folder(config: Config) -> Path:
