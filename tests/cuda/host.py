@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from torchtitan.tools.rehearsal.substitution import Substitution, substituted
+from torchtitan.utils.torch_compat import replaced
 
 _PACKAGE = str(Path(__file__).parents[2] / "torchtitan") + "/"
 _BESIDE = f"{_PACKAGE}tools/"
@@ -54,13 +54,13 @@ class Host:
             )
 
         host = self
-        with substituted(
-            Substitution(FakeTensorMode, "dispatch", seen),
-            Substitution(torch.cuda, "synchronize", lambda *_: self._record("everything")),
-            Substitution(torch.cuda.Stream, "synchronize", lambda _: self._record("a stream")),
-            Substitution(torch.cuda.Event, "synchronize", lambda _: self._record("an event")),
-            Substitution(FakeTensor, "tolist", lambda tensor: self._tolist(tensor)),
-            Substitution(Tensor, "pin_memory", lambda tensor, *_: self._pin(tensor)),
+        with (
+            replaced(FakeTensorMode, dispatch=seen),
+            replaced(torch.cuda, synchronize=lambda *_: self._record("everything")),
+            replaced(torch.cuda.Stream, synchronize=lambda _: self._record("a stream")),
+            replaced(torch.cuda.Event, synchronize=lambda _: self._record("an event")),
+            replaced(FakeTensor, tolist=lambda tensor: self._tolist(tensor)),
+            replaced(Tensor, pin_memory=lambda tensor, *_: self._pin(tensor)),
         ):
             yield
 

@@ -5,6 +5,8 @@ network, the GPU's memory, and the data, which are random tokens. Then follows w
 configuration asks for: a validation, samples, the staging of a save.
 """
 
+from contextlib import AbstractContextManager
+
 from tests.cuda import gpu  # isort: skip (before torch)
 
 import dataclasses
@@ -36,12 +38,12 @@ from torchtitan.parallel.mesh import build_mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.tools.rehearsal.fake import aside, fake_cluster, take_fake_memory
 from torchtitan.tools.rehearsal.replaced import blank_data
-from torchtitan.tools.rehearsal.substitution import Substitution, substituted
 from torchtitan.train.build import Builders, build
 from torchtitan.train.logits import Probe
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.train.state import Components
 from torchtitan.train.step import train_step
+from torchtitan.utils.torch_compat import replaced
 
 
 def trace(flags: list[str], world: int) -> dict[str, Any]:
@@ -63,12 +65,7 @@ def trace(flags: list[str], world: int) -> dict[str, Any]:
             passes.append({"graphs": len(compiled.regions) - before, "waits": host.take()})
         return passes
 
-    with (
-        fake_cluster(world, 0) as mode,
-        substituted(_fsdp_on_fake_memory(mode)),
-        host.watch(mode),
-        mode,
-    ):
+    with fake_cluster(world, 0) as mode, _fsdp_on_fake_memory(mode), host.watch(mode), mode:
         components = _build(config, setup, mode)
         steps = twice(partial(_step, components, setup, config))
         after = {name: twice(action) for name, action in _after(components, setup, config)}
@@ -131,7 +128,7 @@ def _samples(probe: Probe, setup: Setup, config: Config) -> None:
     )
 
 
-def _fsdp_on_fake_memory(mode: FakeTensorMode) -> Substitution:
+def _fsdp_on_fake_memory(mode: FakeTensorMode) -> AbstractContextManager[None]:
     """FSDP's groups of parameters make an empty tensor on the device."""
     initialize = FSDPParamGroup.__init__
 
@@ -139,7 +136,7 @@ def _fsdp_on_fake_memory(mode: FakeTensorMode) -> Substitution:
         with mode:
             initialize(group, *args, **kwargs)
 
-    return Substitution(FSDPParamGroup, "__init__", fake)
+    return replaced(FSDPParamGroup, __init__=fake)
 
 
 def _batch(components: Components, setup: Setup) -> StepBatch:

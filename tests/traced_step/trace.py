@@ -40,12 +40,12 @@ from torchtitan.parallel.precision.dense import quantize
 from torchtitan.tools.planner.linears import experts_in_eight_bits
 from torchtitan.tools.planner.memory import PARTS
 from torchtitan.tools.rehearsal.fake import fake_cluster, take_fake_memory
-from torchtitan.tools.rehearsal.substitution import Substitution, substituted
 from torchtitan.train.build import build_compute
 from torchtitan.train.forward import Compute
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.train.state import Components
 from torchtitan.train.step import build_update, device_step
+from torchtitan.utils.torch_compat import replaced
 
 _TRACED_BATCHES = 3
 """Batches of an accumulated step that are traced: the first, one in the middle, and the last."""
@@ -293,7 +293,7 @@ def _scaled(tracer: Tracer, compute: Compute, batches: int) -> Iterator[int]:
         marks.append(tracer.counts.copy())
         return run(*args, **kwargs)
 
-    with substituted(Substitution(compute, "forward_backward", marked)):
+    with replaced(compute, forward_backward=marked):
         yield traced
     if batches > traced:
         tracer.counts.repeat(marks[1], marks[2], batches - traced)

@@ -6,7 +6,7 @@ on the CPU, since autograd needs a device that this build of torch supports.
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,9 +18,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchtitan.parallel import mesh as meshes
 from torchtitan.parallel.collectives import local, sharded_like
-from torchtitan.tools.rehearsal.substitution import Substitution, substituted
+from torchtitan.utils.torch_compat import replaced
 
 
 @contextmanager
@@ -37,17 +36,23 @@ def fake_cluster(world: int, rank: int) -> Iterator[FakeTensorMode]:
 
 @contextmanager
 def no_network() -> Iterator[FakeTensorMode]:
-    """Substitutions under which a rank of this project runs on a fake process group."""
+    """Let a rank of this project run on a fake process group, whose ranks exchange nothing."""
     propagate = aside(ShardingPropagator._propagate_tensor_meta_non_cached)
-    with substituted(
+    with ExitStack() as stack:
         # DTensor runs each operation on fake tensors of global shape, which no rank ever holds.
-        Substitution(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate),
+        stack.enter_context(
+            replaced(ShardingPropagator, _propagate_tensor_meta_non_cached=propagate)
+        )
         # Ranks exchange shapes first in torch 2.12 to 2.14; other releases lack the method.
-        Substitution(schedules._PipelineSchedule, "_warmup_p2p", _shapes_are_known),
+        if hasattr(schedules._PipelineSchedule, "_warmup_p2p"):
+            stack.enter_context(
+                replaced(schedules._PipelineSchedule, _warmup_p2p=_shapes_are_known)
+            )
         # torch 2.11 tests connections outside of that method, by sends of another shape.
-        Substitution(stage._PipelineStageBase, "_get_init_p2p_neighbors_ops", lambda _: []),
-        Substitution(meshes, "_meshes", {}),
-    ):
+        if hasattr(stage._PipelineStageBase, "_get_init_p2p_neighbors_ops"):
+            stack.enter_context(
+                replaced(stage._PipelineStageBase, _get_init_p2p_neighbors_ops=lambda _: [])
+            )
         yield FakeTensorMode(allow_non_fake_inputs=True)
 
 

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torchtitan.tools.rehearsal.events import Message
 from torchtitan.tools.rehearsal.recorder import Recorder, describe, mark, nbytes, reduction
-from torchtitan.tools.rehearsal.substitution import Substitution, substituted
+from torchtitan.utils.torch_compat import replaced
 
-_OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+_OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object")
 _MESSAGES = ("isend", "irecv", "send", "recv", "batch_isend_irecv")
 _REDUCTIONS = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter", "reduce")
 
@@ -52,7 +52,6 @@ class Network:
         self.recorder = recorder
         self.broadcasts = broadcasts
         self._received = 0
-        self._gathered: Any = None
 
     def reducing(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a reduction of torch.distributed, so that the recorder knows its kind."""
@@ -110,22 +109,8 @@ class Network:
         group_dst: int | None = None,
     ) -> None:
         self._object("gather_object", group, _size(obj), self._global(dst, group_dst, group))
-        self._gathered = obj
         if object_gather_list is not None:
             object_gather_list[:] = [obj] * len(object_gather_list)
-
-    def scatter_object_list(
-        self,
-        scatter_object_output_list: list[Any],
-        scatter_object_input_list: list[Any] | None = None,
-        src: int | None = None,
-        group: ProcessGroup | None = None,
-        group_src: int | None = None,
-    ) -> None:
-        received = scatter_object_input_list[0] if scatter_object_input_list else self._gathered
-        root = self._global(src, group_src, group)
-        self._object("scatter_object_list", group, _size(received), root)
-        scatter_object_output_list[0] = received
 
     def _global(self, rank: int | None, in_group: int | None, group: ProcessGroup | None) -> int:
         if in_group is not None:
@@ -192,7 +177,7 @@ def _size(value: object) -> int:
 
 @contextmanager
 def recording(recorder: Recorder, broadcasts: list[Any] | None) -> Iterator[None]:
-    """Substitute what makes groups, exchanges objects, sends and receives, and record the rest.
+    """Replace what makes groups, exchanges objects, sends and receives, and record the rest.
 
     Of torch.distributed, these are the functions in `_OBJECTS`, `_MESSAGES` and `_REDUCTIONS`, and
     the one that all of its ways to make a group end in.
@@ -206,13 +191,9 @@ def recording(recorder: Recorder, broadcasts: list[Any] | None) -> Iterator[None
     for name in _REDUCTIONS:
         replacements[name] = network.reducing(getattr(dist, name))
     create = _recorded_creation(recorder, distributed_c10d._new_process_group_helper)
-    with substituted(
-        Substitution(distributed_c10d, "_new_process_group_helper", create),
-        *(
-            Substitution(module, name, replacement)
-            for name, replacement in replacements.items()
-            for module in (dist, distributed_c10d)
-        ),
+    with (
+        replaced(dist, **replacements),
+        replaced(distributed_c10d, _new_process_group_helper=create, **replacements),
     ):
         yield
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from torchtitan.health.rank_dumps import is_library
-from torchtitan.tools.rehearsal.substitution import Substitution, substituted
 from torchtitan.utils.distributed_compat import store_of_this_attempt
+from torchtitan.utils.torch_compat import replaced
 
 _ELSEWHERE = ("/dev/", "/proc/", "/sys/")
 _CODE = (".py", ".pyc", ".so")
@@ -81,11 +81,10 @@ def counted_store(rank: int, world: int) -> Iterator[CountedStore]:
     """
     store = CountedStore()
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    connects = Substitution(dist, "TCPStore", lambda *_, **__: store)
-    default = Substitution(distributed_c10d, "_get_default_store", lambda: store)
-    with substituted(connects), store_of_this_attempt(rank, world, timedelta(seconds=1)):
+    connects = replaced(dist, TCPStore=lambda *_, **__: store)
+    with connects, store_of_this_attempt(rank, world, timedelta(seconds=1)):
         pass
-    with substituted(default):
+    with replaced(distributed_c10d, _get_default_store=lambda: store):
         yield store
 
 
