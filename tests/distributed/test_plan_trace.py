@@ -346,7 +346,7 @@ def test_memory_on_cuda(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_only_the_cpu_does_is_not_traced(dtype):
-    """Attention in fp32 or in halves, and a norm of several kernels."""
+    """Attention in fp32, and a norm of several kernels."""
     x = torch.randn(1, 2, 260, 8, dtype=dtype)
     norm = RMSNorm(8, dtype=dtype)
     names = ("attention.backend.attend_variant", "layers.norms._RMSNorm.apply")

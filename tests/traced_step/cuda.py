@@ -85,9 +85,7 @@ def recording(tracer: Tracer, *, cuda: bool) -> Iterator[None]:
             stack.enter_context(patch.object(F, "rms_norm", _rms_norm))
             # What the CPU does in its own way, since fake tensors are on it.
             stack.enter_context(patch.object(norms.RMSNorm, "forward", nn.RMSNorm.forward))
-            stack.enter_context(
-                patch.object(attention_backend, "_gains_on_cpu", lambda q, mask: False)
-            )
+            stack.enter_context(patch.object(attention_backend, "_gains_in_fp32", lambda q: False))
         stack.enter_context(tracer)
         gc.disable()  # as in training; a collection would free what training keeps
         stack.callback(gc.enable)

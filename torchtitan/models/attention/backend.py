@@ -21,7 +21,7 @@ from torchtitan.models.attention.interface import (
     Scores,
     WindowMasks,
 )
-from torchtitan.models.attention.kernels import is_halved, repeat_heads
+from torchtitan.models.attention.kernels import repeat_heads
 from torchtitan.models.attention.packed import PackedDocuments, attend_documents, pack_documents
 from torchtitan.utils.device import copy_to
 from torchtitan.utils.logging import logger
@@ -29,13 +29,13 @@ from torchtitan.utils.logging import logger
 
 def _is_plain(q: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> bool:
     """Whether to use torch's attention: it computes this, no slower than `attend_variant`."""
-    known = scores.window is None and sinks is None and q.shape[-1] == v.shape[-1]
-    return known and not (q.device.type == "cpu" and _gains_on_cpu(q, scores.mask))
+    plain = scores.window is None and sinks is None and q.shape[-1] == v.shape[-1]
+    return plain and not _gains_in_fp32(q)
 
 
-def _gains_on_cpu(q: Tensor, mask: Mask | None) -> bool:
-    """Whether the CPU computes attention to these queries faster in fp32 or in halves."""
-    return q.element_size() == 2 or (mask is None and is_halved(q.shape[2]))
+def _gains_in_fp32(q: Tensor) -> bool:
+    """Whether attention to these queries is faster in fp32: in 16 bits on the CPU."""
+    return q.device.type == "cpu" and q.element_size() == 2
 
 
 def _attend_dense(

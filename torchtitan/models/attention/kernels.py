@@ -19,11 +19,6 @@ aten = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]
 """Gradients of queries, keys and values."""
 
-_HALVED = range(257, 1025)
-"""Lengths of rows for which causal attention on the CPU is computed in halves: its kernel computes
-blocks of 512 keys whole, also where no query sees them.
-"""
-
 
 class BlockScores(NamedTuple):
     """How a kernel computes and masks the scores of a block."""
@@ -64,7 +59,7 @@ def block_forward(q: Tensor, k: Tensor, v: Tensor, scores: BlockScores) -> tuple
     if q.device.type == "cpu":
         dtype = q.dtype
         q, k, v = _to_fp32(q, k, v)
-        out, lse = _causal_forward(q, k, v, _fp32_bias(scores))
+        out, lse = _cpu_forward(q, k, v, _fp32_bias(scores))
         return out.to(dtype), lse
     return _cuda_forward(q, k, v, scores)
 
@@ -94,7 +89,7 @@ def block_backward(
     if q.device.type == "cpu":
         dtype = q.dtype
         grad, q, k, v, out = _to_fp32(grad, q, k, v, out)
-        dq, dk, dv = _causal_backward(grad, q, k, v, out=out, lse=lse, scores=_fp32_bias(scores))
+        dq, dk, dv = _cpu_backward(grad, q, k, v, out=out, lse=lse, scores=_fp32_bias(scores))
         return dq.to(dtype), dk.to(dtype), dv.to(dtype)
     return _cuda_backward(grad, q, k, v, out=out, lse=lse, scores=scores)
 
@@ -121,74 +116,6 @@ def _cuda_backward(
     else:
         dq, dk, dv = _efficient_backward(grad, q, k, v, out=out, lse=lse, scores=scores)
     return dq[..., :head], dk[..., :head], dv[..., :size]
-
-
-# ---- causal attention in halves: 3/4 of the scores
-
-
-def is_halved(seq_len: int) -> bool:
-    """Whether causal attention to rows of this length is computed in halves on the CPU."""
-    return seq_len in _HALVED and seq_len % 2 == 0
-
-
-def _split_halves(x: Tensor) -> Tensor:
-    """The halves of rows as rows: `[b, h, s, ...] -> [2 b, h, s / 2, ...]`."""
-    return x.unflatten(2, (2, -1)).transpose(1, 2).flatten(0, 1)
-
-
-def _merge_halves(x: Tensor) -> Tensor:
-    """The inverse of `_split_halves`."""
-    return x.unflatten(0, (-1, 2)).transpose(1, 2).flatten(2, 3)
-
-
-def _causal_forward(q: Tensor, k: Tensor, v: Tensor, scores: BlockScores) -> tuple[Tensor, Tensor]:
-    """Attention on the CPU. If it is halved, each half attends to itself; then the second half's
-    attention to the first is merged in.
-    """
-    if not scores.causal or not is_halved(q.shape[2]):
-        return _cpu_forward(q, k, v, scores)
-    half = q.shape[2] // 2
-    out, lse = map(
-        _merge_halves, _causal_forward(_split_halves(q), _split_halves(k), _split_halves(v), scores)
-    )
-    first = BlockScores(scores.scale)
-    before, before_lse = _cpu_forward(q[:, :, half:], k[:, :, :half], v[:, :, :half], first)
-    late_lse = lse[:, :, half:]
-    out[:, :, half:].lerp_(before, torch.sigmoid(before_lse - late_lse).unsqueeze(-1))
-    late_lse.copy_(torch.logaddexp(late_lse, before_lse))
-    return out, lse
-
-
-def _causal_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scores: BlockScores
-) -> Gradients:
-    if not scores.causal or not is_halved(q.shape[2]):
-        return _cpu_backward(grad, q, k, v, out=out, lse=lse, scores=scores)
-    half = q.shape[2] // 2
-    gradients = _causal_backward(
-        _split_halves(grad),
-        _split_halves(q),
-        _split_halves(k),
-        _split_halves(v),
-        out=_split_halves(out),
-        lse=_split_halves(lse),
-        scores=scores,
-    )
-    dq, dk, dv = map(_merge_halves, gradients)
-    late = slice(half, None)
-    more = _cpu_backward(
-        grad[:, :, late],
-        q[:, :, late],
-        k[:, :, :half],
-        v[:, :, :half],
-        out=out[:, :, late],
-        lse=lse[:, :, late].contiguous(),
-        scores=BlockScores(scores.scale),
-    )
-    dq[:, :, late] += more[0]
-    dk[:, :, :half] += more[1]
-    dv[:, :, :half] += more[2]
-    return dq, dk, dv
 
 
 # ---- single kernels
