@@ -53,12 +53,12 @@ def open_hf(folder: Path, spec: ModelSpec | None = None, run: Any = None) -> HFM
     hf = hf_map(spec)
     stated = hf.args(config)
     reader = SafetensorsReader(folder, hf.names(stated))
-    args, notes = _as_stored(reader, stated)
+    args, notes = _as_stored(reader, spec, stated)
     if args is not stated:
         reader = SafetensorsReader(folder, hf.names(args))
     ignored, problems = check_tensors(reader, spec, args)
     if run is not None:
-        problems += _other_model(reader, args, run, notes)
+        problems += _other_model(reader, spec, args, run, notes)
     if problems:
         raise CheckpointError("\n".join(problems))
     if run is not None and hf.names(run) != reader.names:
@@ -78,13 +78,13 @@ def open_hf(folder: Path, spec: ModelSpec | None = None, run: Any = None) -> HFM
 # ---- what config.json says, and the tensors don't
 
 
-def _as_stored(reader: SafetensorsReader, args: Any) -> tuple[Any, list[str]]:
+def _as_stored(reader: SafetensorsReader, spec: ModelSpec, args: Any) -> tuple[Any, list[str]]:
     """The hyper-parameters in `config.json`, except where transformers goes by the tensors; and
     notes on those.
     """
     notes = []
-    if getattr(args, "n_mtp", 0):
-        key = f"config.json: num_nextn_predict_layers is {args.n_mtp}"
+    if modules := spec.mtp_modules(args):
+        key = f"config.json: num_nextn_predict_layers is {modules}"
         prefixes = tuple(f"model.layers.{i}." for i in args.mtp_layers)
         known = [name for name in _their_names(reader) if name.startswith(prefixes)]
         missing = [name for name in known if name not in reader.entries]
@@ -98,7 +98,7 @@ def _as_stored(reader: SafetensorsReader, args: Any) -> tuple[Any, list[str]]:
                 f"{_more(missing, 1)}; set the key to 0 to read the model without them"
             )
     both = reader.entries.keys() >= {HEAD, _EMBEDDING}
-    if getattr(args, "tie_embeddings", False) and both and not reader.equal(HEAD, _EMBEDDING):
+    if spec.tied_modules(args) and both and not reader.equal(HEAD, _EMBEDDING):
         notes.append(
             f"config.json: tie_word_embeddings is true, but {HEAD} is not {_EMBEDDING}: read as a "
             "model that isn't tied, as transformers 5 does"
@@ -107,13 +107,15 @@ def _as_stored(reader: SafetensorsReader, args: Any) -> tuple[Any, list[str]]:
     return args, notes
 
 
-def _other_model(reader: SafetensorsReader, args: Any, run: Any, notes: list[str]) -> list[str]:
+def _other_model(
+    reader: SafetensorsReader, spec: ModelSpec, args: Any, run: Any, notes: list[str]
+) -> list[str]:
     """How the run's model differs from the folder's, in lines; none if it doesn't."""
     differing = described_otherwise(run, args)
-    if HEAD in reader.entries and not getattr(run, "tie_embeddings", True):
+    if HEAD in reader.entries and not spec.tied_modules(run):
         differing.pop("tie_embeddings", None)  # the folder has the head that the run wants
-    if getattr(run, "n_mtp", 0) > getattr(args, "n_mtp", 0):
-        differing["n_mtp"] = f"n_mtp = {args.n_mtp}"
+    if spec.mtp_modules(run) > spec.mtp_modules(args):
+        differing["n_mtp"] = f"n_mtp = {spec.mtp_modules(args)}"
     if not differing:
         return []
     advice = f"Set [model.overrides] {', '.join(differing.values())}."
@@ -138,7 +140,7 @@ def check_tensors(
     known = dict.fromkeys(_their_names(reader))
     copies = {copy: name for copy, name in _copies(reader.names) if copy in reader.entries}
     wrong = [f"{name} is missing" for name in known if name not in reader.entries]
-    tied = getattr(args, "tie_embeddings", False)  # then a head is the embedding: see _as_stored
+    tied = spec.tied_modules(args)  # then a head is the embedding: see _as_stored
     ignored = []
     for name in sorted(reader.entries.keys() - known - copies.keys()):
         if hf_map(spec).ignores(name, args) and _is_extra(name, reader):
