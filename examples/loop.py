@@ -22,8 +22,9 @@ from torchtitan.parallel.mesh import build_mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.pipeline.split import pipeline_stages
 from torchtitan.train.build import build_compute, build_data, set_determinism
+from torchtitan.train.engine import Engine
 from torchtitan.train.preflight import Setup
-from torchtitan.train.state import Components, seed_step
+from torchtitan.train.state import seed_step
 from torchtitan.train.step import train_step
 from torchtitan.utils.device import current_device
 from torchtitan.utils.process import rank_and_world
@@ -31,7 +32,7 @@ from torchtitan.utils.process import rank_and_world
 FLAGS = ["--job.config_file=train_configs/debug_model.toml", "--training.steps=10"]
 
 
-def build(config: Config) -> Components:
+def build(config: Config) -> Engine:
     """Model, optimizer and data of this rank. The default process group must exist."""
     training = config.training
     device = current_device()
@@ -49,20 +50,28 @@ def build(config: Config) -> Components:
     compute = build_compute(config, setup, mesh, device, models=models, section=training)
     optimizer = build_optimizer(models, config.optimizer, config.custom, setup.width_ratio)
     schedule = LRSchedule(optimizer, config.optimizer.lr, config.lr_scheduler)
-    return Components(
-        mesh, device, models, optimizer, schedule=schedule, loader=loader, compute=compute
+    return Engine(
+        config,
+        setup,
+        mesh,
+        device,
+        models=models,
+        optimizer=optimizer,
+        schedule=schedule,
+        loader=loader,
+        compute=compute,
     )
 
 
 def train(config: Config) -> Iterator[float | None]:
     """The loss of each step, the same on every rank; None if no token of it is predicted."""
     set_determinism(config.debug)
-    components = build(config)
-    for step, batch in zip(range(config.training.steps), components.loader, strict=False):
-        seed_step(config.debug.seed, step, components.mesh.dp_rank)
-        yield train_step(components, batch, config).loss
-        components.schedule.advance()
-    components.loader.close()
+    engine = build(config)
+    for step, batch in zip(range(config.training.steps), engine.loader, strict=False):
+        seed_step(config.debug.seed, step, engine.mesh.dp_rank)
+        yield train_step(engine, batch).loss
+        engine.schedule.advance()
+    engine.loader.close()
 
 
 if __name__ == "__main__":

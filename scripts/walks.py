@@ -83,11 +83,11 @@ def batch(argv: list[str]) -> list[str]:
 
     loop = runpy.run_path(str(ROOT / "examples/loop.py"))
     config = resolve(argv, 1).config
-    components = loop["build"](config)
+    engine = loop["build"](config)
     tokenizer = loop["build_tokenizer"](config.model.hf_assets_path)
     with traced(until="Tensor.backward") as files:
         loader = build_data(config, "training", tokenizer, (0, 1))
-        train_step(components, next(iter(loader)), config)
+        train_step(engine, next(iter(loader)))
     return [file for file in files if not file.startswith("models/")]
 
 

@@ -140,7 +140,7 @@ def weights(models) -> dict[str, torch.Tensor]:
 
 def average_of(trainer) -> dict[str, torch.Tensor]:
     """The full average of the weights, on every rank; empty if the run keeps none."""
-    average = trainer.components.average
+    average = trainer.engine.average
     return _gathered(
         {name: full(value) for name, value in average.current().items()} if average else {}
     )
@@ -161,14 +161,14 @@ def train(argv: list[str]) -> dict[str, Any]:
 
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
-    initial = weights(trainer.components.models)
+    initial = weights(trainer.engine.models)
     try:
         progress = trainer.train()
     finally:
         trainer.close()
     return {
         "initial": initial,
-        "weights": weights(trainer.components.models),
+        "weights": weights(trainer.engine.models),
         "average": average_of(trainer),
         "metrics": read_metrics(Path(config.job.dump_folder)),
         "progress": progress.state_dict(),

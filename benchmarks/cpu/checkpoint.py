@@ -66,7 +66,7 @@ def measure(
     before = After(lambda: times.before_save())
     after = After(lambda: times.after_save())
     trainer = Trainer(config, preflight(config), arrange=lambda ours: (before, *ours, after))
-    count = sum(p.numel() for p in trainer.components.models[0].parameters())
+    count = sum(p.numel() for p in trainer.engine.models[0].parameters())
     times = _Times(trainer, stretch)
     trainer.train()
     trainer.close()

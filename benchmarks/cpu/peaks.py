@@ -112,18 +112,16 @@ def measured(argv: list[str]) -> float:
     """
     logging.disable(logging.WARNING)
     config = resolve(argv, dist.get_world_size()).config
-    components = build(config, preflight(config, output=False), torch.device("cpu"))
-    batches = iter(components.loader)
+    engine = build(config, preflight(config, output=False), torch.device("cpu"))
+    batches = iter(engine.loader)
     peaks = []
     for _ in range(6):
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
         ) as profiler:
-            forward_backward(
-                components, next(batches), HostUpdate(components, config.training.max_norm)
-            )
-            components.optimizer.step()
-            components.optimizer.zero_grad(set_to_none=True)
+            forward_backward(engine, next(batches), HostUpdate(engine, config.training.max_norm))
+            engine.optimizer.step()
+            engine.optimizer.zero_grad(set_to_none=True)
         events = (
             event
             for event in profiler.profiler.kineto_results.events()
@@ -131,7 +129,7 @@ def measured(argv: list[str]) -> float:
         )
         changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
         peaks.append(max(accumulate(changes)))
-    components.loader.close()
+    engine.loader.close()
     return min(peaks[1:]) / 2**20  # the first step allocates the optimizer's state
 
 

@@ -330,7 +330,8 @@ def trace_step(
     from torchtitan.parallel import parallelize as parallel
     from torchtitan.parallel.mesh import build_mesh
     from torchtitan.tools.rehearsal.fake import aside, fake_cluster, take_fake_memory
-    from torchtitan.train import build, preflight, state, step
+    from torchtitan.train import build, preflight, step
+    from torchtitan.train.engine import Engine
 
     config = resolve([*arguments, "--compile.enable=false"], world).config
     setup = preflight.preflight(config, output=False)
@@ -374,15 +375,23 @@ def trace_step(
             )
             optimizer = build.build_optimizer(models, config.optimizer)
             schedule = build.LRSchedule(optimizer, config.optimizer.lr, config.lr_scheduler)
-            components = state.Components(
-                mesh, device, models, optimizer, schedule=schedule, loader=None, compute=compute
+            engine = Engine(
+                config,
+                setup,
+                mesh,
+                device,
+                models=models,
+                optimizer=optimizer,
+                schedule=schedule,
+                loader=None,
+                compute=compute,
             )
             batches = -(
                 -config.training.global_batch_size
                 // (mesh.dp_degree * config.training.local_batch_size)
             )
             shape = batches * config.training.local_batch_size, config.training.seq_len
-            update = step.build_update(components, config, agree=acts)
+            update = step.build_update(engine, agree=acts)
             patches = (
                 (compute, "forward_backward", "forward"),
                 (optimizer, "step", "update"),
@@ -398,9 +407,7 @@ def trace_step(
                 with counter:
                     tokens = torch.zeros(shape, dtype=torch.int64).pin_memory()
                     batch = StepBatch(tokens, tokens.clone().pin_memory(), {}, len(tokens))
-                    step.train_step(
-                        components, batch, config, update=update, approve=lambda loss, norm: True
-                    )
+                    step.train_step(engine, batch, update=update, approve=lambda loss, norm: True)
         groups = {
             g.group_name: (g.group_desc, g.size()) for g in dist.distributed_c10d._world.pg_map
         }

@@ -39,9 +39,9 @@ from torchtitan.parallel.parallelize import parallelize
 from torchtitan.tools.rehearsal.fake import aside, fake_cluster, take_fake_memory
 from torchtitan.tools.rehearsal.replaced import blank_data
 from torchtitan.train.build import Builders, build
+from torchtitan.train.engine import Engine
 from torchtitan.train.logits import Probe
 from torchtitan.train.preflight import Setup, preflight
-from torchtitan.train.state import Components
 from torchtitan.train.step import train_step
 from torchtitan.utils.torch_compat import replaced
 
@@ -66,9 +66,9 @@ def trace(flags: list[str], world: int) -> dict[str, Any]:
         return passes
 
     with fake_cluster(world, 0) as mode, _fsdp_on_fake_memory(mode), host.watch(mode), mode:
-        components = _build(config, setup, mode)
-        steps = twice(partial(_step, components, setup, config))
-        after = {name: twice(action) for name, action in _after(components, setup, config)}
+        engine = _build(config, setup, mode)
+        steps = twice(partial(_step, engine, setup, config))
+        after = {name: twice(action) for name, action in _after(engine, setup, config)}
     return {
         "torch": torch.__version__,
         "steps": steps,
@@ -78,7 +78,7 @@ def trace(flags: list[str], world: int) -> dict[str, Any]:
     }
 
 
-def _build(config: Config, setup: Setup, mode: FakeTensorMode) -> Components:
+def _build(config: Config, setup: Setup, mode: FakeTensorMode) -> Engine:
     def fill(model: nn.Module, *_: Any) -> None:
         take_fake_memory(mode, model, gpu.DEVICE)
 
@@ -94,22 +94,22 @@ def _build(config: Config, setup: Setup, mode: FakeTensorMode) -> Components:
     return build(config, setup, gpu.DEVICE, builders)
 
 
-def _step(components: Components, setup: Setup, config: Config) -> None:
-    train_step(components, _batch(components, setup), config)
-    if components.average is not None:
-        components.average.update(config.ema.start_step)
+def _step(engine: Engine, setup: Setup, config: Config) -> None:
+    train_step(engine, _batch(engine, setup))
+    if engine.average is not None:
+        engine.average.update(config.ema.start_step)
 
 
 def _after(
-    components: Components, setup: Setup, config: Config
+    engine: Engine, setup: Setup, config: Config
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """What else a run does with its model, as far as the configuration asks for it."""
-    if components.validation is not None:
-        yield "validation", components.validation.run
-    if components.probe is not None:
-        yield "samples", partial(_samples, components.probe, setup, config)
+    if engine.validation is not None:
+        yield "validation", engine.validation.run
+    if engine.probe is not None:
+        yield "samples", partial(_samples, engine.probe, setup, config)
     if config.checkpoint.async_mode != "disabled" and config.checkpoint.interval == 1:
-        trained = TrainedModel(components.models, components.optimizer, components.average)
+        trained = TrainedModel(engine.models, engine.optimizer, engine.average)
         stager = build_stager(config.checkpoint.async_mode)
         assert stager is not None
         yield "staging of a save", lambda: stager.stage(trained.tensors())
@@ -139,9 +139,9 @@ def _fsdp_on_fake_memory(mode: FakeTensorMode) -> AbstractContextManager[None]:
     return replaced(FSDPParamGroup, __init__=fake)
 
 
-def _batch(components: Components, setup: Setup) -> StepBatch:
+def _batch(engine: Engine, setup: Setup) -> StepBatch:
     """Random tokens, with a few ends of documents."""
-    batch: StepBatch = components.loader.blank()
+    batch: StepBatch = engine.loader.blank()
     tokens = torch.randint(1000, batch.tokens.shape)
     tokens[:, 7::19] = setup.tokenizer.eos_id
     return dataclasses.replace(batch, tokens=tokens, labels=tokens.roll(-1, 1))

@@ -54,23 +54,23 @@ def accumulate(argv):
     gradients at the end.
     """
     config = resolve(argv, dist.get_world_size()).config
-    components = build(config, preflight(config), torch.device("cpu"))
-    batch = next(iter(components.loader))
-    run = components.compute.forward_backward
+    engine = build(config, preflight(config), torch.device("cpu"))
+    batch = next(iter(engine.loader))
+    run = engine.compute.forward_backward
     held = []
     before = settled_bytes()
 
     def watched(*args, **kwargs):
         loss = run(*args, **kwargs)
-        gradients = [p.grad for model in components.models for p in model.parameters()]  # noqa: F841 - else C++ alone has them
+        gradients = [p.grad for model in engine.models for p in model.parameters()]  # noqa: F841 - else C++ alone has them
         held.append(settled_bytes() - before)
         return loss
 
-    components.compute.forward_backward = watched
-    forward_backward(components, batch, HostUpdate(components, 0.0))
-    components.loader.close()
+    engine.compute.forward_backward = watched
+    forward_backward(engine, batch, HostUpdate(engine, 0.0))
+    engine.loader.close()
     return held, {
-        name: full(p.grad).float() for m in components.models for name, p in m.named_parameters()
+        name: full(p.grad).float() for m in engine.models for name, p in m.named_parameters()
     }
 
 

@@ -78,11 +78,11 @@ def first_loss(argv):
     config = resolve(argv, 1).config
     trainer = Trainer(config, preflight(config))
     try:
-        batch = next(iter(trainer.components.loader))
+        batch = next(iter(trainer.engine.loader))
         documents = (batch.tokens == trainer.setup.tokenizer.bos_id).cumsum(1)
         mask = (documents[:, :, None] == documents[:, None, :]).tril()
         with torch.no_grad():
-            logits = trainer.components.models[0](batch.tokens, mask=mask[:, None])
+            logits = trainer.engine.models[0](batch.tokens, mask=mask[:, None])
         labels = batch.labels.flatten()
         expected = F.cross_entropy(logits.flatten(0, 1).float(), labels, ignore_index=IGNORE_INDEX)
         predicted = int((labels != IGNORE_INDEX).sum())

@@ -44,7 +44,7 @@ def followed(argv):
 
     def follow(result):
         if result.updated:
-            found = weights(trainer.components.models)
+            found = weights(trainer.engine.models)
             seen.append({name: value for name, value in found.items() if name in names})
 
     level = logger.level
@@ -52,20 +52,18 @@ def followed(argv):
     with mock.patch.object(logger, "handle", lambda record: lines.append(record.getMessage())):
         trainer = Trainer(config, preflight(config), callbacks=[After(follow)])
     logger.setLevel(level)
-    parameters = [
-        name for model in trainer.components.models for name, _ in model.named_parameters()
-    ]
+    parameters = [name for model in trainer.engine.models for name, _ in model.named_parameters()]
     boxes = [None] * dist.get_world_size()
     dist.all_gather_object(boxes, parameters)
     names |= {name for box in boxes for name in box}
-    update = trainer.components.average.update
+    update = trainer.engine.average.update
 
     def watched(step):
         with CommDebugMode() as communication:
             update(step)
         assert communication.get_total_counts() == 0
 
-    trainer.components.average.update = watched
+    trainer.engine.average.update = watched
     try:
         trainer.train()
     finally:

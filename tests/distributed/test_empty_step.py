@@ -61,15 +61,15 @@ def masked_data(config, section, *args, **kwargs):
     return Masked(loader) if section == "training" else loader
 
 
-def state_of(components):
+def state_of(engine):
     """Copies of everything that training changes but the schedule."""
-    tensors = {f"weight {name}": value for name, value in weights(components.models).items()}
-    for i, state in enumerate(components.optimizer.state.values()):
+    tensors = {f"weight {name}": value for name, value in weights(engine.models).items()}
+    for i, state in enumerate(engine.optimizer.state.values()):
         for slot, value in state.items():
             if isinstance(value, torch.Tensor):
                 tensors[f"{slot} {i}"] = full(value)
-    if components.average is not None:
-        current = components.average.current().items()
+    if engine.average is not None:
+        current = engine.average.current().items()
         tensors |= {f"average {name}": full(value) for name, value in current}
     return tensors
 
@@ -80,7 +80,7 @@ def observe(argv):
     results, unchanged = [], []
 
     def compare(result):
-        after = state_of(trainer.components)
+        after = state_of(trainer.engine)
         zero = torch.zeros(())  # of moments that are new
         unchanged.append(
             all(
@@ -95,7 +95,7 @@ def observe(argv):
     trainer = Trainer(
         config, preflight(config), callbacks=[After(compare)], builders=Builders(data=masked_data)
     )
-    before = state_of(trainer.components)
+    before = state_of(trainer.engine)
     try:
         progress = trainer.train()
     finally:

@@ -63,15 +63,15 @@ def biases_of_a_model_in_bf16(argv, steps):
     one in a thousand.
     """
     config = resolve(argv, 1).config
-    components = build(config, preflight(config), torch.device("cpu"))
-    routers = list(components.experts.routers.values())
+    engine = build(config, preflight(config), torch.device("cpu"))
+    routers = list(engine.experts.routers.values())
     for router in routers:
         router.expert_bias.fill_(7.0)
     for _ in range(steps):
         for router in routers:
             router.step_load.copy_(torch.tensor([999, 1001, 1000, 1000, 1002, 998, 1000, 1000]))
-        components.experts.step()
-    components.loader.close()
+        engine.experts.step()
+    engine.loader.close()
     return [router.expert_bias.clone() for router in routers]
 
 
@@ -135,7 +135,7 @@ def waits(argv, layers):
 
     config = resolve([*argv, f"--model.overrides.n_layers={layers}"], 2).config
     trainer = Trainer(config, preflight(config))
-    batches = iter(trainer.components.loader)
+    batches = iter(trainer.engine.loader)
     for _ in range(2):
         trainer._train_step(batches)
     with reading("tolist"), reading("item"), reading("__bool__"), reading("cpu"):

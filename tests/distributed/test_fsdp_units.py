@@ -41,16 +41,16 @@ def unit(names):
 def observe(argv):
     """The units of this rank's stages; what happens in its first step; and the step's gradients."""
     config = resolve(argv, dist.get_world_size()).config
-    components = build(config, preflight(config), torch.device("cpu"))
+    engine = build(config, preflight(config), torch.device("cpu"))
     events = []
     units = []
     saved = {}
-    names = {id(p): name for model in components.models for name, p in model.named_parameters()}
+    names = {id(p): name for model in engine.models for name, p in model.named_parameters()}
 
     def unit_of(params):
         return unit(names[id(p.sharded_param)] for p in params)
 
-    for model in components.models:
+    for model in engine.models:
         modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
         groups = [m._get_fsdp_state()._fsdp_param_group for m in modules]
         units += [unit_of(group.fsdp_params) for group in groups if group]
@@ -70,10 +70,10 @@ def observe(argv):
     gather = recorded(_fsdp_param_group.foreach_all_gather, "gather")
     reduce = recorded(_fsdp_param_group.foreach_reduce, "reduce")
     with patch.multiple(_fsdp_param_group, foreach_all_gather=gather, foreach_reduce=reduce):
-        batch = next(iter(components.loader))
-        forward_backward(components, batch, HostUpdate(components, 0.0))
-    components.loader.close()
-    weights = {n: p for model in components.models for n, p in model.named_parameters()}
+        batch = next(iter(engine.loader))
+        forward_backward(engine, batch, HostUpdate(engine, 0.0))
+    engine.loader.close()
+    weights = {n: p for model in engine.models for n, p in model.named_parameters()}
     moved = [n for n, p in weights.items() if local(p).data_ptr() != local(saved[n]).data_ptr()]
     return units, events, {n: full(p.grad).float() for n, p in weights.items()}, moved
 

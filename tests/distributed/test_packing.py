@@ -28,7 +28,7 @@ def loss_of_documents(argv):
     config = resolve(argv, 1).config
     trainer = Trainer(config, preflight(config))
     try:
-        batch = next(iter(trainer.components.loader))
+        batch = next(iter(trainer.engine.loader))
         end = trainer.setup.tokenizer.eos_id
         total = torch.zeros((), dtype=torch.float64)
         with torch.no_grad():
@@ -36,7 +36,7 @@ def loss_of_documents(argv):
                 cuts = [0, *((tokens == end).nonzero()[:, 0] + 1).tolist(), len(tokens)]
                 for begin, after in pairwise(cuts):
                     if (labels[begin:after] != IGNORE_INDEX).any():
-                        logits = trainer.components.models[0](tokens[None, begin:after])
+                        logits = trainer.engine.models[0](tokens[None, begin:after])
                         total += F.cross_entropy(
                             logits[0].double(), labels[begin:after], reduction="sum"
                         )

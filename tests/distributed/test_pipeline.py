@@ -122,9 +122,9 @@ def modules_held(argv):
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
     names = [
-        sorted(name for name, _ in model.named_parameters()) for model in trainer.components.models
+        sorted(name for name, _ in model.named_parameters()) for model in trainer.engine.models
     ]
-    counted = sum(p.numel() for model in trainer.components.models for p in model.parameters())
+    counted = sum(p.numel() for model in trainer.engine.models for p in model.parameters())
     trainer.close()
     return names, counted
 
@@ -198,10 +198,10 @@ def one_step(argv, schedules):
             setup = preflight(config)
         except ConfigError:
             continue
-        components = build(config, setup, CPU)
-        batch = next(iter(components.loader))
-        components.loader.close()
-        result = forward_backward(components, batch, HostUpdate(components, 0.0))
+        engine = build(config, setup, CPU)
+        batch = next(iter(engine.loader))
+        engine.loader.close()
+        result = forward_backward(engine, batch, HostUpdate(engine, 0.0))
         model = setup.spec.build(setup.args, attention_backend("cpu"))
         materialize(
             model,
@@ -288,13 +288,13 @@ def held_by_every_schedule(argv, orders, rows):
         sizes = [f"--training.local_batch_size={rows}", f"--training.global_batch_size={rows}"]
         config = resolve([*argv, *sizes, *extra], 2).config
         setup = preflight(config)
-        components = build(config, setup, CPU)
-        batch = next(iter(components.loader))
-        components.loader.close()
+        engine = build(config, setup, CPU)
+        batch = next(iter(engine.loader))
+        engine.loader.close()
         with watched() as trained:
-            forward_backward(components, batch, HostUpdate(components, 0.0))
+            forward_backward(engine, batch, HostUpdate(engine, 0.0))
         with watched() as evaluated:
-            components.compute.forward(components.compute.local_rows(batch.tokens, batch.labels))
+            engine.compute.forward(engine.compute.local_rows(batch.tokens, batch.labels))
         remote = [s for s, (a, b) in enumerate(pairwise(setup.stages.ranks), 1) if a != b]
         expected = max(
             sum(count for stage, count in held.microbatches.items() if stage in remote)

@@ -130,17 +130,15 @@ def measured_peak(argv):
     config = resolve(argv, dist.get_world_size()).config
     gc.collect()  # what earlier tests have left, whose addresses may be used again
     before = storages()
-    components = build(config, preflight(config), torch.device("cpu"))
-    batches = iter(components.loader)
+    engine = build(config, preflight(config), torch.device("cpu"))
+    batches = iter(engine.loader)
 
     def step():
-        forward_backward(
-            components, next(batches), HostUpdate(components, config.training.max_norm)
-        )
-        components.optimizer.step()
-        components.optimizer.zero_grad(set_to_none=True)
-        if components.average is not None:
-            components.average.update(1)
+        forward_backward(engine, next(batches), HostUpdate(engine, config.training.max_norm))
+        engine.optimizer.step()
+        engine.optimizer.zero_grad(set_to_none=True)
+        if engine.average is not None:
+            engine.average.update(1)
 
     step()
     gc.collect()
@@ -160,8 +158,8 @@ def measured_peak(argv):
         peaks.append(max(accumulate(changes)))
     gc.enable()
     between = sum(nbytes for address, nbytes in storages().items() if address not in before)
-    components.loader.close()
-    return components.mesh.rank("pp"), between + min(peaks)
+    engine.loader.close()
+    return engine.mesh.rank("pp"), between + min(peaks)
 
 
 @pytest.mark.parametrize("name", [*SUITE, *REST])

@@ -465,11 +465,11 @@ class Counted(TorchDispatchMode):
 def entered(argv):
     """Collectives of a real step, by kind."""
     config = resolve(argv, dist.get_world_size()).config
-    components = build(config, preflight(config), torch.device("cpu"))
-    batch = next(iter(components.loader))
+    engine = build(config, preflight(config), torch.device("cpu"))
+    batch = next(iter(engine.loader))
     with Counted() as counted:
-        train_step(components, batch, config)
-    components.loader.close()
+        train_step(engine, batch)
+    engine.loader.close()
     return counted.count
 
 

@@ -177,8 +177,8 @@ def recorded(argv):
     steps = []
     real = module.forward_backward
 
-    def recording(components, batch, *rest, **options):
-        mesh = components.mesh
+    def recording(engine, batch, *rest, **options):
+        mesh = engine.mesh
         boxes = [None] * dist.get_world_size()
         dist.all_gather_object(boxes, (mesh.dp_rank, batch.tokens, batch.labels))
         by_rank = {rank: (tokens, labels) for rank, tokens, labels in boxes}
@@ -186,7 +186,7 @@ def recorded(argv):
             assert torch.equal(tokens, by_rank[rank][0])
             assert torch.equal(labels, by_rank[rank][1])
         steps.append(torch.cat([torch.stack(by_rank[r]) for r in range(mesh.dp_degree)], 1))
-        return real(components, batch, *rest, **options)
+        return real(engine, batch, *rest, **options)
 
     with mock.patch.object(module, "forward_backward", recording):
         return train(argv) | {"rows": steps}

@@ -44,11 +44,11 @@ def first_losses(argv):
     config = resolve(argv, 1).config
     trainer = Trainer(config, preflight(config))
     try:
-        batch = next(iter(trainer.components.loader))
+        batch = next(iter(trainer.engine.loader))
         lengths = torch.from_numpy(trainer.setup.tokenizer.byte_lengths())
         expected = {}
         with torch.no_grad():
-            logits = trainer.components.models[0](batch.tokens)
+            logits = trainer.engine.models[0](batch.tokens)
         for i, name in enumerate("ab"):
             own = batch.sources == i
             labels = batch.labels[own]

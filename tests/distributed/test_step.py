@@ -195,9 +195,9 @@ def advance(argv, agree):
     state of each step.
     """
     config = resolve(argv, dist.get_world_size()).config
-    components = build(config, preflight(config), torch.device("cpu"))
-    update = build_update(components, config, agree=agree)
-    (model,), batches, seen = components.models, iter(components.loader), []
+    engine = build(config, preflight(config), torch.device("cpu"))
+    update = build_update(engine, agree=agree)
+    (model,), batches, seen = engine.models, iter(engine.loader), []
 
     def poison(_, args):
         hidden = args[0]
@@ -208,11 +208,9 @@ def advance(argv, agree):
 
     model.layers["1"].ffn_norm.register_forward_pre_hook(poison)
     while len(seen) < config.training.steps:
-        result = train_step(components, next(batches), config, update=update)
-        components.schedule.advance()
-        states = {
-            name: components.optimizer.state[param] for name, param in model.named_parameters()
-        }
+        result = train_step(engine, next(batches), update=update)
+        engine.schedule.advance()
+        states = {name: engine.optimizer.state[param] for name, param in model.named_parameters()}
         tensors = {
             f"{name}.{slot}": full(value)
             for name, state in states.items()
@@ -220,7 +218,7 @@ def advance(argv, agree):
         }
         tensors |= {name: full(value) for name, value in model.state_dict().items()}
         seen.append((result.loss, result.grad_norm, result.updated, tensors))
-    components.loader.close()
+    engine.loader.close()
     return seen
 
 
@@ -259,11 +257,9 @@ def test_update_before_the_host_knows_the_norm(ranks, tmp_path, extra):
 def gradients(argv):
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
-    components = trainer.components
-    forward_backward(components, next(iter(components.loader)), HostUpdate(components, 0.0))
-    found = {
-        name: full(param.grad) for name, param in trainer.components.models[0].named_parameters()
-    }
+    engine = trainer.engine
+    forward_backward(engine, next(iter(engine.loader)), HostUpdate(engine, 0.0))
+    found = {name: full(param.grad) for name, param in trainer.engine.models[0].named_parameters()}
     trainer.close()
     return found
 

@@ -43,14 +43,14 @@ class Shapes(TorchDispatchMode):
 
 def shapes_of_a_step(argv):
     config = resolve(argv, dist.get_world_size()).config
-    components = build(config, preflight(config), torch.device("cpu"))
+    engine = build(config, preflight(config), torch.device("cpu"))
     embedded = []
-    components.models[0].tok_embeddings.register_forward_hook(
+    engine.models[0].tok_embeddings.register_forward_hook(
         lambda *a: embedded.append((type(a[2]).__name__, a[2].shape))
     )
     with Shapes() as shapes:
-        forward_backward(components, next(iter(components.loader)), HostUpdate(components, 1.0))
-    components.loader.close()
+        forward_backward(engine, next(iter(engine.loader)), HostUpdate(engine, 1.0))
+    engine.loader.close()
     return shapes.seen, *embedded[0]
 
 
@@ -116,9 +116,9 @@ def test_tied_embeddings(ranks, tmp_path, extra):
 
 def local_sizes(argv):
     config = resolve(argv, dist.get_world_size()).config
-    components = build(config, preflight(config), torch.device("cpu"))
-    components.loader.close()
-    return {name: tuple(local(p).shape) for name, p in components.models[0].named_parameters()}
+    engine = build(config, preflight(config), torch.device("cpu"))
+    engine.loader.close()
+    return {name: tuple(local(p).shape) for name, p in engine.models[0].named_parameters()}
 
 
 def test_every_matrix_is_split(ranks, tmp_path):

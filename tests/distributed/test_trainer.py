@@ -192,11 +192,9 @@ def gradients_after_one_backward(argv, max_norm):
 
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
-    components = trainer.components
-    result = forward_backward(
-        components, next(iter(components.loader)), HostUpdate(components, max_norm)
-    )
-    grads = {name: full(param.grad) for name, param in components.models[0].named_parameters()}
+    engine = trainer.engine
+    result = forward_backward(engine, next(iter(engine.loader)), HostUpdate(engine, max_norm))
+    grads = {name: full(param.grad) for name, param in engine.models[0].named_parameters()}
     trainer.close()
     return result.grad_norm, grads
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtitan.config.registry import callbacks
 from torchtitan.train.callbacks import Callback, Run
-from torchtitan.train.step import StepResult
+from torchtitan.train.state import StepResult
 
 
 @callbacks.register("mean_loss")

@@ -63,7 +63,7 @@ def spoiled(argv, bad=(), drop=(), factor=400.0):
     config = resolve(argv, dist.get_world_size()).config
     trainer = Trainer(config, preflight(config))
     if dist.get_rank() == dist.get_world_size() - 1:
-        trainer.components.models[-1].norm.register_forward_hook(spoil)
+        trainer.engine.models[-1].norm.register_forward_hook(spoil)
     with mock.patch.object(StepLoader, "__iter__", batches):
         try:
             trainer.train()
@@ -72,7 +72,7 @@ def spoiled(argv, bad=(), drop=(), factor=400.0):
         finally:
             trainer.close()
     return {
-        "weights": weights(trainer.components.models),
+        "weights": weights(trainer.engine.models),
         "average": average_of(trainer),
         "progress": trainer.progress.state_dict(),
     }
@@ -207,7 +207,7 @@ def corrupted(argv, rank, name):
 
     def flip(_):
         if trainer.progress.step == 3 and dist.get_rank() == rank:
-            model = trainer.components.models[0]
+            model = trainer.engine.models[0]
             tensor = {**dict(model.named_parameters()), **dict(model.named_buffers())}[name]
             bits = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             bits.detach().view(torch.int32).view(-1)[0] ^= 1

@@ -58,7 +58,7 @@ def in_step(step, trainer, action):
 
 def sleep(trainer, folder):
     if dist.get_rank() == 3:
-        output = trainer.components.models[0].layers["0"].attention.wo
+        output = trainer.engine.models[0].layers["0"].attention.wo
         output.register_forward_pre_hook(in_step(2, trainer, lambda: until_diagnosed(folder)))
 
 
@@ -95,7 +95,7 @@ def test_a_rank_that_does_not_enter_a_collective(ranks, tmp_path, capsys, caplog
 
 def starve(trainer, folder):
     if dist.get_rank() == 1:
-        source = trainer.components.loader.sources["data"]
+        source = trainer.engine.loader.sources["data"]
         reader = source.reader
 
         def slow(*args):
@@ -144,7 +144,7 @@ def wrong_splits(trainer, folder, change):
         return theirs, ours
 
     stack = ExitStack()
-    for model in trainer.components.models:
+    for model in trainer.engine.models:
         for module in model.modules():
             if isinstance(module, expert.ShardedExperts):
                 stack.enter_context(mock.patch.object(module, "splits", splits))
@@ -214,7 +214,7 @@ def test_ranks_that_disagree_about_the_rows_they_exchange(ranks, tmp_path):
 
 def idle_stage(trainer, folder):
     if dist.get_rank() == 0:
-        block = trainer.components.models[0].layers["0"]
+        block = trainer.engine.models[0].layers["0"]
         calls = []
 
         def third(*_):
@@ -274,7 +274,7 @@ def test_a_save_that_is_stuck(ranks, tmp_path):
 
 
 def slow(trainer, folder):
-    trainer.components.models[0].layers["0"].register_forward_pre_hook(
+    trainer.engine.models[0].layers["0"].register_forward_pre_hook(
         in_step(2, trainer, lambda: until_diagnosed(folder))
     )
 
@@ -292,11 +292,11 @@ def test_ranks_that_are_only_slow_are_called_so(ranks, tmp_path):
 
 def interrupted(trainer, folder):
     if dist.get_rank() == 1:
-        block = trainer.components.models[0].layers["0"]
+        block = trainer.engine.models[0].layers["0"]
         block.register_forward_pre_hook(
             in_step(2, trainer, lambda: os.kill(os.getpid(), signal.SIGUSR2))
         )
-    block = trainer.components.models[0].layers["1"]
+    block = trainer.engine.models[0].layers["1"]
     block.register_forward_pre_hook(in_step(3, trainer, lambda: until_diagnosed(folder)))
 
 

@@ -32,7 +32,7 @@ def die():
 def in_a_forward(trainer):
     if dist.get_rank() == 1:
         hook = lambda *_: die() if trainer.progress.step == 4 else None  # noqa: E731
-        trainer.components.models[0].layers["1"].register_forward_pre_hook(hook)
+        trainer.engine.models[0].layers["1"].register_forward_pre_hook(hook)
 
 
 def in_a_collective(trainer):

@@ -33,10 +33,8 @@ def poisoned(argv, step_to_poison, what):
     kept = []
 
     def state():
-        params = [p for model in trainer.components.models for p in model.parameters()]
-        slots = [
-            tensor for p in params for tensor in trainer.components.optimizer.state[p].values()
-        ]
+        params = [p for model in trainer.engine.models for p in model.parameters()]
+        slots = [tensor for p in params for tensor in trainer.engine.optimizer.state[p].values()]
         return [local(tensor).clone() for tensor in (*params, *slots)]
 
     def unchanged():
@@ -58,7 +56,7 @@ def poisoned(argv, step_to_poison, what):
             kept.append(unchanged())
 
     trainer = Trainer(config, preflight(config), callbacks=[After(watch)])
-    block = list(trainer.components.models[0].layers.values())[-1]
+    block = list(trainer.engine.models[0].layers.values())[-1]
     block.ffn_norm.register_forward_pre_hook(poison)
     try:
         return "ok", trainer.train().state_dict(), *kept
@@ -105,7 +103,7 @@ def starved(argv):
 
     def limit(_):
         if trainer.progress.step == 3 and dist.get_rank() == 1:
-            trainer.components.models[0].norm.register_forward_hook(lambda *_: torch.empty(1 << 30))
+            trainer.engine.models[0].norm.register_forward_hook(lambda *_: torch.empty(1 << 30))
             resource.setrlimit(
                 resource.RLIMIT_AS, (psutil.Process().memory_info().vms + (1 << 30), limits[1])
             )

@@ -38,7 +38,7 @@ def train_until_asked(argv, rank, step):
         progress = trainer.train()
     finally:
         trainer.close()
-    return trainer.stopped, progress.step, weights(trainer.components.models)
+    return trainer.stopped, progress.step, weights(trainer.engine.models)
 
 
 LAYOUTS = {

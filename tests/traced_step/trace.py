@@ -41,9 +41,9 @@ from torchtitan.tools.planner.linears import experts_in_eight_bits
 from torchtitan.tools.planner.memory import PARTS
 from torchtitan.tools.rehearsal.fake import fake_cluster, take_fake_memory
 from torchtitan.train.build import build_compute
+from torchtitan.train.engine import Engine
 from torchtitan.train.forward import Compute
 from torchtitan.train.preflight import Setup, preflight
-from torchtitan.train.state import Components
 from torchtitan.train.step import build_update, device_step
 from torchtitan.utils.torch_compat import replaced
 
@@ -215,9 +215,17 @@ def _record(
         compute.accumulation = accumulation(config)
         optimizer = build_optimizer(models, eager.optimizer, eager.custom, setup.width_ratio)
         average = WeightAverage(models, eager.ema) if eager.ema.enable else None
-        components = Components(
-            mesh, device, models, optimizer, schedule=None, loader=None, compute=compute
-        )  # type: ignore[arg-type]
+        engine = Engine(
+            eager,
+            setup,
+            mesh,
+            device,
+            models=models,
+            optimizer=optimizer,
+            schedule=None,  # type: ignore[arg-type]
+            loader=None,  # type: ignore[arg-type]
+            compute=compute,
+        )
         params = [param for model in models for param in model.parameters()]
         _track(tracer, models, average)
         before = len(tracer.events)
@@ -227,7 +235,7 @@ def _record(
         ):
             tokens = torch.empty(batches * t.local_batch_size, t.seq_len, dtype=torch.int64)
             rows = compute.local_rows(tokens, tokens.clone())
-            device_step(components, rows, 1, build_update(components, eager, agree=True))
+            device_step(engine, rows, 1, build_update(engine, agree=True))
             tracer.rename([param.grad for param in params if param.grad is not None], "gradients")
             tracer.phase = "update"
             optimizer.step()

@@ -197,13 +197,8 @@ def test_numbers_of_rows_go_on_where_the_data_does(exclude, rows, streak):
     }
     watch = guard()
     RunState(
-        progress=Progress(),
-        schedule=Mock(),
-        loader=Mock(),
-        guard=SimpleNamespace(
-            spikes=watch, load=lambda state: watch.load_state_dict(state["guard"])
-        ),
-        average=None,
-        callbacks=CallbackStates(()),
+        SimpleNamespace(progress=Progress(), schedule=Mock(), loader=Mock(), average=None),
+        SimpleNamespace(spikes=watch, load=lambda state: watch.load_state_dict(state["guard"])),
+        CallbackStates(()),
     ).load(state, exclude, dict)
     assert (watch.rows, watch.streak) == (rows, streak)

@@ -17,16 +17,13 @@ def limits(monkeypatch, *flags, steps, stages=None):
     set_timeout = mock.Mock()
     monkeypatch.setattr(built_in, "set_timeout", set_timeout)
     run = SimpleNamespace(config=config, progress=SimpleNamespace(step=0))
-    components = SimpleNamespace(stage=0)
-    monkeypatch.setattr(built_in, "_next_stage", lambda run, _: int(run.progress.step >= 5))
+    monkeypatch.setattr(built_in, "_next_stage", lambda _: int(run.progress.step >= 5))
     validate = SimpleNamespace(due=lambda run, _: run.progress.step % 2 == 0)
-    engine = SimpleNamespace(
-        config=config, components=components, watch=None, setup=SimpleNamespace(stages=stages)
-    )
-    callback = built_in.LimitCollectives(engine, [validate])
+    engine = SimpleNamespace(config=config, stage=0, setup=SimpleNamespace(stages=stages))
+    callback = built_in.LimitCollectives(engine, None, [validate])
     seen = []
     for step in range(1, steps + 1):
-        components.stage = int(step >= 6)
+        engine.stage = int(step >= 6)
         run.progress.step = step
         callback.after_step(run, None)
         seen.append([call.args[0] for call in set_timeout.mock_calls])

@@ -22,7 +22,7 @@ from torchtitan.parallel.groups import cpu_group
 from torchtitan.train.build import Builders, build_data
 from torchtitan.train.callbacks import Callback, Run
 from torchtitan.train.preflight import Setup
-from torchtitan.train.step import StepResult
+from torchtitan.train.state import StepResult
 from torchtitan.train.trainer import Trainer
 
 ROUTING_BIAS = "expert_bias"

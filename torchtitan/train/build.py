@@ -33,11 +33,11 @@ from torchtitan.parallel.groups import init_distributed
 from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.pipeline.pipeline import Pipeline, StageShapes
+from torchtitan.train.engine import Engine
 from torchtitan.train.forward import Compute, ModelLoss
 from torchtitan.train.logits import Probe
 from torchtitan.train.mtp_loss import MTPLoss
 from torchtitan.train.preflight import Setup
-from torchtitan.train.state import Components
 from torchtitan.train.validation import ValidationData, Validator
 
 
@@ -57,7 +57,7 @@ def set_determinism(debug: Debug) -> None:
 
 def build(
     config: Config, setup: Setup, device: torch.device, builders: "Builders | None" = None
-) -> Components:
+) -> Engine:
     """Build everything that the training step needs. The default process group must exist."""
     builders = builders or Builders()
     mesh = builders.mesh(config, device.type, experts=setup.n_experts > 0)
@@ -92,11 +92,13 @@ def build(
     probe = None
     if config.eval.enable or config.sampling.prompts:
         probe = build_probe(config, setup, mesh, device=device, models=models)
-    return Components(
+    return Engine(
+        config,
+        setup,
         mesh,
         device,
-        models,
-        optimizer,
+        models=models,
+        optimizer=optimizer,
         schedule=schedule,
         loader=loader,
         compute=computes(0),

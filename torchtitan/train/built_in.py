@@ -7,23 +7,29 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from torchtitan.checkpoint import Checkpointer
 from torchtitan.checkpoint.hf.export import export_saved
 from torchtitan.config.load.render import to_toml_value
 from torchtitan.config.sections.schema import Config, Guard
+from torchtitan.health.hang_watch import Watch
 from torchtitan.health.replicas import check_replicas
 from torchtitan.health.stragglers import Stragglers
 from torchtitan.inference.tasks import Tasks
 from torchtitan.parallel.groups import set_timeout
-from torchtitan.telemetry.metrics import describe_sources
+from torchtitan.telemetry.metrics import MetricsReporter, describe_sources
+from torchtitan.telemetry.profiler import Profiler
 from torchtitan.telemetry.trackers import Record
 from torchtitan.train.advice import unneeded_recomputation
 from torchtitan.train.callbacks import Callback, Run
 from torchtitan.train.engine import Engine
 from torchtitan.train.evaluations import Evaluation, RunTasks, Validate, WriteSamples, stops_early
+from torchtitan.train.folder_locks import FolderLocks
 from torchtitan.train.preflight import Setup
+from torchtitan.train.restore import RunState
 from torchtitan.train.run_info import describe_model, trained_args, write_config
-from torchtitan.train.state import Components
-from torchtitan.train.step import StepResult, max_over_ranks
+from torchtitan.train.run_telemetry import Telemetry
+from torchtitan.train.state import StepResult
+from torchtitan.train.step import max_over_ranks
 from torchtitan.utils.activity import SAVING, phase
 from torchtitan.utils.device import available_memory, peak_memory
 from torchtitan.utils.logging import event, logger
@@ -31,29 +37,43 @@ from torchtitan.utils.wording import show_duration
 
 
 def all_callbacks(
-    engine: Engine, tasks: Tasks | None, users: Sequence[Callback]
+    engine: Engine,
+    state: RunState,
+    checkpointer: Checkpointer,
+    telemetry: Telemetry,
+    *,
+    folder_locks: FolderLocks,
+    watch: Watch | None,
+    tasks: Tasks | None,
+    users: Sequence[Callback],
 ) -> tuple[Callback, ...]:
     """The built-in callbacks and the user's, in the order in which they are called.
 
     Args:
+        watch: None if the caller owns the process group.
         tasks: from `load_tasks`.
     """
-    report = Report(engine)
-    evaluations = (Validate(engine), WriteSamples(engine), RunTasks(engine, tasks))
+    metrics = telemetry.metrics
+    report = Report(engine, telemetry)
+    evaluations = (
+        Validate(engine, metrics),
+        WriteSamples(engine, metrics),
+        RunTasks(engine, metrics, tasks),
+    )
     return (
-        WaitForCopy(engine),
+        WaitForCopy(checkpointer),
         AverageWeights(engine),
-        LimitCollectives(engine, evaluations),
+        LimitCollectives(engine, watch, evaluations),
         AnnounceStages(engine),
-        ConfirmFolders(engine),
+        ConfirmFolders(metrics, folder_locks),
         report,
         FindStragglers(report, engine.config.guard),
         Advise(),
-        Profile(engine),
-        CheckReplicas(engine),  # before a save would make a fault permanent
+        Profile(telemetry.profiler),
+        CheckReplicas(checkpointer),  # before a save would make a fault permanent
         *evaluations,
         *users,
-        Save(engine),  # after all that has a state in the checkpoint
+        Save(engine, state, checkpointer),  # after all that has a state in the checkpoint
         CollectGarbage(),
     )
 
@@ -61,8 +81,8 @@ def all_callbacks(
 class WaitForCopy(Callback):
     """Delays the update of the weights until an asynchronous save has copied them."""
 
-    def __init__(self, engine: Engine):
-        self.checkpointer = engine.checkpointer
+    def __init__(self, checkpointer: Checkpointer):
+        self.checkpointer = checkpointer
 
     def before_update(self, run: Run) -> None:
         with phase("staging", "waiting for a copy of the weights"):
@@ -73,7 +93,7 @@ class AverageWeights(Callback):
     """Updates the average of the weights: `[ema]`."""
 
     def __init__(self, engine: Engine):
-        self.average = engine.components.average
+        self.average = engine.average
 
     def after_step(self, run: Run, result: StepResult) -> None:
         if self.average is not None and result.updated:
@@ -86,9 +106,9 @@ class LimitCollectives(Callback):
     which has another shape, and the first time that an evaluation runs the model.
     """
 
-    def __init__(self, engine: Engine, evaluations: Sequence[Evaluation]):
-        self.watch = engine.watch
-        self.components = engine.components
+    def __init__(self, engine: Engine, watch: Watch | None, evaluations: Sequence[Evaluation]):
+        self.watch = watch
+        self.engine = engine
         self.slow = first_limit(engine.config, engine.setup)
         self.cold = list(evaluations)
         """Evaluations that have not run yet."""
@@ -110,7 +130,7 @@ class LimitCollectives(Callback):
                 seconds = time.monotonic() - self.began
                 logger.info(f"The first step took {show_duration(seconds)}, most of it compilation")
             self._set(run.config.comm.train_timeout_seconds)
-        if compiles and (evaluates or _next_stage(run, self.components) != self.components.stage):
+        if compiles and (evaluates or _next_stage(self.engine) != self.engine.stage):
             self.warm = False
             self._set(self.slow)
 
@@ -133,13 +153,13 @@ class AnnounceStages(Callback):
     """Logs each stage of the data before its first step: `[[training.stages]]`."""
 
     def __init__(self, engine: Engine):
-        self.components = engine.components
+        self.engine = engine
 
     def after_step(self, run: Run, result: StepResult) -> None:
         training = run.config.training
         step = run.progress.step + 1
-        index = _next_stage(run, self.components)
-        if index == self.components.stage or step > training.steps:
+        index = _next_stage(self.engine)
+        if index == self.engine.stage or step > training.steps:
             return
         changes = training.stages[index - 1].model_dump(
             exclude_defaults=True, exclude={"from_step"}
@@ -151,18 +171,18 @@ class AnnounceStages(Callback):
         )
 
 
-def _next_stage(run: Run, components: Components) -> int:
+def _next_stage(engine: Engine) -> int:
     """The stage of the data of the next step."""
-    assert run.progress.data is not None
-    return components.loader.stage_after(run.progress.data)
+    assert engine.progress.data is not None
+    return engine.loader.stage_after(engine.progress.data)
 
 
 class ConfirmFolders(Callback):
     """Checks at logged steps that no other run has locked this run's folders."""
 
-    def __init__(self, engine: Engine):
-        self.metrics = engine.telemetry.metrics
-        self.folder_locks = engine.folder_locks
+    def __init__(self, metrics: MetricsReporter, folder_locks: FolderLocks):
+        self.metrics = metrics
+        self.folder_locks = folder_locks
 
     def after_step(self, run: Run, result: StepResult) -> None:
         if self.metrics.due(run.progress.step) and not self.folder_locks.confirm():
@@ -172,17 +192,17 @@ class ConfirmFolders(Callback):
 class Report(Callback):
     """Records logged steps: `[metrics]`."""
 
-    def __init__(self, engine: Engine):
-        self.metrics = engine.telemetry.metrics
-        self.run_record = engine.telemetry.run_record
-        self.components = engine.components
+    def __init__(self, engine: Engine, telemetry: Telemetry):
+        self.metrics = telemetry.metrics
+        self.run_record = telemetry.run_record
+        self.engine = engine
         self.record: Record = {}
         """The last record."""
 
     def after_step(self, run: Run, result: StepResult) -> None:
         progress = run.progress
-        experts = self.components.experts
-        self.metrics.count(progress.step, result.read, self.components.stage)
+        experts = self.engine.experts
+        self.metrics.count(progress.step, result.read, self.engine.stage)
         if not self.metrics.due(progress.step):
             return
         max_loss = max_over_ranks(result.local_loss, run.mesh, run.device)
@@ -196,17 +216,17 @@ class Report(Callback):
             tokens=progress.tokens,
             skipped=progress.skipped,
             experts=None if experts is None else experts.take(),
-            qk_clip=None if self.components.qk_clip is None else self.components.qk_clip.take(),
+            qk_clip=None if self.engine.qk_clip is None else self.engine.qk_clip.take(),
             mtp_losses=result.mtp_losses,
             sources=self._sources(run),
-            logged=run.logged.take(),
+            logged=self.engine.logged.take(),
         )
         self.run_record.heartbeat(progress.step)
 
     def _sources(self, run: Run) -> Record:
         """The metrics of each data source since the last record."""
         training = run.config.training
-        tally = self.components.compute.tally
+        tally = self.engine.compute.tally
         if tally is None:
             return {}
         assert run.progress.data is not None
@@ -218,13 +238,13 @@ class Report(Callback):
 
     def on_rewind(self, run: Run, step: int) -> None:
         self.metrics.rewind(step)
-        run.logged.clear()
-        if self.components.experts is not None:
-            self.components.experts.take()
-        if self.components.qk_clip is not None:
-            self.components.qk_clip.take()
-        if self.components.compute.tally is not None:
-            self.components.compute.tally.clear()
+        self.engine.logged.clear()
+        if self.engine.experts is not None:
+            self.engine.experts.take()
+        if self.engine.qk_clip is not None:
+            self.engine.qk_clip.take()
+        if self.engine.compute.tally is not None:
+            self.engine.compute.tally.clear()
 
 
 class FindStragglers(Callback):
@@ -265,8 +285,8 @@ class Advise(Callback):
 class Profile(Callback):
     """Writes traces and memory snapshots: `[profiling]`."""
 
-    def __init__(self, engine: Engine):
-        self.profiler = engine.telemetry.profiler
+    def __init__(self, profiler: Profiler):
+        self.profiler = profiler
 
     def after_step(self, run: Run, result: StepResult) -> None:
         self.profiler.step(run.progress.step)
@@ -278,8 +298,8 @@ class Profile(Callback):
 class CheckReplicas(Callback):
     """Compares copies of the weights: `guard.weight_hash_freq`."""
 
-    def __init__(self, engine: Engine):
-        self.checkpointer = engine.checkpointer
+    def __init__(self, checkpointer: Checkpointer):
+        self.checkpointer = checkpointer
 
     def after_step(self, run: Run, result: StepResult) -> None:
         step = run.progress.step
@@ -292,9 +312,10 @@ class CheckReplicas(Callback):
 class Save(Callback):
     """Saves checkpoints: `[checkpoint]`, and when the run is asked to stop."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, state: RunState, checkpointer: Checkpointer):
         self.engine = engine
-        self.checkpointer = engine.checkpointer
+        self.state = state
+        self.checkpointer = checkpointer
         self.logged_copies = False
 
     def after_step(self, run: Run, result: StepResult) -> None:
@@ -322,12 +343,12 @@ class Save(Callback):
     def _save(self, run: Run) -> None:
         config = run.config.checkpoint
         setup = self.engine.setup
-        stage = self.engine.components.stage
+        stage = self.engine.stage
         step = run.progress.step
         last = step == run.config.training.steps
         model_only = last and config.last_save_model_only
         self.checkpointer.run_info["model"] = describe_model(run.config, setup, stage)
-        self.checkpointer.save(step, self.engine.state.local_state(), model_only=model_only)
+        self.checkpointer.save(step, self.state.local_state(), model_only=model_only)
         if last and config.last_save_in_hf:
             args = trained_args(run.config, setup, stage)
             folder = export_saved(

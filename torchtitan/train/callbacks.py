@@ -18,8 +18,7 @@ state is saved in checkpoints if it defines `state_dict` and `load_state_dict`.
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from pydantic_core import from_json
@@ -33,8 +32,7 @@ from torchtitan.optim.optimizer import AnyOptimizer
 from torchtitan.parallel.agree import from_all
 from torchtitan.parallel.collectives import unsharded
 from torchtitan.parallel.mesh import Mesh
-from torchtitan.train.state import Progress
-from torchtitan.train.step import StepResult
+from torchtitan.train.state import Progress, StepResult
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 
@@ -223,21 +221,32 @@ class LoggedValues:
         self._values = {}
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(Protocol):
     """A callback's view of a run. Changing its objects changes the run."""
 
-    config: Config
-    progress: Progress
-    """Steps, tokens, skipped updates, first and last loss."""
-    models: Sequence[FSDPModule]
-    """This rank's pipeline stages; the whole model without a pipeline."""
-    optimizer: AnyOptimizer
-    mesh: Mesh
-    device: torch.device
-    experts: ExpertBalance | None
-    """Loads of the experts; None for a dense model."""
-    logged: LoggedValues = field(repr=False)
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def progress(self) -> Progress:
+        """Steps, tokens, skipped updates, first and last loss."""
+
+    @property
+    def models(self) -> Sequence[FSDPModule]:
+        """This rank's pipeline stages; the whole model without a pipeline."""
+
+    @property
+    def optimizer(self) -> AnyOptimizer: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def experts(self) -> ExpertBalance | None:
+        """Loads of the experts; None for a dense model."""
 
     def log(self, name: str, value: float | Tensor, reduce: Reduction = "mean") -> None:
         """Record a metric at the next logged step, in `metrics.jsonl` and trackers.
@@ -253,7 +262,6 @@ class Run:
         Raises:
             UserError: `name` was logged with another reduction, or `reduce` is unknown.
         """
-        self.logged.add(name, value, reduce)
 
 
 Arrange = Callable[[tuple[Callback, ...]], Sequence[Callback]]

@@ -1,37 +1,77 @@
-"""The objects of a run, for the built-in callbacks. Users' callbacks see only its `run`."""
+"""The engine: the objects that train, from the mesh to the callbacks."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.checkpoint import Checkpointer
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
 from torchtitan.config.sections.schema import Config
-from torchtitan.health.hang_watch import Watch
-from torchtitan.train.callbacks import Callback, Run
-from torchtitan.train.folder_locks import FolderLocks
+from torchtitan.data.loader import StepLoader
+from torchtitan.optim.ema import WeightAverage
+from torchtitan.optim.expert_balance import ExpertBalance
+from torchtitan.optim.lr_schedule import LRSchedule
+from torchtitan.optim.optimizer import AnyOptimizer
+from torchtitan.optim.qk_clip import QKClip
+from torchtitan.parallel.mesh import Mesh
+from torchtitan.train.callbacks import Callback, LoggedValues, Reduction
+from torchtitan.train.forward import Compute
+from torchtitan.train.logits import Probe
 from torchtitan.train.preflight import Setup
-from torchtitan.train.restore import RunState
-from torchtitan.train.run_telemetry import Telemetry
-from torchtitan.train.state import Components
+from torchtitan.train.state import Progress
+from torchtitan.train.validation import Validator
 
 
 @dataclass
 class Engine:
-    """The objects of a run. `run` is the view of them that users' callbacks get."""
+    """The objects that training works with: model, optimizer, data, and what goes with them.
+    Callbacks see it as a `Run`.
+
+    They are built once, except `compute`, which is rebuilt when a stage of the data changes the
+    shape of rows.
+    """
 
     config: Config
     setup: Setup
-    components: Components
-    state: RunState
-    checkpointer: Checkpointer
-    telemetry: Telemetry
-    folder_locks: FolderLocks
-    watch: Watch | None
-    """None if the caller owns the process group."""
-    run: Run
-    callbacks: tuple[Callback, ...] = ()
+    mesh: Mesh
+    device: torch.device
+    models: list[FSDPModule]
+    """This rank's pipeline stages; the whole model without a pipeline."""
+    optimizer: AnyOptimizer
+    schedule: LRSchedule
+    loader: StepLoader
+    compute: Compute
+    validation: Validator | None = None
+    experts: ExpertBalance | None = None
+    """None for a dense model."""
+    average: WeightAverage | None = None
+    """The average of the weights; None without `ema.enable`."""
+    probe: Probe | None = None
+    """None unless the run evaluates or writes samples."""
+    qk_clip: QKClip | None = None
+    """None without `optimizer.qk_clip`."""
+    stage: int = 0
+    """The stage of the data whose rows `compute` expects."""
+    build_stage_compute: Callable[[int], Compute] | None = None
+    """Builds `compute` for a stage of the data; None: there is only one stage."""
+
+    progress: Progress = field(default_factory=Progress)
+    logged: LoggedValues = field(default_factory=LoggedValues)
+    callbacks: Sequence[Callback] = ()
     """All callbacks, in the order in which they are called."""
+
+    def enter_stage(self, stage: int) -> None:
+        """Prepare for the rows of a stage of the data. Does nothing if it is the current one."""
+        if stage != self.stage and self.build_stage_compute is not None:
+            self.compute = self.build_stage_compute(stage)
+        self.stage = stage
 
     def notify(self, event: str, *details: Any) -> None:
         """Call a method of all callbacks, in order."""
         for callback in self.callbacks:
-            getattr(callback, event)(self.run, *details)
+            getattr(callback, event)(self, *details)
+
+    def log(self, name: str, value: float | Tensor, reduce: Reduction = "mean") -> None:
+        self.logged.add(name, value, reduce)

@@ -5,15 +5,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from torchtitan.config.sections.evals import Eval, Sampling
-from torchtitan.config.sections.schema import Config
 from torchtitan.inference import generator
 from torchtitan.inference.generator import Continuation, continue_prompts
 from torchtitan.inference.tasks import Tasks, scores
+from torchtitan.telemetry.metrics import MetricsReporter
 from torchtitan.train.callbacks import Callback, Run
 from torchtitan.train.engine import Engine
 from torchtitan.train.logits import Probe
-from torchtitan.train.state import Components
-from torchtitan.train.step import StepResult, prepare_weights
+from torchtitan.train.state import StepResult
+from torchtitan.train.step import prepare_weights
 from torchtitan.utils.activity import note, phase
 
 
@@ -29,13 +29,13 @@ def stops_early(run: Run, result: StepResult) -> bool:
 
 
 @contextmanager
-def _averaged_weights(components: Components, config: Config) -> Iterator[None]:
+def _averaged_weights(engine: Engine) -> Iterator[None]:
     """A context in which the model has the average of its weights."""
-    assert components.average is not None
-    with components.average.swap_in():
-        prepare_weights(components, config)
+    assert engine.average is not None
+    with engine.average.swap_in():
+        prepare_weights(engine)
         yield
-    prepare_weights(components, config)
+    prepare_weights(engine)
 
 
 class Evaluation(Callback):
@@ -49,41 +49,41 @@ class Evaluation(Callback):
 class Validate(Evaluation):
     """Computes the loss on held-out data: `[validation]`."""
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, metrics: MetricsReporter):
         self.engine = engine
-        self.components = engine.components
+        self.metrics = metrics
 
     def due(self, run: Run, result: StepResult) -> bool:
-        validates = self.components.validation is not None and not stops_early(run, result)
+        validates = self.engine.validation is not None and not stops_early(run, result)
         return validates and is_due(run, run.config.validation.freq)
 
     def after_step(self, run: Run, result: StepResult) -> None:
-        validator = self.components.validation
+        validator = self.engine.validation
         if validator is None or not self.due(run, result):
             return
         with phase("validation", "validating"):
             records = [validated.record() for validated in validator.run()]
             if run.config.ema.validation:
-                with _averaged_weights(self.components, run.config):
+                with _averaged_weights(self.engine):
                     averaged = [validated.record() for validated in validator.run()]
                 for record, of_average in zip(records, averaged, strict=True):
                     record["loss_ema"] = of_average["loss"]
                     record["bits_per_byte_ema"] = of_average["bits_per_byte"]
-        self.engine.telemetry.metrics.log_validation(run.progress.step, records)
+        self.metrics.log_validation(run.progress.step, records)
         self.engine.notify("on_validation", records)
 
     def on_end(self, run: Run, reason: str) -> None:
-        if self.components.validation is not None:
-            self.components.validation.close()
+        if self.engine.validation is not None:
+            self.engine.validation.close()
 
 
 class WriteSamples(Evaluation):
     """Writes the model's continuations of prompts: `[sampling]`."""
 
-    def __init__(self, engine: Engine):
-        self.probe = engine.components.probe
+    def __init__(self, engine: Engine, metrics: MetricsReporter):
+        self.probe = engine.probe
         self.tokenizer = engine.setup.tokenizer
-        self.metrics = engine.telemetry.metrics
+        self.metrics = metrics
 
     def due(self, run: Run, result: StepResult) -> bool:
         config = run.config.sampling
@@ -121,11 +121,11 @@ class WriteSamples(Evaluation):
 class RunTasks(Evaluation):
     """Runs benchmarks of lm-eval: `[eval]`."""
 
-    def __init__(self, engine: Engine, tasks: Tasks | None):
+    def __init__(self, engine: Engine, metrics: MetricsReporter, tasks: Tasks | None):
         self.tasks = tasks
-        self.probe = engine.components.probe
+        self.probe = engine.probe
         self.tokenizer = engine.setup.tokenizer
-        self.metrics = engine.telemetry.metrics
+        self.metrics = metrics
 
     def due(self, run: Run, result: StepResult) -> bool:
         runs = self.tasks is not None and self.probe is not None and not stops_early(run, result)

@@ -2,24 +2,18 @@
 the state that a checkpoint holds besides tensors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-
 from torchtitan.checkpoint import Checkpointer
 from torchtitan.checkpoint.hf.weights import load_hf
-from torchtitan.config.sections.schema import Config
-from torchtitan.data.loader import StepLoader
 from torchtitan.data.read.contents import FileLists
 from torchtitan.health.guard import UpdateGuard
-from torchtitan.optim.ema import WeightAverage
-from torchtitan.optim.lr_schedule import LRSchedule
 from torchtitan.telemetry.run_record import changed_settings
 from torchtitan.train.callbacks import CallbackStates
-from torchtitan.train.preflight import Setup, hf_weights_folder
-from torchtitan.train.state import Progress
+from torchtitan.train.engine import Engine
+from torchtitan.train.preflight import hf_weights_folder
 from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import storage_path
 
@@ -28,25 +22,23 @@ from torchtitan.utils.storage import storage_path
 class RunState:
     """The state that a checkpoint holds besides tensors. It doesn't depend on the layout."""
 
-    progress: Progress
-    schedule: LRSchedule
-    loader: StepLoader
+    engine: Engine
     guard: UpdateGuard
-    average: WeightAverage | None
     callbacks: CallbackStates
 
     def local_state(self) -> dict[str, Any]:
         """The state to save. Its position in the data is that of this rank's lanes; a save joins
         the positions of all ranks.
         """
+        engine = self.engine
         state = {
-            "progress": self.progress.state_dict(),
-            "lr_scheduler": self.schedule.state_dict(),
-            "data": self.loader.local_state(self.progress.data or self.loader.start),
+            "progress": engine.progress.state_dict(),
+            "lr_scheduler": engine.schedule.state_dict(),
+            "data": engine.loader.local_state(engine.progress.data or engine.loader.start),
             "guard": self.guard.spikes.state_dict(),
         }
-        if self.average is not None:
-            state["ema"] = self.average.state_dict()
+        if engine.average is not None:
+            state["ema"] = engine.average.state_dict()
         if callbacks := self.callbacks.state_dict():
             state["callbacks"] = callbacks
         return state
@@ -61,37 +53,30 @@ class RunState:
             data_files: reads the lists of files that the data sources had.
         """
         if "train_state" not in exclude:
-            self.progress.load_state_dict(state["progress"])
+            self.engine.progress.load_state_dict(state["progress"])
             self.guard.load(state)
             self.callbacks.load_state_dict(state.get("callbacks", {}))
         elif "dataloader" not in exclude:
             self.guard.spikes.rows = state["guard"]["rows"]  # the data continues
         if "lr_scheduler" not in exclude:
-            self.schedule.load_state_dict(state["lr_scheduler"])
+            self.engine.schedule.load_state_dict(state["lr_scheduler"])
         if "dataloader" not in exclude:
-            self.loader.seek(state["data"], data_files)
+            self.engine.loader.seek(state["data"], data_files)
         else:
-            self.loader.begin(self.progress.step)
-        if self.average is not None and "ema" not in exclude:
-            self.average.load_state_dict(state.get("ema"))
+            self.engine.loader.begin(self.engine.progress.step)
+        if self.engine.average is not None and "ema" not in exclude:
+            self.engine.average.load_state_dict(state.get("ema"))
 
     def rewind(self, state: dict[str, Any]) -> None:
         """Return to an earlier step of this run; the data continues where it is."""
-        self.progress.load_state_dict(state["progress"])
-        self.schedule.load_state_dict(state["lr_scheduler"])
-        if self.average is not None:
-            self.average.load_state_dict(state.get("ema"))
+        self.engine.progress.load_state_dict(state["progress"])
+        self.engine.schedule.load_state_dict(state["lr_scheduler"])
+        if self.engine.average is not None:
+            self.engine.average.load_state_dict(state.get("ema"))
         self.callbacks.load_state_dict(state.get("callbacks", {}))
 
 
-def restore(
-    config: Config,
-    setup: Setup,
-    models: Sequence[nn.Module],
-    checkpointer: Checkpointer,
-    *,
-    state: RunState,
-) -> None:
+def restore(checkpointer: Checkpointer, state: RunState) -> None:
     """Load the checkpoint or weights that the configuration says to start from, if any. Called by
     all ranks.
 
@@ -99,6 +84,8 @@ def restore(
         CheckpointError: it is missing, damaged, or another model's.
         UserError: the data position belongs to other data.
     """
+    engine = state.engine
+    config = engine.config
     section = config.checkpoint
     if resumed := checkpointer.resume():
         state.load(resumed.train_state, set(section.exclude_from_loading), resumed.data_files)
@@ -106,7 +93,7 @@ def restore(
             logger.info(f"Changed since step {resumed.step}: {', '.join(changed)}")
     elif section.enable and section.initial_load_in_hf:
         folder = hf_weights_folder(config)
-        notes = load_hf(models, folder, setup.spec, setup.args)
+        notes = load_hf(engine.models, folder, engine.setup.spec, engine.setup.args)
         logger.info(". ".join([f"Starting from the Hugging Face weights in {folder}", *notes]))
     elif section.enable and section.initial_load_path:
         if initial := checkpointer.load_initial(storage_path(section.initial_load_path)):

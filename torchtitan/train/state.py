@@ -1,60 +1,42 @@
-"""The components of a run, and its progress."""
+"""The progress of a run, and the outcome of a step."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 
-from torchtitan.data.loader import StepLoader
 from torchtitan.data.read.positions import DataPosition
-from torchtitan.optim.ema import WeightAverage
-from torchtitan.optim.expert_balance import ExpertBalance
-from torchtitan.optim.lr_schedule import LRSchedule
-from torchtitan.optim.optimizer import AnyOptimizer
-from torchtitan.optim.qk_clip import QKClip
-from torchtitan.parallel.mesh import Mesh
-from torchtitan.train.forward import Compute
-from torchtitan.train.logits import Probe
-from torchtitan.train.validation import Validator
 
 
-@dataclass
-class Components:
-    """The objects that training works with: model, optimizer, data, and what goes with them.
+@dataclass(frozen=True)
+class BackwardResult:
+    """Outcome of a forward and backward, over all ranks."""
 
-    They are built once, except `compute`, which is rebuilt when a stage of the data changes the
-    shape of rows.
+    loss: float | None
+    """Mean over the tokens with a label; None if no token of the global batch has one. Then nothing
+    is updated.
     """
+    grad_norm: float
+    tokens: int
+    """Number of tokens with a label."""
+    read: int
+    """Number of tokens in the batch, with or without a label."""
+    local_loss: float
+    """Mean loss of this rank's tokens; 0 if another rank has the pipeline's last stage."""
+    mtp_losses: tuple[float, ...]
+    """Loss of each module of multi-token prediction; empty without a `loss`."""
+    stop: bool
+    """Whether any rank had been asked to stop when the step began."""
 
-    mesh: Mesh
-    device: torch.device
-    models: list[FSDPModule]
-    """This rank's pipeline stages; the whole model without a pipeline."""
-    optimizer: AnyOptimizer
-    schedule: LRSchedule
-    loader: StepLoader
-    compute: Compute
-    validation: Validator | None = None
-    experts: ExpertBalance | None = None
-    """None for a dense model."""
-    average: WeightAverage | None = None
-    """The average of the weights; None without `ema.enable`."""
-    probe: Probe | None = None
-    """None unless the run evaluates or writes samples."""
-    qk_clip: QKClip | None = None
-    """None without `optimizer.qk_clip`."""
-    stage: int = 0
-    """The stage of the data whose rows `compute` expects."""
-    build_stage_compute: Callable[[int], Compute] | None = None
-    """Builds `compute` for a stage of the data; None: there is only one stage."""
 
-    def enter_stage(self, stage: int) -> None:
-        """Prepare for the rows of a stage of the data. Does nothing if it is the current one."""
-        if stage != self.stage and self.build_stage_compute is not None:
-            self.compute = self.build_stage_compute(stage)
-        self.stage = stage
+@dataclass(frozen=True)
+class StepResult(BackwardResult):
+    """Outcome of a step."""
+
+    learning_rate: float
+    updated: bool
+    """Whether the weights were updated."""
 
 
 @dataclass

@@ -9,7 +9,6 @@ approved them. `DeviceUpdate` clips and updates on the device without waiting fo
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,47 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan.config.converters import FLOAT8, uses
-from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepBatch
 from torchtitan.data.order.rows import IGNORE_INDEX
 from torchtitan.optim.optimizer import OptimizerInBackward, ShardedAdam
 from torchtitan.parallel.collectives import AnyRank, SquaredNorm, all_reduce, scale
 from torchtitan.parallel.mesh import Mesh
 from torchtitan.parallel.precision.dense import refresh_scales
+from torchtitan.train.engine import Engine
 from torchtitan.train.forward import LocalBatch
-from torchtitan.train.state import Components
+from torchtitan.train.state import BackwardResult, StepResult
 from torchtitan.utils.activity import note
 from torchtitan.utils.device import device_syncs
-
-
-@dataclass(frozen=True)
-class BackwardResult:
-    """Outcome of a forward and backward, over all ranks."""
-
-    loss: float | None
-    """Mean over the tokens with a label; None if no token of the global batch has one. Then nothing
-    is updated.
-    """
-    grad_norm: float
-    tokens: int
-    """Number of tokens with a label."""
-    read: int
-    """Number of tokens in the batch, with or without a label."""
-    local_loss: float
-    """Mean loss of this rank's tokens; 0 if another rank has the pipeline's last stage."""
-    mtp_losses: tuple[float, ...]
-    """Loss of each module of multi-token prediction; empty without a `loss`."""
-    stop: bool
-    """Whether any rank had been asked to stop when the step began."""
-
-
-@dataclass(frozen=True)
-class StepResult(BackwardResult):
-    """Outcome of a step."""
-
-    learning_rate: float
-    updated: bool
-    """Whether the weights were updated."""
 
 
 def is_finite(loss: float | None, grad_norm: float) -> bool:
@@ -66,9 +35,8 @@ def is_finite(loss: float | None, grad_norm: float) -> bool:
 
 
 def train_step(
-    components: Components,
+    engine: Engine,
     batch: StepBatch,
-    config: Config,
     *,
     update: "Update | None" = None,
     stop: bool = False,
@@ -85,25 +53,26 @@ def train_step(
         before_update: called once the gradients are complete, before they are clipped and any
             weight changes; or before the backward, if the backward updates the weights.
     """
-    update = update or build_update(components, config)
-    components.enter_stage(batch.stage)
-    learning_rate = components.schedule.apply(batch.stage)
-    result = forward_backward(components, batch, update, stop=stop, before_update=before_update)
+    update = update or build_update(engine)
+    engine.enter_stage(batch.stage)
+    learning_rate = engine.schedule.apply(batch.stage)
+    result = forward_backward(engine, batch, update, stop=stop, before_update=before_update)
     approved = approve(result.loss, result.grad_norm) and result.loss is not None
     update.finish(approved)
     if approved:
-        prepare_weights(components, config)
-    components.optimizer.zero_grad(set_to_none=True)
+        prepare_weights(engine)
+    engine.optimizer.zero_grad(set_to_none=True)
     return StepResult(**vars(result), learning_rate=learning_rate, updated=approved)
 
 
-def prepare_weights(components: Components, config: Config) -> None:
+def prepare_weights(engine: Engine) -> None:
     """Recompute what depends only on the weights and the next forward needs: Float8 scales."""
+    config = engine.config
     if (
         uses(config, FLOAT8)
         and config.quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp
     ):
-        refresh_scales(components.models)
+        refresh_scales(engine.models)
 
 
 # ---- the update
@@ -118,25 +87,25 @@ class Update:
     in_backward = False
     """Whether the backward itself updates the weights."""
 
-    def __init__(self, components: Components, max_norm: float, *, agree: bool = False):
+    def __init__(self, engine: Engine, max_norm: float, *, agree: bool = False):
         """
         Args:
             max_norm: clip gradients to this norm; 0: don't.
             agree: make loss and gradient norm bit-identical on all ranks, because a policy decides
                 by them.
         """
-        self.components = components
+        self.engine = engine
         self.max_norm = max_norm
         self.agree = agree
         # Listed once: walking all modules takes time in every step, most of it of small models.
-        self._parameters = [p for model in components.models for p in model.parameters()]
+        self._parameters = [p for model in engine.models for p in model.parameters()]
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
 
     def clip(self) -> Tensor:
         """Compute the norm of the gradients, and clip them if this kind of update does it here."""
-        return _norm(self.components, self._gradients())
+        return _norm(self.engine, self._gradients())
 
     def queue_update(self, loss: Tensor, norm: Tensor, tokens: Tensor) -> None:
         """Queue the update on the device before the host reads loss and norm, if this kind does.
@@ -165,7 +134,7 @@ class HostUpdate(Update):
 
     def clip(self) -> Tensor:
         gradients = self._gradients()
-        norm = _norm(self.components, gradients)
+        norm = _norm(self.engine, gradients)
         if self.max_norm > 0:
             scale(gradients, _clip_factor(norm, self.max_norm))
         return norm
@@ -173,9 +142,9 @@ class HostUpdate(Update):
     def finish(self, approved: bool) -> None:
         note("updating the weights")
         if approved:
-            self.components.optimizer.step()
-        rejected = torch.ones((), dtype=torch.bool, device=self.components.device)
-        _end_step(self.components, None if approved else rejected)
+            self.engine.optimizer.step()
+        rejected = torch.ones((), dtype=torch.bool, device=self.engine.device)
+        _end_step(self.engine, None if approved else rejected)
 
 
 class DeviceUpdate(Update):
@@ -185,12 +154,12 @@ class DeviceUpdate(Update):
 
     def queue_update(self, loss: Tensor, norm: Tensor, tokens: Tensor) -> None:
         note("updating the weights")
-        optimizer = self.components.optimizer
+        optimizer = self.engine.optimizer
         assert isinstance(optimizer, ShardedAdam)
         divisor = 1 / _clip_factor(norm, self.max_norm) if self.max_norm > 0 else None
         skip = ~torch.isfinite(loss + norm) | (tokens == 0)
         optimizer.step(divisor=divisor, skip=skip)
-        _end_step(self.components, skip)
+        _end_step(self.engine, skip)
 
 
 class UpdateInBackward(HostUpdate):
@@ -200,47 +169,48 @@ class UpdateInBackward(HostUpdate):
 
     def expect(self, any_label: AnyRank) -> None:
         """The only time the host waits for the device before the backward: later is too late."""
-        optimizer = self.components.optimizer
+        optimizer = self.engine.optimizer
         assert isinstance(optimizer, OptimizerInBackward)
         with device_syncs(report=False):
             optimizer.paused = not any_label.answer() > 0
 
     def clip(self) -> Tensor:
         """The norm of the gradients, which were not clipped and are already freed."""
-        optimizer = self.components.optimizer
+        optimizer = self.engine.optimizer
         assert isinstance(optimizer, OptimizerInBackward)
-        return optimizer.norm.take(self.components.mesh.group("pp"), self.components.device)
+        return optimizer.norm.take(self.engine.mesh.group("pp"), self.engine.device)
 
 
-def build_update(components: Components, config: Config, *, agree: bool = False) -> Update:
+def build_update(engine: Engine, *, agree: bool = False) -> Update:
     """Choose the update for the run's optimizer.
 
     Args:
         agree: as for `Update`. A policy must see loss and norm before the weights change, which
             excludes `DeviceUpdate`.
     """
-    optimizer = components.optimizer
-    max_norm = config.training.max_norm
+    optimizer = engine.optimizer
+    training = engine.config.training
+    max_norm = training.max_norm
     if isinstance(optimizer, OptimizerInBackward):
-        return UpdateInBackward(components, max_norm, agree=agree)
+        return UpdateInBackward(engine, max_norm, agree=agree)
     can_skip = isinstance(optimizer, ShardedAdam) and optimizer.clips
-    if can_skip and not agree and not config.training.enable_cpu_offload:
-        return DeviceUpdate(components, max_norm)
-    return HostUpdate(components, max_norm, agree=agree)
+    if can_skip and not agree and not training.enable_cpu_offload:
+        return DeviceUpdate(engine, max_norm)
+    return HostUpdate(engine, max_norm, agree=agree)
 
 
-def _end_step(components: Components, skip: Tensor | None) -> None:
+def _end_step(engine: Engine, skip: Tensor | None) -> None:
     """Update the experts' routing biases and clip queries and keys, unless `skip` is true."""
-    for component in (components.experts, components.qk_clip):
+    for component in (engine.experts, engine.qk_clip):
         if component is not None:
             component.step(skip)
 
 
-def _norm(components: Components, gradients: list[Tensor]) -> Tensor:
+def _norm(engine: Engine, gradients: list[Tensor]) -> Tensor:
     """The norm of the gradients of the whole model."""
     norms = SquaredNorm()
     norms.add(gradients)
-    return norms.take(components.mesh.group("pp"), components.device)
+    return norms.take(engine.mesh.group("pp"), engine.device)
 
 
 def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
@@ -252,7 +222,7 @@ def _clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def forward_backward(
-    components: Components,
+    engine: Engine,
     batch: StepBatch,
     update: Update,
     *,
@@ -270,12 +240,12 @@ def forward_backward(
             after the same step.
         before_update: as for `train_step`.
     """
-    any_stop = AnyRank(stop, components.device)
-    rows = components.compute.local_rows(batch.tokens, batch.labels, batch.sources, batch.continues)
+    any_stop = AnyRank(stop, engine.device)
+    rows = engine.compute.local_rows(batch.tokens, batch.labels, batch.sources, batch.continues)
     local_tokens = int((rows.next_labels != IGNORE_INDEX).sum())
     if update.in_backward:
-        update.expect(AnyRank(local_tokens > 0, components.device))
-    outcome = device_step(components, rows, local_tokens, update, before_update=before_update)
+        update.expect(AnyRank(local_tokens > 0, engine.device))
+    outcome = device_step(engine, rows, local_tokens, update, before_update=before_update)
     update.queue_update(outcome.loss, outcome.norm, outcome.tokens)
     # All results are read at once: on CUDA this is the only time the host waits for the device.
     with device_syncs(report=False):
@@ -310,7 +280,7 @@ class DeviceOutcome(NamedTuple):
 
 
 def device_step(
-    components: Components,
+    engine: Engine,
     rows: LocalBatch,
     local_tokens: int,
     update: Update,
@@ -326,9 +296,9 @@ def device_step(
         local_tokens: number of its tokens that have a label.
         before_update: as for `train_step`.
     """
-    mesh = components.mesh
-    device = components.device
-    compute = components.compute
+    mesh = engine.mesh
+    device = engine.device
+    compute = engine.compute
     if update.in_backward:
         before_update()
     # All rows are copied at once, because the host may wait for each copy from pageable memory.

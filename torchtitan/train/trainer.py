@@ -21,15 +21,7 @@ from torchtitan.parallel.groups import barrier, limit_groups
 from torchtitan.parallel.precision.dense import check_hardware
 from torchtitan.train.build import Builders, build, set_determinism
 from torchtitan.train.built_in import all_callbacks, first_limit
-from torchtitan.train.callbacks import (
-    Arrange,
-    Callback,
-    CallbackStates,
-    LoggedValues,
-    Run,
-    build_callbacks,
-)
-from torchtitan.train.engine import Engine
+from torchtitan.train.callbacks import Arrange, Callback, CallbackStates, build_callbacks
 from torchtitan.train.evaluations import load_tasks, stops_early
 from torchtitan.train.folder_locks import lock_folders, open_log
 from torchtitan.train.preflight import Setup
@@ -121,11 +113,12 @@ class Trainer:
         logger.info(self.setup.tokenizer.describe())
 
     def _build(self, builders: Builders, user_callbacks: Sequence[Callback]) -> None:
-        """Build the components, the checkpointer and the state that a checkpoint holds."""
+        """Build the engine, the checkpointer and the state that a checkpoint holds."""
         config = self.config
         note("building the model")
-        components = build(config, self.setup, self.device, builders)
-        self.components = components
+        engine = build(config, self.setup, self.device, builders)
+        engine.logged.gather = bool(user_callbacks)
+        self.engine = engine
         if self.owns_process_group:
             limit = first_limit(config, self.setup)
             limit_groups(limit)
@@ -135,14 +128,14 @@ class Trainer:
             config.checkpoint,
             config.job.dump_folder,
             TrainedModel(
-                components.models,
-                components.optimizer,
-                components.average,
+                engine.models,
+                engine.optimizer,
+                engine.average,
                 pp_degree=config.parallelism.pipeline_parallel_degree,
             ),
-            describe_run(config, self.setup, components.loader.fingerprint),
+            describe_run(config, self.setup, engine.loader.fingerprint),
             confirm=lambda: self.folder_locks.confirm(remote=True),
-            data_files=components.loader.record.lists,
+            data_files=engine.loader.record.lists,
             storage=builders.storage,
         )
         guard = UpdateGuard(
@@ -152,24 +145,16 @@ class Trainer:
             config.job.dump_folder,
             updates_in_backward=config.optimizer.early_step_in_backward,
         )
-        self.update = build_update(components, config, agree=guard.spikes.acts)
-        self.state = RunState(
-            progress=Progress(),
-            schedule=components.schedule,
-            loader=components.loader,
-            guard=guard,
-            average=components.average,
-            callbacks=CallbackStates(user_callbacks),
-        )
+        self.update = build_update(engine, agree=guard.spikes.acts)
+        self.state = RunState(engine, guard, CallbackStates(user_callbacks))
 
     def _restore(self) -> None:
         """Load the checkpoint or the weights that the run starts from."""
         note("loading a checkpoint")
-        components = self.components
-        loader = components.loader
-        restore(self.config, self.setup, components.models, self.checkpointer, state=self.state)
+        loader = self.engine.loader
+        restore(self.checkpointer, self.state)
         loader.check_enough(self.config.training.steps, step=self.progress.step)
-        components.enter_stage(loader.stage_after(loader.start))
+        self.engine.enter_stage(loader.stage_after(loader.start))
         write_config(self.config)
 
     def _start(
@@ -181,7 +166,6 @@ class Trainer:
     ) -> None:
         """Start telemetry, and build the callbacks."""
         config = self.config
-        components = self.components
         note("starting the metrics")
         self.telemetry = Telemetry(
             config,
@@ -193,32 +177,21 @@ class Trainer:
             began=torchtitan.IMPORTED if self.owns_process_group else began,
         )
         self._record_skipped()
-        run = Run(
-            config=config,
-            progress=self.progress,
-            models=components.models,
-            optimizer=components.optimizer,
-            mesh=components.mesh,
-            device=self.device,
-            experts=components.experts,
-            logged=LoggedValues(gather=bool(user_callbacks)),
-        )
-        self.engine = Engine(
-            config=config,
-            setup=self.setup,
-            components=components,
-            state=self.state,
-            checkpointer=self.checkpointer,
-            telemetry=self.telemetry,
+        callbacks = all_callbacks(
+            self.engine,
+            self.state,
+            self.checkpointer,
+            self.telemetry,
             folder_locks=self.folder_locks,
             watch=self.watch,
-            run=run,
+            tasks=tasks,
+            users=user_callbacks,
         )
-        self.engine.callbacks = tuple(arrange(all_callbacks(self.engine, tasks, user_callbacks)))
+        self.engine.callbacks = arrange(callbacks)
 
     @property
     def progress(self) -> Progress:
-        return self.state.progress
+        return self.engine.progress
 
     # ---- the loop
 
@@ -239,7 +212,7 @@ class Trainer:
                 step = self.progress.step
                 self.checkpointer.settle_folder(step, trains=step < steps)
                 self.engine.notify("on_start")
-                batches = iter(self.components.loader) if self.progress.step < steps else iter(())
+                batches = iter(self.engine.loader) if self.progress.step < steps else iter(())
                 any_stop = AnyRank(self.stop_request.requested, self.device)
                 self.stopped = bool(any_stop.answer() > 0)
                 while self.progress.step < steps and not self.stopped:
@@ -264,16 +237,15 @@ class Trainer:
         config = self.config
         progress = self.progress
         guard = self.state.guard
-        seed_step(config.debug.seed, progress.step, self.components.mesh.dp_rank)
-        with phase("data", f"{DATA} from {self.components.loader.name}"):
+        seed_step(config.debug.seed, progress.step, self.engine.mesh.dp_rank)
+        with phase("data", f"{DATA} from {self.engine.loader.name}"):
             batch = next(batches)
         guard.spikes.rows_per_step = batch.count
         report_syncs = config.debug.report_device_syncs and progress.first_loss is not None
         with device_syncs(report=report_syncs):
             result = train_step(
-                self.components,
+                self.engine,
                 batch,
-                config,
                 update=self.update,
                 stop=self.stop_request.requested,
                 approve=partial(guard.approve, progress.step + 1),
@@ -283,20 +255,20 @@ class Trainer:
         progress.epochs = batch.epochs
         if earlier := guard.handle_spike():
             self.state.rewind(earlier.train_state)
-            prepare_weights(self.components, config)
+            prepare_weights(self.engine)
             self.engine.notify("on_rewind", earlier.step)
             self._warn_if_data_ends()
             return
         progress.advance(result.tokens, result.loss, skipped=not result.updated)
-        self.components.schedule.advance()
-        self.stopped = stops_early(self.engine.run, result)
+        self.engine.schedule.advance()
+        self.stopped = stops_early(self.engine, result)
         self.engine.notify("after_step", result)
 
     def _warn_if_data_ends(self) -> None:
         """A rewind leaves data out, so finite data may now end before the last step."""
         position = self.progress.data
         try:
-            self.components.loader.check_enough(
+            self.engine.loader.check_enough(
                 self.config.training.steps, step=self.progress.step, position=position
             )
         except UserError as error:
@@ -305,7 +277,7 @@ class Trainer:
     def _record_skipped(self) -> None:
         """Record the documents that were skipped: of files at the start, of streams at the end."""
         if self.config.training.on_bad_document == "skip":
-            skipped = skipped_documents(self.components.loader, self.progress.data)
+            skipped = skipped_documents(self.engine.loader, self.progress.data)
             self.telemetry.run_record.record("skipped_documents", skipped)
 
     def _out_of_memory(self, error: BaseException) -> OutOfMemoryError:
@@ -338,7 +310,7 @@ class Trainer:
             self.checkpointer.settle(COMMIT_SECONDS)
         self.telemetry.close(step, ended, reason, self.progress.last_loss)
         self._end_callbacks(reason, error)
-        self.components.loader.close()
+        self.engine.loader.close()
         if error is None and dist.get_rank() == 0:
             logger.info(self.telemetry.run_record.goodput())
         ends_together = self.owns_process_group and dist.is_initialized() and error is None

@@ -45,7 +45,7 @@ from torchtitan.train.callbacks import Callback, Run
 from torchtitan.train.evaluations import Validate
 from torchtitan.train.preflight import Setup, preflight
 from torchtitan.train.restore import restore
-from torchtitan.train.step import StepResult
+from torchtitan.train.state import StepResult
 from torchtitan.train.trainer import Trainer
 from torchtitan.utils.activity import last_exchanges
 
@@ -167,7 +167,7 @@ def _run(
     recorder.record.metadata = _metadata_bytes()
     if run.checkpointer.config.enable:
         recorder.during = "resume"
-        restore(config, setup, run.components.models, run.checkpointer, state=run.state)
+        restore(run.checkpointer, run.state)
     recorder.during = "end"
     run.close()
 
