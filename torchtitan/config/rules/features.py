@@ -1,6 +1,6 @@
 """Features that exclude each other."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torchtitan.config.converters import FLOAT8, GROUPED_FLOAT8, GROUPED_MX, MX, uses
 from torchtitan.config.derive import (
@@ -13,56 +13,56 @@ from torchtitan.config.rules.table import Facts, refuse, rule
 from torchtitan.config.sections.schema import Config
 
 _EARLY_STEP = "optimizer.early_step_in_backward"
-_EXCLUDED_BY_EARLY_STEP: list[tuple[str, Callable[[Config], bool], str]] = [
-    (
-        "parallelism.pipeline_parallel_degree",
-        lambda c: c.parallelism.pipeline_parallel_degree > 1,
-        "a pipeline schedule accumulates gradients over microbatches, so none is complete before "
-        "the last backward ends; set it to false, or parallelism.pipeline_parallel_degree = 1",
-    ),
-    (
-        "training.max_norm",
-        lambda c: c.training.max_norm > 0,
-        "gradients can't be clipped to training.max_norm, because the global norm is known only "
-        "after the backward; set training.max_norm = 0, or early_step_in_backward = false",
-    ),
-    (
-        "fault_tolerance.elastic",
-        lambda c: c.fault_tolerance.elastic,
-        "fewer ranks would need to accumulate gradients, but each backward applies and frees "
-        "them; set it to false, or fault_tolerance.elastic = false",
-    ),
-    (
-        "training.on_nonfinite",
-        lambda c: c.training.on_nonfinite == "skip",
-        'a bad step is applied before it can be detected; set training.on_nonfinite = "stop", or '
-        "early_step_in_backward = false",
-    ),
-    (
-        "guard.policy",
-        lambda c: c.guard.policy == "skip",
-        'a spike is applied before it can be detected; set guard.policy = "rewind", or '
-        "early_step_in_backward = false",
-    ),
-]
 
 
-def _if_early_step(conflicts: Callable[[Config], bool]) -> Callable[[Config], bool]:
-    return lambda c: c.optimizer.early_step_in_backward and conflicts(c)
+def _early_step_excludes(
+    key: str, when: Callable[[Config], bool], because: str, needs: Sequence[str] = ("world",)
+) -> None:
+    refuse(
+        _EARLY_STEP,
+        key,
+        when=lambda c: c.optimizer.early_step_in_backward and when(c),
+        because=f"{_EARLY_STEP}: {because}",
+        needs=needs,
+    )
 
 
-for _key, _conflicts, _why in _EXCLUDED_BY_EARLY_STEP:
-    refuse(_EARLY_STEP, _key, when=_if_early_step(_conflicts), because=f"{_EARLY_STEP}: {_why}")
-
-refuse(
-    "optimizer.early_step_in_backward",
+_early_step_excludes(
+    "parallelism.pipeline_parallel_degree",
+    lambda c: c.parallelism.pipeline_parallel_degree > 1,
+    "a pipeline schedule accumulates gradients over microbatches, so none is complete before the "
+    "last backward ends; set it to false, or parallelism.pipeline_parallel_degree = 1",
+)
+_early_step_excludes(
+    "training.max_norm",
+    lambda c: c.training.max_norm > 0,
+    "gradients can't be clipped to training.max_norm, because the global norm is known only after "
+    "the backward; set training.max_norm = 0, or early_step_in_backward = false",
+)
+_early_step_excludes(
+    "fault_tolerance.elastic",
+    lambda c: c.fault_tolerance.elastic,
+    "fewer ranks would need to accumulate gradients, but each backward applies and frees them; "
+    "set it to false, or fault_tolerance.elastic = false",
+)
+_early_step_excludes(
+    "training.on_nonfinite",
+    lambda c: c.training.on_nonfinite == "skip",
+    'a bad step is applied before it can be detected; set training.on_nonfinite = "stop", or '
+    "early_step_in_backward = false",
+)
+_early_step_excludes(
+    "guard.policy",
+    lambda c: c.guard.policy == "skip",
+    'a spike is applied before it can be detected; set guard.policy = "rewind", or '
+    "early_step_in_backward = false",
+)
+_early_step_excludes(
     "training.global_batch_size",
-    when=lambda c: c.optimizer.early_step_in_backward and gradient_accumulation_steps(c) > 1,
-    because=(
-        "optimizer.early_step_in_backward: gradients can't be accumulated, because each backward "
-        "applies and frees them; raise training.local_batch_size until one backward covers "
-        "global_batch_size, or set early_step_in_backward = false"
-    ),
+    lambda c: gradient_accumulation_steps(c) > 1,
+    "gradients can't be accumulated, because each backward applies and frees them; raise "
+    "training.local_batch_size until one backward covers global_batch_size, or set "
+    "early_step_in_backward = false",
     needs=["layout"],
 )
 
