@@ -13,7 +13,7 @@ from torchtitan.health.guard import UpdateGuard
 from torchtitan.telemetry.run_record import changed_settings
 from torchtitan.train.callbacks import CallbackStates
 from torchtitan.train.engine import Engine
-from torchtitan.train.preflight import hf_weights_folder
+from torchtitan.train.inputs import hf_weights_folder
 from torchtitan.utils.logging import logger
 from torchtitan.utils.storage import storage_path
 

@@ -1,0 +1,201 @@
+"""Open the files that a configuration names: weights, tokenizer, data, a pipeline schedule.
+
+Rules get their contents as facts; a file that can't be used is a problem at once.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.registry import data_sources, tokenizers
+from torchtitan.config.sections.data import Source, ValidationSet
+from torchtitan.config.sections.schema import Config
+from torchtitan.config.sections.training import Training, Validation
+from torchtitan.data.encode.chat import Chat
+from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.data.read.files import path_problem
+from torchtitan.data.read.matching import TooManyFilesError, matching_files
+from torchtitan.data.tokens.token_files import describe
+from torchtitan.models import ModelSpec
+from torchtitan.parallel.pipeline.schedules import schedule_file
+from torchtitan.utils.assets import find_asset
+from torchtitan.utils.errors import ConfigError, UserError
+from torchtitan.utils.limits import SEARCHED_AT_CHECK
+from torchtitan.utils.storage import is_url, storage_path
+
+_DESCRIBED = 16
+"""Number of a folder's token files that are checked."""
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """The model that the keys describe; empty if there is none."""
+
+    spec: ModelSpec | None = None
+    stage_args: tuple[Any, ...] = ()
+    """Hyper-parameters in each stage of the data."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Facts for the rules."""
+
+    @property
+    def args(self) -> Any:
+        """Hyper-parameters in the first stage of the data; None without a model."""
+        return self.stage_args[0] if self.stage_args else None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the files contain."""
+
+    tokenizer: Tokenizer | None
+    facts: dict[str, Any]
+    """Facts for the rules."""
+
+
+def open_inputs(config: Config, model: NamedModel, reasons: list[str]) -> Inputs:
+    """Open the files that `config` names.
+
+    Args:
+        reasons: receives the problems of files.
+    """
+    facts: dict[str, Any] = {"data_problems": dict(_data_problems(config))}
+    if model.spec is not None:
+        try:
+            facts["schedule_file"] = schedule_file(config)
+            reasons += _initial_weights_problems(config, model.spec, model.args)
+        except ConfigError as error:
+            reasons += error.problems
+    tokenizer = None
+    try:
+        tokenizer = build_tokenizer(
+            config.model.hf_assets_path,
+            tokenizers.maker(config.model.tokenizer, config.custom),
+            config.model.end_of_document,
+            config.model.chat_template,
+        )
+        facts["tokenizer"] = tokenizer
+        reasons += _end_problems(config, tokenizer)
+        reasons += _chat_problems(config, tokenizer, model.args)
+        reasons += _token_file_problems(config, tokenizer)
+    except UserError as error:
+        reasons.append(str(error))
+    return Inputs(tokenizer, facts)
+
+
+def hf_weights_folder(config: Config) -> Path:
+    """The folder of `checkpoint.initial_load_in_hf`."""
+    path = config.checkpoint.initial_load_path
+    return storage_path(path) if path else find_asset(config.model.hf_assets_path)
+
+
+def _initial_weights_problems(config: Config, spec: ModelSpec, args: Any) -> list[str]:
+    """Why the run can't start from the Hugging Face folder that it names. Imports torch if there is
+    one, and no checkpoint that the run would resume from instead.
+    """
+    section = config.checkpoint
+    if not (section.enable and section.initial_load_in_hf) or spec.hf is None:
+        return []
+    if any(map(is_url, (section.initial_load_path or "", section.folder))):
+        return []  # a rule refuses the first, and the second is looked up when the run starts
+    folder = hf_weights_folder(config)
+    if not folder.is_dir():
+        return []
+    from torchtitan.checkpoint.commit import committed_steps
+    from torchtitan.checkpoint.hf.opening import open_hf
+
+    try:
+        if not committed_steps(storage_path(section.folder, config.job.dump_folder)):
+            open_hf(folder, spec, args)
+    except UserError as error:
+        return [f"checkpoint.initial_load_in_hf: {error}"]
+    return []
+
+
+# ---- tokenizer and data
+
+
+def _data_sections(config: Config) -> dict[str, Training | Source | Validation | ValidationSet]:
+    """The sections that name data, by key."""
+    sections: dict[str, Training | Source | Validation | ValidationSet] = {
+        "training": config.training
+    }
+    sections |= {f"training.sources.{entry.name}": entry for entry in config.training.sources}
+    if config.validation.enable:
+        sections["validation"] = config.validation
+        sections |= {f"validation.sets.{entry.name}": entry for entry in config.validation.sets}
+    return sections
+
+
+def _end_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
+    """What a tokenizer without end-of-text can't do."""
+    training = config.training
+    asked = {
+        "training.document_mask": training.document_mask,
+        'training.packing = "best_fit"': training.packing == "best_fit",
+        "eval.enable": config.eval.enable,
+        "sampling.prompts: an empty prompt": "" in config.sampling.prompts
+        and tokenizer.bos_id is None,
+    }
+    for key in (key for key, is_set in asked.items() if is_set):
+        try:
+            tokenizer.end_for(key)
+        except UserError as error:
+            yield str(error)
+
+
+def _chat_problems(config: Config, tokenizer: Tokenizer, args: Any) -> Iterator[str]:
+    """Reasons why conversations can't be read with the tokenizer."""
+    for name, section in _data_sections(config).items():
+        if section.messages_column is None:
+            continue
+        key = f"{name}.messages_column"
+        try:
+            needed = Chat(tokenizer, key).vocabulary
+            if args is not None and needed > args.vocab_size:
+                yield (
+                    f"{key}: the chat template writes ids up to {needed - 1}, the model has only "
+                    f"{args.vocab_size}; set [model.overrides] vocab_size = {needed}"
+                )
+        except UserError as error:
+            yield str(error)
+
+
+def _token_file_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
+    """Reasons why files of ids that are here can't be read: of a folder, its first ones."""
+    for name, section in _data_sections(config).items():
+        path = Path(section.dataset_path or "").expanduser()
+        if not section.dataset_path or data_sources.find(section.dataset):
+            continue
+        named = [path.with_suffix(".bin")] if path.suffix in (".bin", ".idx") else []
+        files = sorted(path.glob("*.bin"))[:_DESCRIBED] if path.is_dir() else named
+        for file in filter(Path.is_file, files):
+            try:
+                describe(file, tokenizer, f"{name}.dataset_path")
+            except UserError as error:
+                yield str(error)
+                break
+
+
+def _data_problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Pairs: the key of a path, and why no data can be read from it."""
+    for name, section in _data_sections(config).items():
+        path = section.dataset_path
+        # A registered source interprets its path itself, and only the loader can look up a remote
+        # file (hf://, s3://).
+        if not path or "://" in path or data_sources.find(section.dataset):
+            continue
+        if problem := _path_problem(path):
+            yield f"{name}.dataset_path", problem
+
+
+def _path_problem(path: str) -> str | None:
+    if os.path.exists(path):
+        return path_problem(path)
+    try:
+        if next(matching_files(path, SEARCHED_AT_CHECK, skipped=[]), None) is None:
+            return f"no file matches {path!r} (relative to {Path.cwd()})"
+    except TooManyFilesError as error:
+        return f"{error} and finds no file; name a folder closer to the files"
+    return None
