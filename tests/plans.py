@@ -49,7 +49,7 @@ def product_seconds(
     hw: Hardware, sizes: list[tuple[float, float, float]], rate: float, *, ramp: float = 1.0
 ) -> float:
     """The three products of linear layers of `sizes` (rows, inputs, outputs), by the formula of
-    docs/guides/plan.md.
+    docs/internals/plan.md.
 
     Args:
         rate: FLOP/s.

@@ -1,7 +1,7 @@
 """Trace a training step of one pipeline rank: memory, FLOPs, collectives, without a GPU.
 
 The functions that a run uses build, split, shard and checkpoint the model on a fake process group
-of the full size, and take one step on tensors without memory (`docs/internals/plan-memory.md`).
+of the full size, and take one step on tensors without memory (`docs/internals/plan.md`).
 """
 
 import dataclasses
@@ -272,7 +272,7 @@ def _track(tracer: Tracer, models: list[nn.Module], average: WeightAverage | Non
 
 
 def _eager(config: Config, cuda: bool) -> Config:
-    """The part of `config` that can be traced (`docs/internals/plan-memory.md` has the rest)."""
+    """The part of `config` that can be traced (`docs/internals/plan.md` has the rest)."""
     model = config.model.model_copy(update={"converters": []})
     compile_ = config.compile.model_copy(update={"enable": False})
     # On CUDA a mask within documents is a few bytes per token, and its kernel takes no more memory.

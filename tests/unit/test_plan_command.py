@@ -42,7 +42,7 @@ def accuracy():
 
 
 def test_accuracy(accuracy):
-    """The figures that the page `plan` and the README state. Sources differ by up to 15 % about one
+    """The figures that the plan's pages and the README state. Sources differ by up to 15 % about one
     configuration.
     """
     script, rows = accuracy
@@ -52,7 +52,7 @@ def test_accuracy(accuracy):
         "%", " %"
     )
     assert stated in (ROOT / "README.md").read_text()
-    for page in ("guides/plan.md", "reference/plan-accuracy.md"):
+    for page in ("guides/plan.md", "internals/plan.md"):
         assert stated in " ".join((ROOT / "docs" / page).read_text().split())
     assert statistics.median(own) <= 0.08
     assert sum(own) / len(own) <= 0.065
@@ -78,7 +78,7 @@ def test_constants_are_those_of_the_fit(accuracy):
 @pytest.mark.slow  # torch takes most of a minute to build the pipelines of other systems
 def test_bands_are_those_of_the_rows_outside_the_fit(accuracy):
     """They hold 90 % of the rows, each of which was left out of what made its band. And
-    docs/reference/plan-accuracy has all rows.
+    docs/internals/plan.md and its CSV have all rows.
     """
     script, rows = accuracy
     outside = script.held_out(script.errors(rows)[0])
@@ -88,9 +88,9 @@ def test_bands_are_those_of_the_rows_outside_the_fit(accuracy):
         assert deviation == pytest.approx(bands.deviations[name], abs=0.003), name
     within = script.within_band_left_out(outside)
     assert sum(within) >= 0.9 * len(within)
-    page = (ROOT / "docs/reference/plan-accuracy.md").read_text()
+    page = (ROOT / "docs/internals/plan.md").read_text()
     assert [line for line in script.statistics_tables(rows) if line not in page] == []
-    assert (ROOT / "docs/reference/plan-accuracy.csv").read_text() == script.row_table(rows)
+    assert (ROOT / "docs/internals/plan-accuracy.csv").read_text() == script.row_table(rows)
 
 
 # ---- hardware
@@ -354,7 +354,7 @@ def test_the_examples_of_the_documentation(number, tmp_path, monkeypatch, capsys
     )
     assert len(examples) == 3
     command, first_lines, printed = examples[number]
-    main(shlex.split(command))
+    main(shlex.split(command.replace("\\\n", "")))
     out = capsys.readouterr().out
     assert out.startswith(printed) if first_lines else out == printed
 

@@ -1,7 +1,7 @@
 """Seconds of communication: a block's collectives, the pipeline's transfers, FSDP, and offload.
 
 Bytes over bandwidth, less what the compute beside it hides. The formulas are listed in
-`docs/internals/plan-formulas.md`.
+`docs/internals/plan.md`.
 """
 
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 Blocks and the model's ends (`block_time.py`) add up along the step. Communication is bytes over the
 bandwidth of its ring, less what compute hides (`comm_time.py`). `pipeline_costs.py` has the wait of
 a pipeline's ranks for each other. What depends on the hardware is in `hardware.py`;
-`docs/internals/plan-formulas.md` lists the formulas with their sources.
+`docs/internals/plan.md` lists the formulas with their sources.
 """
 
 import math

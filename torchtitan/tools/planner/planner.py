@@ -190,7 +190,7 @@ def without_missing_files(config: Config) -> tuple[Config, list[str]]:
             notes.append(
                 f"{key} {path!r} is not on this machine; the plan doesn't need it, the run will"
             )
-    # A plan is for training; validation needs less (docs/internals/plan-memory.md).
+    # A plan is for training; validation needs less (docs/internals/plan.md).
     return replace(config, "validation.sets", []), notes
 
 
