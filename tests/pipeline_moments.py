@@ -32,7 +32,7 @@ def held(program: Program) -> tuple[tuple[Held, ...], ...]:
 
 def holds(program: Program, rank: int) -> Iterator[Held]:
     """What a rank holds at each of its computations, in order."""
-    return _holds(program.communicating[rank], program.ranks)
+    return _holds(program.orders_with_transfers[rank], program.ranks)
 
 
 def _holds(order: Sequence[Action], ranks: Sequence[int]) -> Iterator[Held]:

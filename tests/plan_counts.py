@@ -40,7 +40,7 @@ def collectives(w: Workload, pp_rank: int = 0) -> Collectives:
     """The collectives of a step on one rank of pipeline rank `pp_rank`, but for FSDP's."""
     out = Collectives()
     stages = w.stages_of(pp_rank)
-    blocks = w.counted(stages)
+    blocks = w.block_counts(stages)
     runs = w.microbatches * w.accumulation
     hidden = w.tokens * w.dim
     for block, count in blocks:
@@ -93,13 +93,13 @@ def hardware_flops(w: Workload) -> dict[tuple[str, str], float]:
     """FLOPs of a step on one rank by (kind, dtype): the pipeline's mean, with recomputation."""
     tokens = w.tokens * w.microbatches * w.accumulation / w.pp
     dtype = "float32" if w.element == FP32 else "bfloat16"
-    blocks = w.counted(w.stages)
+    blocks = w.block_counts(w.stages)
     products = [(x, count) for block, count in blocks for x in block.linears]
     out: dict[tuple[str, str], float] = {}
     for linear, count in [*products, (w.output, w.predictions)]:
         layer_dtype = "float32" if linear.fp32 else dtype
         key = "matmul", "float8" if linear.eight_bit else layer_dtype
-        flops = (1 + BACKWARD_PRODUCTS + linear.recomputed) * linear.flops * count
+        flops = (1 + BACKWARD_PRODUCTS + linear.recompute_share) * linear.flops * count
         out[key] = out.get(key, 0.0) + flops * tokens
     for block, count in blocks:
         passes = 1 + block.mixing.backward + w.recompute.attention

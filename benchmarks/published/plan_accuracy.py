@@ -29,7 +29,7 @@ from scipy.stats import spearmanr
 
 from torchtitan.tools.planner.hardware import load_hardware
 from torchtitan.tools.planner.memory import hidden_bytes, memory_of, pipeline_bytes
-from torchtitan.tools.planner.predict import NOTED_HOST, SPEED_DEVIATIONS, features, memory_band
+from torchtitan.tools.planner.predict import LATE_HOST_NOTE, SPEED_DEVIATIONS, features, memory_band
 from torchtitan.tools.planner.workload import Workload
 
 COLUMNS = (
@@ -303,7 +303,7 @@ def kinds_of(row: Row) -> Iterator[str]:
         return
     exchange = "fused dispatch" if software.fused_dispatch else "all-to-all, as here"
     yield f"experts, {exchange}{', overlapped' * software.overlaps_experts}"
-    if row.time.late_host > NOTED_HOST:
+    if row.time.late_host > LATE_HOST_NOTE:
         yield "experts, bound by the host"
 
 

@@ -21,7 +21,7 @@ from torchtitan.config.derive import axis_degrees
 from torchtitan.models import get_spec
 from torchtitan.models.attention.backend import attention_backend
 from torchtitan.models.layers.norms import RMSNorm
-from torchtitan.tools.planner.memory import PARTS
+from torchtitan.tools.planner.memory import CATEGORIES
 from torchtitan.tools.planner.predict import derived_workload
 from torchtitan.train.build import build
 from torchtitan.train.preflight import preflight
@@ -321,7 +321,7 @@ def test_collectives_of_a_pipeline(tmp_path):
 def test_memory_on_cuda(tmp_path):
     bf16 = "--training.mixed_precision_param=bfloat16"
     (eager,) = traced(tmp_path, 2, *OP, bf16)
-    assert list(eager.memory) == list(PARTS)
+    assert list(eager.memory) == list(CATEGORIES)
     assert eager.peak_reserved > eager.peak_active
     layers, matrices, norms, ends = parameters()
     shard = (layers * (matrices + norms) + 2 * ends + SIZES["dim"]) / 2

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tests.traced_step.tracer import Block
-from torchtitan.tools.planner.memory import PARTS
+from torchtitan.tools.planner.memory import CATEGORIES
 
 ROUND = 512
 SMALL = 2**20
@@ -100,7 +100,7 @@ def peak_by_part(
     blocks: list[Block], lasting: Iterable[int], events: Iterable[tuple[int, bool]]
 ) -> dict[str, int]:
     """Bytes by part at the peak of `events`, with `lasting` blocks allocated throughout."""
-    now = dict.fromkeys(PARTS, 0)
+    now = dict.fromkeys(CATEGORIES, 0)
     for number in lasting:
         now[blocks[number].part] += blocks[number].size
     total = most = sum(now.values())

@@ -38,7 +38,7 @@ from torchtitan.parallel.mesh import Mesh, build_mesh
 from torchtitan.parallel.parallelize import parallelize
 from torchtitan.parallel.precision.dense import quantize
 from torchtitan.tools.planner.linears import experts_in_eight_bits
-from torchtitan.tools.planner.memory import PARTS
+from torchtitan.tools.planner.memory import CATEGORIES
 from torchtitan.tools.rehearsal.fake import fake_cluster, take_fake_memory
 from torchtitan.train.build import build_compute
 from torchtitan.train.engine import Engine
@@ -59,7 +59,7 @@ class RankTrace:
     """Global rank of the first rank at this place of the pipeline."""
     pp_rank: int
     memory: dict[str, int]
-    """Bytes by part, `PARTS`, at the peak."""
+    """Bytes of each of `CATEGORIES` at the peak."""
     peak_active: int
     """Their sum: bytes of all live tensors."""
     peak_reserved: int
@@ -131,7 +131,7 @@ def _between(a: RankTrace, b: RankTrace, share: float) -> RankTrace:
 
     return dataclasses.replace(
         a,
-        memory={part: mix(a.memory[part], b.memory[part]) for part in PARTS},
+        memory={name: mix(a.memory[name], b.memory[name]) for name in CATEGORIES},
         peak_active=mix(a.peak_active, b.peak_active),
         peak_reserved=mix(a.peak_reserved, b.peak_reserved),
         flops={kind: a.flops[kind] + share * (b.flops[kind] - a.flops[kind]) for kind in a.flops},

@@ -109,7 +109,7 @@ def test_planned_memory_has_two_blocks_on_their_way():
         *MODES["none"],
     ]
     kept, away = (
-        memory_of(workload(*argv, f"--activation_checkpoint.offload_blocks={n}"), 0).parts[
+        memory_of(workload(*argv, f"--activation_checkpoint.offload_blocks={n}"), 0).by_category[
             "activations"
         ]
         for n in (0, -1)

@@ -24,7 +24,7 @@ from torchtitan.models.attention.backend import attention_backend
 from torchtitan.models.spec import ModelArgs
 from torchtitan.optim.loss import cross_entropy
 from torchtitan.parallel.memory.checkpoint import apply_activation_checkpoint
-from torchtitan.tools.planner.block import COUNTED
+from torchtitan.tools.planner.block import FORMULA_FIELDS
 from torchtitan.tools.planner.block_memory import offloaded_per_block
 from torchtitan.tools.planner.block_time import LAUNCHES, OPERATIONS, block_time
 from torchtitan.tools.planner.costs import step_time
@@ -65,8 +65,8 @@ def test_parameters_of_every_family(name):
 
 
 def test_every_hyper_parameter_is_counted_or_free_of_cost():
-    assert COUNTED | DecoderArgs.free_of_cost == DecoderArgs.model_fields.keys()
-    assert not COUNTED & DecoderArgs.free_of_cost
+    assert FORMULA_FIELDS | DecoderArgs.free_of_cost == DecoderArgs.model_fields.keys()
+    assert not FORMULA_FIELDS & DecoderArgs.free_of_cost
 
 
 class LoopedArgs(DecoderArgs):
@@ -137,7 +137,7 @@ def test_activations_are_those_that_stay(mode):
         ]
         w = workload(*TINY, *mode, f"--model.overrides.n_layers={layers}", *shape)
         alive.append(left_alive(*real_model(w)))
-        planned.append(memory_of(w, 0).parts["activations"])
+        planned.append(memory_of(w, 0).by_category["activations"])
     # On the CPU a norm keeps its scale too, and torch's its normalized input; CUDA's fused one does
     # not.
     whole_layers = (
@@ -213,7 +213,7 @@ def test_nothing_hides_the_first_block_and_the_embeddings():
     instant = H100.model_copy(update={"launch": 0.0})
     moved = (2 + 4) * (w.block_params + 128256 * 4096) * 7 / 8
     expected = pytest.approx(moved / H100.bandwidth(8, 1))
-    assert step_time(w, instant).parts["communication: dp"] == expected
+    assert step_time(w, instant).by_cause["communication: dp"] == expected
 
 
 # ---- time and memory
@@ -229,10 +229,10 @@ def test_matrix_products_by_hand():
     up = (8192, 4096, 14336)
     down = (8192, 14336, 4096)
     by_hand = 32 * product_seconds(H100, [q, kv, kv, q, up, up, down], 989e12 * H100.gemm_bf16)
-    assert step_time(w, H100).parts["matrix products"] == pytest.approx(by_hand)
+    assert step_time(w, H100).by_cause["matrix products"] == pytest.approx(by_hand)
     blocks = 32 * (4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336)
     large = H100.model_copy(update={"gemm_ramp": 0.0, "gemm_depth": 0.0})
-    assert step_time(w, large).parts["matrix products"] == pytest.approx(
+    assert step_time(w, large).by_cause["matrix products"] == pytest.approx(
         6 * blocks * 8192 / 989e12 / H100.gemm_bf16
     )
 
@@ -243,7 +243,7 @@ def test_splitting_products_costs_more_than_their_communication():
     split = workload(
         "--model.flavor=8B", NONE, *ONE_ROW, "--parallelism.tensor_parallel_degree=8", world=8
     )
-    parts = [step_time(w, H100).parts["matrix products"] for w in (whole, split)]
+    parts = [step_time(w, H100).by_cause["matrix products"] for w in (whole, split)]
     assert 1.2 * parts[0] / 8 < parts[1] < 2 * parts[0] / 8
 
 
@@ -357,16 +357,16 @@ def test_small_batches_are_bound_by_the_host():
     plan = predict(w, SPEC, H100)
     host = 4 * (28 + 39 + 2 * 20) * 20e-6
     block = block_time(w, H100)
-    device = 4 * sum(sum(both) for part, both in block.parts.items() if part != LAUNCHES)
-    assert plan.time.parts[LAUNCHES] == pytest.approx(host - device)
+    device = 4 * sum(sum(both) for part, both in block.by_cause.items() if part != LAUNCHES)
+    assert plan.time.by_cause[LAUNCHES] == pytest.approx(host - device)
     assert any("bound by the host" in note and "compile" in note for note in plan.notes)
     compiled = predict(workload(*argv, "--compile.enable", world=8), SPEC, H100)
-    assert compiled.time.parts[LAUNCHES] < 0.7 * plan.time.parts[LAUNCHES]
+    assert compiled.time.by_cause[LAUNCHES] < 0.7 * plan.time.by_cause[LAUNCHES]
     large = predict(workload("--model.flavor=8B", *ONE_ROW, NONE, world=8), SPEC, H100)
-    assert LAUNCHES not in large.time.parts
+    assert LAUNCHES not in large.time.by_cause
     assert large.speed_band < 0.08 < compiled.speed_band < plan.speed_band
     replayed = derived_workload(w.config, SPEC, 8, Software(cuda_graphs=True))
-    assert LAUNCHES not in step_time(replayed, H100).parts
+    assert LAUNCHES not in step_time(replayed, H100).by_cause
 
 
 def test_eager_tensor_parallelism_copies_along_the_sequence_of_several_rows():
@@ -378,7 +378,7 @@ def test_eager_tensor_parallelism_copies_along_the_sequence_of_several_rows():
     one, two = (
         workload(*argv, tp, f"--training.local_batch_size={rows}", world=8) for rows in (1, 2)
     )
-    seconds = [step_time(w, H100).parts["communication: tp"] for w in (one, two)]
+    seconds = [step_time(w, H100).by_cause["communication: tp"] for w in (one, two)]
     sync = 32 * 10 * H100.tp_sync
     copied = 32 * 10 * 2 * 2 * (2 * 8192) * 4096 / H100.bytes_per_s
     assert seconds[1] == pytest.approx(2 * (seconds[0] - sync) + sync + copied)
@@ -414,14 +414,14 @@ def test_parts_add_up_to_the_step():
         [["--model.flavor=8B", "--parallelism.pipeline_parallel_degree=4"], 8],
     ):
         time = step_time(workload(*argv, world=world), H100)
-        assert sum(time.parts.values()) == pytest.approx(time.seconds)
+        assert sum(time.by_cause.values()) == pytest.approx(time.seconds)
         assert time.tokens_per_second > 0
 
 
 def test_time_of_an_average():
     """AdamW's 40 bytes per parameter, and 12 in every update of the average."""
     seconds = [
-        step_time(workload("--model.flavor=8B", *argv, world=8), H100).parts["optimizer"]
+        step_time(workload("--model.flavor=8B", *argv, world=8), H100).by_cause["optimizer"]
         for argv in ([], ["--ema.enable"], ["--ema.enable", "--ema.every=4"])
     ]
     assert seconds == pytest.approx([seconds[0], seconds[0] * 52 / 40, seconds[0] * 43 / 40])
@@ -431,7 +431,7 @@ def test_state_is_sharded_and_optimizers_differ():
     """16 bytes a parameter with AdamW in fp32, over the shards."""
 
     def state(*argv, world=8):
-        parts = memory_of(workload("--model.flavor=8B", *argv, world=world), 0).parts
+        parts = memory_of(workload("--model.flavor=8B", *argv, world=world), 0).by_category
         return (parts["parameters"] + parts["gradients"] + parts["optimizer"]) / 8_030_261_248
 
     assert state() == pytest.approx(16 / 8)
@@ -458,7 +458,7 @@ def test_ranks_share_whole_matrices_of_muon(axis):
                 world=8,
             ),
             H100,
-        ).parts["optimizer"]
+        ).by_cause["optimizer"]
         for name in ("Muon", "AdamW")
     ]
     flops = 0
@@ -536,7 +536,7 @@ def test_tensor_parallelism_splits_all_that_a_dense_block_keeps():
 
 def test_z_loss_keeps_logits_in_fp32():
     one, more = (workload("--model.flavor=8B", *argv) for argv in ([], ["--training.z_loss=1e-4"]))
-    kept = memory_of(more, 0).parts["logits"] - memory_of(one, 0).parts["logits"]
+    kept = memory_of(more, 0).by_category["logits"] - memory_of(one, 0).by_category["logits"]
     assert kept == 4 * one.tokens * one.vocab
 
 
@@ -578,7 +578,7 @@ def test_one_rank_in_one_type_copies_no_weight(argv, world, copied):
     """Where FSDP has nothing to gather, cast or reduce, it manages no weight."""
     fp32 = [f"--training.mixed_precision_{what}=float32" for what in ("param", "reduce")]
     w = workload("--model.flavor=8B", *ONE_ROW, *fp32, *argv, world=world)
-    assert (memory_of(w, 0).parts["unsharded"] > 0) == copied
+    assert (memory_of(w, 0).by_category["unsharded"] > 0) == copied
 
 
 def test_earlier_pipeline_ranks_keep_more():
@@ -589,7 +589,7 @@ def test_earlier_pipeline_ranks_keep_more():
         "--training.local_batch_size=8",
     ]
     w = workload(*argv, "--training.seq_len=8192", world=4)
-    sizes = [memory_of(w, rank).parts["activations"] for rank in range(4)]
+    sizes = [memory_of(w, rank).by_category["activations"] for rank in range(4)]
     assert sizes[0] > sizes[1] > sizes[2]
     assert [stage.has_output for stage in w.stages] == [False, False, False, True]
     assert w.stages[0] == PlannedStage(0, (8,), True, False)
@@ -604,7 +604,7 @@ def test_a_breadth_first_schedule_keeps_every_loss(extra, size):
         workload(*pipeline, f"--parallelism.pipeline_parallel_schedule={name}", world=2)
         for name in ("GPipe", "1F1B")
     )
-    more = memory_of(breadth, 1).parts["logits"] - memory_of(depth, 1).parts["logits"]
+    more = memory_of(breadth, 1).by_category["logits"] - memory_of(depth, 1).by_category["logits"]
     assert more == 3 * size * breadth.tokens * breadth.vocab
 
 

@@ -42,7 +42,7 @@ def accuracy():
 
 
 def test_accuracy(accuracy):
-    """The figures that the plan's pages and the README state. Sources differ by up to 15 % about one
+    """The figures on the plan's pages and in the README. Sources differ by up to 15 % about one
     configuration.
     """
     script, rows = accuracy
@@ -175,7 +175,7 @@ def test_changes_do_what_they_say():
     """Each change is legal, faster, and its figures are those of a plan of its own."""
     w = workload("--model.flavor=8B", FULL, *ONE_ROW, world=8)  # fmt: skip
     now = predict(w, SPEC, H100)
-    made = [change for change in faster(now) if change.part == "matrix products"]
+    made = [change for change in faster(now) if change.cause == "matrix products"]
     assert {change.text for change in made} >= {"Float8", "recompute nothing"}
     for change in made:
         assert change.gain > 0

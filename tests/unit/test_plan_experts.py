@@ -68,7 +68,7 @@ def test_whole_experts_are_padded():
     """
     whole, split = (workload(*LARGE, *argv, world=256) for argv in ([], [TP + "2"]))
     assert (whole.expert_padding, split.expert_padding) == (2.0, 1.0)
-    state = [memory_of(w, 0).parts["parameters"] for w in (whole, split)]
+    state = [memory_of(w, 0).by_category["parameters"] for w in (whole, split)]
     assert state[0] > 1.9 * state[1]
 
 
@@ -125,10 +125,10 @@ def test_exchanges_by_hand():
     link = H100.link * H100.link_efficiency
     port = H100.network * H100.network_efficiency
     expected = 48 * (4 * rows * 7 / 8 / link + 5 * H100.launch + HOST_WAIT)
-    assert step_time(within, H100).parts["communication: ep"] == pytest.approx(expected)
+    assert step_time(within, H100).by_cause["communication: ep"] == pytest.approx(expected)
     across = workload(*LARGE, NONE, EP + "16", world=16)
     expected = 48 * (4 * rows * 8 / 16 / port + 5 * (H100.launch + 8 * H100.latency) + HOST_WAIT)
-    assert step_time(across, H100).parts["communication: ep"] == pytest.approx(expected)
+    assert step_time(across, H100).by_cause["communication: ep"] == pytest.approx(expected)
 
 
 def test_other_software_by_hand():
@@ -146,8 +146,8 @@ def test_other_software_by_hand():
     port = H100.network * H100.network_efficiency
     link = 0.46 * H100.link * H100.link_efficiency
     once = max(4096 * token * other_node / port, 4096 * token * ranks / link) + H100.launch
-    assert step_time(fused, H100).parts["communication: ep"] == pytest.approx(48 * 4 * once)
-    assert "communication: ep" not in step_time(hidden, H100).parts
+    assert step_time(fused, H100).by_cause["communication: ep"] == pytest.approx(48 * 4 * once)
+    assert "communication: ep" not in step_time(hidden, H100).by_cause
 
 
 def test_what_hides_exchanges_by_hand():
@@ -160,7 +160,7 @@ def test_what_hides_exchanges_by_hand():
         H100, [(4096, 2048, 64)] * 2 + [(4096, 64, 2048)], H100.bf16 * H100.gemm_bf16
     )
     assert hiding < seconds
-    assert step_time(w, H100).parts["communication: ep"] == pytest.approx(
+    assert step_time(w, H100).by_cause["communication: ep"] == pytest.approx(
         48 * (4 * seconds - hiding) + rest
     )
 
@@ -183,7 +183,7 @@ def test_products_of_experts_by_hand():
     )  # in fp32, half as many terms
     seconds += product_seconds(router, [(rows, 2048, 128)], H100.fp32 * H100.gemm_bf16)
     by_hand = 48 * seconds
-    assert step_time(w, H100).parts["matrix products"] == pytest.approx(by_hand)
+    assert step_time(w, H100).by_cause["matrix products"] == pytest.approx(by_hand)
     float8 = [
         "--model.converters=quantize.grouped_mm.float8",
         "--quantize.grouped_mm.float8.fqns=experts",
@@ -191,8 +191,8 @@ def test_products_of_experts_by_hand():
     rounded = workload(*LARGE, NONE, "--training.local_batch_size=4", *float8, world=8)
     assert hardware_flops(rounded)["matmul", "float8"] == 48 * 6 * EXPERTS * 4 * 4096
     time = step_time(rounded, H100)
-    assert time.parts["matrix products"] < by_hand < sum(time.parts.values())
-    assert time.parts["8-bit casts"] > 0
+    assert time.by_cause["matrix products"] < by_hand < sum(time.by_cause.values())
+    assert time.by_cause["8-bit casts"] > 0
 
 
 def test_search_tries_expert_parallelism():

@@ -132,7 +132,7 @@ def test_the_bubble_is_the_blank_area_of_the_schedule(schedule):
     assert ("repeated by a split backward" in parts) == bool(schedule)
     if schedule:
         assert "schedule Interleaved1F1B" in [
-            change.text for change in faster(plan) if change.part == "repeated by a split backward"
+            change.text for change in faster(plan) if change.cause == "repeated by a split backward"
         ]
 
 

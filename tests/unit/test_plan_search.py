@@ -19,7 +19,7 @@ from torchtitan.tools.planner.layouts import any_layout
 from torchtitan.tools.planner.memory import memory_of
 from torchtitan.tools.planner.planner import find_layouts, make_plan
 from torchtitan.tools.planner.predict import derived_workload, predict
-from torchtitan.tools.planner.proposals import Candidate, Frontier, complexity, propose
+from torchtitan.tools.planner.proposals import Candidate, Frontier, complexity_of, propose
 from torchtitan.tools.planner.render import search_data, search_table
 from torchtitan.tools.planner.search import search
 from torchtitan.train.preflight import preflight
@@ -111,7 +111,7 @@ def test_a_search_finds_what_trying_everything_finds():
                         plan.tokens_per_second,
                         lowest(plan),
                         plan.peak_gib,
-                        complexity(w.config, config),
+                        complexity_of(w.config, config),
                         workload=w,
                     )
                 )
@@ -243,7 +243,9 @@ def test_proposals_differ_and_none_beats_another(found):
     shown = [proposal for proposal in found.best if not proposal.why.startswith("the fastest with")]
     assert len(shown) >= 3
     given = load_config(SMALL).config
-    merits = [(lowest(p.plan), -p.plan.peak_gib, -complexity(p.plan.config, given)) for p in shown]
+    merits = [
+        (lowest(p.plan), -p.plan.peak_gib, -complexity_of(p.plan.config, given)) for p in shown
+    ]
     for one, other in itertools.permutations(merits, 2):
         assert not all(x >= y for x, y in zip(one, other, strict=True))
     for one, other in itertools.pairwise(shown[1:]):

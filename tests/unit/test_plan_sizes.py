@@ -45,7 +45,7 @@ def test_each_size_has_the_plan_that_a_search_proposes_first(data):
 
 
 def test_without_days_the_fewest_gpus_that_the_model_fits_on(capsys, monkeypatch):
-    monkeypatch.setattr(sizes, "USUAL", 4)
+    monkeypatch.setattr(sizes, "COMPARED_GPUS", 4)
     assert main(RUN) == 0
     out = capsys.readouterr().out
     assert "The fewest that fit: 2 x h100-sxm" in out
@@ -53,8 +53,8 @@ def test_without_days_the_fewest_gpus_that_the_model_fits_on(capsys, monkeypatch
 
 
 def test_too_few_days_are_said(monkeypatch):
-    monkeypatch.setattr(sizes, "USUAL", 4)
-    monkeypatch.setattr(sizes, "MOST", 16)
+    monkeypatch.setattr(sizes, "COMPARED_GPUS", 4)
+    monkeypatch.setattr(sizes, "MAX_GPUS", 16)
     with pytest.raises(UserError, match=r"--days 0\.1: up to 16 x h100-sxm, 1\.00T tokens take"):
         main([*RUN, "--tokens=1e12", "--days=0.1"])
 

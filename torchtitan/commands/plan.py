@@ -98,8 +98,8 @@ def _of_flags(options: argparse.Namespace, flags: list[str]) -> Chosen:
         sizes = compare_sizes(
             flags, hardware, axes=options.axes, tokens=options.tokens, days=options.days
         )
-        plan = sizes.chosen.plan
-        world = sizes.chosen.world
+        plan = sizes.pick.plan
+        world = sizes.pick.world
         price = options.money
         sections.append(("sizes", sizes_data(sizes, price), sizes_table(sizes, price)))
     elif not options.search:

@@ -81,7 +81,7 @@ class ModelChoice:
         total = w.params(w.stages[0])
         idle = sum(
             count * block.expert_params * (1 - block.top_k / block.experts)
-            for block, count in w.counted(w.stages)
+            for block, count in w.block_counts(w.stages)
             if block.experts
         )
         return total, round(total - idle)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torchtitan.config.derive import divisors
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
-from torchtitan.tools.planner.axes import Settings, applied, read
+from torchtitan.tools.planner.axes import Settings, apply_settings, read
 from torchtitan.tools.planner.layouts import SCHEDULES
 from torchtitan.tools.planner.memory import GIB, predict_memory
 from torchtitan.tools.planner.predict import Plan, derived_workload, ranks_of, replan
@@ -51,7 +51,7 @@ _ALWAYS: tuple[tuple[str, Settings], ...] = (
     ("update in the backward", {"optimizer.early_step_in_backward": True}),
     ("the optimizer's state in bf16", {"optimizer.state_dtype": "bfloat16"}),
 )
-"""Changes to values that don't depend on those configured."""
+"""Changes that don't depend on the configured values."""
 
 
 def neighbours(w: Workload) -> Iterator[tuple[str, Settings]]:
@@ -134,12 +134,12 @@ def show_settings(settings: Settings) -> str:
     return ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
 
 
-def _changing(w: Workload) -> Iterator[tuple[str, Settings, Config]]:
+def _neighbour_configs(w: Workload) -> Iterator[tuple[str, Settings, Config]]:
     """The neighbours that differ, with the configuration that each makes."""
     for text, settings in neighbours(w):
-        changed = applied(w.config, settings)
-        if changed != w.config:
-            yield text, settings, changed
+        config = apply_settings(w.config, settings)
+        if config != w.config:
+            yield text, settings, config
 
 
 def _trains_alike(settings: Settings) -> bool:
@@ -158,52 +158,55 @@ class Change:
     after: Plan
     gain: float
     """Relative gain in tokens per second."""
-    part: str
-    """The part of the step that it shortens most, per token."""
+    cause: str
+    """The cause of time that it shortens most, per token."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """A part of the step's time."""
+    """One cause of the step's time."""
 
-    part: str
+    cause: str
     share: float
     changes: list[Change]
 
 
 def largest_costs(plan: Plan) -> list[Cost]:
-    """The largest parts of the step, with the best changes that shorten each most."""
+    """The largest causes of the step's time, with the best changes that shorten each most."""
     speedups = faster(plan)
     return [
         Cost(
-            part,
+            cause,
             seconds / plan.time.seconds,
-            [change for change in speedups if change.part == part][:CHANGES],
+            [change for change in speedups if change.cause == cause][:CHANGES],
         )
-        for part, seconds in list(plan.time.parts.items())[:COSTS]
+        for cause, seconds in list(plan.time.by_cause.items())[:COSTS]
     ]
 
 
 def faster(plan: Plan) -> list[Change]:
     """Legal changes that speed up training on the same ranks, the best first, misfits last."""
     changes = []
-    for text, settings, config in _changing(plan.workload):
+    for text, settings, config in _neighbour_configs(plan.workload):
         if not _trains_alike(settings) or ranks_of(config) != plan.workload.world:
             continue
         if (after := replan(plan, config)) is None:
             continue
         speedup = after.tokens_per_second / plan.tokens_per_second
         if speedup > _FASTER:
-            changes.append(Change(text, settings, after, speedup - 1, part=_shortened(plan, after)))
+            changes.append(
+                Change(text, settings, after, speedup - 1, cause=_most_shortened(plan, after))
+            )
     return sorted(changes, key=lambda change: (not change.after.fits, -change.gain))
 
 
-def _shortened(before: Plan, after: Plan) -> str:
-    """The part of the step on which most time per token is saved."""
+def _most_shortened(before: Plan, after: Plan) -> str:
+    """The cause on which most time per token is saved."""
     scale = before.workload.tokens_per_step / after.workload.tokens_per_step
-    later = after.time.parts
+    later = after.time.by_cause
     return max(
-        before.time.parts, key=lambda part: before.time.parts[part] - scale * later.get(part, 0.0)
+        before.time.by_cause,
+        key=lambda cause: before.time.by_cause[cause] - scale * later.get(cause, 0.0),
     )
 
 
@@ -211,12 +214,12 @@ def _shortened(before: Plan, after: Plan) -> str:
 
 
 def wasteful(plan: Plan) -> Iterator[str]:
-    """Settings that should save memory, but by the plan take more, and no less time: recomputation
+    """Settings that should save memory, but by the plan need more, and no less time: recomputation
     that keeps more than it drops, and chunks of a loss that are smaller than the gradient they add.
     """
     now = plan.tightest
     for settings in (RECOMPUTE_NOTHING, _half("training.loss_chunks", now.config)):
-        after = replan(now, applied(now.config, settings))
+        after = replan(now, apply_settings(now.config, settings))
         if after is None or after.peak_gib >= _SMALLER * now.peak_gib:
             continue
         gain = after.tokens_per_second / now.tokens_per_second - 1
@@ -252,10 +255,10 @@ def smaller(config: Config, spec: ModelSpec, world: int) -> list[Saving]:
     now = derived_workload(config, spec, world)
     before = predict_memory(now).reserved / GIB
     savings = []
-    for _, settings, changed in _changing(now):
-        ranks = ranks_of(changed)
+    for _, settings, neighbour in _neighbour_configs(now):
+        ranks = ranks_of(neighbour)
         try:
-            after = predict_memory(derived_workload(changed, spec, ranks)).reserved / GIB
+            after = predict_memory(derived_workload(neighbour, spec, ranks)).reserved / GIB
         except ConfigError:
             continue
         if after < _SMALLER * before:

@@ -1,4 +1,4 @@
-"""What a search can vary beside the layout. Settings map keys of the configuration to values."""
+"""Axes that a search varies beside the layout. Settings map keys of the configuration to values."""
 
 import itertools
 from operator import attrgetter
@@ -63,14 +63,14 @@ def settings_of(config: Config, axes: tuple[str, ...]) -> list[Settings]:
             for cpu, n in itertools.product((False, True), (0, -1))
         ],
     }
-    varied = [settings for axis, settings in choices.items() if axis in axes]
+    axis_settings = [settings for axis, settings in choices.items() if axis in axes]
     return [
-        {key: value for choice in combined for key, value in choice.items()}
-        for combined in itertools.product(*varied)
+        {key: value for choice in combination for key, value in choice.items()}
+        for combination in itertools.product(*axis_settings)
     ]
 
 
-def applied(config: Config, settings: Settings) -> Config:
+def apply_settings(config: Config, settings: Settings) -> Config:
     """`config` with the settings."""
     for key, value in settings.items():
         config = replace(config, key, value)
@@ -83,12 +83,12 @@ def read(config: Config, key: str) -> Any:
 
 
 def changes(config: Config, original: Config) -> Settings:
-    """The keys of axes whose values differ from those of `original`."""
+    """The keys of axes whose values differ from `original`'s, with these values."""
     return {key: read(config, key) for key in KEYS if read(config, key) != read(original, key)}
 
 
-def burdens(config: Config, original: Config) -> int:
-    """How much complexity the axes add: one per kind of offload, two per change of training."""
-    changed = changes(config, original)
+def added_complexity(config: Config, original: Config) -> int:
+    """Complexity that the axes add: one per kind of offload, two per change of training."""
+    keys = changes(config, original)
     offloads = sum(read(config, key) != simple for key, simple in _SIMPLEST.items())
-    return offloads + 2 * sum(key in changed for key in _CHANGES_TRAINING)
+    return offloads + 2 * sum(key in keys for key in _CHANGES_TRAINING)

@@ -1,7 +1,7 @@
 """The contents of each kind of block, for the planner's formulas: linear layers, token mixing and
 vectors.
 
-Widths are those of the whole model, per token unless stated otherwise.
+Widths are the whole model's, per token unless stated otherwise.
 """
 
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from torchtitan.models.args import DecoderArgs, LayerKind, Mixer
 from torchtitan.models.delta.args import delta_flops
 
 Split = Literal["columns", "rows", "tokens", "experts"]
-"""How ranks share a linear layer: its outputs, its inputs, the tokens, or the experts."""
+"""Dimension of a linear layer that ranks share: its outputs, inputs, tokens, or experts."""
 
 
-COUNTED = frozenset(
+FORMULA_FIELDS = frozenset(
     {
         *("vocab_size", "max_seq_len", "dim", "n_layers", "layer_pattern", "tie_embeddings"),
         *("n_heads", "n_kv_heads", "head_size", "window", "sinks", "gated_attention"),
@@ -28,7 +28,7 @@ COUNTED = frozenset(
         *("shared_expert_dim", "shared_expert_gate"),
     }
 )
-"""Hyper-parameters that the closed forms know. A model with another one, which isn't in
+"""Hyper-parameters in the closed forms. A model with another one, which isn't in
 `DecoderArgs.free_of_cost` either, is refused.
 """
 
@@ -60,7 +60,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Mixing:
-    """How a block's tokens learn from each other."""
+    """A block's mixing of tokens: attention or a linear recurrence."""
 
     module: Mixer
     queries: int
@@ -76,19 +76,19 @@ class Mixing:
     """FLOPs of the forward."""
     backward: float
     """FLOPs of the backward per FLOP of the forward."""
-    gathered: tuple[int, ...]
+    gathered_widths: tuple[int, ...]
     """Widths that tensor parallelism gathers along the sequence."""
-    saved: int = 0
-    """Elements that the backward needs besides those of queries, keys, values, outputs and `read`.
+    extra_elements: int = 0
+    """Elements that the backward needs besides queries, keys, values, outputs and `input_elements`.
     """
-    read: int = 0
+    input_elements: int = 0
     """Elements of gathered inputs that nothing else keeps; each rank keeps its shard."""
     gates: int = 0
     """Gates that the heads of Gated DeltaNet read."""
-    spans_ranks: int = 0
+    split_norms: int = 0
     """Norms over features of several ranks."""
-    copied: int = 0
-    """Width of those keys and values that are copies for the query heads that share them."""
+    copy_width: int = 0
+    """Width of the keys and values that are copies for the query heads that share them."""
 
 
 def mixing_of(args: DecoderArgs, kind: LayerKind, seq_len: int, kv_repeated: bool) -> Mixing:
@@ -121,11 +121,11 @@ def mixing_of(args: DecoderArgs, kind: LayerKind, seq_len: int, kv_repeated: boo
         sums=args.n_heads,
         flops=flops,
         backward=backward,
-        gathered=(args.dim,),
-        saved=2 * queries if gated else 0,  # gates, and what they give
-        read=args.dim,
-        spans_ranks=2 if args.qk_norm_whole else 0,
-        copied=2 * (kv - args.n_kv_heads * args.head_dim),
+        gathered_widths=(args.dim,),
+        extra_elements=2 * queries if gated else 0,  # gates, and their products
+        input_elements=args.dim,
+        split_norms=2 if args.qk_norm_whole else 0,
+        copy_width=2 * (kv - args.n_kv_heads * args.head_dim),
     )
 
 
@@ -133,7 +133,7 @@ def _latent(args: DecoderArgs, queries: int, flops: float, backward: float) -> M
     """Latent attention. Ranks gather the narrow projections, and normalize their own tokens."""
     narrow = args.kv_lora_rank + args.rope_head_size
     values = args.n_heads * args.value_dim
-    read = args.q_lora_rank or args.dim
+    query_input = args.q_lora_rank or args.dim
     return Mixing(
         "latent_attention",
         queries,
@@ -143,9 +143,9 @@ def _latent(args: DecoderArgs, queries: int, flops: float, backward: float) -> M
         sums=args.n_heads,
         flops=flops,
         backward=backward,
-        gathered=(read, narrow),
-        saved=args.dim + narrow + 2 * args.q_lora_rank + args.kv_lora_rank,
-        read=narrow + args.q_lora_rank,
+        gathered_widths=(query_input, narrow),
+        extra_elements=args.dim + narrow + 2 * args.q_lora_rank + args.kv_lora_rank,
+        input_elements=narrow + args.q_lora_rank,
     )
 
 
@@ -154,7 +154,7 @@ def _delta(args: DecoderArgs, seq_len: int) -> Mixing:
     keys = args.delta_key_heads * args.delta_key_size
     values = args.delta_value_heads * args.delta_value_size
     weights = sum(layer.inputs * layer.outputs for layer in _delta_layers(args))
-    of_heads = args.delta_value_heads * args.delta_key_size
+    head_width = args.delta_value_heads * args.delta_key_size
     return Mixing(
         "delta",
         queries=keys,
@@ -165,9 +165,9 @@ def _delta(args: DecoderArgs, seq_len: int) -> Mixing:
         flops=delta_flops(args, seq_len) / 3 - 2 * weights,
         backward=2.0,
         gates=2 * args.delta_value_heads,
-        gathered=(args.dim,),
-        saved=values + 2 * (2 * keys + values) + 2 * (4 * of_heads + 6 * values),
-        read=args.dim,
+        gathered_widths=(args.dim,),
+        extra_elements=values + 2 * (2 * keys + values) + 2 * (4 * head_width + 6 * values),
+        input_elements=args.dim,
     )
 
 
@@ -233,7 +233,7 @@ def _delta_layers(args: DecoderArgs) -> Iterator[Layer]:
 
 
 def vector_params(args: DecoderArgs, kind: Kind, mixing: Mixing, tp: int, ep: int) -> int:
-    """Parameters of a block that are in no matrix: norms, biases, and what heads have of their own,
+    """Parameters of a block that are in no matrix: norms, biases, and weights of heads,
     on one tensor- and expert-parallel rank.
     """
     d = args.dim
@@ -244,7 +244,7 @@ def vector_params(args: DecoderArgs, kind: Kind, mixing: Mixing, tp: int, ep: in
         count += args.q_lora_rank + args.kv_lora_rank
     elif mixing.module == "attention" and args.qk_norm:
         whole = (mixing.queries + args.n_kv_heads * args.head_dim) // tp
-        count += whole if mixing.spans_ranks else 2 * args.head_dim
+        count += whole if mixing.split_norms else 2 * args.head_dim
     if not args.norm_weights:
         count = 0
     if mixing.module == "delta":

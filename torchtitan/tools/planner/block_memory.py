@@ -1,4 +1,4 @@
-"""What one block keeps for its backward, and takes in it, in bytes per token.
+"""Bytes per token that one block keeps for its backward, and needs in it.
 
 State and kept activations follow from the code to the byte; the working set was adjusted by hand
 (`memory.py`).
@@ -20,16 +20,16 @@ def block_bytes(w: Workload) -> float:
     """Bytes per token that a block's backward needs: inputs of products and norms, q, k, v."""
     d = w.dim
     tp = w.tp
-    # what the two norms of a placement read: the residual stream, or what is added to it
+    # inputs of a placement's two norms: the residual stream, or what is added to it
     norms = 4 if w.args.norm_placement == "both" else 2
-    joining = 5 * d / tp if w.kind.joins else 0  # embedding and state, normalized, joined
-    outside = _attention_bytes(w) + w.element * (norms * d / tp + joining)
+    join_inputs = 5 * d / tp if w.kind.joins else 0  # embedding and state, normalized, joined
+    outside = _attention_bytes(w) + w.element * (norms * d / tp + join_inputs)
     if not w.experts:
         f = w.ffn / tp
         inner = 3 if w.args.activation == "relu2" else 4
         return outside + w.element * (d / tp + inner * f)
     # The router reads an fp32 copy. Experts keep their rows, two of their products, and the rows
-    # they return. Those that compute in 8 bits also keep what the third reads, and what that is
+    # they return. In 8 bits they also keep the third product's input, and the tensors that it is
     # made of.
     results = 4 if experts_in_eight_bits(w.config) else 2
     if w.args.activation == "clamped_swiglu" and not w.compiled:
@@ -43,12 +43,12 @@ def block_bytes(w: Workload) -> float:
 
 
 def _attention_bytes(w: Workload) -> float:
-    """Bytes per token that the backward of a block's mixing needs, but for the block's input."""
+    """Bytes per token that the backward of a block's mixing needs, except the block's input."""
     mixing = w.mixing
     heads = mixing.queries + mixing.keys + mixing.values + mixing.out
-    per_token = w.element * (heads + mixing.saved + mixing.read) / w.tp
+    per_token = w.element * (heads + mixing.extra_elements + mixing.input_elements) / w.tp
     per_token += _log_sum_exp_bytes(w)
-    if w.args.qk_norm and mixing.module == "attention":  # what their norms read
+    if w.args.qk_norm and mixing.module == "attention":  # inputs of their norms
         kv = w.args.n_kv_heads * w.args.head_dim
         per_token += w.element * (mixing.queries + kv) / w.tp
         per_token += FP32 * (w.args.n_heads + w.args.n_kv_heads) / w.tp
@@ -61,7 +61,7 @@ def _log_sum_exp_bytes(w: Workload) -> float:
 
 
 def _routing_bytes(w: Workload) -> float:
-    """Bytes per token of its probabilities in fp32 and of what is known about its rows."""
+    """Bytes per token of probabilities in fp32, and of the rows' places, weights and experts."""
     return FP32 * w.experts / w.tp + ROUTER_SAVED_BYTES_PER_ROW * w.expert_rows
 
 
@@ -79,16 +79,18 @@ def saved_bytes(w: Workload) -> float:
         # Every second product, attention, and results summed over ranks. Between the three regions
         # of experts that are apart also what goes from one to the next.
         products = sum(
-            (FP32 if x.fp32 else w.element) * x.rows * x.outputs for x in w.linears if x.saved
+            (FP32 if x.fp32 else w.element) * x.rows * x.outputs
+            for x in w.linears
+            if x.keeps_result
         )
-        saved = boundary + products + w.element * w.mixing.out / tp + _log_sum_exp_bytes(w)
-        summed = 1 if w.experts else 2
-        saved += w.element * summed * d / tp * (tp > 1)
+        total = boundary + products + w.element * w.mixing.out / tp + _log_sum_exp_bytes(w)
+        reductions = 1 if w.experts else 2
+        total += w.element * reductions * d / tp * (tp > 1)
         if w.experts and w.experts_apart:
-            exchanged = 2 if w.ep > 1 else 1  # before the exchange, and after it
-            saved += boundary + _routing_bytes(w)
-            saved += w.element * d * exchanged * w.expert_rows
-        return saved
+            exchanges = 2 if w.ep > 1 else 1  # before the exchange, and after it
+            total += boundary + _routing_bytes(w)
+            total += w.element * d * exchanges * w.expert_rows
+        return total
     if ac.mode == "selective":
         share = 1 / int(ac.selective_ac_option)
         return share * boundary + (1 - share) * everything
@@ -100,30 +102,30 @@ def saved_bytes(w: Workload) -> float:
 def offloaded_per_block(w: Workload) -> float:
     """Bytes of one microbatch that an offloaded block keeps in host memory."""
     # torch keeps results of operations out of the hooks' sight.
-    seen = w.compiled or not selects_operations(w.config.activation_checkpoint)
-    return w.tokens * (saved_bytes(w) if seen else w.element * w.dim / w.tp)
+    hooks_see_all = w.compiled or not selects_operations(w.config.activation_checkpoint)
+    return w.tokens * (saved_bytes(w) if hooks_see_all else w.element * w.dim / w.tp)
 
 
 def postponed_bytes(w: Workload) -> float:
-    """Bytes per token that a block keeps, beyond what it does anyway, from its backward of inputs
-    to that of weights.
+    """Bytes per token that a block keeps between its backwards of inputs and of weights, and not
+    otherwise.
 
-    That is the gradient of what each of its parameters gave; a compiled block is one operation,
-    which gave its output.
+    These are gradients of the results of its parameters; a compiled block is one operation, whose
+    result is its output.
     """
     d = w.dim
     mixing = w.mixing
-    heads = (mixing.queries + mixing.keys + mixing.values - mixing.copied) / w.tp
+    heads = (mixing.queries + mixing.keys + mixing.values - mixing.copy_width) / w.tp
     tp = w.tp
     if w.compiled:
         return w.element * d / tp
-    inner = sum(
+    inner_products = sum(
         (w.expert_rows if x.experts else x.rows) * x.outputs
         for x in w.linears
         if x.name[-2:] in ("w1", "w3")
     )
-    returned = w.expert_rows * d if w.experts else d
-    return w.element * (heads + d + inner + returned + 2 * d / tp)
+    output = w.expert_rows * d if w.experts else d
+    return w.element * (heads + d + inner_products + output + 2 * d / tp)
 
 
 @lru_cache(maxsize=64)
@@ -139,19 +141,19 @@ def working_bytes(w: Workload) -> float:
     # gradients of an expert's rows and of its products; and copies before and after the exchange
     if w.experts:
         per_row = (d + 4 * w.ffn) if w.ep > 1 else (d + 2 * w.ffn)
-        exchanged = 2 * d * w.expert_rows if w.ep > 1 else 0
-        block = block_bytes(w) + w.element * (w.expert_rows * per_row + exchanged)
+        exchange_copies = 2 * d * w.expert_rows if w.ep > 1 else 0
+        block = block_bytes(w) + w.element * (w.expert_rows * per_row + exchange_copies)
     elif w.compiled:
-        gathered = (1 if w.async_tp else 2) * d if w.tp > 1 else 0
-        block = w.element * (6 * d / w.tp + 2 * d + gathered + 8 * q + 9 * f)
+        gathers = (1 if w.async_tp else 2) * d if w.tp > 1 else 0
+        block = w.element * (6 * d / w.tp + 2 * d + gathers + 8 * q + 9 * f)
     else:
         # Partial sums, gathered gradients, and the copies that put them in order along the
         # sequence.
-        gathered = 8 * d if w.tp > 1 else 0
-        block = block_bytes(w) + w.element * (d / w.tp + 2 * f + gathered)
+        gathers = 8 * d if w.tp > 1 else 0
+        block = block_bytes(w) + w.element * (d / w.tp + 2 * f + gathers)
     # Keys and values of all ranks, and their gradients in fp32.
-    sent = w.mixing.keys + w.mixing.values
-    ring = sent / w.tp * w.cp * (w.element + FP32) if w.cp > 1 else 0
+    keys_values = w.mixing.keys + w.mixing.values
+    ring = keys_values / w.tp * w.cp * (w.element + FP32) if w.cp > 1 else 0
     return block + ring
 
 
@@ -163,4 +165,4 @@ def expert_gradients(w: Workload) -> float:
     if not w.experts:
         return 0.0
     block = w.block_params + w.expert_params * (w.expert_padding - 1)
-    return w.element * w.expert_params + (w.reduced * block if w.pipeline is None else 0.0)
+    return w.element * w.expert_params + (w.reduced_bytes * block if w.pipeline is None else 0.0)

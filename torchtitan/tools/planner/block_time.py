@@ -1,7 +1,7 @@
 """Seconds of one block, and of the model's two ends, for one microbatch.
 
 Compute is a roofline for each class of operation: the larger of FLOPs over a sustained rate and
-bytes over a sustained bandwidth. The constants say where they come from: "counted" is by hand from
+bytes over a sustained bandwidth. The constants state their sources: "counted" is by hand from
 the code of a block, checked only as part of the whole against
 `benchmarks/published/published.csv`.
 """
@@ -78,23 +78,23 @@ far a launch may be off, as a standard deviation. Estimates.
 class Pass:
     """Seconds of one block, or of the model's two ends, for one microbatch."""
 
-    parts: Mapping[str, tuple[float, float]]
+    by_cause: Mapping[str, tuple[float, float]]
     """Forward and backward of `matrix products`, `attention`, `pointwise`, `8-bit casts`, `head and
-    loss`, `communication: AXIS`, and `launches by the host`, beyond what the device takes for the
-    others.
+    loss`, `communication: AXIS`, and `launches by the host`, beyond the device's seconds of
+    the others.
     """
     weights: float
-    """Part of the backward that a schedule can postpone: the weights' gradients."""
+    """Seconds of the backward that a schedule can postpone: the weights' gradients."""
     host_doubt: float = 0.0
-    """Seconds more if the host takes `HOST_DOUBT` longer for each launch."""
+    """Seconds more if each launch lasts `HOST_DOUBT` longer."""
 
     @property
     def forward(self) -> float:
-        return sum(forward for forward, _ in self.parts.values())
+        return sum(forward for forward, _ in self.by_cause.values())
 
     @property
     def backward(self) -> float:
-        return sum(backward for _, backward in self.parts.values())
+        return sum(backward for _, backward in self.by_cause.values())
 
 
 def block_time(w: Workload, hw: Hardware) -> Pass:
@@ -102,7 +102,9 @@ def block_time(w: Workload, hw: Hardware) -> Pass:
     products = {x: _products(w, hw, x) for x in w.linears}
     forward = sum(layer.forward for layer in products.values())
     weights = sum(layer.weight for layer in products.values())
-    backward = sum(layer.backward + layer.forward * x.recomputed for x, layer in products.items())
+    backward = sum(
+        layer.backward + layer.forward * x.recompute_share for x, layer in products.items()
+    )
 
     rate = (hw.fp32 if hw.device == "cpu" else _peak(w, hw)) * hw.attention
     if w.mixing.module == "delta":  # products in fp32
@@ -115,12 +117,15 @@ def block_time(w: Workload, hw: Hardware) -> Pass:
     casts = _casts(w, hw)
     tensor = tensor_parallel(w, hw, (forward, backward))
     context = context_parallel(w, hw, attention)
-    shared = [layer for x, layer in products.items() if x.name.startswith("moe.shared")]
-    hiding = sum(layer.forward for layer in shared), sum(layer.backward for layer in shared)
+    shared_expert = [layer for x, layer in products.items() if x.name.startswith("moe.shared")]
+    hiding = (
+        sum(layer.forward for layer in shared_expert),
+        sum(layer.backward for layer in shared_expert),
+    )
     rows = expert_rows(w, hw, hiding)
     counts = expert_counts(w, hw)
     attention_repeats = w.mixing.backward / hw.attention_backward + w.recompute.attention
-    parts = {
+    by_cause = {
         "matrix products": (forward, backward),
         "attention": (attention, attention * attention_repeats),
         "pointwise": (pointwise, pointwise * (BACKWARD_POINTWISE + w.recompute.pointwise)),
@@ -130,22 +135,24 @@ def block_time(w: Workload, hw: Hardware) -> Pass:
     }
     exchanges = rows[0] + counts[0], rows[1] + counts[1]
     if w.software.overlaps_experts:
-        exchanges = _beyond(exchanges, _summed(parts))
-    parts["communication: ep"] = exchanges
-    device = _summed(parts)
+        exchanges = _excess(exchanges, _total(by_cause))
+    by_cause["communication: ep"] = exchanges
+    device = _total(by_cause)
     host = host_seconds(w, hw)
-    parts[LAUNCHES] = _beyond(host, device)
-    slower = _beyond((host[0] * (1 + HOST_DOUBT), host[1] * (1 + HOST_DOUBT)), device)
-    return Pass(parts, weights, host_doubt=sum(slower) - sum(parts[LAUNCHES]))
+    by_cause[LAUNCHES] = _excess(host, device)
+    with_doubt = _excess((host[0] * (1 + HOST_DOUBT), host[1] * (1 + HOST_DOUBT)), device)
+    return Pass(by_cause, weights, host_doubt=sum(with_doubt) - sum(by_cause[LAUNCHES]))
 
 
-def _summed(parts: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
+def _total(by_cause: Mapping[str, tuple[float, float]]) -> tuple[float, float]:
     """Seconds of all parts, forward and backward."""
-    return sum(part[0] for part in parts.values()), sum(part[1] for part in parts.values())
+    return sum(seconds[0] for seconds in by_cause.values()), sum(
+        seconds[1] for seconds in by_cause.values()
+    )
 
 
-def _beyond(seconds: tuple[float, float], hidden: tuple[float, float]) -> tuple[float, float]:
-    """What exceeds the seconds that hide it, forward and backward."""
+def _excess(seconds: tuple[float, float], hidden: tuple[float, float]) -> tuple[float, float]:
+    """Seconds beyond the seconds that hide them, forward and backward."""
     return max(0.0, seconds[0] - hidden[0]), max(0.0, seconds[1] - hidden[1])
 
 
@@ -153,7 +160,7 @@ def host_seconds(w: Workload, hw: Hardware) -> tuple[float, float]:
     """Seconds in which the host launches a block's kernels, forward and backward."""
     if hw.device == "cpu" or w.software.cuda_graphs:
         return 0.0, 0.0
-    used = {
+    features = {
         "block": True,
         "latent attention": w.mixing.module == "latent_attention",
         "experts": w.experts > 0,
@@ -161,7 +168,7 @@ def host_seconds(w: Workload, hw: Hardware) -> tuple[float, float]:
         "tensor parallelism": w.tp > 1,
     }
     compiled = w.compiled and not w.software.launches_alone
-    counts = [OPERATIONS[name][compiled] for name, applies in used.items() if applies]
+    counts = [OPERATIONS[name][compiled] for name, applies in features.items() if applies]
     forward, backward = (float(sum(column)) for column in zip(*counts, strict=True))
     backward += w.recompute.pointwise * forward
     groups = 1 + w.experts_apart
@@ -177,21 +184,21 @@ def host_seconds(w: Workload, hw: Hardware) -> tuple[float, float]:
 def _pointwise_bytes(w: Workload) -> float:
     """Bytes that a compiled block's pointwise kernels read and write in its forward. Counted, in
     elements per token: norms 4 d, and 4 d more where they are on both sides, residual additions
-    5 d, rotary embedding 4 q + 4 kv, gated activation 3 f, and two passes over what latent
-    attention, gates or Gated DeltaNet have besides. Of experts, for each row, also its copies: 2 d
-    to sort it, d to sum it, and 4 d around the exchange.
+    5 d, rotary embedding 4 q + 4 kv, gated activation 3 f, and two passes over further elements of
+    latent attention, gates or Gated DeltaNet. Of experts, for each row, also its copies: 2 d to
+    sort it, d to sum it, and 4 d around the exchange.
     """
     tokens = w.tokens / w.tp
     mixing = w.mixing
-    keys_values = mixing.keys + mixing.values - mixing.copied  # rotated before they are copied
-    heads = 4 * mixing.queries + 2 * keys_values + 2 * mixing.saved
+    keys_values = mixing.keys + mixing.values - mixing.copy_width  # rotated before they are copied
+    heads = 4 * mixing.queries + 2 * keys_values + 2 * mixing.extra_elements
     norms = 4 if w.args.norm_placement == "both" else 0
     outside = w.element * tokens * ((9 + norms) * w.dim + heads)
     if not w.experts:
         return outside + w.element * tokens * 3 * w.ffn
     copies = (3 + 4 * (w.ep > 1)) * w.top_k
     if w.software.fused_dispatch:
-        copies = w.top_k  # the rest is part of the exchange
+        copies = w.top_k  # the others belong to the exchange
     rows = w.element * (copies * w.dim + 3 * w.top_k * w.ffn)
     shared = w.element * 3 * w.args.shared_expert_dim
     return outside + tokens * (rows + shared + ROUTER_MOVED_BYTES_PER_EXPERT * w.experts)
@@ -204,17 +211,17 @@ def _casts(w: Workload, hw: Hardware) -> tuple[float, float]:
     inputs: dict[str, float] = {}
     outputs = 0.0
     for x in eight_bit:
-        alone = x.name[-2:] in ("wo", "w2") or x.name.endswith(("wq_b", "wkv_b", "out_proj"))
-        shared = x.name if alone else x.name.rpartition(".")[0]
+        separate = x.name[-2:] in ("wo", "w2") or x.name.endswith(("wq_b", "wkv_b", "out_proj"))
+        source = x.name if separate else x.name.rpartition(".")[0]
         elements = x.rows * (1 if w.tensorwise and not x.experts else SCALINGS_ROWWISE)
-        inputs[shared] = x.inputs * elements
+        inputs[source] = x.inputs * elements
         outputs += x.outputs * elements
     per_byte = w.tokens / hw.bytes_per_s
-    rounded = sum(inputs.values())
-    forward = CAST_INPUT_BYTES * rounded * per_byte
-    backward = (CAST_GRADIENT_BYTES * outputs + RECAST_INPUT_BYTES * rounded) * per_byte
-    recomputed = forward * sum(x.recomputed for x in eight_bit) / max(1, len(eight_bit))
-    return forward, backward + recomputed
+    elements_read = sum(inputs.values())
+    forward = CAST_INPUT_BYTES * elements_read * per_byte
+    backward = (CAST_GRADIENT_BYTES * outputs + RECAST_INPUT_BYTES * elements_read) * per_byte
+    recompute = forward * sum(x.recompute_share for x in eight_bit) / max(1, len(eight_bit))
+    return forward, backward + recompute
 
 
 def ends_time(w: Workload, hw: Hardware) -> Pass:
@@ -274,16 +281,16 @@ def _products(w: Workload, hw: Hardware, linear: Linear) -> _Products:
     n = linear.outputs
     k = linear.inputs
 
-    def seconds(rows: float, columns: float, inner: float, moved: float) -> float:
+    def seconds(rows: float, columns: float, inner: float, traffic: float) -> float:
         depth = w.element / operand
         computed = hw.product_seconds(rows, columns, inner, rate, depth=depth, products=products)
-        return max(computed, products * moved / hw.bytes_per_s)
+        return max(computed, products * traffic / hw.bytes_per_s)
 
-    left = operand * m * k
-    right = operand * k * n
-    out = w.element * m * n
+    input_bytes = operand * m * k
+    weight_bytes = operand * k * n
+    output_bytes = w.element * m * n
     return _Products(
-        seconds(m, n, k, left + right + out),
-        seconds(m, k, n, operand * m * n + right + w.element * m * k),
-        seconds(k, n, m, operand * m * n + left + w.element * k * n),
+        seconds(m, n, k, input_bytes + weight_bytes + output_bytes),
+        seconds(m, k, n, operand * m * n + weight_bytes + w.element * m * k),
+        seconds(k, n, m, operand * m * n + input_bytes + w.element * k * n),
     )

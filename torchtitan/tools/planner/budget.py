@@ -1,12 +1,12 @@
 """Days and cost of a run when GPUs fail: its goodput and best checkpoint interval.
 
 Failures are independent and equally likely at any time. A run of n GPUs then fails every M = mtbf /
-n on average, and an interval tau of training between checkpoints takes, with repeated work and
+n on average, and an interval tau of training between checkpoints lasts, with repeated work and
 restarts,
 
     M exp((R + W) / M) (exp((tau + d) / M) - 1)
 
-where a save blocks training for d, a checkpoint is complete W after that, and a restart takes R
+where a save blocks training for d, a checkpoint is complete W after that, and a restart lasts R
 (Daly 2006, doi:10.1016/j.future.2004.11.016, eq. 20, with W = 0: work that is trained while a
 checkpoint is written is lost like the time of a restart).
 """
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 
 from torchtitan.tools.planner.memory import GIB
 from torchtitan.tools.planner.predict import Plan
-from torchtitan.tools.planner.render import TrainingRun, rounded, run_of
+from torchtitan.tools.planner.render import TrainingRun, run_of, show_rounded
 from torchtitan.tools.planner.saves import Saves, saves_of
 from torchtitan.utils.wording import plural, show_duration, show_gib, show_percent, show_tokens
 
 
 @dataclass(frozen=True)
 class Failures:
-    """How often GPUs fail, and the cost of a restart."""
+    """The frequency of failures, and the cost of a restart."""
 
     mtbf_hours: float
     """Mean time between failures of one GPU, with its share of everything else that stops a run."""
@@ -62,12 +62,12 @@ def goodput_at(interval: float, saves: Saves, mtbf: float, restart: float) -> fl
     """Goodput with `interval` seconds of training between saves."""
     if (interval + saves.blocked + restart + saves.background) / mtbf > 500:
         return 0.0
-    spent = (
+    duration = (
         math.exp((restart + saves.background) / mtbf)
         * math.expm1((interval + saves.blocked) / mtbf)
         * mtbf
     )
-    return interval / spent
+    return interval / duration
 
 
 def goodput(plan: Plan, failures: Failures) -> Goodput:
@@ -84,14 +84,14 @@ def goodput(plan: Plan, failures: Failures) -> Goodput:
     def share(steps: int) -> float:
         return goodput_at(max(steps * step, saves.background), saves, mtbf, restart)
 
-    configured = checkpoint.interval if checkpoint.enable else None
+    configured_steps = checkpoint.interval if checkpoint.enable else None
     return Goodput(
         mtbf,
         saves,
         steps,
         share(steps),
-        own_steps=configured,
-        own_share=share(configured) if configured else None,
+        own_steps=configured_steps,
+        own_share=share(configured_steps) if configured_steps else None,
     )
 
 
@@ -112,48 +112,48 @@ class Budget:
 def budget_of(
     plan: Plan, tokens: float | None, failures: Failures | None, price: float | None
 ) -> Budget:
-    """Time and cost of training on `tokens`; by default on those of `training.steps`.
+    """Time and cost of training on `tokens`; by default on the tokens of `training.steps`.
 
     Args:
         price: of a GPU-hour.
     """
     run = run_of(plan, tokens)
-    expected = goodput(plan, failures) if failures else None
-    share = expected.share if expected else 1.0
+    estimate = goodput(plan, failures) if failures else None
+    share = estimate.share if estimate else 1.0
     hours = run.hours / share if share else math.inf
     gpu_hours = hours * plan.workload.world
     return Budget(
-        run, expected, hours, gpu_hours, cost=None if price is None else price * gpu_hours
+        run, estimate, hours, gpu_hours, cost=None if price is None else price * gpu_hours
     )
 
 
 def budget_text(budget: Budget, plan: Plan, failures: Failures | None, price: float | None) -> str:
     """A budget for a terminal."""
     lines = []
-    if (expected := budget.goodput) and failures:
-        saves = expected.saves
+    if (goodput := budget.goodput) and failures:
+        saves = goodput.saves
         world = plan.workload.world
-        configured = (
-            f"; {show_percent(100 * expected.own_share)} at checkpoint.interval = "
-            f"{expected.own_steps}"
-            if expected.own_share is not None
+        at_interval = (
+            f"; {show_percent(100 * goodput.own_share)} at checkpoint.interval = "
+            f"{goodput.own_steps}"
+            if goodput.own_share is not None
             else "; the configuration saves nothing (checkpoint.enable = false)"
         )
         lines += [
-            f"Failures: one every {show_duration(expected.mtbf)} on {plural(world, 'GPU')} (each "
+            f"Failures: one every {show_duration(goodput.mtbf)} on {plural(world, 'GPU')} (each "
             f"GPU: {failures.mtbf_hours:,.0f} hours); {failures.restart_minutes:g} minutes to "
             "restart",
             f"Checkpoints of {show_gib(saves.size / GIB)}: each blocks for "
             f"{show_duration(saves.blocked)}, and is complete {show_duration(saves.background)} "
             "later",
-            f"Goodput {show_percent(100 * expected.share)} at the best interval, "
-            f"{plural(expected.interval_steps, 'step')} = "
-            f"{show_duration(expected.interval_steps * plan.time.seconds)}{configured}",
+            f"Goodput {show_percent(100 * goodput.share)} at the best interval, "
+            f"{plural(goodput.interval_steps, 'step')} = "
+            f"{show_duration(goodput.interval_steps * plan.time.seconds)}{at_interval}",
         ]
-    cost = "" if budget.cost is None else f", {rounded(budget.cost)} at {price:g} per GPU-hour"
-    including = " with failures" if budget.goodput else ""
+    cost = "" if budget.cost is None else f", {show_rounded(budget.cost)} at {price:g} per GPU-hour"
+    condition = " with failures" if budget.goodput else ""
     lines.append(
-        f"{show_tokens(budget.run.tokens)} tokens{including}: "
-        f"{show_duration(budget.hours * 3600)}, {rounded(budget.gpu_hours)} GPU-hours{cost}"
+        f"{show_tokens(budget.run.tokens)} tokens{condition}: "
+        f"{show_duration(budget.hours * 3600)}, {show_rounded(budget.gpu_hours)} GPU-hours{cost}"
     )
     return "\n".join(lines)

@@ -24,9 +24,9 @@ _RATES = (
 _HOST = ("step_overhead", "host_launch")
 """Constants of the host's work."""
 _ROUNDS = 20
-_MOST = 3.0
+_MAX_FACTOR = 3.0
 """Factor by which a fit changes a constant at most."""
-_CLOSE = 0.002
+_TOLERANCE = 0.002
 """Relative error of the fitted plan's step at which the fit ends."""
 
 
@@ -34,7 +34,7 @@ _CLOSE = 0.002
 
 
 @dataclass(frozen=True)
-class Measured:
+class RunMeasurements:
     """A run's measurements: medians, and the highest peak of memory."""
 
     folder: Path
@@ -53,7 +53,7 @@ class Measured:
     """Rank 0's; on a CPU, the memory of the whole process."""
 
 
-def read_run(folder: Path) -> Measured:
+def read_run(folder: Path) -> RunMeasurements:
     """The last start of the run in a dump folder, without its first step, which compiles.
 
     Raises:
@@ -68,27 +68,27 @@ def read_run(folder: Path) -> Measured:
         raise UserError(
             f"--from-run: {folder} holds no run that can be read; name a job.dump_folder"
         )
-    later = [
+    measurements = [
         record.values
         for record in records
         if record.step > start.resumed_step + 1
         and (record.values.get("time") or 0.0) >= start.time
         and record.values.get("step_time_s")
     ]
-    if not later:
+    if not measurements:
         raise UserError(
             f"--from-run: {folder} has no measurement after the first step; train longer"
         )
-    return Measured(
+    return RunMeasurements(
         folder,
         start.ranks,
         tuple(start.hosts),
         next(iter(start.devices)),
-        records=len(later),
-        tokens_per_second=median(record["tokens_per_second"] or 0.0 for record in later),
-        step_s=median(record["step_time_s"] or 0.0 for record in later),
-        data_s=median(_seconds_waited(record) for record in later),
-        peak_gib=max(record.get("memory_gib") or 0.0 for record in later),
+        records=len(measurements),
+        tokens_per_second=median(record["tokens_per_second"] or 0.0 for record in measurements),
+        step_s=median(record["step_time_s"] or 0.0 for record in measurements),
+        data_s=median(_seconds_waited(record) for record in measurements),
+        peak_gib=max(record.get("memory_gib") or 0.0 for record in measurements),
     )
 
 
@@ -96,7 +96,7 @@ def _seconds_waited(record: Mapping[str, float | None]) -> float:
     return (record.get("data_loading_pct") or 0.0) / 100 * (record["step_time_s"] or 0.0)
 
 
-def config_flag(run: Measured) -> str:
+def config_flag(run: RunMeasurements) -> str:
     """The flag that names a run's configuration."""
     file = run.folder / CONFIG
     if not file.is_file():
@@ -104,7 +104,7 @@ def config_flag(run: Measured) -> str:
     return f"--job.config_file={file}"
 
 
-def hardware_of(run: Measured) -> str:
+def hardware_of(run: RunMeasurements) -> str:
     """The name of the built-in hardware whose device the run reports, or `cpu`.
 
     Raises:
@@ -129,26 +129,27 @@ class Figure(NamedTuple):
     """A planned figure beside the measured one."""
 
     name: str
-    planned: float | None
+    prediction: float | None
     """None if the plan has no such figure."""
-    measured: float
+    measurement: float
     range: Sequence[float] | None
     """Lowest and highest figure of 90 % of such runs; None if the plan states no range."""
 
     def row(self) -> list[str]:
         """The cells of a table's row; the difference is relative to the plan."""
-        digits = ",.0f" if max(self.planned or 0.0, self.measured) >= 1000 else ".3g"
-        planned, measured = (
-            "-" if value is None else f"{value:{digits}}" for value in (self.planned, self.measured)
+        digits = ",.0f" if max(self.prediction or 0.0, self.measurement) >= 1000 else ".3g"
+        prediction, measurement = (
+            "-" if value is None else f"{value:{digits}}"
+            for value in (self.prediction, self.measurement)
         )
         ends = " to ".join(f"{end:{digits}}" for end in self.range or ())
-        difference = f"{self.measured / self.planned - 1:+.1%}" if self.planned else "-"
-        if self.range and not self.range[0] <= self.measured <= self.range[1]:
+        difference = f"{self.measurement / self.prediction - 1:+.1%}" if self.prediction else "-"
+        if self.range and not self.range[0] <= self.measurement <= self.range[1]:
             difference += ", outside"
-        return [self.name, planned, ends or "-", measured, difference]
+        return [self.name, prediction, ends or "-", measurement, difference]
 
 
-def figures(run: Measured, plan: Plan) -> list[Figure]:
+def figures(run: RunMeasurements, plan: Plan) -> list[Figure]:
     """A run beside its plan. Memory is rank 0's on both sides."""
     step = plan.time.seconds
     steps = plan.time_range(step)
@@ -165,7 +166,7 @@ def figures(run: Measured, plan: Plan) -> list[Figure]:
     ]
 
 
-def comparison_text(run: Measured, plan: Plan) -> str:
+def comparison_text(run: RunMeasurements, plan: Plan) -> str:
     """A run beside its plan, for a terminal."""
     head = f"{run.folder}: median of {plural(run.records, 'record')} on {run.world} x {run.device}"
     rows = [["", "planned", "range", "measured", "difference"]]
@@ -176,14 +177,14 @@ def comparison_text(run: Measured, plan: Plan) -> str:
     return text
 
 
-def comparison_data(run: Measured, plan: Plan) -> dict[str, Any]:
+def comparison_data(run: RunMeasurements, plan: Plan) -> dict[str, Any]:
     """A run beside its plan, for JSON."""
     return {
         "folder": str(run.folder),
         "records": run.records,
         "device": run.device,
         "figures": {
-            figure.name: {"measured": figure.measured, "planned": figure.planned}
+            figure.name: {"measured": figure.measurement, "planned": figure.prediction}
             for figure in figures(run, plan)
         },
     }
@@ -192,30 +193,30 @@ def comparison_data(run: Measured, plan: Plan) -> dict[str, Any]:
 # ---- fit
 
 
-def fit(run: Measured, plan: Plan) -> Hardware:
+def fit(run: RunMeasurements, plan: Plan) -> Hardware:
     """The plan's hardware with rates that make the plan's step as long as the run's.
 
-    All rates and the host's work are scaled alike, since one figure can't tell them apart. Time
+    All rates and the host's work are scaled alike, since one figure can't separate them. Time
     spent waiting for data is excluded.
     """
     seconds = run.step_s - run.data_s
     factor = 1.0
     for _ in range(_ROUNDS):
-        hardware = _faster(plan.hardware, factor)
+        hardware = _scale_rates(plan.hardware, factor)
         ratio = predict(plan.workload, plan.spec, hardware).time.seconds / seconds
-        if abs(ratio - 1) < _CLOSE:
+        if abs(ratio - 1) < _TOLERANCE:
             break
-        factor = min(_MOST, max(1 / _MOST, factor * ratio))
+        factor = min(_MAX_FACTOR, max(1 / _MAX_FACTOR, factor * ratio))
     return hardware
 
 
-def _faster(hardware: Hardware, factor: float) -> Hardware:
+def _scale_rates(hardware: Hardware, factor: float) -> Hardware:
     rates = {name: getattr(hardware, name) * factor for name in _RATES}
     host = {name: getattr(hardware, name) / factor for name in _HOST}
     return hardware.model_copy(update=rates | host)
 
 
-def fitted_file(run: Measured, plan: Plan) -> str:
+def fitted_file(run: RunMeasurements, plan: Plan) -> str:
     """The text of a hardware file whose constants are fitted to the run."""
     source = f"{run.folder}, {run.world} x {run.device}, {plan.config.model.label}"
     return to_table(

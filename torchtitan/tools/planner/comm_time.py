@@ -25,7 +25,7 @@ FUSED_LINK = 0.46
 
 def tensor_parallel_widths(w: Workload) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
     """All-gathers and reduce-scatters of one block and microbatch, forward and backward: the widths
-    of what they move, with how many there are of each.
+    of their tensors, with the number of each.
 
     With sequence parallelism each pass has two of each (Korthikanti et al., arXiv:2205.05198): what
     is gathered in the forward is scattered in the backward. The backward gathers inputs again,
@@ -37,11 +37,11 @@ def tensor_parallel_widths(w: Workload) -> tuple[list[tuple[int, float]], list[t
     networks = 0 if w.experts else 1
     networks += w.experts > 0 and w.args.shared_expert_dim > 0
     results = 1 + networks
-    dropped = 1 if w.compiled and not w.experts else 0
-    scattered = [*w.mixing.gathered, *[d] * networks]
-    gathers = [(width, 2.0) for width in scattered] + [(d, float(results))]
-    scatters = [(width, 1.0) for width in scattered]
-    scatters.append((d, results + (results - dropped) * w.recompute.attention))
+    drops = 1 if w.compiled and not w.experts else 0
+    input_widths = [*w.mixing.gathered_widths, *[d] * networks]
+    gathers = [(width, 2.0) for width in input_widths] + [(d, float(results))]
+    scatters = [(width, 1.0) for width in input_widths]
+    scatters.append((d, results + (results - drops) * w.recompute.attention))
     return gathers, scatters
 
 
@@ -54,18 +54,18 @@ def tensor_parallel(
     share = w.tokens * (w.tp - 1) / w.tp / hw.bandwidth(w.tp, 1)
     gathers, scatters = tensor_parallel_widths(w)
     # Eager collectives copy what they gather or scatter along the sequence of several rows.
-    several = w.tokens * w.cp > w.seq_len
-    copied = 2 * w.tokens / hw.bytes_per_s if several and not w.compiled else 0.0
-    gather = share * (FP8 if w.tensorwise else w.element) + copied * w.element
-    scatter = (share + copied) * w.element
-    results = len(gathers) - len(w.mixing.gathered)
+    has_several_rows = w.tokens * w.cp > w.seq_len
+    copy_seconds = 2 * w.tokens / hw.bytes_per_s if has_several_rows and not w.compiled else 0.0
+    gather = share * (FP8 if w.tensorwise else w.element) + copy_seconds * w.element
+    scatter = (share + copy_seconds) * w.element
+    results = len(gathers) - len(w.mixing.gathered_widths)
     # In the forward each input is gathered and each result scattered once.
     forward = sum(width * gather + hw.tp_sync for width, _ in gathers[:-1])
     forward += results * (w.dim * scatter + hw.tp_sync)
     total = sum(calls * (width * gather + hw.tp_sync) for width, calls in gathers)
     total += sum(calls * (width * scatter + hw.tp_sync) for width, calls in scatters)
     backward = total - forward
-    if w.async_tp:  # what is sent hides behind the products beside it
+    if w.async_tp:  # transfers hide behind the products beside them
         forward -= hw.async_tp * min(forward, products[0])
         backward -= hw.async_tp * min(backward, products[1])
     return forward, backward
@@ -73,16 +73,16 @@ def tensor_parallel(
 
 def heads_exchanged(w: Workload) -> tuple[float, float]:
     """Bytes that a block exchanges in the forward of one microbatch if context parallelism gives
-    each rank whole rows of some heads: what heads read, on the way to their ranks, and their output
-    on its way back.
+    each rank whole rows of some heads: the heads' input, on the way to their ranks, and their
+    output on its way back.
     """
     size = w.element * w.tokens / w.tp
     mixing = w.mixing
-    read = mixing.queries + mixing.keys + mixing.values + mixing.gates
+    heads_read = mixing.queries + mixing.keys + mixing.values + mixing.gates
     if mixing.module == "attention":
         copies = max(1, w.cp * w.tp // w.args.n_kv_heads)
-        read = mixing.queries + copies * (mixing.keys + mixing.values)
-    return size * read, size * mixing.out
+        heads_read = mixing.queries + copies * (mixing.keys + mixing.values)
+    return size * heads_read, size * mixing.out
 
 
 def context_parallel(w: Workload, hw: Hardware, attention: float) -> tuple[float, float]:
@@ -128,8 +128,8 @@ def exchanged_bytes(w: Workload) -> float:
 
 
 def expert_rows(w: Workload, hw: Hardware, shared: tuple[float, float]) -> tuple[float, float]:
-    """Seconds that a block's rows travel, forward and backward, beyond what the products of the
-    shared expert hide of the way to the experts.
+    """Seconds that a block's rows travel, forward and backward, less the way to the experts that
+    the products of the shared expert hide.
 
     Args:
         shared: seconds of those products, forward and backward.
@@ -154,26 +154,26 @@ def _fused_exchange(w: Workload, hw: Hardware, element: int) -> float:
     inside = min(w.ep, hw.gpus_per_node)
     nodes = w.ep // inside
     size = w.tokens / w.tp * w.dim * element
-    reached = _expected_distinct(nodes, w.top_k)
+    target_nodes = _expected_distinct(nodes, w.top_k)
     if w.args.n_expert_groups > 1:
-        reached = min(reached, w.args.expert_groups_per_token)
+        target_nodes = min(target_nodes, w.args.expert_groups_per_token)
     ranks = _expected_distinct(w.ep, w.top_k) * (inside - 1) / inside
     link = size * ranks / (hw.link * hw.link_efficiency * FUSED_LINK)
-    network = size * reached * (nodes - 1) / nodes / (hw.network * hw.network_efficiency)
+    network = size * target_nodes * (nodes - 1) / nodes / (hw.network * hw.network_efficiency)
     return max(link, network) + hw.launch
 
 
-def _expected_distinct(places: int, draws: int) -> float:
-    """Expected number of different places in `draws` draws of one."""
-    return places * (1 - (1 - 1 / places) ** draws)
+def _expected_distinct(count: int, draws: int) -> float:
+    """Expected number of distinct values in `draws` draws of one of `count`."""
+    return count * (1 - (1 - 1 / count) ** draws)
 
 
 def expert_counts(w: Workload, hw: Hardware) -> tuple[float, float]:
-    """Seconds to exchange a block's numbers of rows, forward and backward."""
+    """Seconds to exchange the row counts of a block's experts, forward and backward."""
     if w.ep == 1:
         return 0.0, 0.0
     once = hw.exchange(0.0, w.ep) + HOST_WAIT
-    if w.software.fused_dispatch:  # as a part of the dispatch, and nobody waits
+    if w.software.fused_dispatch:  # within the dispatch, and nobody waits
         return 0.0, 0.0
     return once, (exchanges(w) - 1) * once
 
@@ -190,24 +190,24 @@ def gather_and_reduce(w: Workload, hw: Hardware) -> tuple[float, float, float]:
     Yuan, doi:10.1016/j.jpdc.2008.09.002).
     """
     gather = scatter = reduce = 0.0
-    padded = w.expert_params * w.expert_padding
+    expert_params = w.expert_params * w.expert_padding
     dense = w.block_params - w.expert_params
-    units = [(dense + padded * (not w.experts_apart), w.fsdp, w.tp, w.gathered)]
+    units = [(dense + expert_params * (not w.experts_apart), w.fsdp, w.tp, w.gathered_bytes)]
     if w.experts_apart:
-        units.append((padded, w.efsdp, w.ep, w.element))
-    for params, ranks, stride, gathered in units:
+        units.append((expert_params, w.efsdp, w.ep, w.element))
+    for params, ranks, stride, element_bytes in units:
         if ranks > 1:
             bandwidth = hw.bandwidth(ranks, stride)
             share = (ranks - 1) / ranks
             latency = hw.launch
             if ranks * stride > hw.gpus_per_node:
                 latency = hw.latency * (ranks - 1)
-            gather += params * gathered * share / bandwidth + latency
-            scatter += params * w.reduced * share / bandwidth + latency
+            gather += params * element_bytes * share / bandwidth + latency
+            scatter += params * w.reduced_bytes * share / bandwidth + latency
         if w.dp_replicate > 1:
             replicas = w.dp_replicate
             bandwidth = hw.bandwidth(replicas, w.tp * w.fsdp)
-            reduce += 2 * w.reduced * params / ranks * (replicas - 1) / replicas / bandwidth
+            reduce += 2 * w.reduced_bytes * params / ranks * (replicas - 1) / replicas / bandwidth
     return gather, scatter, reduce
 
 
@@ -217,8 +217,9 @@ def data_parallel(
     """FSDP's communication that compute doesn't hide, and the compute that it slows down.
 
     Blocks are gathered one ahead and reduced one behind (Zhao et al., arXiv:2304.11277), so a block
-    exposes what its neighbour's compute is too short for: one of its kind. So does the output. What
-    nothing precedes or follows is exposed: one block and the embeddings, or all ends in one unit.
+    exposes the time that its neighbour's compute, a block of its kind, is too short to hide. So
+    does the output. Nothing hides the first or the last unit: one block and the embeddings, or all
+    ends in one unit.
 
     Args:
         times: seconds of one block and microbatch of each kind, forward and backward.
@@ -230,10 +231,10 @@ def data_parallel(
             sizes = [size / block.block_params for size in w.ends(stage)]
             first = sizes.pop(0) if stage.has_embedding else 0.0
             ends = first, sum(sizes)
-            seconds = _exposed(block, hw, forward, backward, layers=count, ends=ends)
-            # What precedes the first block and follows the last one is counted for each kind.
-            exposed += seconds.inside + seconds.outside * count / layers
-            hidden += seconds.hidden
+            overlap = _overlap(block, hw, forward, backward, layers=count, ends=ends)
+            # Work before the first block and after the last one is counted for each kind.
+            exposed += overlap.exposed_in_blocks + overlap.exposed_at_ends * count / layers
+            hidden += overlap.hidden
     out = {"communication: dp": exposed}
     if w.fsdp * w.dp_replicate > 1:
         out["slowed by communication"] = hw.overlap_slowdown * hidden
@@ -241,29 +242,29 @@ def data_parallel(
         # Per batch two gathers read from the host; gradients are written to it.
         batches = w.accumulation
         shard = sum(map(w.shard, w.stages_of(stage.rank)))
-        written = 1 if w.sums_whole_gradients else batches
-        out["host memory"] = shard * (w.stored * 2 * batches + FP32 * written) / hw.host_link
+        writes = 1 if w.sums_whole_gradients else batches
+        out["host memory"] = shard * (w.stored_bytes * 2 * batches + FP32 * writes) / hw.host_link
     return out
 
 
-class _Exposed(NamedTuple):
+class _Overlap(NamedTuple):
     """Seconds of the communication of blocks of one kind."""
 
-    inside: float
+    exposed_in_blocks: float
     """Not hidden by the compute of blocks."""
-    outside: float
+    exposed_at_ends: float
     """Of the ends, and of the first block."""
     hidden: float
 
 
-def _exposed(
+def _overlap(
     w: Workload,
     hw: Hardware,
     forward: float,
     backward: float,
     layers: int,
     ends: tuple[float, float],
-) -> _Exposed:
+) -> _Overlap:
     """
     Args:
         forward, backward: seconds of one block and microbatch.
@@ -278,21 +279,21 @@ def _exposed(
     at_ends = gather * (1 + first) + max(0.0, gather * last - forward)
     if w.pipeline is not None:
         # Gathered once per batch, beside its first microbatch; reduced beside its last.
-        inside = in_forward + layers * max(0.0, reduce - backward)
-        return _Exposed(inside * batches, (at_ends + reduce) * batches, 0.0)
+        exposed_in_blocks = in_forward + layers * max(0.0, reduce - backward)
+        return _Overlap(exposed_in_blocks * batches, (at_ends + reduce) * batches, 0.0)
     regather = gather if w.config.parallelism.fsdp_reshard_after_forward != "never" else 0.0
-    early = scatter if w.replicas_apart else reduce
+    early_reduction = scatter if w.replicas_apart else reduce
     if w.sums_whole_gradients:
-        early = 0.0
-    inside = in_forward * batches
-    outside = at_ends * batches
+        early_reduction = 0.0
+    exposed_in_blocks = in_forward * batches
+    exposed_at_ends = at_ends * batches
     hidden = layers * batches * (min(gather, forward) + min(regather, backward))
-    for count, reduced in (batches - 1, early), (1, reduce):
+    for count, reduction in (batches - 1, early_reduction), (1, reduce):
         # The first block's gradients and the embeddings' have no compute left to hide in.
-        inside += count * layers * max(0.0, regather + reduced - backward)
-        outside += count * reduced * (1 + first)
-        hidden += count * layers * min(reduced, backward)
-    return _Exposed(inside, outside, hidden)
+        exposed_in_blocks += count * layers * max(0.0, regather + reduction - backward)
+        exposed_at_ends += count * reduction * (1 + first)
+        hidden += count * layers * min(reduction, backward)
+    return _Overlap(exposed_in_blocks, exposed_at_ends, hidden)
 
 
 def activation_offload(

@@ -1,8 +1,8 @@
 """The performance model: seconds of one training step, by cause.
 
 Blocks and the model's ends (`block_time.py`) add up along the step. Communication is bytes over the
-bandwidth of its ring, less what compute hides (`comm_time.py`). `pipeline_costs.py` has the wait of
-a pipeline's ranks for each other. What depends on the hardware is in `hardware.py`;
+bandwidth of its ring, less the time that compute hides (`comm_time.py`). `pipeline_costs.py` has
+the wait of a pipeline's ranks for each other. Constants of the hardware are in `hardware.py`;
 `docs/internals/plan.md` lists the formulas with their sources.
 """
 
@@ -28,8 +28,8 @@ Not fused: with temporary tensors, an estimate.
 """
 BUBBLE = "pipeline bubble"
 REPEATED = "repeated by a split backward"
-"""Parts of a step's time with a pipeline: ranks wait for each other, and compute twice what a
-schedule splits.
+"""Causes of time with a pipeline: ranks wait for each other, and repeat work that a schedule
+splits.
 """
 
 
@@ -38,24 +38,24 @@ class StepTime:
     """One training step."""
 
     seconds: float
-    parts: Mapping[str, float]
-    """Seconds by what they are spent on, the largest first; they add up to `seconds`. In a
-    pipeline, compute is that of the average rank; what follows the pipeline, that of the slowest.
+    by_cause: Mapping[str, float]
+    """Seconds by their cause, the largest first; they add up to `seconds`. In a pipeline, compute
+    is the average rank's, and the work after the pipeline the slowest rank's.
     """
     tokens_per_second: float
     """Per GPU."""
     host_doubt: float = 0.0
-    """Share by which the step is longer if launches take `HOST_DOUBT` longer."""
+    """Share by which the step is longer if launches last `HOST_DOUBT` longer."""
 
     @property
     def late_host(self) -> float:
         """Share of the step in which the average rank's device waits for the host's launches."""
-        return self.parts.get(LAUNCHES, 0.0) / self.seconds
+        return self.by_cause.get(LAUNCHES, 0.0) / self.seconds
 
     @property
     def bubble(self) -> float:
         """Share of the step that the average rank spends waiting for the pipeline."""
-        return self.parts.get(BUBBLE, 0.0) / self.seconds
+        return self.by_cause.get(BUBBLE, 0.0) / self.seconds
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Passes:
     blocks: Sequence[Pass]
     ends: Pass
 
-    def counted(self, w: Workload) -> Iterator[tuple[Pass, float]]:
-        """Each of them, with how often the average rank runs it in one step."""
+    def run_counts(self, w: Workload) -> Iterator[tuple[Pass, float]]:
+        """Each of them, with the number of times that the average rank runs it in one step."""
         counts = [sum(column) for column in zip(*(stage.kinds for stage in w.stages), strict=True)]
         outputs = sum(stage.has_output for stage in w.stages)
         for work, count in zip([*self.blocks, self.ends], [*counts, outputs], strict=True):
@@ -74,7 +74,7 @@ class Passes:
 
     def seconds(self, w: Workload) -> float:
         """Compute and inner communication of the average rank in one step: less than the step."""
-        return sum(count * (work.forward + work.backward) for work, count in self.counted(w))
+        return sum(count * (work.forward + work.backward) for work, count in self.run_counts(w))
 
 
 def passes(w: Workload, hw: Hardware) -> Passes:
@@ -83,46 +83,46 @@ def passes(w: Workload, hw: Hardware) -> Passes:
 
 def step_time(w: Workload, hw: Hardware) -> StepTime:
     """Time of one step of `w` on `hw`."""
-    known = passes(w, hw)
-    blocks, ends = known.blocks, known.ends
-    parts: defaultdict[str, float] = defaultdict(float)
+    timings = passes(w, hw)
+    blocks, ends = timings.blocks, timings.ends
+    by_cause: defaultdict[str, float] = defaultdict(float)
     slowest = 0
-    doubt = 0.0
-    for work, count in known.counted(w):
-        for part, both in work.parts.items():
-            parts[part] += count * sum(both)
-        doubt += count * work.host_doubt
+    host_doubt = 0.0
+    for work, count in timings.run_counts(w):
+        for cause, directions in work.by_cause.items():
+            by_cause[cause] += count * sum(directions)
+        host_doubt += count * work.host_doubt
     if w.pipeline is not None:
         batch = batch_time(w.pipeline, w.microbatches, _durations(w, blocks, ends), transfer(w, hw))
         slowest = max(range(w.pp), key=batch.busy.__getitem__)
-        repeated = sum(batch.busy) / w.pp * w.accumulation - sum(parts.values())
-        parts[BUBBLE] = batch.bubble * w.accumulation
-        if repeated > 1e-9 * batch.length:  # beyond rounding
-            parts[REPEATED] = repeated
+        repeated_seconds = sum(batch.busy) / w.pp * w.accumulation - sum(by_cause.values())
+        by_cause[BUBBLE] = batch.bubble * w.accumulation
+        if repeated_seconds > 1e-9 * batch.length:  # beyond rounding
+            by_cause[REPEATED] = repeated_seconds
     times = [(block.forward, block.backward) for block in blocks]
     stage = max(w.stages_of(slowest), key=lambda stage: stage.layers)
-    parts |= data_parallel(w, hw, times, stage)
-    parts["activation offload"] = activation_offload(w, hw, times, slowest)
-    parts["optimizer"] = _optimizer(w, hw)
-    parts["host"] = hw.step_overhead
+    by_cause |= data_parallel(w, hw, times, stage)
+    by_cause["activation offload"] = activation_offload(w, hw, times, slowest)
+    by_cause["optimizer"] = _optimizer(w, hw)
+    by_cause["host"] = hw.step_overhead
     nodes = math.ceil(w.world / hw.gpus_per_node)
-    waiting = sum(parts.values()) * hw.node_variation * math.log2(nodes)
-    parts["waiting for the slowest node"] = waiting
-    seconds = sum(parts.values())
-    slowest_first = sorted(parts.items(), key=lambda item: -item[1])
-    ordered = {part: spent for part, spent in slowest_first if spent > 0}
+    waiting = sum(by_cause.values()) * hw.node_variation * math.log2(nodes)
+    by_cause["waiting for the slowest node"] = waiting
+    seconds = sum(by_cause.values())
+    largest_first = sorted(by_cause.items(), key=lambda item: -item[1])
+    ordered = {cause: spend for cause, spend in largest_first if spend > 0}
     speed = w.tokens_per_step / seconds / w.world
-    return StepTime(seconds, ordered, speed, host_doubt=doubt / seconds)
+    return StepTime(seconds, ordered, speed, host_doubt=host_doubt / seconds)
 
 
 # ---- the pipeline
 
 
 def timeline(w: Workload, hw: Hardware) -> Timeline:
-    """One batch of a pipeline as the trainer runs it: when each rank computes what."""
+    """One batch of a pipeline as the trainer runs it: the times of each rank's computations."""
     assert w.pipeline is not None, "a timeline needs a pipeline"
-    known = passes(w, hw)
-    durations = _durations(w, known.blocks, known.ends)
+    timings = passes(w, hw)
+    durations = _durations(w, timings.blocks, timings.ends)
     return simulate(program(w.pipeline, w.microbatches), durations, transfer(w, hw))
 
 
@@ -145,8 +145,8 @@ def _durations(w: Workload, blocks: Sequence[Pass], ends: Pass) -> Callable[[int
             for kind in "FBIW"
         }
 
-    unlike = {stage: seconds(stage) for stage in set(w.stages)}
-    by_stage = [unlike[stage] for stage in w.stages]
+    seconds_of = {stage: seconds(stage) for stage in set(w.stages)}
+    by_stage = [seconds_of[stage] for stage in w.stages]
     return lambda index, kind: by_stage[index][kind]
 
 
@@ -172,38 +172,43 @@ def _optimizer(w: Workload, hw: Hardware) -> float:
     optimizer = w.config.optimizer
     ema = w.config.ema
     shard = max(sum(map(w.shard, w.stages_of(rank))) for rank in w.unlike_ranks)
-    moved: float = ADAMW_BYTES_FUSED if optimizer.implementation == "fused" else ADAMW_BYTES
+    bytes_per_param: float = (
+        ADAMW_BYTES_FUSED if optimizer.implementation == "fused" else ADAMW_BYTES
+    )
     if ema.enable:  # reads weight and average, and writes the average
-        moved += (w.stored + 2 * FP32) / ema.every
+        bytes_per_param += (w.stored_bytes + 2 * FP32) / ema.every
     bandwidth = hw.host_link if w.config.training.enable_cpu_offload else hw.bytes_per_s
-    seconds = shard * moved / bandwidth
+    seconds = shard * bytes_per_param / bandwidth
     if optimizer.name == "Muon":
-        flops = max(_orthogonalized(w, rank) for rank in range(w.pp))
+        flops = max(_orthogonalization_flops(w, rank) for rank in range(w.pp))
         seconds += flops * optimizer.muon_ns_steps / (hw.bf16 * hw.gemm_bf16)
     return seconds
 
 
-def _orthogonalized(w: Workload, rank: int) -> float:
+def _orthogonalization_flops(w: Workload, rank: int) -> float:
     """FLOPs of one of Muon's iterations on a pipeline rank.
 
-    Ranks share the matrices of a shape, or, where gradients are used up in the backward, those of a
-    parameter.
+    Ranks share the matrices of a shape, or, where gradients are used up in the backward, a
+    parameter's matrices.
     """
     flops = 0.0
-    alike: Counter[tuple[float, int]] = Counter()
-    for block, count in w.counted(w.stages_of(rank)):
+    matrices_by_size: Counter[tuple[float, int]] = Counter()
+    for block, count in w.block_counts(w.stages_of(rank)):
         layers = block_layers(block.args, block.kind, block.mixing)
         for layer, x in zip(layers, block.linears, strict=True):
             shards = block.fsdp * (1 if layer.split == "tokens" else block.tp)
             if x.experts:
                 shards = block.efsdp
-            each = _newton_schulz_flops(layer.inputs, layer.outputs)
+            flops_per_matrix = _newton_schulz_flops(layer.inputs, layer.outputs)
             matrices = max(1, x.experts)
             if w.config.optimizer.early_step_in_backward:
-                flops += count * math.ceil(matrices / shards) * each
+                flops += count * math.ceil(matrices / shards) * flops_per_matrix
             else:
-                alike[each, shards] += count * matrices
-    return flops + sum(math.ceil(n / shards) * each for (each, shards), n in alike.items())
+                matrices_by_size[flops_per_matrix, shards] += count * matrices
+    return flops + sum(
+        math.ceil(n / shards) * flops_per_matrix
+        for (flops_per_matrix, shards), n in matrices_by_size.items()
+    )
 
 
 def _newton_schulz_flops(rows: int, columns: int) -> float:

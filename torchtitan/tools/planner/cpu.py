@@ -41,13 +41,13 @@ def describe_cpu() -> str:
 
     bf16, fp32 = (cpu_product_rate(dtype, 1024, _SECONDS) for dtype in ("bfloat16", "float32"))
     q = torch.randn(1, 16, 512, 64)
-    visible = 2 * 512**2 * 16 * 64  # FLOPs of the unmasked half
-    attention = visible / fastest(
+    causal_flops = 2 * 512**2 * 16 * 64  # FLOPs of the unmasked half
+    attention = causal_flops / fastest(
         lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True), _SECONDS
     )
     source = torch.empty(2**27, dtype=torch.uint8)
     target = torch.empty_like(source)
-    moved = 2 * len(source) / fastest(lambda: target.copy_(source), _SECONDS)
+    copy_rate = 2 * len(source) / fastest(lambda: target.copy_(source), _SECONDS)
     return f"""# This machine's CPU, measured.
 [this-machine]
 description = "CPU, measured"
@@ -61,7 +61,7 @@ gemm_fp8 = 1.0
 gemm_ramp = 0.0
 gemm_depth = 0.0
 attention = {attention / fp32:.3f}  # forward
-memory_bandwidth = {moved:.4g}
+memory_bandwidth = {copy_rate:.4g}
 memory_efficiency = 1.0
 gpus_per_node = 1
 reserve_gib = 1.0  # an estimate

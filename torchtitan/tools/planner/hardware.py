@@ -34,8 +34,8 @@ class Hardware(BaseModel):
     """Names that torch reports for the device."""
     device: Literal["cuda", "cpu"] = "cuda"
     capability: tuple[int, int] | None = None
-    """Its compute capability in torch; None if a file doesn't say: then nothing that depends on it
-    is refused.
+    """Its compute capability in torch; None if a file doesn't set it: then nothing that depends on
+    it is refused.
     """
     memory_gib: PositiveFloat
     bf16: PositiveFloat
@@ -43,11 +43,11 @@ class Hardware(BaseModel):
     fp32: PositiveFloat
     memory_bandwidth: PositiveFloat
     link: PositiveFloat = math.inf
-    """Infinite if a file doesn't say; `check_ranks` then refuses to plan for ranks that need it."""
+    """Infinite if a file doesn't set it; `check_ranks` then refuses ranks that need it."""
     network: PositiveFloat = math.inf
     gpus_per_node: PositiveInt
     host_memory_gib: PositiveFloat | None = None
-    """Memory of a host; None if a file doesn't say."""
+    """Memory of a host; None if a file doesn't set it."""
     gpus_per_host: PositiveInt | None = None
     """GPUs that one launcher starts ranks on, if that isn't all of a node's."""
     usual_devices: PositiveInt | None = None
@@ -79,7 +79,7 @@ class Hardware(BaseModel):
 
     @property
     def accelerator(self) -> Accelerator:
-        """What the trainer would ask the device for."""
+        """Facts that the trainer would ask the device for."""
         if self.device == "cpu":
             return Accelerator("a CPU", (0, 0))
         return Accelerator(
@@ -87,18 +87,20 @@ class Hardware(BaseModel):
         )
 
     def check_ranks(self, world: int) -> None:
-        """Check that the rates which `world` ranks communicate at are known.
+        """Check that the hardware has the rates at which `world` ranks communicate.
 
         Raises:
-            ConfigError: they aren't.
+            ConfigError: a rate is infinite.
         """
-        needed = {"link": ("between the GPUs of a node", world > 1 and self.gpus_per_node > 1)}
-        needed["network"] = ("between nodes", world > self.gpus_per_node)
+        requirements = {
+            "link": ("between the GPUs of a node", world > 1 and self.gpus_per_node > 1)
+        }
+        requirements["network"] = ("between nodes", world > self.gpus_per_node)
         problems = [
             f"--hardware: {self.name} has no {key}, the bytes/s of a GPU {where}, which "
             f"{world} ranks need; fill it in"
-            for key, (where, needs) in needed.items()
-            if needs and math.isinf(getattr(self, key))
+            for key, (where, applies) in requirements.items()
+            if applies and math.isinf(getattr(self, key))
         ]
         if problems:
             raise ConfigError(problems)
@@ -132,7 +134,7 @@ class Hardware(BaseModel):
 
         Args:
             rate: FLOP/s that large ones reach.
-            depth: bytes of an activation over those of an operand.
+            depth: bytes of an activation over bytes of an operand.
         """
         result = rows * columns + self.gemm_ramp / products
         return 2 * products * result * (inner + self.gemm_depth * depth) / rate
@@ -158,8 +160,8 @@ class Hardware(BaseModel):
     def exchange(self, size: float, ranks: int) -> float:
         """Seconds of an all-to-all among adjacent ranks, each sending `size` bytes in equal parts.
 
-        What stays within the node takes the link, the rest at the same time the rank's own network
-        port.
+        Bytes that stay within the node use the link; the others, at the same time, the rank's own
+        network port.
         """
         inside = min(ranks, self.gpus_per_node)
         link = size * (inside - 1) / ranks / (self.link * self.link_efficiency)
@@ -203,7 +205,9 @@ def load_hardware(path: Path = FILE) -> dict[str, Hardware]:
 
 def hardware_with(device: str) -> Hardware | None:
     """The built-in hardware whose device torch reports by this name."""
-    return next((each for each in load_hardware().values() if device in each.device_names), None)
+    return next(
+        (hardware for hardware in load_hardware().values() if device in hardware.device_names), None
+    )
 
 
 def find_hardware(name: str) -> Hardware:
@@ -213,29 +217,29 @@ def find_hardware(name: str) -> Hardware:
         ConfigError: there is none.
     """
     if name.endswith(".toml"):
-        described = load_hardware(Path(name))
-        if not described:
+        tables = load_hardware(Path(name))
+        if not tables:
             raise ConfigError([f"--hardware: {name} describes no hardware"])
-        return next(iter(described.values()))
-    known = load_hardware()
-    if name not in known:
-        matches = [other for other in known if other.startswith(name.lower())]
+        return next(iter(tables.values()))
+    by_name = load_hardware()
+    if name not in by_name:
+        matches = [other for other in by_name if other.startswith(name.lower())]
         hint = (
             f"; did you mean {' or '.join(matches)}?"
             if name and matches
-            else did_you_mean(name.lower(), known)
+            else did_you_mean(name.lower(), by_name)
         )
         raise ConfigError(
             [
-                f"--hardware: no hardware {name!r} (there is {', '.join(known)}, or a "
+                f"--hardware: no hardware {name!r} (there is {', '.join(by_name)}, or a "
                 f"TOML file){hint}"
             ]
         )
-    return known[name]
+    return by_name[name]
 
 
 def to_table(name: str, hardware: Hardware, base: Hardware, source: str) -> str:
-    """A hardware file in which the constants that differ from those of `base` are marked.
+    """A hardware file that marks the constants that differ from `base`'s.
 
     Args:
         source: of the constants that differ.

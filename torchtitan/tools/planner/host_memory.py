@@ -1,21 +1,26 @@
-"""Memory of the host that a rank takes, in closed form, by part."""
+"""Host memory that a rank needs, in closed form, by category."""
 
 from torchtitan.tools.planner.memory import GIB, offloaded_bytes, state_bytes
 from torchtitan.tools.planner.pipeline_costs import in_flight
 from torchtitan.tools.planner.workload import Workload
 
-HOST_PARTS = ("copies for saves", "parameters, gradients, optimizer", "activations", "data workers")
+HOST_CATEGORIES = (
+    "copies for saves",
+    "parameters, gradients, optimizer",
+    "activations",
+    "data workers",
+)
 WORKER_BYTES = 0.25 * GIB
 """Resident memory of a process that has imported torch and the loader, measured without CUDA."""
 
 
 def host_memory(w: Workload) -> dict[str, float]:
-    """Bytes of host memory that a rank takes, of `HOST_PARTS`: the pipeline rank that needs most.
+    """Bytes of each of `HOST_CATEGORIES`, of the pipeline rank that needs most.
 
     Saves in the background keep the copy of their state from one save to the next.
     """
     return max(
-        (_host_memory(w, rank) for rank in range(w.pp)), key=lambda parts: sum(parts.values())
+        (_host_memory(w, rank) for rank in range(w.pp)), key=lambda sizes: sum(sizes.values())
     )
 
 
@@ -23,18 +28,21 @@ def _host_memory(w: Workload, pp_rank: int) -> dict[str, float]:
     config = w.config
     state = state_bytes(w, w.stages_of(pp_rank))
     saves = config.checkpoint.enable and not config.checkpoint.load_only
-    copied = saves and config.checkpoint.async_mode != "disabled"
+    copies = saves and config.checkpoint.async_mode != "disabled"
     if w.pipeline is None:
-        activations = offloaded_bytes(w.counted(w.stages))
+        activations = offloaded_bytes(w.block_counts(w.stages))
     else:
         activations = max(
-            sum(n * offloaded_bytes(w.counted([w.stages[i]])) for i, n in m.microbatches.items())
+            sum(
+                n * offloaded_bytes(w.block_counts([w.stages[i]]))
+                for i, n in m.microbatches.items()
+            )
             for m in in_flight(w.pipeline, w.microbatches, pp_rank)
         )
     sizes = (
-        copied * (state["parameters"] + state["optimizer"]),
+        copies * (state["parameters"] + state["optimizer"]),
         config.training.enable_cpu_offload * sum(state.values()),
         activations,
         config.training.dataloader.num_workers * WORKER_BYTES,
     )
-    return {part: size for part, size in zip(HOST_PARTS, sizes, strict=True) if size}
+    return {name: size for name, size in zip(HOST_CATEGORIES, sizes, strict=True) if size}

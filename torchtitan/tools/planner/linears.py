@@ -38,7 +38,7 @@ class Linear:
     outputs: int
     eight_bit: bool
     """The operands are rounded to 8 bits."""
-    recomputed: float
+    recompute_share: float
     """Share of the blocks whose backward recomputes it."""
     rows: float = 1.0
     """Rows that it multiplies per token."""
@@ -46,7 +46,7 @@ class Linear:
     """Number of weights of a grouped product; 0: not a grouped product."""
     fp32: bool = False
     """The layer computes in fp32, whatever the type of the activations."""
-    saved: bool = False
+    keeps_result: bool = False
     """Checkpointing by operation saves the result."""
 
     @property
@@ -76,25 +76,25 @@ def block_linears(
     tp = degrees["tp"]
     ep = degrees["ep"]
     ac = config.activation_checkpoint
-    forced = ac.per_op_sac_force_recompute_mm_shapes_by_fqns
+    forced_patterns = ac.per_op_sac_force_recompute_mm_shapes_by_fqns
     share = recompute_of(ac).products
-    counted = 0
+    products = 0
     for layer in block_layers(args, kind, mixing):
         name = layer.name
         if name in ("moe.shared.w1", "moe.experts.w1") and (tp > 1 or ep > 1):
-            counted = 0  # a region of its own
-        saveable = layer.split in ("experts", "tokens") or not names_any(forced, name)
-        counted += saveable
-        saved = selects_operations(ac) and saveable and counted % 2 == 1
-        # The result isn't needed by gradients: the compiler drops it.
-        unused = name == "feed_forward.w2" and compiles_blocks(config)
+            products = 0  # a separate region
+        saveable = layer.split in ("experts", "tokens") or not names_any(forced_patterns, name)
+        products += saveable
+        every_second = selects_operations(ac) and saveable and products % 2 == 1
+        # No gradient needs this result: the compiler drops it.
+        dropped = name == "feed_forward.w2" and compiles_blocks(config)
         linear = Linear(
             name,
             layer.inputs,
             layer.outputs,
             eight_bit=False,
-            recomputed=0.0 if saved or unused else share,
-            saved=saved and not unused,
+            recompute_share=0.0 if every_second or dropped else share,
+            keeps_result=every_second and not dropped,
         )
         if layer.split == "experts":
             yield replace(
@@ -120,7 +120,7 @@ def recompute_of(ac: ActivationCheckpoint) -> Recompute:
     if ac.mode == "full":
         return Recompute(1.0, 1.0, 1.0)
     if selects_operations(ac):
-        return Recompute(1.0, 0.0, 1.0)  # products: those that aren't kept, see `block_linears`
+        return Recompute(1.0, 0.0, 1.0)  # products that aren't kept, see `block_linears`
     if ac.mode == "selective":
         share = 1 / int(ac.selective_ac_option)
         return Recompute(share, share, share)
@@ -139,8 +139,8 @@ def in_eight_bits(config: Config, name: str, inputs: int, outputs: int) -> bool:
     filters = linear.float8.filter_fqns if float8 else linear.mx.filter_fqns
     multiple = FLOAT8_MULTIPLE if float8 else MX_MULTIPLE
     multiple *= config.parallelism.tensor_parallel_degree
-    excluded = any(pattern in name for pattern in filters if pattern != SMALL_LAYERS)
-    if excluded or inputs % multiple or outputs % multiple:
+    is_excluded = any(pattern in name for pattern in filters if pattern != SMALL_LAYERS)
+    if is_excluded or inputs % multiple or outputs % multiple:
         return False
     if not float8 or SMALL_LAYERS not in filters:
         return True

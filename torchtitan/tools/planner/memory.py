@@ -1,4 +1,4 @@
-"""Peak memory in closed form, by part: what the allocator reserves on each pipeline rank.
+"""Peak memory that the allocator reserves on each pipeline rank, in closed form, by category.
 
 The caching allocator keeps a pool for each stream, and FSDP's streams can't use what the compute
 stream has freed, so parts that peak at different times still add up.
@@ -28,7 +28,7 @@ from torchtitan.tools.planner.stages import PlannedStage
 from torchtitan.tools.planner.workload import BYTES, FP32, Workload
 
 GIB = 2**30
-PARTS = (
+CATEGORIES = (
     "parameters",
     "gradients",
     "optimizer",
@@ -56,8 +56,9 @@ logits, fp32 logits, softmax and gradient less what is freed by then; sharding t
 one more copy in fp32. As traced.
 """
 LOGIT_HOLE_BYTES = {"compiled": 2, "compiled, sharded": 0, "eager": 2, "eager, sharded": 4}
-"""Bytes per logit that the allocator holds and nothing fits into. Adjusted. That of a compiled loss
-is in published runs only: neither inductor's code for an H100 nor the replayed allocator has it.
+"""Bytes per logit that the allocator holds and nothing fits into. Adjusted. A compiled loss
+has such holes in published runs only: neither inductor's code for an H100 nor the replayed
+allocator has them.
 """
 CHUNK_GRADIENT_BYTES = 8
 """Bytes per parameter of the output projection with a chunked loss: the sum of its gradient in fp32
@@ -77,7 +78,7 @@ COMPILED_PIPELINE_BUFFERS = 2
 """
 
 
-Counted = Sequence[tuple[Workload, int]]
+BlockCounts = Sequence[tuple[Workload, int]]
 """Kinds of blocks of a stage, with how many there are of each."""
 
 
@@ -85,13 +86,13 @@ Counted = Sequence[tuple[Workload, int]]
 class Memory:
     """One pipeline rank's peak."""
 
-    parts: Mapping[str, float]
-    """Bytes by part, `PARTS`."""
+    by_category: Mapping[str, float]
+    """Bytes of each of `CATEGORIES`."""
 
     @property
     def reserved(self) -> float:
-        """Bytes that the allocator takes from the device."""
-        return sum(self.parts.values())
+        """Bytes that the allocator reserves on the device."""
+        return sum(self.by_category.values())
 
 
 def predict_memory(w: Workload) -> Memory:
@@ -102,11 +103,11 @@ def predict_memory(w: Workload) -> Memory:
 def memory_of(w: Workload, pp_rank: int) -> Memory:
     """Peak of one pipeline rank, with all its stages."""
     stages = w.stages_of(pp_rank)
-    blocks = w.counted(stages)
+    blocks = w.block_counts(stages)
     state = {} if w.config.training.enable_cpu_offload else state_bytes(w, stages)
     logits, hole = _logits(w) if any(stage.has_output for stage in stages) else (0.0, 0.0)
     working = max((working_bytes(b) * b.tokens + expert_gradients(b) for b, _ in blocks), default=0)
-    parts = state | {
+    sizes = state | {
         "activations": max(0.0, working - logits),
         "logits": logits,
         "other": LIBRARY_BYTES + hole,
@@ -115,74 +116,76 @@ def memory_of(w: Workload, pp_rank: int) -> Memory:
         more = _whole_model(w, blocks, state.get("gradients", 0.0))
     else:
         more = _pipeline_rank(w, pp_rank, blocks, working)
-    return Memory({part: parts.get(part, 0.0) + more.get(part, 0.0) for part in PARTS})
+    return Memory({name: sizes.get(name, 0.0) + more.get(name, 0.0) for name in CATEGORIES})
 
 
-def _whole_model(w: Workload, blocks: Counted, gradients: float) -> dict[str, float]:
-    """What a model without a pipeline takes beside its state, logits and working set.
+def _whole_model(w: Workload, blocks: BlockCounts, gradients: float) -> dict[str, float]:
+    """Bytes that a model without a pipeline needs beside its state, logits and working set.
 
     Args:
         gradients: bytes of the state's.
     """
     (model,) = w.stages
-    parts = {"activations": _summed(saved_bytes, blocks) - offloaded_bytes(blocks)}
-    parts["activations"] += _in_transit_bytes(blocks)
+    sizes = {"activations": _block_total(saved_bytes, blocks) - offloaded_bytes(blocks)}
+    sizes["activations"] += _in_transit_bytes(blocks)
     largest = sorted((b.block_params for b, count in blocks for _ in range(count)), reverse=True)
     ends = [w.element * size for size in w.ends(model)]
     never = w.config.parallelism.fsdp_reshard_after_forward == "never"
     gathered = sum(largest) if never else sum(largest[:PREFETCHED_BLOCKS])
     # The output's weight stays for the backward; embeddings aren't needed there.
-    unsharded = sum(ends if never else ends[-1:]) + w.gathered * gathered
-    parts["unsharded"] = 0.0 if w.stays_whole else unsharded
-    parts["communication"] = 0.0
+    unsharded = sum(ends if never else ends[-1:]) + w.gathered_bytes * gathered
+    sizes["unsharded"] = 0.0 if w.stays_whole else unsharded
+    sizes["communication"] = 0.0
     kinds = [block for block, _ in blocks]
     if w.fsdp > 1 or any(block.experts_apart for block in kinds):
         gathers = [max(map(_gather_buffers, kinds)), *ends]
-        # What the root gathers itself is not freed before a block is gathered.
+        # The root's gathered weights are not freed before a block is gathered.
         most = sum(gathers) if len(ends) == 1 else max(gathers)
-        parts["communication"] = most + max(map(_reduced_bytes, kinds))
+        sizes["communication"] = most + max(map(_reduced_bytes, kinds))
     whole_gradients = FP32 * w.params(model)
     if w.sums_whole_gradients and gradients < whole_gradients:
-        parts["unsharded"] += whole_gradients
+        sizes["unsharded"] += whole_gradients
     elif w.accumulation > 1 and w.replicas_apart and not gradients:
-        parts["communication"] += FP32 * w.shard(model)
-    return parts
+        sizes["communication"] += FP32 * w.shard(model)
+    return sizes
 
 
-def _pipeline_rank(w: Workload, pp_rank: int, blocks: Counted, working: float) -> dict[str, float]:
-    """What the stages of a pipeline rank take beside their state, logits and working set.
+def _pipeline_rank(
+    w: Workload, pp_rank: int, blocks: BlockCounts, working: float
+) -> dict[str, float]:
+    """Bytes that a pipeline rank's stages need beside their state, logits and working set.
 
     Args:
         working: bytes of a block's working set.
     """
     stages = w.stages_of(pp_rank)
     activations, transfers = pipeline_bytes(w, pp_rank)
-    parts = {"activations": activations, "communication": transfers}
+    sizes = {"activations": activations, "communication": transfers}
     if any(stage.has_output for stage in stages):
-        parts["logits"] = _waiting_losses(w, pp_rank)
+        sizes["logits"] = _waiting_losses(w, pp_rank)
     if not w.stays_whole:  # gradients are summed over the microbatches before they are reduced
         params = sum(count * block.block_params for block, count in blocks)
         ends = sum(sum(w.ends(stage)) for stage in stages)
-        parts["unsharded"] = w.gathered * params + w.element * ends + FP32 * (params + ends)
+        sizes["unsharded"] = w.gathered_bytes * params + w.element * ends + FP32 * (params + ends)
     block_params = max((block.block_params for block, _ in blocks), default=0)
     buffers = FP32
     if w.compiled:
-        buffers += COMPILED_PIPELINE_BUFFERS * (w.gathered + FP32)
-        parts["other"] = working * COMPILED_PIPELINE_HOLES
-    parts["communication"] += buffers * block_params * (w.fsdp > 1)
-    return parts
+        buffers += COMPILED_PIPELINE_BUFFERS * (w.gathered_bytes + FP32)
+        sizes["other"] = working * COMPILED_PIPELINE_HOLES
+    sizes["communication"] += buffers * block_params * (w.fsdp > 1)
+    return sizes
 
 
 def _gather_buffers(w: Workload) -> float:
     """Bytes of the buffers in which blocks' weights are gathered."""
     padded = w.expert_params * w.expert_padding
-    return GATHER_COPIES * w.gathered * (w.block_params - w.expert_params + padded)
+    return GATHER_COPIES * w.gathered_bytes * (w.block_params - w.expert_params + padded)
 
 
 def _reduced_bytes(w: Workload) -> float:
     """Bytes of a block's reduced gradients."""
     dense = w.block_params - w.expert_params
-    return w.reduced * (dense / w.fsdp + w.expert_params * w.expert_padding / w.efsdp)
+    return w.reduced_bytes * (dense / w.fsdp + w.expert_params * w.expert_padding / w.efsdp)
 
 
 def state_bytes(w: Workload, stages: Sequence[PlannedStage]) -> dict[str, float]:
@@ -191,14 +194,14 @@ def state_bytes(w: Workload, stages: Sequence[PlannedStage]) -> dict[str, float]
     shard = sum(map(w.shard, stages))
     moments = 2 * shard
     if optimizer.name == "Muon":  # one moment for a block's matrices, AdamW's two for the rest
-        for block, count in w.counted(stages):
+        for block, count in w.block_counts(stages):
             matrices = sum(
                 x.params / (block.efsdp / block.expert_padding if x.experts else block.fsdp)
                 for x in block.linears
             )
             moments -= count * matrices
     return {
-        "parameters": w.stored * shard,
+        "parameters": w.stored_bytes * shard,
         "gradients": 0.0 if optimizer.early_step_in_backward else FP32 * shard,
         "optimizer": BYTES[optimizer.state_dtype] * moments + FP32 * shard * w.config.ema.enable,
     }
@@ -212,8 +215,8 @@ def hidden_bytes(w: Workload) -> float:
 
 
 def pipeline_bytes(w: Workload, pp_rank: int) -> tuple[float, float]:
-    """Activations of the microbatches that the schedule keeps at a time, and what is then received
-    ahead or sent.
+    """Activations of the microbatches that the schedule keeps at a time, and the transfers that are
+    then received ahead or being sent.
 
     A stage keeps its output too.
     """
@@ -225,36 +228,38 @@ def pipeline_bytes(w: Workload, pp_rank: int) -> tuple[float, float]:
 
 def _moment_bytes(w: Workload, moment: InFlight) -> float:
     """Activations that are in flight at a moment."""
-    activations = recomputed = transit = 0.0
+    activations = recomputed = transit_bytes = 0.0
     for stage, count in moment.microbatches.items():
-        per_microbatch, copied = _stage_bytes(w, w.stages[stage])
+        per_microbatch, in_transit = _stage_bytes(w, w.stages[stage])
         activations += count * per_microbatch
-        transit = max(transit, copied)
+        transit_bytes = max(transit_bytes, in_transit)
         if postponed := moment.postponed.get(stage, 0):
-            blocks = w.counted([w.stages[stage]])
-            activations += postponed * _summed(postponed_bytes, blocks)
+            blocks = w.block_counts([w.stages[stage]])
+            activations += postponed * _block_total(postponed_bytes, blocks)
             if not w.compiled:
-                again = _summed(lambda b: b.recompute.pointwise * block_bytes(b), blocks)
-                recomputed = max(recomputed, RECOMPUTED_COPIES * again)
-    return transit + activations + recomputed
+                recompute_bytes = _block_total(
+                    lambda b: b.recompute.pointwise * block_bytes(b), blocks
+                )
+                recomputed = max(recomputed, RECOMPUTED_COPIES * recompute_bytes)
+    return transit_bytes + activations + recomputed
 
 
 @lru_cache(maxsize=64)  # a rank's stages are mostly alike
 def _stage_bytes(w: Workload, stage: PlannedStage) -> tuple[float, float]:
-    """Bytes of one microbatch that a stage keeps, with its output, and those in transit."""
-    blocks = w.counted([stage])
-    on_device = _summed(saved_bytes, blocks) - offloaded_bytes(blocks) + hidden_bytes(w)
+    """Bytes of one microbatch that a stage keeps, with its output, and bytes in transit."""
+    blocks = w.block_counts([stage])
+    on_device = _block_total(saved_bytes, blocks) - offloaded_bytes(blocks) + hidden_bytes(w)
     return on_device, _in_transit_bytes(blocks)
 
 
-def _summed(per_token: Callable[[Workload], float], blocks: Counted) -> float:
+def _block_total(per_token: Callable[[Workload], float], blocks: BlockCounts) -> float:
     """Bytes of one microbatch in all blocks of a stage."""
     return sum(count * per_token(block) * block.tokens for block, count in blocks)
 
 
 def _waiting_losses(w: Workload, pp_rank: int) -> float:
-    """What the losses of all microbatches but one keep for their backward: in breadth-first
-    schedules, and those that split it.
+    """Bytes that the losses of all microbatches but one keep for their backward: in breadth-first
+    schedules, and in schedules that split it.
 
     A chunked loss keeps gradients of hidden states and output weight, a compiled one logits, an
     eager one log-softmax.
@@ -265,20 +270,20 @@ def _waiting_losses(w: Workload, pp_rank: int) -> float:
     if w.config.training.loss_chunks > 1:
         most = max(moment.microbatches[last] for moment in moments)
         return (most - 1) * (hidden_bytes(w) + w.element * w.vocab_params)
-    # After the backward of the hidden states, the gradient of the logits waits for that of the
-    # weight.
+    # After the backward of the hidden states, the gradient of the logits waits for the
+    # weight's.
     logits = w.tokens * w.vocab / (w.tp if w.sharded_loss else 1)
     loss = w.element if w.loss_compiled else FP32
     bytes_per_logit = 0
     for moment in moments:
-        postponed = moment.postponed.get(last, 0)
-        waiting = max(0, moment.microbatches[last] - postponed - 1)
-        bytes_per_logit = max(bytes_per_logit, waiting * loss + postponed * w.element)
+        postponed_losses = moment.postponed.get(last, 0)
+        open_losses = max(0, moment.microbatches[last] - postponed_losses - 1)
+        bytes_per_logit = max(bytes_per_logit, open_losses * loss + postponed_losses * w.element)
     return logits * bytes_per_logit
 
 
-def _offloaded(blocks: Counted) -> tuple[int, float]:
-    """How many of a stage's blocks are offloaded, and the bytes of one of average size."""
+def _offloaded(blocks: BlockCounts) -> tuple[int, float]:
+    """Number of a stage's offloaded blocks, and the bytes of one of average size."""
     layers = sum(count for _, count in blocks)
     if not layers:
         return 0, 0.0
@@ -287,13 +292,13 @@ def _offloaded(blocks: Counted) -> tuple[int, float]:
     return offloaded_blocks(ac, layers), mean
 
 
-def offloaded_bytes(blocks: Counted) -> float:
+def offloaded_bytes(blocks: BlockCounts) -> float:
     """Bytes of one microbatch that a stage keeps in host memory."""
     count, size = _offloaded(blocks)
     return count * size
 
 
-def _in_transit_bytes(blocks: Counted) -> float:
+def _in_transit_bytes(blocks: BlockCounts) -> float:
     """Bytes of offloaded blocks still on the device: the current one and the one being copied."""
     count, size = _offloaded(blocks)
     return min(2, count) * size
@@ -302,7 +307,7 @@ def _in_transit_bytes(blocks: Counted) -> float:
 def _logits(w: Workload) -> tuple[float, float]:
     """Bytes of logits, loss and their gradients, and of the holes they leave in the allocator."""
     chunks = w.config.training.loss_chunks
-    kind = ("compiled" if w.loss_compiled else "eager") + ", sharded" * w.sharded_loss
+    variant = ("compiled" if w.loss_compiled else "eager") + ", sharded" * w.sharded_loss
     logits = w.tokens * w.vocab / (w.tp if w.sharded_loss else 1) / chunks
     more = 4 if w.config.training.z_loss else 0  # fp32 logits, kept for its backward
     weight = CHUNK_GRADIENT_BYTES * w.vocab_params if chunks > 1 else 0
@@ -310,6 +315,6 @@ def _logits(w: Workload) -> tuple[float, float]:
     # gathers left holes.
     hidden = w.element * w.dim * w.tokens / chunks if w.tp > 1 else 0
     return (
-        (LOGIT_BYTES[kind] + more) * logits + weight + hidden,
-        LOGIT_HOLE_BYTES[kind] * logits + (0 if w.async_tp else hidden),
+        (LOGIT_BYTES[variant] + more) * logits + weight + hidden,
+        LOGIT_HOLE_BYTES[variant] * logits + (0 if w.async_tp else hidden),
     )

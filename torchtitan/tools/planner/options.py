@@ -83,13 +83,13 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="find the best layouts of this model and batch, and plan the first",
     )
-    varied = "; ".join(f"{name}: {text}" for name, text in AXES.items())
+    axes = "; ".join(f"{name}: {text}" for name, text in AXES.items())
     add(
         "--axes",
         type=_axes,
         default=(),
         metavar="NAME,...",
-        help=f"what else --search varies. {varied}",
+        help=f"what else --search varies. {axes}",
     )
     add(
         "--compare",
@@ -127,8 +127,8 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Na
     """This command's options, and the configuration's flags."""
     options, flags = parse_args(parser, argv)
     files = len(options.compare or ()) + bool(options.config)
-    configured = options.config or options.world or options.search or options.compare
-    refused = {
+    has_config = options.config or options.world or options.search or options.compare
+    conflicts = {
         "--compare needs two TOML files": options.compare and files != 2,
         "--mtbf and --storage need each other: what a failure costs depends on how long a save "
         "takes": bool(options.mtbf) != bool(options.storage),
@@ -136,22 +136,22 @@ def parse(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Na
         "--days chooses the number of GPUs; drop it, or --world": options.days
         and (options.world or options.from_run),
         "--from-run takes the configuration and the number of ranks from the run; drop them and "
-        "--search": options.from_run and configured,
+        "--search": options.from_run and has_config,
         "--output needs --from-run: a hardware file is fitted to a run": options.output
         and not options.from_run,
     }
-    for message, applies in refused.items():
+    for message, applies in conflicts.items():
         if applies:
             parser.error(message)
     if options.compare and not options.config:
         flags = [f"--job.config_file={options.compare[0]}", *flags]
-    if not options.from_run and (missing := list(_missing(options, flags))):
-        parser.error("name\n" + "\n".join(f"  {line}" for line in missing))
+    if not options.from_run and (gaps := list(_gaps(options, flags))):
+        parser.error("name\n" + "\n".join(f"  {line}" for line in gaps))
     return options, flags
 
 
-def _missing(options: argparse.Namespace, flags: list[str]) -> Iterator[str]:
-    """What a plan needs and the command line doesn't say, with the choices."""
+def _gaps(options: argparse.Namespace, flags: list[str]) -> Iterator[str]:
+    """Options that a plan needs and the command line lacks, with the choices."""
     if not flags:
         yield (
             f"CONFIG.toml: one of {', '.join(shipped_configs())}, a file, or a Hugging Face folder "

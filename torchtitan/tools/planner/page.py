@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.tools.planner.advice import RECOMPUTE_NOTHING, RECOMPUTE_OPERATIONS
-from torchtitan.tools.planner.axes import applied, read
+from torchtitan.tools.planner.axes import apply_settings, read
 from torchtitan.tools.planner.costs import timeline
 from torchtitan.tools.planner.pipeline_timeline import Timeline
 from torchtitan.tools.planner.predict import Plan, replan
@@ -18,7 +18,7 @@ _NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backwa
 _PALER = 0.4
 """Share of white added to the color from one of a rank's stages to the next."""
 _LEGIBLE = 16
-"""Pixels that the number of a microbatch takes."""
+"""Width in pixels of a microbatch's number."""
 _SMALLEST = 3.0
 """Height in pixels of the smallest numbers drawn; an image can be enlarged."""
 _ROW = 22
@@ -34,24 +34,24 @@ def page(data: dict[str, Any]) -> str:
 
 
 def pictures(plan: Plan, proposals: Sequence[Plan] = ()) -> dict[str, Any]:
-    """Pictures beside the plan's data: the schedule, other numbers of ranks, what doesn't fit.
+    """Pictures beside the plan's data: the schedule, other numbers of ranks, misfits.
 
     Args:
         proposals: of a search.
     """
     too_large = [summary(larger) for proposal in proposals for larger in _too_large(proposal)]
-    drawn: dict[str, Any] = {"scaling": _scaling(plan), "too_large": too_large}
+    images: dict[str, Any] = {"scaling": _scaling(plan), "too_large": too_large}
     if plan.workload.pipeline:
-        drawn["schedule_svg"] = schedule_svg(plan, legible=True)
-    return drawn
+        images["schedule_svg"] = schedule_svg(plan, legible=True)
+    return images
 
 
 def _too_large(proposal: Plan) -> Iterator[Plan]:
     """The proposal with less recomputation or twice the rows at a time, where that doesn't fit."""
     rows = {"training.local_batch_size": 2 * proposal.config.training.local_batch_size}
     for settings in (RECOMPUTE_NOTHING, RECOMPUTE_OPERATIONS, rows):
-        larger = replan(proposal, applied(proposal.config, settings))
-        # those of twice the memory would be far outside of the chart
+        larger = replan(proposal, apply_settings(proposal.config, settings))
+        # plans of twice the memory would be far outside of the chart
         if larger and not larger.fits and larger.peak_gib < 2 * larger.hardware.usable_gib:
             yield larger
 
@@ -61,10 +61,10 @@ def _scaling(plan: Plan) -> list[dict[str, Any]]:
     keys = ("parallelism.data_parallel_shard_degree", "training.global_batch_size")
     out = []
     for scale in _SCALES:
-        scaled = {key: read(plan.config, key) * scale for key in keys}
-        if all(value.is_integer() for value in scaled.values()):
-            whole = {key: int(value) for key, value in scaled.items()}
-            if other := replan(plan, applied(plan.config, whole)):
+        values = {key: read(plan.config, key) * scale for key in keys}
+        if all(value.is_integer() for value in values.values()):
+            settings = {key: int(value) for key, value in values.items()}
+            if other := replan(plan, apply_settings(plan.config, settings)):
                 out.append(summary(other))
     return out
 
@@ -77,19 +77,19 @@ def schedule_svg(plan: Plan, width: float = 960, *, legible: bool = False) -> st
 
     Args:
         width: in pixels.
-        legible: as wide as it takes to number every computation, if that is more than `width`.
+        legible: wide enough to number every computation, if that is more than `width`.
     """
     batch = timeline(plan.workload, plan.hardware)
-    left = 56
-    below = 26
+    margin = 56
+    legend_height = 26
     rows = len(batch.busy)
-    scale = (width - left) / batch.length
+    scale = (width - margin) / batch.length
     if legible:
         scale = max(
             scale, _LEGIBLE / min(end - begin for _, _, begin, end in batch.events if end > begin)
         )
-        width = left + batch.length * scale
-    size = f'viewBox="0 0 {width:.0f} {rows * _ROW + below}"'
+        width = margin + batch.length * scale
+    size = f'viewBox="0 0 {width:.0f} {rows * _ROW + legend_height}"'
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="10">'
     ]
@@ -97,11 +97,11 @@ def schedule_svg(plan: Plan, width: float = 960, *, legible: bool = False) -> st
         y = rank * _ROW
         out.append(f'<text class="rank" x="0" y="{y + 15}" fill="#888">rank {rank}</text>')
         out.append(
-            f'<rect class="bubble" x="{left}" y="{y + 2}" width="{width - left - 0.5:.2f}" '
+            f'<rect class="bubble" x="{margin}" y="{y + 2}" width="{width - margin - 0.5:.2f}" '
             f'height="{_ROW - 4}" fill="#fff" stroke="#8886" stroke-width="0.6"/>'
         )
     for rank, action, begin, end in sorted(batch.events, key=lambda event: (event[0], event[2])):
-        x = left + begin * scale
+        x = margin + begin * scale
         w = (end - begin) * scale
         fill, ink = _fill(action.kind, action.stage // rows)
         y = rank * _ROW + 2
@@ -119,15 +119,15 @@ def schedule_svg(plan: Plan, width: float = 960, *, legible: bool = False) -> st
                 f'font-size="{text:.1f}" fill="{ink}" pointer-events="none">'
                 f"{action.microbatch}</text>"
             )
-    out += _legend(batch, plan.time.bubble, left, y=rows * _ROW + 8, width=width)
+    out += _legend(batch, plan.time.bubble, margin, y=rows * _ROW + 8, width=width)
     return "\n".join([*out, "</svg>", ""])
 
 
-def _legend(batch: Timeline, bubble: float, left: int, *, y: int, width: float) -> list[str]:
+def _legend(batch: Timeline, bubble: float, margin: int, *, y: int, width: float) -> list[str]:
     kinds = {action.kind for _, action, _, _ in batch.events}
     out = ['<g class="legend">']
     for i, kind in enumerate(kind for kind in _COLORS if kind in kinds):
-        x = left + i * 130
+        x = margin + i * 130
         out.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{_COLORS[kind]}"/>')
         out.append(f'<text x="{x + 16}" y="{y + 10}" fill="#888">{_NAMES[kind]}</text>')
     summary = f"{batch.length:.3g} s; bubble {bubble:.1%} of the step"

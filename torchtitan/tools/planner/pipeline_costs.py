@@ -1,4 +1,4 @@
-"""The cost of a pipeline's schedule in closed form: how long ranks wait, and what they keep.
+"""The cost of a pipeline's schedule in closed form: the wait of its ranks, and their activations.
 
 p ranks with v stages each run m microbatches. A schedule from a file is executed instead. Tests
 hold the formulas to the orders of computations that the trainer runs.
@@ -18,7 +18,7 @@ class InFlight:
     """The activations that a rank keeps at a moment that can need the most memory."""
 
     microbatches: dict[int, int]
-    """Microbatches by stage that wait for their backward, or the rest of it."""
+    """Microbatches by stage that wait for their backward, or for its end."""
     transfers: int
     """Hidden states and gradients that are received ahead, or being sent."""
     postponed: dict[int, int] = field(default_factory=dict)
@@ -63,7 +63,7 @@ def in_flight(pipeline: PipelinePlan, microbatches: int, rank: int) -> list[InFl
             for chunk in range(v)
         ]
     moments = [InFlight(dict(zip(stages, counts, strict=True)), transfers, postponed)]
-    if pipeline.schedule == "ZBVZeroBubble" and rank:  # the batch's end, when weights are left
+    if pipeline.schedule == "ZBVZeroBubble" and rank:  # the batch's end: only weights wait
         first, second = stages
         waiting = {first: min(m, rank + 1), second: min(m, rank)}
         unfinished = {first: min(m, p), second: min(m, rank)}
@@ -71,7 +71,9 @@ def in_flight(pipeline: PipelinePlan, microbatches: int, rank: int) -> list[InFl
     return moments
 
 
-def _in_flight_of_file(pipeline: PipelinePlan, microbatches: int, rank: int, sent: int) -> InFlight:
+def _in_flight_of_file(
+    pipeline: PipelinePlan, microbatches: int, rank: int, transfers: int
+) -> InFlight:
     """The moment of a file's order with the most microbatches, then the most of them postponed."""
     unfinished = dict.fromkeys(pipeline.stages_of(rank), 0)
     postponed = dict.fromkeys(unfinished, 0)
@@ -85,7 +87,7 @@ def _in_flight_of_file(pipeline: PipelinePlan, microbatches: int, rank: int, sen
             postponed[action.stage] += (action.kind == "I") - (action.kind == "W")
         unfinished[action.stage] -= action.kind in "BW"
     _, _, most, waiting = max(moments, key=lambda moment: moment[:2])
-    return InFlight(most, sent, waiting)
+    return InFlight(most, transfers, waiting)
 
 
 @dataclass(frozen=True)
@@ -124,15 +126,15 @@ def batch_time(
     p = max(pipeline.ranks) + 1
     m = microbatches
     count = len(pipeline.ranks)
-    whole = [duration(stage, "F") + duration(stage, "B") for stage in range(count)]
+    stage_seconds = [duration(stage, "F") + duration(stage, "B") for stage in range(count)]
     share = _split_share(pipeline.schedule, p, m)
     if share:
         for stage in range(1, count):  # no stage waits for the first one's inputs: it isn't split
-            split = duration(stage, "I") + duration(stage, "W")
-            whole[stage] += share * (split - duration(stage, "B"))
+            split_seconds = duration(stage, "I") + duration(stage, "W")
+            stage_seconds[stage] += share * (split_seconds - duration(stage, "B"))
     busy = [0.0] * p
     for stage, rank in enumerate(pipeline.ranks):
-        busy[rank] += m * whole[stage]
+        busy[rank] += m * stage_seconds[stage]
     hops = 2.0 * (count - 1)
     if SCHEDULES[pipeline.schedule or "1F1B"].splits_backward:
         waits = [_wait_of_split(pipeline.schedule, duration, stage) for stage in range(1, count)]

@@ -1,7 +1,7 @@
 """The timeline of a pipeline schedule: for its picture, and for a schedule from a file.
 
-The orders of computations are those that the trainer runs: this project's 1F1B, torch's for every
-other name, or those of a CSV file.
+The trainer runs the same orders of computations: this project's 1F1B, torch's for every other
+name, or a CSV file's.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from torchtitan.parallel.pipeline.split import PipelinePlan
 
 
 class Program:
-    """Each rank's computations for one batch, in order, and what the order alone implies."""
+    """Each rank's computations for one batch, in order, and their dependencies."""
 
     def __init__(self, orders: Sequence[Sequence[Action]], ranks: Sequence[int]):
         """
@@ -24,7 +24,7 @@ class Program:
             ranks: of each stage.
         """
         self.ranks = ranks
-        self.communicating = orders
+        self.orders_with_transfers = orders
         self.orders = tuple(
             tuple(action for action in order if action.kind in "FBIW") for order in orders
         )
@@ -37,7 +37,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each rank computes what, in seconds from the start of the batch."""
+    """Each rank's computations, in seconds from the start of the batch."""
 
     events: tuple[tuple[int, Action, float, float], ...]
     """(rank, computation, begin, end)."""
@@ -106,9 +106,9 @@ def simulate(program: Program, duration: Callable[[int, str], float], transfer: 
         begin = clock[rank]
         if source >= 0:
             begin = max(begin, events[source][3] + (transfer if remote else 0.0))
-        took = seconds(action.stage, action.kind)
-        busy[rank] += took
-        clock[rank] = begin + took
+        length = seconds(action.stage, action.kind)
+        busy[rank] += length
+        clock[rank] = begin + length
         events.append((rank, action, begin, clock[rank]))
     return Timeline(tuple(events), tuple(busy), max(clock))
 

@@ -28,8 +28,8 @@ _FILES = (
     *("validation.dataset_path", "checkpoint.initial_load_path"),
 )
 """Keys of files that the cluster may have alone."""
-_PLANNED = ("parallelism", "activation_checkpoint", "training.local_batch_size")
-"""Sections and keys that a plan chooses, beside those of `--axes`."""
+_LAYOUT_KEYS = ("parallelism", "activation_checkpoint", "training.local_batch_size")
+"""Sections and keys that a plan chooses, beside the keys of `--axes`."""
 
 
 def make_plan(argv: list[str], world: int, hardware: Hardware) -> Plan:
@@ -54,10 +54,12 @@ def _plan_of(loaded: LoadedConfig, world: int, hardware: Hardware) -> Plan:
 
 
 def _preflight(resolved: Resolved, world: int, hardware: Hardware) -> tuple[Setup, list[str]]:
-    """What a configuration names, checked for this hardware, and notes on what is missing here."""
-    here, notes = without_missing_files(resolved.config)
+    """The model, tokenizer and files of a configuration, checked for this hardware, and notes on
+    files that this machine lacks.
+    """
+    local, notes = without_missing_files(resolved.config)
     setup = preflight(
-        here,
+        local,
         whole=resolved.config,
         world=world,
         sources=resolved.sources,
@@ -69,16 +71,16 @@ def _preflight(resolved: Resolved, world: int, hardware: Hardware) -> tuple[Setu
 
 def plan_of_stages(config: Config, setup: Setup, hardware: Hardware) -> Plan:
     """The plan of a run by the closed forms. Rows may become longer, so each stage of the data is a
-    workload of its own: the speed is the first stage's, the memory that of the stage that needs
-    most, the time that of all.
+    separate workload: the speed is the first stage's, the memory the stage's that needs most, the
+    time the sum of all stages'.
     """
-    staged = stages_of(config)
-    shapes = {(stage.training.seq_len, stage.training.local_batch_size) for stage in staged}
+    stages = stages_of(config)
+    shapes = {(stage.training.seq_len, stage.training.local_batch_size) for stage in stages}
     if len(shapes) == 1:
-        staged = [config]
+        stages = [config]
     plans = [
         predict(Workload(stage, setup.args_of(i), setup.stages), setup.spec, hardware)
-        for i, stage in enumerate(staged)
+        for i, stage in enumerate(stages)
     ]
     first = plans[0]
     if len(plans) == 1:
@@ -87,20 +89,20 @@ def plan_of_stages(config: Config, setup: Setup, hardware: Hardware) -> Plan:
     last = config.training.steps + 1
     begins = [min(step, last) for step in (*first_steps, last)]
     steps = [after - begin for begin, after in itertools.pairwise(begins)]
-    whole = dataclasses.replace(first, stages=tuple(zip(steps, plans, strict=True)))
-    tightest = whole.tightest
+    run_plan = dataclasses.replace(first, stages=tuple(zip(steps, plans, strict=True)))
+    tightest = run_plan.tightest
     notes = _stage_notes(first_steps, plans, tightest)
-    return dataclasses.replace(whole, memory=tightest.memory).noting(notes)
+    return dataclasses.replace(run_plan, memory=tightest.memory).noting(notes)
 
 
 def _stage_notes(steps: list[int], plans: list[Plan], tightest: Plan) -> Iterator[str]:
     for step, plan in zip(steps, plans, strict=True):
         t = plan.config.training
-        which = "; the memory above is this stage's" if plan is tightest else ""
+        suffix = "; the memory above is this stage's" if plan is tightest else ""
         yield (
             f"from step {step:,}: {t.global_batch_size} x {t.seq_len} tokens per step, "
             f"{plural(t.local_batch_size, 'row')} per rank: {show_gib(plan.peak_gib)}, "
-            f"{show_rate(plan.tokens_per_second)} tokens/s per GPU{which}"
+            f"{show_rate(plan.tokens_per_second)} tokens/s per GPU{suffix}"
         )
 
 
@@ -197,7 +199,7 @@ def without_missing_files(config: Config) -> tuple[Config, list[str]]:
 def planned_toml(plan: Plan, argv: list[str]) -> str:
     """The configuration of `argv` with the plan's layout, batch and checkpointing, as TOML."""
     config = load_config(argv).config
-    for key in (*_PLANNED, *KEYS):
+    for key in (*_LAYOUT_KEYS, *KEYS):
         config = replace(config, key, read(plan.config, key))
     return (
         f"# {config.model.label} on {plan.workload.world} x "

@@ -46,7 +46,7 @@ class Plan:
 
     @property
     def layout(self) -> dict[str, int]:
-        """Degree of each mesh axis; of a mixture of experts, also that of expert parallelism."""
+        """Degree of each mesh axis, and, for a mixture of experts, of expert parallelism."""
         return (layout_degrees if self.workload.experts else axis_degrees)(self.config.parallelism)
 
     @property
@@ -61,9 +61,11 @@ class Plan:
 
     @property
     def host_gib(self) -> dict[str, float]:
-        """Host memory that the ranks of one host take, by what for."""
+        """Host memory that the ranks of one host need, by category."""
         ranks = min(self.workload.world, self.hardware.devices_per_host)
-        return {part: ranks * size / GIB for part, size in host_memory(self.workload).items()}
+        return {
+            category: ranks * size / GIB for category, size in host_memory(self.workload).items()
+        }
 
     @property
     def speed_band(self) -> float:
@@ -73,10 +75,10 @@ class Plan:
     @property
     def speed_range(self) -> tuple[float, float]:
         """Tokens/s per GPU between which 90 % of such plans are."""
-        return _ends(self.tokens_per_second, self.speed_band)
+        return _range(self.tokens_per_second, self.speed_band)
 
     def time_range(self, duration: float) -> tuple[float, float]:
-        """What `duration` at this plan's speed becomes at the ends of `speed_range`."""
+        """`duration`, which is at this plan's speed, at the ends of `speed_range`."""
         return duration / (1 + self.speed_band), duration / (1 - self.speed_band)
 
     @property
@@ -87,7 +89,7 @@ class Plan:
     @property
     def peak_range(self) -> tuple[float, float]:
         """GiB between which 90 % of such plans' peaks are."""
-        return _ends(self.peak_gib, self.memory_band)
+        return _range(self.peak_gib, self.memory_band)
 
     @property
     def chance_to_fit(self) -> float:
@@ -111,7 +113,7 @@ class Plan:
     @property
     def mfu_range(self) -> tuple[float, float] | None:
         """MFU between which 90 % of such plans are."""
-        return None if self.mfu is None else _ends(self.mfu, self.speed_band)
+        return None if self.mfu is None else _range(self.mfu, self.speed_band)
 
     @property
     def checkpointing(self) -> str:
@@ -137,7 +139,7 @@ class Plan:
         return replace(self, notes=(*self.notes, *notes))
 
 
-def _ends(figure: float, band: float) -> tuple[float, float]:
+def _range(figure: float, band: float) -> tuple[float, float]:
     return figure * (1 - band), figure * (1 + band)
 
 
@@ -176,7 +178,7 @@ def predict(workload: Workload, spec: ModelSpec, hardware: Hardware) -> Plan:
             "time and memory"
         )
     time = step_time(workload, hardware)
-    if time.late_host > NOTED_HOST:
+    if time.late_host > LATE_HOST_NOTE:
         share = show_percent(100 * time.late_host)
         cure = "use a larger batch" if workload.compiled else "compile, or use a larger batch"
         notes.append(
@@ -216,8 +218,8 @@ SPEED_DEVIATIONS = {
     "experts": 0.115,
 }
 """Relative standard deviation of throughput that a feature adds."""
-NOTED_HOST = 0.05
-"""Share of a step in which the device waits for launches from which a note says so."""
+LATE_HOST_NOTE = 0.05
+"""Share of a step that the device waits for launches from which a note reports it."""
 WIDTH = 1.81
 """Deviations of a band on either side."""
 MEMORY_BAND = 0.06
@@ -227,7 +229,7 @@ MEMORY_BAND_PIPELINE = 0.12
 
 def features(w: Workload, hw: Hardware) -> list[str]:
     """The keys of `SPEED_DEVIATIONS` that apply to a workload."""
-    used = {
+    conditions = {
         "every run": True,
         "scaled hardware": not hw.fitted,
         "tp": w.tp > 1,
@@ -237,7 +239,7 @@ def features(w: Workload, hw: Hardware) -> list[str]:
         "8 bits": w.float8 or w.mx,
         "experts": w.experts > 0,
     }
-    return [name for name, applies in used.items() if applies]
+    return [name for name, applies in conditions.items() if applies]
 
 
 def speed_band(w: Workload, hw: Hardware, time: StepTime | None = None) -> float:
@@ -246,8 +248,8 @@ def speed_band(w: Workload, hw: Hardware, time: StepTime | None = None) -> float
     Args:
         time: of the plan; None: as if the host were never late.
     """
-    known = [SPEED_DEVIATIONS[name] for name in features(w, hw)]
-    return WIDTH * math.hypot(*known, time.host_doubt if time else 0.0)
+    deviations = [SPEED_DEVIATIONS[name] for name in features(w, hw)]
+    return WIDTH * math.hypot(*deviations, time.host_doubt if time else 0.0)
 
 
 def memory_band(w: Workload) -> float:

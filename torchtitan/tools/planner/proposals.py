@@ -1,7 +1,6 @@
 """Chooses layouts to propose: unbeaten in speed, memory and simplicity, and distinct.
 
-Speeds are compared by the low ends of their bands, so a layout that is predicted less surely must
-be faster.
+Speeds are compared by the low ends of their bands, so a layout with a wider band must be faster.
 """
 
 import dataclasses
@@ -11,22 +10,22 @@ from operator import attrgetter
 
 from torchtitan.config.derive import layout_degrees, layout_name
 from torchtitan.config.sections.schema import Config
-from torchtitan.tools.planner.axes import burdens
+from torchtitan.tools.planner.axes import added_complexity
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.workload import Workload
 from torchtitan.utils.wording import show_rate
 
 ALIKE = 0.98
-"""Relative speed from which two layouts count as equally fast: the model can't tell them apart."""
+"""Relative speed from which two layouts are equally fast: the model can't resolve more."""
 _LESS_MEMORY = 0.9
 """Relative memory below which a layout is worth showing for it."""
-_SHOWN = 6
-_OF_OTHER_KINDS = 2
+_MAX_PROPOSALS = 6
+_MAX_OTHER_KINDS = 2
 """Layouts shown beyond the frontier, since they stress another part of the hardware."""
-_OTHER_KIND = 0.9
+_OTHER_KIND_SPEED = 0.9
 """Relative speed from which such a layout is shown."""
 WORTHWHILE = 0.6
-"""Relative speed below which a layout isn't shown, however little memory it takes."""
+"""Relative speed below which a layout isn't shown, however little memory it needs."""
 FILE_LAYOUT = "this file's own layout"
 
 
@@ -65,13 +64,13 @@ class Candidate:
         )
 
 
-def complexity(config: Config, original: Config) -> int:
-    """Axes with more than one rank, of which a pipeline counts twice, and what `axes.py` adds."""
+def complexity_of(config: Config, original: Config) -> int:
+    """Axes with more than one rank, a pipeline twice, and the complexity that `axes.py` adds."""
     degrees = layout_degrees(config.parallelism)
     return (
         sum(degree > 1 for degree in degrees.values())
         + (degrees["pp"] > 1)
-        + burdens(config, original)
+        + added_complexity(config, original)
     )
 
 
@@ -93,7 +92,7 @@ class Frontier:
         if (
             self._leads(candidate)
             and not self.only_best
-            and candidate.speed >= _OTHER_KIND * self.speed
+            and candidate.speed >= _OTHER_KIND_SPEED * self.speed
         ):
             return True
         worthwhile = candidate.low >= (ALIKE if self.only_best else WORTHWHILE) * self.low
@@ -110,56 +109,58 @@ class Frontier:
 
     def _leads(self, candidate: Candidate) -> bool:
         """Whether a candidate is the fastest of its kind."""
-        known = self.kinds.get(candidate.kind)
-        return known is None or candidate.speed > known.speed
+        fastest = self.kinds.get(candidate.kind)
+        return fastest is None or candidate.speed > fastest.speed
 
 
 def propose(frontier: Frontier) -> list[tuple[Candidate, str]]:
     """Candidates to show, each with a reason; first the simplest of the fastest."""
-    chosen: list[tuple[Candidate, str]] = []
+    picks: list[tuple[Candidate, str]] = []
     candidates = sorted(
         (c for c in frontier.all if c.low >= WORTHWHILE * frontier.low), key=lambda c: -c.low
     )
     fastest = candidates[:1]
-    while candidates and len(chosen) < _SHOWN:
-        alike = [c for c in candidates if c.low >= candidates[0].low * ALIKE]
-        pick = min(alike, key=lambda c: (c.complexity, -c.low, c.gib))
-        chosen.append((pick, _why(pick, [c for c, _ in chosen], fastest[0])))
+    while candidates and len(picks) < _MAX_PROPOSALS:
+        as_fast = [c for c in candidates if c.low >= candidates[0].low * ALIKE]
+        pick = min(as_fast, key=lambda c: (c.complexity, -c.low, c.gib))
+        picks.append((pick, _why(pick, [c for c, _ in picks], fastest[0])))
         candidates = [
             c
             for c in candidates
             if c.gib < _LESS_MEMORY * pick.gib or c.complexity < pick.complexity
         ]
-    chosen[1:] = sorted(chosen[1:], key=lambda entry: -entry[0].low)
-    shown = {c.kind for c, _ in chosen}
+    picks[1:] = sorted(picks[1:], key=lambda entry: -entry[0].low)
+    kinds = {c.kind for c, _ in picks}
     others = sorted(
-        (c for kind, c in frontier.kinds.items() if kind not in shown), key=lambda c: -c.speed
+        (c for kind, c in frontier.kinds.items() if kind not in kinds), key=lambda c: -c.speed
     )
-    for other in [c for c in others if c.speed >= _OTHER_KIND * frontier.speed][:_OF_OTHER_KINDS]:
-        chosen.append((other, f"the fastest with {' x '.join(other.kind) or 'one rank'}"))
-    return chosen
+    for other in [c for c in others if c.speed >= _OTHER_KIND_SPEED * frontier.speed][
+        :_MAX_OTHER_KINDS
+    ]:
+        picks.append((other, f"the fastest with {' x '.join(other.kind) or 'one rank'}"))
+    return picks
 
 
-def _why(pick: Candidate, before: Sequence[Candidate], fastest: Candidate) -> str:
-    if not before:
+def _why(pick: Candidate, earlier: Sequence[Candidate], fastest: Candidate) -> str:
+    if not earlier:
         if pick is fastest:
             return "the fastest"
         return (
             f"the simplest within {1 - ALIKE:.0%} of the fastest (at least "
             f"{show_rate(fastest.low)} tokens/s)"
         )
-    first = before[0]
-    lost = 1 - pick.low / first.low
-    price = f"for {lost:.0%} of the speed" if lost >= 0.01 else "at the same speed"
+    first = earlier[0]
+    slowdown = 1 - pick.low / first.low
+    price = f"for {slowdown:.0%} of the speed" if slowdown >= 0.01 else "at the same speed"
     less = f"{first.gib - pick.gib:.0f} GiB less"
-    smaller = pick.gib < _LESS_MEMORY * min(c.gib for c in before)
-    simpler = pick.complexity < min(c.complexity for c in before)
+    smaller = pick.gib < _LESS_MEMORY * min(c.gib for c in earlier)
+    simpler = pick.complexity < min(c.complexity for c in earlier)
     if smaller or simpler:
         return f"{' and '.join([less] * smaller + ['simpler'] * simpler)} {price}"
-    as_small = [c for c in before if pick.gib >= _LESS_MEMORY * c.gib][-1]
+    rival = [c for c in earlier if pick.gib >= _LESS_MEMORY * c.gib][-1]
     return (
         f"{less} {price}, and simpler than "
-        f"{layout_name(layout_degrees(as_small.workload.config.parallelism))}"
+        f"{layout_name(layout_degrees(rival.workload.config.parallelism))}"
     )
 
 
@@ -167,10 +168,9 @@ def with_baseline(proposals: list[Proposal], baseline: Plan) -> list[Proposal]:
     """The proposals with the configuration's own layout among them: marked, or as the last."""
     for i, proposal in enumerate(proposals):
         if _is_same(proposal.plan, baseline):
-            marked = dataclasses.replace(
-                proposal, why=f"{proposal.why}; {FILE_LAYOUT}", baseline=True
-            )
-            return [*proposals[:i], marked, *proposals[i + 1 :]]
+            why = f"{proposal.why}; {FILE_LAYOUT}"
+            own_layout = dataclasses.replace(proposal, why=why, baseline=True)
+            return [*proposals[:i], own_layout, *proposals[i + 1 :]]
     return [*proposals, Proposal(baseline, FILE_LAYOUT, baseline=True)]
 
 

@@ -1,4 +1,4 @@
-"""What a plan says: as text for a terminal, and as data for JSON and the page."""
+"""A plan as text for a terminal, and as data for JSON and the page."""
 
 import math
 import textwrap
@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan.config.derive import layout_name
 from torchtitan.tools.planner.advice import advice, largest_costs, show_settings
 from torchtitan.tools.planner.axes import changes
-from torchtitan.tools.planner.memory import GIB, PARTS
+from torchtitan.tools.planner.memory import CATEGORIES, GIB
 from torchtitan.tools.planner.predict import Plan
 from torchtitan.tools.planner.search import SearchResult
 from torchtitan.utils.wording import (
@@ -37,7 +37,7 @@ class TrainingRun:
 
 
 def run_of(plan: Plan, tokens: float | None = None) -> TrainingRun:
-    """The run that trains on `tokens`; by default on those of `training.steps`."""
+    """The run that trains on `tokens`; by default on the tokens of `training.steps`."""
     stages = plan.stages or ((plan.config.training.steps, plan),)
     if tokens is not None:
         stages = ((tokens / plan.workload.tokens_per_step, plan),)
@@ -61,11 +61,11 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
     """The plan for a terminal.
 
     Args:
-        tokens: to train on, for time and GPU-hours. Default: those of `training.steps`.
+        tokens: to train on, for time and GPU-hours. Default: the tokens of `training.steps`.
     """
-    advised: list[str] = []
+    advice_lines: list[str] = []
     if not plan.fits:
-        advised = advice(plan.tightest.config, plan.spec, plan.workload.world).splitlines()
+        advice_lines = advice(plan.tightest.config, plan.spec, plan.workload.world).splitlines()
     return "\n".join(
         [
             *_heading(plan),
@@ -79,8 +79,8 @@ def as_text(plan: Plan, tokens: float | None = None) -> str:
             "",
             "Largest costs:",
             *_cost_lines(plan),
-            *map(_wrapped, advised),
-            *(_wrapped(f"note: {note}") for note in plan.notes),
+            *map(_wrap, advice_lines),
+            *(_wrap(f"note: {note}") for note in plan.notes),
         ]
     )
 
@@ -96,7 +96,7 @@ def _heading(plan: Plan) -> list[str]:
     gpus = f"{w.world} x {plan.hardware.name} ({plural(_nodes(plan), 'node')})"
     return [
         f"{plan.config.model.label} on {gpus}: {layout_name(plan.layout)}",
-        _wrapped(
+        _wrap(
             f"  {t.global_batch_size} x {w.seq_len} tokens per step; "
             f"{plural(t.local_batch_size, 'row')} per rank{batches}{pipeline}; activation "
             f"checkpointing {plan.checkpointing}"
@@ -105,15 +105,19 @@ def _heading(plan: Plan) -> list[str]:
 
 
 def _memory_table(plan: Plan) -> str:
-    """GiB by part. Consecutive pipeline ranks with the same figures share a line."""
+    """GiB by category. Consecutive pipeline ranks with the same figures share a line."""
     usable = plan.hardware.usable_gib
-    parts = ["comm" if part == "communication" else part for part in PARTS]
-    rows = [["pp", *parts, "peak", "headroom"]]
+    names = ["comm" if name == "communication" else name for name in CATEGORIES]
+    rows = [["pp", *names, "peak", "headroom"]]
     for rank, memory in enumerate(plan.memory):
         peak = memory.reserved / GIB
         cells = [
             f"{gib:.1f}"
-            for gib in (*(memory.parts[part] / GIB for part in PARTS), peak, usable - peak)
+            for gib in (
+                *(memory.by_category[name] / GIB for name in CATEGORIES),
+                peak,
+                usable - peak,
+            )
         ]
         if rows[-1][1:] == cells:
             rows[-1][0] = f"{rows[-1][0].split('-')[0]}-{rank}"
@@ -129,16 +133,16 @@ def _memory_table(plan: Plan) -> str:
 
 def _host_line(plan: Plan) -> list[str]:
     """GiB of a host's memory, if the run keeps anything there."""
-    parts = plan.host_gib
-    total = sum(parts.values())
+    sizes = plan.host_gib
+    total = sum(sizes.values())
     if not total:
         return []
-    known = plan.hardware.host_memory_gib
+    limit = plan.hardware.host_memory_gib
     verdict = ""
-    if known is not None:
-        verdict = f" {'fits in' if total < known else 'DOES NOT FIT in'} {known:,.0f};"
-    listed = ", ".join(f"{part} {gib:,.1f}" for part, gib in parts.items())
-    return [_wrapped(f"Host memory, GiB per host:{verdict} {total:,.1f} ({listed})")]
+    if limit is not None:
+        verdict = f" {'fits in' if total < limit else 'DOES NOT FIT in'} {limit:,.0f};"
+    by_category = ", ".join(f"{name} {gib:,.1f}" for name, gib in sizes.items())
+    return [_wrap(f"Host memory, GiB per host:{verdict} {total:,.1f} ({by_category})")]
 
 
 def _step_line(plan: Plan) -> str:
@@ -151,21 +155,21 @@ def _step_line(plan: Plan) -> str:
     if plan.mfu and plan.mfu_range:
         figures.append(f"MFU {_percent(plan.mfu)} ({_between(plan.mfu_range, _percent)})")
     bubble = f"; bubble {_percent(plan.time.bubble)} of the step" if plan.schedule else ""
-    return _wrapped(", ".join(figures) + bubble)
+    return _wrap(", ".join(figures) + bubble)
 
 
 def _run_line(plan: Plan, run: TrainingRun) -> str:
     return (
         f"{show_tokens(run.tokens)} tokens: {plural(round(run.steps), 'step')}, "
-        f"{show_duration(run.hours * 3600)}, {rounded(run.gpu_hours)} GPU-hours "
-        f"({_between(plan.time_range(run.gpu_hours), rounded)})"
+        f"{show_duration(run.hours * 3600)}, {show_rounded(run.gpu_hours)} GPU-hours "
+        f"({_between(plan.time_range(run.gpu_hours), show_rounded)})"
     )
 
 
 def _cost_lines(plan: Plan) -> list[str]:
     lines = []
     for cost in largest_costs(plan):
-        lines.append(f"  {cost.share:4.0%}  {cost.part}")
+        lines.append(f"  {cost.share:4.0%}  {cost.cause}")
         for change in cost.changes:
             fit = "" if change.after.fits else ", DOES NOT FIT"
             effect = f"{change.gain:+.0%} speed, {show_gib(change.after.peak_gib)}{fit}"
@@ -177,7 +181,7 @@ def _cost_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def _wrapped(text: str) -> str:
+def _wrap(text: str) -> str:
     indent = " " * (len(text) - len(text.lstrip()))
     return textwrap.fill(text, _WIDTH, subsequent_indent=f"{indent}  ", break_long_words=False)
 
@@ -190,9 +194,9 @@ def search_table(result: SearchResult) -> str:
     for proposal in result.best:
         plan = proposal.plan
         w = plan.workload
-        changed = changes(plan.config, original.plan.config)
-        settings = ", ".join(f"{key} {value}" for key, value in changed.items())
-        reasons.append(_wrapped(f"  {proposal.why}{f' ({settings})' if settings else ''}"))
+        axis_settings = changes(plan.config, original.plan.config)
+        settings = ", ".join(f"{key} {value}" for key, value in axis_settings.items())
+        reasons.append(_wrap(f"  {proposal.why}{f' ({settings})' if settings else ''}"))
         deep = f", {plan.stages_per_rank} stages" if plan.stages_per_rank > 1 else ""
         rows.append(
             [
@@ -207,9 +211,9 @@ def search_table(result: SearchResult) -> str:
             ]
         )
     head, *lines = aligned(rows).splitlines()
-    listed = [text for pair in zip(lines, reasons, strict=True) for text in pair]
+    proposal_lines = [text for pair in zip(lines, reasons, strict=True) for text in pair]
     count = plural(result.seen, "configuration")
-    return "\n".join([f"Best of {count} (tokens/s per GPU):", head, *listed])
+    return "\n".join([f"Best of {count} (tokens/s per GPU):", head, *proposal_lines])
 
 
 def comparison(this: Plan, other: Plan) -> str:
@@ -226,9 +230,12 @@ def comparison(this: Plan, other: Plan) -> str:
     rows = [["", "this", "compared"]]
     rows += [[axis, str(degree), str(other.layout[axis])] for axis, degree in this.layout.items()]
     rows += [[name, figure(this), figure(other)] for name, figure in figures.items()]
-    for part in dict.fromkeys([*this.time.parts, *other.time.parts]):
+    for cause in dict.fromkeys([*this.time.by_cause, *other.time.by_cause]):
         rows.append(
-            [f"{part}, s", *(f"{plan.time.parts.get(part, 0.0):.3g}" for plan in (this, other))]
+            [
+                f"{cause}, s",
+                *(f"{plan.time.by_cause.get(cause, 0.0):.3g}" for plan in (this, other)),
+            ]
         )
     return aligned(rows)
 
@@ -246,7 +253,7 @@ def likelihood(chance: float) -> str:
     return "< 1%" if chance < 0.01 else "> 99%" if chance > 0.99 else f"{chance:.0%}"
 
 
-def rounded(number: float) -> str:
+def show_rounded(number: float) -> str:
     """A large number with four digits."""
     return f"{number:,.0f}" if 100 <= number < 1e9 else f"{number:.4g}"
 
@@ -276,7 +283,7 @@ def summary(plan: Plan) -> dict[str, Any]:
 
 
 def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
-    """Everything the plan says, for JSON. Arguments as for `as_text`."""
+    """The plan's figures, for JSON. Arguments as for `as_text`."""
     hw = plan.hardware
     run = run_of(plan, tokens)
     return summary(plan) | {
@@ -295,7 +302,7 @@ def as_data(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
         },
         "costs": [
             {
-                "part": cost.part,
+                "part": cost.cause,
                 "share": cost.share,
                 "changes": [
                     {"text": change.text, "settings": change.settings, "gain": change.gain}
@@ -323,7 +330,7 @@ def _memory_data(plan: Plan) -> dict[str, Any]:
             {
                 "pp_rank": rank,
                 "reserved_gib": memory.reserved / GIB,
-                "parts_gib": {part: size / GIB for part, size in memory.parts.items()},
+                "parts_gib": {name: size / GIB for name, size in memory.by_category.items()},
             }
             for rank, memory in enumerate(plan.memory)
         ],
@@ -343,7 +350,7 @@ def _time_data(plan: Plan) -> dict[str, Any]:
             "tokens_per_second_per_gpu": plan.speed_range,
             "mfu": plan.mfu_range,
         },
-        "parts_s": plan.time.parts,
+        "parts_s": plan.time.by_cause,
     }
 
 

@@ -1,4 +1,4 @@
-"""The size of a checkpoint, and what writing it costs."""
+"""The size of a checkpoint, and the cost of writing it."""
 
 from dataclasses import dataclass
 
@@ -21,16 +21,16 @@ class Saves:
 def saves_of(plan: Plan, storage: float) -> Saves:
     """The checkpoint of a plan: written while training waits, or first copied to host memory.
 
-    A copy to pinned memory runs beside the next step's forward and backward, and blocks for what is
-    longer.
+    A copy to pinned memory runs beside the next step's forward and backward, and blocks for the
+    time beyond it.
     """
     w = plan.workload
     config = plan.config
-    whole = [state_bytes(w, w.stages_of(rank)) for rank in range(w.pp)]
-    states = [state["parameters"] + state["optimizer"] for state in whole]
-    size = sum(states) * w.fsdp * w.tp  # replicas hold copies
+    state_sizes = [state_bytes(w, w.stages_of(rank)) for rank in range(w.pp)]
+    saved_sizes = [state["parameters"] + state["optimizer"] for state in state_sizes]
+    size = sum(saved_sizes) * w.fsdp * w.tp  # replicas hold copies
     write = size / storage
-    copy = max(states) / plan.hardware.host_link
+    copy = max(saved_sizes) / plan.hardware.host_link
     mode = config.checkpoint.async_mode
     if mode == "disabled":
         return Saves(size, write, 0.0)

@@ -1,9 +1,8 @@
 """The layouts of a model that are worth a choice: fast ones, small ones and simple ones.
 
 Every legal layout of the ranks is compared by the closed forms: all degrees, microbatch sizes,
-schedules and their depths, and checkpointing modes. The model, the row length, the global batch and
-what computes (types, compilation, Float8) stay as configured, unless an axis of `axes.py` is asked
-for.
+schedules and their depths, and checkpointing modes. The model, the row length, the global batch,
+types, compilation and Float8 stay as configured, unless an axis of `axes.py` is requested.
 """
 
 import math
@@ -18,7 +17,7 @@ from torchtitan.config.sections.parallelism import ActivationCheckpoint
 from torchtitan.config.sections.schema import Config
 from torchtitan.models import ModelSpec
 from torchtitan.parallel.pipeline.split import PipelinePlan, pipeline_stages
-from torchtitan.tools.planner.axes import applied, batches, checkpointing_modes, settings_of
+from torchtitan.tools.planner.axes import apply_settings, batches, checkpointing_modes, settings_of
 from torchtitan.tools.planner.costs import passes, step_time
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.layouts import PIPELINE_KEYS, layouts, orders
@@ -29,7 +28,7 @@ from torchtitan.tools.planner.proposals import (
     Candidate,
     Frontier,
     Proposal,
-    complexity,
+    complexity_of,
     propose,
     with_baseline,
 )
@@ -53,13 +52,13 @@ class SearchResult:
     best: list[Proposal]
     """The first is the simplest of those that are about as fast as the fastest."""
     points: list[tuple[float, float]]
-    """(GiB, tokens/s per GPU) of plans that fit; those that a chart couldn't tell apart are one
+    """(GiB, tokens/s per GPU) of plans that fit; those that a chart couldn't resolve are one
     point.
     """
     seen: int
     """Configurations that were compared."""
     smallest_gib: float
-    """Memory that the leanest takes; infinite if none is legal."""
+    """Memory of the leanest; infinite if none is legal."""
     refused: list[str]
     """Why most other layouts are illegal, the most frequent reason first."""
 
@@ -104,9 +103,9 @@ def search(
 class _Search:
     """One search.
 
-    Layouts are priced from the one with the fastest blocks on, and only as far as needed to know
-    that a configuration is worth showing: by a bound on its speed, by its memory, by its step.
-    Whether it is legal is asked last.
+    Layouts are priced from the one with the fastest blocks on, and only as far as needed to decide
+    whether a configuration is worth showing: by a bound on its speed, by its memory, by its step.
+    Its legality is checked last.
     """
 
     def __init__(
@@ -138,25 +137,25 @@ class _Search:
         self._flops = spec.module_flops(args, config.training.seq_len)
         self._tied = spec.tied_modules(args)
         self._layers = sum(name.startswith("layers.") for name in self._flops)
-        self._like: dict[Hashable, Workload] = {}
+        self._block_donors: dict[Hashable, Workload] = {}
         self._bounds: dict[Hashable, float] = {}
         self._pipelines: dict[Hashable, PipelinePlan | None] = {}
-        self._expandable: list[tuple[float, Config]] = []
+        self._expansions: list[tuple[float, Config]] = []
         """With axes: a layout and batch, and the speed that it has with the fastest settings."""
 
     def run(self) -> None:
         for rows in batches(self.config, self.axes):
-            resized = replace(self.config, "training.global_batch_size", rows)
-            legal = layouts(resized, self.spec, self.args, self.world)
-            for layout in sorted(legal, key=self._fastest, reverse=True):
-                pieces = self._pieces(layout)
+            config = replace(self.config, "training.global_batch_size", rows)
+            legal_layouts = layouts(config, self.spec, self.args, self.world)
+            for layout in sorted(legal_layouts, key=self._fastest, reverse=True):
+                microbatches = self._microbatches(layout)
                 for order in orders(layout.parallelism, self._layers):
-                    self._price_order(layout, order, pieces)
-        for bound, config in sorted(self._expandable, key=lambda entry: -entry[0])[:_MAX_EXPANDED]:
+                    self._price_schedule(layout, order, microbatches)
+        for bound, config in sorted(self._expansions, key=lambda entry: -entry[0])[:_MAX_EXPANDED]:
             if bound < WORTHWHILE * self.frontier.speed:
                 break
             for settings in self._settings[1:]:
-                self._price(applied(config, settings))
+                self._price(apply_settings(config, settings))
 
     def _rows(self, layout: Config) -> int:
         """Rows of a data-parallel rank in a step; 0 if the batch can't be divided."""
@@ -177,7 +176,7 @@ class _Search:
         size = self._rows(layout) // layout.parallelism.pipeline_parallel_degree
         return self._bound(layout, size, self._modes[-1]) if size else 0.0
 
-    def _pieces(self, layout: Config) -> dict[int, list[ActivationCheckpoint]]:
+    def _microbatches(self, layout: Config) -> dict[int, list[ActivationCheckpoint]]:
         """Microbatch sizes of a layout, ascending, each with the modes of checkpointing that may be
         worth showing: by the speed of their blocks, and the memory of the average rank's state.
         """
@@ -185,24 +184,24 @@ class _Search:
         pp = layout.parallelism.pipeline_parallel_degree
         if not rows:
             return {}
-        whole = self._workload(applied(layout, self._settings[-1]), None)
-        on_device = not whole.config.training.enable_cpu_offload
-        state = on_device * sum(state_bytes(whole, whole.stages).values()) / pp / GIB
+        leanest = self._workload(apply_settings(layout, self._settings[-1]), None)
+        on_device = not leanest.config.training.enable_cpu_offload
+        state = on_device * sum(state_bytes(leanest, leanest.stages).values()) / pp / GIB
         if self.frontier.all and state > self.hardware.usable_gib:
             return {}
-        certain = 1 - speed_band(whole, self.hardware)
-        burden = complexity(layout, self.config)
-        pieces: dict[int, list[ActivationCheckpoint]] = {}
+        low_end = 1 - speed_band(leanest, self.hardware)
+        complexity = complexity_of(layout, self.config)
+        microbatches: dict[int, list[ActivationCheckpoint]] = {}
         for size in divisors(rows):
             if rows // size < pp > 1:  # too few microbatches
                 break
-            pieces[size] = []
+            microbatches[size] = []
             for mode in self._modes:
                 bound = self._bound(layout, size, mode)
-                hoped = Candidate(bound, bound * certain, state, burden, workload=whole)
-                if len(self._settings) > 1 or self.frontier.wants(hoped):
-                    pieces[size].append(mode)
-        return pieces
+                best_case = Candidate(bound, bound * low_end, state, complexity, workload=leanest)
+                if len(self._settings) > 1 or self.frontier.wants(best_case):
+                    microbatches[size].append(mode)
+        return microbatches
 
     def _bound(self, layout: Config, size: int, mode: ActivationCheckpoint) -> float:
         """Tokens/s per GPU of a layout that only computes its blocks."""
@@ -217,34 +216,34 @@ class _Search:
             self._bounds[key] = w.tokens_per_step / seconds / self.world
         return self._bounds[key]
 
-    def _price_order(
+    def _price_schedule(
         self,
         layout: Config,
         order: Mapping[str, Any],
-        pieces: Mapping[int, Sequence[ActivationCheckpoint]],
+        microbatches: Mapping[int, Sequence[ActivationCheckpoint]],
     ) -> None:
         """Price a layout with a schedule and depth.
 
         Args:
-            pieces: from `_pieces`.
+            microbatches: from `_microbatches`.
         """
         pipelined = layout.parallelism.pipeline_parallel_degree > 1
         leanest = self._modes[0]
         too_large: list[ActivationCheckpoint] = []
-        for size, modes in pieces.items():
+        for size, modes in microbatches.items():
             self.seen += len(self._modes)
             for mode in modes:
                 if mode in too_large:
                     continue
-                config = applied(self._sized(layout, size, order, mode), self._settings[0])
+                config = apply_settings(self._sized(layout, size, order, mode), self._settings[0])
                 fits = self._price(config)
                 if len(self._settings) > 1:
-                    fits = self._expands(config)
+                    fits = self._keep_to_expand(config)
                 if fits:
                     continue
                 if pipelined:  # nor do larger microbatches fit
                     too_large.append(mode)
-                if mode is leanest:  # nor does what keeps more
+                if mode is leanest:  # nor do modes that keep more
                     too_large += modes if pipelined else ()
                     break
 
@@ -263,15 +262,18 @@ class _Search:
         sections = {"parallelism": p, "training": t, "activation_checkpoint": mode}
         return layout.model_copy(update=sections)
 
-    def _expands(self, config: Config) -> bool:
+    def _keep_to_expand(self, config: Config) -> bool:
         """Keep a configuration for all settings to be priced, unless not even the leanest fit."""
         pipeline = self._pipeline(config)
         if pipeline is None and config.parallelism.pipeline_parallel_degree > 1:
             return False
-        if self._memory(self._workload(applied(config, self._settings[-1]), pipeline)) is None:
+        if (
+            self._memory(self._workload(apply_settings(config, self._settings[-1]), pipeline))
+            is None
+        ):
             return False
         time = step_time(self._workload(config, pipeline), self.hardware)
-        self._expandable.append((time.tokens_per_second, config))
+        self._expansions.append((time.tokens_per_second, config))
         return True
 
     def _price(self, config: Config) -> bool:
@@ -283,22 +285,22 @@ class _Search:
         memory = self._memory(w)
         if memory is None:
             return False
-        certain = 1 - speed_band(w, self.hardware)
+        low_end = 1 - speed_band(w, self.hardware)
         size = pipeline.microbatch_size if pipeline else config.training.local_batch_size
         bound = self._bound(config, size, config.activation_checkpoint)
-        gib = max(part.reserved for part in memory) / GIB
-        burden = complexity(config, self.config)
-        if not self.frontier.wants(Candidate(bound, bound * certain, gib, burden, workload=w)):
+        gib = max(rank_memory.reserved for rank_memory in memory) / GIB
+        complexity = complexity_of(config, self.config)
+        if not self.frontier.wants(Candidate(bound, bound * low_end, gib, complexity, workload=w)):
             return True
         time = step_time(w, self.hardware)
         plan = Plan(w, self.spec, self.hardware, time, memory=memory)
         speed = time.tokens_per_second
         low = speed * (1 - plan.speed_band)
-        candidate = Candidate(speed, low, gib, burden, workload=w)
+        candidate = Candidate(speed, low, gib, complexity, workload=w)
         proposable = plan.chance_to_fit >= LIKELY and self.frontier.wants(candidate)
         cell = round(gib), round(100 * math.log(speed))
-        shown = proposable or (cell not in self.points and not self.frontier.only_best)
-        if shown and self._is_legal(config):
+        adds_point = proposable or (cell not in self.points and not self.frontier.only_best)
+        if adds_point and self._is_legal(config):
             self.points.setdefault(cell, (round(gib, 1), float(f"{speed:.3g}")))
             if proposable:
                 self.frontier.add(candidate)
@@ -324,8 +326,8 @@ class _Search:
             *(p.tensor_parallel_degree, p.expert_parallel_degree),
             *(ac.mode, ac.selective_ac_option, ac.memory_budget),
         )
-        w = Workload(config, self.args, pipeline, like=self._like.get(key))
-        self._like.setdefault(key, w)
+        w = Workload(config, self.args, pipeline, like=self._block_donors.get(key))
+        self._block_donors.setdefault(key, w)
         return w
 
     # ---- legality

@@ -1,4 +1,4 @@
-"""How many GPUs a run needs: the best layout on each number of them."""
+"""The number of GPUs that a run needs: the best layout on each number of them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from torchtitan.config.derive import layout_name
 from torchtitan.tools.planner.hardware import Hardware
 from torchtitan.tools.planner.planner import find_layouts
 from torchtitan.tools.planner.predict import Plan
-from torchtitan.tools.planner.render import TrainingRun, rounded, run_of, summary
+from torchtitan.tools.planner.render import TrainingRun, run_of, show_rounded, summary
 from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.wording import aligned, show_rate, show_tokens
 
-USUAL = 512
+COMPARED_GPUS = 512
 """Powers of two up to this number of GPUs are always compared."""
-MOST = 16_384
+MAX_GPUS = 16_384
 """The largest number that is compared if smaller ones are too slow."""
 
 
@@ -39,8 +39,8 @@ class Sizes:
     """The best plans on 1, 2, 4, ... GPUs, as far as the model fits."""
 
     all: list[Size]
-    chosen: Size
-    """The fewest GPUs that are fast enough; without a limit, the fewest that the model fits on."""
+    pick: Size
+    """The fewest GPUs that meet `days`; without a limit, the fewest that the model fits on."""
     days: float | None
     """The limit."""
 
@@ -58,7 +58,7 @@ def compare_sizes(
     Args:
         argv: configuration flags.
         axes: what the searches vary beside the layout.
-        tokens: to train on. Default: those of `training.steps`.
+        tokens: to train on. Default: the tokens of `training.steps`.
         days: the time to do so.
 
     Raises:
@@ -66,38 +66,39 @@ def compare_sizes(
         UserError: it fits on none, or none is fast enough.
     """
     sizes: list[Size] = []
-    chosen = None
-    refused = None
+    pick = None
+    refusal = None
     world = 1
-    while world <= USUAL or (chosen is None and world <= MOST):
+    while world <= COMPARED_GPUS or (pick is None and world <= MAX_GPUS):
         try:
             search = find_layouts(
                 argv, world, hardware, axes, show_configured=False, only_best=True
             )
         except ConfigError as error:
-            refused = error
+            refusal = error
         else:
             for proposal in search.best:  # one or none
                 size = Size(proposal.plan, run_of(proposal.plan, tokens))
                 sizes.append(size)
-                if chosen is None and (days is None or size.days <= days):
-                    chosen = size
+                if pick is None and (days is None or size.days <= days):
+                    pick = size
         world *= 2
-    if not sizes and refused is not None:
-        raise refused
+    if not sizes and refusal is not None:
+        raise refusal
     if not sizes:
         raise UserError(
-            f"nothing fits on up to {MOST:,} x {hardware.name}; use a smaller training.seq_len, or "
-            "--axes loss_chunks,state_dtype,offload"
+            f"nothing fits on up to {MAX_GPUS:,} x {hardware.name}; use a smaller "
+            "training.seq_len, or --axes loss_chunks,state_dtype,offload"
         )
-    if chosen is None:
+    if pick is None:
         best = min(sizes, key=lambda size: size.days)
         raise UserError(
-            f"--days {days:g}: up to {MOST:,} x {hardware.name}, {show_tokens(best.run.tokens)} "
-            f"tokens take {best.days:.3g} days at best, on {best.world:,}; raise it, or "
-            "training.global_batch_size, which limits how many GPUs share a step"
+            f"--days {days:g}: up to {MAX_GPUS:,} x {hardware.name}, "
+            f"{show_tokens(best.run.tokens)} tokens take {best.days:.3g} days at best, on "
+            f"{best.world:,}; raise it, or training.global_batch_size, which limits how "
+            "many GPUs share a step"
         )
-    return Sizes(sizes, chosen, days)
+    return Sizes(sizes, pick, days)
 
 
 def sizes_data(sizes: Sizes, price: float | None = None) -> list[dict[str, Any]]:
@@ -109,7 +110,7 @@ def sizes_data(sizes: Sizes, price: float | None = None) -> list[dict[str, Any]]
     return [
         summary(size.plan)
         | {
-            "chosen": size is sizes.chosen,
+            "chosen": size is sizes.pick,
             "tokens_per_second": size.plan.tokens_per_second * size.world,
             "tokens": size.run.tokens,
             "days": size.days,
@@ -128,9 +129,9 @@ _COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "tokens/s per GPU": ("tokens_per_second_per_gpu", show_rate),
     "tokens/s": ("tokens_per_second", show_rate),
     "GiB": ("peak_gib", "{:.1f}".format),
-    "days": ("days", rounded),
-    "GPU-hours": ("gpu_hours", rounded),
-    "cost": ("cost", rounded),
+    "days": ("days", show_rounded),
+    "GPU-hours": ("gpu_hours", show_rounded),
+    "cost": ("cost", show_rounded),
 }
 """Key in `sizes_data` and format of each column."""
 
@@ -141,13 +142,13 @@ def sizes_table(sizes: Sizes, price: float | None = None) -> str:
     rows = [
         [text(size[key]) for key, text in columns.values()] for size in sizes_data(sizes, price)
     ]
-    chosen = sizes.chosen
-    gpus = f"{chosen.world:,} x {chosen.plan.hardware.name}"
+    pick = sizes.pick
+    gpus = f"{pick.world:,} x {pick.plan.hardware.name}"
     answer = f"The fewest that fit: {gpus}"
     if sizes.days is not None:
-        low, high = chosen.plan.time_range(chosen.days)
+        low, high = pick.plan.time_range(pick.days)
         answer = (
-            f"The fewest that train {show_tokens(chosen.run.tokens)} tokens in {sizes.days:g} "
-            f"days: {gpus}, {chosen.days:.3g} days ({low:.3g} to {high:.3g})"
+            f"The fewest that train {show_tokens(pick.run.tokens)} tokens in {sizes.days:g} "
+            f"days: {gpus}, {pick.days:.3g} days ({low:.3g} to {high:.3g})"
         )
     return f"{aligned([[*columns], *rows])}\n{answer}"

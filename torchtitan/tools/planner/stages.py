@@ -32,8 +32,8 @@ class StageSplit:
     of_rank: tuple[tuple[PlannedStage, ...], ...]
     """The stages of each pipeline rank."""
     unlike_ranks: tuple[int, ...]
-    """The first and the last of the pipeline ranks whose stages are equal: what ranks in between
-    keep is in between.
+    """The first and the last of the pipeline ranks whose stages are equal: ranks in between
+    need memory in between.
     """
 
 
@@ -45,7 +45,7 @@ def split_stages(
 
     Args:
         kind_of_layer: index of each layer's kind.
-        kinds: how many there are.
+        kinds: their number.
     """
 
     def count(layers: Iterable[int]) -> tuple[int, ...]:
@@ -53,8 +53,8 @@ def split_stages(
         return tuple(in_stage.count(kind) for kind in range(kinds))
 
     if pipeline is None:
-        whole = (PlannedStage(0, count(range(len(kind_of_layer))), True, True),)
-        return StageSplit(whole, (whole,), (0,))
+        model = (PlannedStage(0, count(range(len(kind_of_layer))), True, True),)
+        return StageSplit(model, (model,), (0,))
     stages = tuple(
         PlannedStage(
             rank,
@@ -69,5 +69,5 @@ def split_stages(
         for rank in range(max(pipeline.ranks) + 1)
     )
     last_rank = {equal: rank for rank, equal in enumerate(of_rank)}
-    unlike = {*last_rank.values(), *map(of_rank.index, last_rank)}
-    return StageSplit(stages, of_rank, tuple(sorted(unlike)))
+    end_ranks = {*last_rank.values(), *map(of_rank.index, last_rank)}
+    return StageSplit(stages, of_rank, tuple(sorted(end_ranks)))

@@ -25,7 +25,7 @@ from torchtitan.config.derive import (
 from torchtitan.config.sections.schema import Config
 from torchtitan.models.args import DecoderArgs
 from torchtitan.parallel.pipeline.split import PipelinePlan
-from torchtitan.tools.planner.block import COUNTED, Mixing, kind_of, mixing_of, vector_params
+from torchtitan.tools.planner.block import FORMULA_FIELDS, Mixing, kind_of, mixing_of, vector_params
 from torchtitan.tools.planner.linears import Linear, block_linears, in_eight_bits, recompute_of
 from torchtitan.tools.planner.stages import PlannedStage, split_stages
 from torchtitan.utils.errors import UserError
@@ -38,7 +38,7 @@ FP8 = 1
 
 @dataclass(frozen=True)
 class Software:
-    """What the software of a published run did differently; nothing in plans of this project."""
+    """Differences of a published run's software from this project's; none in our own plans."""
 
     kv_repeated: bool = False
     """Copies keys and values for every query head before attention, as TorchTitan once did."""
@@ -59,7 +59,7 @@ class Software:
 OURS = Software()
 
 
-def _check_covered(config: Config, args: Any) -> DecoderArgs:
+def _check_fields(config: Config, args: Any) -> DecoderArgs:
     """`args`, if the formulas cover the model.
 
     Raises:
@@ -71,7 +71,7 @@ def _check_covered(config: Config, args: Any) -> DecoderArgs:
             f"of {config.model.name} are no DecoderArgs, so it can't be planned"
         )
     fields = type(args).model_fields
-    for name in sorted(fields.keys() - COUNTED - args.free_of_cost):
+    for name in sorted(fields.keys() - FORMULA_FIELDS - args.free_of_cost):
         if getattr(args, name) != fields[name].default:
             raise UserError(
                 f"model.overrides.{name}: the planner's closed forms don't know it, so memory and "
@@ -81,13 +81,13 @@ def _check_covered(config: Config, args: Any) -> DecoderArgs:
     return args
 
 
-_DECIDED_BY_A_BLOCKS_SPLIT = ("mixing", "linears", "expert_params", "block_params")
+_BLOCK_PROPERTIES = ("mixing", "linears", "expert_params", "block_params")
 
 
 class Workload:
     """One training step of `config` on each rank.
 
-    Properties of a block are those of the most common kind. `blocks` has a workload for each kind,
+    Properties of a block are the most common kind's. `blocks` has a workload for each kind,
     as if all blocks were of that kind.
     """
 
@@ -106,7 +106,7 @@ class Workload:
             args: the model's arguments.
             stages: the pipeline; None without one.
             like: a workload of the same model, tensor- and expert-parallel degrees, and
-            checkpointing, to take the blocks from: a search makes thousands.
+            checkpointing, whose blocks are shared: a search makes thousands.
 
         Raises:
             UserError: the formulas don't cover this model family.
@@ -114,7 +114,7 @@ class Workload:
         t = config.training
         p = config.parallelism
         self.config = config
-        self.args = args = _check_covered(config, args)
+        self.args = args = _check_fields(config, args)
         self.pipeline = stages
         degrees = axis_degrees(p)
         self.pp = degrees["pp"]
@@ -158,10 +158,12 @@ class Workload:
             block.kind = kind
         if like is not None:
             for mine, other in zip([self, *self.blocks], [like, *like.blocks], strict=True):
-                for name in _DECIDED_BY_A_BLOCKS_SPLIT:
+                for name in _BLOCK_PROPERTIES:
                     setattr(mine, name, getattr(other, name))
-        rounded = in_eight_bits(config, "output", self.dim, self.vocab)
-        self.output = Linear("output", self.dim, self.vocab // self.tp, rounded, recomputed=0.0)
+        eight_bit = in_eight_bits(config, "output", self.dim, self.vocab)
+        self.output = Linear(
+            "output", self.dim, self.vocab // self.tp, eight_bit, recompute_share=0.0
+        )
         self.vocab_params = self.vocab * self.dim // self.tp
         """Parameters of the embedding, or the output projection, on one tensor-parallel rank."""
         self._split = split_stages(stages, self._kind_of_layer, len(self._kinds))
@@ -184,14 +186,14 @@ class Workload:
 
     @cached_property
     def mixing(self) -> Mixing:
-        """How tokens learn from each other."""
+        """The mixing of tokens."""
         return mixing_of(self.args, self.kind.mixing, self.seq_len, self.software.kv_repeated)
 
     @cached_property
     def linears(self) -> list[Linear]:
         return list(block_linears(self.config, self.args, self.kind, self.mixing))
 
-    def counted(self, stages: Iterable[PlannedStage]) -> list[tuple["Workload", int]]:
+    def block_counts(self, stages: Iterable[PlannedStage]) -> list[tuple["Workload", int]]:
         """The kinds of blocks on these stages, with how many there are of each."""
         counts = [sum(column) for column in zip(*(stage.kinds for stage in stages), strict=True)]
         pairs = zip(self.blocks, counts, strict=True)
@@ -227,9 +229,9 @@ class Workload:
     def stays_whole(self) -> bool:
         """Whether FSDP manages no weight: there is nothing to gather, cast, reduce or offload."""
         alone = self.fsdp * self.dp_replicate * self.tp == 1
-        types = {self.element, self.reduced, self.gathered}
+        types = {self.element, self.reduced_bytes, self.gathered_bytes}
         offload = self.config.training.enable_cpu_offload
-        return alone and types == {self.stored} and not (self.experts_apart or offload)
+        return alone and types == {self.stored_bytes} and not (self.experts_apart or offload)
 
     @cached_property
     def replicas_apart(self) -> bool:
@@ -253,12 +255,12 @@ class Workload:
         return BYTES[self.config.training.mixed_precision_param]
 
     @cached_property
-    def stored(self) -> int:
+    def stored_bytes(self) -> int:
         """Bytes of a sharded parameter."""
         return BYTES[self.config.training.dtype]
 
     @cached_property
-    def reduced(self) -> int:
+    def reduced_bytes(self) -> int:
         """Bytes of a gradient in a reduction."""
         return BYTES[self.config.training.mixed_precision_reduce]
 
@@ -269,7 +271,7 @@ class Workload:
         return self.float8 and recipe == "tensorwise"
 
     @cached_property
-    def gathered(self) -> int:
+    def gathered_bytes(self) -> int:
         """Bytes of a block's parameter in FSDP's all-gather."""
         in_float8 = self.config.quantize.linear.float8.enable_fsdp_float8_all_gather
         return FP8 if self.float8 and in_float8 else self.element
@@ -292,7 +294,7 @@ class Workload:
 
     def params(self, stage: PlannedStage) -> int:
         """Parameters of a stage on one tensor- and expert-parallel rank, before FSDP."""
-        blocks = sum(count * block.block_params for block, count in self.counted([stage]))
+        blocks = sum(count * block.block_params for block, count in self.block_counts([stage]))
         return blocks + sum(self.ends(stage))
 
     def ends(self, stage: PlannedStage) -> list[int]:
@@ -308,10 +310,12 @@ class Workload:
     def shard(self, stage: PlannedStage) -> float:
         """Parameters of a stage on one rank."""
         if stage not in self._shards:
-            counted = self.counted([stage])
-            others = self.params(stage) - sum(n * block.expert_params for block, n in counted)
-            padded = sum(n * block.expert_params * block.expert_padding for block, n in counted)
-            self._shards[stage] = others / self.fsdp + padded / self.efsdp
+            counts = self.block_counts([stage])
+            dense_params = self.params(stage) - sum(n * block.expert_params for block, n in counts)
+            expert_params = sum(
+                n * block.expert_params * block.expert_padding for block, n in counts
+            )
+            self._shards[stage] = dense_params / self.fsdp + expert_params / self.efsdp
         return self._shards[stage]
 
     @property
