@@ -9,7 +9,13 @@ import pytest
 
 from tests.short_runs import BEGAN, record, write_run
 from torchtitan.tools.reports import collect as report
-from torchtitan.tools.reports.noise import at_points, independent_values, paired, smooth, unpaired
+from torchtitan.tools.reports.noise import (
+    gap_in_ranges,
+    independent_values,
+    mean_gap,
+    median_gap,
+    smooth,
+)
 
 
 def noise(series, length, correlation=0.0, seed=0):
@@ -25,7 +31,7 @@ def noise(series, length, correlation=0.0, seed=0):
 
 @pytest.mark.parametrize(("length", "correlation"), [(100, 0.0), (400, 0.5), (1000, 0.9)])
 def test_one_in_twenty_series_without_a_difference_seems_to_have_one(length, correlation):
-    verdicts = [paired(series.tolist()).significant for series in noise(600, length, correlation)]
+    verdicts = [mean_gap(series.tolist()).significant for series in noise(600, length, correlation)]
     assert 0.025 < np.mean(verdicts) < 0.08
     if correlation:  # what treats the values as independent would be wrong here
         values = noise(600, length, correlation)
@@ -35,15 +41,17 @@ def test_one_in_twenty_series_without_a_difference_seems_to_have_one(length, cor
 
 def test_no_verdict_without_enough_independent_values():
     for length, correlation in ((30, 0.0), (200, 0.9), (2000, 0.995)):
-        found = [paired(series.tolist()).noise is None for series in noise(50, length, correlation)]
+        found = [
+            mean_gap(series.tolist()).noise is None for series in noise(50, length, correlation)
+        ]
         assert np.mean(found) > 0.9
-    assert paired([]).noise is None
+    assert mean_gap([]).noise is None
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.8])
 def test_the_interval_is_as_wide_as_theory_says(correlation):
     """The mean of n values has the standard error 1 / ((1 - r) sqrt(n))."""
-    found = [paired((series + 3).tolist()) for series in noise(80, 2000, correlation)]
+    found = [mean_gap((series + 3).tolist()) for series in noise(80, 2000, correlation)]
     expected = 2.262 / ((1 - correlation) * math.sqrt(2000))
     assert np.sqrt(np.mean([one.noise**2 for one in found])) == pytest.approx(expected, rel=0.1)
     assert np.mean([one.value for one in found]) == pytest.approx(3, abs=0.1)
@@ -58,10 +66,10 @@ def test_independent_values(correlation):
 
 
 def test_a_difference_that_grows_is_found():
-    assert paired(
+    assert mean_gap(
         [0.001 * i + e for i, e in enumerate(noise(1, 400)[0].tolist())]
     ).value == pytest.approx(0.2, abs=0.1)
-    assert paired([0.01 * i + e for i, e in enumerate(noise(1, 400)[0].tolist())]).significant
+    assert mean_gap([0.01 * i + e for i, e in enumerate(noise(1, 400)[0].tolist())]).significant
 
 
 def test_curves_at_other_points():
@@ -73,12 +81,12 @@ def test_curves_at_other_points():
     for a, b in zip(base.tolist(), half.tolist(), strict=True):
         points = {i + 1.0: 5 - i / 100 + value for i, value in enumerate(a)}
         others = {2 * i + 1.5: 5 - (2 * i + 0.5) / 100 + value for i, value in enumerate(b)}
-        verdicts.append(at_points(others, points).significant)
-        shifted.append(at_points({at: value + 1 for at, value in others.items()}, points))
+        verdicts.append(gap_in_ranges(others, points).significant)
+        shifted.append(gap_in_ranges({at: value + 1 for at, value in others.items()}, points))
     assert np.mean(verdicts) < 0.1
     assert all(one.significant for one in shifted)
     assert np.mean([one.value for one in shifted]) == pytest.approx(1, abs=0.02)
-    assert math.isnan(at_points({1.0: 1.0}, {2.0: 1.0}).value)
+    assert math.isnan(gap_in_ranges({1.0: 1.0}, {2.0: 1.0}).value)
 
 
 def test_speeds_with_outliers():
@@ -87,20 +95,20 @@ def test_speeds_with_outliers():
     for one in (base, other):
         one[:, ::17] -= 300  # steps that waited
     pairs = [(a.tolist(), b.tolist()) for a, b in zip(base, other, strict=True)]
-    assert np.mean([unpaired(a, b).significant for a, b in pairs]) < 0.08
-    faster = [unpaired([value + 1 for value in a], b) for a, b in pairs]
+    assert np.mean([median_gap(a, b).significant for a, b in pairs]) < 0.08
+    faster = [median_gap([value + 1 for value in a], b) for a, b in pairs]
     assert np.mean([one.significant for one in faster]) > 0.95
     assert np.mean([one.value for one in faster]) == pytest.approx(1, abs=0.05)
-    assert unpaired([5.0] * 39, [4.0] * 100) == (1.0, None)
-    assert unpaired([5.0] * 40, [4.0] * 100) == (1.0, 0.0)
+    assert median_gap([5.0] * 39, [4.0] * 100) == (1.0, None)
+    assert median_gap([5.0] * 40, [4.0] * 100) == (1.0, 0.0)
 
 
 def test_speeds_that_drift():
     pairs = [noise(50, 200, 0.9, seed) for seed in (5, 6)]
-    verdicts = [unpaired(a.tolist(), b.tolist()) for a, b in zip(*pairs, strict=True)]
+    verdicts = [median_gap(a.tolist(), b.tolist()) for a, b in zip(*pairs, strict=True)]
     assert np.mean([one.noise is None for one in verdicts]) > 0.9
     pairs = [noise(100, 1000, 0.8, seed) for seed in (5, 6)]
-    verdicts = [unpaired(a.tolist(), b.tolist()) for a, b in zip(*pairs, strict=True)]
+    verdicts = [median_gap(a.tolist(), b.tolist()) for a, b in zip(*pairs, strict=True)]
     assert np.mean([one.significant for one in verdicts]) < 0.09
     assert np.mean([one.noise is None for one in verdicts]) < 0.1
 

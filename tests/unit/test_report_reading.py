@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.short_runs import BEGAN, collected, record, write, write_run
 from torchtitan.tools.reports import records as records_module
 from torchtitan.tools.reports.records import MetricsRecord, last_training, read_records
-from torchtitan.tools.reports.series import Thinned
+from torchtitan.tools.reports.series import ThinnedRecords
 
 
 def test_a_short_run_is_shown_whole(tmp_path):
@@ -74,7 +74,7 @@ def test_a_long_run_is_thinned_evenly(tmp_path, steps):
 @given(st.lists(st.integers(0, 40), max_size=200), st.integers(1, 5))
 def test_thinned_records_are_those_that_count(steps, points):
     """No step twice, nothing that was trained again, and the last one always."""
-    thinned = Thinned(points)
+    thinned = ThinnedRecords(points)
     counting: list[int] = []
     for i, step in enumerate(steps):
         thinned.add(MetricsRecord(step, {"i": i}))

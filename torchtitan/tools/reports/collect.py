@@ -65,7 +65,7 @@ def _run_data(run: LoadedRun) -> dict[str, Any]:
         "latest": {key: value for key, value in latest.items() if key not in ("step", "time")},
         "axes": curves.axes(),
         "metrics": curves.metrics(),
-        "sampled": curves.sampled,
+        "sampled": curves.records_per_point,
         "validation": curves.validation(),
         "evals": run.evals,
         "sources": curves.sources(),

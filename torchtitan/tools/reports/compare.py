@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from torchtitan.tools.reports.folder import Folder
-from torchtitan.tools.reports.noise import Gap, at_points, paired, unpaired
+from torchtitan.tools.reports.noise import Gap, gap_in_ranges, mean_gap, median_gap
 from torchtitan.tools.reports.scores import Curve
 from torchtitan.tools.reports.series import Curves
 from torchtitan.utils.wording import cut, plural, show_loss, show_rate, show_tokens
@@ -79,10 +79,10 @@ def _loss(run: LoadedRun, base: LoadedRun) -> Iterator[_Comparison]:
         return
     common = sorted(losses.keys() & base_losses.keys())
     if len(common) >= min(len(losses), len(base_losses)) / 2:
-        difference = paired([losses[at] - base_losses[at] for at in common])
+        difference = mean_gap([losses[at] - base_losses[at] for at in common])
         records = plural(len(common), "record")
     else:
-        difference = at_points(losses, base_losses)
+        difference = gap_in_ranges(losses, base_losses)
         records = f"{len(losses):,} and {plural(len(base_losses), 'record')}"
     if math.isnan(difference.value):
         return
@@ -151,7 +151,7 @@ def _speed(run: LoadedRun, base: LoadedRun) -> Iterator[_Comparison]:
     base_rates = _rates(base)
     if not rates or not base_rates:
         return
-    difference = unpaired(rates, base_rates)
+    difference = median_gap(rates, base_rates)
     verdict = _verdict(difference, show_rate, _SPEED)
     relative = difference.value / (median(base_rates) or 1)
     records = f"{len(rates):,} and {plural(len(base_rates), 'record')}"

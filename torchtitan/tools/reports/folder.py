@@ -57,7 +57,7 @@ class Folder:
     path: Path
     starts: list[Start]
     goodput: dict[str, Any]
-    """`percent`, or None; and the `seconds` of each kind of time that is known."""
+    """`percent`, or None; and the `seconds` of each kind of time that the run recorded."""
     state: str = "unknown"
     message: str = ""
     last_seen: float | None = None
@@ -68,10 +68,10 @@ class Folder:
         return self.starts[-1] if self.starts else None
 
     def summary(self, recorded_step: int) -> dict[str, Any]:
-        """What all reports say of a run, as data for JSON.
+        """A run's state in all reports, as data for JSON.
 
         Args:
-            recorded_step: the last step in the run's metrics; `run.json` may know a later one.
+            recorded_step: the last step in the run's metrics; `run.json` may have a later one.
         """
         last = self.last_start
         return {
@@ -113,13 +113,15 @@ def read_folder(path: Path) -> Folder:
     starts = map(_start, entries if isinstance(entries, list) else [])
     goodput = _table(record.get("goodput"))
     seconds = _table(goodput.get("seconds"))
-    known = {kind: number(seconds.get(kind)) for kind in KINDS}
+    seconds_by_kind = {kind: number(seconds.get(kind)) for kind in KINDS}
     folder = Folder(
         path,
         [start for start in starts if start is not None],
         {
             "percent": number(goodput.get("percent")),
-            "seconds": {kind: spent for kind, spent in known.items() if spent is not None},
+            "seconds": {
+                kind: duration for kind, duration in seconds_by_kind.items() if duration is not None
+            },
         },
     )
     if last := folder.last_start:
@@ -204,7 +206,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         }
         for spike in _json_objects(path / SPIKES)
     ]
-    parsed = [
+    rows = [
         {
             "time": _time(event.get("time")),
             "kind": cut(str(event.get("kind")), 40),
@@ -213,7 +215,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         }
         for event in events
     ]
-    return sorted((event for event in parsed if event["time"] is not None), key=itemgetter("time"))
+    return sorted((event for event in rows if event["time"] is not None), key=itemgetter("time"))
 
 
 def _json_objects(path: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-// Numbers as people read them, the same as those of torchtitan/utils/wording.py.
+// Numbers as people read them, as torchtitan/utils/wording.py prints them.
 
 const pad = n => String(n).padStart(2, "0");
 const fixed = (x, digits) => number(Number(x.toFixed(digits)), digits);  // rounds as Python does

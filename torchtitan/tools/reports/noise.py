@@ -18,9 +18,9 @@ from typing import NamedTuple
 BLOCKS = 10
 _T = 2.262
 """Student's t for 95 % with `BLOCKS - 1` degrees of freedom."""
-_INDEPENDENT = 4 * BLOCKS
-"""Independent values that it takes for the means of blocks to be nearly independent. Simulated: 4
-to 8 % of series without a difference are then said to have one, at any autocorrelation
+_MIN_INDEPENDENT = 4 * BLOCKS
+"""Independent values from which the means of blocks are nearly independent. Simulated: 4 to 8 %
+of series without a difference then get a significant one, at any autocorrelation
 (tests/unit/test_report_compare.py).
 """
 
@@ -38,17 +38,17 @@ class Gap(NamedTuple):
         return self.noise is not None and abs(self.value) > self.noise
 
 
-def paired(differences: Sequence[float]) -> Gap:
+def mean_gap(differences: Sequence[float]) -> Gap:
     """The mean of differences between values at the same points of two curves, in order."""
     if not differences:
         return Gap(math.nan, None)
     noise = None
-    if independent_values(differences) >= _INDEPENDENT:
+    if independent_values(differences) >= _MIN_INDEPENDENT:
         noise = _interval([fmean(block) for block in blocks(differences)])
     return Gap(fmean(differences), noise)
 
 
-def at_points(series: Mapping[float, float], base: Mapping[float, float]) -> Gap:
+def gap_in_ranges(series: Mapping[float, float], base: Mapping[float, float]) -> Gap:
     """Mean difference of two curves over their common range, for curves with few common points.
 
     Args:
@@ -63,7 +63,7 @@ def at_points(series: Mapping[float, float], base: Mapping[float, float]) -> Gap
     if not values or not base_values:
         return Gap(math.nan, None)
     independent = min(independent_values(values), independent_values(base_values))
-    if independent < _INDEPENDENT or not all(by_range) or not all(base_by_range):
+    if independent < _MIN_INDEPENDENT or not all(by_range) or not all(base_by_range):
         return Gap(fmean(values) - fmean(base_values), None)
     means = [fmean(a) - fmean(b) for a, b in zip(by_range, base_by_range, strict=True)]
     return Gap(fmean(means), _interval(means))
@@ -79,10 +79,10 @@ def _ranges(series: Mapping[float, float], first: float, last: float) -> list[li
     return by_range
 
 
-def unpaired(values: Sequence[float], base: Sequence[float]) -> Gap:
+def median_gap(values: Sequence[float], base: Sequence[float]) -> Gap:
     """The difference of the medians of two series in order; the medians of blocks give the noise.
 
-    Medians, because single values may be far off, as those of a step that waited for storage.
+    Medians, because single values may be far off, such as of a step that waited for storage.
 
     Args:
         values, base: one value or more each.
@@ -90,17 +90,17 @@ def unpaired(values: Sequence[float], base: Sequence[float]) -> Gap:
     difference = median(values) - median(base)
     halves = []
     for series in (values, base):
-        if independent_values(_clipped(series)) < _INDEPENDENT:
+        if independent_values(_clip(series)) < _MIN_INDEPENDENT:
             return Gap(difference, None)
         halves.append(_interval([median(block) for block in blocks(series)]))
     return Gap(difference, math.hypot(*halves))
 
 
-def _clipped(values: Sequence[float]) -> list[float]:
+def _clip(values: Sequence[float]) -> list[float]:
     """Values with the outer 5 % at each end clipped: outliers would hide correlation."""
-    ordered = sorted(values)
-    low = ordered[len(values) // 20]
-    high = ordered[-1 - len(values) // 20]
+    by_size = sorted(values)
+    low = by_size[len(values) // 20]
+    high = by_size[-1 - len(values) // 20]
     return [min(max(value, low), high) for value in values]
 
 

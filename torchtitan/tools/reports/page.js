@@ -192,7 +192,7 @@ const ofMetric = (key, plain) => () => visible().flatMap(run => {
   const {axes, metrics} = run;
   return metrics[key] && axes[view.x] ? [{name: run.name, run: run.path, color: run.color, dash: run.dash, steps: axes.step, xs: axes[view.x], ys: metrics[key], mean: !plain}] : [];
 });
-// Curves by name of each run, such as those of validation sets. Of a single run, names have colors; of several, dashes.
+// Curves by name of each run, such as validation sets. Of a single run, names have colors; of several, dashes.
 const ofNames = (names, curvesOf, mean) => () => {
   const one = report.runs.length === 1;
   return visible().flatMap(run => names.flatMap((name, i) => {
@@ -241,7 +241,7 @@ function curves(box, names) {
   later(box, plural(others.length, "other metric"), holder => others.map(key => metric(holder, [key, key.replaceAll("_", " "), "", rounded])));
 }
 
-// A chart of each score of benchmarks; that of checkpoints is another curve in the chart of the same score.
+// A chart of each score of benchmarks; checkpoints' scores are another curve in the same chart.
 const BENCHMARKS = 8;  // charts that are shown without being asked for
 const scoreOf = name => name.split(" (")[0], score = x => Math.abs(x) < 1000 ? show.loss(x) : rounded(x);
 function benchmarks(box, names) {

@@ -8,7 +8,7 @@ from torchtitan.tools.reports.noise import smooth
 from torchtitan.utils.wording import printable, show_tokens
 
 HEIGHT = 14
-SMOOTHED = {"loss": 0.95, "grad_norm": 0.9, "tokens_per_second": 0.9, "mfu": 0.9}
+SMOOTHING = {"loss": 0.95, "grad_norm": 0.9, "tokens_per_second": 0.9, "mfu": 0.9}
 """Metrics that are smoothed, with the weight of past values in the average."""
 _TICKS = 5
 _MARKERS = "+x*o#@%&"
@@ -43,29 +43,29 @@ def plot(title: str, lines: Sequence[Line], *, unit: str, width: int, color: boo
     figure.theme("default" if color else "colorless")
     figure.plot_size(width, HEIGHT)
     figure.title(title)
-    alone = len(finite_lines) == 1
+    single = len(finite_lines) == 1
     for i, (name, points) in enumerate(finite_lines.items()):
         if points:
-            marker = None if color or alone else _MARKERS[i % len(_MARKERS)]
+            marker = None if color or single else _MARKERS[i % len(_MARKERS)]
             xs, ys = zip(*points, strict=True)
             signal = figure.signal(xs, ys, marker=marker)
             signal.lines()
-            if not alone:
+            if not single:
                 signal.label(printable(name))
             figure.draw(signal)
-    figure.legend(not alone, x=max(all_xs), y=max(all_ys), ha="right", va="top", relative=True)
+    figure.legend(not single, x=max(all_xs), y=max(all_ys), ha="right", va="top", relative=True)
     across = _ticks(all_xs)
     upward = _ticks(all_ys)
     figure.ruler("x").ticks(across, [_tick(x, unit) for x in across])
     figure.ruler("y").ticks(upward, [_value(y) for y in upward])
     figure.label(unit, "x")
-    drawn: str = figure.build().string(colorless=not color)
-    return "\n".join(line.rstrip() for line in drawn.rstrip().splitlines())
+    picture: str = figure.build().string(colorless=not color)
+    return "\n".join(line.rstrip() for line in picture.rstrip().splitlines())
 
 
 def lines_of(runs: Sequence[dict[str, Any]], metric: str, axis: str) -> list[Line]:
     """Curves of a metric of the runs from `collect`, smoothed if the metric is noisy."""
-    weight = SMOOTHED.get(metric, 0.0)
+    weight = SMOOTHING.get(metric, 0.0)
     return [
         Line(run["name"], run["axes"][axis], smooth(run["metrics"][metric], weight))
         for run in runs

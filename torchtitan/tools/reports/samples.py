@@ -49,7 +49,7 @@ def by_prompt(lines: Iterable[bytes]) -> list[dict[str, Any]]:
                 "text": cut(str(content.get("text", "")), _TEXT),
                 "end": cut(str(content.get("end", "")), 20),
             }
-    every_text = (one["text"] for texts in texts_by_prompt.values() for one in texts.values())
+    every_text = (sample["text"] for texts in texts_by_prompt.values() for sample in texts.values())
     total = sum(map(len, every_text))
     every = max(1, math.ceil(total / _CHARACTERS))
     return [

@@ -66,9 +66,9 @@ def read_scores(run: Path) -> dict[str, Curve]:
 
 
 def _label(settings: Mapping[str, Any]) -> str:
-    known = (
+    settings_text = (
         text.format(settings[name])
         for name, text in _SETTINGS.items()
         if type(settings.get(name)) in (bool, int)
     )
-    return ", ".join(["torchtitan eval", *known])
+    return ", ".join(["torchtitan eval", *settings_text])

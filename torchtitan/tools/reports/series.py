@@ -16,7 +16,7 @@ from torchtitan.tools.reports.scores import Curve, add_point, score_curves
 
 POINTS = 2000
 """Minimum number of points of a longer curve; at most twice as many."""
-_MOST = 4096
+_MAX_RECORDS = 4096
 """Maximum number of a run's records that are compared."""
 _AXES = ("step", "tokens", "time")
 _VALIDATION = "validation_loss"
@@ -24,7 +24,7 @@ _EVAL = "eval/"
 _SOURCE = "loss/"
 
 
-class Thinned:
+class ThinnedRecords:
     """Records in the order of their steps: every n-th, and the last one.
 
     n doubles when there are more than `2 * points` records. A record of an earlier step replaces
@@ -84,9 +84,9 @@ class TrainingColumns:
             column.append(math.nan if value is None else value)
 
     def between(self, after: int, last: int) -> slice:
-        """The records of the steps after `after`, up to `last`; the last `_MOST` if more."""
+        """The records of the steps after `after`, up to `last`; the last `_MAX_RECORDS` if more."""
         end = bisect_right(self.step, last)
-        return slice(max(bisect_right(self.step, after), end - _MOST), end)
+        return slice(max(bisect_right(self.step, after), end - _MAX_RECORDS), end)
 
 
 class Curves:
@@ -97,9 +97,9 @@ class Curves:
         Args:
             began: seconds since the epoch at hour 0; by default the time of the first record.
         """
-        self._training = Thinned(points)
-        self._validations = Thinned(points)
-        self._evals = Thinned(points)
+        self._training = ThinnedRecords(points)
+        self._validations = ThinnedRecords(points)
+        self._evals = ThinnedRecords(points)
         self._began = began
         self.columns = TrainingColumns()
 
@@ -119,7 +119,7 @@ class Curves:
         return self._training.records()
 
     @property
-    def sampled(self) -> int:
+    def records_per_point(self) -> int:
         """Number of training records in the file for each one in `training`."""
         return self._training.every
 
@@ -136,7 +136,7 @@ class Curves:
 
     @cached_property
     def _tokens(self) -> list[float]:
-        return _filled(self._column("tokens"))
+        return _fill(self._column("tokens"))
 
     @cached_property
     def _names(self) -> dict[str, None]:
@@ -151,11 +151,11 @@ class Curves:
         per_token = self.flops_per_token()
         flops = None
         if per_token is not None:
-            flops = _filled(number(per_token * n) for n in self._tokens)
+            flops = _fill(number(per_token * n) for n in self._tokens)
         return {
             "step": self._steps,
             "tokens": self._tokens,
-            "hours": _filled(map(self.hours, self._column("time"))),
+            "hours": _fill(map(self.hours, self._column("time"))),
             "flops": flops,
         }
 
@@ -215,7 +215,7 @@ class Curves:
         return {key.removeprefix(_SOURCE): self._curve(loss=key) for key in keys}
 
     def experts(self) -> Curve | None:
-        """How evenly experts are loaded; None for a dense model."""
+        """Balance of the load of experts; None for a dense model."""
         curve = self._curve(load_max="expert_load_max", entropy="expert_entropy")
         return curve if curve["step"] else None
 
@@ -235,15 +235,15 @@ class Curves:
 
     def step_at(self, tokens: float) -> int:
         """The step after which this number of tokens was trained on."""
-        return math.floor(_interpolated(tokens, self._tokens, self._steps))
+        return math.floor(_interpolate(tokens, self._tokens, self._steps))
 
     def seconds_per_step(self, since: float) -> float | None:
         """Mean since the first record after `since`; None with fewer than two records."""
         times = zip(self._steps, self._column("time"), strict=True)
-        known = [(step, time) for step, time in times if time is not None and time >= since]
-        if len(known) < 2:
+        points = [(step, time) for step, time in times if time is not None and time >= since]
+        if len(points) < 2:
             return None
-        (first_step, first_time), *_, (last_step, last_time) = known
+        (first_step, first_time), *_, (last_step, last_time) = points
         if last_time <= first_time:
             return None
         return (last_time - first_time) / (last_step - first_step)
@@ -256,7 +256,7 @@ class Curves:
         """Tokens trained on up to `step`, between records in proportion to the steps."""
         if not self._steps:
             return None
-        return round(_interpolated(step, self._steps, self._tokens))
+        return round(_interpolate(step, self._steps, self._tokens))
 
 
 def read_curves(path: Path, *, points: int = POINTS, began: float | None = None) -> Curves:
@@ -268,7 +268,7 @@ def read_curves(path: Path, *, points: int = POINTS, began: float | None = None)
     return curves
 
 
-def _interpolated(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+def _interpolate(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     """Linear interpolation at `x` between points of ascending `xs`; from zero before the first."""
     at = bisect_left(xs, x)
     if at == len(xs):
@@ -280,7 +280,7 @@ def _interpolated(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
     return y_0 + (ys[at] - y_0) * (x - x_0) / (xs[at] - x_0)
 
 
-def _filled(values: Iterable[float | None]) -> list[float]:
+def _fill(values: Iterable[float | None]) -> list[float]:
     """Values of an axis, made non-decreasing; a missing value repeats the one before it."""
-    known = (0.0 if value is None else value for value in values)
-    return list(accumulate(known, max))
+    numbers = (0.0 if value is None else value for value in values)
+    return list(accumulate(numbers, max))

@@ -19,7 +19,7 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, file: Path, port: int):
-        """Listen on a port of loopback; 0 takes a free one.
+        """Listen on a port of loopback; 0 is any free one.
 
         Raises:
             UserError: the port can't be used.

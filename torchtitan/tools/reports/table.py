@@ -12,7 +12,7 @@ from torchtitan.tools.reports.collect import run_names
 from torchtitan.tools.reports.compare import differences, setting_text
 from torchtitan.tools.reports.folder import METRICS, STATES, Folder, read_folder
 from torchtitan.tools.reports.records import last_training
-from torchtitan.tools.reports.text import shown
+from torchtitan.tools.reports.text import show_optional
 from torchtitan.utils.wording import (
     aligned,
     cut,
@@ -29,7 +29,7 @@ _VALUE = 40
 """Maximum number of characters of a setting."""
 _COLUMNS = 12
 """Maximum number of settings that get a column."""
-_SHOWN = ("ranks", "layout")
+_FIXED_COLUMNS = ("ranks", "layout")
 """Settings that always have a column."""
 
 Row = dict[str, Any]
@@ -56,13 +56,13 @@ def sort_key(row: Row, order: str) -> Any:
 def read_rows(paths: Sequence[Path], *, with_differences: bool = False) -> list[Row]:
     """A row for each run."""
     folders = [read_folder(path) for path in paths]
-    changed = differences(folders) if with_differences else []
+    setting_differences = differences(folders) if with_differences else []
     rows = []
     for i, (name, folder) in enumerate(zip(run_names(paths), folders, strict=True)):
         settings = {
             difference["key"]: difference["values"][i]
-            for difference in changed
-            if difference["key"] not in _SHOWN
+            for difference in setting_differences
+            if difference["key"] not in _FIXED_COLUMNS
         }
         rows.append(_row(name, folder) | {"settings": settings})
     return rows
@@ -84,8 +84,8 @@ def _row(name: str, folder: Folder) -> Row:
 def as_text(rows: Sequence[Row]) -> str:
     """The rows as a table, their messages, and the number of runs in each state."""
     now = time.time()
-    differing = list(rows[0]["settings"]) if rows else []
-    keys = differing[:_COLUMNS]
+    settings = list(rows[0]["settings"]) if rows else []
+    keys = settings[:_COLUMNS]
     heading = [
         "run",
         "state",
@@ -112,7 +112,7 @@ def as_text(rows: Sequence[Row]) -> str:
         if row["message"]
     ]
     summary = f"{plural(len(rows), 'run')}{': ' if states else ''}{states}"
-    more = len(differing) - _COLUMNS
+    more = len(settings) - _COLUMNS
     if more > 0:
         note = f"{plural(more, 'more setting')} differ; `torchtitan report` and --json list them"
         summary = f"{summary}\n{note}"
@@ -125,11 +125,11 @@ def _cells(row: Row, now: float) -> list[str]:
         row["name"],
         row["state"],
         f"{row['step']:,}{total}",
-        shown(row["loss"], show_loss),
-        shown(row["tokens_per_second"], show_rate),
-        shown(row["mfu"], show_percent),
-        shown(row["goodput"], show_percent),
-        shown(row["last_seen"], lambda at: show_duration(max(now - at, 0))),
-        shown(row["ranks"], str),
+        show_optional(row["loss"], show_loss),
+        show_optional(row["tokens_per_second"], show_rate),
+        show_optional(row["mfu"], show_percent),
+        show_optional(row["goodput"], show_percent),
+        show_optional(row["last_seen"], lambda at: show_duration(max(now - at, 0))),
+        show_optional(row["ranks"], str),
         layout_name(row["layout"]) if (row["ranks"] or 1) > 1 else "",
     ]

@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan.config.derive import layout_name
 from torchtitan.telemetry.run_record import KINDS
 from torchtitan.tools.reports.compare import setting_text
-from torchtitan.tools.reports.plots import SMOOTHED, lines_of, plot
+from torchtitan.tools.reports.plots import SMOOTHING, lines_of, plot
 from torchtitan.utils.wording import (
     aligned,
     cut,
@@ -48,7 +48,7 @@ def as_text(
     runs = data["runs"]
     sections: list[str | None] = ["\n".join(_summary(run)) for run in runs]
     for metric in metrics:
-        title = metric.replace("_", " ") + (", smoothed" if metric in SMOOTHED else "")
+        title = metric.replace("_", " ") + (", smoothed" if metric in SMOOTHING else "")
         sections.append(
             plot(title, lines_of(runs, metric, axis), unit=axis, width=width, color=color)
         )
@@ -72,34 +72,36 @@ def _summary(run: Run) -> Iterator[str]:
         f"(step {curve['step'][-1]:,})"
         for name, curve in run["validation"].items()
     )
-    yield _joined(
+    yield _join(
         f"step {run['step']:,}{total}",
-        shown(run["tokens"], lambda count: f"{show_tokens(count)} tokens"),
-        shown(latest.get("loss"), lambda loss: f"loss {show_loss(loss)}"),
+        show_optional(run["tokens"], lambda count: f"{show_tokens(count)} tokens"),
+        show_optional(latest.get("loss"), lambda loss: f"loss {show_loss(loss)}"),
         *validation,
     )
     speed = latest.get("tokens_per_second")
-    yield _joined(
-        shown(speed, lambda rate: f"{show_rate(rate)} tokens/s per device"),
-        shown(latest.get("mfu"), lambda mfu: f"MFU {show_percent(mfu)}"),
-        shown(latest.get("memory_gib"), show_gib),
+    yield _join(
+        show_optional(speed, lambda rate: f"{show_rate(rate)} tokens/s per device"),
+        show_optional(latest.get("mfu"), lambda mfu: f"MFU {show_percent(mfu)}"),
+        show_optional(latest.get("memory_gib"), show_gib),
         ", ".join(f"{count} x {name}" for name, count in run["devices"].items()),
         layout_name(run["layout"]) if (run["ranks"] or 1) > 1 else "",
     )
     if scores := [_score(name, curve) for name, curve in run["evals"].items()]:
-        hidden = len(scores) - _SCORES
-        yield _joined(*scores[:_SCORES], f"{hidden} more scores" if hidden > 0 else "")
+        surplus = len(scores) - _SCORES
+        yield _join(*scores[:_SCORES], f"{surplus} more scores" if surplus > 0 else "")
     if run["samples"]:
         sample = run["samples"][0]
         text = cut(f"{sample['prompt']}{sample['text'][-1]}", _SAMPLE)
-        others = len(run["samples"]) - 1
-        more = f"({plural(others, 'more prompt')}: --html)" if others else ""
-        yield _joined(f'wrote at step {sample["step"][-1]:,}: "{text}"', more)
-    yield _joined(
-        shown(run["goodput"]["percent"], lambda percent: f"goodput {show_percent(percent)}"),
+        more_prompts = len(run["samples"]) - 1
+        more = f"({plural(more_prompts, 'more prompt')}: --html)" if more_prompts else ""
+        yield _join(f'wrote at step {sample["step"][-1]:,}: "{text}"', more)
+    yield _join(
+        show_optional(
+            run["goodput"]["percent"], lambda percent: f"goodput {show_percent(percent)}"
+        ),
         plural(len(run["starts"]), "start"),
-        shown(run["last_seen"], lambda at: f"last seen {show_date(at)}"),
-        shown(run["eta_s"], lambda seconds: f"{show_duration(seconds)} left"),
+        show_optional(run["last_seen"], lambda at: f"last seen {show_date(at)}"),
+        show_optional(run["eta_s"], lambda seconds: f"{show_duration(seconds)} left"),
     )
 
 
@@ -109,11 +111,11 @@ def _score(name: str, curve: dict[str, Any]) -> str:
     return f"{name} {show_loss(curve['value'][-1])}{noise} (step {curve['step'][-1]:,})"
 
 
-def _joined(*phrases: str) -> str:
+def _join(*phrases: str) -> str:
     return "  " + "   ".join(printable(phrase) for phrase in phrases if phrase)
 
 
-def shown(value: Any, show: Callable[[Any], str]) -> str:
+def show_optional(value: Any, show: Callable[[Any], str]) -> str:
     """`show(value)`; empty if the value is unknown."""
     return "" if value is None else show(value)
 
@@ -132,16 +134,16 @@ def _time_line(run: Run, width: int) -> str:
     entries.sort(key=itemgetter("hours"))
     rows = []
     for kind, group in groupby(entries, key=itemgetter("kind")):
-        alike = list(group)
-        first, last = alike[0], alike[-1]
-        often = f"{kind} x {len(alike)}" if len(alike) > 1 else kind
-        known = [f"{entry['step']:,}" for entry in (first, last) if entry["step"] is not None]
-        steps = " to ".join(dict.fromkeys(known))
+        same_kind = list(group)
+        first, last = same_kind[0], same_kind[-1]
+        label = f"{kind} x {len(same_kind)}" if len(same_kind) > 1 else kind
+        ends = [f"{entry['step']:,}" for entry in (first, last) if entry["step"] is not None]
+        steps = " to ".join(dict.fromkeys(ends))
         message = cut(last["message"], max(width - _BEFORE_MESSAGE, 64))
-        rows.append([show_duration(first["hours"] * 3600), cut(often, _KIND), steps, message])
-    left_out = len(rows) - _LONGEST_LINE
-    if left_out > 0:
-        rows[1 : 1 + left_out] = [["", f"{left_out:,} more", "", ""]]
+        rows.append([show_duration(first["hours"] * 3600), cut(label, _KIND), steps, message])
+    surplus = len(rows) - _LONGEST_LINE
+    if surplus > 0:
+        rows[1 : 1 + surplus] = [["", f"{surplus:,} more", "", ""]]
     table = aligned([["after", "event", "step", ""], *rows])
     return printable(f"Time line of {run['name']}") + "\n" + indent(table, "  ")
 
@@ -151,11 +153,11 @@ def _starts(starts: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     layout = None
     for start in starts:
         where = f"{plural(start['ranks'] or 1, 'rank')}, {layout_name(start['layout'])}"
-        changed = " (changed)" if layout not in (None, start["layout"]) else ""
+        note = " (changed)" if layout not in (None, start["layout"]) else ""
         layout = start["layout"]
         step = start["resumed_step"]
         kind = "resumed" if step else "started"
-        yield {"hours": start["hours"], "kind": kind, "step": step, "message": f"{where}{changed}"}
+        yield {"hours": start["hours"], "kind": kind, "step": step, "message": f"{where}{note}"}
         if start["end"]:
             kind, _, message = start["end"].partition(": ")
             at = start["last_seen_hours"]
@@ -175,11 +177,11 @@ def _time_by_kind(runs: Sequence[Run]) -> str | None:
 
 
 def _share(seconds: dict[str, float], kind: str) -> str:
-    spent = seconds.get(kind, 0.0)
+    duration = seconds.get(kind, 0.0)
     total = sum(seconds.values())
-    if not spent or not total:
+    if not duration or not total:
         return ""
-    return f"{show_duration(spent)}, {show_percent(100 * spent / total)}"
+    return f"{show_duration(duration)}, {show_percent(100 * duration / total)}"
 
 
 def _differences(data: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ const HAPPENED = {  // kind of event: sign, color, in words
   stage: ["◆", "var(--c2)", "stage of data"], straggler: ["●", "var(--c8)", "straggler"], failed: ENDS.failed.concat("failure"),
   preempted: ENDS.preempted.concat("preemption"), finished: ENDS.completed.concat("end"), saved: ["|", "var(--dim)", "save"],
 };
-const OF_STARTS = ["started", "resumed", "preempted", "failed", "finished"];  // starts and their ends tell the same
+const OF_STARTS = ["started", "resumed", "preempted", "failed", "finished"];  // starts and their ends repeat them
 const since = hours => show.duration(3600 * hours);
 const endOf = start => start.end === null ? "no end recorded" : start.end;
 
