@@ -1,8 +1,8 @@
 """Self-contained pages: styles, scripts, the charting library and the data in one HTML file.
 
-Such a file opens without a network, can be mailed, and loads nothing. `page.js` has what pages
-share (numbers, tables, stacked bars, tooltips that the keyboard reaches), `chart.js` charts with
-two axes, drawn by uPlot.
+Such a file opens without a network, can be mailed, and loads nothing. `page.js` is shared by
+pages (numbers, tables, stacked bars, tooltips that the keyboard reaches); `chart.js` has charts
+with two axes, drawn by uPlot.
 """
 
 import html
@@ -31,9 +31,7 @@ def web_page(
         "STYLE": "\n".join(
             _read(path) for path in (*(_FOLDER / name for name in _STYLES), *styles)
         ),
-        "DATA": json.dumps(data).replace(
-            "<", "\\u003c"
-        ),  # what the data holds begins and ends no script
+        "DATA": json.dumps(data).replace("<", "\\u003c"),  # no data begins or ends a script
         "SCRIPTS": "\n".join(
             _read(path) for path in (*(_FOLDER / name for name in _SCRIPTS), *scripts)
         ),
