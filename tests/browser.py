@@ -1,7 +1,5 @@
 """A headless Chromium, driven over the pipe of its DevTools protocol
 (chromedevtools.github.io/devtools-protocol).
-
-`python -m tests.browser PAGE.html IMAGE.png` makes the pictures of pages in `docs/images`.
 """
 
 import base64
@@ -10,8 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -178,10 +174,3 @@ def browser(profile: Path) -> Iterator[Browser]:
         process.terminate()
         process.wait(30)
         os.close(own_reads)
-
-
-if __name__ == "__main__":
-    shown, image = map(Path, sys.argv[1:])
-    with tempfile.TemporaryDirectory() as folder, browser(Path(folder)) as started:
-        started.open(shown.resolve().as_uri(), 1040, scale=0.7)
-        started.screenshot(image)
