@@ -101,9 +101,9 @@ def shard(argv: list[str]) -> list[str]:
     config = resolve([*argv, *flags], 1).config
     trainer = Trainer(config, preflight(config))
     trainer.train()
-    state = trainer.state.local_state()
+    step, state = trainer.progress.step, trainer.state.local_state()
     with traced() as files:
-        trainer.checkpointer.save(trainer.progress.step, state)
+        trainer.checkpointer.save(step, state)
         trainer.checkpointer.resume()
     trainer.close()
     return files

@@ -1,7 +1,7 @@
 """Data positions as checkpoints keep them."""
 
 from tests.checkpoints import ABOUT, train_state
-from torchtitan.checkpoint.format.manifest import FORMAT, Manifest, checked, parse, render
+from torchtitan.checkpoint.format.manifest import FORMAT, Manifest, parse, render, validate
 from torchtitan.data.loader import StepLoader
 from torchtitan.data.read.positions import DataPosition, DataState, complete_state
 
@@ -22,7 +22,7 @@ def manifest_bytes(state: DataState) -> bytes:
     """A manifest with this data position."""
     whole = train_state(state.step) | {"data": state}
     content = {**ABOUT, **MINIMAL, "step": state.step, "train_state": whole}
-    return render(checked(Manifest, content))
+    return render(validate(Manifest, content))
 
 
 def saved(loader: StepLoader, *parts: DataPosition) -> DataState:

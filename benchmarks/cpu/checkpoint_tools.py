@@ -68,9 +68,9 @@ def write(folder: Path, gb: float, ranks: int) -> None:
         FORMAT,
         FileEntry,
         Manifest,
-        Written,
-        checked,
+        RankTotals,
         render,
+        validate,
     )
 
     step = folder / "step-1"
@@ -139,9 +139,9 @@ def write(folder: Path, gb: float, ranks: int) -> None:
         "tensor_bytes": {},
         "files": {"tensors.json": {"bytes": len(index), "crc32": zlib.crc32(index)}},
         "save": save,
-        "written": Written(ranks=ranks, files=2 * ranks, bytes=written),
+        "written": RankTotals(ranks=ranks, files=2 * ranks, bytes=written),
     }
-    (step / "manifest.json").write_bytes(render(checked(Manifest, manifest)))
+    (step / "manifest.json").write_bytes(render(validate(Manifest, manifest)))
 
 
 PARTS = (("model.", ""), ("optimizer.", ".exp_avg"), ("optimizer.", ".exp_avg_sq"))

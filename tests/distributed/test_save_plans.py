@@ -38,7 +38,6 @@ from tests.checkpoints import train_state as state_of
 from torchtitan.checkpoint import Checkpointer, TrainedModel, manager
 from torchtitan.checkpoint import save as saving
 from torchtitan.checkpoint import writer as writing
-from torchtitan.checkpoint.format import coverage
 from torchtitan.checkpoint.format import layout as layouts
 from torchtitan.checkpoint.format.index import Index
 from torchtitan.checkpoint.format.layout import Cut, Layout
@@ -407,7 +406,7 @@ def test_boxes_fill_a_tensor_as_counting_each_element_says(boxes, whole, random)
     tiles = [((i, 2), (j, 2)) for i in (0, 2) for j in (0, 2)]
     other = [*tiles[1:], random.choice([*tiles, *boxes, tiles[0]])]
     for case in (boxes, tiles, other):
-        assert coverage.fill(map(chunk, case), chunk(whole)) == counted(case)
+        assert layouts.fill(map(chunk, case), chunk(whole)) == counted(case)
 
 
 def test_a_save_that_writes_a_half_twice_is_called_a_bug(ranks, tmp_path):

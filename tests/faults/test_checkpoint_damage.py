@@ -34,7 +34,7 @@ from torchtitan.checkpoint import backend, resume
 from torchtitan.checkpoint.commit import disposable
 from torchtitan.checkpoint.format.index import read_rank
 from torchtitan.checkpoint.format.manifest import MANIFEST, parse, read_manifest
-from torchtitan.checkpoint.hf.export import export_saved
+from torchtitan.checkpoint.hf.export import export_checkpoint
 from torchtitan.commands import ckpt
 from torchtitan.utils.errors import CheckpointError, DamageError, UserError
 
@@ -469,7 +469,7 @@ def late(folder, reads):
         exported = "exported"
         try:
             with mock.patch("torchtitan.checkpoint.hf.export.HFExport"):
-                export_saved(checkpointer, 1, None, None, None)
+                export_checkpoint(checkpointer, 1, None, None, None)
         except CheckpointError as error:
             exported = str(error)
         checkpointer.close()

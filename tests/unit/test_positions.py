@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoints import ABOUT, train_state
 from tests.positions import MINIMAL, manifest_bytes
-from torchtitan.checkpoint.format.manifest import Manifest, checked, parse
+from torchtitan.checkpoint.format.manifest import Manifest, parse, validate
 from torchtitan.config.sections.data import DataLoader, DataStage, Source
 from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.loader import build_loader
@@ -383,4 +383,4 @@ def test_what_a_manifest_cannot_hold_is_called_a_bug(change, text):
         FormatBugError,
         match=rf"{text} \(manifest\.json\): this is a bug in torchtitan, please report",
     ):
-        checked(Manifest, {**ABOUT, **MINIMAL, "step": 2, "train_state": content})
+        validate(Manifest, {**ABOUT, **MINIMAL, "step": 2, "train_state": content})

@@ -1,10 +1,9 @@
-"""Storage of a run's checkpoints: the interface, and its implementation by folders."""
+"""Storage of a run's checkpoints."""
 
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from torchtitan.checkpoint.commit import committed_steps
 from torchtitan.checkpoint.format.index import Index, index_bytes
@@ -15,61 +14,35 @@ from torchtitan.checkpoint.writer import CommittingWriter
 from torchtitan.utils.storage import is_remote
 
 
-class Storage(Protocol):
-    """The storage that saves write and resumes read. A rehearsal implements it without files."""
+class Storage:
+    """Folders of checkpoints, local or at a URL. A rehearsal overrides all methods."""
 
     def steps(self, folder: Path, *, abandoned: bool = False) -> list[int]:
-        """Steps with a complete checkpoint, oldest first: those to continue from, or those that a
-        run has abandoned.
+        """Steps with a complete checkpoint to continue from, or with `abandoned` the abandoned
+        steps; oldest first.
         """
-
-    def manifest_bytes(self, path: Path) -> bytes:
-        """The manifest of the checkpoint `path`. Raises OSError if it can't be read."""
-
-    def sees(self, path: Path, manifest: bytes) -> bool:
-        """Whether this node sees the manifest that rank 0 has read."""
-
-    def index_bytes(self, path: Path, manifest: Manifest) -> bytes:
-        """The checkpoint's index. Raises DamageError if it can't be read."""
-
-    def reader(self, path: Path, manifest: Manifest, index: bytes | None) -> Reader:
-        """A reader of the checkpoint's tensors. Raises DamageError if the index is damaged."""
-
-    def writer(
-        self,
-        path: Path,
-        info: CheckpointInfo,
-        confirm: Callable[[], object],
-        committed: Callable[[], None],
-        *,
-        extra_files: Mapping[str, bytes],
-        staged: bool,
-    ) -> Writer:
-        """A writer of the checkpoint; takes the arguments of `CommittingWriter`."""
-
-
-class FolderStorage:
-    """Folders of checkpoints, local or at a URL."""
-
-    def steps(self, folder: Path, *, abandoned: bool = False) -> list[int]:
         return committed_steps(folder, abandoned=abandoned)
 
     def manifest_bytes(self, path: Path) -> bytes:
+        """The manifest of the checkpoint `path`. Raises OSError if it can't be read."""
         return manifest_bytes(path)
 
     def sees(self, path: Path, manifest: bytes) -> bool:
+        """Whether this node sees the manifest that rank 0 has read."""
         try:
             return manifest_bytes(path) == manifest
         except OSError:
             if not is_remote(path):
                 with suppress(OSError):
-                    os.listdir(path.parent)  # makes NFS ask the server for the folder's names
+                    os.listdir(path.parent)  # makes NFS fetch the folder's names from the server
             return False
 
     def index_bytes(self, path: Path, manifest: Manifest) -> bytes:
+        """The checkpoint's index. Raises DamageError if it can't be read."""
         return index_bytes(path, manifest)
 
     def reader(self, path: Path, manifest: Manifest, index: bytes | None) -> Reader:
+        """A reader of the checkpoint's tensors. Raises DamageError if the index is damaged."""
         return Reader(path, Index(path, manifest, index))
 
     def writer(
@@ -77,11 +50,12 @@ class FolderStorage:
         path: Path,
         info: CheckpointInfo,
         confirm: Callable[[], object],
-        committed: Callable[[], None],
+        on_commit: Callable[[], None],
         *,
         extra_files: Mapping[str, bytes],
         staged: bool,
     ) -> Writer:
+        """A writer of the checkpoint, with the arguments of `CommittingWriter`."""
         return CommittingWriter(
-            path, info, confirm, committed, extra_files=extra_files, staged=staged
+            path, info, confirm, on_commit, extra_files=extra_files, staged=staged
         )

@@ -1,4 +1,4 @@
-"""The layout of a folder of checkpoints, and how saves and deletions stay atomic.
+"""The layout of a folder of checkpoints, and atomic saves and deletions.
 
 In a local folder, a checkpoint is written under a hidden name, checksummed, fsynced and renamed.
 
@@ -7,7 +7,7 @@ In a local folder, a checkpoint is written under a hidden name, checksummed, fsy
     .step-90.old/    being deleted
 
 Object storage can't rename. There, a checkpoint is written under its own name, and `manifest.json`
-last; without it, it doesn't count as one. Deletion removes the manifest first. `.incomplete` marks
+last; without it, it is not a checkpoint. Deletion removes the manifest first. `.incomplete` marks
 a checkpoint being written or deleted.
 
 A run that goes back to an earlier step abandons the later ones: a file `abandoned` in their folders
@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 import torchtitan
-from torchtitan.checkpoint.format.index import listed_files
+from torchtitan.checkpoint.format.index import file_entries
 from torchtitan.checkpoint.format.manifest import MANIFEST, FileEntry, Manifest, read_manifest
 from torchtitan.checkpoint.format.sums import crc32
 from torchtitan.utils.errors import CheckpointError, DamageError
@@ -51,10 +51,10 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def committed_steps(folder: Path, *, abandoned: bool = False) -> list[int]:
-    """Steps with a committed checkpoint, oldest first: those that the run can continue from.
+    """Steps with a committed checkpoint that the run can continue from, oldest first.
 
     Args:
-        abandoned: the abandoned ones instead.
+        abandoned: return the abandoned steps instead.
     """
 
     def look() -> list[int]:
@@ -68,13 +68,13 @@ def committed_steps(folder: Path, *, abandoned: bool = False) -> list[int]:
 
 
 def checkpoints_at(path: Path, *, abandoned: bool = False) -> list[Path]:
-    """The checkpoint at `path`, or those in the folder `path`, oldest first.
+    """The checkpoint at `path`, or all checkpoints in the folder `path`, oldest first.
 
     Args:
-        abandoned: include those.
+        abandoned: include abandoned checkpoints.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: no checkpoint exists there.
     """
     if patiently(path, lambda: (path / MANIFEST).is_file()):
         return [path]
@@ -133,7 +133,7 @@ def begin(final: Path) -> None:
 
 
 def commit(final: Path) -> None:
-    """Give a completely written folder its name, and delete what had that name before."""
+    """Give a completely written folder its final name, replacing the previous checkpoint."""
     if is_remote(final):
         patiently(final, lambda: (final / MARK).unlink(missing_ok=True))
         return
@@ -169,8 +169,8 @@ def remove(path: Path) -> None:
 
 
 def abandoned_at(path: Path) -> int | None:
-    """The step that the run went back to when it abandoned the checkpoint `path`; None if it
-    didn't.
+    """The step that the run went back to when it abandoned the checkpoint `path`; None if the
+    checkpoint is not abandoned.
     """
     mark = path / ABANDONED
     if not patiently(path, mark.is_file):
@@ -182,27 +182,27 @@ def abandoned_at(path: Path) -> int | None:
 def go_back(folder: Path, step: int) -> list[int]:
     """Abandon the checkpoints that a run doesn't continue when it goes on from `step`.
 
-    These are the later ones. If `step` itself was abandoned, they are those since the run went
-    back, and `step` is no longer abandoned. A crash in between leaves a folder from which the same
-    call does the rest.
+    These are the later checkpoints. If `step` itself was abandoned, they are the checkpoints since
+    the run went back, and `step` is no longer abandoned. After a crash in between, the same call
+    completes the change.
 
     Returns:
         The newly abandoned steps, oldest first.
     """
     earlier = abandoned_at(step_folder(folder, step))
     fork = step if earlier is None else earlier
-    gone = [other for other in committed_steps(folder) if other > fork and other != step]
-    marked = [
+    later = [other for other in committed_steps(folder) if other > fork and other != step]
+    abandoned = [
         other
         for other in committed_steps(folder, abandoned=True)
         if other != step and (abandoned_at(step_folder(folder, other)) or 0) > fork
     ]
-    for other in sorted([*gone, *marked], reverse=True):
+    for other in sorted([*later, *abandoned], reverse=True):
         write_file(step_folder(folder, other) / ABANDONED, str(fork).encode())
     if earlier is not None:
         mark = step_folder(folder, step) / ABANDONED
         patiently(folder, lambda: mark.unlink(missing_ok=True))
-    return gone
+    return later
 
 
 def leftovers(folder: Path) -> list[Path]:
@@ -214,10 +214,10 @@ def leftovers(folder: Path) -> list[Path]:
     return sorted([*folder.glob(".step-*.tmp"), *folder.glob(".step-*.old")])
 
 
-def unknown(folder: Path) -> list[Path]:
+def unrecognized_folders(folder: Path) -> list[Path]:
     """Folders named like checkpoints that are damaged, or another program's."""
-    known = (MANIFEST, MARK)
-    return sorted(p for _, p in _steps(folder) if not any((p / name).is_file() for name in known))
+    names = (MANIFEST, MARK)
+    return sorted(p for _, p in _steps(folder) if not any((p / name).is_file() for name in names))
 
 
 def clean(folder: Path) -> list[str]:
@@ -240,7 +240,7 @@ def prepare(folder: Path) -> str | None:
     """Create the folder of a run that saves, and clean up after an interrupted save.
 
     Returns:
-        Why the run can't save there; None if it can.
+        The reason why the run can't save there; None if it can.
     """
     try:
         make_folder(folder)
@@ -250,8 +250,8 @@ def prepare(folder: Path) -> str | None:
             patiently(probe, probe.unlink)
         if remains := clean(folder):
             logger.info(f"Removed the remains of an interrupted save: {', '.join(remains)}")
-        if others := [path.name for path in unknown(folder)]:
-            text = f"{', '.join(others)} in {folder} without {MANIFEST}"
+        if strays := [path.name for path in unrecognized_folders(folder)]:
+            text = f"{', '.join(strays)} in {folder} without {MANIFEST}"
             logger.warning(f"Not a checkpoint of this project, or a damaged one: {text}")
             if not committed_steps(folder):
                 return (
@@ -269,22 +269,22 @@ def disposable(
 ) -> list[int]:
     """Steps to delete: not the newest `keep_latest`, nor multiples of `keep_every`.
 
-    The newest checkpoint that can be resumed always stays. Abandoned ones count as the oldest, and
-    their multiples don't stay.
+    The newest checkpoint that can be resumed always stays. Abandoned checkpoints are treated as the
+    oldest, and `keep_every` does not protect them.
 
     Args:
         newest: ignore later steps, which a run that went back has yet to reach.
     """
-    steps, abandoned = (
+    steps, abandoned_steps = (
         [
             step
-            for step in committed_steps(folder, abandoned=marked)
+            for step in committed_steps(folder, abandoned=abandoned)
             if newest is None or step <= newest
         ]
-        for marked in (False, True)
+        for abandoned in (False, True)
     )
     resumable = (step for step in reversed(steps) if _is_resumable(step_folder(folder, step)))
-    by_age = [*abandoned, *steps]
+    by_age = [*abandoned_steps, *steps]
     keep = {*by_age[max(len(by_age) - keep_latest, 0) :], next(resumable, None)}
     if keep_every:
         keep |= {step for step in steps if step % keep_every == 0}
@@ -292,17 +292,18 @@ def disposable(
 
 
 def purge(folder: Path, keep_latest: int, keep_every: int, newest: int) -> None:
-    """Delete what `disposable` names, and log it. `keep_latest` 0 keeps all."""
-    gone = disposable(folder, keep_latest, keep_every, newest=newest) if keep_latest else []
-    if not gone:
+    """Delete the steps that `disposable` returns, and log them. `keep_latest` 0 keeps all."""
+    steps = disposable(folder, keep_latest, keep_every, newest=newest) if keep_latest else []
+    if not steps:
         return
-    for step in gone:
+    for step in steps:
         remove(step_folder(folder, step))
-    names = listed(f"step-{step}" for step in gone)
-    others = f", and not multiples of {keep_every}" if keep_every else ""
-    record = event("deleted", newest, steps=gone, folder=str(folder))
+    names = listed(f"step-{step}" for step in steps)
+    exceptions = f", and not multiples of {keep_every}" if keep_every else ""
+    record = event("deleted", newest, steps=steps, folder=str(folder))
     logger.info(
-        f"Deleted {names} from {folder}: older than the newest {keep_latest}{others}", extra=record
+        f"Deleted {names} from {folder}: older than the newest {keep_latest}{exceptions}",
+        extra=record,
     )
 
 
@@ -334,7 +335,7 @@ def damage(
     files = 0
     size = 0
     try:
-        for name, expected in listed_files(path, manifest, share, shares):
+        for name, expected in file_entries(path, manifest, share, shares):
             files += 1
             size += expected.bytes
             yield from _file_damage(path, name, expected, contents=contents)

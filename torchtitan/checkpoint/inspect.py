@@ -30,11 +30,11 @@ def settings(manifest: Manifest) -> dict[str, Any]:
 
 def as_data(step: Path, manifest: Manifest) -> dict[str, Any]:
     """A description of a checkpoint, for `--json`."""
-    same = {"step", "saved", "averaged", "model", "parameters"}
-    same |= {"data", "versions", "git", "ranks"}
+    fields = {"step", "saved", "averaged", "model", "parameters"}
+    fields |= {"data", "versions", "git", "ranks"}
     return {
         "path": str(step),
-        **manifest.model_dump(include=same),
+        **manifest.model_dump(include=fields),
         "resumable": not manifest.model_only,
         "abandoned": abandoned_at(step) is not None,
         "bytes": manifest.tensor_bytes,
@@ -89,11 +89,11 @@ def _page(step: Path, manifest: Manifest) -> Iterator[str]:
         rows.append((section, ", ".join(kinds)))
     rows.append(("files", f"{manifest.file_count()}, {show_size(manifest.file_bytes())}"))
     yield indent(aligned(rows), "  ")
-    written_by: dict[str, Any] = dict(manifest.versions)
+    origin: dict[str, Any] = dict(manifest.versions)
     if manifest.git:
-        written_by["git"] = manifest.git
+        origin["git"] = manifest.git
     if manifest.ranks:
-        written_by["ranks"] = manifest.ranks
+        origin["ranks"] = manifest.ranks
     state = _state(manifest)
     position = state.get("data", {})
     position.pop("fingerprint", None)  # shown as "data"
@@ -101,7 +101,7 @@ def _page(step: Path, manifest: Manifest) -> Iterator[str]:
         if "lanes" in source:
             source["lanes"] = "see --json"
     tables = {
-        "written by": written_by,
+        "written by": origin,
         "model": manifest.model,
         "state": state,
         "data": manifest.data,
@@ -115,7 +115,7 @@ def _page(step: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _resumable(step: Path, manifest: Manifest) -> str:
-    """Whether a start resumes it, in words."""
+    """Whether a start resumes the checkpoint, as text."""
     if manifest.model_only:
         return "the average of the weights" if manifest.averaged else "weights only"
     back_to = abandoned_at(step)

@@ -1,4 +1,4 @@
-"""Reading and verifying a checkpoint's tensors by `torch.distributed.checkpoint` (DCP)."""
+"""Reading and verifying a checkpoint's tensors with `torch.distributed.checkpoint` (DCP)."""
 
 import io
 import warnings
@@ -42,7 +42,7 @@ _REQUEST = 1 << 25
 class Reader(FileSystemReader):
     """Reads each chunk once, in the order of the file, and verifies its checksum before use.
 
-    The index is read only once, however often the reader loads, and `.metadata` never.
+    The index is read only once for any number of loads, and `.metadata` never.
     """
 
     def __init__(self, path: Path, index: Index | None = None):
@@ -65,7 +65,7 @@ class Reader(FileSystemReader):
         return self._index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The tensors, and the chunks of them that were located.
+        """The tensors, with the chunks that `locate` has added.
 
         Raises:
             DamageError: the manifest or the index is damaged.
@@ -76,30 +76,30 @@ class Reader(FileSystemReader):
         """Locate the chunks that hold this rank's shards of the tensors in `state`.
 
         Raises:
-            DamageError: they can't be found.
+            DamageError: a chunk is missing, or the index is damaged.
         """
         for key, value in flatten_state_dict(state)[0].items():
             for box in _create_chunk_list(value):
                 self.index.locate(key, box)
 
     def check_files(self, manifest: Manifest, share: int = 0, shares: int = 1) -> None:
-        """Check the sizes of all files, which reading wouldn't.
+        """Check the sizes of all files; reading checks only the chunks it needs.
 
         Args:
             share: check only every `shares`-th file, beginning with this one.
 
         Raises:
-            DamageError: a file isn't as the manifest says.
+            DamageError: a file doesn't match the manifest.
         """
         for problem in damage(self.path, manifest, share, shares, contents=False):
             raise DamageError(f"{self.path} is damaged: {problem}")
 
     def fill(self, state: dict[str, Any]) -> None:
-        """Read this rank's shards of the tensors in `state`, in place. Communicates nothing.
+        """Read this rank's shards of the tensors in `state`, in place. Without communication.
 
         Raises:
-            DamageError: they can't be found.
-            CheckpointException: DCP's, around the cause: they can't be read.
+            DamageError: a chunk is missing, or the index is damaged.
+            CheckpointException: DCP's error for a chunk that can't be read, with its cause.
         """
         self.locate(state)
         with without_dist_warning():
@@ -130,7 +130,7 @@ class Reader(FileSystemReader):
         def fill(item: ReadItem, value: Tensor) -> None:
             narrow_tensor_by_index(out, item.dest_offsets, item.lengths).copy_(value)
 
-        with self._explained():
+        with self._as_damage():
             self._read(create_read_items_for_chunk_list(key, tensor, [box]), fill)
         return out
 
@@ -141,13 +141,13 @@ class Reader(FileSystemReader):
             DamageError: it can't be read.
         """
         location = self.read_metadata().storage_data[index]
-        with self._explained():
+        with self._as_damage():
             chunks = self._open_chunks(location.relative_path, [location])
             return next(self._tensor(location, chunk) for _, chunk in chunks)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Raise a `DamageError` instead of errors that are neither the user's nor the machine's."""
+    def _as_damage(self) -> Iterator[None]:
+        """Raise a `DamageError` instead of errors that neither the user nor the machine caused."""
         try:
             yield
         except (UserError, MemoryError):
@@ -169,7 +169,7 @@ class Reader(FileSystemReader):
                 tensor = self._tensor(location, content)
                 for item in items_by_chunk[name, location.offset]:
                     fill(item, narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
-                del tensor  # before the next one needs memory
+                del tensor  # before the next chunk needs memory
 
     def _open_chunks(
         self, name: str, locations: list[ChunkLocation]
@@ -207,7 +207,7 @@ class Reader(FileSystemReader):
         try:
             tensor = load_tensor(content)
         except Exception as problem:
-            error = problem  # a wrong checksum explains it better
+            error = problem  # a wrong checksum is the better explanation
         start = location.offset
         end = start + location.length
         file = f"{self.path} is damaged: {location.relative_path}"
@@ -231,10 +231,10 @@ def read_tensor(reader: Reader, key: str, dtype: torch.dtype | None = None) -> T
 def load(state: dict[str, Any], reader: Reader, *, no_dist: bool = False) -> None:
     """Fill the tensors of `state` in place, on all ranks together unless `no_dist`.
 
-    Each rank reads what it needs; DCP would send every rank's plan to rank 0 without a need.
+    Each rank reads the chunks it needs; DCP would needlessly send every rank's plan to rank 0.
 
     Raises:
-        DamageError: a tensor can't be read; every rank raises it if one does.
+        DamageError: a tensor can't be read; every rank raises it if any rank does.
     """
     cause: BaseException | None = None
     try:
@@ -245,7 +245,7 @@ def load(state: dict[str, Any], reader: Reader, *, no_dist: bool = False) -> Non
         cause = error
     causes = [cause] if no_dist or not dist.is_initialized() else agree.problems_from_all(cause)
     for kind in (MemoryError, torch.OutOfMemoryError, DamageError):
-        if matching := [known for known in causes if isinstance(known, kind)]:
+        if matching := [error for error in causes if isinstance(error, kind)]:
             raise matching[0]
     for rank, problem in enumerate(causes):
         if problem is not None:
@@ -270,7 +270,7 @@ def describe(error: BaseException) -> str:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The first error of ours or of the operating system in the chain; otherwise the last."""
+    """The first error from this project or the operating system in the chain; else the last one."""
     chain = [error]
     while inner := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(inner)
@@ -286,7 +286,7 @@ def without_dist_warning() -> Iterator[None]:
 
 
 @contextmanager
-def unwrapped() -> Iterator[None]:
+def unwrap_errors() -> Iterator[None]:
     """Raise the cause of DCP's `CheckpointException`, which isn't an `Exception`."""
     try:
         yield
@@ -297,21 +297,21 @@ def unwrapped() -> Iterator[None]:
 class BoxReader:
     """Reads tensors box by box, each element once.
 
-    A chunk is read whole, because its checksum covers all of it. It stays in memory until all its
-    elements have been read: so boxes in the order of the chunks need the memory of one chunk, and
-    other boxes at most that of the tensor.
+    A whole chunk is read, because its checksum covers all of it. It stays in memory until all its
+    elements have been read, so boxes in the order of the chunks need the memory of one chunk, and
+    other boxes at most the memory of the tensor.
     """
 
     def __init__(self, reader: Reader):
         self.reader = reader
         self._chunks: dict[MetadataIndex, Tensor] = {}
-        self._unread: dict[MetadataIndex, int] = {}
-        """Number of elements of each chunk that have not been read."""
+        self._remaining: dict[MetadataIndex, int] = {}
+        """Number of elements of each chunk that are still to be read."""
 
     def forget(self, besides: Collection[str] = ()) -> None:
-        """Free the chunks of all tensors except those with the keys `besides`."""
+        """Free the chunks of all tensors except `besides`."""
         for index in [index for index in self._chunks if index.fqn not in besides]:
-            del self._chunks[index], self._unread[index]
+            del self._chunks[index], self._remaining[index]
 
     def read(self, key: str, box: tuple[slice, ...]) -> Tensor:
         """A box of a tensor, in its stored dtype; a view of the chunk if it lies in a single one.
@@ -330,19 +330,19 @@ class BoxReader:
             index = item.storage_index
             if index not in self._chunks:
                 self._chunks[index] = self.reader.read_chunk(index)
-                self._unread[index] = self._chunks[index].numel()
-            value = _narrowed(self._chunks[index], item.storage_offsets, item.lengths)
-            self._unread[index] -= value.numel()
-            if not self._unread[index]:
-                del self._chunks[index], self._unread[index]
+                self._remaining[index] = self._chunks[index].numel()
+            value = _narrow(self._chunks[index], item.storage_offsets, item.lengths)
+            self._remaining[index] -= value.numel()
+            if not self._remaining[index]:
+                del self._chunks[index], self._remaining[index]
             if len(items) == 1:
                 return value
             out = torch.empty(sizes, dtype=value.dtype) if out is None else out
-            _narrowed(out, item.dest_offsets, item.lengths).copy_(value)
+            _narrow(out, item.dest_offsets, item.lengths).copy_(value)
         assert out is not None or not sizes.numel(), f"{key} has no {box}"
         return torch.empty(sizes, dtype=tensor.properties.dtype) if out is None else out
 
 
-def _narrowed(tensor: Tensor, offsets: torch.Size, sizes: torch.Size) -> Tensor:
+def _narrow(tensor: Tensor, offsets: torch.Size, sizes: torch.Size) -> Tensor:
     ends = zip(offsets, sizes, strict=True)
     return tensor[tuple(slice(start, start + size) for start, size in ends)]

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: when to save, what to keep, what to resume."""
+"""The checkpoints of one run: saving, retention and resuming."""
 
 import errno
 import os
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchtitan.checkpoint.backend import FolderStorage, Storage
+from torchtitan.checkpoint.backend import Storage
 from torchtitan.checkpoint.commit import discard, go_back, prepare, purge, step_folder
-from torchtitan.checkpoint.format.manifest import CheckpointInfo, checked
+from torchtitan.checkpoint.format.manifest import CheckpointInfo, validate
 from torchtitan.checkpoint.load import PhaseError, describe
 from torchtitan.checkpoint.resume import Resumed, agreed_steps, load_initial, load_newest, went_back
 from torchtitan.checkpoint.save import Stager, Writer, build_stager, save
@@ -45,11 +45,11 @@ class Checkpointer:
     ):
         """
         Args:
-            run_info: what manifests record about the run: config, versions, data fingerprint.
+            run_info: entries of the manifests: config, versions, data fingerprint.
             confirm: called by rank 0 before it writes to the folder; raises if another run has
-                taken it.
+                locked it.
             data_files: renders the list of data files, for checkpoints that can be resumed.
-            storage: where checkpoints are written and read; None: in folders.
+            storage: storage of the checkpoints; None: folders.
 
         Raises:
             CheckpointError: the folder can't be written to, or holds only another program's
@@ -61,7 +61,7 @@ class Checkpointer:
         self.run_info = run_info
         self.confirm = confirm
         self.data_files = data_files
-        self.storage = storage or FolderStorage()
+        self.storage = storage or Storage()
         self.exports_average = trained.average is not None and trained.average.config.export
         self.saving = config.enable and not config.load_only
         self._writing: Future[Any] | None = None
@@ -74,7 +74,7 @@ class Checkpointer:
         self._stager: Stager | None = None
         if not self.saving:
             return
-        # The collectives of a save in the background must not mix with those of training.
+        # The collectives of a save in the background must not mix with training's collectives.
         self.group = dist.new_group(backend="gloo", group_desc=CHECKPOINT_GROUP)
         self._stager = build_stager(config.async_mode)
         problem = from_rank_0(prepare(self.folder) if dist.get_rank() == 0 else None)
@@ -89,8 +89,8 @@ class Checkpointer:
         return self.saving and (step % self.config.interval == 0 or step == last_step or first)
 
     def log_copies(self) -> None:
-        """Log the host memory that copies of the state will keep, and CUDA pins. The state exists
-        after the first step.
+        """Log the host memory that copies of the state will occupy, pinned with CUDA. The state
+        exists after the first step.
         """
         if not self.saving or self.config.async_mode != "async_with_pinned_mem":
             return
@@ -131,9 +131,9 @@ class Checkpointer:
         def open_writer() -> Writer:
             return self.storage.writer(
                 target,
-                checked(CheckpointInfo, content),
+                validate(CheckpointInfo, content),
                 self.confirm,
-                self._committed,
+                self._on_commit,
                 extra_files=extra_files,
                 staged=self._stager is not None,
             )
@@ -145,11 +145,11 @@ class Checkpointer:
         if self._stager is None:
             self._guard(lambda: write(state))
             return
-        staged = self._stager.stage(state)
-        if isinstance(staged, Future):
-            self._staging = staged
+        copies = self._stager.stage(state)
+        if isinstance(copies, Future):
+            self._staging = copies
         thread = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self._writing = thread.submit(write, staged)
+        self._writing = thread.submit(write, copies)
         thread.shutdown(wait=False)
 
     def wait_staged(self) -> None:
@@ -172,7 +172,7 @@ class Checkpointer:
         if self._writing is not None:
             wait([self._writing], timeout=seconds)
 
-    def _committed(self) -> None:
+    def _on_commit(self) -> None:
         """Report a complete checkpoint and delete old ones; on rank 0, in the committing thread."""
         step = self._step_in_flight
         self.newest_step = step
@@ -194,7 +194,7 @@ class Checkpointer:
     def _guard(self, action: Callable[[], Any]) -> None:
         """Run a step of a save; if it fails, delete the incomplete checkpoint and raise one error.
 
-        Where the ranks couldn't agree that it failed, some may still write, or rank 0 may commit:
+        If the ranks couldn't agree that it failed, some may still write, or rank 0 may commit: then
         the next start deletes the remains.
         """
         try:
@@ -202,7 +202,7 @@ class Checkpointer:
         except Exception as error:
             agreed = isinstance(error, PhaseError | FormatBugError)
             if from_another_rank(error) and not agreed:
-                raise  # that rank's end is the cause, not this save
+                raise  # the cause is that the other rank ended
             target = step_folder(self.folder, self._step_in_flight)
             cause = describe(error)
             if agreed and dist.get_rank() == 0:
@@ -213,14 +213,14 @@ class Checkpointer:
             ) from error
 
     def last_good(self) -> str:
-        """The newest complete checkpoint, in words."""
+        """A phrase that names the newest complete checkpoint."""
         steps = self.storage.steps(self.folder) if self.config.enable else []
         if not steps:
             return "no checkpoint exists"
         return f"the last good checkpoint is {step_folder(self.folder, steps[-1])}"
 
     def _purge(self) -> None:
-        """Delete all but the newest `keep_latest_k`, never the newest that can be resumed."""
+        """Delete all except the newest `keep_latest_k` and the newest that can be resumed."""
         latest = self.config.keep_latest_k
         every = self.config.keep_every_n
         purge(self.folder, latest, every, self._step_in_flight)
@@ -230,8 +230,8 @@ class Checkpointer:
     def resume(self) -> Resumed | None:
         """Load the newest complete checkpoint of this run, or `load_step`; None if there is none.
 
-        A damaged one is reported, and the one before it is loaded instead. If the same command has
-        gone back to `load_step` before, and saved since, it continues from there.
+        A damaged checkpoint is reported, and the previous one is loaded instead. If the same
+        command has gone back to `load_step` before, and saved since, it continues from there.
 
         Raises:
             CheckpointError: `load_step` or every checkpoint is missing or damaged, or they are of
@@ -263,11 +263,11 @@ class Checkpointer:
         )
 
     def settle_folder(self, step: int, *, trains: bool) -> None:
-        """Bring the folder in line with the step that the run has resumed from or gone back to:
-        abandon later checkpoints, and delete what was left to delete.
+        """Adapt the folder to the step that the run has resumed from or gone back to: abandon later
+        checkpoints, and complete the retention of older ones.
 
         Args:
-            trains: the run goes on from there; else later checkpoints stay as they are.
+            trains: the run continues training; otherwise later checkpoints stay as they are.
 
         Raises:
             CheckpointError: the folder can't be written to.
@@ -277,14 +277,14 @@ class Checkpointer:
 
     def _settle(self, step: int, trains: bool) -> None:
         try:
-            gone = go_back(self.folder, step) if trains else []
-            if gone:
-                names = listed(f"step-{other}" for other in gone)
+            abandoned = go_back(self.folder, step) if trains else []
+            if abandoned:
+                names = listed(f"step-{other}" for other in abandoned)
                 logger.warning(
                     f"The run goes back to step {step}: {names} in {self.folder} "
-                    f"{'is' if len(gone) == 1 else 'are'} abandoned, as are exports of them. No "
-                    "start resumes an abandoned step, unless checkpoint.load_step names it",
-                    extra=event("abandoned", step, steps=gone, folder=str(self.folder)),
+                    f"{'is' if len(abandoned) == 1 else 'are'} abandoned, as are exports of them. "
+                    "No start resumes an abandoned step, unless checkpoint.load_step names it",
+                    extra=event("abandoned", step, steps=abandoned, folder=str(self.folder)),
                 )
             purge(self.folder, self.config.keep_latest_k, self.config.keep_every_n, step)
         except OSError as error:
@@ -296,7 +296,7 @@ class Checkpointer:
         """Load this run's newest complete checkpoint before `step`; None if there is none.
 
         Raises:
-            CheckpointError: all of them are damaged, or the save in flight failed.
+            CheckpointError: all earlier checkpoints are damaged, or the save in flight failed.
         """
         self.wait()
         steps = [earlier for earlier in agreed_steps(self.storage, self.folder) if earlier < step]

@@ -31,24 +31,24 @@ _MAY_DIFFER = (
     "lr_scheduler.total_steps",
     "lr_scheduler.warmup_steps",
 )
-"""Keys in which the same command differs on other ranks or with more steps; some are derived."""
+"""Keys that may differ for the same command on other ranks or with more steps; some are derived."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """A checkpoint that was loaded."""
+    """A loaded checkpoint."""
 
     step: int
     train_state: dict[str, Any]
-    """Everything but tensors: counters, schedule, data position."""
+    """Everything except tensors: counters, schedule, data position."""
     manifest: Manifest
     path: Path
 
     def data_files(self) -> FileLists:
-        """The files of its data sources.
+        """The files of the checkpoint's data sources.
 
         Raises:
-            DamageError: they can't be read.
+            DamageError: the list can't be read.
         """
         return data_files(self.path, self.manifest)
 
@@ -63,18 +63,18 @@ def load_newest(
     """Load the newest of `steps` that is undamaged and resumable; None if there are no steps.
 
     Args:
-        exclude: `model`, `optimizer` and `ema` keep their current values if listed here.
+        exclude: sections (`model`, `optimizer`, `ema`) that keep their current values.
 
     Raises:
-        CheckpointError: none can be resumed, or it is of another model.
+        CheckpointError: none can be resumed, or the newest is of another model.
     """
     problems = []
     for step in reversed(steps):
         path = step_folder(folder, step)
         try:
-            manifest, reader = _opened(storage, path)
+            manifest, reader = _open(storage, path)
             if manifest.step != step:
-                raise DamageError(f"{path}: its manifest is that of step {manifest.step}")
+                raise DamageError(f"{path}: its manifest is of step {manifest.step}")
             if manifest.model_only:
                 raise DamageError(f"{path} holds only weights (checkpoint.last_save_model_only)")
             _load(reader, manifest, trained, exclude)
@@ -102,10 +102,11 @@ def load_initial(
         None if `model_only`: only the weights were loaded.
 
     Raises:
-        CheckpointError: it is damaged, of another model, or has only weights where more is needed.
+        CheckpointError: the checkpoint is damaged, of another model, or has only weights although
+            `model_only` is False.
     """
     try:
-        manifest, reader = _opened(storage, path)
+        manifest, reader = _open(storage, path)
         if manifest.model_only and not model_only:
             raise CheckpointError(
                 f"{path} has only weights; set checkpoint.initial_load_model_only = true"
@@ -120,7 +121,7 @@ def agreed_steps(storage: Storage, folder: Path, *, abandoned: bool = False) -> 
     """The steps that can be resumed, as rank 0 sees them.
 
     Args:
-        abandoned: those that a run has abandoned instead.
+        abandoned: return the abandoned steps instead.
 
     Raises:
         CheckpointError: rank 0 can't read the folder.
@@ -139,24 +140,24 @@ def agreed_steps(storage: Storage, folder: Path, *, abandoned: bool = False) -> 
 
 def went_back(storage: Storage, folder: Path, steps: Sequence[int], step: int, config: str) -> bool:
     """Whether the same command has gone back to `step` before, and has saved the newest of `steps`
-    since. Further training steps and another layout count as the same command.
+    since. Further training steps and another layout still make the same command.
 
     Args:
         config: this run's configuration, as in manifests.
     """
 
     def look() -> bool:
-        for later in reversed([known for known in steps if known > step]):
+        for later in reversed([other for other in steps if other > step]):
             path = step_folder(folder, later)
             with suppress(DamageError, OSError):
-                written = read_manifest(path, storage.manifest_bytes(path)).settings()
-                return _compared(written) == _compared(tomli.loads(config))
+                settings = read_manifest(path, storage.manifest_bytes(path)).settings()
+                return _comparable(settings) == _comparable(tomli.loads(config))
         return False
 
     return from_rank_0(look() if dist.get_rank() == 0 else False)
 
 
-def _compared(settings: dict[str, Any]) -> dict[str, Any]:
+def _comparable(settings: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in flat(settings).items()
@@ -172,7 +173,7 @@ def wait_until_visible(path: Path, storage: Storage) -> bytes | None:
         The manifest's content, damaged or not; None if rank 0 can't read it.
 
     Raises:
-        CheckpointError: on every rank, if a node doesn't within `VISIBLE_WITHIN` seconds.
+        CheckpointError: on every rank, if a node doesn't see it within `VISIBLE_WITHIN` seconds.
     """
 
     def read() -> bytes | None:
@@ -200,17 +201,17 @@ def wait_until_visible(path: Path, storage: Storage) -> bytes | None:
     return expected
 
 
-def _opened(storage: Storage, path: Path) -> tuple[Manifest, Reader]:
+def _open(storage: Storage, path: Path) -> tuple[Manifest, Reader]:
     """Open a checkpoint and check that it looks intact: each rank checks the sizes of some files.
 
-    Manifest and index are read by rank 0 alone.
+    Only rank 0 reads the manifest and the index.
 
     Raises:
-        DamageError: it isn't.
+        DamageError: it is damaged.
         CheckpointError: a rank doesn't see it.
     """
-    known = wait_until_visible(path, storage)
-    manifest = together(lambda: read_manifest(path, known))
+    content = wait_until_visible(path, storage)
+    manifest = together(lambda: read_manifest(path, content))
 
     def fetch() -> bytes | None:
         return storage.index_bytes(path, manifest) if dist.get_rank() == 0 else None
@@ -231,8 +232,8 @@ def _load(
     """Load the tensors in place.
 
     Raises:
-        DamageError: some are damaged; others may be loaded already, so load another checkpoint.
-        CheckpointError: they are another model's.
+        DamageError: a tensor is damaged; some may be loaded already, so load another checkpoint.
+        CheckpointError: the tensors are of another model.
     """
     if trained.average is not None and "ema" not in {*exclude, *manifest.tensor_bytes}:
         logger.info(f"{reader.path} has no average of the weights: it starts from the weights")

@@ -1,7 +1,7 @@
 """Saves, by all ranks together or by one process.
 
-The planner and the writer are those of `torch.distributed.checkpoint` (DCP), but its collectives
-are not used: through them, the plans of all ranks would pass through rank 0.
+Uses the planner and the writer of `torch.distributed.checkpoint` (DCP), but not its collectives,
+which would send the plans of all ranks through rank 0.
 """
 
 import concurrent.futures
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from torchtitan.checkpoint.commit import discard
-from torchtitan.checkpoint.format.manifest import CheckpointInfo, Written
+from torchtitan.checkpoint.format.manifest import CheckpointInfo, RankTotals
 from torchtitan.checkpoint.load import PhaseError, describe
 from torchtitan.checkpoint.writer import CommittingWriter, LocalPlan
 from torchtitan.parallel.agree import from_all
@@ -29,13 +29,13 @@ from torchtitan.parallel.groups import cpu_group
 from torchtitan.utils.errors import FormatBugError
 
 NUMBERS = 4
-"""Numbers that ranks exchange after a phase; the first counts the ranks that failed."""
+"""Numbers that ranks exchange after a phase; the first is the number of ranks that failed."""
 _TEXT_LENGTH = 1000
 """Maximum number of characters of an error's description."""
 
 
 class Phases:
-    """Runs the phases of a save on all ranks. A phase ends on every rank when it has ended on all,
+    """Runs the phases of a save on all ranks. A phase ends on every rank once all have ended it,
     and fails on every rank if it failed on any.
     """
 
@@ -90,12 +90,12 @@ class Writer(Protocol):
         """Prepare to write, on rank 0; returns the number of the save, of 62 bits."""
 
     def plan(self, planner: DefaultSavePlanner, rank: int, world: int, pp_degree: int) -> LocalPlan:
-        """Plan what this rank writes."""
+        """Plan this rank's writes."""
 
     def write(self, save: str, rank: int, plan: LocalPlan, planner: SavePlanner) -> tuple[int, int]:
-        """Write what this rank plans; returns number and bytes of its files."""
+        """Write this rank's tensors; returns number and bytes of its files."""
 
-    def finish(self, save: str, written: Written) -> None:
+    def finish(self, save: str, totals: RankTotals) -> None:
         """Commit, on rank 0."""
 
 
@@ -110,8 +110,8 @@ def save(
 ) -> None:
     """Save a checkpoint, on all ranks together.
 
-    Each rank derives what it writes. Ranks exchange a few numbers three times: to begin, when all
-    have written, and when rank 0 has committed.
+    Each rank derives its writes without a message. Ranks exchange a few numbers three times: to
+    begin, when all have written, and when rank 0 has committed.
 
     Args:
         state: the tensors by section (`model`, `optimizer`, `ema`) and name, or a future of them.
@@ -126,28 +126,29 @@ def save(
     phases = Phases(group, alone=alone)
     rank = phases.rank
     planner = planner or DefaultSavePlanner()
-    prepared: list[tuple[Writer, LocalPlan]] = []
+    plans: list[tuple[Writer, LocalPlan]] = []
 
     def prepare() -> tuple[int, int]:
         writer = open_writer()
         tensors = state.result() if isinstance(state, concurrent.futures.Future) else state
         planner.set_up_planner(tensors, is_coordinator=rank == 0)
         plan = writer.plan(planner, rank, phases.world, pp_degree)
-        prepared.append((writer, plan))
+        plans.append((writer, plan))
         return (writer.begin() if rank == 0 else 0), plan.agreement
 
-    begun, differences = phases.run(prepare)[:2]
+    number, differences = phases.run(prepare)[:2]
     if differences != 0:
         raise FormatBugError(
             "ranks hold different tensors: this is a bug in torchtitan, please report it"
         )
-    ((writer, plan),) = prepared
-    number = f"{int(begun):016x}"
-    files, size = phases.run(lambda: writer.write(number, rank, plan, planner))[:2]
+    ((writer, plan),) = plans
+    save_number = f"{int(number):016x}"
+    files, size = phases.run(lambda: writer.write(save_number, rank, plan, planner))[:2]
 
     def finish() -> tuple[()]:
         if rank == 0:
-            writer.finish(number, Written(ranks=phases.world, files=int(files), bytes=int(size)))
+            totals = RankTotals(ranks=phases.world, files=int(files), bytes=int(size))
+            writer.finish(save_number, totals)
         return ()
 
     phases.run(finish)
@@ -178,10 +179,10 @@ class Stager(DefaultStager):
 
     1. Before 2.13, DCP's `close` after each save drops the buffers, so every save allocates them
        again. Remove `close`, `release` and `_drop_buffers` with support for 2.12.
-    2. Copies run on a stream of their own without waiting for the current one, on which the
-       optimizer's step was only enqueued. Remove `stage` once torch waits.
-    3. The staging thread uses the first GPU, whichever the rank uses, and creates a context there.
-       Remove `_stage` once the thread takes over the rank's device.
+    2. Copies run on a separate stream without waiting for the current one, on which the optimizer's
+       step was only enqueued. Remove `stage` once torch waits.
+    3. The staging thread always uses the first GPU, and creates a context there. Remove `_stage`
+       once the thread uses the rank's device.
     """
 
     def __init__(self, options: StagingOptions):
@@ -212,7 +213,7 @@ class Stager(DefaultStager):
 
 
 class LazyPlanner(DefaultSavePlanner):
-    """Plans a save of meta tensors, and computes each piece of them only when it is written."""
+    """Plans a save of meta tensors, and computes each piece only when it is written."""
 
     def __init__(self, make_box: Callable[[str, tuple[slice, ...]], Tensor], max_bytes: int):
         super().__init__()
@@ -258,16 +259,16 @@ def write_streamed(
     make_box: Callable[[str, tuple[slice, ...]], Tensor],
     max_bytes: int = 2**25,
 ) -> None:
-    """Write a checkpoint in one process, a piece of a tensor in memory at a time; a failure leaves
-    nothing.
+    """Write a checkpoint in one process, with one piece of a tensor in memory at a time. A failure
+    leaves no files.
 
     Args:
         final: the checkpoint's folder.
-        info: the part of the manifest that isn't about files.
+        info: the contents of the manifest, without its files.
         state: the tensors, on the meta device.
         make_box: returns a box of a tensor, by its key and a slice of each dimension.
-        max_bytes: size up to which a tensor is made whole. Larger ones are made in rows of the
-            first dimension.
+        max_bytes: size up to which a tensor is computed at once. Larger tensors are computed in
+            rows of the first dimension.
     """
     # DCP holds all tensors of a file until it is complete, hence one file per tensor.
     open_writer = partial(CommittingWriter, final, info, file_per_tensor=True)

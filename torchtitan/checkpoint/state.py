@@ -28,7 +28,7 @@ State = dict[str, Any]
 
 
 def model_state(models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """The weights of a model or of this rank's stages of it, by their names in the whole model."""
+    """The weights of a model, or of this rank's stages, by their names in the whole model."""
     return {
         name: _plain(value)
         for model in models
@@ -57,7 +57,7 @@ def optimizer_state(models: Sequence[nn.Module], optimizer: AnyOptimizer) -> dic
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The model that a run trains, with its optimizer and average: what checkpoints save."""
+    """The model that a run trains, with its optimizer and average: the contents of checkpoints."""
 
     models: Sequence[nn.Module]
     """This rank's pipeline stages, or the whole model."""
@@ -111,14 +111,14 @@ def allocate_optimizer_state(optimizer: AnyOptimizer) -> None:
 
 
 def read_weights(models: Sequence[nn.Module], path: Path, *, averaged: bool = False) -> None:
-    """Fill a model, or a rank's stages of it, in place from a checkpoint. Reads only the shards
-    that it has.
+    """Fill a model, or a rank's stages of it, in place from a checkpoint. Reads only the local
+    shards.
 
     Args:
-        averaged: take the parameters from the average of the weights; buffers have none.
+        averaged: read the parameters from the average of the weights; buffers have none.
 
     Raises:
-        CheckpointError: it is damaged, or of another model.
+        CheckpointError: the checkpoint is damaged, or of another model.
     """
     reader = Reader(path)
     state = {"model": model_state(models)}
@@ -152,7 +152,7 @@ def check_matches_manifest(model: nn.Module, reader: Reader) -> None:
         any memory.
 
     Raises:
-        DamageError: the checkpoint's weights are not those of `model`.
+        DamageError: the checkpoint's weights don't match `model`.
     """
     if wrong := differences({"model": model_state([model])}, reader):
         raise DamageError(
@@ -162,13 +162,13 @@ def check_matches_manifest(model: nn.Module, reader: Reader) -> None:
 
 def differences(state: State, reader: Reader) -> list[str]:
     """The tensors of `state` that the checkpoint lacks, or has in another shape."""
-    stored = reader.read_metadata().state_dict_metadata
+    tensors = reader.read_metadata().state_dict_metadata
     wrong = []
     for name, value in flatten_state_dict(state)[0].items():
-        if name not in stored:
+        if name not in tensors:
             wrong.append(f"{name} is missing")
             continue
-        size = list(stored[name].size)
+        size = list(tensors[name].size)
         shape = list(value.shape)
         if size != shape:
             wrong.append(f"{name} is {size} in the checkpoint, {shape} in the model")
@@ -184,8 +184,8 @@ def model_of(
     """Family, hyper-parameters and tokenizer folder of a checkpoint's model.
 
     Args:
-        custom_import: module that registers the family. The checkpoint's own is never imported, or
-            the author of a checkpoint could run any code here.
+        custom_import: module that registers the family. The module in the checkpoint's
+            configuration is never imported, or its author could run any code here.
 
     Raises:
         UserError: the family is unknown, or the manifest doesn't describe a model of it.

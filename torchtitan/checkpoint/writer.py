@@ -1,4 +1,4 @@
-"""The writing of a checkpoint. Each rank writes its tensors through DCP's writer, and a file that
+"""The writing of a checkpoint. Each rank writes its tensors with DCP's writer, and a file that
 lists them; then rank 0 writes the common files and the manifest, which commits the checkpoint.
 """
 
@@ -26,31 +26,30 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from torchtitan.checkpoint.commit import begin, commit, temporary_folder, write_file
-from torchtitan.checkpoint.format.coverage import fill
 from torchtitan.checkpoint.format.index import (
     INDEX,
     IndexedTensor,
     RankFile,
     StoredChunk,
     WrittenTensor,
-    add_written,
+    add_chunks,
     dtype_name,
     rank_file_name,
     read_rank,
     render_index,
     render_rank,
 )
-from torchtitan.checkpoint.format.layout import Layout, shares
+from torchtitan.checkpoint.format.layout import Layout, fill, shares
 from torchtitan.checkpoint.format.manifest import (
     FORMAT,
     MANIFEST,
     CheckpointInfo,
     FileEntry,
     Manifest,
+    RankTotals,
     TrainState,
-    Written,
-    checked,
     render,
+    validate,
 )
 from torchtitan.checkpoint.format.sums import SummedFile
 from torchtitan.data.read.positions import DataPosition, complete_state
@@ -58,8 +57,8 @@ from torchtitan.utils.errors import CheckpointError, DamageError, FormatBugError
 from torchtitan.utils.storage import is_remote, make_folder, patiently
 
 VISIBLE_WITHIN = 60.0
-"""Seconds within which a rank must see what another one has written; by default NFS caches a
-folder's names this long.
+"""Seconds within which a rank must see files of another rank; by default NFS caches a folder's
+names this long.
 """
 _REQUESTS = 32
 """Files that rank 0 reads from object storage at once."""
@@ -69,7 +68,7 @@ class _Files(FileSystemBase):
     """DCP's file operations, for paths and URLs. Keeps the checksums of written files."""
 
     def __init__(self) -> None:
-        self.written: dict[str, SummedFile] = {}
+        self.files: dict[str, SummedFile] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
@@ -81,16 +80,16 @@ class _Files(FileSystemBase):
                 if stream.error is None or isinstance(error, OSError):
                     raise
                 raise stream.error from error
-        self.written[path.name] = stream
+        self.files[path.name] = stream
 
-    def sums(self, name: str) -> FileEntry:
-        """Size and checksum of a written file."""
-        file = self.written[name]
+    def entry(self, name: str) -> FileEntry:
+        """Size and checksum of a file after it was written."""
+        file = self.files[name]
         return FileEntry(bytes=file.bytes, crc32=file.crc32)
 
     def rename(self, path: Any, new_path: Any) -> None:
         path.rename(new_path)
-        self.written[new_path.name] = self.written.pop(path.name)
+        self.files[new_path.name] = self.files.pop(path.name)
 
     def concat_path(self, path: Any, suffix: str) -> Any:
         return path / suffix
@@ -122,7 +121,7 @@ class CommittingWriter(FileSystemWriter):
         final: Path,
         info: CheckpointInfo,
         confirm: Callable[[], object] = lambda: None,
-        committed: Callable[[], None] = lambda: None,
+        on_commit: Callable[[], None] = lambda: None,
         *,
         extra_files: Mapping[str, bytes] | None = None,
         staged: bool = False,
@@ -131,7 +130,7 @@ class CommittingWriter(FileSystemWriter):
         """
         Args:
             final: the checkpoint's folder.
-            info: the part of the manifest that isn't about files.
+            info: the contents of the manifest, without its files.
             confirm: called by rank 0 before it writes and before it commits; may raise.
             committed: called by rank 0 after it has committed.
             extra_files: further files, by name.
@@ -140,7 +139,7 @@ class CommittingWriter(FileSystemWriter):
         self.final = final
         self.info = info
         self.confirm = confirm
-        self.committed = committed
+        self.on_commit = on_commit
         self.extra_files = extra_files or {}
         self.file_per_tensor = file_per_tensor
         super().__init__(str(final), sync_files=not is_remote(final))
@@ -158,7 +157,7 @@ class CommittingWriter(FileSystemWriter):
     def plan(
         self, planner: DefaultSavePlanner, rank: int, world: int, pp_degree: int
     ) -> "LocalPlan":
-        """Plan what this rank writes, see `local_plan`."""
+        """Plan this rank's writes, see `local_plan`."""
         return local_plan(planner, rank, world, pp_degree)
 
     def write(
@@ -199,7 +198,7 @@ class CommittingWriter(FileSystemWriter):
     def _describe(
         self, save: str, rank: int, plan: "LocalPlan", results: Sequence[WriteResult]
     ) -> tuple[int, int]:
-        """Write `__N.json`, which lists what this rank has written."""
+        """Write `__N.json`, the list of this rank's files and tensors."""
         locations = {result.index: result.storage_data for result in results}
         tensors: dict[str, WrittenTensor] = {}
         for item in plan.items.items:
@@ -213,7 +212,7 @@ class CommittingWriter(FileSystemWriter):
                 file=location.relative_path,
                 start=location.offset,
                 length=location.length,
-                crc32=self.fs.written[location.relative_path].crc32_of(
+                crc32=self.fs.files[location.relative_path].crc32_of(
                     location.offset, location.length
                 ),
             )
@@ -225,14 +224,14 @@ class CommittingWriter(FileSystemWriter):
                     parts=[],
                 )
             tensors[key].parts.append(stored_chunk)
-        files = {name: self.fs.sums(name) for name in self.fs.written}
+        files = {name: self.fs.entry(name) for name in self.fs.files}
         record = RankFile(save=save, rank=rank, data=self._lanes(), files=files, tensors=tensors)
         content = render_rank(record)
         write_file(self.path / rank_file_name(rank), content)
         return len(files) + 1, len(content) + sum(file.bytes for file in files.values())
 
     def _lanes(self) -> DataPosition | None:
-        """This rank's data lanes; the manifest has those of all ranks."""
+        """This rank's data lanes; the manifest has the lanes of all ranks."""
         if self.info.train_state is None:
             return None
         data = self.info.train_state.data
@@ -247,16 +246,16 @@ class CommittingWriter(FileSystemWriter):
             return None
         return state.model_copy(update={"data": complete_state(state.data, lanes or [state.data])})
 
-    def finish(self, save: str, written: Written) -> None:
-        """Write the files that no single rank owns, and commit; on rank 0.
+    def finish(self, save: str, totals: RankTotals) -> None:
+        """Write the common files, and commit; on rank 0.
 
         Raises:
-            FormatBugError: the ranks have not written all of every tensor.
+            FormatBugError: the ranks' chunks don't fill every tensor.
         """
-        tensors, metadata, results, lanes = read_written(self.path, save, written.ranks)
+        tensors, metadata, results, lanes = read_rank_files(self.path, save, totals.ranks)
         finish = super().finish
         patiently(self.final, lambda: finish(metadata, [results]))
-        files = {".metadata": self.fs.sums(".metadata")}
+        files = {".metadata": self.fs.entry(".metadata")}
         for name, content in {**self.extra_files, INDEX: render_index(tensors)}.items():
             write_file(self.path / name, content)
             files[name] = FileEntry(bytes=len(content), crc32=zlib.crc32(content))
@@ -273,11 +272,11 @@ class CommittingWriter(FileSystemWriter):
             **measure(sizes),
             "files": dict(sorted(files.items())),
             "save": save,
-            "written": written,
+            "written": totals,
         }
-        write_file(self.path / MANIFEST, render(checked(Manifest, manifest)))
+        write_file(self.path / MANIFEST, render(validate(Manifest, manifest)))
         commit(self.final)
-        self.committed()
+        self.on_commit()
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(save_id=self.save_id)  # DCP would pickle the path as an object
@@ -305,7 +304,7 @@ def _wait(
     return write(plan, planner).wait()
 
 
-# ---- what this rank writes
+# ---- this rank's writes
 
 
 class LocalPlan(NamedTuple):
@@ -321,7 +320,7 @@ class LocalPlan(NamedTuple):
 
 
 def local_plan(planner: DefaultSavePlanner, rank: int, world: int, pp_degree: int) -> LocalPlan:
-    """Derive what this rank writes, without a message; every rank's plan follows from its rank.
+    """Derive this rank's writes without a message; the plan of every rank follows from its rank.
 
     Args:
         pp_degree: pipeline-parallel degree.
@@ -338,29 +337,29 @@ def local_plan(planner: DefaultSavePlanner, rank: int, world: int, pp_degree: in
         tensor = item.tensor_data
         assert tensor is not None, f"{key} is not a tensor"
         layouts[key] = share.layout
-        whole = item.type is WriteItemType.TENSOR or not isinstance(
+        sharded = item.type is not WriteItemType.TENSOR and isinstance(
             planner.state_dict[key], DTensor
         )
         if not share.writes or not (tensor.chunk.sizes.numel() or rank == share.layout.first):
             continue
         box = share.layout.box(tuple(tensor.size), rank)
-        if not whole and box != (tuple(tensor.chunk.offsets), tuple(tensor.chunk.sizes)):
+        if sharded and box != (tuple(tensor.chunk.offsets), tuple(tensor.chunk.sizes)):
             layouts[key] = None
         items.append(item)
     prefix = _StoragePrefix(f"__{rank}_")
     agreement = digest * (count - 1) if rank == holders.start else -digest
-    return LocalPlan(replace(plan, items=items, storage_data=prefix), layouts, _wrapped(agreement))
+    return LocalPlan(replace(plan, items=items, storage_data=prefix), layouts, _as_int64(agreement))
 
 
-def _wrapped(number: int) -> int:
+def _as_int64(number: int) -> int:
     """`number` modulo 2^64, as an int64."""
     return (number + 2**63) % 2**64 - 2**63
 
 
-# ---- what all ranks have written
+# ---- all ranks' writes
 
 
-def read_written(
+def read_rank_files(
     path: Path, save: str, ranks: int
 ) -> tuple[dict[str, IndexedTensor], Metadata, list[WriteResult], list[DataPosition]]:
     """Read all ranks' `__N.json`: returns the index, DCP's metadata and results, and data lanes.
@@ -374,26 +373,26 @@ def read_written(
     lanes = []
     for content in _read_all(path, save, ranks):
         lanes += [] if content.data is None else [content.data]
-        for key, written in content.tensors.items():
+        for key, tensor in content.tensors.items():
             if key not in tensors:
                 tensors[key] = IndexedTensor(
-                    dtype=written.dtype, size=written.size, layout=written.layout
+                    dtype=tensor.dtype, size=tensor.size, layout=tensor.layout
                 )
-            known = tensors[key]
-            if None not in (known.layout, written.layout) and known.layout != written.layout:
+            entry = tensors[key]
+            if None not in (entry.layout, tensor.layout) and entry.layout != tensor.layout:
                 continue  # another pipeline-parallel rank wrote it, too
-            if written.layout is None:
-                tensors[key] = known.model_copy(update={"layout": None})
-            results += add_written(metadata, key, written)
-    for key, tensor in metadata.state_dict_metadata.items():
-        filled = sum(chunk.sizes.numel() for chunk in tensor.chunks)
-        if filled != tensor.size.numel():
+            if tensor.layout is None:
+                tensors[key] = entry.model_copy(update={"layout": None})
+            results += add_chunks(metadata, key, tensor)
+    for key, total in metadata.state_dict_metadata.items():
+        count = sum(chunk.sizes.numel() for chunk in total.chunks)
+        if count != total.size.numel():
             raise FormatBugError(
-                f"{key}: the ranks wrote {filled} elements of {tensor.size.numel()}: this is a bug "
+                f"{key}: the ranks wrote {count} elements of {total.size.numel()}: this is a bug "
                 "in torchtitan, please report it with this line"
             )
-        whole = ChunkStorageMetadata(torch.Size([0] * len(tensor.size)), tensor.size)
-        if not fill(tensor.chunks, whole):
+        full_box = ChunkStorageMetadata(torch.Size([0] * len(total.size)), total.size)
+        if not fill(total.chunks, full_box):
             raise FormatBugError(
                 f"{key}: the ranks wrote elements twice, and others not at all: this is a bug in "
                 "torchtitan, please report it with this line"
@@ -402,7 +401,7 @@ def read_written(
 
 
 def _read_all(path: Path, save: str, ranks: int) -> Iterator[RankFile]:
-    """The `__N.json` of each rank; from object storage many at once, as its latency is high."""
+    """The `__N.json` of each rank; many at once from object storage, as its latency is high."""
     read = partial(_read, path, save)
     if not is_remote(path):
         yield from map(read, range(ranks))
@@ -430,6 +429,6 @@ def _read(path: Path, save: str, rank: int) -> RankFile:
                 ) from error
         if not is_remote(path):
             with suppress(OSError):
-                os.listdir(path)  # makes NFS ask the server for the folder's names
+                os.listdir(path)  # makes NFS fetch the folder's names from the server
         time.sleep(pause)
         pause = min(2 * pause, 5.0)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from torchtitan.checkpoint import Checkpointer
-from torchtitan.checkpoint.hf.export import export_saved
+from torchtitan.checkpoint.hf.export import export_checkpoint
 from torchtitan.config.load.render import to_toml_value
 from torchtitan.config.sections.schema import Config, Guard
 from torchtitan.health.hang_watch import Watch
@@ -351,7 +351,7 @@ class Save(Callback):
         self.checkpointer.save(step, self.state.local_state(), model_only=model_only)
         if last and config.last_save_in_hf:
             args = trained_args(run.config, setup, stage)
-            folder = export_saved(
+            folder = export_checkpoint(
                 self.checkpointer, step, setup.spec, args, tokenizer=setup.tokenizer
             )
             logger.info(f"Exported Hugging Face weights to {folder}")

@@ -134,7 +134,7 @@ class Trainer:
                 pp_degree=config.parallelism.pipeline_parallel_degree,
             ),
             describe_run(config, self.setup, engine.loader.fingerprint),
-            confirm=lambda: self.folder_locks.confirm(remote=True),
+            confirm=partial(self.folder_locks.confirm, remote=True),
             data_files=engine.loader.record.lists,
             storage=builders.storage,
         )

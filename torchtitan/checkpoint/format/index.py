@@ -1,14 +1,14 @@
-"""The index of a checkpoint: its tensors, and where their chunks are.
+"""The index of a checkpoint: its tensors, and the locations of their chunks.
 
-`__N.json` lists what rank N wrote: its files, the chunks of tensors in them, and checksums. Each
-rank writes its own, so no rank collects what all have written. The last line is the SHA-256 of
-everything before it, and the file repeats the manifest's number of the save: so a damaged file, or
-one of another save, is detected.
+`__N.json` lists the files of rank N, the chunks of tensors in them, and checksums. Each rank writes
+one, so no rank collects the lists of all ranks. The last line is the SHA-256 of everything before
+it, and the file repeats the manifest's number of the save, so a damaged file or a file of another
+save is detected.
 
-`tensors.json` has dtype and size of each tensor, and which ranks wrote which boxes of it: it is as
-large on 8 ranks as on 16,384. A reader opens the files of the ranks that hold what it needs. DCP's
-`.metadata` has the same content, but is a pickle, and reading a pickle runs what it names: it is
-written for other programs, and never read.
+`tensors.json` has dtype, size and layout of each tensor: it is as large on 8 ranks as on 16,384. A
+reader opens only the files of the ranks that wrote the boxes it needs. DCP's `.metadata` has the
+same content, but is a pickle, and reading a pickle runs code: it is written for other programs, and
+never read.
 """
 
 import json
@@ -32,8 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from torchtitan.checkpoint.format.coverage import fill
-from torchtitan.checkpoint.format.layout import Layout
+from torchtitan.checkpoint.format.layout import Layout, fill
 from torchtitan.checkpoint.format.manifest import (
     Crc32,
     FileEntry,
@@ -42,8 +41,8 @@ from torchtitan.checkpoint.format.manifest import (
     SaveNumber,
     first_problem,
     read_manifest,
-    sealed,
-    unsealed,
+    seal,
+    unseal,
 )
 from torchtitan.data.read.contents import CONTENTS, FileLists, parse_lists
 from torchtitan.data.read.positions import DataPosition
@@ -88,7 +87,7 @@ class WrittenTensor(TensorShape):
     layout: Layout | None
     """None if the rank's box differs from the layout's."""
     parts: list[StoredChunk]
-    """The chunks; the field keeps the name that it has in files."""
+    """The chunks; the name is part of the format."""
 
 
 class RankFile(Strict):
@@ -107,7 +106,7 @@ def rank_file_name(rank: int) -> str:
 
 
 def render_rank(content: RankFile) -> bytes:
-    return sealed(content.model_dump_json().encode())
+    return seal(content.model_dump_json().encode())
 
 
 def read_rank(path: Path, save: str, rank: int) -> tuple[RankFile, FileEntry]:
@@ -117,12 +116,12 @@ def read_rank(path: Path, save: str, rank: int) -> tuple[RankFile, FileEntry]:
         save: the manifest's `save`.
 
     Raises:
-        DamageError: it can't be read, or isn't of this save, or is not as it was written.
+        DamageError: it can't be read, belongs to another save, or was changed.
     """
     name = rank_file_name(rank)
     try:
         content = patiently(path, lambda: read_regular(path / name, JSON_BYTES))
-        record = RankFile.model_validate_json(unsealed(content))
+        record = RankFile.model_validate_json(unseal(content))
         if (record.save, record.rank) != (save, rank):
             raise ValueError("it belongs to another save, or another rank")
         sizes = {file: entry.bytes for file, entry in record.files.items()}
@@ -137,7 +136,7 @@ def read_rank(path: Path, save: str, rank: int) -> tuple[RankFile, FileEntry]:
     return record, FileEntry(bytes=len(content), crc32=zlib.crc32(content))
 
 
-def listed_files(
+def file_entries(
     path: Path, manifest: Manifest, share: int = 0, shares: int = 1
 ) -> Iterator[tuple[str, FileEntry]]:
     """The files of a checkpoint, except the manifest.
@@ -164,7 +163,7 @@ def check_chunks(
         files: sizes in bytes, by name.
 
     Raises:
-        ValueError: a chunk isn't, or the tensor is impossible.
+        ValueError: a chunk isn't, or such a tensor can't exist.
     """
     try:
         return _check(shape, chunks, files)
@@ -202,7 +201,7 @@ class IndexedTensor(TensorShape):
     """A tensor in `tensors.json`."""
 
     layout: Layout | None
-    """The ranks that have written it; None: any rank may have."""
+    """The ranks that wrote its boxes; None: any rank may have."""
 
 
 _INDEX = TypeAdapter(dict[str, IndexedTensor])
@@ -217,40 +216,40 @@ def index_bytes(path: Path, manifest: Manifest) -> bytes:
     """The index of the checkpoint `path`, as it is on disk.
 
     Raises:
-        DamageError: it can't be read, or isn't as the manifest says.
+        DamageError: it can't be read, or doesn't match the manifest.
     """
-    return _listed_bytes(path, manifest, INDEX)
+    return _read_verified(path, manifest, INDEX)
 
 
 def data_files(path: Path, manifest: Manifest) -> FileLists:
-    """The data sources' files, as the checkpoint `path` lists them.
+    """The data sources' files at the time of the checkpoint `path`.
 
     Raises:
-        DamageError: the list can't be read, or isn't as the manifest says.
+        DamageError: the list can't be read, or doesn't match the manifest.
     """
     if CONTENTS in manifest.files and manifest.files[CONTENTS].bytes > JSON_BYTES:
         raise DamageError(f"{path} is damaged: {CONTENTS} is larger than {JSON_BYTES >> 20} MiB")
-    content = _listed_bytes(path, manifest, CONTENTS)
+    content = _read_verified(path, manifest, CONTENTS)
     try:
         return parse_lists(content)
     except ValidationError as error:
         raise DamageError(f"{path} is damaged: {CONTENTS}: {first_problem(error)}") from None
 
 
-def _listed_bytes(path: Path, manifest: Manifest, name: str) -> bytes:
+def _read_verified(path: Path, manifest: Manifest, name: str) -> bytes:
     """The content of a file that the manifest lists.
 
     Raises:
-        DamageError: it can't be read, or isn't as the manifest says.
+        DamageError: it can't be read, or doesn't match the manifest.
     """
     if name not in manifest.files:
         raise DamageError(f"{path} is damaged: its manifest doesn't list {name}")
-    listed = manifest.files[name]
+    entry = manifest.files[name]
     try:
-        content = patiently(path, lambda: read_regular(path / name, listed.bytes))
+        content = patiently(path, lambda: read_regular(path / name, entry.bytes))
     except OSError as error:
         raise DamageError(f"{path} is damaged: {name}: {error.strerror or error}") from None
-    if len(content) != listed.bytes or zlib.crc32(content) != listed.crc32:
+    if len(content) != entry.bytes or zlib.crc32(content) != entry.crc32:
         raise DamageError(f"{path} is damaged: {name}: its size or checksum is wrong")
     return content
 
@@ -271,11 +270,11 @@ class Index:
         self.manifest = read_manifest(path) if manifest is None else manifest
         self._layouts: dict[str, Layout | None] = {}
         self._files: dict[int, RankFile] = {}
-        self._located: dict[str, set[int]] = {}
-        """For each tensor, the ranks whose chunks of it are known."""
+        self._ranks_by_tensor: dict[str, set[int]] = {}
+        """For each tensor, the ranks whose chunks are in `metadata`."""
         if content is None:
             content = index_bytes(path, self.manifest)
-        with self._explained(INDEX):
+        with self._as_damage(INDEX):
             self.metadata = self._parse(content)
 
     def _parse(self, content: bytes) -> Metadata:
@@ -287,13 +286,13 @@ class Index:
                 pieces = prod(cut.pieces for cuts in layout.cuts for cut in cuts)
                 ranks = self.manifest.written.ranks
                 if len(layout.cuts) != len(tensor.size) or pieces > ranks:
-                    raise ValueError(f"{name[:200]!a}: its layout is not that of {ranks} ranks")
+                    raise ValueError(f"{name[:200]!a}: its layout is not for {ranks} ranks")
             self._layouts[name] = layout
             tensors[name] = _without_chunks(dtype, tensor)
         return Metadata(tensors, storage_data={})
 
     @contextmanager
-    def _explained(self, file: str) -> Iterator[None]:
+    def _as_damage(self, file: str) -> Iterator[None]:
         try:
             yield
         except ValidationError as error:
@@ -315,22 +314,22 @@ class Index:
             box = ChunkStorageMetadata(torch.Size([0] * len(size)), tensor.size)
         layout = self._layouts[key]
         all_ranks = range(self.manifest.written.ranks)
-        known = self._located.setdefault(key, set())
+        ranks = self._ranks_by_tensor.setdefault(key, set())
         for rank in all_ranks if layout is None else sorted(set(layout.ranks(size, box))):
-            if rank not in known:
+            if rank not in ranks:
                 self._add(key, rank, all_ranks)
-                known.add(rank)
-        filled = sum(_common(chunk, box) for chunk in tensor.chunks)
-        if filled != prod(box.sizes):
+                ranks.add(rank)
+        count = sum(_common(chunk, box) for chunk in tensor.chunks)
+        if count != prod(box.sizes):
             raise DamageError(
-                f"{self.path} is damaged: {key[:200]!a}: its parts hold {filled} elements instead "
+                f"{self.path} is damaged: {key[:200]!a}: its parts hold {count} elements instead "
                 f"of {prod(box.sizes)}"
             )
         if not fill(tensor.chunks, box):
             raise DamageError(f"{self.path} is damaged: {key[:200]!a}: its parts overlap")
 
     def locate_all(self) -> None:
-        """Locate every tensor, as `torchtitan ckpt verify` does.
+        """Locate the chunks of every tensor, as `torchtitan ckpt verify` does.
 
         Raises:
             DamageError: see `locate`.
@@ -344,15 +343,15 @@ class Index:
             if rank not in ranks:
                 raise DamageError(f"{self.path} is damaged: {INDEX}: {key[:200]!a}: no rank {rank}")
             self._files[rank] = read_rank(self.path, self.manifest.save, rank)[0]
-        written = self._files[rank].tensors.get(key)
-        if written is None:
+        tensor = self._files[rank].tensors.get(key)
+        if tensor is None:
             return
-        known = self.metadata.state_dict_metadata[key]
-        if (written.size, written.dtype) != (tuple(known.size), dtype_name(known.properties.dtype)):
+        entry = self.metadata.state_dict_metadata[key]
+        if (tensor.size, tensor.dtype) != (tuple(entry.size), dtype_name(entry.properties.dtype)):
             file = rank_file_name(rank)
             raise DamageError(f"{self.path} is damaged: {file}: {key[:200]!a} is not as in {INDEX}")
-        for chunk in written.parts:
-            self.metadata.storage_data[_add_chunk(known, key, chunk)] = _location(chunk)
+        for chunk in tensor.parts:
+            self.metadata.storage_data[_add_chunk(entry, key, chunk)] = _location(chunk)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -375,15 +374,15 @@ def _location(chunk: StoredChunk) -> ChunkLocation:
     return ChunkLocation(chunk.file, chunk.start, chunk.length, crc32=chunk.crc32)
 
 
-def add_written(metadata: Metadata, key: str, written: WrittenTensor) -> list[WriteResult]:
+def add_chunks(metadata: Metadata, key: str, tensor: WrittenTensor) -> list[WriteResult]:
     """Add a rank's chunks of a tensor to DCP's metadata; returns their locations."""
-    dtype = check_chunks(key, written, [], {})
-    tensor = metadata.state_dict_metadata.setdefault(key, _without_chunks(dtype, written))
+    dtype = check_chunks(key, tensor, [], {})
+    entry = metadata.state_dict_metadata.setdefault(key, _without_chunks(dtype, tensor))
     metadata.planner_data[key] = tuple(key.split(".", 1))
     results = []
-    for chunk in written.parts:
+    for chunk in tensor.parts:
         location = _StorageInfo(chunk.file, chunk.start, chunk.length)
-        results.append(WriteResult(_add_chunk(tensor, key, chunk), chunk.length, location))
+        results.append(WriteResult(_add_chunk(entry, key, chunk), chunk.length, location))
     return results
 
 
@@ -394,10 +393,10 @@ def _common(a: ChunkStorageMetadata, b: ChunkStorageMetadata) -> int:
 
 
 def read_index(path: Path, manifest: Manifest | None = None) -> Metadata:
-    """All tensors of the checkpoint `path` and their chunks, after checking that these fill them.
+    """All tensors of the checkpoint `path` and their chunks, which are checked to fill them.
 
     Raises:
-        DamageError: an index is damaged, or a chunk isn't inside a file that is listed.
+        DamageError: an index is damaged, or a chunk is in no file of the manifest.
     """
     index = Index(path, manifest)
     index.locate_all()

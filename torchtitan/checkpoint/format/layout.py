@@ -1,12 +1,14 @@
-"""The assignment of a tensor's boxes to ranks that write them, derived by every rank without a
+"""The assignment of a tensor's boxes to the ranks that write them. Every rank derives it without a
 message.
 
 A tensor is cut along its dimensions by the axes of a mesh, whose ranks are a regular grid. So the
-first rank and two numbers for each cut tell where any box is, on any number of ranks.
+first rank and two numbers for each cut locate any box, on any number of ranks.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+import secrets
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 from itertools import product
 from typing import Annotated, Any, NamedTuple
@@ -20,9 +22,10 @@ from torch.distributed.tensor import DTensor
 from torchtitan.utils.formats import Count
 
 _SPREAD = 2**16
-"""Smallest size in bytes from which the ranks that hold copies of tensors take turns to write them;
-one rank writes all smaller ones, so a reader opens few files for them.
+"""Size in bytes from which the ranks with copies of tensors take turns in writing them. One rank
+writes all smaller tensors, so a reader opens few files for them.
 """
+_PRIME = 2**61 - 1
 
 
 class Cut(NamedTuple):
@@ -39,10 +42,10 @@ class Layout(NamedTuple):
     first: Count
     """The rank that writes the first box."""
     cuts: Annotated[list[Annotated[list[Cut], Field(max_length=8)]], Field(max_length=64)]
-    """The cuts of each dimension, coarsest first: each cuts the pieces of the one before."""
+    """The cuts of each dimension, coarsest first: each cuts the pieces of the previous one."""
 
     def box(self, size: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Offsets and sizes of the box that `rank`, one of this layout's, writes."""
+        """Offsets and sizes of the box that `rank`, one of this layout's ranks, writes."""
         all_cuts = {cut for cuts in self.cuts for cut in cuts}
         coordinates = {}
         remainder = rank - self.first
@@ -94,7 +97,7 @@ class Share(NamedTuple):
 
     layout: Layout
     writes: bool
-    """Whether this rank writes its box; otherwise another one with the same box does."""
+    """Whether this rank writes its box; otherwise another rank with the same box does."""
 
 
 def shares(
@@ -104,11 +107,12 @@ def shares(
     fewest bytes so far writes it.
 
     Args:
-        holders: the ranks that hold these tensors, or shards of them: those at the same position of
+        holders: the ranks with these tensors, or shards of them, which are at the same position of
             the pipeline.
 
     Returns:
-        The share by name, and a number on which all `holders` must agree, lest a tensor is lost.
+        The share by name, and a number that must be the same on all `holders`; otherwise tensors
+        would be missing from the checkpoint.
     """
     loads: dict[int, int] = {}
     grids: dict[DeviceMesh, tuple[int, list[Cut]]] = {}
@@ -132,7 +136,7 @@ def shares(
 def _layout(
     tensor: Tensor, rank: int, holders: range, grids: dict[DeviceMesh, tuple[int, list[Cut]]]
 ) -> tuple[list[list[Cut]], list[int], int]:
-    """The cuts of a tensor, the first rank of each copy of it, and that of this rank's copy."""
+    """The cuts of a tensor, the first rank of each copy, and the first rank of this rank's copy."""
     cuts: list[list[Cut]] = [[] for _ in tensor.shape]
     if not isinstance(tensor, DTensor):
         return cuts, list(holders), rank
@@ -184,3 +188,29 @@ def _grid(mesh: DeviceMesh) -> tuple[int, list[Cut]]:
     ]
     assert flat == expected, f"the ranks of a mesh are no regular grid: {flat[:8]}"
     return first, cuts
+
+
+def fill(boxes: Iterable[ChunkStorageMetadata], region: ChunkStorageMetadata) -> bool:
+    """Whether the intersections of `boxes` with a region fill it without overlap.
+
+    Counting elements isn't enough: two equal halves have as many as the whole. Comparing pairs of
+    boxes would take minutes for thousands of ranks. Instead, each coordinate of each dimension gets
+    a random number, and a box is worth the product of the differences over its sides. Worth is
+    additive: boxes that fill the region are together worth as much as the region. Otherwise the two
+    worths are different polynomials, which random numbers make equal with a probability below
+    10^-15.
+    """
+    numbers: defaultdict[tuple[int, int], int] = defaultdict(lambda: secrets.randbelow(_PRIME))
+
+    def worth(box: ChunkStorageMetadata) -> int:
+        volume = 1
+        sides = zip(box.offsets, box.sizes, region.offsets, region.sizes, strict=True)
+        for dim, (start, length, low, size) in enumerate(sides):
+            first = max(start, low)
+            stop = min(start + length, low + size)
+            if first >= stop:
+                return 0
+            volume = volume * (numbers[dim, stop] - numbers[dim, first]) % _PRIME
+        return volume
+
+    return sum(map(worth, boxes)) % _PRIME == worth(region)

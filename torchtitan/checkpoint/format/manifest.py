@@ -1,9 +1,9 @@
-"""`manifest.json`: what a checkpoint is, where its run stood, and the size and CRC-32 of each file
-that doesn't belong to a single rank. `__N.json` has those of rank N, see `index.py`.
+"""`manifest.json`: description of a checkpoint, the state of its run, and size and CRC-32 of the
+common files. `__N.json` lists the files of rank N, see `index.py`.
 
-The models below are the format, with those of the data position in
-`torchtitan.data.read.positions`. The file's last line is the SHA-256 of all before it, so every
-flipped bit is found.
+The models below define the format, together with the data position's models in
+`torchtitan.data.read.positions`. The file's last line is the SHA-256 of everything before it, so
+every flipped bit is detected.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ MANIFEST = "manifest.json"
 FORMAT = 4
 """The only format that this version reads."""
 _FORMAT = re.compile(rb'\{\s*"format": (\d{1,9}),')
-_WRITTEN_BY = re.compile(rb'"torchtitan": "([\w.+-]{1,40})"')
+_WRITER = re.compile(rb'"torchtitan": "([\w.+-]{1,40})"')
 T = TypeVar("T", bound="CheckpointInfo")
 _SEAL = b',\n "sha256": '
 
@@ -80,7 +80,7 @@ class AverageState(Strict):
 
 
 def _share(value: object, validate: ValidatorFunctionWrapHandler) -> DataState:
-    """Accept a rank's own state, which lacks other ranks' lanes; `render` checks all of it."""
+    """Accept a rank's local state, which lacks other ranks' lanes; `render` checks all of it."""
     return value if isinstance(value, DataState) else validate(value)
 
 
@@ -97,8 +97,8 @@ class TrainState(Strict):
     """States of the user's callbacks, by name."""
 
 
-class Written(Strict):
-    """Totals of the files that the ranks wrote, each its own."""
+class RankTotals(Strict):
+    """Totals of the files that single ranks wrote."""
 
     ranks: Annotated[int, Field(ge=1, lt=2**20)]
     """Number of ranks; each wrote a file `__N.json`."""
@@ -108,7 +108,7 @@ class Written(Strict):
 
 
 def _configuration(toml: str) -> str:
-    """A configuration whose sections are tables, and not nested endlessly."""
+    """Check that the sections are tables, and not nested too deeply."""
     try:
         sections = tomli.loads(toml)
     except RecursionError:
@@ -128,9 +128,9 @@ class CheckpointInfo(Strict):
 
     step: Count
     model_only: bool
-    """Whether it has only weights."""
+    """Whether the checkpoint has only weights."""
     averaged: bool = False
-    """Whether the weights are the run's average of them (`ema.export`)."""
+    """Whether the weights are the run's averaged ones (`ema.export`)."""
     merged: list[dict[str, Any]] | None = None
     """Sources of merged weights, in checkpoints of earlier versions."""
     versions: dict[str, str]
@@ -143,14 +143,14 @@ class CheckpointInfo(Strict):
     config: Annotated[str, AfterValidator(_configuration)]
     """The run's configuration as TOML."""
     train_state: TrainState | None
-    """None if no run wrote the checkpoint. A rank that saves knows only its own data lanes."""
+    """None if no run wrote the checkpoint. While a rank saves, it has only the local data lanes."""
 
     @model_validator(mode="after")
     def _has_state(self) -> Self:
         if self.train_state is None and not self.model_only:
             raise ValueError("train_state is missing")
         if self.train_state is not None and self.train_state.progress.step != self.step:
-            raise ValueError(f"train_state is that of step {self.train_state.progress.step}")
+            raise ValueError(f"train_state is of step {self.train_state.progress.step}")
         return self
 
 
@@ -165,21 +165,21 @@ class Manifest(CheckpointInfo):
     tensor_bytes: dict[str, dict[str, Count]]
     """Bytes by part (`model`, `optimizer`, `ema`) and dtype."""
     files: Annotated[dict[FileName, FileEntry], Field(min_length=1)]
-    """All files except the manifest and those of single ranks."""
+    """All files except the manifest and the files of single ranks."""
     save: SaveNumber
-    written: Written
+    written: RankTotals
 
     @model_validator(mode="after")
     def _has_average(self) -> Self:
-        counted = self.train_state is not None and self.train_state.ema is not None
-        if counted != ("ema" in self.tensor_bytes):
+        has_average = self.train_state is not None and self.train_state.ema is not None
+        if has_average != ("ema" in self.tensor_bytes):
             raise ValueError(
                 "train_state and tensor_bytes disagree about the average of the weights"
             )
         return self
 
     def state(self) -> dict[str, Any]:
-        """`train_state` as a dictionary, but with the data position as a `DataState`."""
+        """`train_state` as a dictionary, with the data position as a `DataState`."""
         if self.train_state is None:
             return {}
         return self.train_state.model_dump(exclude_unset=True, exclude={"data"}) | {
@@ -199,8 +199,8 @@ class Manifest(CheckpointInfo):
         return tomli.loads(self.config)
 
 
-def checked(kind: type[T], content: dict[str, Any]) -> T:
-    """Validate `content` as a model of class `kind`.
+def validate(kind: type[T], content: dict[str, Any]) -> T:
+    """Validate `content` as an instance of `kind`.
 
     Raises:
         FormatBugError: the content doesn't fit the format.
@@ -214,7 +214,7 @@ def checked(kind: type[T], content: dict[str, Any]) -> T:
 
 
 def render(manifest: Manifest) -> bytes:
-    """The file with this content, without the models' defaults.
+    """The content of `manifest.json`, without the models' defaults.
 
     Raises:
         FormatBugError: `parse` would refuse the file.
@@ -224,7 +224,7 @@ def render(manifest: Manifest) -> bytes:
         content = {"format": FORMAT, **manifest.model_dump(exclude_defaults=True)}
         body = json.dumps(content, indent=1).encode()
         Manifest.model_validate_json(body)
-        return sealed(body)
+        return seal(body)
     except ValidationError as error:
         problem = first_problem(error)
     except (TypeError, ValueError) as error:
@@ -238,20 +238,20 @@ def _bug(problem: str) -> FormatBugError:
     )
 
 
-def sealed(content: bytes) -> bytes:
-    """A JSON object with the SHA-256 of all before it as its last entry."""
+def seal(content: bytes) -> bytes:
+    """Append the SHA-256 of a JSON object as its last entry."""
     body = content.removesuffix(b"}").removesuffix(b"\n")
     return body + _SEAL + _checksum(body)
 
 
-def unsealed(file: bytes) -> bytes:
-    """The JSON object that was sealed.
+def unseal(file: bytes) -> bytes:
+    """The JSON object that was passed to `seal`.
 
     Raises:
         ValueError: the checksum is missing or wrong.
     """
-    body, seal, checksum = file.rpartition(_SEAL)
-    if not seal:
+    body, separator, checksum = file.rpartition(_SEAL)
+    if not separator:
         raise ValueError("it is cut, or has no checksum")
     if checksum != _checksum(body):
         raise ValueError("its checksum is wrong")
@@ -259,10 +259,10 @@ def unsealed(file: bytes) -> bytes:
 
 
 class OtherFormatError(ValueError):
-    """A manifest has another format than this version reads."""
+    """The manifest has a format that this version does not read."""
 
     def __init__(self, number: int, file: bytes):
-        match = _WRITTEN_BY.search(file)
+        match = _WRITER.search(file)
         writer = f"torchtitan {match[1].decode()}" if match else "another torchtitan"
         if number > FORMAT:
             advice = f"{writer} wrote it: update to that version"
@@ -278,13 +278,13 @@ def parse(file: bytes) -> Manifest:
     """The contents of a file from `render`.
 
     Raises:
-        OtherFormatError: it is of another format.
+        OtherFormatError: the format is another one.
         ValueError: it differs from what `render` would write.
     """
     match = _FORMAT.match(file)
     number = int(match[1]) if match else FORMAT
     if _SEAL in file or number == FORMAT:  # format 1 has no checksum
-        content = unsealed(file)
+        content = unseal(file)
     if number != FORMAT:
         raise OtherFormatError(number, file)
     try:
@@ -320,7 +320,7 @@ def read_manifest(path: Path, content: bytes | None = None) -> Manifest:
         content: `manifest_bytes`, if they were read already.
 
     Raises:
-        DamageError: there is none, or it is damaged, or of another format.
+        DamageError: it is missing, damaged, or of another format.
     """
     try:
         return parse(manifest_bytes(path) if content is None else content)

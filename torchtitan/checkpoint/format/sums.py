@@ -1,8 +1,8 @@
 """CRC-32 of files and of the chunks in them, computed while they are written or read.
 
-CRC-32 is linear: the checksum of A followed by B is that of A, shifted by the length of B, xor that
-of B. So the checksums of a file up to two positions give the checksum of the bytes between them
-(zlib's `crc32_combine`, which Python's zlib lacks).
+CRC-32 is linear: the checksum of A followed by B is the checksum of A, shifted by the length of B,
+xor the checksum of B. So the checksums of a file up to two positions give the checksum of the bytes
+between them (zlib's `crc32_combine`, which Python's zlib lacks).
 """
 
 import errno
@@ -17,7 +17,7 @@ from torchtitan.utils.files import open_regular
 _CHUNK = 1 << 22
 _EDGE = 1 << 16
 _POLYNOMIAL = 0xEDB88320
-_ONE = 1 << 31
+_UNIT = 1 << 31
 """The polynomial 1. Polynomials over GF(2) have their lowest power in the highest bit."""
 
 
@@ -30,21 +30,21 @@ def crc32(path: Path) -> int:
     return value
 
 
-def crc32_of_end(before: int, whole: int, length: int) -> int:
+def crc32_of_end(before: int, total: int, length: int) -> int:
     """CRC-32 of the last `length` bytes of a content.
 
     Args:
-        before: the checksum of the content without them.
-        whole: the checksum of the content.
+        before: the checksum of the content without these bytes.
+        total: the checksum of the content.
     """
-    return whole ^ _multiply(_power(8 * length), before)
+    return total ^ _multiply(_power(8 * length), before)
 
 
 def _multiply(a: int, b: int) -> int:
     """The product of two polynomials, modulo CRC-32's polynomial."""
     product = 0
     while a:
-        if a & _ONE:
+        if a & _UNIT:
             product ^= b
         a = a << 1 & 0xFFFFFFFF
         b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
@@ -54,8 +54,8 @@ def _multiply(a: int, b: int) -> int:
 @lru_cache(maxsize=4096)
 def _power(n: int) -> int:
     """The polynomial x^n."""
-    result = _ONE
-    square = _ONE >> 1
+    result = _UNIT
+    square = _UNIT >> 1
     while n:
         if n & 1:
             result = _multiply(result, square)
@@ -67,7 +67,7 @@ def _power(n: int) -> int:
 class SummedFile:
     """A file being written, with the size and CRC-32 of its contents and of each chunk.
 
-    DCP asks for the position before and after each tensor: those are the ends of the chunks.
+    DCP calls `tell` before and after each tensor, so these positions are the ends of the chunks.
     """
 
     def __init__(self, file: IO[bytes]):
@@ -75,7 +75,7 @@ class SummedFile:
         self.bytes = 0
         self.crc32 = 0
         self.error: OSError | None = None
-        """Why a write has failed. torch raises another error then."""
+        """The error of a failed write, after which torch raises another one."""
         self._crc32_before = {0: 0}
         """CRC-32 of everything before a position, by position."""
 
@@ -101,7 +101,7 @@ class SummedFile:
 
 
 class SummedRange(io.RawIOBase):
-    """A range of a file, as a file, that computes the checksum of what is read from it.
+    """A range of a file, as a file, that computes the checksum of the bytes read from it.
 
     `torch.load` reads the ends of a chunk in small pieces, in any order, and the tensor between
     them in one piece into its memory. So the ends are buffered here, and the middle passes through.
@@ -124,7 +124,7 @@ class SummedRange(io.RawIOBase):
         self._crc32 = zlib.crc32(self._head)
 
     def crc32(self) -> int:
-        """CRC-32 of the whole range; reads what was not read yet."""
+        """CRC-32 of the whole range; reads the remaining bytes."""
         while self._summed < self._tail_start:
             self._position = self._summed
             self.readinto(bytearray(min(_CHUNK, self._tail_start - self._summed)))
@@ -146,12 +146,12 @@ class SummedRange(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        done = 0
-        while done < len(view) and self._position < self._length:
-            count = self._read_some(view[done:])
+        offset = 0
+        while offset < len(view) and self._position < self._length:
+            count = self._read_some(view[offset:])
             self._position += count
-            done += count
-        return done
+            offset += count
+        return offset
 
     def _read_some(self, view: memoryview) -> int:
         """Read at the position from the head, the middle or the tail."""
@@ -174,9 +174,9 @@ class SummedRange(io.RawIOBase):
 
     def _fill(self, position: int, view: memoryview) -> None:
         self._file.seek(self._start + position)
-        done = 0
-        while done < len(view):
-            count = self._file.readinto(view[done:])
+        offset = 0
+        while offset < len(view):
+            count = self._file.readinto(view[offset:])
             if not count:
                 raise OSError(errno.EIO, "ends too early")
-            done += count
+            offset += count

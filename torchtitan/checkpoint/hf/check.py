@@ -64,10 +64,10 @@ def compare(
     Args:
         read: returns the exported weight or buffer with one of our names.
         max_parameters: compare the logits of models of up to this many parameters.
-        anyway: compare the logits whatever memory they need.
+        anyway: compare the logits even if memory may not suffice.
 
     Returns:
-        What was compared and what was not, for people.
+        Messages about the comparisons, and about those left out.
 
     Raises:
         CheckpointError: they differ.
@@ -108,14 +108,14 @@ def _too_large(spec: ModelSpec, args: Any, max_parameters: float) -> str | None:
             f"{count / 1e9:.1f} billion parameters, at the end of a run up to "
             f"{max_parameters / 1e9:g} are compared; `torchtitan ckpt to-hf` compares larger models"
         )
-    needed = 5 * count  # one model in float32 at a time
-    if needed > psutil.virtual_memory().available:
-        return f"needs {needed / 1e9:.0f} GB of memory (--check compares anyway)"
+    size = 5 * count  # one model in float32 at a time
+    if size > psutil.virtual_memory().available:
+        return f"needs {size / 1e9:.0f} GB of memory (--check compares anyway)"
     return None
 
 
 def _logits_note(folder: Path, spec: ModelSpec, args: Any, read: Callable[[str], Tensor]) -> str:
-    """Compare the logits of both models, in float32 with the exported weights, in words."""
+    """Compare the logits of both models, in float32 with the exported weights, in a message."""
     training_only = _training_only_prefixes(spec, args)
     tokens = torch.arange(PROMPT)[None] * 7919 % args.vocab_size
     with torch.no_grad():
@@ -138,11 +138,11 @@ def _logits_note(folder: Path, spec: ModelSpec, args: Any, read: Callable[[str],
 
 
 class _TheirError(UserError):
-    """transformers can't run the model, which says nothing about the files."""
+    """transformers can't run the model, which doesn't mean that the files are wrong."""
 
 
 def _their_logits(folder: Path, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
-    """The logits of transformers' model in float32, and what it says about loading it."""
+    """The logits of transformers' model in float32, and its report on loading."""
     import transformers
 
     options: dict[str, Any] = {}
@@ -159,8 +159,8 @@ def _their_logits(folder: Path, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]
 
 
 def _training_only_prefixes(spec: ModelSpec, args: Any) -> tuple[str, ...]:
-    """Prefixes of the exported weights that transformers' models lack: those of the modules that
-    predict further tokens.
+    """Prefixes of the exported weights that transformers' models lack: the modules that predict
+    further tokens.
     """
     if not isinstance(args, DecoderArgs):
         return ()
@@ -195,10 +195,10 @@ def _tokenizer_note(folder: Path, kind: str, tokenizer: Tokenizer | None) -> str
         return "Token ids: AutoTokenizer of transformers gives those of training"
     if not is_built_in(tokenizer):
         return f"Token ids: transformers doesn't know {tokenizer.name}; it gives others: {problem}"
-    whole = PreTrainedTokenizerFast.from_pretrained(folder)
-    if differing_text(tokenizer, lambda text: whole(text)["input_ids"]) is None:
-        # transformers 5 has types of models, such as qwen2, whose tokenizer it builds without
-        # asking the folder.
+    generic = PreTrainedTokenizerFast.from_pretrained(folder)
+    if differing_text(tokenizer, lambda text: generic(text)["input_ids"]) is None:
+        # transformers 5 builds the tokenizer of some types of models, such as qwen2, without
+        # looking into the folder.
         return (
             f"Warning: AutoTokenizer takes {type(loaded).__name__} for every model of type {kind}, "
             "whatever its files say, and gives other token ids than training; load it with "

@@ -43,21 +43,21 @@ def to_hf(
     family: str | None = None,
     averaged: bool = False,
 ) -> None:
-    """Export a checkpoint, and compare what was written with it and with transformers' model.
+    """Export a checkpoint, and compare the export with it and with transformers' model.
 
     Args:
-        source: a checkpoint, or a folder of checkpoints, of which the newest is taken.
-        dtype: the dtype of the exported weights; None: as stored.
+        source: a checkpoint, or a folder of checkpoints, whose newest is exported.
+        dtype: the dtype of the exported weights; None: as in the checkpoint.
         assets: folder of the tokenizer; None: the run's.
-        check: whether to compare; None: as far as transformers is installed and memory suffices.
+        check: whether to compare them; None: if transformers is installed and memory suffices.
         custom_import: module that registers the model's family.
         family: export as the Hugging Face class of this family, which must have the same code;
-            None: of the model's family.
+            None: the model's family.
         averaged: export the average of the weights.
 
     Raises:
         UserError: no such checkpoint, average or tokenizer, `target` exists, the class can't
-            express the model, or what was written isn't the model; nothing is left of it.
+            express the model, or the files aren't the model. Nothing is left of the export.
     """
     step = checkpoints_at(source)[-1]
     if target.exists() and any(target.iterdir()):
@@ -76,10 +76,10 @@ def to_hf(
         spec = replace(spec, hf=other.hf if other.build is spec.build else None)
     make = recorded_tokenizer(manifest.settings(), step)
     text = partial(recorded_text, manifest.settings())
-    open_it = partial(
+    build = partial(
         build_tokenizer, assets or recorded, make, text("end_of_document"), text("chat_template")
     )
-    tokenizer = _tokenizer(open_it, required=assets is not None)
+    tokenizer = _tokenizer(build, required=assets is not None)
     export = HFExport(
         step,
         target,
@@ -139,7 +139,7 @@ def from_hf(
     with TemporaryDirectory() as folder:
         draft = Path(folder, file.name)
         draft.write_text(text)
-        without = _check_recipe(draft, source, spec, args, check=check)
+        lacks_tokenizer = _check_recipe(draft, source, spec, args, check=check)
     info = CheckpointInfo(
         step=0,
         model_only=True,
@@ -152,7 +152,7 @@ def from_hf(
     count = import_hf(model, step, info)
     file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, text.encode())
-    print(f"{source} -> {step}: {described(spec, args)}, {count:,} parameters")
+    print(f"{source} -> {step}: {describe_model(spec, args)}, {count:,} parameters")
     for note in model.notes:
         print(note)
     if dropout := read_hf_config(source).get("attention_dropout"):
@@ -161,7 +161,7 @@ def from_hf(
             "share of the attention weights in training, this trainer drops none; evaluation is "
             "the same"
         )
-    if without:
+    if lacks_tokenizer:
         print(
             f"{source} has no tokenizer: set model.hf_assets_path in {file} to the folder of the "
             "model's"
@@ -173,34 +173,34 @@ def from_hf(
 def _check_recipe(
     file: Path, source: Path, spec: ModelSpec, args: Any, check: Callable[[list[str]], object]
 ) -> bool:
-    """Check that a run could start from the TOML, except for the checkpoint, which follows.
+    """Check that a run could start from the TOML once the checkpoint is written.
 
     Returns:
-        Whether the tokenizer is missing, so that the user has to name one.
+        Whether the folder lacks a tokenizer, so the user has to set another folder.
 
     Raises:
         ConfigError: it couldn't.
     """
     argv = ["--config", str(file), f"--checkpoint.initial_load_path={source}"]
     model = load_config(argv).config.model
-    described = spec.args(model.flavor, model.overrides, max_seq_len=args.max_seq_len)
-    assert described == args, f"{file} describes another model: {described}, not {args}"
-    without = tokenizer_file(source) is None
+    recipe_args = spec.args(model.flavor, model.overrides, max_seq_len=args.max_seq_len)
+    assert recipe_args == args, f"{file} describes another model: {recipe_args}, not {args}"
+    lacks_tokenizer = tokenizer_file(source) is None
     try:
         check(argv)
     except ConfigError as error:
         problems = [
             problem
             for problem in error.problems
-            if not (without and problem.startswith("model.hf_assets_path"))
+            if not (lacks_tokenizer and problem.startswith("model.hf_assets_path"))
         ]
         if problems:
             raise ConfigError(problems) from None
-    return without
+    return lacks_tokenizer
 
 
-def described(spec: ModelSpec, args: Any) -> str:
-    """A model in a few words: its size's name if it is one of the family's, else its sizes."""
+def describe_model(spec: ModelSpec, args: Any) -> str:
+    """A short description of a model: its flavor, or its sizes if no flavor has them."""
     flavor, overrides = nearest_flavor(spec, args)
     if not overrides:
         return f"{spec.name} {flavor}"
@@ -209,14 +209,15 @@ def described(spec: ModelSpec, args: Any) -> str:
 
 
 def nearest_flavor(spec: ModelSpec, args: Any) -> tuple[str, dict[str, Any]]:
-    """The flavor nearest to `args`, and the `[model.overrides]` that turn it into them."""
+    """The flavor nearest to `args`, and the `[model.overrides]` that turn it into `args`."""
     target = args.model_dump()
     del target["max_seq_len"]  # follows from training.seq_len
     changes = {}
     for name, flavor in spec.flavors.items():
         sizes = flavor.model_dump()
-        differing = {key: value for key, value in target.items() if sizes[key] != value}
-        changes[name] = {key: _override(value) for key, value in differing.items()}
+        changes[name] = {
+            key: _override(value) for key, value in target.items() if sizes[key] != value
+        }
     nearest = min(changes, key=lambda name: len(changes[name]))
     return nearest, changes[nearest]
 

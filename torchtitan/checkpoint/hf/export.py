@@ -25,8 +25,8 @@ from torchtitan.checkpoint.format.manifest import read_manifest
 from torchtitan.checkpoint.hf import check as hf_check
 from torchtitan.checkpoint.hf.folder import batches
 from torchtitan.checkpoint.hf.opening import meta_model
-from torchtitan.checkpoint.hf.pieces import HFTensor, arrange, blocks, whole
-from torchtitan.checkpoint.hf.stored import DTYPES, Box, FileTensor, OpenSafetensors, shape_of
+from torchtitan.checkpoint.hf.pieces import HFTensor, arrange, blocks, full_box
+from torchtitan.checkpoint.hf.tensors import DTYPES, Box, FileTensor, OpenSafetensors, shape_of
 from torchtitan.checkpoint.hf.tokenizer import write_tokenizer
 from torchtitan.checkpoint.load import BoxReader, PhaseError, Reader, describe, read_tensor
 from torchtitan.checkpoint.manager import Checkpointer
@@ -46,9 +46,9 @@ _PIECE = 16 * 2**20
 class HFExport:
     """A checkpoint's weights as Hugging Face safetensors, with `config.json` and tokenizer.
 
-    Called by one process, or by all ranks together, which divide the files among them. Atomic: what
-    was written is compared with the checkpoint, and with transformers if that is installed, before
-    the folder gets its name.
+    Called by one process, or by all ranks together, which divide the files among them. Atomic: the
+    files are compared with the checkpoint, and with transformers if it is installed, before the
+    folder gets its name.
     """
 
     def __init__(
@@ -68,15 +68,15 @@ class HFExport:
         """
         Args:
             source: a checkpoint, `.../step-N`.
-            dtype: the dtype of the written weights; None: as stored.
+            dtype: the dtype of the exported weights; None: as in the checkpoint.
             averaged: write the average of the weights.
-            check: whether to read the files back, and compare logits and token ids with those of
+            check: whether to read the files back, and compare logits and token ids with
                 transformers; None: as far as transformers is installed and memory suffices.
             max_compared_parameters: compare the logits of models of up to this many parameters.
 
         Raises:
             CheckpointError: Hugging Face's class can't express the model, or the checkpoint is of
-                another one.
+                another model.
         """
         if problems := export_problems(spec, args):
             lines = [f"can't export to Hugging Face: {problem}" for problem in problems]
@@ -89,7 +89,7 @@ class HFExport:
         self.check = check
         self.max_compared_parameters = max_compared_parameters
         self.notes: list[str] = []
-        """The results of the comparisons, in words; on rank 0, after `write`."""
+        """Messages about the comparisons; on rank 0, after `write`."""
         self.rank = 0
         self.world = 1
         if dist.is_initialized():
@@ -97,21 +97,21 @@ class HFExport:
             self.world = dist.get_world_size()
         self.target = temporary_folder(folder)
         self.reader = Reader(source)
-        stored = self.reader.read_metadata().state_dict_metadata
+        metadata = self.reader.read_metadata().state_dict_metadata
         self.names = self.hf.names(args)
         self._averaged = averaged
         self._check()
         shapes = {}
         dtypes = {}
         for ours in self.names:
-            metadata = stored[self._key(ours)]
-            shapes[ours] = tuple(metadata.size)
-            dtypes[ours] = dtype or metadata.properties.dtype
+            tensor = metadata[self._key(ours)]
+            shapes[ours] = tuple(tensor.size)
+            dtypes[ours] = dtype or tensor.properties.dtype
         self.tensors = arrange(self.names, shapes, dtypes)
         """The tensors to write, by Hugging Face's names."""
         self._boxes = BoxReader(self.reader)
         self.dtype = next(iter(self.tensors.values())).dtype
-        """The dtype of the first written weight."""
+        """The dtype of the first exported weight."""
         sizes = ((name, tensor.nbytes) for name, tensor in self.tensors.items())
         groups = list(batches(sizes, max_file_bytes))
         count = len(groups)
@@ -122,27 +122,27 @@ class HFExport:
             self.files = {f"model-{i:05}-of-{count:05}.safetensors": g for i, g in numbered}
 
     def _key(self, ours: str) -> str:
-        """The checkpoint's key of the tensor to export. Buffers have no average."""
+        """The checkpoint's key of a tensor to export. Buffers have no average."""
         average = self._averaged and not is_buffer(self.names[ours])
         return f"ema.{ours}" if average else f"model.{ours}"
 
     def _check(self) -> None:
         """
         Raises:
-            CheckpointError: the checkpoint lacks weights, or has others that can't be left out.
+            CheckpointError: the checkpoint lacks weights, or has further ones that matter.
         """
         names = {f"model.{name}" for name in self.names}
-        expected = [self._key(name) for name in self.names]
         source = self.reader.path
-        stored = self.reader.read_metadata().state_dict_metadata
+        metadata = self.reader.read_metadata().state_dict_metadata
         wrong_model = f"{source} is not of the model in its manifest"
-        if missing := [key for key in expected if key not in stored]:
-            raise CheckpointError(f"{wrong_model}: {missing[0]} is missing")
+        for key in map(self._key, self.names):
+            if key not in metadata:
+                raise CheckpointError(f"{wrong_model}: {key} is missing")
         buffers = {f"model.{name}" for name, _ in meta_model(self.spec, self.args).named_buffers()}
-        for key in sorted(key for key in stored if key.startswith("model.") and key not in names):
+        for key in sorted(key for key in metadata if key.startswith("model.") and key not in names):
             if key not in buffers:
                 raise CheckpointError(f"{wrong_model}: {key} is unknown")
-            matters = stored[key].properties.dtype.is_floating_point
+            matters = metadata[key].properties.dtype.is_floating_point
             if matters and read_tensor(self.reader, key).any():
                 raise CheckpointError(
                     f"{source}: {key.removeprefix('model.')} is not zero, and Hugging Face's "
@@ -182,7 +182,7 @@ class HFExport:
             phases.run(act)
         except Exception as error:
             if from_another_rank(error) and not isinstance(error, PhaseError):
-                raise  # that rank's end is the cause, not this export
+                raise  # the cause is that the other rank ended
             rank = "rank 0: " if phases.alone else ""
             raise CheckpointError(
                 f"can't export to Hugging Face: {rank}{describe(error)}; nothing is left of the "
@@ -234,8 +234,8 @@ class HFExport:
     def _compare_bits(self, files: OpenSafetensors, name: str, path: Path) -> None:
         tensor = self.tensors[name]
         entry = FileTensor(name, str(path), tensor.shape, DTYPES[tensor.dtype])
-        for box, written in self._read(tensor):
-            if not _same_bits(entry.read(files, box), written):
+        for box, values in self._read(tensor):
+            if not _same_bits(entry.read(files, box), values):
                 raise CheckpointError(
                     f"{path.name}: {name} is not what was written; the storage is faulty"
                 )
@@ -254,7 +254,7 @@ class HFExport:
             self.spec,
             self.args,
             self.tokenizer,
-            self._whole,
+            self._weight,
             self.max_compared_parameters,
             anyway=bool(self.check),
         )
@@ -263,22 +263,22 @@ class HFExport:
         if self.rank == 0:
             commit(self.folder)
 
-    def _whole(self, ours: str) -> Tensor:
+    def _weight(self, ours: str) -> Tensor:
         """The exported weight with one of our names."""
         first = hf_slices(self.names[ours])[0].name
         return read_tensor(self.reader, self._key(ours), self.tensors[first].dtype)
 
     def _read(self, tensor: HFTensor) -> Iterator[tuple[Box, Tensor]]:
-        """Read one of Hugging Face's tensors, in boxes in the order of its elements."""
+        """Compute one of Hugging Face's tensors, box by box in the order of its elements."""
         self._boxes.forget(besides={self._key(source.ours) for source in tensor.sources})
-        most = _PIECE // tensor.dtype.itemsize
-        for box in blocks(whole(tensor.shape), most):
+        elements = _PIECE // tensor.dtype.itemsize
+        for box in blocks(full_box(tensor.shape), elements):
             value = torch.empty(shape_of(box), dtype=tensor.dtype)
             for source in tensor.sources:
                 source_box = source.box(box)
                 if all(shape_of(source_box)):
-                    stored = self._boxes.read(self._key(source.ours), source_box)
-                    source.write(stored, value, box)
+                    our_values = self._boxes.read(self._key(source.ours), source_box)
+                    source.write(our_values, value, box)
             yield box, value
 
 
@@ -293,8 +293,8 @@ def _write_safetensors(
     tensors: Mapping[str, HFTensor],
     read: Callable[[HFTensor], Iterable[tuple[Box, Tensor]]],
 ) -> None:
-    """Write a safetensors file with a piece of a tensor in memory at a time; other writers hold
-    whole files.
+    """Write a safetensors file with a piece of a tensor in memory at a time; the library would hold
+    the whole file.
 
     The format is 8 bytes with the header's length, the header (JSON), and the tensors' bytes
     (https://github.com/huggingface/safetensors#format).
@@ -324,14 +324,14 @@ def _write_safetensors(
         fsync(path)
 
 
-def export_saved(
+def export_checkpoint(
     checkpointer: Checkpointer, step: int, spec: ModelSpec, args: Any, tokenizer: Tokenizer
 ) -> Path:
     """Export the checkpoint that a run has saved at `step`, on all ranks together; returns the
     folder.
 
     Raises:
-        CheckpointError: on every rank, if it failed on any or didn't write the model.
+        CheckpointError: on every rank, if it failed on any, or the files aren't the model.
     """
     checkpointer.wait()
     source = step_folder(checkpointer.folder, step)

@@ -24,17 +24,17 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from torchtitan.checkpoint.hf.pieces import blocks, their_box, to_ours, whole, within
-from torchtitan.checkpoint.hf.stored import (
-    NAMED,
+from torchtitan.checkpoint.hf.pieces import blocks, full_box, their_box, to_ours, within
+from torchtitan.checkpoint.hf.tensors import (
+    DTYPES_BY_NAME,
     Box,
     FileTensor,
+    FolderTensor,
     OpenSafetensors,
-    Stored,
-    dequantized,
+    dequantize,
     shape_of,
 )
-from torchtitan.checkpoint.load import unwrapped, without_dist_warning
+from torchtitan.checkpoint.load import unwrap_errors, without_dist_warning
 from torchtitan.models.hf.agreement import with_text_config
 from torchtitan.models.hf.quantization import (
     QUANTIZER_FILES,
@@ -80,7 +80,7 @@ class _Index(BaseModel):
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors that the folder's index names, or `model.safetensors`, or all.
+    """The safetensors in the folder's index, or `model.safetensors`, or all.
 
     Raises:
         CheckpointError: there are none, or the index is damaged or names files elsewhere.
@@ -123,9 +123,9 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 class _Piece(NamedTuple):
-    """A box of a part to read, and the tensor to fill with it."""
+    """A box to read of one of Hugging Face's tensors, and the tensor to fill with it."""
 
-    part: HFSlice
+    hf_slice: HFSlice
     box: Box
     """A box of our tensor, without the dimension of a stack."""
     target: Tensor
@@ -133,71 +133,71 @@ class _Piece(NamedTuple):
 
 class SafetensorsReader(HuggingFaceStorageReader):
     """Reads weights under our names. Only the slices that a rank needs are read, a few megabytes at
-    a time; quantized ones are dequantized.
+    a time. Quantized weights are dequantized.
 
-    For torch's checkpointing (DCP), a stack is a tensor that was saved in one chunk for each part.
+    In DCP's metadata, a stack is a tensor with one chunk for each of Hugging Face's tensors.
     """
 
     def __init__(self, folder: Path, names: HFNames):
         """
         Raises:
-            CheckpointError: the folder has no safetensors, or one is damaged; or they are quantized
-                otherwise than `config.json` says, or in a way that can't be read.
+            CheckpointError: the folder has no safetensors, one is damaged, or their quantization is
+                unsupported or differs from `config.json`.
         """
         super().__init__(str(folder))
         self.folder = folder
         self.names = names
-        self.parts = {ours: hf_slices(theirs) for ours, theirs in names.items()}
+        self.slices = {ours: hf_slices(theirs) for ours, theirs in names.items()}
         entries: dict[str, FileTensor] = {}
         files = _weight_files(folder)
-        self.unread = sorted({*folder.glob("*.safetensors")} - {*files})
-        """Files that aren't the model, such as an adapter, or the weights under other names."""
+        self.extra_files = sorted({*folder.glob("*.safetensors")} - {*files})
+        """Files that aren't read, such as an adapter, or the weights under other names."""
         for file in files:
-            for stored, entry in _read_header(file).items():
-                name = _text_model_name(stored)
+            for key, entry in _read_header(file).items():
+                name = _text_model_name(key)
                 if first := entries.get(name):
                     raise CheckpointError(f"{name} is in two files: {first.file} and {file}")
                 entries[name] = entry
         self.quantization = _quantization(folder)
-        self.entries = dequantized(entries, self.quantization)
+        self.entries = dequantize(entries, self.quantization)
         """The folder's tensors, by their names in a text model."""
         self._metadata = self._describe()
 
     def _describe(self) -> Metadata:
         """DCP's metadata of the complete weights."""
         tensors: dict[str, TensorStorageMetadata] = {}
-        parts_by_index: dict[MetadataIndex, HFSlice] = {}
-        for ours, parts in self.parts.items():
-            entries = [self.entries.get(part.name) for part in parts]
+        slices_by_index: dict[MetadataIndex, HFSlice] = {}
+        for ours, slices in self.slices.items():
+            entries = [self.entries.get(hf_slice.name) for hf_slice in slices]
             first = entries[0]
-            if first is None or None in entries or first.dtype not in NAMED:
+            if first is None or None in entries or first.dtype not in DTYPES_BY_NAME:
                 continue
-            shape = parts[0].our_shape(first.shape)
-            stack = (len(parts),) if is_stack(self.names[ours]) else ()
+            shape = slices[0].our_shape(first.shape)
+            stack = (len(slices),) if is_stack(self.names[ours]) else ()
             chunk_size = torch.Size((*(1 for _ in stack), *shape))
             zeros = (0,) * len(shape)
             chunks = []
-            for i, part in enumerate(parts):
+            for i, hf_slice in enumerate(slices):
                 offset = torch.Size((i, *zeros) if stack else zeros)
                 chunks.append(ChunkStorageMetadata(offset, chunk_size))
-                parts_by_index[MetadataIndex(ours, offset)] = part
-            dtype = torch.float32 if parts[0].buffer else NAMED[first.dtype]
+                slices_by_index[MetadataIndex(ours, offset)] = hf_slice
+            dtype = torch.float32 if slices[0].buffer else DTYPES_BY_NAME[first.dtype]
             properties = TensorProperties(dtype=dtype)
             tensors[ours] = TensorStorageMetadata(properties, torch.Size((*stack, *shape)), chunks)
         return Metadata(
-            tensors, storage_data=parts_by_index, storage_meta=StorageMeta(load_id=self.load_id)
+            tensors, storage_data=slices_by_index, storage_meta=StorageMeta(load_id=self.load_id)
         )
 
     def read_metadata(self) -> Metadata:
         return self._metadata
 
     def load(self, state: dict[str, Tensor]) -> None:
-        """Fill tensors in place; they may be sharded, and have other dtypes than the stored ones.
+        """Fill tensors in place, which may be sharded, and differ in dtype from the files.
 
         Raises:
-            CheckpointError: one can't be read, or holds NaN or infinity.
+            CheckpointError: a tensor can't be read, or holds NaN or infinity.
         """
-        with without_dist_warning(), unwrapped():  # pipeline ranks load different weights
+        with without_dist_warning(), unwrap_errors():  # pipeline ranks load different weights
             dcp.load(dict(state), storage_reader=self, no_dist=True)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -208,16 +208,16 @@ class SafetensorsReader(HuggingFaceStorageReader):
             box = tuple(slice(start, start + length) for start, length in ends)
             target = planner.resolve_tensor(item).detach()
             stacked = is_stack(self.names[item.storage_index.fqn])
-            part = self.storage_data[item.storage_index]
+            hf_slice = self.storage_data[item.storage_index]
             piece = (box[1:], target.squeeze(0)) if stacked else (box, target)
-            pieces.append(_Piece(part, *piece))
+            pieces.append(_Piece(hf_slice, *piece))
             targets.append(target)
         self._fill(pieces)
         for item, target in zip(plan.items, targets, strict=True):
             planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """Our weight `name`, or a box of it, in its stored dtype; buffers in fp32.
@@ -226,38 +226,38 @@ class SafetensorsReader(HuggingFaceStorageReader):
             CheckpointError: it can't be read, or holds NaN or infinity.
         """
         tensor = self._metadata.state_dict_metadata[name]
-        box = whole(tensor.size) if box is None else box
+        box = full_box(tensor.size) if box is None else box
         out = torch.empty(shape_of(box), dtype=tensor.properties.dtype)
-        parts = self.parts[name]
+        slices = self.slices[name]
         if is_stack(self.names[name]):
-            pairs = zip(parts[box[0]], out.unbind(), strict=True)
-            self._fill(_Piece(part, box[1:], target) for part, target in pairs)
+            pairs = zip(slices[box[0]], out.unbind(), strict=True)
+            self._fill(_Piece(hf_slice, box[1:], target) for hf_slice, target in pairs)
         else:
-            self._fill([_Piece(parts[0], box, out)])
+            self._fill([_Piece(slices[0], box, out)])
         return out
 
     def _fill(self, pieces: Iterable[_Piece]) -> None:
         """Read the pieces, ordered by file, so that few files are opened more than once."""
-        by_file = sorted(pieces, key=lambda piece: self.entries[piece.part.name].file)
+        by_file = sorted(pieces, key=lambda piece: self.entries[piece.hf_slice.name].file)
         with OpenSafetensors() as files:
-            for part, box, target in by_file:
+            for hf_slice, box, target in by_file:
                 if not target.numel():
                     continue
-                for block in blocks(box, _ELEMENTS // (part.of // part.width)):
-                    stored = self.entries[part.name]
-                    value = stored.read(files, their_box(part, block))
-                    value = to_ours(part, _checked(stored, value), block)
+                for block in blocks(box, _ELEMENTS // (hf_slice.of // hf_slice.width)):
+                    tensor = self.entries[hf_slice.name]
+                    value = tensor.read(files, their_box(hf_slice, block))
+                    value = to_ours(hf_slice, _check_finite(tensor, value), block)
                     target[within(block, box)].copy_(value)
 
-    def equal(self, name: str, other: str) -> bool:
+    def equal(self, name: str, other_name: str) -> bool:
         """Whether two of the folder's tensors hold the same values."""
-        stored, like = self.entries[name], self.entries[other]
-        if stored.shape != like.shape:
+        tensor, other = self.entries[name], self.entries[other_name]
+        if tensor.shape != other.shape:
             return False
         with OpenSafetensors() as files:
             return all(
-                torch.equal(stored.read(files, box).float(), like.read(files, box).float())
-                for box in blocks(whole(stored.shape), _ELEMENTS)
+                torch.equal(tensor.read(files, box).float(), other.read(files, box).float())
+                for box in blocks(full_box(tensor.shape), _ELEMENTS)
             )
 
     def problems(self, shapes: Mapping[str, Sequence[int]]) -> list[str]:
@@ -265,37 +265,43 @@ class SafetensorsReader(HuggingFaceStorageReader):
         nameless = [ours for ours in shapes if ours not in self.names]
         if nameless:
             return [f"{ours} has no name in Hugging Face's format" for ours in nameless]
-        names = [part.name for ours in shapes for part in self.parts[ours]]
-        missing = [name for name in dict.fromkeys(names) if name not in self.entries]
-        if missing:
-            return [f"{name} is missing" for name in missing]
-        mismatches = []
+        names = [hf_slice.name for ours in shapes for hf_slice in self.slices[ours]]
+        problems = [
+            f"{name} is missing" for name in dict.fromkeys(names) if name not in self.entries
+        ]
+        if problems:
+            return problems
         for ours, shape in shapes.items():
-            parts = self.parts[ours]
-            first = self.entries[parts[0].name]
+            slices = self.slices[ours]
+            first = self.entries[slices[0].name]
             piece_shape = tuple(shape)[1 if is_stack(self.names[ours]) else 0 :]
-            for part in parts:
-                entry = self.entries[part.name]
-                expected = part.their_shape(piece_shape)
-                kind = f"{part.name} has dtype {entry.dtype}"
+            for hf_slice in slices:
+                entry = self.entries[hf_slice.name]
+                expected = hf_slice.their_shape(piece_shape)
+                kind = f"{hf_slice.name} has dtype {entry.dtype}"
                 if entry.shape != expected:
-                    mismatches.append(
-                        f"{part.name} is {list(entry.shape)}, should be {list(expected)}"
+                    problems.append(
+                        f"{hf_slice.name} is {list(entry.shape)}, should be {list(expected)}"
                     )
-                elif entry.dtype not in NAMED:
-                    mismatches.append(f"{kind}, must be one of {', '.join(NAMED)}")
+                elif entry.dtype not in DTYPES_BY_NAME:
+                    problems.append(f"{kind}, must be one of {', '.join(DTYPES_BY_NAME)}")
                 elif entry.dtype != first.dtype:
-                    mismatches.append(f"{kind}, {parts[0].name} of the same stack {first.dtype}")
-        return mismatches
+                    problems.append(f"{kind}, {slices[0].name} of the same stack {first.dtype}")
+        return problems
 
 
-def _checked(stored: Stored, value: Tensor) -> Tensor:
+def _check_finite(tensor: FolderTensor, value: Tensor) -> Tensor:
+    """Return `value`.
+
+    Raises:
+        CheckpointError: it holds NaN or infinity.
+    """
     # The reductions need no copy; NaN prevails in both.
     comparable = value.float() if value.itemsize == 1 else value
     if not torch.stack(torch.aminmax(comparable)).isfinite().all():
-        name = " or ".join(stored.names)
+        name = " or ".join(tensor.names)
         raise CheckpointError(
-            f"{stored.file}: {name} holds NaN or infinity; download the model again"
+            f"{tensor.file}: {name} holds NaN or infinity; download the model again"
         )
     return value
 
@@ -303,8 +309,8 @@ def _checked(stored: Stored, value: Tensor) -> Tensor:
 def _quantization(folder: Path) -> Quantization | None:
     """
     Raises:
-        CheckpointError: `config.json` is damaged, or names a kind that can't be read, or another
-            file describes the weights otherwise.
+        CheckpointError: `config.json` is damaged, its quantization is unsupported, or another file
+            contradicts it.
     """
     name, quantization = "config.json", None
     try:
@@ -321,7 +327,9 @@ def _quantization(folder: Path) -> Quantization | None:
 
 
 def batches(sizes: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
-    """Items in order, in lists whose sizes sum to at most `limit`; larger items are alone."""
+    """Items in order, in lists whose sizes sum to at most `limit`; a larger item is alone in its
+    list.
+    """
     batch: list[T] = []
     total = 0
     for item, size in sizes:
@@ -336,8 +344,8 @@ def batches(sizes: Iterable[tuple[T, int]], limit: int) -> Iterator[list[T]]:
 
 
 def _text_model_name(name: str) -> str:
-    """The name that a tensor would have in a folder of only the text model. This folder may hold
-    more, such as a vision tower beside `language_model`.
+    """The tensor's name in a folder with only the text model. The folder may hold more, such as a
+    vision tower beside `language_model`.
     """
     for prefix, text_prefix in (("language_model.", ""), ("model.language_model.", "model.")):
         if name.startswith(prefix):
@@ -349,7 +357,7 @@ def _read_header(file: Path) -> dict[str, FileTensor]:
     """The tensors of a file.
 
     Raises:
-        CheckpointError: it is not a regular file, or not sound.
+        CheckpointError: it is not a regular file, or damaged.
     """
     if not file.is_file():
         problem = "is not a regular file" if file.exists() else "is missing"

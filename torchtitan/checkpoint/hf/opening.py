@@ -1,5 +1,5 @@
-"""Opening the folder of a Hugging Face model: what `config.json` says, and whether the tensors are
-that model. Imports, runs that start from a folder, generation and evaluation all open it here.
+"""Opens a Hugging Face folder and checks that its tensors match its `config.json`. Imports, runs
+that start from a folder, generation and evaluation all open it here.
 """
 
 import re
@@ -21,7 +21,7 @@ from torchtitan.utils.errors import CheckpointError
 HEAD = "lm_head.weight"
 _EMBEDDING = "model.embed_tokens.weight"
 _BUFFERS = "*rotary_emb.inv_freq"
-"""RoPE's frequencies, which old files hold and transformers ignores: `config.json` gives them."""
+"""RoPE's frequencies in old files, which transformers ignores: they follow from `config.json`."""
 
 
 class HFModel(NamedTuple):
@@ -30,9 +30,9 @@ class HFModel(NamedTuple):
     reader: SafetensorsReader
     spec: ModelSpec
     args: Any
-    """Hyper-parameters, those of `config.json` unless a note says otherwise."""
+    """Hyper-parameters, from `config.json`; `notes` has the exceptions."""
     notes: list[str]
-    """What differs from `config.json`, and what isn't read, for people."""
+    """Messages about differences from `config.json`, and about tensors that aren't read."""
 
 
 def open_hf(folder: Path, spec: ModelSpec | None = None, run: Any = None) -> HFModel:
@@ -41,24 +41,24 @@ def open_hf(folder: Path, spec: ModelSpec | None = None, run: Any = None) -> HFM
     Args:
         spec: the model's family; None: the one in `config.json`.
         run: hyper-parameters of a run that reads the folder, which must describe the same model.
-            The reader then gives its weights.
+            The reader then has the run's weights.
 
     Raises:
-        CheckpointError: tensors are missing, unknown or of other shapes, or the run's model is
-            another one.
+        CheckpointError: tensors are missing, unknown or of other shapes, or the run's model
+            differs.
         ConfigError: no family can represent the model, or `spec` isn't its family.
     """
     config = read_hf_config(folder)
     spec = spec or spec_of_hf(config)
     hf = hf_map(spec)
-    stated = hf.args(config)
-    reader = SafetensorsReader(folder, hf.names(stated))
-    args, notes = _as_stored(reader, spec, stated)
-    if args is not stated:
+    config_args = hf.args(config)
+    reader = SafetensorsReader(folder, hf.names(config_args))
+    args, notes = _adjust_args(reader, spec, config_args)
+    if args is not config_args:
         reader = SafetensorsReader(folder, hf.names(args))
     ignored, problems = check_tensors(reader, spec, args)
     if run is not None:
-        problems += _other_model(reader, spec, args, run, notes)
+        problems += _model_mismatch(reader, spec, args, run, notes)
     if problems:
         raise CheckpointError("\n".join(problems))
     if run is not None and hf.names(run) != reader.names:
@@ -66,36 +66,36 @@ def open_hf(folder: Path, spec: ModelSpec | None = None, run: Any = None) -> HFM
         ignored = check_tensors(reader, spec, run)[0]
     if reader.quantization:
         notes.append(f"Dequantized from {reader.quantization.method} to bfloat16")
-    if reader.unread:
-        more = _more(reader.unread, 1)
-        notes.append(f"Not read, because transformers doesn't: {reader.unread[0].name}{more}")
+    if reader.extra_files:
+        more = _more(reader.extra_files, 1)
+        notes.append(f"Not read, because transformers doesn't: {reader.extra_files[0].name}{more}")
     if ignored:
         more = _more(ignored, 1)
         notes.append(f"Not read, because the model has no place for it: {ignored[0]}{more}")
     return HFModel(reader, spec, args if run is None else run, notes)
 
 
-# ---- what config.json says, and the tensors don't
+# ---- hyper-parameters
 
 
-def _as_stored(reader: SafetensorsReader, spec: ModelSpec, args: Any) -> tuple[Any, list[str]]:
-    """The hyper-parameters in `config.json`, except where transformers goes by the tensors; and
-    notes on those.
+def _adjust_args(reader: SafetensorsReader, spec: ModelSpec, args: Any) -> tuple[Any, list[str]]:
+    """The hyper-parameters in `config.json`, corrected where transformers goes by the tensors, and
+    notes on the corrections.
     """
     notes = []
     if modules := spec.mtp_modules(args):
         key = f"config.json: num_nextn_predict_layers is {modules}"
         prefixes = tuple(f"model.layers.{i}." for i in args.mtp_layers)
-        known = [name for name in _their_names(reader) if name.startswith(prefixes)]
-        missing = [name for name in known if name not in reader.entries]
-        if len(missing) == len(known):
-            # transformers saves the key, and not the modules.
+        names = [name for name in _their_names(reader) if name.startswith(prefixes)]
+        missing_names = [name for name in names if name not in reader.entries]
+        if len(missing_names) == len(names):
+            # transformers saves the key without the modules.
             notes.append(f"{key}, but the folder has no such modules: read without them")
             args = args.model_copy(update={"n_mtp": 0})
-        elif missing:
+        elif missing_names:
             raise CheckpointError(
-                f"{reader.folder}: {key}, but of these modules {missing[0]} is missing"
-                f"{_more(missing, 1)}; set the key to 0 to read the model without them"
+                f"{reader.folder}: {key}, but of these modules {missing_names[0]} is missing"
+                f"{_more(missing_names, 1)}; set the key to 0 to read the model without them"
             )
     both = reader.entries.keys() >= {HEAD, _EMBEDDING}
     if spec.tied_modules(args) and both and not reader.equal(HEAD, _EMBEDDING):
@@ -107,19 +107,19 @@ def _as_stored(reader: SafetensorsReader, spec: ModelSpec, args: Any) -> tuple[A
     return args, notes
 
 
-def _other_model(
+def _model_mismatch(
     reader: SafetensorsReader, spec: ModelSpec, args: Any, run: Any, notes: list[str]
 ) -> list[str]:
-    """How the run's model differs from the folder's, in lines; none if it doesn't."""
-    differing = described_otherwise(run, args)
+    """Differences between the run's model and the folder's, as lines; empty if they match."""
+    differences = described_otherwise(run, args)
     if HEAD in reader.entries and not spec.tied_modules(run):
-        differing.pop("tie_embeddings", None)  # the folder has the head that the run wants
+        differences.pop("tie_embeddings", None)  # the folder has a separate head
     if spec.mtp_modules(run) > spec.mtp_modules(args):
-        differing["n_mtp"] = f"n_mtp = {spec.mtp_modules(args)}"
-    if not differing:
+        differences["n_mtp"] = f"n_mtp = {spec.mtp_modules(args)}"
+    if not differences:
         return []
-    advice = f"Set [model.overrides] {', '.join(differing.values())}."
-    if any("rope" in name for name in differing):
+    advice = f"Set [model.overrides] {', '.join(differences.values())}."
+    if any("rope" in name for name in differences):
         advice += (
             " To train on with another RoPE on purpose, give it in [[training.stages]] with "
             "from_step = 1."
@@ -135,50 +135,50 @@ def check_tensors(
 ) -> tuple[list[str], list[str]]:
     """
     Returns:
-        The folder's tensors that the family ignores, and why the others aren't the model of `args`.
+        The folder's tensors that the family ignores, and problems with the others.
     """
-    known = dict.fromkeys(_their_names(reader))
+    names = dict.fromkeys(_their_names(reader))
     copies = {copy: name for copy, name in _copies(reader.names) if copy in reader.entries}
-    wrong = [f"{name} is missing" for name in known if name not in reader.entries]
-    tied = spec.tied_modules(args)  # then a head is the embedding: see _as_stored
+    problems = [f"{name} is missing" for name in names if name not in reader.entries]
+    tied = spec.tied_modules(args)  # then a head is the embedding: see _adjust_args
     ignored = []
-    for name in sorted(reader.entries.keys() - known - copies.keys()):
+    for name in sorted(reader.entries.keys() - names - copies.keys()):
         if hf_map(spec).ignores(name, args) and _is_extra(name, reader):
             ignored.append(name)
         elif not (fnmatchcase(name, _BUFFERS) or (tied and name == HEAD)):
-            wrong.append(f"{name} is unknown")
-    if not wrong:  # else the model could be of any size
-        wrong = reader.problems(_shapes(spec, args, reader.names))
-    if not wrong:
+            problems.append(f"{name} is unknown")
+    if not problems:  # else the model could be of any size
+        problems = reader.problems(_shapes(spec, args, reader.names))
+    if not problems:
         pairs = copies.items()
-        wrong = [f"{copy} is not {name}" for copy, name in pairs if not reader.equal(copy, name)]
-    if wrong:
-        some = f"{'; '.join(wrong[:3])}{_more(wrong, 3)}"
-        wrong = [f"{reader.folder} is not the model of its config.json: {some}"]
-    return ignored, wrong
+        problems = [f"{copy} is not {name}" for copy, name in pairs if not reader.equal(copy, name)]
+    if problems:
+        some = f"{'; '.join(problems[:3])}{_more(problems, 3)}"
+        problems = [f"{reader.folder} is not the model of its config.json: {some}"]
+    return ignored, problems
 
 
 def _is_extra(name: str, reader: SafetensorsReader) -> bool:
-    """Whether a tensor of an ignored pattern is no layer of the model: one behind the last layer
-    predicts further tokens, or `config.json` has too few layers.
+    """Whether a tensor of an ignored pattern is outside the model's layers. A layer behind the last
+    one predicts further tokens; otherwise `config.json` has too few layers.
     """
     layer = re.match(r"model\.layers\.\d+\.", name)
     return layer is None or f"{layer[0]}eh_proj.weight" in reader.entries
 
 
 def _their_names(reader: SafetensorsReader) -> list[str]:
-    return [part.name for parts in reader.parts.values() for part in parts]
+    return [hf_slice.name for slices in reader.slices.values() for hf_slice in slices]
 
 
 def _copies(names: HFNames) -> Iterable[tuple[str, str]]:
-    """Pairs: a name that only repeats a tensor, and the tensor's."""
+    """Pairs of a name that only repeats a tensor, and the tensor's name."""
     for theirs in names.values():
-        for part in hf_slices(theirs):
-            yield from ((copy, part.name) for copy in part.copies)
+        for hf_slice in hf_slices(theirs):
+            yield from ((copy, hf_slice.name) for copy in hf_slice.copies)
 
 
 def _shapes(spec: ModelSpec, args: Any, names: HFNames) -> dict[str, torch.Size]:
-    """The shapes of everything that a folder has to give to a model."""
+    """The shapes of all tensors that a model needs from a folder."""
     model = meta_model(spec, args)
     buffers = {name for name, _ in model.named_buffers()} - names.keys()
     state = model_state([model])

@@ -1,4 +1,4 @@
-"""The mapping between the boxes of our tensors and of Hugging Face's, as `HFSlice`s declare it."""
+"""The mapping between boxes of our tensors and boxes of Hugging Face's, declared by `HFSlice`s."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from torchtitan.checkpoint.hf.stored import Box, shape_of
+from torchtitan.checkpoint.hf.tensors import Box, shape_of
 from torchtitan.models.hf_names import HFNames, HFSlice, hf_slices, is_stack
 
 
-def whole(shape: Sequence[int]) -> Box:
-    """The box that is a whole tensor."""
+def full_box(shape: Sequence[int]) -> Box:
+    """The box of a whole tensor."""
     return tuple(slice(0, size) for size in shape)
 
 
@@ -38,65 +38,67 @@ def within(inner: Box, outer: Box) -> Box:
     return tuple(slice(a.start - b.start, a.stop - b.start) for a, b in pairs)
 
 
-def their_box(part: HFSlice, ours: Box) -> Box:
-    """The smallest box of theirs that contains a nonempty box of ours."""
-    box = list(part.to_theirs(ours, slice(0, 1)))
-    if part.take:
-        taken = box[part.dim]
-        step = part.of if part.width == 1 else None
-        box[part.dim] = slice(part.entry(taken.start), part.entry(taken.stop - 1) + 1, step)
+def their_box(hf_slice: HFSlice, ours: Box) -> Box:
+    """The smallest box of their tensor that contains a nonempty box of ours."""
+    box = list(hf_slice.to_theirs(ours, slice(0, 1)))
+    if hf_slice.take:
+        interval = box[hf_slice.dim]
+        step = hf_slice.of if hf_slice.width == 1 else None
+        box[hf_slice.dim] = slice(
+            hf_slice.entry(interval.start), hf_slice.entry(interval.stop - 1) + 1, step
+        )
     return tuple(box)
 
 
-def our_box(part: HFSlice, theirs: Box) -> Box:
-    """The box of ours that a box of theirs contains."""
+def our_box(hf_slice: HFSlice, theirs: Box) -> Box:
+    """The box of our tensor that a box of theirs contains."""
     box = list(theirs)
-    if part.take:
-        taken = box[part.dim]
-        box[part.dim] = slice(part.before(taken.start), part.before(taken.stop))
-    return part.to_ours(box)
+    if hf_slice.take:
+        interval = box[hf_slice.dim]
+        box[hf_slice.dim] = slice(hf_slice.before(interval.start), hf_slice.before(interval.stop))
+    return hf_slice.to_ours(box)
 
 
-def to_ours(part: HFSlice, value: Tensor, box: Box) -> Tensor:
-    """A box of ours, given the values of its `their_box`; a view where possible."""
-    if part.take:
-        taken = part.to_theirs(box, slice(0, 1))[part.dim]
-        entries = _entries(part, taken) - part.entry(taken.start)
-        if len(entries) < value.shape[part.dim]:
-            value = value.index_select(part.dim, entries)
-    if part.dropped is not None:
-        value = value.squeeze(part.dropped)
-    return value.transpose(-2, -1) if part.transposed else value
+def to_ours(hf_slice: HFSlice, value: Tensor, box: Box) -> Tensor:
+    """A box of our tensor, from the values of its `their_box`; a view where possible."""
+    if hf_slice.take:
+        interval = hf_slice.to_theirs(box, slice(0, 1))[hf_slice.dim]
+        entries = _entries(hf_slice, interval) - hf_slice.entry(interval.start)
+        if len(entries) < value.shape[hf_slice.dim]:
+            value = value.index_select(hf_slice.dim, entries)
+    if hf_slice.dropped is not None:
+        value = value.squeeze(hf_slice.dropped)
+    return value.transpose(-2, -1) if hf_slice.transposed else value
 
 
-def into_theirs(part: HFSlice, value: Tensor, target: Tensor, box: Box) -> None:
-    """Write `value`, the `our_box` of `box`, into `target`, the values of `box` of theirs."""
-    value = value.transpose(-2, -1) if part.transposed else value
-    if part.dropped is not None:
-        value = value.unsqueeze(part.dropped)
-    if not part.take:
+def into_theirs(hf_slice: HFSlice, value: Tensor, target: Tensor, box: Box) -> None:
+    """Write `value`, the `our_box` of `box`, into `target`, the values of `box` of their tensor."""
+    value = value.transpose(-2, -1) if hf_slice.transposed else value
+    if hf_slice.dropped is not None:
+        value = value.unsqueeze(hf_slice.dropped)
+    if not hf_slice.take:
         target.copy_(value)
         return
-    start = box[part.dim].start
-    first = part.before(start)
-    entries = _entries(part, slice(first, first + value.shape[part.dim])) - start
-    if part.width == 1:
-        target[_along(part, slice(int(entries[0]), None, part.of))].copy_(value)
+    start = box[hf_slice.dim].start
+    first = hf_slice.before(start)
+    entries = _entries(hf_slice, slice(first, first + value.shape[hf_slice.dim])) - start
+    if hf_slice.width == 1:
+        target[_along(hf_slice, slice(int(entries[0]), None, hf_slice.of))].copy_(value)
     else:
-        target.index_copy_(part.dim, entries, value.to(target.dtype))
+        target.index_copy_(hf_slice.dim, entries, value.to(target.dtype))
 
 
-def _along(part: HFSlice, taken: slice) -> Box:
-    return (*(slice(None) for _ in range(part.dim)), taken)
+def _along(hf_slice: HFSlice, interval: slice) -> Box:
+    return (*(slice(None) for _ in range(hf_slice.dim)), interval)
 
 
-def _entries(part: HFSlice, taken: slice) -> Tensor:
-    """`part.entry` of each index in `taken`, as a tensor."""
-    index = torch.arange(taken.start, taken.stop)
-    return index // part.width * part.of + part.entry(0) + index % part.width
+def _entries(hf_slice: HFSlice, interval: slice) -> Tensor:
+    """`hf_slice.entry` of each index in `interval`, as a tensor."""
+    index = torch.arange(interval.start, interval.stop)
+    return index // hf_slice.width * hf_slice.of + hf_slice.entry(0) + index % hf_slice.width
 
 
-# ---- which tensors are made from which
+# ---- contributions to Hugging Face's tensors
 
 
 @dataclass(frozen=True)
@@ -104,18 +106,20 @@ class Contribution:
     """The contribution of one of our tensors to one of Hugging Face's."""
 
     ours: str
-    part: HFSlice
+    hf_slice: HFSlice
     index: int | None
-    """Index in our stack; None if ours isn't a stack."""
+    """Index in our stack; None if our tensor isn't a stack."""
 
     def box(self, theirs: Box) -> Box:
-        """The box of ours that contributes to a box of theirs."""
-        our_slice = our_box(self.part, theirs)
+        """The box of our tensor that contributes to a box of theirs."""
+        our_slice = our_box(self.hf_slice, theirs)
         return our_slice if self.index is None else (slice(self.index, self.index + 1), *our_slice)
 
     def write(self, value: Tensor, target: Tensor, theirs: Box) -> None:
         """Write `value`, our values of `box(theirs)`, into `target`, the values of `theirs`."""
-        into_theirs(self.part, value if self.index is None else value.squeeze(0), target, theirs)
+        into_theirs(
+            self.hf_slice, value if self.index is None else value.squeeze(0), target, theirs
+        )
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ class HFTensor:
 def arrange(
     names: HFNames, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, HFTensor]:
-    """Hugging Face's tensors by name, in the order in which ours are.
+    """Hugging Face's tensors by name, in the order of ours.
 
     Args:
         shapes: the shapes of our tensors, by our names.
@@ -143,26 +147,26 @@ def arrange(
     tensors: dict[str, HFTensor] = {}
     for ours, theirs in names.items():
         stacked = is_stack(theirs)
-        for i, part in enumerate(hf_slices(theirs)):
-            part_shape = shapes[ours][1:] if stacked else shapes[ours]
-            shape = part.their_shape(part_shape)
-            dtype = torch.float32 if part.buffer else dtypes[ours]
-            source = Contribution(ours, part, i if stacked else None)
-            for name in (part.name, *part.copies):
+        for i, hf_slice in enumerate(hf_slices(theirs)):
+            slice_shape = shapes[ours][1:] if stacked else shapes[ours]
+            shape = hf_slice.their_shape(slice_shape)
+            dtype = torch.float32 if hf_slice.buffer else dtypes[ours]
+            source = Contribution(ours, hf_slice, i if stacked else None)
+            for name in (hf_slice.name, *hf_slice.copies):
                 tensor = tensors.setdefault(name, HFTensor(shape, dtype))
                 assert (tensor.shape, tensor.dtype) == (shape, dtype), f"{name} has two shapes"
                 tensor.sources.append(source)
     for name, tensor in tensors.items():
-        _check_covered(name, tensor)
+        _check_coverage(name, tensor)
     return tensors
 
 
-def _check_covered(name: str, tensor: HFTensor) -> None:
+def _check_coverage(name: str, tensor: HFTensor) -> None:
     """Check that each element has exactly one source."""
-    first = tensor.sources[0].part
-    taken: list[int] = []
+    first = tensor.sources[0].hf_slice
+    entries: list[int] = []
     for source in tensor.sources:
-        part = source.part
-        assert (part.dim, part.of) == (first.dim, first.of), f"{name} is cut in two ways"
-        taken += range(*(part.take or (0, part.of)))
-    assert sorted(taken) == list(range(first.of)), f"{name}: its parts don't cover it once"
+        hf_slice = source.hf_slice
+        assert (hf_slice.dim, hf_slice.of) == (first.dim, first.of), f"{name} is cut in two ways"
+        entries += range(*(hf_slice.take or (0, hf_slice.of)))
+    assert sorted(entries) == list(range(first.of)), f"{name}: its parts don't cover it once"

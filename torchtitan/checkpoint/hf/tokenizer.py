@@ -27,12 +27,12 @@ _BUILT_IN = (HuggingFaceTokenizer, TiktokenTokenizer)
 
 
 def is_built_in(tokenizer: Tokenizer) -> bool:
-    """Whether `write_tokenizer` writes the files itself; registered tokenizers bring theirs."""
+    """Whether `write_tokenizer` creates the files; files of registered tokenizers are copied."""
     return type(tokenizer) in _BUILT_IN
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Write the files of a tokenizer: a text gets the same ids as in training, begin-of-text first.
+    """Write a tokenizer's files so that texts get the same ids as in training, begin-of-text first.
 
     Args:
         max_length: the model's maximum number of tokens.
@@ -76,9 +76,9 @@ def _name_the_end(tokenizer: Tokenizer, folder: Path) -> None:
     """Name the token of `model.end_of_document` in the files of an export."""
     for file in (folder / CONFIG, folder / MAP):
         content = read_json_object(file) if file.is_file() else {}
-        named = content.get("eos_token")
-        if "eos_token" in content and (tokenizer.stop_ids or named is None):
-            name = _name(tokenizer, tokenizer.eos_id) or named
+        token = content.get("eos_token")
+        if "eos_token" in content and (tokenizer.stop_ids or token is None):
+            name = _name(tokenizer, tokenizer.eos_id) or token
             write_json(file, content | {"eos_token": name})
 
 
@@ -97,17 +97,17 @@ def _copy(path: Path, folder: Path) -> None:
 
 
 def _tiktoken_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
-    """`tokenizer.json` for a tiktoken file: each way to split a token in two is a merge."""
+    """`tokenizer.json` for a tiktoken file: every split of a token into two tokens is a merge."""
     characters = _byte_characters()
     ranks = tokenizer.ranks
-    spelled = {token: "".join(characters[byte] for byte in token) for token in ranks}
+    spelling = {token: "".join(characters[byte] for byte in token) for token in ranks}
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
         cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
-        known = [(left, right) for left, right in cuts if left in ranks and right in ranks]
+        pairs = [(head, tail) for head, tail in cuts if head in ranks and tail in ranks]
         merges += [
-            [spelled[left], spelled[right]]
-            for left, right in sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+            [spelling[head], spelling[tail]]
+            for head, tail in sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
         ]
     special = tokenizer.special
     form = tokenizer.rules.normal_form
@@ -151,14 +151,14 @@ def _tiktoken_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": True,
-            "vocab": {spelled[token]: rank for token, rank in ranks.items()},
+            "vocab": {spelling[token]: rank for token, rank in ranks.items()},
             "merges": merges,
         },
     }
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies, as in GPT-2."""
+    """The printable character for each byte in byte-level vocabularies, as in GPT-2."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     spare = iter(range(256, 512))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
@@ -178,8 +178,8 @@ def differing_text(tokenizer: Tokenizer, encode: Callable[[str], list[int]]) -> 
 
 
 def file_problem(tokenizer: Tokenizer, folder: Path) -> str | None:
-    """How the ids of `tokenizer.json`, read by the library `tokenizers`, differ from training's, or
-    None.
+    """A description of the first text that the library `tokenizers`, with the folder's
+    `tokenizer.json`, gives other ids than training, or None.
     """
     from tokenizers import Tokenizer as Backend
 

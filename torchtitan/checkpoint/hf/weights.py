@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torchtitan.checkpoint.format.manifest import CheckpointInfo
 from torchtitan.checkpoint.hf.opening import HFModel, meta_model, open_hf
-from torchtitan.checkpoint.hf.stored import Box, shape_of
+from torchtitan.checkpoint.hf.tensors import Box, shape_of
 from torchtitan.checkpoint.save import write_streamed
 from torchtitan.checkpoint.state import model_state
 from torchtitan.models import ModelSpec
@@ -25,7 +25,7 @@ def load_hf(models: Sequence[nn.Module], folder: Path, spec: ModelSpec, args: An
         args: hyper-parameters of the whole model.
 
     Returns:
-        What isn't read as `config.json` says, or not at all, for people.
+        Messages about differences from `config.json`, and about tensors that aren't read.
 
     Raises:
         UserError: the folder is damaged or holds another model, or a weight is missing, unknown, of
@@ -33,21 +33,19 @@ def load_hf(models: Sequence[nn.Module], folder: Path, spec: ModelSpec, args: An
     """
     source = open_hf(folder, spec, args)
     names = source.reader.names
-    unstored_buffers = {
-        name for model in models for name, _ in model.named_buffers()
-    } - names.keys()
+    extra_buffers = {name for model in models for name, _ in model.named_buffers()} - names.keys()
     state = model_state(models)
-    source.reader.load({n: value for n, value in state.items() if n not in unstored_buffers})
+    source.reader.load({n: value for n, value in state.items() if n not in extra_buffers})
     return source.notes
 
 
 def import_hf(source: HFModel, target: Path, info: CheckpointInfo) -> int:
-    """Write the weights in a folder of safetensors as a checkpoint of the same dtypes; quantized
-    ones as bfloat16.
+    """Write the weights in a folder of safetensors as a checkpoint of the same dtypes. Quantized
+    weights become bfloat16.
 
     Args:
         target: the checkpoint, `.../step-0`.
-        info: the part of the manifest that isn't about files.
+        info: the contents of the manifest, without its files.
 
     Returns:
         The number of parameters.
@@ -56,17 +54,17 @@ def import_hf(source: HFModel, target: Path, info: CheckpointInfo) -> int:
         CheckpointError: a weight can't be read, or is not finite.
     """
     reader = source.reader
-    stored = reader.read_metadata().state_dict_metadata
+    tensors = reader.read_metadata().state_dict_metadata
     state = model_state([meta_model(source.spec, source.args)])
-    for name, tensor in stored.items():
+    for name, tensor in tensors.items():
         state[name] = torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
 
     def read(key: str, box: Box) -> Tensor:
         name = key.removeprefix("model.")
-        if name in stored:
+        if name in tensors:
             return reader.read(name, box)
         # Hugging Face lacks only buffers, which start at zero.
         return torch.zeros(shape_of(box), dtype=state[name].dtype)
 
     write_streamed(target, info, {"model": state}, read)
-    return sum(stored[name].size.numel() for name in parameters_of(reader.names))
+    return sum(tensors[name].size.numel() for name in parameters_of(reader.names))

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 import torchtitan.train
-from torchtitan.checkpoint.format.index import StoredChunk, WrittenTensor, add_written
+from torchtitan.checkpoint.format.index import StoredChunk, WrittenTensor, add_chunks
 from torchtitan.checkpoint.format.layout import Cut, Layout
 from torchtitan.config.derive import axis_degrees
 from torchtitan.config.sections.schema import Config
@@ -221,7 +221,7 @@ def _metadata_bytes() -> float:
             parts=[piece],
         )
         total += len(written.model_dump_json()) + len(name)
-        for result in add_written(metadata, name, written):
+        for result in add_chunks(metadata, name, written):
             metadata.storage_data = metadata.storage_data or {}
             metadata.storage_data[result.index] = result.storage_data
     return (len(pickle.dumps(metadata)) + total) / count

@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 
+from torchtitan.checkpoint.backend import Storage
 from torchtitan.checkpoint.format.index import Index, IndexedTensor, dtype_name, render_index
 from torchtitan.checkpoint.format.manifest import (
     FORMAT,
     CheckpointInfo,
     FileEntry,
     Manifest,
-    Written,
-    checked,
+    RankTotals,
     render,
+    validate,
 )
 from torchtitan.checkpoint.load import Reader
 from torchtitan.checkpoint.writer import LocalPlan, local_plan, measure
@@ -158,7 +159,7 @@ def blank_data(config: Config, key: str, _: Any, share: tuple[int, int] = (0, 1)
 # ---- checkpoints
 
 
-class NoFiles:
+class NoFiles(Storage):
     """Stands for the storage of checkpoints: the last save is kept as its manifest and this rank's
     index, and reading it leaves tensors as they are.
     """
@@ -220,9 +221,9 @@ class _NothingWritten:
             **measure({key: (value.shape, value.dtype) for key, value in tensors.items()}),
             "files": {".metadata": FileEntry(bytes=0, crc32=0)},
             "save": f"{0:016x}",
-            "written": Written(ranks=world, files=world, bytes=0),
+            "written": RankTotals(ranks=world, files=world, bytes=0),
         }
-        self.storage.keep(checked(Manifest, manifest), index)
+        self.storage.keep(validate(Manifest, manifest), index)
         return plan
 
     def write(self, *_: Any) -> tuple[int, int]:

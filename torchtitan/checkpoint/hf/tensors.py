@@ -1,7 +1,7 @@
-"""Tensors in safetensors files, read box by box; quantized ones are dequantized.
+"""Tensors in safetensors files, read box by box. Quantized tensors are dequantized.
 
-A box is a slice of each dimension, which may have a step. Only the box, and the stored values that
-it is computed from, are in memory.
+A box is a slice of each dimension, which may have a step. Only the box and the values it is
+computed from are in memory.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3",
 }
 """safetensors' names of the dtypes of weights."""
-NAMED = {name: dtype for dtype, name in DTYPES.items()}
+DTYPES_BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 MAPPED_BYTES = 32 * 2**20
 _SCALES = ("F32", "BF16", "F8_E8M0")
 """Dtypes of the scales of fp8 blocks. The last is a power of two."""
@@ -42,8 +42,8 @@ _MXFP4_VALUES = 32
 
 
 class OpenSafetensors(contextlib.AbstractContextManager["OpenSafetensors"]):
-    """Open safetensors files. The pages read from a mapped file count as this process's memory
-    until the file is closed, so all are closed after every `MAPPED_BYTES`.
+    """Open safetensors files. The pages of a mapped file are charged to this process until the
+    file is closed, so all files are closed after every `MAPPED_BYTES`.
     """
 
     def __init__(self) -> None:
@@ -65,8 +65,8 @@ class OpenSafetensors(contextlib.AbstractContextManager["OpenSafetensors"]):
         self._read += size
         try:
             if entry.file not in self._files:
-                opened = safe_open(entry.file, framework="pt")
-                self._files[entry.file] = opened.__enter__()
+                file = safe_open(entry.file, framework="pt")
+                self._files[entry.file] = file.__enter__()
             value = self._files[entry.file].get_slice(entry.name)[span or ...]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"can't read {entry.name} of {entry.file}: {error}") from None
@@ -82,8 +82,8 @@ class OpenSafetensors(contextlib.AbstractContextManager["OpenSafetensors"]):
         self.close()
 
 
-class Stored(Protocol):
-    """A tensor of a folder, whether stored as it is or quantized."""
+class FolderTensor(Protocol):
+    """A tensor of a folder, plain or quantized."""
 
     @property
     def file(self) -> str: ...
@@ -98,7 +98,7 @@ class Stored(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the tensors in the files that it is computed from."""
+        """Names of the tensors in files from which this one is computed."""
         ...
 
     def read(self, files: OpenSafetensors, box: Box) -> Tensor:
@@ -112,7 +112,7 @@ class Stored(Protocol):
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor that is stored as it is."""
+    """A plain tensor in a file."""
 
     name: str
     file: str
@@ -125,7 +125,7 @@ class FileTensor:
 
     @property
     def itemsize(self) -> int:
-        return NAMED[self.dtype].itemsize if self.dtype in NAMED else 1
+        return DTYPES_BY_NAME[self.dtype].itemsize if self.dtype in DTYPES_BY_NAME else 1
 
     def read(self, files: OpenSafetensors, box: Box) -> Tensor:
         return files.read(self, box)
@@ -164,8 +164,8 @@ class BlockScaled:
         )
         scale = files.read(self.scale, blocks).float()
         for dim, (interval, size) in enumerate(zip(box, self.block, strict=True)):
-            skipped = interval.start // size * size
-            entries = torch.arange(interval.start - skipped, interval.stop - skipped) // size
+            base = interval.start // size * size
+            entries = torch.arange(interval.start - base, interval.stop - base) // size
             scale = scale.index_select(dim, entries)
         return values.mul_(scale)[strides].bfloat16()
 
@@ -201,13 +201,13 @@ class MXFP4:
         *stack, inner, rows = box
         first = inner.start // _MXFP4_VALUES
         groups = slice(first, -(-inner.stop // _MXFP4_VALUES))
-        whole = slice(0, _MXFP4_VALUES // 2)
-        packed = files.read(self.blocks, (*stack, rows, groups, whole))
+        group_bytes = slice(0, _MXFP4_VALUES // 2)
+        packed = files.read(self.blocks, (*stack, rows, groups, group_bytes))
         values = _e2m1_pairs()[packed.int()].flatten(-2)
         exponents = files.read(self.scales, (*stack, rows, groups)).int()
         values *= _powers()[exponents].unsqueeze(-1)  # exact: it changes no mantissa
-        skipped = first * _MXFP4_VALUES
-        values = values.flatten(-2)[..., inner.start - skipped : inner.stop - skipped]
+        base = first * _MXFP4_VALUES
+        values = values.flatten(-2)[..., inner.start - base : inner.stop - base]
         return values.transpose(-2, -1)
 
 
@@ -224,41 +224,41 @@ def _e2m1_pairs() -> Tensor:
 
 @lru_cache(maxsize=1)
 def _powers() -> Tensor:
-    """`[256]`, the factor that each exponent means; the last one is infinite."""
+    """`[256]`, the factor of each exponent; the last one is infinite."""
     return (2.0 ** (torch.arange(256, dtype=torch.float64) - 127)).bfloat16()
 
 
-def dequantized(
+def dequantize(
     entries: Mapping[str, FileTensor], quantization: Quantization | None
-) -> dict[str, Stored]:
-    """The tensors of a folder by name. A quantized tensor and its scales are one, under the name it
-    would have unquantized.
+) -> dict[str, FolderTensor]:
+    """The tensors of a folder by name. A quantized tensor and its scales become one tensor with the
+    name of the unquantized weight.
 
     Raises:
-        CheckpointError: a quantized tensor lacks its scales, has others than its blocks need, or
-            isn't announced by `config.json`.
+        CheckpointError: the scales of a quantized tensor are missing or don't fit its blocks, or
+            `config.json` has no such quantization.
     """
-    tensors: dict[str, Stored] = dict(entries)
+    tensors: dict[str, FolderTensor] = dict(entries)
     method = quantization.method if quantization else None
     for name, entry in entries.items():
         weight = name.removesuffix("_scale_inv")
         if weight != name and weight in entries:
-            _check_announced("fp8", method, entry)
+            _check_method("fp8", method, entry)
             assert quantization is not None
             tensors[weight] = _block_scaled(entries[weight], entry, quantization.block)
             del tensors[name]
         elif entry.dtype == "F8_E4M3" and method == "fp8" and f"{name}_scale_inv" not in entries:
             raise CheckpointError(f"{entry.file}: {name} is fp8 and has no {name}_scale_inv")
         elif entry.dtype == "U8" and name.endswith("_blocks"):
-            _check_announced("mxfp4", method, entry)
-            whole = name.removesuffix("_blocks")
-            tensors[whole] = _mxfp4(entry, entries.get(f"{whole}_scales"))
-            del tensors[name], tensors[f"{whole}_scales"]
+            _check_method("mxfp4", method, entry)
+            stem = name.removesuffix("_blocks")
+            tensors[stem] = _mxfp4(entry, entries.get(f"{stem}_scales"))
+            del tensors[name], tensors[f"{stem}_scales"]
     return tensors
 
 
-def _check_announced(method: str, stated: str | None, entry: FileTensor) -> None:
-    if stated != method:
+def _check_method(method: str, config_method: str | None, entry: FileTensor) -> None:
+    if config_method != method:
         raise CheckpointError(
             f"{entry.file}: {entry.name} is {method}, but config.json has no quantization_config "
             f'of quant_method "{method}"; take the config.json of the same download'
