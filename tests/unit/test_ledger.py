@@ -59,7 +59,7 @@ def train(ledger, clock, steps, *, data=0.25, compute=1.0):
                 clock.tick(data)
             clock.tick(compute)
             ledger.heartbeat(number)
-        ledger.step_done(number)
+        ledger.record_step(number)
 
 
 def read(folder):

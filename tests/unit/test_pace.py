@@ -20,9 +20,9 @@ def estimates(seconds, total, at):
     pace = Pace(total, lambda: clock[0])
     found = {}
     for step in range(1, total + 1):
-        pace.step_done(step)
+        pace.record_step(step)
         if step in at:
-            found[step] = (pace.seconds_left(), sum(seconds[step:total]))
+            found[step] = (pace.remaining_seconds(), sum(seconds[step:total]))
         clock[0] += seconds[step] if step < total else 0.0
     return found
 
@@ -75,7 +75,7 @@ def test_the_line_says_when_the_run_ends(monkeypatch):
     assert console.line(record | {"step": 100}).endswith(f"ETA 30 min 00 s ({shown})")
     clock[0] += 6e6
     console.advance(101)
-    later = show_date(1_795_406_706 + console.pace.seconds_left())
+    later = show_date(1_795_406_706 + console.pace.remaining_seconds())
     assert today not in later
     assert console.line(record | {"step": 101}).endswith(f" ({later})"), "the date, as not today"
     assert console.line(record | {"step": 1000}).endswith("(1%)"), "at the end nothing is left"

@@ -87,7 +87,7 @@ def test_a_tracker_that_hangs_delays_nothing_and_keeps_the_newest(monkeypatch, c
     """While its service does not answer, as many calls wait as may; the end does not wait for it
     forever.
     """
-    monkeypatch.setattr(background, "QUEUED", 5)
+    monkeypatch.setattr(background, "MAX_CALLS", 5)
     gate = threading.Event()
     seen = []
 

@@ -1,4 +1,4 @@
-"""Metrics for people: one line per record, and a progress bar on a terminal."""
+"""Metrics on the console: one line per record, and a progress bar on a terminal."""
 
 import sys
 import time
@@ -22,13 +22,13 @@ from torchtitan.utils.wording import (
 )
 
 _RECENT = 100
-"""Number of steps that show the current speed."""
-_USUAL = 3.0
-"""An interval longer than this many usual ones includes something that isn't a step."""
+"""Number of intervals from which the current speed is estimated."""
+_OUTLIER = 3.0
+"""An interval longer than this many median intervals includes something besides a step."""
 
 
 class StageCost(NamedTuple):
-    """The cost of the steps of one stage of the data."""
+    """The cost of a step in one stage of the data."""
 
     first: int
     """The first step, counted from 1."""
@@ -50,7 +50,7 @@ class ConsoleSink:
     ):
         """
         Args:
-            stages: cost of the steps of each stage of the data; empty: all cost the same.
+            stages: cost of a step in each stage of the data; empty: all cost the same.
         """
         self.total = total_steps
         self.pace = Pace(total_steps, clock, stages)
@@ -58,9 +58,9 @@ class ConsoleSink:
 
     def advance(self, step: int) -> None:
         """Record that `step` has just ended."""
-        self.pace.step_done(step)
+        self.pace.record_step(step)
         if self.bar is not None:
-            self.bar.show(step, eta=_eta(self.pace.seconds_left()))
+            self.bar.show(step, eta=_eta(self.pace.remaining_seconds()))
 
     def log(self, record: Record) -> None:
         for line in self.line(record).splitlines():
@@ -70,7 +70,7 @@ class ConsoleSink:
             self.bar.show(record["step"], figures=f"{_loss(record)}  {rate} tok/s")
 
     def line(self, record: Record) -> str:
-        """The record in words; a line for each set of a validation."""
+        """The record as text, with a line for each set of a validation."""
         step = f"step {record['step']:>{len(str(self.total))}}/{self.total}"
         fields = _evals(record) or self._training(record)
         sets = [key.removeprefix("validation_loss") for key in record if _is_loss_of_set(key)]
@@ -92,7 +92,7 @@ class ConsoleSink:
             fields.append(f"MFU {show_percent(record['mfu'])}")
         fields.append(f"{show_gib(record['memory_gib'])} ({record['memory_pct']:.0f}%)")
         if record["step"] < self.total:
-            fields.append(_eta(self.pace.seconds_left()))
+            fields.append(_eta(self.pace.remaining_seconds()))
         return fields
 
     def close(self) -> None:
@@ -101,14 +101,14 @@ class ConsoleSink:
 
 
 class Pace:
-    """Estimates how long a run still takes, from the time between its steps.
+    """Estimates the remaining time of a run from the intervals between its steps.
 
-    An interval holds all that happens between two steps: validation, saves, waiting for data,
-    compilation. What it takes beyond three usual ones counts as an interruption. The steps that are
-    left are expected to take as long as recent ones do without interruptions, and to be interrupted
-    as often as all since the start. So a validation every thousand steps counts in proportion, and
-    a single pause changes the estimate by little. Where rows become longer, steps are expected to
-    take longer in proportion to their FLOPs.
+    An interval includes everything between two steps: validation, saves, waiting for data,
+    compilation. Its excess over three median intervals is an interruption. The estimate assumes
+    that the remaining steps last as long as recent ones without interruptions, and are interrupted
+    as much as all steps since the start. So a validation every thousand steps is included in
+    proportion, and a single pause changes the estimate only a little. Where rows become longer, the
+    time of a step grows in proportion to its FLOPs.
     """
 
     def __init__(
@@ -122,49 +122,50 @@ class Pace:
         self._firsts = [stage.first for stage in stages[1:]]
         costs = [stage.flops_per_token * stage.tokens for stage in stages]
         self._costs = [cost / costs[0] for cost in costs] or [1.0]
-        """Cost of a step of each stage, in units of the first's."""
-        self._recent: deque[float] = deque(maxlen=_RECENT)
-        """Seconds for each unit of cost."""
+        """Cost of a step in each stage, relative to the first stage."""
+        self._intervals: deque[float] = deque(maxlen=_RECENT)
+        """Recent intervals, in seconds for each unit of cost."""
         self._count = 0
-        self._interrupted = 0.0
-        """Seconds of interruptions before the recent intervals."""
+        self._interruptions = 0.0
+        """Seconds of interruptions before `_intervals`."""
         self._last: float | None = None
         self._step = 0
 
-    def step_done(self, step: int) -> None:
+    def record_step(self, step: int) -> None:
         """Record that `step` has just ended."""
         now = self._clock()
         self._step = step
         if self._last is not None:
             cost = self._costs[bisect_right(self._firsts, step)]
-            if len(self._recent) == _RECENT:
-                self._interrupted += max(0.0, self._recent[0] - self._longest_usual()) * cost
-            self._recent.append((now - self._last) / cost)
+            if len(self._intervals) == _RECENT:
+                excess = self._intervals[0] - self._interruption_limit()
+                self._interruptions += max(0.0, excess) * cost
+            self._intervals.append((now - self._last) / cost)
             self._count += 1
         self._last = now
 
-    def _longest_usual(self) -> float:
-        return _USUAL * median_low(self._recent)
+    def _interruption_limit(self) -> float:
+        return _OUTLIER * median_low(self._intervals)
 
-    def seconds_left(self) -> float | None:
-        """Seconds to the end of the last step; None before there is an interval to judge from.
+    def remaining_seconds(self) -> float | None:
+        """Seconds to the end of the last step; None before the first interval.
 
         The first interval begins at the end of the first step, which compiles.
         """
-        left = self.total - self._step
-        if not self._recent:
-            return None if left else 0.0
-        limit = self._longest_usual()
-        usual = sum(min(interval, limit) for interval in self._recent) / len(self._recent)
-        interrupted = self._interrupted
-        over = sum(max(0.0, interval - limit) for interval in self._recent)
-        interrupted += over * self._costs[bisect_right(self._firsts, self._step)]
-        # After few steps, a single interruption says little about how often there will be one.
-        share = interrupted / max(self._count, min(_RECENT, self.total // 10))
-        return self._cost_left() * usual + left * share
+        steps = self.total - self._step
+        if not self._intervals:
+            return None if steps else 0.0
+        limit = self._interruption_limit()
+        mean = sum(min(interval, limit) for interval in self._intervals) / len(self._intervals)
+        excess = sum(max(0.0, interval - limit) for interval in self._intervals)
+        cost = self._costs[bisect_right(self._firsts, self._step)]
+        interruptions = self._interruptions + excess * cost
+        # After few steps, a single interruption is a poor estimate of their frequency.
+        share = interruptions / max(self._count, min(_RECENT, self.total // 10))
+        return self._remaining_cost() * mean + steps * share
 
-    def _cost_left(self) -> float:
-        """Cost of the steps after the last."""
+    def _remaining_cost(self) -> float:
+        """Cost of the remaining steps."""
         ends = [*(first - 1 for first in self._firsts), self.total]
         begin = self._step
         total = 0.0
@@ -187,7 +188,7 @@ class _Bar:
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
             TextColumn("{task.fields[eta]}"),
-            # the one that rich shares shows nothing below another live line
+            # rich's shared console shows nothing below another live line
             console=Console(file=unescaped(sys.stdout)),
             transient=True,
             expand=True,
@@ -201,7 +202,7 @@ class _Bar:
     def show(self, step: int, **fields: Any) -> None:
         """
         Args:
-            fields: `figures` and `eta`, those that have changed.
+            fields: `figures` or `eta`, if they have changed.
         """
         self._progress.update(self._task, completed=step, **fields)
 
@@ -215,7 +216,7 @@ def _loss(record: Record) -> str:
 
 
 def _eta(seconds: float | None) -> str:
-    """`ETA 22 s (12:04:16)`, with the date unless that is today."""
+    """`ETA 22 s (12:04:16)`, with the date unless it is today."""
     if seconds is None:
         return "ETA unknown"
     now = time.time()
@@ -235,7 +236,7 @@ def _evals(record: Record) -> list[str]:
 
 
 def _is_loss_of_set(key: str) -> bool:
-    """Whether a key is the loss of a validation set, not the one of the averaged weights."""
+    """Whether a key is the loss of a validation set with the weights themselves, not averaged."""
     return key.startswith("validation_loss") and not key.startswith("validation_loss_")
 
 

@@ -1,7 +1,7 @@
 """Events of a run, in `<dump_folder>/events.jsonl`: starts, saves, spikes, rewinds, failures.
 
 An event is a line of the log that is marked with `torchtitan.utils.logging.event`. The file is only
-ever appended to: unlike `metrics.jsonl` it keeps what a rewind or a resume undoes.
+ever appended to: unlike in `metrics.jsonl`, events of steps that were rewound stay.
 """
 
 import json
@@ -23,7 +23,7 @@ _KIND = {"completed": "finished", "preempted": "preempted", "interrupted": "pree
 
 
 class Events(logging.Handler):
-    """Writes the marked lines of this rank's log, and passes them to a listener."""
+    """Writes the events in this rank's log, and passes them to a listener."""
 
     def __init__(
         self, folder: Path, *, writes: bool, continues: bool, listener: Listener | None = None
@@ -31,7 +31,8 @@ class Events(logging.Handler):
         """
         Args:
             writes: this is rank 0. The log of other ranks isn't recorded.
-            continues: the run has earlier starts. If not, the file of another run is set aside.
+            continues: the run has earlier starts. Otherwise an existing file is another run's, and
+                is set aside.
         """
         super().__init__()
         self.file = RunFile(folder / FILE)
@@ -52,7 +53,7 @@ class Events(logging.Handler):
             self.listener(entry)
 
     def end(self, step: int, reason: str | None, loss: float | None = None) -> None:
-        """Record how this start ended.
+        """Record the end of this start.
 
         Args:
             reason: the reason in `run.json`; None on other ranks than 0.
@@ -65,7 +66,7 @@ class Events(logging.Handler):
                 message = f"{reason.capitalize()} after step {step:,}"
                 if loss is not None:
                     message += f", loss {show_loss(loss)}"
-            # the log says it elsewhere
+            # the log has it already
             self.handle(logging.makeLogRecord({"msg": message, **event(kind, step)}))
         logger.removeHandler(self)
         self.close()

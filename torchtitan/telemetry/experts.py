@@ -1,4 +1,4 @@
-"""Metrics of a mixture's experts: how evenly they are loaded, and how many are dead."""
+"""Metrics of a mixture's experts: the balance of their loads, and the number of dead experts."""
 
 import math
 from collections.abc import Sequence
@@ -7,28 +7,28 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 DEAD_AFTER = 100
-"""An expert is dead if it got no row while an equal share of them would have been at least this
-many. By then chance doesn't explain it, whatever the batch size and `metrics.log_freq`.
+"""An expert is dead if it got no row while its equal share of the rows would have been at least
+this many. That is no coincidence, for any batch size and `metrics.log_freq`.
 """
 OVERLOAD = 3.0
-"""Too high a load, relative to the mean of the layer: the rank does the work of three."""
+"""Smallest overload, relative to the layer's mean load: the rank does the work of three."""
 OVERLOAD_STEPS = 100
-"""Number of steps to wait: uneven loads are usual at the start of training, and pass."""
-_NAMED = 8
+"""Number of steps to wait, since loads are usually uneven at the start of training."""
+_MAX_NAMES = 8
 
 
 class ExpertLoads(NamedTuple):
     """The rows of each expert over some steps."""
 
     rows: dict[int, list[int]]
-    """Layer to the rows of its experts."""
+    """Numbers of rows of the experts, by layer."""
     loss: float
     """Auxiliary losses of the last step with their coefficients, summed over the layers."""
 
     def summary(self) -> dict[str, Any]:
         """Entries of a record about all experts together."""
         peaks = {layer: max(rows) * len(rows) / sum(rows) for layer, rows in self.rows.items()}
-        worst = max(peaks, key=lambda layer: peaks[layer])
+        worst = max(peaks, key=peaks.__getitem__)
         return {
             "expert_load_max": peaks[worst],
             "expert_load_max_layer": worst,
@@ -53,7 +53,7 @@ def read_loads(table: Tensor) -> ExpertLoads | None:
 
 
 def _entropy(rows: Sequence[int]) -> float:
-    """Entropy of the distribution of rows over experts, relative to the uniform one."""
+    """Entropy of the distribution of rows over experts, relative to a uniform distribution."""
     if len(rows) == 1:
         return 1.0
     shares = [n / sum(rows) for n in rows if n]
@@ -61,26 +61,26 @@ def _entropy(rows: Sequence[int]) -> float:
 
 
 class DeadExperts:
-    """Names experts that no token is sent to."""
+    """Finds experts that no token is sent to."""
 
     def __init__(self) -> None:
         self._idle: dict[tuple[int, int], float] = {}
-        """(layer, expert) to the mean load of its layer since it last got a row."""
-        self._named: set[tuple[int, int]] = set()
+        """Mean load of the layer since the expert last got a row, by (layer, expert)."""
+        self._dead: set[tuple[int, int]] = set()
 
     def observe(self, loads: ExpertLoads) -> tuple[int, str | None]:
-        """The number of dead experts after these loads, and a warning if some are new."""
+        """The number of dead experts after these loads, and a warning about new ones."""
         for layer, rows in loads.rows.items():
             for expert, n in enumerate(rows):
                 idle = self._idle.get((layer, expert), 0.0) + sum(rows) / len(rows)
                 self._idle[layer, expert] = 0.0 if n else idle
         dead = {key for key, idle in self._idle.items() if idle >= DEAD_AFTER}
-        new = sorted(dead - self._named)
-        self._named = dead
+        new = sorted(dead - self._dead)
+        self._dead = dead
         if not new:
             return len(dead), None
-        names = ", ".join(f"layer {layer} expert {expert}" for layer, expert in new[:_NAMED])
-        more = f" and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
+        names = ", ".join(f"layer {layer} expert {expert}" for layer, expert in new[:_MAX_NAMES])
+        more = f" and {len(new) - _MAX_NAMES} more" if len(new) > _MAX_NAMES else ""
         return len(dead), (
             f"dead experts, to which no token is sent: {names}{more}. Raise moe.balance_bias_rate "
             "or moe.global_balance_loss, or lower optimizer.lr"

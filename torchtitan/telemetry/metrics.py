@@ -28,14 +28,14 @@ from torchtitan.utils.logging import logger
 from torchtitan.utils.run_files import RunFile
 
 TRAINING = ("first_step", "steps", "repeated", "data", "staging")
-"""Kinds of time that count in rates."""
+"""Kinds of time that rates include."""
 _PEAKS = Path(__file__).with_name("peak_flops.toml")
 
 
 class MetricsReporter:
     """Turns steps into records every `log_freq` steps, and sends them to all sinks.
 
-    Rates are per device, over the steps since the last record. Validation and saves don't count.
+    Rates are per device, over the steps since the last record. Validation and saves are excluded.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class MetricsReporter:
     ):
         """
         Args:
-            stages: cost of the steps of each stage of the data.
-            settings: the whole configuration, for trackers that show it.
+            stages: cost of a step in each stage of the data.
+            settings: the whole configuration, for trackers.
             custom: keys of registered sinks.
             experts: the model is a mixture of experts.
-            samples: the model writes texts.
+            samples: the run generates texts.
         """
         self.freq = config.log_freq
         self.start = start_step
@@ -97,7 +97,7 @@ class MetricsReporter:
         """Record a finished step.
 
         Args:
-            tokens: read by all ranks, predicted or not.
+            tokens: tokens that all ranks read, predicted or not.
             stage: index of the stage of the data.
         """
         self.new_tokens += tokens
@@ -125,7 +125,7 @@ class MetricsReporter:
 
         Args:
             loss, max_loss, grad_norm: None if the step predicted nothing.
-            tokens, skipped: totals of the run: tokens predicted, steps skipped.
+            tokens, skipped: predicted tokens and skipped steps of the whole run.
             mtp_losses: losses of the modules of multi-token prediction.
             experts: the result of `ExpertBalance.take`.
             qk_clip: the result of `QKClip.take`.
@@ -175,10 +175,10 @@ class MetricsReporter:
 
     def _log_experts(self, step: int, loads: ExpertLoads) -> Record:
         """Record the load of each expert since the last record, and warn of dead and overloaded
-        ones.
+        experts.
 
         Returns:
-            what the record says of it.
+            Entries for the record of the step.
         """
         dead, warning = self._dead.observe(loads)
         for text in (warning, self._overload.observe(loads, self.steps)):
@@ -212,9 +212,8 @@ class MetricsReporter:
         """Record a validation.
 
         Args:
-            sets: loss, bits_per_byte (if known) and tokens of each set, and its name; empty for the
-            only one. With the
-                average of the weights, also loss_ema and bits_per_byte_ema.
+            sets: name (empty for a single set), loss, bits_per_byte (or None) and tokens of each
+                set. With the average of the weights, also loss_ema and bits_per_byte_ema.
         """
         record: Record = {"step": step}
         for values in sets:
@@ -239,7 +238,7 @@ class MetricsReporter:
         """Record texts of the model.
 
         Args:
-            samples: prompt, text after it, and why it ended, of each.
+            samples: for each, the prompt, the text after it, and the reason why it ended.
         """
         for sample in samples:
             text = json.dumps(f"{sample['prompt']} | {sample['text']}", ensure_ascii=False)
@@ -248,7 +247,7 @@ class MetricsReporter:
         self.trackers.call("log_samples", step, samples)
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Pass an event of the run to the trackers that count them."""
+        """Pass an event of the run to the trackers."""
         self.trackers.call("event", event)
 
     def _send(self, record: Record) -> None:
@@ -257,14 +256,14 @@ class MetricsReporter:
         self.trackers.call("log", record)
 
     def _write(self, name: str, record: Record) -> None:
-        """Append to a file, if this rank writes it."""
+        """Append to a file if this rank writes it."""
         if name in self.files:
             self.files[name].log(record)
 
     def close(self, reason: str = "completed") -> None:
         """
         Args:
-            reason: how this start ended, as in `run.json`.
+            reason: the end of this start, as in `run.json`.
         """
         self._stopwatch.close()
         self.console.close()

@@ -69,7 +69,7 @@ class Profiler:
         logger.info(f"Memory snapshot: {path}")
 
     def step(self, step: int) -> None:
-        """Tell the profiler that `step` is done."""
+        """Advance the schedule after `step`."""
         self.last_step = step
         if self.profile is not None:
             self.profile.step()
@@ -78,7 +78,7 @@ class Profiler:
 
     @contextmanager
     def capture_oom(self) -> Iterator[None]:
-        """Write a memory snapshot if CUDA memory runs out inside."""
+        """Within, write a memory snapshot if CUDA memory runs out."""
         try:
             yield
         except torch.OutOfMemoryError:

@@ -1,7 +1,7 @@
-"""The record of a run, `<dump_folder>/run.json`: its starts, how they ended, where time went.
+"""The record of a run, `<dump_folder>/run.json`: its starts, their ends, and the time spent.
 
-Every second counts as one kind; nested time is charged to the innermost phase. Goodput is the share
-of `steps`: training that is kept.
+Every second is charged to one kind; nested time to the innermost phase. Goodput is the share of
+`steps`: training whose result is kept.
 """
 
 import json
@@ -33,15 +33,15 @@ KINDS = {
     "validation": "validation",
     "other": "other",
 }
-"""The kinds of time: name in the file, and in words."""
+"""The kinds of time: name in the file to name in the log."""
 
-_MOST_BYTES = 1 << 26
-"""Size of the largest file that is read."""
+_MAX_BYTES = 1 << 26
+"""Maximum size of a file to read."""
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _Start = dict[str, Any]
 """The file's record of one start."""
 HEARTBEAT_SECONDS = 1.0
-"""Minimum time between two writes of the file, however short the steps are."""
+"""Minimum time between two writes of the file, for short steps."""
 
 
 def git_revision() -> str | None:
@@ -71,7 +71,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def _flat(section: str, value: Any) -> dict[str, Any]:
-    """Dotted keys; the configuration (TOML) and the versions without a prefix."""
+    """Values by dotted key; the configuration (TOML) and the versions have no prefix."""
     if section == "config" and isinstance(value, str):
         value = tomli.loads(value)
     if not isinstance(value, dict):
@@ -86,7 +86,7 @@ def _word(value: Any) -> str:
 
 
 class RunRecord:
-    """Records one start in the file of the whole run. Rank 0 writes it, or a rank that fails."""
+    """Records one start in the run's file, which rank 0 writes, or a rank that fails."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class RunRecord:
     ):
         """
         Args:
-            facts: what the file says about this start: ranks, layout, hardware, versions, ...
+            facts: entries of this start: ranks, layout, hardware, versions, ...
             step: the step resumed from; 0 from scratch.
             resumable: the run saves checkpoints, so a start from scratch may be a second attempt.
             writes: this is rank 0.
-            began: when the process started, in seconds since the epoch.
+            began: start of the process, in seconds since the epoch.
         """
         self.file = RunFile(folder / "run.json")
         self.clock = clock
@@ -113,8 +113,8 @@ class RunRecord:
         self.id = secrets.token_hex(5)
         """The run's id, kept across restarts (rank 0 only)."""
         self.trackers: dict[str, Any] = {}
-        """The state that each tracker, by name, needs to continue the run at the next start."""
-        self.starts: list[_Start] = self._earlier(step, resumable) if writes else []
+        """Each tracker's state for the next start, by the tracker's name."""
+        self.starts: list[_Start] = self._earlier_starts(step, resumable) if writes else []
         self.furthest = max((start["step"] for start in self.starts), default=0)
         self.seconds = dict.fromkeys(KINDS, 0.0)
         self._starting = "start"
@@ -139,9 +139,9 @@ class RunRecord:
         if writes:
             self._write(self.starts)
 
-    def _earlier(self, step: int, resumable: bool) -> list[_Start]:
+    def _earlier_starts(self, step: int, resumable: bool) -> list[_Start]:
         """The run's earlier starts. The file of another run is set aside, like its metrics."""
-        content = self.file.read(_MOST_BYTES)
+        content = self.file.read(_MAX_BYTES)
         if content is None:
             return []
         try:
@@ -150,7 +150,7 @@ class RunRecord:
             end = starts[-1]["end"] or "killed"
             starts[-1]["end"] = end
             if step or (resumable and end not in ("completed", "interrupted")):
-                self._take(run)
+                self._adopt_identity(run)
                 return starts
         except _UNREADABLE as error:
             self.file.refuse(str(error))
@@ -158,15 +158,15 @@ class RunRecord:
         self.file.set_aside()
         return []
 
-    # ---- where time goes
+    # ---- time
 
     def kind_of(self, step: int) -> Kind:
-        """The kind of time that a step counts as."""
+        """The kind of time that `step` is charged to."""
         if self._first:
             return "first_step"
         return "repeated" if step <= self.furthest else "steps"
 
-    def step_done(self, step: int) -> None:
+    def record_step(self, step: int) -> None:
         """Record that a step has run, even if its update was skipped or rewound."""
         self._first = False
         self.furthest = max(self.furthest, step)
@@ -184,10 +184,10 @@ class RunRecord:
         self._current[key] = value
 
     def end(self, step: int, last_step: int, error: BaseException | None = None) -> str | None:
-        """Record how this start ended; after a failure, in the words of the rank that caused it.
+        """Record the end of this start; a failure with the message of the rank that caused it.
 
         Returns:
-            what rank 0 recorded; None on the others.
+            The recorded reason on rank 0; None on other ranks.
         """
         failure = None if error is None else failure_of(error)
         if failure is None:
@@ -196,7 +196,7 @@ class RunRecord:
             reason = failure.end
         starts: list[_Start] = []
         with suppress(OSError, *_UNREADABLE):
-            run = json.loads(read_regular(self.file.path, _MOST_BYTES, links=True))
+            run = json.loads(read_regular(self.file.path, _MAX_BYTES, links=True))
             starts = run["starts"]
         if self.writes:
             if failure is not None and failure.elsewhere and starts:
@@ -205,21 +205,21 @@ class RunRecord:
             self._write(self.starts)
         elif starts and isinstance(error, Exception) and failure and not failure.elsewhere:
             starts[-1]["end"] = reason
-            self._take(run)
+            self._adopt_identity(run)
             self._write(starts)
         self._stopwatch.close()
         return reason if self.writes else None
 
     def goodput(self) -> str:
         """The whole run's time in one line."""
-        good, seconds = _account(self.starts)
+        percent, seconds = _account(self.starts)
         least = 0.001 * sum(seconds.values())
         shares = [f"{KINDS[kind]} {show_duration(s)}" for kind, s in seconds.items() if s >= least]
         starts = plural(len(self.starts), "start")
-        return f"Goodput {show_percent(good)}: {', '.join(shares)}; {starts}"
+        return f"Goodput {show_percent(percent)}: {', '.join(shares)}; {starts}"
 
     def save_trackers(self) -> None:
-        """Write what trackers recorded at the end of this start."""
+        """Write the trackers' states at the end of this start."""
         if self.writes and self.trackers:
             self._write(list(self.starts))  # a copy: the clock has stopped
 
@@ -227,8 +227,8 @@ class RunRecord:
         """Goodput in percent, and the seconds of each kind, over all starts."""
         return _account(self.starts)
 
-    def _take(self, run: Mapping[str, Any]) -> None:
-        """Keep the file's id and trackers, which files of earlier releases lack."""
+    def _adopt_identity(self, run: Mapping[str, Any]) -> None:
+        """Adopt the file's id and trackers, which files of earlier releases lack."""
         self.id = run.get("id", self.id)
         self.trackers = run.get("trackers", {})
 
@@ -238,11 +238,11 @@ class RunRecord:
             for kind, spent in self._stopwatch.lap().items():
                 self.seconds[names.get(kind, kind)] += spent
             self._current["last_seen"] = self.clock()
-        good, seconds = _account(starts)
+        percent, seconds = _account(starts)
         record = {
             "format": 1,
             "id": self.id,
-            "goodput": {"percent": good, "seconds": seconds},
+            "goodput": {"percent": percent, "seconds": seconds},
             "trackers": self.trackers,
             "starts": starts,
         }

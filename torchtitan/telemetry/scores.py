@@ -1,7 +1,7 @@
 """Scores of a run's checkpoints, which `torchtitan eval` adds to `<dump_folder>/evals.jsonl`.
 
-One object each: `step`, `time`, `scores` by task and metric, and the `settings` that they depend
-on. Several commands may write at the same time.
+One JSON object per evaluation: `step`, `time`, `scores` by task and metric, and the `settings` they
+depend on. Several commands may write at the same time.
 """
 
 import json
@@ -16,7 +16,7 @@ FILE = "evals.jsonl"
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """The folder of the run that wrote a checkpoint below it; None if it lies elsewhere."""
+    """The run's folder above a checkpoint; None if the checkpoint is elsewhere."""
     above = list(checkpoint.resolve().parents)[:2]
     return next((folder for folder in above if (folder / "run.json").is_file()), None)
 
@@ -27,7 +27,7 @@ def record_scores(
     """Append the scores of a checkpoint to a run's file.
 
     Args:
-        settings: what was asked for, without defaults.
+        settings: options of the evaluation, without defaults.
 
     Raises:
         OSError: the file can't be written.

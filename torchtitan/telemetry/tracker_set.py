@@ -15,7 +15,7 @@ from torchtitan.config.sections.schema import Job
 from torchtitan.parallel.agree import from_rank_0
 from torchtitan.telemetry.run_record import RunRecord
 from torchtitan.telemetry.trackers.background import CLOSE_SECONDS, Background
-from torchtitan.telemetry.trackers.base import Tracked
+from torchtitan.telemetry.trackers.base import TrackedRun
 from torchtitan.telemetry.trackers.mlflow import MlflowSink
 from torchtitan.telemetry.trackers.prometheus import PrometheusSink
 from torchtitan.telemetry.trackers.tensorboard import TensorBoardSink
@@ -23,7 +23,7 @@ from torchtitan.telemetry.trackers.trackio import TrackioSink
 from torchtitan.telemetry.trackers.wandb import WandbSink
 
 ON_ALL_RANKS = ("tensorboard", "wandb")
-"""Built-in trackers that `metrics.save_for_all_ranks` gives to every rank."""
+"""Built-in trackers that run on every rank with `metrics.save_for_all_ranks`."""
 
 
 class Trackers:
@@ -41,28 +41,28 @@ class Trackers:
     ):
         """
         Args:
-            settings: the whole configuration, for trackers that show it.
+            settings: the whole configuration, for trackers.
         """
         rank = dist.get_rank()
-        each = config.save_for_all_ranks
-        run_id = from_rank_0(record.id) if each else record.id
+        on_all_ranks = config.save_for_all_ranks
+        run_id = from_rank_0(record.id) if on_all_ranks else record.id
         self.all: list[Background] = []
         for name in config.trackers:
-            everywhere = each and (name not in TRACKER_PACKAGES or name in ON_ALL_RANKS)
+            everywhere = on_all_ranks and (name not in TRACKER_PACKAGES or name in ON_ALL_RANKS)
             if rank != 0 and not everywhere:
                 continue
-            run = Tracked(
+            run = TrackedRun(
                 folder=Path(job.dump_folder),
                 id=run_id,
                 description=job.description,
                 config=settings,
                 start_step=start_step,
-                known=record.trackers.get(name, {}),
-                remember=partial(_remember, record, name),
+                state=record.trackers.get(name, {}),
+                save_state=partial(_save_state, record, name),
                 account=lambda: {"goodput": record.shares()[0], "restarts": len(record.starts) - 1},
             )
             if everywhere:
-                run = replace(run, known={}, remember=lambda _: None, rank=rank)
+                run = replace(run, state={}, save_state=lambda _: None, rank=rank)
             self.all.append(Background(name, _maker(name, config, run, custom)))
 
     def call(self, method: str, *arguments: Any) -> None:
@@ -74,7 +74,7 @@ class Trackers:
         """Let all trackers finish at the same time.
 
         Args:
-            reason: how this start ended, as in `run.json`.
+            reason: the end of this start, as in `run.json`.
         """
         deadline = time.monotonic() + CLOSE_SECONDS
         for tracker in self.all:
@@ -83,13 +83,15 @@ class Trackers:
             tracker.join(deadline)
 
 
-def _remember(record: RunRecord, name: str, state: Mapping[str, Any]) -> None:
+def _save_state(record: RunRecord, name: str, state: Mapping[str, Any]) -> None:
     # replaced, because the main thread may be writing it
     record.trackers = {**record.trackers, name: dict(state)}
 
 
-def _maker(name: str, config: Metrics, run: Tracked, custom: Custom) -> Callable[[], Any]:
-    """A function that creates a tracker. Creates a user's own here: a mistake stops the start."""
+def _maker(name: str, config: Metrics, run: TrackedRun, custom: Custom) -> Callable[[], Any]:
+    """A function that creates a tracker. A registered sink is created here already, so that its
+    mistakes stop the start.
+    """
     make = metric_sinks.maker(name, custom)
     if make:
         sink = make(run.folder, run.start_step)
@@ -97,12 +99,12 @@ def _maker(name: str, config: Metrics, run: Tracked, custom: Custom) -> Callable
     return partial(_BUILT_IN[name], run, config)
 
 
-def _tensorboard(run: Tracked, config: Metrics) -> TensorBoardSink:
+def _tensorboard(run: TrackedRun, config: Metrics) -> TensorBoardSink:
     subfolder = "" if run.rank is None else f"rank_{run.rank}"
     return TensorBoardSink(run.folder / config.save_tb_folder / subfolder, run.start_step)
 
 
-_BUILT_IN: dict[str, Callable[[Tracked, Metrics], Any]] = {
+_BUILT_IN: dict[str, Callable[[TrackedRun, Metrics], Any]] = {
     "tensorboard": _tensorboard,
     "wandb": lambda run, _: WandbSink(run),
     "mlflow": lambda run, _: MlflowSink(run),

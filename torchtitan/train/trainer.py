@@ -220,7 +220,7 @@ class Trainer:
                     begin("other", "between two steps", step)
                     with phase(run_record.kind_of(step), "starting a step", step):
                         self._train_step(batches)
-                    run_record.step_done(step)
+                    run_record.record_step(step)
                 with phase("saves", SAVING):
                     self.checkpointer.close()
                 with phase("other", "counting documents that were skipped"):

@@ -9,10 +9,10 @@ from typing import Any
 from torchtitan.utils.logging import logger
 from torchtitan.utils.wording import cut
 
-QUEUED = 10_000
-"""Maximum number of calls that wait for a tracker; then the oldest are dropped."""
+MAX_CALLS = 10_000
+"""Maximum number of calls that wait for a tracker. When it is exceeded, the oldest are dropped."""
 RETRY_SECONDS = 300.0
-"""Pause before a tracker that could not be started is tried again."""
+"""Pause before the next attempt to start a tracker."""
 CLOSE_SECONDS = 30.0
 """Time limit of uploads at the end of the run."""
 
@@ -20,8 +20,8 @@ CLOSE_SECONDS = 30.0
 class Background:
     """Calls the methods of a sink in a thread, in order. Only its first failure is a warning.
 
-    A tracker that can't be started, because its service is down, is tried again; what was recorded
-    meanwhile follows.
+    If a tracker can't be started, because its service is down, the thread tries again later. Calls
+    wait meanwhile.
     """
 
     def __init__(self, name: str, make: Callable[[], Any]):
@@ -32,32 +32,32 @@ class Background:
         """
         self.name = name
         self.make = make
-        self._calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(QUEUED)
+        self._calls: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue(MAX_CALLS)
         self._closing = threading.Event()
         self._warned = False
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Call a method of the sink, if it has it."""
+        """Call a method of the sink, if it has this method."""
         while True:
             try:
                 return self._calls.put_nowait((method, arguments))
             except queue.Full:
-                self._warn(f"{QUEUED:,} calls wait for it; the oldest are dropped")
+                self._warn(f"{MAX_CALLS:,} calls wait for it; the oldest are dropped")
                 try:
                     self._calls.get_nowait()
                 except queue.Empty:
                     continue
 
     def close(self, reason: str) -> None:
-        """End the sink once it has taken what was recorded. `join` waits for it."""
+        """Close the sink after the calls made so far. `join` waits for it."""
         self.call("ended", reason)
         self.call("close")
         self._closing.set()
 
     def join(self, deadline: float) -> None:
-        """Wait until it is closed, or until `deadline` on the monotonic clock."""
+        """Wait until the sink is closed, or until `deadline` on the monotonic clock."""
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             self._warn("it did not take the last records in time", always=True)

@@ -1,4 +1,4 @@
-"""The interface of sinks, and the run that they show. Imports no tracker."""
+"""The interface of sinks, and the run that they record. Imports no tracker."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,46 +11,46 @@ Record = dict[str, Any]
 class Sink(Protocol):
     """A destination of records.
 
-    One that a user's module registers is created by `make(dump_folder, start_step[, keys])`, on
-    rank 0, or on all with `metrics.save_for_all_ranks`; `start_step` is 0 or the step of the
-    checkpoint. Its methods are called in a thread of its own, one at a time. These are optional:
+    A sink that a user's module registers is created by `make(dump_folder, start_step[, keys])`, on
+    rank 0, or on all ranks with `metrics.save_for_all_ranks`; `start_step` is 0 or the step of the
+    checkpoint. Its methods are called in a separate thread, one at a time. These are optional:
 
     - `rewind(step)`: the steps after `step` will be trained again.
     - `log_samples(step, samples)`: texts of the model, each with `prompt` and `text`.
     - `log_histograms(step, values)`: the values of each name.
     - `event(event)`: an event of the run, as in `events.jsonl`.
-    - `ended(reason)`: how this start ended, as in `run.json`; called before `close`.
+    - `ended(reason)`: the end of this start, as in `run.json`; called before `close`.
     """
 
     def log(self, record: Record) -> None:
-        """Take a record: names to numbers, with `step` and `time`. A validation has other names."""
+        """Write a record: numbers by name, with `step` and `time`. A validation has other names."""
 
     def close(self) -> None:
-        """Finish: the run ends."""
+        """Finish at the end of the run."""
 
 
 @dataclass(frozen=True)
-class Tracked:
-    """The run that a tracker shows."""
+class TrackedRun:
+    """The run that a tracker records."""
 
     folder: Path
     id: str
-    """The run's id, the same over all starts."""
+    """The run's id, the same for all starts."""
     description: str
     config: Mapping[str, Any]
     start_step: int
-    known: Mapping[str, Any]
-    """The state that this tracker remembered at an earlier start; empty at the first."""
-    remember: Callable[[Mapping[str, Any]], None]
-    """Record what the next start needs to continue the same run of this tracker."""
+    state: Mapping[str, Any]
+    """The state that this tracker saved at an earlier start; empty at the first start."""
+    save_state: Callable[[Mapping[str, Any]], None]
+    """Saves the state that the next start needs to continue the same run of this tracker."""
     account: Callable[[], Mapping[str, float]]
     """Goodput in percent, and restarts."""
     rank: int | None = None
-    """None unless each rank has a run of its own (`metrics.save_for_all_ranks`)."""
+    """None unless each rank has a separate run (`metrics.save_for_all_ranks`)."""
 
     @property
     def name(self) -> str:
-        """Default name: the run's folder, with the rank if each rank has a run of its own."""
+        """Default name: the run's folder, and the rank if each rank has a separate run."""
         return self.folder.resolve().name + ("" if self.rank is None else f"-rank_{self.rank}")
 
 
@@ -76,8 +76,8 @@ _EXPERTS = {
 _OF_SOURCES = ("loss/", "tokens/", "epochs/", "bytes_per_token/")
 
 
-def grouped(key: str) -> str:
-    """Name in trackers of a key of `metrics.jsonl`: `train/loss`, `perf/mfu`, `val/loss`, ..."""
+def tracker_name(key: str) -> str:
+    """A key of `metrics.jsonl` as trackers name it: `train/loss`, `perf/mfu`, `val/loss`, ..."""
     if key in _PERF:
         return f"perf/{key}"
     if key in _EXPERTS:
@@ -90,9 +90,9 @@ def grouped(key: str) -> str:
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record by grouped name, without its step and time."""
+    """The numbers of a record by `tracker_name`, without its step and time."""
     return {
-        grouped(key): value
+        tracker_name(key): value
         for key, value in record.items()
         if key not in ("step", "time") and isinstance(value, int | float)
     }

@@ -17,7 +17,7 @@ class JsonlSink:
         drop_after(self.file, start_step)
 
     def rewind(self, step: int) -> None:
-        """Drop what was recorded after `step`."""
+        """Drop the records after `step`."""
         drop_after(self.file, step)
 
     def log(self, record: Record) -> None:
@@ -25,8 +25,8 @@ class JsonlSink:
 
 
 def drop_after(file: RunFile, step: int) -> None:
-    """Drop the lines of later steps, which will be trained again; with step 0, set the file aside
-    as another run's. There may be none.
+    """Drop the lines of later steps, which will be trained again. With step 0, the file belongs to
+    another run, and is set aside. The file need not exist.
     """
     if step == 0:
         if file.path.exists():
@@ -35,11 +35,11 @@ def drop_after(file: RunFile, step: int) -> None:
     content = file.read()
     if content is None:
         return
-    kept = []
+    lines = []
     for line in content.decode("utf-8-sig", "replace").split("\n"):
         try:
             if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
+                lines.append(line + "\n")
         except (ValueError, KeyError, TypeError, RecursionError):
             continue  # a line cut off by a crash
-    file.replace("".join(kept))
+    file.replace("".join(lines))

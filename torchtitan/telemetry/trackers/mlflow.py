@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torchtitan.telemetry.trackers.base import Record, Tracked, scalars
+from torchtitan.telemetry.trackers.base import Record, TrackedRun, scalars
 from torchtitan.utils.logging import logger
 from torchtitan.utils.wording import flat
 
@@ -23,29 +23,29 @@ class MlflowSink:
     MLflow keeps all values of a step, so steps that are trained again appear twice.
     """
 
-    def __init__(self, run: Tracked):
+    def __init__(self, run: TrackedRun):
         from mlflow import MlflowClient
         from mlflow.entities import Metric
 
-        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # the log says it
+        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")  # logged below
         self.metric = Metric
         self.status = "FINISHED"
-        uri = os.environ.get("MLFLOW_TRACKING_URI") or run.known.get("uri")
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or run.state.get("uri")
         self.uri = uri or f"sqlite:///{run.folder.resolve()}/mlflow.db"
         self.client = MlflowClient(tracking_uri=self.uri)
         self.id = self._find(run) or self._create(run)
         self.client.update_run(self.id, status="RUNNING")
         experiment = self.client.get_run(self.id).info.experiment_id
-        run.remember({"id": self.id, "experiment_id": experiment, "uri": self.uri})
+        run.save_state({"id": self.id, "experiment_id": experiment, "uri": self.uri})
         logger.info(f"MLflow: run {self.id} at {self.uri}")
 
-    def _find(self, run: Tracked) -> str | None:
-        """The id of the run, if there is one.
+    def _find(self, run: TrackedRun) -> str | None:
+        """The id of the run; None at its first start.
 
-        It is missing in the record if the previous process was killed early.
+        The record lacks it if the previous process was killed early.
         """
-        if "id" in run.known and run.known.get("uri") == self.uri:
-            return str(run.known["id"])
+        if "id" in run.state and run.state.get("uri") == self.uri:
+            return str(run.state["id"])
         experiment = self.client.get_experiment_by_name(_experiment())
         if experiment is None:
             return None
@@ -54,7 +54,7 @@ class MlflowSink:
         )
         return str(runs[0].info.run_id) if runs else None
 
-    def _create(self, run: Tracked) -> str:
+    def _create(self, run: TrackedRun) -> str:
         from mlflow.entities import Param
 
         name = _experiment()
@@ -66,15 +66,15 @@ class MlflowSink:
                 name, artifact_location=artifact_location(self.uri)
             )
         tags = {TAG: run.id, "mlflow.note.content": run.description}
-        created = str(
+        run_id = str(
             self.client.create_run(experiment_id, tags=tags, run_name=run.name).info.run_id
         )
         params = [
             Param(key, str(value)[:_LONGEST_VALUE]) for key, value in flat(run.config).items()
         ]
         for i in range(0, len(params), _PARAMS):
-            self.client.log_batch(created, params=params[i : i + _PARAMS])
-        return created
+            self.client.log_batch(run_id, params=params[i : i + _PARAMS])
+        return run_id
 
     def log(self, record: Record) -> None:
         at = int(1000 * record.get("time", time.time()))
@@ -85,7 +85,7 @@ class MlflowSink:
         self.client.log_batch(self.id, metrics=values)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, str]]) -> None:
-        """Keep texts of the model as an artifact."""
+        """Store texts of the model as an artifact."""
         text = "\n\n".join(f"{sample['prompt']}{sample['text']}" for sample in samples)
         self.client.log_text(self.id, text, f"samples/step-{step}.txt")
 
@@ -97,9 +97,9 @@ class MlflowSink:
 
 
 def artifact_location(uri: str) -> str | None:
-    """The folder beside an SQLite store at `uri` for files; None if another kind of store decides.
+    """The folder for files beside an SQLite store at `uri`; None for other stores, which choose it.
 
-    MLflow itself would put them into the working directory.
+    For SQLite, MLflow would put files into the working directory.
     """
     scheme, separator, path = uri.partition(":///")
     if not separator or scheme.partition("+")[0] != "sqlite":

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.sections.metrics import Prometheus
-from torchtitan.telemetry.trackers.base import Record, Tracked, scalars
+from torchtitan.telemetry.trackers.base import Record, TrackedRun, scalars
 from torchtitan.utils.logging import logger
 
 _LABELS = {"val": "set", "sources": "source"}
-"""Group, and the label that the third part of a name becomes."""
+"""The label for the third component of a name, by group."""
 
 
 class PrometheusSink:
@@ -21,7 +21,7 @@ class PrometheusSink:
     label.
     """
 
-    def __init__(self, run: Tracked, config: Prometheus):
+    def __init__(self, run: TrackedRun, config: Prometheus):
         from prometheus_client import CollectorRegistry
 
         self.run = run
@@ -81,7 +81,7 @@ class PrometheusSink:
         yield family
         families: dict[str, Any] = {}
         for key, value in self.values.items():
-            name, labels = _labelled(key)
+            name, labels = _name_and_labels(key)
             family = families.setdefault(
                 name, GaugeMetricFamily(name, key, labels=["run", *labels])
             )
@@ -89,8 +89,8 @@ class PrometheusSink:
         yield from families.values()
 
     def _publish(self) -> None:
-        """Write the file, and listen if that has not succeeded yet: a run that is just ending may
-        hold the port.
+        """Write the file, and try to listen until it succeeds: a run that is just ending may occupy
+        the port.
         """
         from prometheus_client import start_http_server, write_to_textfile
 
@@ -112,7 +112,7 @@ class PrometheusSink:
             self._warned = True
 
 
-def _labelled(key: str) -> tuple[str, dict[str, str]]:
+def _name_and_labels(key: str) -> tuple[str, dict[str, str]]:
     """The Prometheus name of a metric, and its labels: `val/loss/books` is
     `torchtitan_val_loss{set="books"}`.
     """

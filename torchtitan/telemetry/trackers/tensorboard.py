@@ -11,7 +11,7 @@ from torchtitan.telemetry.trackers.base import Record, scalars
 
 
 class TensorBoardSink:
-    """Writes them without TensorFlow or `torch.utils.tensorboard`'s slow import."""
+    """Writes event files without TensorFlow or `torch.utils.tensorboard`'s slow import."""
 
     def __init__(self, folder: Path, start_step: int):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -28,7 +28,7 @@ class TensorBoardSink:
         self.rewind(start_step)
 
     def rewind(self, step: int) -> None:
-        """Make TensorBoard hide what it has of later steps."""
+        """Make TensorBoard hide the records of later steps."""
         start = self._session(status=self._session.START)
         self._writer.add_event(self._event(wall_time=time.time(), step=step + 1, session_log=start))
 
@@ -59,7 +59,7 @@ class TensorBoardSink:
         values = []
         for i, sample in enumerate(samples, 1):
             lines = f"{sample['prompt']}{sample['text']}".splitlines()
-            # as it is: TensorBoard renders Markdown
+            # indented as code: TensorBoard renders Markdown
             text = "\n".join(f"    {line}" for line in lines)
             values.append(
                 self._summary.Value(

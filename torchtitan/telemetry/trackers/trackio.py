@@ -4,23 +4,23 @@ Trackio run.
 
 import os
 
-from torchtitan.telemetry.trackers.base import Record, Tracked, scalars
+from torchtitan.telemetry.trackers.base import Record, TrackedRun, scalars
 from torchtitan.utils.logging import logger
 
 
 class TrackioSink:
     """A run of Trackio, in `TRACKIO_PROJECT`; `TRACKIO_DIR`, `TRACKIO_SERVER_URL` and
-    `TRACKIO_SPACE_ID` say where.
+    `TRACKIO_SPACE_ID` set its location.
 
-    Trackio identifies a run by its name, so that ends with the id of the run. It keeps all values
-    of a step.
+    Trackio identifies a run by its name, so the name ends with the run's id. It keeps all values of
+    a step.
     """
 
-    def __init__(self, run: Tracked):
+    def __init__(self, run: TrackedRun):
         import trackio
 
-        name = run.known.get("name") or f"{run.name}-{run.id}"
-        project = run.known.get("project") or os.environ.get("TRACKIO_PROJECT") or "torchtitan"
+        name = run.state.get("name") or f"{run.name}-{run.id}"
+        project = run.state.get("project") or os.environ.get("TRACKIO_PROJECT") or "torchtitan"
         self.run = trackio.init(
             project=project,
             name=name,
@@ -30,7 +30,7 @@ class TrackioSink:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        run.remember({"name": name, "project": project})
+        run.save_state({"name": name, "project": project})
         logger.info(f"Trackio: run {name} of project {project}")
 
     def log(self, record: Record) -> None:

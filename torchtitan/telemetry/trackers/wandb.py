@@ -3,41 +3,41 @@
 import os
 from collections.abc import Mapping, Sequence
 
-from torchtitan.telemetry.trackers.base import STEP, Record, Tracked, scalars
+from torchtitan.telemetry.trackers.base import STEP, Record, TrackedRun, scalars
 from torchtitan.utils.logging import logger
 
 FINISH_SECONDS = "25"
-"""Time limit of uploads at the end; the rest stays on disk for `wandb sync`."""
+"""Time limit of uploads at the end; later records stay on disk for `wandb sync`."""
 
 
 class WandbSink:
-    """A W&B run. The usual environment variables name its project, entity, name and id when it is
+    """A W&B run. W&B's environment variables set its project, entity, name and id when it is
     created.
 
-    W&B's own step only ever grows, so it would drop the steps that are trained again after a rewind
+    W&B's step only ever grows, so it would drop the steps that are trained again after a rewind
     or a resume. All metrics are therefore shown against `train/step`, and repeated steps as a
     second line over the same steps.
     """
 
-    def __init__(self, run: Tracked):
+    def __init__(self, run: TrackedRun):
         import wandb
 
-        os.environ.setdefault("WANDB_FINISH_TIMEOUT", FINISH_SECONDS)
         env = os.environ
-        usual = {
+        env.setdefault("WANDB_FINISH_TIMEOUT", FINISH_SECONDS)
+        defaults = {
             "id": run.id,
             "project": env.get("WANDB_PROJECT") or "torchtitan",
             "entity": env.get("WANDB_TEAM") or env.get("WANDB_ENTITY"),
             "name": env.get("WANDB_RUN_NAME") or env.get("WANDB_NAME") or run.name,
         }
-        chosen = usual | {key: value for key, value in run.known.items() if key in usual}
+        identity = defaults | {key: value for key, value in run.state.items() if key in defaults}
         if run.rank is not None:
-            chosen |= {"id": f"{run.id}-rank_{run.rank}", "group": run.id}
+            identity |= {"id": f"{run.id}-rank_{run.rank}", "group": run.id}
         elif env.get("WANDB_RUN_ID"):
-            chosen["id"] = env["WANDB_RUN_ID"]
+            identity["id"] = env["WANDB_RUN_ID"]
         self.reason = "completed"
         self.run = wandb.init(
-            **chosen,
+            **identity,
             resume="allow",
             notes=run.description,
             dir=str(run.folder),
@@ -45,8 +45,8 @@ class WandbSink:
         )
         self.run.define_metric(STEP)
         self.run.define_metric("*", step_metric=STEP)
-        identity = {key: getattr(self.run, key) for key in (*usual, "url")}
-        run.remember({key: value for key, value in identity.items() if value})
+        state = {key: getattr(self.run, key) for key in (*defaults, "url")}
+        run.save_state({key: value for key, value in state.items() if value})
         where = self.run.url or f"offline, in {self.run.dir}"
         logger.info(f"Weights & Biases: run {self.run.id}, {where}")
 
@@ -63,7 +63,7 @@ class WandbSink:
         )
 
     def ended(self, reason: str) -> None:
-        """Remember how the run ended. W&B shows a preempted one as such."""
+        """Keep the reason for `close`. W&B shows a preempted run as such."""
         self.reason = reason
         if reason == "preempted":
             self.run.mark_preempting()
