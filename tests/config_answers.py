@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from torchtitan.config import resolve
 from torchtitan.train.preflight import preflight
-from torchtitan.utils.errors import SHOWN_PROBLEMS, ConfigError
+from torchtitan.utils.errors import MAX_PROBLEMS, ConfigError
 
 SECONDS = 4
 LONGEST_PROBLEM = 1000
@@ -46,6 +46,6 @@ def answer(argv, world=1):
         except ConfigError as error:
             problems = error.problems
             shown = str(error).splitlines()
-    assert len(shown) <= SHOWN_PROBLEMS + 1
+    assert len(shown) <= MAX_PROBLEMS + 1
     assert all(len(problem) <= LONGEST_PROBLEM for problem in problems)
     return problems

@@ -106,7 +106,7 @@ def test_a_damaged_lock_counts_as_dead_if_nobody_renews_it(tmp_path, short_expir
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_a_lock_that_is_no_file_is_replaced(tmp_path, short_expiry, make):
     make(tmp_path / lock.NAME)
-    assert lock.used_by_a_neighbor(tmp_path) is None
+    assert lock.local_conflict(tmp_path) is None
     held = FolderLock(tmp_path)
     assert held.confirm()
     held.release()

@@ -28,7 +28,7 @@ from torchtitan.utils.argument_types import count
 from torchtitan.utils.assets import shipped_configs
 from torchtitan.utils.errors import ConfigError, OutOfMemoryError, did_you_mean
 from torchtitan.utils.limits import NODE_RANGE, NODES, RANKS_PER_NODE
-from torchtitan.utils.lock import used_by_a_neighbor
+from torchtitan.utils.lock import local_conflict
 from torchtitan.utils.process import refuse_tasks_without_ranks
 from torchtitan.utils.wording import brief
 
@@ -247,7 +247,7 @@ def check(
         output=output,
     )
     # A node that joins a running job finds its folder in use.
-    if output and most == 1 and (problem := used_by_a_neighbor(Path(config.job.dump_folder))):
+    if output and most == 1 and (problem := local_conflict(Path(config.job.dump_folder))):
         raise ConfigError([f"job.dump_folder: {problem}"])
     return config
 

@@ -1,5 +1,5 @@
-"""The GPUs of this machine, as nvidia-smi, CUDA_VISIBLE_DEVICES and torch report them, and what is
-wrong with them. Only `read_accelerators` imports torch.
+"""The GPUs of this machine, as nvidia-smi, CUDA_VISIBLE_DEVICES and torch report them, and their
+faults. Only `read_accelerators` imports torch.
 """
 
 import os
@@ -22,9 +22,9 @@ _FIELDS = (
 _BUSY_MIB = 1024
 """Memory in use from which a GPU is busy: a driver and a display need less."""
 _OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
-"""The oldest driver by major version of CUDA: NVIDIA's page on CUDA compatibility."""
+"""The oldest driver for each major version of CUDA (NVIDIA's page on CUDA compatibility)."""
 Gpu = Mapping[str, str]
-"""Values of a GPU by field of `nvidia-smi --help-query-gpu`; `[N/A]` where it has none."""
+"""A GPU's values by field of `nvidia-smi --help-query-gpu`; `[N/A]` if not supported."""
 
 
 class NoDriver(Exception):
@@ -32,16 +32,16 @@ class NoDriver(Exception):
 
 
 def query(fields: Sequence[str], gpu: str = "") -> list[dict[str, str]]:
-    """Ask nvidia-smi for `fields` of each GPU, whatever CUDA_VISIBLE_DEVICES hides.
+    """Query `fields` of each GPU with nvidia-smi, which ignores CUDA_VISIBLE_DEVICES.
 
     Args:
         gpu: index or UUID of a GPU; all by default.
 
     Raises:
-        NoDriver: there is no answer.
+        NoDriver: nvidia-smi doesn't answer.
     """
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             query_command(fields, gpu), capture_output=True, text=True, timeout=_SECONDS
         )
     except FileNotFoundError:
@@ -50,10 +50,10 @@ def query(fields: Sequence[str], gpu: str = "") -> list[dict[str, str]]:
         raise NoDriver(f"nvidia-smi doesn't answer within {_SECONDS} seconds") from None
     except OSError as error:
         raise NoDriver(f"nvidia-smi: {error}") from error
-    if done.returncode:
-        message = " ".join((done.stdout + done.stderr).split()) or f"status {done.returncode}"
+    if result.returncode:
+        message = " ".join((result.stdout + result.stderr).split()) or f"status {result.returncode}"
         raise NoDriver(f"nvidia-smi fails: {message[:200]}")
-    return read_rows(done.stdout, fields)
+    return read_rows(result.stdout, fields)
 
 
 def query_command(fields: Sequence[str], gpu: str = "") -> list[str]:
@@ -68,7 +68,7 @@ def query_command(fields: Sequence[str], gpu: str = "") -> list[str]:
 
 
 def read_rows(text: str, fields: Sequence[str]) -> list[dict[str, str]]:
-    """The rows of nvidia-smi's table, without those that are cut off."""
+    """The complete rows of nvidia-smi's table."""
     cells = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     return [dict(zip(fields, row, strict=True)) for row in cells if len(row) == len(fields)]
 
@@ -82,8 +82,8 @@ def number(text: str) -> float | None:
 
 
 def _visible_entries() -> list[str] | None:
-    """The entries of CUDA_VISIBLE_DEVICES up to the first invalid one, where CUDA stops; None if it
-    isn't set.
+    """The entries of CUDA_VISIBLE_DEVICES up to the first invalid entry, where CUDA stops; None if
+    the variable isn't set.
     """
     entries = os.environ.get("CUDA_VISIBLE_DEVICES")
     if entries is None:
@@ -94,8 +94,8 @@ def _visible_entries() -> list[str] | None:
 
 
 def visible_gpus(fields: Sequence[str] = ()) -> list[dict[str, str]]:
-    """`index`, `uuid`, `name` and `fields` of the GPUs that CUDA shows to this process; the whole
-    GPU of a MIG instance.
+    """`index`, `uuid`, `name` and `fields` of the GPUs that are visible to this process. A MIG
+    instance makes its whole GPU visible.
 
     Raises:
         NoDriver: nvidia-smi doesn't answer.
@@ -113,7 +113,7 @@ def visible_gpus(fields: Sequence[str] = ()) -> list[dict[str, str]]:
 
 
 def count_gpus() -> int:
-    """Number of NVIDIA GPUs that CUDA shows to this process."""
+    """Number of NVIDIA GPUs that are visible to this process."""
     entries = _visible_entries()
     if entries is not None:
         return len(entries)
@@ -130,22 +130,22 @@ class Accelerators:
     """The GPUs that a run on this machine would use."""
 
     gpus: Sequence[Gpu] = ()
-    """Visible ones."""
+    """The visible GPUs."""
     n_hidden: int = 0
-    """Number of GPUs, if CUDA_VISIBLE_DEVICES hides all."""
+    """Number of GPUs if CUDA_VISIBLE_DEVICES hides all of them."""
     driver_error: str = ""
-    """Why nvidia-smi doesn't answer."""
+    """The reason why nvidia-smi doesn't answer."""
     torch: str = ""
     cuda: str = ""
-    """Version of CUDA (or ROCm) that torch is built for; empty: it is built for the CPU."""
+    """Version of CUDA (or ROCm) that torch is built for; empty in a build for the CPU."""
     names: Sequence[str] = ()
     """Names of the GPUs that torch can use, in the order of their ordinals."""
     torch_error: str = ""
-    """Torch's reason for using none."""
+    """torch's reason for using no GPU."""
     nccl: str = ""
 
     def __str__(self) -> str:
-        """A line on devices and versions."""
+        """A line about devices and versions."""
         if not self.names:
             reason = self.driver_error or "nvidia-smi lists none"
             return f"This machine has no GPU ({reason}); torch {self.torch} computes on the CPU."
@@ -157,7 +157,7 @@ class Accelerators:
         """Check that torch can use the GPUs of this machine, if it has any.
 
         Raises:
-            UserError: it can't; the message has the reason.
+            UserError: it can't, with the reason.
         """
         if self.names or not (self.gpus or self.n_hidden):
             return
@@ -186,7 +186,7 @@ class Accelerators:
         )
 
     def warnings(self) -> Iterator[str]:
-        """What makes the GPUs slow or unreliable, a sentence each."""
+        """A sentence for each fault that makes the GPUs slow or unreliable."""
         if self.names and self.driver_error:
             yield f"The state of the GPUs is unknown: {self.driver_error}."
         if len(set(self.names)) > 1 and "CUDA_DEVICE_ORDER" not in os.environ:
@@ -200,11 +200,11 @@ class Accelerators:
 
 def _faults(gpu: Gpu) -> Iterator[str]:
     name = f"GPU {gpu['index']}"
-    used = number(gpu["memory.used"]) or 0.0
-    if used > _BUSY_MIB:
-        total = number(gpu["memory.total"]) or used
+    memory = number(gpu["memory.used"]) or 0.0
+    if memory > _BUSY_MIB:
+        total = number(gpu["memory.total"]) or memory
         yield (
-            f"{name} is busy: {used / 1024:.1f} of {total / 1024:.0f} GiB are in use by other "
+            f"{name} is busy: {memory / 1024:.1f} of {total / 1024:.0f} GiB are in use by other "
             "processes, which nvidia-smi lists."
         )
     if gpu["mig.mode.current"] == "Enabled":
@@ -222,7 +222,7 @@ def _faults(gpu: Gpu) -> Iterator[str]:
 
 
 def read_accelerators() -> Accelerators:
-    """Ask the driver and torch."""
+    """Query the driver and torch."""
     import torch
 
     driver_error = torch_error = ""

@@ -1,10 +1,10 @@
-"""The one clock of a run: what this rank is doing, since when, and how long it has spent on what.
+"""The clock of a run: this rank's current activity, and the time spent on each kind of activity.
 
     with phase("data", "waiting for data from c4"):
         batch = next(batches)
 
-Subscribers hear of every change: the run record and the metrics add up time. The hang watch reads
-`current()` to say where a rank hangs.
+Subscribers are called at every change: the run record and the metrics add up time. The hang watch
+reads `current()` to report where a rank hangs.
 """
 
 from collections import defaultdict, deque
@@ -18,8 +18,8 @@ Kind = Literal[
 ]
 DATA = "waiting for data"
 SAVING = "saving"
-"""Prefixes of activities that wait for data or storage. The hang watch is more patient with the
-latter, and the diagnosis looks for both.
+"""Prefixes of activities that wait for data or storage. The hang watch waits longer for storage,
+and the diagnosis looks for both.
 """
 CHECKPOINT_GROUP = "checkpoint"
 """Description of the process group of saves. A save in the background blocks no rank."""
@@ -29,9 +29,9 @@ class Activity(NamedTuple):
     """A rank's activity."""
 
     kind: Kind
-    """The kind of time that it counts as."""
+    """The kind of time it is charged to."""
     activity: str
-    """The activity in words that follow "has been"."""
+    """Words that can follow "has been"."""
     step: int
     since: float
     """`monotonic()` when this activity began."""
@@ -41,7 +41,7 @@ class Exchange(NamedTuple):
     """An all-to-all whose numbers of rows depend on the data; collectives record only sums."""
 
     number: int
-    """Counts this process's exchanges; all ranks of a group make the same ones, in one order."""
+    """Sequence number in this process; all ranks of a group make the same exchanges in order."""
     ranks: Sequence[int]
     sent: Sequence[int]
     """Rows sent to each of `ranks`."""
@@ -50,7 +50,7 @@ class Exchange(NamedTuple):
 
 
 Subscriber = Callable[[Activity, float], None]
-"""Called with an activity that ends or is interrupted by a nested one, and `monotonic()` then."""
+"""Called when an activity ends or a nested one begins, with the activity and `monotonic()`."""
 
 _current = Activity("start", "starting", 0, monotonic())
 _subscribers: list[Subscriber] = []
@@ -69,7 +69,7 @@ def begin(kind: Kind, activity: str, step: int = 0) -> None:
 
 @contextmanager
 def phase(kind: Kind, activity: str, step: int | None = None) -> Iterator[None]:
-    """Count the time inside as `kind`; nested time counts for the innermost phase.
+    """Charge the time inside to `kind`, and nested time to the innermost phase.
 
     An exception leaves the phase in place, because that is where the run failed.
     """
@@ -80,19 +80,19 @@ def phase(kind: Kind, activity: str, step: int | None = None) -> Iterator[None]:
 
 
 def note(activity: str) -> None:
-    """Name the part of the current phase that begins now. Costs a microsecond."""
+    """Name the activity that begins now within the current phase. Costs a microsecond."""
     global _current
     _current = _current._replace(activity=activity, since=monotonic())
 
 
 def note_exchange(ranks: Sequence[int], sent: Sequence[int], expected: Sequence[int]) -> None:
-    """Remember an exchange that begins now, for the diagnosis of a hang. Costs a microsecond."""
+    """Record an exchange that begins now, for the diagnosis of a hang. Costs a microsecond."""
     number = _exchanges[-1].number + 1 if _exchanges else 1
     _exchanges.append(Exchange(number, ranks, sent, expected))
 
 
 def last_exchanges() -> list[Exchange]:
-    """The last exchanges, oldest first. With CUDA the host is ahead of the one that runs."""
+    """The last exchanges, oldest first. With CUDA, the host is ahead of the running exchange."""
     return list(_exchanges)
 
 

@@ -9,7 +9,7 @@ from torchtitan.utils.wording import cut
 def command_parser(
     name: str, description: str | None, *, usage: str | None = None, epilog: str | None = None
 ) -> argparse.ArgumentParser:
-    """The parser of `torchtitan NAME`, whose description keeps its lines."""
+    """The parser of `torchtitan NAME`, which prints the lines of the description unchanged."""
     return argparse.ArgumentParser(
         prog=f"torchtitan {name}",
         description=description,
@@ -20,7 +20,7 @@ def command_parser(
 
 
 def count(text: str, *, fewest: int = 1, most: int = 10**9) -> int:
-    """Argument type of a number of things, for `argparse`."""
+    """Argument type of a whole number in a range."""
     if not re.fullmatch("[0-9]{1,10}", text) or not fewest <= int(text) <= most:
         raise argparse.ArgumentTypeError(
             f"{cut(text, 40)}: must be {fewest} or more, and at most {most:,}"
@@ -39,7 +39,7 @@ def share(text: str) -> float:
 
 
 def size(text: str) -> int:
-    """Argument type of a number of bytes, as `wording.show_size` writes it: `500 MB`, `2GB`."""
+    """Argument type of a number of bytes, in the form of `wording.show_size`: `500 MB`, `2GB`."""
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,3})?) ?(kB|KB|MB|GB|TB)", text)
     if not match or not float(match[1]):
         raise argparse.ArgumentTypeError(

@@ -7,27 +7,25 @@ PACKAGE = Path(__file__).parents[1]
 CHECKOUT = None if (PACKAGE / "assets").is_dir() else PACKAGE.parent
 """Folder of the checkout that this code runs from; None in an installed package."""
 ASSETS = CHECKOUT or PACKAGE / "assets"
-"""Holds the shipped files, in a checkout and in an installed package under the same paths."""
+"""Folder of the shipped files, whose paths below it are the same in a checkout and a package."""
 
 
 def find_asset(path: str | Path) -> Path:
-    """`path` if it exists, else the shipped file of that path, else `path` unchanged."""
-    asked = Path(os.path.expanduser(path))
-    shipped = ASSETS / asked
-    return shipped if not os.path.exists(asked) and os.path.exists(shipped) else asked
+    """`path` if it exists, else the shipped file with that path, else `path` unchanged."""
+    local = Path(os.path.expanduser(path))
+    shipped = ASSETS / local
+    return shipped if not os.path.exists(local) and os.path.exists(shipped) else local
 
 
 def find_config(name: str | Path, folder: Path = Path()) -> Path:
-    """The TOML file `name` in `folder`, else the shipped one of that path or bare name.
+    """The TOML file `name` in `folder`, else the shipped file with that path or bare name.
 
     Returns:
         A path that may not exist; reading it then fails with a clear error.
     """
-    asked = Path(os.path.expanduser(name))
-    candidates = (folder / asked, ASSETS / asked, ASSETS / "train_configs" / f"{asked}.toml")
-    return next(
-        (candidate for candidate in candidates if os.path.isfile(candidate)), folder / asked
-    )
+    local = Path(os.path.expanduser(name))
+    candidates = (folder / local, ASSETS / local, ASSETS / "train_configs" / f"{local}.toml")
+    return next(filter(os.path.isfile, candidates), folder / local)
 
 
 def shipped_configs() -> list[str]:

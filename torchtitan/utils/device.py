@@ -23,7 +23,7 @@ def device_type() -> str:
 
 
 def current_device() -> torch.device:
-    """This rank's device. On CUDA, also makes it the current one."""
+    """This rank's device. On CUDA, also makes it the current device."""
     if device_type() == "cpu":
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -37,8 +37,8 @@ def device_name() -> str:
 
 
 def copy_to(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy of a tensor of the host on `device`, made from page-locked memory: for a copy from
-    other memory the host waits.
+    """A copy of a host tensor on `device`. It is copied through page-locked memory, since the host
+    waits for copies from pageable memory.
     """
     if device.type != "cpu":
         x = x.pin_memory()
@@ -70,28 +70,28 @@ def peak_memory() -> tuple[float, float]:
 
 
 def available_memory(limits: Path = Path("/sys/fs/cgroup")) -> float:
-    """Free memory of this machine, or of the container if that has less, in GiB."""
+    """Free memory in GiB of this machine, or of the container if it has less."""
     import psutil
 
     free = psutil.virtual_memory().available
-    for limit, used in (
+    for limit, usage in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         # Neither file exists outside of control groups; "max" is no limit.
         with contextlib.suppress(OSError, ValueError):
-            free = min(free, int((limits / limit).read_text()) - int((limits / used).read_text()))
+            free = min(free, int((limits / limit).read_text()) - int((limits / usage).read_text()))
     return free / 2**30
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on CUDA or on the CPU."""
-    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return known or "DefaultCPUAllocator" in str(error)
+    is_typed = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_typed or "DefaultCPUAllocator" in str(error)
 
 
 def seconds_of_matmuls() -> float:
-    """Seconds for a few matrix products: a rank's own speed, independent of the others."""
+    """Seconds for a few matrix products, which measure this rank's speed alone."""
     on_cuda = device_type() == "cuda"
     size, dtype = (4096, torch.bfloat16) if on_cuda else (512, torch.float32)
     a = torch.ones(size, size, dtype=dtype, device=device_type())
@@ -107,7 +107,7 @@ def seconds_of_matmuls() -> float:
 
 @contextmanager
 def device_syncs(report: bool) -> Iterator[None]:
-    """Within, warn of every operation that makes the host wait for the device, or of none."""
+    """Within, warn of every operation that makes the host wait for the device, or never warn."""
     on_cuda = device_type() == "cuda"
     if not on_cuda or not (report or torch.cuda.get_sync_debug_mode()):  # setting it warns, too
         yield
@@ -123,7 +123,7 @@ def device_syncs(report: bool) -> Iterator[None]:
 def bf16_units(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
     """The CPU's units that multiply bf16; empty if it has none, None if unknown (not Linux).
 
-    It need not be faster than fp32: with AVX-512 BF16, AMD's CPUs are and Intel's are not.
+    bf16 may still be slower than fp32: with AVX-512 BF16 it is on Intel's CPUs, not on AMD's.
     """
     try:
         lines = cpuinfo.read_text().splitlines()
@@ -137,7 +137,7 @@ def fastest(work: Callable[[], object], seconds: float = 0.0) -> float:
     """Seconds of the fastest call, since other processes may use the CPU.
 
     Args:
-        seconds: how long to repeat it; at least three times.
+        seconds: time for which to repeat it, at least three times.
     """
     work()  # sets up
     times: list[float] = []
@@ -156,7 +156,7 @@ def cpu_product_rate(dtype: str, size: int = 256, seconds: float = 0.0) -> float
 
 
 def describe_cpu_precision(dtype: str) -> str | None:
-    """A sentence for the log on training in `dtype` on this CPU, by measured products; None in
+    """A sentence for the log about the speed of `dtype` on this CPU, measured by products; None for
     fp32.
     """
     if dtype == "float32":
@@ -174,9 +174,7 @@ def describe_cpu_precision(dtype: str) -> str | None:
 
 
 def unused_gpu() -> str | None:
-    """A sentence for the log on a GPU of this machine that nothing here computes on; None if there
-    is none.
-    """
+    """A sentence for the log about a GPU of this machine that is not supported, or None."""
     if device_type() == "cuda" or not torch.backends.mps.is_available():
         return None
     return (

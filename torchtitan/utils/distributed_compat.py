@@ -28,7 +28,7 @@ def run_gloo_in_order() -> None:
     """Give every gloo group that is created from now on one thread for its collectives.
 
     torch gives it two. Without a lock, both write the name of their last collective into one
-    string: the heap is corrupted, and the process dies sooner or later. Names of up to 15
+    string, which corrupts the heap, and the process dies sooner or later. Names of up to 15
     characters need no heap, but the name of DTensor's gathers, ALLGATHER_COALESCED, does.
 
     torch 2.11 to 2.15. Delete once `ProcessGroupGloo` locks what its threads write.
@@ -37,7 +37,7 @@ def run_gloo_in_order() -> None:
 
     original_init = ProcessGroupGloo.__init__
 
-    def init_with_one_thread(
+    def init_single_thread(
         group: ProcessGroupGloo,
         store: Store,
         rank: int,
@@ -56,7 +56,7 @@ def run_gloo_in_order() -> None:
             setattr(options, name, value)
         original_init(group, store, rank, size, options)
 
-    ProcessGroupGloo.__init__ = init_with_one_thread
+    ProcessGroupGloo.__init__ = init_single_thread
 
 
 @contextmanager
@@ -65,9 +65,9 @@ def store_of_this_attempt(rank: int, world: int, timeout: timedelta) -> Iterator
     previous attempt.
 
     Yields the agent's store under a prefix that is unique to this attempt. Rank 0 chooses the
-    prefix and answers the other ranks until the process group exists. Each rank asks by a random
-    name, so answers can't be stale; those of previous attempts are harmless. Each of them makes
-    three requests, and rank 0 two for all that have come since the last.
+    prefix and answers the other ranks until the process group exists. Each rank asks with a
+    random name, so it never reads an answer of a previous attempt. A rank makes three requests to
+    the store, and rank 0 two for all questions since its previous answer.
 
     torch 2.11 to 2.13. Delete once torchrun's store is empty after a change of membership.
     """
@@ -87,16 +87,16 @@ def store_of_this_attempt(rank: int, world: int, timeout: timedelta) -> Iterator
     ready = threading.Event()
 
     def answer(store: dist.TCPStore) -> None:
-        asked = answered = 0
+        requests = position = 0
         while not ready.wait(0.05):
-            before, asked = asked, store.add("attempt/asked", 0)
-            if asked == before:
+            before, requests = requests, store.add("attempt/asked", 0)
+            if requests == before:
                 continue
             asks = store.get("attempt/asks").decode()
-            names = [asks[i : i + len(nonce)] for i in range(answered, len(asks), len(nonce))]
+            names = [asks[i : i + len(nonce)] for i in range(position, len(asks), len(nonce))]
             if names:
                 store.multi_set([f"attempt/answer/{name}" for name in names], [nonce] * len(names))
-            answered = len(asks)
+            position = len(asks)
 
     thread = threading.Thread(target=answer, args=(connect(),), name="rendezvous", daemon=True)
     thread.start()
@@ -117,8 +117,8 @@ def without_self_connections(operations: list[dist.P2POp], rank: int) -> list[di
     torch before 2.13. Delete once pyproject.toml requires 2.13.
 
     Args:
-        operations: what `PipelineStage._get_init_p2p_neighbors_ops` returns.
-        own_rank: this rank's place in the pipeline's group.
+        operations: the result of `PipelineStage._get_init_p2p_neighbors_ops`.
+        rank: this rank in the pipeline's group.
     """
     return [operation for operation in operations if operation.group_peer != rank]
 
@@ -127,9 +127,9 @@ def without_receive_buffers() -> AbstractContextManager[None]:
     """A pipeline stage allocates receive buffers for all microbatches when it is prepared, and
     never frees them.
 
-    Within, it notes their shapes on the meta device instead. `allocate_receive_buffers` makes those
-    of one microbatch when their receive is posted, and `drop_receive_buffers` leaves them to the
-    computation.
+    Within, it creates them on the meta device instead. `allocate_receive_buffers` allocates the
+    buffers of one microbatch when their receive is posted, and `drop_receive_buffers` drops the
+    stage's references, so that the computation frees them.
 
     torch 2.11 to 2.14. Delete the three once pyproject.toml requires 2.15, whose stages do all
     this.
@@ -143,26 +143,26 @@ def without_receive_buffers() -> AbstractContextManager[None]:
 
 
 def allocate_receive_buffers(buffers: Iterable[Any], device: torch.device) -> None:
-    """Before a receive is posted, see `without_receive_buffers`. `buffers` are torch's `_RecvInfo`.
+    """Called before a receive is posted, with torch's `_RecvInfo`; see `without_receive_buffers`.
 
     torch 2.11 to 2.14. Delete with `without_receive_buffers`.
     """
-    for each in buffers:
-        if each.buffer is not None and each.buffer.is_meta:
-            each.buffer = torch.empty_like(each.buffer, device=device).requires_grad_(
-                each.buffer.requires_grad
+    for info in buffers:
+        if info.buffer is not None and info.buffer.is_meta:
+            info.buffer = torch.empty_like(info.buffer, device=device).requires_grad_(
+                info.buffer.requires_grad
             )
 
 
 def drop_receive_buffers(buffers: Iterable[Any]) -> None:
-    """After a computation has taken what was received, see `without_receive_buffers`.
+    """Called after a computation has used the buffers; see `without_receive_buffers`.
 
     torch 2.11 to 2.14. Delete with `without_receive_buffers`.
     """
-    for each in buffers:
-        if each.buffer is not None:
-            each.buffer = torch.empty_like(each.buffer, device="meta").requires_grad_(
-                each.buffer.requires_grad
+    for info in buffers:
+        if info.buffer is not None:
+            info.buffer = torch.empty_like(info.buffer, device="meta").requires_grad_(
+                info.buffer.requires_grad
             )
 
 
@@ -181,27 +181,27 @@ def forget_output(last: "PipelineStage", microbatch: int) -> None:
 
 
 def forget_what_weights_do_not_need(stage: "PipelineStage", microbatch: int) -> None:
-    """Between its backward for inputs and that for weights, a stage keeps its output and the
-    gradient of its input.
+    """Between its backwards for inputs and weights, a stage keeps its output and the gradient of
+    its input.
 
-    The second backward needs neither, except on the first stage, whose only backward it is: it
-    starts from gradients inside the stage, which `param_groups` holds.
+    The second backward starts from gradients inside the stage, which `param_groups` holds, and
+    needs neither. The first stage has a single backward, which needs both.
 
     torch 2.11 to 2.15. Delete once `backward_one_chunk` of such a stage keeps `param_groups` only.
     """
     if stage.is_first:
         return
     inputs, groups, *_ = stage.backward_state[microbatch]
-    for each in inputs:
-        each.grad = None
+    for info in inputs:
+        info.grad = None
     stage.backward_state[microbatch] = (), groups, (), None
 
 
 def lay_out_gradients(weights: Iterable[torch.nn.Parameter]) -> None:
-    """A backward for weights alone hands them their gradients as they were computed, where a whole
-    backward copies a gradient whose strides aren't its weight's.
+    """A backward for weights alone stores gradients as computed, while a whole backward copies a
+    gradient whose strides differ from its weight's.
 
-    Fused optimizers on the CPU then read the wrong elements, and those on CUDA fail.
+    Then fused optimizers read the wrong elements on the CPU, and fail on CUDA.
 
     torch 2.11 to 2.15. Delete once `stage_backward_weight` accumulates as autograd does.
     """

@@ -21,7 +21,7 @@ class UserError(Exception):
     exit_code = 1
 
 
-SHOWN_PROBLEMS = 20
+MAX_PROBLEMS = 20
 """Maximum number of problems in a message."""
 
 
@@ -41,7 +41,7 @@ class ConfigError(UserError):
         self.problems = [cut(problem, PROBLEM_CHARACTERS) for problem in problems]
         self.where = where
         self.advice = advice
-        lines = self.shown()
+        lines = self.summary()
         if advice:
             lines.append(advice)
         super().__init__("\n".join(lines))
@@ -51,10 +51,10 @@ class ConfigError(UserError):
         make = partial(type(self), where=self.where, advice=self.advice)
         return make, (self.problems,)
 
-    def shown(self) -> list[str]:
-        """The first problems, and how many more there are."""
-        lines = self.problems[:SHOWN_PROBLEMS]
-        more = len(self.problems) - SHOWN_PROBLEMS
+    def summary(self) -> list[str]:
+        """The first problems, and the number of further ones."""
+        lines = self.problems[:MAX_PROBLEMS]
+        more = len(self.problems) - MAX_PROBLEMS
         if more > 0:
             lines.append(f"and {more:,} more")
         return lines
@@ -71,7 +71,7 @@ class GuardError(UserError):
 class OutOfMemoryError(UserError):
     """An allocation failed, on the device or on the host."""
 
-    exit_code = 12  # ENOMEM: tells a launcher what to advise
+    exit_code = 12  # ENOMEM: a launcher chooses its advice by it
 
 
 class HangError(UserError):
@@ -83,7 +83,7 @@ class CheckpointError(UserError):
 
 
 class FormatBugError(CheckpointError):
-    """A checkpoint's content doesn't fit its own format, which is never the user's mistake."""
+    """A checkpoint's content doesn't fit its format, which is never the user's mistake."""
 
 
 class DamageError(CheckpointError):
@@ -102,7 +102,7 @@ def error_text(error: BaseException) -> str:
     """The message of `error`, for the terminal."""
     if isinstance(error, ConfigError) and len(error.problems) > 1:
         lines = [f"error: {len(error.problems):,} problems {error.where}"]
-        lines += ["  - " + problem.replace("\n", "\n    ") for problem in error.shown()]
+        lines += ["  - " + problem.replace("\n", "\n    ") for problem in error.summary()]
         if error.advice:
             lines.append(error.advice)
         return "\n".join(lines)
@@ -129,18 +129,18 @@ def from_another_rank(error: BaseException | str) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank fails, in the words that the log and the run's files share."""
+    """The failure of a rank, as the log and the run's files record it."""
 
     kind: str
     """Name of the exception's class."""
     message: str
     """Never empty."""
     expected: bool
-    """The user can fix it, or asked for it: a traceback would say nothing more."""
+    """The user can fix it, or asked for it, so a traceback is of no use."""
     elsewhere: bool
     """It only reports that another rank has died."""
     is_cause: bool
-    """It follows neither from another rank's death nor from a hang."""
+    """It is not the consequence of another rank's death or of a hang."""
 
     @property
     def headline(self) -> str:
@@ -156,7 +156,7 @@ class Failure:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Put an error into words."""
+    """Describe an error."""
     text = str(error)
     elsewhere = from_another_rank(text)
     return Failure(
@@ -168,9 +168,9 @@ def failure_of(error: BaseException) -> Failure:
     )
 
 
-def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The end of a message about a misspelt word: a suggestion, or nothing."""
-    near = difflib.get_close_matches(word, list(known), 1, cutoff)
+def did_you_mean(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of a message about a misspelt word: a suggestion, or empty."""
+    near = difflib.get_close_matches(word, list(candidates), 1, cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -16,9 +16,9 @@ from torchtitan.utils.storage import is_remote
 from torchtitan.utils.wording import listed
 
 _PIECE = 2**20
-"""Bytes that are read at once."""
-_LEFT_SECONDS = 3600
-"""Age of a temporary file that nobody writes any more."""
+"""Number of bytes to read at once."""
+_STALE_SECONDS = 3600
+"""Age from which a temporary file is abandoned."""
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -36,20 +36,20 @@ def write_all(files: Mapping[Path, bytes]) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-        for path, written in temporary.items():
-            written.replace(path)
+        for path, draft in temporary.items():
+            draft.replace(path)
     except BaseException:
-        for written in temporary.values():
-            written.unlink(missing_ok=True)
+        for draft in temporary.values():
+            draft.unlink(missing_ok=True)
         raise
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line at once, since another process may append, too. One that doesn't fit on the
-    disk leaves nothing.
+    """Append a line by a single write, since another process may append, too. If it doesn't fit on
+    the disk, the file stays unchanged.
 
     Raises:
-        OSError: it can't be written, or the file isn't a regular one.
+        OSError: the line can't be written, or the file isn't regular.
     """
     handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
     try:
@@ -59,9 +59,9 @@ def append_line(path: Path, line: bytes) -> None:
         size = status.st_size
         if size and os.pread(handle, 1, size - 1) != b"\n":  # a process was killed within a line
             line = b"\n" + line
-        written = os.write(handle, line)
-        if written < len(line):
-            if os.fstat(handle).st_size == size + written:
+        count = os.write(handle, line)
+        if count < len(line):
+            if os.fstat(handle).st_size == size + count:
                 os.ftruncate(handle, size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
@@ -72,12 +72,12 @@ def remove_leftovers(folder: Path) -> None:
     """Remove the temporary files of processes that were killed in `write_all` over an hour ago."""
     for path in folder.glob(".*.????????.tmp"):
         with suppress(OSError):
-            if time.time() - path.stat().st_mtime > _LEFT_SECONDS:
+            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
                 path.unlink()
 
 
 def write_output(files: Mapping[Path, bytes]) -> None:
-    """Write what a command was asked for, in folders that are made.
+    """Write the output files of a command, and create their folders.
 
     Raises:
         UserError: a file can't be written.
@@ -94,7 +94,7 @@ def open_regular(path: Path, *, links: bool = False, buffered: bool = True) -> I
     """Open a regular file to read its bytes. A pipe would block, and a device never end.
 
     Args:
-        links: follow symbolic links. A checkpoint has none; a configuration or a download may.
+        links: follow symbolic links. A checkpoint has no links; a configuration or a download may.
         buffered: read ahead; remote storage always does.
 
     Raises:
@@ -132,7 +132,7 @@ BOM = codecs.BOM_UTF8
 
 
 def text_of(content: bytes) -> str:
-    """Text from a file that people write, or that others made: UTF-8, read over a byte order mark.
+    """The text of a UTF-8 file from a person or another program, without a byte order mark.
 
     Raises:
         UnicodeDecodeError: it has another encoding.
@@ -150,7 +150,7 @@ def read_regular(path: Path, most: int, *, links: bool = False) -> bytes:
     """
     with open_regular(path, links=links) as file:
         content = bytearray()
-        # In pieces: a read allocates all that it may return.
+        # In pieces: a read allocates as many bytes as it may return.
         while more := file.read(min(_PIECE, most + 1 - len(content))):
             content += more
     if len(content) > most:
@@ -159,8 +159,8 @@ def read_regular(path: Path, most: int, *, links: bool = False) -> bytes:
 
 
 def user_cache() -> str:
-    """This project's folder for what can be made again: `$TORCHTITAN_CACHE`, or `torchtitan` in the
-    user's cache folder. It may begin with `~`.
+    """This project's folder for files that can be recreated: `$TORCHTITAN_CACHE`, or `torchtitan`
+    in the user's cache folder. It may begin with `~`.
     """
     user = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return os.environ.get("TORCHTITAN_CACHE") or f"{user}/torchtitan"

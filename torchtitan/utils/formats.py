@@ -1,4 +1,4 @@
-"""Files that others wrote: JSON objects, pickles as data, and models of file formats."""
+"""Reading of untrusted files: JSON objects, pickles as data, and models of file formats."""
 
 import io
 import json
@@ -56,22 +56,20 @@ class _Unpickler(pickle.Unpickler):
 
 
 def safe_loads(content: bytes) -> Any:
-    """Unpickle containers, numbers and text; a pickle that names a class or function is refused.
+    """Unpickle containers, numbers and text. Refuse a pickle that names a class or function.
 
     Raises:
-        ValueError: the pickle names anything, or is none.
+        ValueError: the content names one, or is not a pickle.
     """
     try:
         return _Unpickler(io.BytesIO(content)).load()
-    except Exception as error:  # of any kind, says pickle's manual
+    except Exception as error:  # of any class, according to pickle's manual
         reason = error if type(error) is ValueError else f"not a pickle: {type(error).__name__}"
         raise ValueError(str(reason)) from None
 
 
 def load_tensor(file: Any) -> "Tensor":
-    """Read a tensor that `torch.save` wrote, on the CPU. torch refuses a pickle that names anything
-    else.
-    """
+    """Read a tensor that `torch.save` wrote, on the CPU. torch refuses pickles of anything else."""
     import torch  # the launcher reads pickles, too, and must not wait for torch
 
     return torch.load(file, map_location="cpu", weights_only=True)

@@ -1,20 +1,20 @@
-"""Limits on what is read from outside, far above any honest use: more is refused early.
+"""Limits on untrusted input, far above any honest use. Larger input is refused early.
 
-Sizes are bytes unless the comment says otherwise. A constant is named by what it limits.
+Sizes are in bytes unless the comment has another unit.
 """
 
 # checkpoint
 
 CONFIG_TABLE_LEVELS = 8
-"""Nested tables in the configuration that a manifest holds."""
+"""Levels of nested tables in a manifest's configuration."""
 
 # config
 TOML_BYTES = 2**17
-"""A configuration's files together."""
+"""All files of a configuration."""
 TOML_VALUES = 10_000
 """Values of a configuration, or words of a command line."""
 TOML_DEPTH = 16
-"""Tables inside of tables, or files that extend files."""
+"""Levels of nested tables, or of files that extend files."""
 KEY_LENGTH = 200
 NEAR_FILES = 1000
 """Files compared with a misspelt name."""
@@ -28,19 +28,19 @@ NODE_RANGE = 2000
 
 # data
 SEARCHED_FILES = 1_000_000
-"""Files and folders that a path may search for data. They take some seconds."""
+"""Files and folders to search for data below a path, which takes some seconds."""
 SEARCHED_AT_CHECK = 50_000
-"""The same while a configuration is checked. They take half a second."""
+"""The same while a configuration is checked, which takes half a second."""
 RECORD_BYTES = 1000 * 2**20
-"""A JSON line. It is held in memory."""
+"""A JSON line, which is held in memory."""
 CACHE_RECORD_BYTES = 2**32
 """A record in the cache folder; the record of a million files is smaller."""
 TOKEN_IDS = 1 << 24
-"""Ids of a tokenizer, for each of which counts are held."""
+"""Ids of a tokenizer; counts are held in memory for each."""
 LONGER_TEXT = 100
-"""How many times as long a tokenizer may make a text before it splits it."""
+"""Factor by which a tokenizer may lengthen a text before splitting it."""
 CONVERSATION_CHARACTERS = 10_000_000
-"""A conversation, which is encoded as a whole. Each character takes about 0.6 KB."""
+"""A conversation, which is encoded as a whole. A character needs about 0.6 KB."""
 MESSAGE_LEVELS = 100
 """Levels of lists and objects in a message; templates and encoders recurse."""
 CHAT_TEMPLATE_BYTES = 2**20
@@ -51,22 +51,20 @@ STATE_LEVELS = 100
 MOST_RANKS = 2**20
 """Number of ranks in the reports of a hang."""
 
-# inference
-
 # tools
 
 RUN_FILE_BYTES = 16 * 2**20
 """A run's run.json or config.toml."""
 EVENTS_TAIL_BYTES = 4 * 2**20
-"""The end of a run's events that is read."""
+"""Size of the end of a run's events to read."""
 METRICS_LINE_BYTES = 2**20
 """Longer lines of metrics.jsonl are skipped."""
 METRICS_TAIL_BYTES = 2**18
-"""The end of a run's metrics, in which its last record is looked for."""
+"""Size of the end of a run's metrics in which to look for the last record."""
 RUNS_FILE_BYTES = 2**20
 """A file for `submit --runs`."""
 SAMPLES_READ_BYTES = 16 * 2**20
-"""Read of one samples.jsonl or evals.jsonl."""
+"""Size to read of one samples.jsonl or evals.jsonl."""
 
 # utils
 
@@ -76,4 +74,4 @@ LOCK_BYTES = 4096
 PROBLEM_CHARACTERS = 1000
 """One problem in an error message."""
 PENDING_LOG_LINES = 10_000
-"""Lines logged before the log file is known."""
+"""Lines logged before the log file is opened."""

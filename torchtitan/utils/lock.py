@@ -1,11 +1,11 @@
 """One run per folder: `.lock` in the folder names the run that writes to it.
 
-A holder on this machine is looked up by its process id. One on another machine renews its file, and
-counts as dead once the file has not changed for `EXPIRY_SECONDS`. This needs nothing but reading
-and writing files, so it works alike on local disks, network file systems and object storage.
+A holder on this machine is looked up by its process id. A holder on another machine renews its
+file, and is considered dead once the file has not changed for `EXPIRY_SECONDS`. Only files are read
+and written, so it works the same on local disks, network file systems and object storage.
 
-A lease can be lost: a machine that was suspended for long finds its folder taken. So a run confirms
-that it still holds the folder before it commits a checkpoint.
+A lock can be lost: after a long suspension, another run may have locked the folder. So a run
+confirms its lock before it commits a checkpoint.
 """
 
 import atexit
@@ -46,10 +46,10 @@ class Holder(BaseModel):
     """A random name of this start."""
     host: str = Field(pattern=r"^[\x21-\x7e]{1,255}$")
     place: str
-    """Machine, boot and container within which process ids are unique."""
+    """Machine, boot and container, within which process ids are unique."""
     pid: int = Field(ge=1, lt=2**31)
     started: float
-    """When the process started, in seconds since the epoch."""
+    """Start of the process, in seconds since the epoch."""
     since: datetime = Field(strict=False)
     beat: int = 0
 
@@ -57,7 +57,7 @@ class Holder(BaseModel):
         return f"process {self.pid} on {self.host}, since {self.since:%Y-%m-%d %H:%M:%S %Z}"
 
     def is_alive(self, me: "Holder") -> bool | None:
-        """Whether this run still writes to the folder; None if that can't be seen from here."""
+        """Whether this run still writes to the folder; None if this machine can't find out."""
         if (self.place, self.pid) == (me.place, me.pid):
             return False  # an earlier run of this process
         if self.place != me.place:
@@ -93,7 +93,9 @@ def _machine_id() -> str:
 
 
 def read_holder(folder: Path) -> tuple[Holder | None, bytes]:
-    """The run that holds `folder`, None if none or unreadable, and the file's content."""
+    """The run that holds `folder` (None if there is none, or it is unreadable), and the file's
+    content.
+    """
     path = folder / NAME
     try:
         content = patiently(path, lambda: read_regular(path, LOCK_BYTES))
@@ -118,9 +120,9 @@ def in_use_message(folder: Path, holder: Holder | None) -> str:
     )
 
 
-def used_by_a_neighbor(folder: Path) -> str | None:
-    """Why a run can't start in `folder`: a process on this machine holds it. Takes no lock."""
-    with suppress(OSError):  # whether the folder can be used is for the run to say
+def local_conflict(folder: Path) -> str | None:
+    """A message if another process on this machine holds `folder`, else None. Locks nothing."""
+    with suppress(OSError):  # the run reports an unusable folder
         holder, _ = read_holder(folder)
         if holder is not None and holder.is_alive(current_holder()):
             return in_use_message(folder, holder)
@@ -131,7 +133,7 @@ class FolderLock:
     """This run's claim on a folder, renewed by a thread until `release`."""
 
     def __init__(self, folder: Path):
-        """Take `folder`. May wait `EXPIRY_SECONDS` to see whether a holder on another machine is
+        """Lock `folder`. May wait `EXPIRY_SECONDS` to see whether a holder on another machine is
         alive.
 
         Raises:
@@ -155,7 +157,7 @@ class FolderLock:
             False if the folder was deleted; it exists again now.
 
         Raises:
-            UserError: another run has taken it.
+            UserError: another run has locked it.
         """
         with self._writing:
             if self._is_mine():
@@ -175,7 +177,7 @@ class FolderLock:
             return bool(content)
 
     def release(self) -> None:
-        """Give the folder up."""
+        """Unlock the folder."""
         atexit.unregister(self.release)
         self._closing.set()
         with self._writing, suppress(OSError):
@@ -197,9 +199,7 @@ class FolderLock:
             raise self._refusal()
 
     def _is_dead(self, holder: Holder | None, content: bytes) -> bool:
-        """Whether the holder has died; one that can't be looked up is watched for a sign of
-        life.
-        """
+        """Whether the holder has died. On another machine, watch whether it renews its lock."""
         alive = holder.is_alive(self.me) if holder else None
         if alive is not None:
             return not alive

@@ -1,7 +1,7 @@
 """The package's logger: runs log to stdout and a file for each rank, other commands to stderr.
 
-On stdout the ranks listed in `LOG_RANK` (default: 0) log, the others only errors. Every rank logs
-to its file.
+On stdout the ranks in `LOG_RANK` (default: 0) log everything, and the others only errors. Every
+rank logs to its file.
 """
 
 import errno
@@ -21,7 +21,7 @@ from torchtitan.utils.limits import PENDING_LOG_LINES
 from torchtitan.utils.wording import DATE, escaped
 
 logger = logging.getLogger("torchtitan")
-logger.setLevel(logging.INFO)  # on all ranks: files have what standard output may not show
+logger.setLevel(logging.INFO)  # on all ranks: stdout may show less than the files
 EVENT = "event"
 """Attribute of a log record that is an event of the run."""
 
@@ -50,8 +50,8 @@ def init_logging(rank: int) -> None:
 
 
 def init_command_logging(rank: int) -> None:
-    """Log to stderr, because what a command prints goes to stdout."""
-    _log_to(_Terminal("stderr", _Marked(), rank))
+    """Log to stderr, because stdout has the output of the command."""
+    _log_to(_Terminal("stderr", _WithLevel(), rank))
 
 
 def _log_to(*handlers: logging.Handler) -> None:
@@ -62,19 +62,19 @@ def _log_to(*handlers: logging.Handler) -> None:
 
 
 def hide_log() -> None:
-    """Show only errors from now on: of a command that runs the trainer many times."""
+    """Show only errors from now on, for commands that run the trainer many times."""
     for handler in logger.handlers:
         handler.setLevel(logging.ERROR)
 
 
 def log_to_file(folder: Path, rank: int, *, as_json: bool, max_megabytes: int, keep: int) -> None:
-    """Also log to this rank's file in `folder`, beginning with what was logged before.
+    """Also log to this rank's file in `folder`, including the lines logged before.
 
-    Does nothing in a program that has not called `init_logging`, which decides about its own logs.
+    Does nothing in a program that has not called `init_logging`, and so configures its logs itself.
 
     Args:
-        max_megabytes: a file that would grow larger is renamed, and a new one begun.
-        keep: number of renamed files that are kept.
+        max_megabytes: size of a file at which it is renamed, and a new one begun.
+        keep: number of renamed files to keep.
     """
     pending = next((handler for handler in logger.handlers if isinstance(handler, _Pending)), None)
     if pending is None:
@@ -90,7 +90,7 @@ def log_to_file(folder: Path, rank: int, *, as_json: bool, max_megabytes: int, k
 
 
 def log_failure(error: BaseException) -> None:
-    """Log why this rank fails to its file only; the terminal shows the error once for all ranks."""
+    """Log this rank's failure to its file only; the terminal shows the error once for all ranks."""
     failure = failure_of(error)
     traceback = None if failure.expected else error
     logger.error(failure.message, exc_info=traceback, extra={"only_in_file": True})
@@ -117,14 +117,14 @@ class _Terminal(logging.StreamHandler):
 
 
 class _Text(logging.Formatter):
-    """Text that can't control the terminal which shows it, or later the file."""
+    """Text without control characters for a terminal that shows the log or its file."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escaped(super().format(record))
 
 
-class _Marked(_Text):
-    """The message, after `warning: ` or `error: ` if it is one."""
+class _WithLevel(_Text):
+    """The message, with the prefix `warning: ` or `error: ` of its level."""
 
     def format(self, record: logging.LogRecord) -> str:
         mark = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
@@ -132,7 +132,7 @@ class _Marked(_Text):
 
 
 class _Pending(logging.Handler):
-    """Keeps lines until their file is known."""
+    """Keeps lines until their file is opened."""
 
     def __init__(self) -> None:
         super().__init__()

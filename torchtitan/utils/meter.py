@@ -10,7 +10,7 @@ _REPORT_SECONDS = 30.0
 
 
 class Meter:
-    """Share read and remaining time: a bar on a terminal, else a line every half minute."""
+    """Shows progress and remaining time: a bar on a terminal, else a line every half minute."""
 
     def __init__(self, size: int):
         """
@@ -54,8 +54,8 @@ class Meter:
         now = time.monotonic()
         if self.bar.disable and now - self._reported > _REPORT_SECONDS:
             self._reported = now
-            left = (self._size - self._read) * self.seconds / max(self._read, 1)
+            eta = (self._size - self._read) * self.seconds / max(self._read, 1)
             print(
-                f"{self._read / max(self._size, 1):.1%} read, {what}, {show_duration(left)} left",
+                f"{self._read / max(self._size, 1):.1%} read, {what}, {show_duration(eta)} left",
                 flush=True,
             )

@@ -1,4 +1,4 @@
-"""The start and the end of a process: what the launcher tells it, and how it reports a failure.
+"""The start and the end of a process: the launcher's settings, and the report of a failure.
 
 Imports no torch.
 """
@@ -31,15 +31,15 @@ from torchtitan.utils.wording import escaped
 REPORTER_ENV = "TORCHTITAN_REPORTER"
 """Process id of a launcher that reports the errors of its ranks itself."""
 CONNECTED_RANKS = 64
-"""Largest world in which gloo connects all pairs of a group at once. In larger ones pairs connect
-when they first communicate: else n ranks ask the job's store n^2 times, and each holds n - 1
-connections.
+"""Largest world in which gloo connects all pairs of a group at once. In larger worlds pairs connect
+when they first communicate; otherwise n ranks make n^2 requests to the job's store, and each has
+n - 1 connections.
 """
 _ON_ALL_RANKS = (ConfigError, HangError, NonFiniteError, GuardError)
 """Errors that all ranks have in common."""
 _GIVE_WAY_SECONDS = 10
-"""Seconds that a rank without an error to report waits for the one that has it, because torchrun
-ends all ranks at the first exit.
+"""Seconds that a rank waits for the rank that reports their common error, because torchrun ends all
+ranks at the first exit.
 """
 
 
@@ -58,8 +58,8 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def refuse_tasks_without_ranks() -> None:
-    """Refuse to be one of several processes that nobody has told their rank: each would train
-    alone, in the same folder.
+    """Refuse to be one of several processes without a rank: each would train alone, in the same
+    folder.
 
     Raises:
         ConfigError: srun or mpirun has started several of these processes.
@@ -82,9 +82,9 @@ def refuse_tasks_without_ranks() -> None:
 
 
 def _tasks() -> Iterator[tuple[str, str]]:
-    """Pairs: what may have started this process, and the variable with the number of its tasks."""
+    """Pairs of a possible starter of this process and the variable with its number of tasks."""
     # Only srun sets the first, and numbers its tasks. A shell of salloc isn't numbered, and the
-    # script of a batch job is one process, whatever the job asks for.
+    # script of a batch job is one process, even if the job has several tasks.
     if "SLURM_STEP_NUM_TASKS" in os.environ:
         yield "srun", "SLURM_STEP_NUM_TASKS"
     elif "SLURM_PROCID" in os.environ and os.environ.get("ENVIRONMENT") != "BATCH":
@@ -113,12 +113,12 @@ def launcher_reports() -> bool:
 
 
 def tell_torchrun(message: str, *, wait: bool = False) -> None:
-    """Write why this rank fails into torchrun's error file, whose report then names the cause.
+    """Write the reason of this rank's failure into torchrun's error file, for torchrun's report.
 
     Does nothing if the rank was started by `torchtitan train`, which reports errors itself.
 
     Args:
-        wait: another rank reports the error; let it go first.
+        wait: another rank reports the error and must exit first.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or launcher_reports():
@@ -135,11 +135,11 @@ def run_main(
     main: Callable[[list[str]], int | None], argv: list[str] | None = None, *, rank: int = 0
 ) -> int:
     """Run `main(argv)` and return its exit code. Each failure is reported once, by the rank that
-    caused it. What is printed meanwhile can't control the terminal.
+    caused it. Output is escaped, so it can't control the terminal.
 
     Prints the message of a `UserError`, one line if another rank has died, and the traceback of any
-    other error. Only rank 0 reports what all ranks have in common: configuration errors, hangs, and
-    what the guard sees.
+    other error. Only rank 0 reports errors that all ranks have in common: configuration errors,
+    hangs, and the guard's.
     """
     _open_closed_streams()
     with _escaping():
@@ -175,8 +175,8 @@ def _run_main(main: Callable[[list[str]], int | None], argv: list[str], rank: in
 
 
 def _open_closed_streams() -> None:
-    """Replace standard streams that were closed, as daemons do, by the null device. Else the next
-    files that are opened get their numbers, and what C++ or a child prints is written into them.
+    """Replace standard streams that were closed, as daemons do, by the null device. Otherwise
+    the next files to be opened get their numbers, and output of C++ or a child goes into them.
     """
     while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(handle, True)
@@ -187,9 +187,7 @@ def _open_closed_streams() -> None:
 
 
 class _Escaping:
-    """Standard output or error, for text from files that others made: nothing in it controls the
-    terminal.
-    """
+    """Standard output or error with control characters escaped, for text from untrusted files."""
 
     def __init__(self, stream: TextIO):
         self.unescaped = stream
@@ -209,7 +207,7 @@ class _Escaping:
 
 @contextmanager
 def _escaping() -> Iterator[None]:
-    """Escape what is printed."""
+    """Within, escape control characters in the output."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, _Escaping(unescaped(stream))) for stream in before)
     try:
@@ -219,7 +217,7 @@ def _escaping() -> Iterator[None]:
 
 
 def unescaped(stream: TextIO) -> TextIO:
-    """The stream below `sys.stdout`, for a progress bar, which controls the terminal."""
+    """The original stream, for a progress bar, which controls the terminal."""
     return stream.unescaped if isinstance(stream, _Escaping) else stream
 
 

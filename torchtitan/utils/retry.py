@@ -1,4 +1,4 @@
-"""The one way to try again: after errors that may pass, with growing pauses."""
+"""Retries after transient errors, with growing pauses."""
 
 import random
 import time
@@ -18,13 +18,14 @@ def retry(
     may_pass: Callable[[Exception], bool],
     failed: Callable[[Exception, int, float], None],
 ) -> Result:
-    """Return `action()`, called again after errors that may pass. The last error is raised.
+    """Return `action()`, called again after transient errors. The last error is raised.
 
     Args:
-        pause: mean seconds before the second attempt; doubles each time. It is half to one and
-            a half times as long, so that ranks that failed together try again at different times.
-        failed: called before each pause with the error, the number of attempts made and the seconds
-            to wait.
+        pause: mean seconds before the second attempt; doubles each time. A random
+            factor from 0.5 to 1.5 separates ranks that failed together.
+        may_pass: whether an error is transient.
+        failed: called before each pause with the error, the number of attempts so far and the
+            seconds to wait.
     """
     attempt = 1
     while True:

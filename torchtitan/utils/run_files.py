@@ -1,7 +1,7 @@
 """The files in which a run records itself, such as `metrics.jsonl` and `run.json`.
 
-None of them may stop a run: what can't be written is reported once, until writing works again, and
-what can't be read is set aside. Only regular files of limited size are opened.
+None of them may stop a run: a failure to write is reported once, until writing works again, and an
+unreadable file is set aside. Only regular files of limited size are opened.
 """
 
 import time
@@ -12,7 +12,7 @@ from torchtitan.utils.files import append_line, read_regular, write_whole
 from torchtitan.utils.logging import logger
 
 MOST_BYTES = 1 << 32
-"""Size of the largest file that is read."""
+"""Maximum size of a file to read."""
 
 
 class RunFile:
@@ -23,7 +23,7 @@ class RunFile:
         self._failing = False
 
     def read(self, most: int = MOST_BYTES) -> bytes | None:
-        """Its contents; None if it doesn't exist, or was set aside because it can't be read."""
+        """The file's contents; None if it doesn't exist, or was set aside as unreadable."""
         try:
             return read_regular(self.path, most, links=True)
         except FileNotFoundError:
@@ -37,13 +37,13 @@ class RunFile:
         self._try(lambda: append_line(self.path, text.encode("utf-8", "backslashreplace") + b"\n"))
 
     def replace(self, text: str) -> None:
-        """Write it whole."""
+        """Replace the whole file."""
         if self.path.is_dir():
             self.refuse("Is a directory")
         self._try(lambda: write_whole(self.path, text.encode("utf-8", "backslashreplace")))
 
     def refuse(self, why: str) -> None:
-        """Set it aside because it can't be read."""
+        """Set the file aside as unreadable."""
         logger.warning(f"can't read {self.path} ({why}): set aside")
         try:
             self.set_aside()
@@ -51,10 +51,10 @@ class RunFile:
             logger.warning(f"can't rename {self.path}: {error.strerror or error}")
 
     def set_aside(self) -> None:
-        """Rename it, by the time.
+        """Add the time to the file's name.
 
         Raises:
-            OSError: it can't be renamed.
+            OSError: the file can't be renamed.
         """
         name = f"{self.path.stem}-{time.strftime('%Y%m%d-%H%M%S')}{self.path.suffix}"
         self.path.rename(self.path.with_name(name))

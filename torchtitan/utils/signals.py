@@ -1,4 +1,4 @@
-"""Signals, handled at once by a thread, and the request to stop after the current step."""
+"""Signals, handled at once in a thread, and the request to stop after the current step."""
 
 import ctypes
 import os
@@ -13,11 +13,11 @@ from functools import partial
 from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-"""Schedulers send the first two before they take a machine away; Ctrl-C sends the third."""
+"""Schedulers send the first two before they reclaim a machine; Ctrl-C sends the third."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit status after a second Ctrl-C."""
 AGAIN_SECONDS = 0.5
-"""A second Ctrl-C within this time is the same one: wrappers pass it on, people press it twice."""
+"""A second Ctrl-C within this time is ignored: wrappers pass it on, and people press it twice."""
 STOPPING = "Asked to stop: finishing what is under way; Ctrl-C again ends at once"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -29,12 +29,12 @@ def exit_when_stopped() -> None:
 
     Also unblocks the signals, which `run_train.sh` blocks while the interpreter starts.
     """
-    for number in heeded():
+    for number in stop_signals():
         signal.signal(number, lambda *_: os._exit(os.EX_TEMPFAIL))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def heeded() -> list[signal.Signals]:
+def stop_signals() -> list[signal.Signals]:
     """The stop signals to handle: not SIGINT where a shell ignores it, as in the background."""
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     return [number for number in STOP_SIGNALS if not (ignored and number == signal.SIGINT)]
@@ -62,7 +62,7 @@ def _dispatch(receiving: socket.socket) -> None:
 
 
 class StopRequest:
-    """Whether a signal has asked this process to stop."""
+    """A request by a signal to stop this process."""
 
     def __init__(
         self,
@@ -71,18 +71,18 @@ class StopRequest:
     ):
         """
         Args:
-            leave: called at once, in another thread than the main one, until `defer`.
+            leave: called at once, not in the main thread, until `defer`.
         """
         self.requested = False
         self.abandon: Callable[[], object] = _abandon
-        """Ends the process on a second Ctrl-C, in another thread than the main one."""
+        """Ends the process on a second Ctrl-C; not called in the main thread."""
         self._leave: Callable[[], object] | None = leave
         self._clock = clock
-        self._asked = 0.0
+        self._request_time = 0.0
 
     def listen(self) -> None:
         """Handle the signals from now on."""
-        for number in heeded():
+        for number in stop_signals():
             on_signal(number, partial(self.ask, number))
 
     def defer(self) -> None:
@@ -95,16 +95,16 @@ class StopRequest:
             signal.signal(number, signal.SIG_IGN)
 
     def ask(self, number: int) -> None:
-        """Handle signal `number`: the first asks, and a later SIGINT ends the process at once."""
+        """Handle signal `number`: the first is a request, and a later SIGINT ends the process."""
         if self._leave is not None:
             self.requested = True
             self._leave()
         elif not self.requested:
-            self._asked = self._clock()
+            self._request_time = self._clock()
             self.requested = True
             if number == signal.SIGINT:
                 print(STOPPING, file=sys.stderr, flush=True)
-        elif number == signal.SIGINT and self._clock() - self._asked >= AGAIN_SECONDS:
+        elif number == signal.SIGINT and self._clock() - self._request_time >= AGAIN_SECONDS:
             self.abandon()
 
 
@@ -118,8 +118,7 @@ def helpers_shielded() -> Iterator[None]:
     """Block the stop signals in processes started within.
 
     A signal to the whole process group must not end the helpers that a rank needs to finish its
-    step.
-    `become_stoppable` unblocks them.
+    step. `become_stoppable` unblocks the signals.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -129,7 +128,7 @@ def helpers_shielded() -> Iterator[None]:
 
 
 def become_stoppable() -> None:
-    """Accept the stop signals again, but only those sent to this very process."""
+    """Accept the stop signals again, in a separate process group."""
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
@@ -140,7 +139,7 @@ def die_with_parent(launcher: str = "") -> None:
 
     Args:
         launcher: process id of the launcher that started this process or an ancestor of it. Without
-            one, only a death during this call is noticed.
+            it, only a death during this call is noticed.
     """
     parent = os.getppid()
     libc = ctypes.CDLL(None)
@@ -153,7 +152,7 @@ def die_with_parent(launcher: str = "") -> None:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process exists that hasn't ended; a killed one may wait to be collected."""
+    """Whether a process exists and hasn't ended; a killed process may wait to be collected."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:

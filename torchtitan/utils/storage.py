@@ -42,20 +42,20 @@ _LASTING = (
 
 
 def is_url(name: str) -> bool:
-    """Whether `name` is a URL, and not of a local folder."""
+    """Whether `name` is a URL of remote storage."""
     return "://" in name and not name.startswith("file://")
 
 
 def storage_path(name: str, base: str | Path = "") -> Path:
-    """The folder or file that a path (relative to `base`) or a URL names.
+    """The folder or file at a path (relative to `base`) or a URL.
 
-    A URL becomes a `upath.UPath`, which has the interface of a `Path`, but whose `rename` copies.
+    A URL becomes a `upath.UPath`, which has the interface of a `Path`, but its `rename` copies.
     """
     if not is_url(name):
         return Path(base, name.removeprefix("file://"))
     from upath import UPath
 
-    # A cached listing would miss what other ranks and runs write.
+    # A cached listing would miss files of other ranks and runs.
     return UPath(name, **({"use_listings_cache": False} if name.startswith(_OBJECT_STORES) else {}))
 
 
@@ -63,7 +63,7 @@ def path_argument(name: str, option: str = "") -> Path:
     """`storage_path` of a command-line argument.
 
     Args:
-        option: named in the error.
+        option: the option's name, for the error.
 
     Raises:
         ConfigError: a URL that can't be used on this machine.
@@ -85,7 +85,9 @@ def is_remote(path: Path) -> bool:
 
 
 def storage_problem(name: str) -> str | None:
-    """Why a URL can't be used here: unknown scheme or missing package. Opens no connection."""
+    """The reason why a URL can't be used here (unknown scheme, missing package), or None. Opens no
+    connection.
+    """
     if not is_url(name):
         return None
     from fsspec.registry import known_implementations
@@ -94,9 +96,9 @@ def storage_problem(name: str) -> str | None:
     if scheme not in known_implementations:
         return f"unknown storage {scheme}:// in {name!r}; use s3://, gs://, abfs:// or a path"
     package = known_implementations[scheme]["class"].split(".")[0]
-    missing = [p for p in ("upath", package) if importlib.util.find_spec(p) is None]
-    if missing:
-        names = " ".join("universal_pathlib" if p == "upath" else p for p in missing)
+    modules = [p for p in ("upath", package) if importlib.util.find_spec(p) is None]
+    if modules:
+        names = " ".join("universal_pathlib" if p == "upath" else p for p in modules)
         return f"{name!r} needs a package that is not installed: pip install {names}"
     return None
 

@@ -1,9 +1,9 @@
-"""Workarounds for faults in torch, one function each. Those for process groups and pipelines are in
-`distributed_compat`, those for torchao in `torchao_compat`.
+"""Workarounds for faults in torch, one function each. Process groups and pipelines have theirs in
+`distributed_compat`, and torchao in `torchao_compat`.
 
-Every docstring states the fault, the releases it was seen in, and when to delete the function.
-Those of DCP's staging are methods of one class in `torchtitan.checkpoint.save`. torch is
-imported inside the functions, because the configuration asks for its version without loading it.
+Every docstring states the fault, the affected releases, and when to delete the function. The
+workarounds for DCP's staging are methods of a class in `torchtitan.checkpoint.save`. torch is
+imported inside the functions, because the configuration needs its version without loading it.
 """
 
 import logging
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @cache
 def torch_is_before_2_13() -> bool:
-    """Whether the installed torch is 2.11 or 2.12. False on a host without torch, which only checks
+    """Whether the installed torch is 2.11 or 2.12. False without torch, on a host that only checks
     configurations.
 
     torch before 2.13. Delete it with its last caller, once pyproject.toml requires 2.13.
@@ -70,7 +70,7 @@ _WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
     (".*_set_pg_timeout.*", FutureWarning),
 )
 _LOGGERS = (
-    # Gathering a weight sharded by both FSDP and tensor parallelism takes one collective per axis,
+    # Gathering a weight sharded by both FSDP and tensor parallelism needs one collective per axis,
     # which is logged as slow. It happens only when checkpoints are exported or runs compared. torch
     # 2.11 to 2.15. Delete once the warning can be switched off for one redistribution.
     "torch.distributed.tensor._redistribute",
@@ -78,8 +78,8 @@ _LOGGERS = (
     # Ours don't. torch 2.11 to 2.15. Delete once the warning depends on the block.
     "torch._higher_order_ops.wrap",
     # The micro-pipeline pass warns about every graph without collectives, such as the loss. torch
-    # 2.11 to 2.15. Delete once it is silent about those; `FusionReport` names the collectives that
-    # matter.
+    # 2.11 to 2.15. Delete once it is silent about such graphs; `FusionReport` names the
+    # collectives that matter.
     "torch._inductor.fx_passes.micro_pipeline_tp",
     # torchao warns on import about each GPU kernel it can't load, on machines without a GPU too.
     # torchao 0.18. Delete once importing it on a CPU is silent.
@@ -107,7 +107,7 @@ def silence_false_alarms() -> None:
 
 def keep_buffers_of_backward() -> AbstractContextManager[None]:
     """A compiled backward frees saved tensors after its first run, but a pipeline schedule may run
-    it in two parts.
+    it in two steps.
 
     torch 2.11 to 2.15. Delete once AOTAutograd keeps buffers that a `retain_graph` backward needs
     again.
@@ -120,8 +120,8 @@ def keep_buffers_of_backward() -> AbstractContextManager[None]:
 def forget_equal_meshes() -> None:
     """Let results of DTensor's operations be on the mesh of the run that begins.
 
-    Its caches of shardings return the mesh that an equal one had in an earlier run of this process.
-    A graph doesn't know that object, and derives it by an operation that inductor refuses:
+    Its caches of shardings return an equal mesh of an earlier run of this process. A graph doesn't
+    have that object as an input, and derives it by an operation that inductor refuses:
     "device_mesh._get_submesh is not an OpOverload". torch 2.13. Delete once it compiles.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -132,7 +132,7 @@ def forget_equal_meshes() -> None:
 def no_shared_autograd_cache() -> AbstractContextManager[None]:
     """The keys of AOTAutograd's cache don't distinguish ranks, so a rank can load another's graph.
 
-    Under tensor parallelism those graphs differ: each contains the offset of its part of the
+    Under tensor parallelism those graphs differ: each contains the offset of its shard of the
     vocabulary. Inductor's own cache, keyed by the finished graph, is not affected.
 
     torch 2.11 to 2.13. Delete once a rank's coordinates in a DTensor's mesh are part of the key.
@@ -143,23 +143,23 @@ def no_shared_autograd_cache() -> AbstractContextManager[None]:
 
 
 def attention_without_random_numbers() -> AbstractContextManager[None]:
-    """The partitioner takes recomputed attention for a random operation, also without dropout.
+    """The partitioner mistakes recomputed attention for a random operation, even without dropout.
 
     It moves the generator's state around both calls, and under tensor parallelism mistakes a saved
     device mesh for that state. Within, attention without dropout isn't random.
 
-    torch 2.11 to 2.13; 2.15 regards the probability. Delete once pyproject.toml requires 2.15.
+    torch 2.11 to 2.13; 2.15 considers the probability. Delete once pyproject.toml requires 2.15.
     """
     from torch._functorch import partitioners
 
     has_recomputable_rng_ops = partitioners.has_recomputable_rng_ops
 
-    def of_others(module: Any) -> bool:
+    def ignores_attention(module: Any) -> bool:
         nodes = [node for node in module.graph.nodes if not _attends_without_dropout(node)]
         graph = SimpleNamespace(nodes=nodes)
         return has_recomputable_rng_ops(SimpleNamespace(graph=graph))
 
-    return replaced(partitioners, has_recomputable_rng_ops=of_others)
+    return replaced(partitioners, has_recomputable_rng_ops=ignores_attention)
 
 
 def _attends_without_dropout(node: Any) -> bool:
@@ -197,7 +197,7 @@ def gathers_without_views() -> AbstractContextManager[None]:
     """At batch size 1 an all-gather along the sequence returns a view, which inductor doesn't
     recognize as a gather.
 
-    Within, gathered parts are always concatenated.
+    Within, gathered shards are always concatenated.
 
     torch 2.13. Delete once the micro-pipeline pass matches the view.
     """

@@ -1,15 +1,15 @@
-"""The releases of torch that this project is tested with. Imports no torch, because scripts ask
-before there is one.
+"""The releases of torch that this project is tested with. Imports no torch, because scripts run
+this before torch is installed.
 """
 
 from importlib import metadata
 
 TESTED_TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
-"""Oldest first. docs/reference/torch-versions.md says what was run on each."""
+"""Oldest first. docs/reference/torch-versions.md lists the tests of each."""
 
 
 def installed_torch() -> str | None:
-    """Version of the installed torch; None on a host without one, which only checks
+    """Version of the installed torch; None without torch, on a host that only checks
     configurations.
     """
     try:
@@ -29,7 +29,7 @@ def _short(version: str) -> str:
 
 
 def too_old(version: str | None) -> str | None:
-    """Why this release of torch can't be used; None if it can."""
+    """The reason why this release of torch can't be used, or None."""
     oldest = TESTED_TORCH[0]
     if version is None or feature_release(version) >= feature_release(oldest):
         return None
@@ -37,7 +37,7 @@ def too_old(version: str | None) -> str | None:
 
 
 def too_new(version: str | None) -> str | None:
-    """A warning about a release of torch newer than every tested one; None if it isn't."""
+    """A warning if this release of torch is newer than every tested release, or None."""
     newest = TESTED_TORCH[-1]
     if version is None or feature_release(version) <= feature_release(newest):
         return None

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 def import_expert_kernels() -> None:
-    """Import torchao's 8-bit kernels, two of which Triton 3.9, of torch 2.15, refuses.
+    """Import torchao's 8-bit kernels, two of which fail with Triton 3.9, of torch 2.15.
 
     1. A key of autotuning is an argument that the kernel lacks, so the import fails.
     2. The kernel that casts experts' weights to Float8 for the backward indexes a scalar. torchao
-       has an equivalent one, which reduces in one kernel instead of by atomics.
+       has an equivalent kernel, which reduces in one kernel, without atomics.
 
     Changes torchao's module for good, if there is Triton.
 
@@ -27,14 +27,14 @@ def import_expert_kernels() -> None:
 
         autotune = triton.autotune
 
-        def tune_by_known(configs: Any, key: list[str], **options: Any) -> Any:
+        def tune_by_arguments(configs: Any, key: list[str], **options: Any) -> Any:
             def decorate(kernel: Any) -> Any:
-                known = [name for name in key if name in kernel.arg_names]
-                return autotune(configs, known, **options)(kernel)
+                names = [name for name in key if name in kernel.arg_names]
+                return autotune(configs, names, **options)(kernel)
 
             return decorate
 
-        with replaced(triton, autotune=tune_by_known):
+        with replaced(triton, autotune=tune_by_arguments):
             from torchao.prototype.moe_training import fp8_grouped_mm
             from torchao.prototype.moe_training.kernels import float8_rowwise as kernels
         reducing = kernels.triton_fp8_rowwise_3d_transpose_rhs_fused_reduction
@@ -80,12 +80,12 @@ def gather_float8_as_bytes() -> None:
 
 
 def send_padded_float8_shards() -> None:
-    """torchao gathers the rows a rank holds, without FSDP2's padding: ranks with fewer send less.
+    """torchao gathers a rank's rows without FSDP2's padding, so ranks with fewer rows send less.
 
-    gloo aborts on that, and NCCL may hang. A rank without rows has no maximum to derive a scale
-    from either. Zeros, of which FSDP2's padding consists, change no scale; FSDP2 cuts them off
-    again. On the CPU weights travel as bytes, because gloo has no Float8: FSDP2 does that itself
-    only if weights of another type are gathered with them.
+    Then gloo aborts, and NCCL may hang. Also, a rank without rows has no maximum to derive a scale
+    from. FSDP2's padding consists of zeros, which change no scale, and FSDP2 removes them again. On
+    the CPU weights are sent as bytes, because gloo has no Float8: FSDP2 does that itself only if
+    weights of another type are gathered with them.
 
     Changes torchao's class for good.
 
@@ -105,9 +105,9 @@ def send_padded_float8_shards() -> None:
         self: Any, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
         rows = -(-outer_size[0] // mesh.size())
-        if missing := rows - len(self):
-            whole = pad(self._tensor, (0, 0, 0, missing))
-            self = Weight(whole, self._linear_mm_config, self._dtype, self._precomputed_scale)
+        if padding := rows - len(self):
+            tensor = pad(self._tensor, (0, 0, 0, padding))
+            self = Weight(tensor, self._linear_mm_config, self._dtype, self._precomputed_scale)
         (data,), scale = send(self, mesh)
         return (data.view(torch.uint8) if data.device.type == "cpu" else data,), scale
 
@@ -127,7 +127,7 @@ def send_padded_float8_shards() -> None:
 def rows_for_empty_float8_shards(models: "Iterable[nn.Module]") -> Iterator[None]:
     """torchao computes scales from every shard's maximum, which a shard without rows doesn't have.
 
-    Within, those shards hold a row of zeros.
+    Within, such shards hold a row of zeros.
 
     torch 2.11 to 2.15, torchao 0.18. Delete once `precompute_float8_dynamic_scale_for_fsdp` accepts
     empty shards.

@@ -46,17 +46,17 @@ and newline.
 
 
 def escaped(text: str) -> str:
-    """`text`, with what could control a terminal written as JSON and TOML write it, `\\u001b`."""
+    """`text` with control characters escaped as in JSON and TOML, `\\u001b`."""
     return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """A path for a page: bytes of a name that aren't UTF-8 are replaced."""
+    """A path as text for a page; bytes that aren't UTF-8 are replaced."""
     return os.fsencode(path).decode(errors="replace")
 
 
 def listed(values: Iterable[object], limit: int = 16) -> str:
-    """The values separated by commas; of many, the first ones and the last."""
+    """The values separated by commas; of more than `limit` values, the first ones and the last."""
     words = [str(value) for value in values]
     return ", ".join(words if len(words) <= limit else [*words[: limit - 2], "...", words[-1]])
 
@@ -103,7 +103,7 @@ def show_gib(gib: float) -> str:
 
 
 def show_size(size: float) -> str:
-    """`512 bytes`, `4.5 MB`, `12.3 GB`: a file or what is written of it, in the unit that fits."""
+    """`512 bytes`, `4.5 MB`, `12.3 GB`: a number of bytes in the unit that fits."""
     if size < 1000:
         return f"{size:.0f} bytes"
     for unit in ("kB", "MB", "GB"):
@@ -114,7 +114,7 @@ def show_size(size: float) -> str:
 
 
 def show_rate(per_second: float) -> str:
-    """`7,822`, such as of tokens per second; one decimal below 100."""
+    """`7,822`, for example tokens per second; one decimal below 100."""
     return f"{per_second:,.{0 if abs(per_second) >= 99.95 else 1}f}"
 
 
@@ -151,7 +151,7 @@ def show_date(at: float) -> str:
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, by dotted key. Empty tables are left out."""
+    """Values of nested tables by dotted key. Empty tables are left out."""
     out: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
@@ -167,7 +167,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     Args:
         rows: the first holds the headings.
     """
-    from rich.cells import cell_len  # imported late: rich takes longer than reading a configuration
+    from rich.cells import cell_len  # imported late, because it is slow
 
     columns = []
     for column in zip(*rows, strict=True):

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from torchtitan.config.load.keys import FIELDS, Setting, message_start, prefixes
 from torchtitan.config.load.messages import explain_value, suggest_key
 from torchtitan.config.sections.schema import Config
-from torchtitan.utils.errors import SHOWN_PROBLEMS
+from torchtitan.utils.errors import MAX_PROBLEMS
 from torchtitan.utils.wording import brief
 
 RENAMED = {
@@ -223,7 +223,7 @@ def drop_unsupported(
         elif key.split(".")[0] in _FOREIGN:
             texts = [
                 "unknown key"
-                + (suggest_key(key, suggestions) if len(problems) < SHOWN_PROBLEMS else "")
+                + (suggest_key(key, suggestions) if len(problems) < MAX_PROBLEMS else "")
             ]
         else:
             out[key] = setting

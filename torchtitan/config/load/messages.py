@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from torchtitan.config.load.keys import fields_of, prefixes
-from torchtitan.utils.errors import SHOWN_PROBLEMS, did_you_mean
+from torchtitan.utils.errors import MAX_PROBLEMS, did_you_mean
 from torchtitan.utils.wording import brief
 
 _TYPES = {
@@ -55,10 +55,10 @@ def explain_errors(
         key = ".".join(str(step) for step in item["loc"] if not str(step).startswith("<"))
         if item["type"] == "extra_forbidden":
             section = isinstance(item["input"], dict)
-            hint = suggest_key(key, keys, section=section) if number < SHOWN_PROBLEMS else ""
+            hint = suggest_key(key, keys, section=section) if number < MAX_PROBLEMS else ""
             text = f"unknown {'section' if section else 'key'}{hint}"
         else:
-            text = explain_value(item, hints=number < SHOWN_PROBLEMS)
+            text = explain_value(item, hints=number < MAX_PROBLEMS)
         start = where(key)
         out.append(f"{start}: {text}" if start else text)
     return out

@@ -10,7 +10,13 @@ from typing import Any
 
 import psutil
 
-from torchtitan.utils.signals import AGAIN_SECONDS, INTERRUPTED, STOP_SIGNALS, STOPPING, heeded
+from torchtitan.utils.signals import (
+    AGAIN_SECONDS,
+    INTERRUPTED,
+    STOP_SIGNALS,
+    STOPPING,
+    stop_signals,
+)
 
 SECRET_ENV = "RDZV_SECRET"
 """Environment variable of the secret that several nodes share; as an option, every user of the
@@ -34,7 +40,7 @@ class StopHandler:
         """Time of the first signal, by `time.monotonic`."""
         self.statuses: list[int] = []
         """Exit statuses of the ranks; a signal is a negative number."""
-        for number in heeded():
+        for number in stop_signals():
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: Any) -> None:
