@@ -148,7 +148,7 @@ def test_bad_conversations_are_counted_or_stop_the_run(folder, tmp_path):
         loader(tmp_path, "chats.jsonl", cache_folder="none")
     skipping = loader(tmp_path, "chats.jsonl", on_bad_document="skip")
     (step,) = take(skipping, 1)
-    assert skipping.skipped(step.position) == {
+    assert skipping.skip_counts(step.position) == {
         "no assistant turn": 1,
         "refused by the chat template": 1,
     }

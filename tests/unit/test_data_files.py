@@ -250,10 +250,10 @@ def test_folders_that_runs_write_are_no_data(tmp_path, monkeypatch, caplog, kind
         (file,) = find_text_files(path, "key", ignored)
         assert (file.parent.name, file.name) == ("docs", "a.jsonl")
         (line,) = [text for text in caplog.messages if "leaving out" in text]
-        (left_out,) = ignored.written
+        (left_out,) = ignored.outputs
         assert left_out.absolute() in (tmp_path / "runs/one", tmp_path / "named")
-        assert line == f"key: leaving out {left_out} ({ignored.written[left_out]}): never data"
-        assert kind.split()[0].strip(",") in ignored.written[left_out]
+        assert line == f"key: leaving out {left_out} ({ignored.outputs[left_out]}): never data"
+        assert kind.split()[0].strip(",") in ignored.outputs[left_out]
 
 
 def test_a_run_in_the_folder_of_the_data_itself(tmp_path, monkeypatch):

@@ -82,7 +82,7 @@ def test_bad_values_of_parquet(tmp_path):
         pq.write_table(pa.table({"text": part}), path, row_group_size=4)
         assert read(path, on_bad_document="skip") == expected
         documents = LocalDocuments(str(path), "key", on_bad_document="skip")
-        assert documents.skipped == {"null text": 1, "not UTF-8": 2}
+        assert documents.skip_counts == {"null text": 1, "not UTF-8": 2}
     with pytest.raises(UserError, match=r"row 2: column 'text' is null"):
         read(path)
 

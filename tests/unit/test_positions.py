@@ -204,7 +204,7 @@ def counts_of(state):
     return (
         state.step,
         state.shares,
-        {name: (source.rows, source.skipped) for name, source in state.sources.items()},
+        {name: (source.rows, source.skip_counts) for name, source in state.sources.items()},
     )
 
 

@@ -94,7 +94,7 @@ def test_a_folder_of_everything(corpus, tmp_path, name, caplog, monkeypatch):
     if not name:
         assert found == expected
     assert documents.text_bytes == sum(len(text.encode()) for text in expected)
-    assert not documents.skipped
+    assert not documents.skip_counts
     assert "ignoring 5 files without documents (" in caplog.text
     assert "README.md" in caplog.text
     assert f"go to {tmp_path}, about" in caplog.text

@@ -60,7 +60,7 @@ def test_bad_documents_are_skipped_and_counted(tmp_path, caplog, monkeypatch):
     for cache in (None, "again"):
         documents = LocalDocuments(str(tmp_path / "data"), "key", on_bad_document="skip")
         assert read(documents) == good, cache
-        assert documents.skipped == Counter(BAD_LINES.values())
+        assert documents.skip_counts == Counter(BAD_LINES.values())
     assert "skipping 9 bad documents" in caplog.text
     assert "0.jsonl: line 3: column 'text' is null" in caplog.text
     with pytest.raises(
@@ -97,7 +97,7 @@ def test_bad_rows_entries_and_texts(tmp_path):
         "not a string": 3,
         "damaged compression": 1,
     }
-    assert documents.skipped == kinds
+    assert documents.skip_counts == kinds
     for name, place in {
         "0.parquet": "row 2: column 'text' is null",
         "1.json": "entry 2: half a surrogate pair",
@@ -144,7 +144,7 @@ def test_the_same_documents_are_skipped_in_every_layout(tmp_path, kind, degree):
     later = take(resumed, 3)
     assert all(torch.equal(later[i][0], whole[5 + i][0]) for i in range(3))
     assert later[-1][2] == whole[-1][2]
-    assert resumed.skipped(later[-1][2]) == (
+    assert resumed.skip_counts(later[-1][2]) == (
         Counter(BAD_LINES.values()) if kind == "files" else stream_tally(later)
     )
 

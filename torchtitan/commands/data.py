@@ -22,7 +22,7 @@ from torchtitan.config.load.command_line import split_args
 from torchtitan.config.registry import tokenizers
 from torchtitan.data.encode.tokenizer import PLAIN, UNPREDICTED, Tokenizer, build_tokenizer
 from torchtitan.data.order.rows import Row
-from torchtitan.data.read.documents import counted
+from torchtitan.data.read.documents import show_bad_documents
 from torchtitan.data.spec import data_spec
 from torchtitan.utils.argument_types import command_parser, count
 from torchtitan.utils.assets import shipped_configs
@@ -85,8 +85,8 @@ def main(argv: list[str]) -> int:
             {name: source.in_words() for name, source in loader.sources.items()}, rows, tokenizer
         )
     )
-    if skipped := loader.skipped(reader.position()):
-        print(f"Skipped: {counted(skipped)}")
+    if skipped := loader.skip_counts(reader.position()):
+        print(f"Skipped: {show_bad_documents(skipped)}")
     for index, (name, row) in enumerate(rows[: options.rows], 1):
         print(f"\nRow {index}, of {name}: {plural(len(row) - 1, 'token')} after the first")
         for span in _spans(row, tokenizer.eos_id):

@@ -25,7 +25,7 @@ from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.order.packing import PackingStats
 from torchtitan.data.read.corpus import Corpus
-from torchtitan.data.read.documents import counted
+from torchtitan.data.read.documents import show_bad_documents
 from torchtitan.data.read.files import REPORT
 from torchtitan.data.tokens.encoding import Encoder
 from torchtitan.data.tokens.tokenizing import HeldOutSplit, Output, is_done, split_alone, tokenize
@@ -286,7 +286,8 @@ def _print_report(options: argparse.Namespace, report: dict[str, Any]) -> None:
             else "no documents"
         )
         raise UserError(
-            f"--input: {', '.join(options.input)} holds no text: {text}; {counted(skipped)} skipped"
+            f"--input: {', '.join(options.input)} holds no text: {text}; "
+            f"{show_bad_documents(skipped)} skipped"
         )
     print(_sizes(report, options.output))
     if "predicted" in report:
@@ -294,4 +295,4 @@ def _print_report(options: argparse.Namespace, report: dict[str, Any]) -> None:
     if "packing" in report:
         print(f"Best-fit packing: {PackingStats(**report['packing'])}")
     if skipped:
-        print(f"Skipped {counted(skipped)}; the first is {report['first_skipped'][0]}")
+        print(f"Skipped {show_bad_documents(skipped)}; the first is {report['first_skipped'][0]}")

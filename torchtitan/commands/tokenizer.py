@@ -23,7 +23,7 @@ from torchtitan.data.encode.tokenizer_training import (
     train_tokenizer,
 )
 from torchtitan.data.read.corpus import Corpus
-from torchtitan.data.read.documents import counted
+from torchtitan.data.read.documents import show_bad_documents
 from torchtitan.utils.argument_types import command_parser, count, share, size
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.meter import Meter
@@ -201,8 +201,8 @@ def _report(options: argparse.Namespace, corpus: Corpus, trained: TokenizerSumma
             f"Trained on {plural(trained.sampled_documents, 'document')} of them, "
             f"{trained.sampled_bytes:,} bytes, chosen by hash with --seed {options.seed}"
         )
-    if corpus.skipped:
-        print(f"Skipped {counted(corpus.skipped)}")
+    if corpus.skip_counts:
+        print(f"Skipped {show_bad_documents(corpus.skip_counts)}")
     print(f"{trained.vocab_size:,} entries in {options.output}")
     if options.characters and not options.end_of_text and trained.documents > 1:
         print("No token ends a document: each follows the one before. --end-of-text adds one")

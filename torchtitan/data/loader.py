@@ -224,7 +224,7 @@ class StepLoader:
         if removed := sorted(saved - now):
             logger.info(f"{key}: no longer {', '.join(removed)}; their positions are kept")
 
-    def skipped(self, position: DataPosition) -> Counter[str]:
+    def skip_counts(self, position: DataPosition) -> Counter[str]:
         """Numbers of bad documents that were left out, by kind.
 
         Args:
@@ -233,9 +233,9 @@ class StepLoader:
         counts = Counter[str]()
         for name, source in self.sources.items():
             if isinstance(source, DocumentSource):
-                counts += source.documents.skipped
+                counts += source.documents.skip_counts
             elif name in position.sources:
-                counts += position.sources[name].skipped
+                counts += position.sources[name].skip_counts
         return counts
 
     def __iter__(self) -> Iterator[StepBatch]:

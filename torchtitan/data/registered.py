@@ -44,7 +44,7 @@ class RegisteredDocuments:
         self.documents = documents
         self.key = key
         self.chat = chat
-        self.skipped: Counter[str] = Counter()
+        self.skip_counts: Counter[str] = Counter()
         needed = ("__len__", "__getitem__", "fingerprint")
         if lacks := [name for name in needed if not hasattr(documents, name)]:
             raise UserError(

@@ -15,8 +15,7 @@ from torchtitan.config.sections.schema import Config
 from torchtitan.config.sections.training import Training, Validation
 from torchtitan.data.encode.chat import Chat
 from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer
-from torchtitan.data.read.files import path_problem
-from torchtitan.data.read.matching import TooManyFilesError, matching_files
+from torchtitan.data.read.files import TooManyFilesError, matching_files, path_problem
 from torchtitan.data.tokens.token_files import describe
 from torchtitan.models import ModelSpec
 from torchtitan.parallel.pipeline.schedules import schedule_file
@@ -194,7 +193,7 @@ def _path_problem(path: str) -> str | None:
     if os.path.exists(path):
         return path_problem(path)
     try:
-        if next(matching_files(path, SEARCHED_AT_CHECK, skipped=[]), None) is None:
+        if next(matching_files(path, SEARCHED_AT_CHECK, loops=[]), None) is None:
             return f"no file matches {path!r} (relative to {Path.cwd()})"
     except TooManyFilesError as error:
         return f"{error} and finds no file; name a folder closer to the files"

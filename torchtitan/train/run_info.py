@@ -15,7 +15,7 @@ from torchtitan.config.load.render import to_toml
 from torchtitan.config.sections.parallelism import Parallelism
 from torchtitan.config.sections.schema import Config
 from torchtitan.data.loader import StepLoader
-from torchtitan.data.read.documents import counted
+from torchtitan.data.read.documents import show_bad_documents
 from torchtitan.data.read.positions import DataFingerprint, DataPosition, merge_positions
 from torchtitan.parallel import agree
 from torchtitan.telemetry.run_record import git_revision
@@ -90,9 +90,9 @@ def skipped_documents(loader: StepLoader, position: DataPosition | None) -> dict
             None before the first step.
     """
     positions = agree.from_all(position or loader.start)
-    skipped = loader.skipped(merge_positions(positions))
+    skipped = loader.skip_counts(merge_positions(positions))
     if dist.get_rank() == 0:
-        logger.info(f"Left out {counted(skipped)}")
+        logger.info(f"Left out {show_bad_documents(skipped)}")
     return dict(skipped.most_common())
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchtitan.data.encode.base import pieces
 from torchtitan.data.encode.tiktoken_files import LLAMA3_PATTERN, QWEN2_PATTERN
 from torchtitan.data.read.corpus import Corpus, uniform
-from torchtitan.data.read.documents import counted
+from torchtitan.data.read.documents import show_bad_documents
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_all
 
@@ -225,7 +225,8 @@ def _check_has_text(corpus: Corpus, trained: TokenizerSummary) -> None:
             else "no documents"
         )
         raise UserError(
-            f"{corpus.key}: {names} holds no text: {what}; {counted(corpus.skipped)} skipped"
+            f"{corpus.key}: {names} holds no text: {what}; "
+            f"{show_bad_documents(corpus.skip_counts)} skipped"
         )
     if not trained.sampled_bytes:
         raise UserError(

@@ -16,8 +16,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field, TypeAdapter
 
-from torchtitan.data.read.files import FORMATS
-from torchtitan.data.read.matching import fixed_folder
+from torchtitan.data.read.files import FORMATS, fixed_folder
 from torchtitan.data.read.opening import COMPRESSED, FileStamp, open_data, sample_hash
 from torchtitan.utils.formats import Count
 from torchtitan.utils.wording import listed, plural, printable
@@ -26,7 +25,7 @@ CONTENTS = "data_files.json"
 """Name of the file in a checkpoint."""
 _READERS = 8
 """Files that are sampled at a time: over a network, each block takes a round trip."""
-_SHOWN = 6
+_MAX_CHANGES = 6
 """Number of changes that a message names."""
 
 Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{0,64}$")]
@@ -40,13 +39,14 @@ class DataFile(NamedTuple):
     size: Count
     sample: Hash
     """`opening.sample_hash` of the contents."""
-    whole: Hash = ""
+    full_hash: Hash = ""
     """Hash of all contents, if `torchtitan tokenize` recorded it."""
 
     def same_as(self, other: "DataFile") -> bool:
-        """Whether the other file has the same kind and, by the known hashes, contents."""
-        known = self.whole == other.whole or not (self.whole and other.whole)
-        same = known and self.size == other.size and self.sample == other.sample
+        """Whether the other file has the same kind and, by the hashes that both have, contents."""
+        comparable = self.full_hash and other.full_hash
+        same = (self.size, self.sample) == (other.size, other.sample)
+        same = same and (not comparable or self.full_hash == other.full_hash)
         return same and (self.name == other.name or _kind(self.name) == _kind(other.name))
 
 
@@ -66,7 +66,9 @@ class Contents:
         """
         digest = hashlib.blake2b(digest_size=8)
         for file in files:
-            digest.update(f"{_kind(file.name)} {file.size} {file.sample} {file.whole}\n".encode())
+            digest.update(
+                f"{_kind(file.name)} {file.size} {file.sample} {file.full_hash}\n".encode()
+            )
         words = f"{plural(len(files), 'file')} with hash {digest.hexdigest()}"
         return cls(f"{words}; {reading}" if reading else words, files)
 
@@ -81,7 +83,7 @@ def _kind(name: str) -> str:
     return kind
 
 
-def data_file(path: str, base: str, size: int, sample: str, whole: str = "") -> DataFile:
+def data_file(path: str, base: str, size: int, sample: str, full_hash: str = "") -> DataFile:
     """
     Args:
         path: absolute.
@@ -90,17 +92,17 @@ def data_file(path: str, base: str, size: int, sample: str, whole: str = "") -> 
     name = path.removeprefix(f"{base.rstrip('/')}/")
     if not name.isascii():
         name = os.fsencode(name).decode("utf-8", "backslashreplace")
-    return DataFile(name, size, sample, whole)
+    return DataFile(name, size, sample, full_hash)
 
 
 def sampled(
-    stamps: Sequence[FileStamp], base: str | Path, wholes: Sequence[str] = ()
+    stamps: Sequence[FileStamp], base: str | Path, full_hashes: Sequence[str] = ()
 ) -> list[DataFile]:
     """Sample files.
 
     Args:
         base: the folder that their names are relative to.
-        wholes: hashes of all their contents, if known.
+        full_hashes: hashes of all their contents, if there are any.
     """
     folder = os.path.abspath(base)
 
@@ -110,10 +112,10 @@ def sampled(
 
     with ThreadPoolExecutor(_READERS) as pool:
         samples = list(pool.map(hash_of, stamps))
-    known = wholes or [""] * len(stamps)
+    hashes = full_hashes or [""] * len(stamps)
     return [
-        data_file(s.path, folder, s.size, hash, whole=whole)
-        for s, hash, whole in zip(stamps, samples, known, strict=True)
+        data_file(s.path, folder, s.size, hash, full_hash=full_hash)
+        for s, hash, full_hash in zip(stamps, samples, hashes, strict=True)
     ]
 
 
@@ -126,26 +128,26 @@ def base_folder(path: str | Sequence[str]) -> str:
 
 
 def changes(old: Sequence[DataFile], new: Sequence[DataFile]) -> list[str]:
-    """The changes of files in words; none if the same contents are read in the same order."""
+    """The changes of files in words; empty if the same contents are read in the same order."""
     if len(old) == len(new) and all(map(DataFile.same_as, old, new)):
         return []
     before = {file.name: file for file in old}
     now = {file.name: file for file in new}
     names = {(file.size, file.sample): file.name for file in old}
     differences = [_change(before[name], now[name], names) for name in before.keys() & now.keys()]
-    gone = {file.name for file in old} - now.keys()
+    old_names = {file.name for file in old} - now.keys()
     for file in new:
         if file.name not in before:
             name = names.get((file.size, file.sample))
-            if name in gone:
-                gone.remove(name)
+            if name in old_names:
+                old_names.remove(name)
                 differences.append(
                     f"{name} is now called {file.name}, and files are read in the order "
                     "of their names"
                 )
             else:
                 differences.append(f"{file.name} is new")
-    differences += [f"{name} is missing" for name in gone]
+    differences += [f"{name} is missing" for name in old_names]
     differences = sorted(words for words in differences if words) or [
         "the files are in another order"
     ]
@@ -166,11 +168,11 @@ def _change(before: DataFile, now: DataFile, names: Mapping[tuple[int, str], str
 def in_words(differences: Sequence[str]) -> str:
     """Changes in one line."""
     more = (
-        f", and {plural(len(differences) - _SHOWN, 'other change')}"
-        if len(differences) > _SHOWN
+        f", and {plural(len(differences) - _MAX_CHANGES, 'other change')}"
+        if len(differences) > _MAX_CHANGES
         else ""
     )
-    return listed(differences[:_SHOWN]) + more
+    return listed(differences[:_MAX_CHANGES]) + more
 
 
 FileLists = Mapping[str, Mapping[str, Sequence[DataFile]]]
@@ -191,7 +193,7 @@ def render_lists(lists: FileLists) -> bytes:
 
 
 def _short(file: DataFile) -> Iterable[object]:
-    return file if file.whole else file[:3]
+    return file if file.full_hash else file[:3]
 
 
 def parse_lists(content: bytes) -> FileLists:

@@ -1,4 +1,4 @@
-"""The documents of files or of the demo text one after another, without an index or a copy.
+"""The documents of files or of the demo text, one after another, without an index or a copy.
 
 For commands that read a corpus once: `torchtitan tokenize` and `torchtitan tokenizer`. Imports no
 torch.
@@ -53,7 +53,7 @@ class Corpus:
             key: the option of `paths`, for errors.
             column: column or JSON key of the text.
             chat: reads the column as conversations; used by `texts`.
-            stop: whether a bad document is an error, or left out.
+            stop: raise an error for a bad document instead of skipping it.
 
         Raises:
             UserError: there are no files, or one can't be read.
@@ -63,8 +63,8 @@ class Corpus:
         self.column = column
         self.chat = chat
         self.stop = stop
-        self.skipped = Counter[str]()
-        """Numbers of documents that `texts` left out, by kind."""
+        self.skip_counts = Counter[str]()
+        """Numbers of documents that `texts` skipped, by kind."""
         self.stamps: list[FileStamp] = []
         self.ignored = Ignored()
         self._demo: DemoDocuments | None = None
@@ -91,7 +91,7 @@ class Corpus:
         return Contents.of(sampled(self.stamps, base_folder(self.paths)), reading).fingerprint
 
     def sources(self) -> str:
-        """What is read, in words."""
+        """The sources in words."""
         if self._demo is not None:
             return "the demo text"
         return plural(len(self.stamps), "file") + self.ignored.in_words()
@@ -133,7 +133,7 @@ class Corpus:
             except BadDocument as error:
                 if self.stop:
                     raise bad_document(self.key, f"{item.location}: {error}") from None
-                self.skipped[error.kind] += 1
+                self.skip_counts[error.kind] += 1
             except DataError as error:
                 raise UserError(f"{self.key}: {error}") from None
             else:
@@ -146,7 +146,7 @@ def bad_document(key: str, problem: str) -> UserError:
 
 
 def hash_text(text: str) -> tuple[int, int]:
-    """A 64-bit hash of a text, the same wherever and how often it occurs, and its size in bytes."""
+    """A 64-bit hash of a text, wherever it occurs, and its size in bytes."""
     content = text.encode()
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(digest, "little"), len(content)

@@ -4,7 +4,7 @@ import io
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torchtitan.data.read.contents import Contents, base_folder, data_file, sampled
 from torchtitan.data.read.files import find_text_files
 from torchtitan.data.read.index import RANGE_BYTES, FileIndex, find_documents, new_index
-from torchtitan.data.read.index_cache import IndexCache, chosen_cache
+from torchtitan.data.read.index_cache import IndexCache, cache_path
 from torchtitan.data.read.opening import (
     BadDocument,
     DataError,
@@ -41,15 +41,15 @@ _NOT_DEMO = {
     "turtledemo",
     "__pycache__",
 }
-_HELD_OUT_EVERY = 20
+_VALIDATION_STRIDE = 20
 
 
 class Documents(Protocol):
     """A fixed collection of texts."""
 
     contents: Contents
-    skipped: Counter[str]
-    """Numbers of documents left out, by kind."""
+    skip_counts: Counter[str]
+    """Numbers of bad documents, by kind."""
 
     @property
     def text_bytes(self) -> int | None:
@@ -74,14 +74,14 @@ class DemoDocuments:
             subfolders[:] = sorted(set(libraries) - _NOT_DEMO)
             files += [Path(folder, name) for name in names if name.endswith(".py")]
         files.sort(key=lambda path: path.relative_to(root).as_posix())
-        held_out = files[::_HELD_OUT_EVERY]
+        validation_files = files[::_VALIDATION_STRIDE]
         if not validation:
-            del files[::_HELD_OUT_EVERY]
-        self.files = held_out if validation else files
+            del files[::_VALIDATION_STRIDE]
+        self.files = validation_files if validation else files
         stamps = [FileStamp.of(file) for file in self.files]
         self.contents = Contents.of(sampled(stamps, root))
         self.text_bytes = sum(stamp.size for stamp in stamps)
-        self.skipped: Counter[str] = Counter()
+        self.skip_counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self.files)
@@ -94,7 +94,7 @@ class DemoDocuments:
 class LocalDocuments:
     """Files of the formats in `files.FORMATS`: a document per JSON line, array entry, row or text.
 
-    They are indexed once, in the cache folder; without one, at every start.
+    They are indexed once, in the cache folder, or else at every start.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class LocalDocuments:
         """
         Args:
             key: the configuration key of `path`, for errors.
-            cache_folder: None is the default folder, "none" is no cache.
+            cache_folder: None for the default folder, "none" for no cache.
             chat: the column holds conversations.
         """
         files = find_text_files(path, key)
@@ -121,7 +121,7 @@ class LocalDocuments:
         self._chat = chat
         self._folder: Path | None = None
         if cache_folder != "none":
-            self._folder = chosen_cache(cache_folder, cache_key)
+            self._folder = cache_path(cache_folder, cache_key)
         self._ranges = list[NDArray[np.int64]]()
         """`[documents, 2]` for each file, without a cache folder."""
         try:
@@ -131,31 +131,34 @@ class LocalDocuments:
             else:
                 cache = IndexCache(self._folder, cache_key, chat)
                 self.indexes = cache.open(stamps, text_column, stop)
-            self._stop_at_bad(stop)
+            if stop and (location := next(self._bad_places(), None)):
+                raise DataError(f"{location}{SKIP_ADVICE}")
         except DataError as error:
             raise UserError(f"{key}: {error}") from None
         self._ends = np.cumsum([index.documents for index in self.indexes], dtype=np.int64)
         self.text_bytes = sum(index.text_bytes for index in self.indexes)
-        self.skipped = Counter[str]()
+        self.skip_counts = Counter[str]()
         for index in self.indexes:
-            self.skipped.update(index.bad)
+            self.skip_counts.update(index.bad)
         reading = ""
-        if text_column != "text" or self.skipped:
-            reading = f"{text_column}: {sorted(self.skipped.items())}"
+        if text_column != "text" or self.skip_counts:
+            reading = f"{text_column}: {sorted(self.skip_counts.items())}"
         if chat is not None:
             reading += f" chat template {chat.fingerprint}"
         base = base_folder(path)
-        hashed = [data_file(entry.path, base, entry.size, entry.sample) for entry in self.indexes]
-        self.contents = Contents.of(hashed, reading)
-        if self.skipped:
-            first = next(index for index in self.indexes if index.places)
-            where = f"{record_location(Path(first.path), first.places[0][0])}: {first.places[0][1]}"
-            logger.warning(f"{key}: skipping {counted(self.skipped)}; the first is {where}")
+        data_files = [
+            data_file(entry.path, base, entry.size, entry.sample) for entry in self.indexes
+        ]
+        self.contents = Contents.of(data_files, reading)
+        if self.skip_counts:
+            where = next(self._bad_places())
+            logger.warning(
+                f"{key}: skipping {show_bad_documents(self.skip_counts)}; the first is {where}"
+            )
 
     def _index_in_memory(
         self, stamps: Sequence[FileStamp], stop: bool, cache_key: str
     ) -> list[FileIndex]:
-        """Index files in memory."""
         logger.info(
             f"Finding the documents of {plural(len(stamps), 'file')}, without a cache folder"
         )
@@ -174,13 +177,11 @@ class LocalDocuments:
         self._ranges = [find_documents(index, stop, chat=self._chat) for index in indexes]
         return indexes
 
-    def _stop_at_bad(self, stop: bool) -> None:
+    def _bad_places(self) -> Iterator[str]:
+        """Location and problem of each file's first bad document."""
         for index in self.indexes:
-            if stop and index.places:
-                number, problem = index.places[0]
-                raise DataError(
-                    f"{record_location(Path(index.path), number)}: {problem}{SKIP_ADVICE}"
-                )
+            for number, problem in index.places[:1]:
+                yield f"{record_location(Path(index.path), number)}: {problem}"
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -215,7 +216,7 @@ class LocalDocuments:
         return index.cache_files(self._folder)
 
 
-def counted(kinds: Counter[str]) -> str:
+def show_bad_documents(kinds: Counter[str]) -> str:
     """`4 bad documents (3 null text, 1 not UTF-8)`."""
     of_kinds = ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
     return plural(kinds.total(), "bad document") + (f" ({of_kinds})" if of_kinds else "")
@@ -267,8 +268,9 @@ def check_has_text(documents: Documents, key: str, name: str) -> None:
         and end-of-text.
     """
     if len(documents) == 0:
-        skipped = f" but {counted(documents.skipped)}" if documents.skipped else ""
-        raise UserError(f"{key}: {name} holds no documents{skipped}")
+        counts = documents.skip_counts
+        but = f" but {show_bad_documents(counts)}" if counts else ""
+        raise UserError(f"{key}: {name} holds no documents{but}")
     if documents.text_bytes == 0:
         raise UserError(
             f"{key}: {name} holds no text: all its documents are empty ({len(documents):,} of them)"

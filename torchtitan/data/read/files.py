@@ -1,20 +1,18 @@
-"""The files that a path names, and what each of them is: `scan`, and filters of it."""
+"""The files that a path names, each once and with its role: `scan`, and filters of it."""
 
+import glob
+import heapq
+import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from torchtitan.data.read.matching import (
-    TooManyFilesError,
-    fixed_folder,
-    matching_files,
-    without_aliases,
-)
 from torchtitan.data.read.opening import COMPRESSED, DataError
+from torchtitan.data.read.output_folders import OutputFolders
 from torchtitan.data.read.saved_sets import (
     SPLITS_FILE,
     STATE_FILE,
@@ -22,15 +20,14 @@ from torchtitan.data.read.saved_sets import (
     saved_splits,
     without_leftovers,
 )
-from torchtitan.data.read.written_folders import WrittenFolders
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.limits import SEARCHED_FILES
 from torchtitan.utils.logging import logger
 from torchtitan.utils.wording import listed, plural, printable
 
 Role = Literal["documents", "tokens", "description", "written", "foreign"]
-"""What a file is by its name and its neighbors: a description holds no documents, and neither does
-what runs and tools wrote.
+"""The role of a file, by its name and its neighbors. Descriptions hold no documents, and neither do
+files that runs and tools wrote.
 """
 Format = Literal["lines", "json", "text", "csv", "tsv", "parquet", "arrow"]
 FORMATS: dict[str, Format] = {
@@ -46,18 +43,10 @@ FORMATS: dict[str, Format] = {
     ".feather": "arrow",
 }
 """Endings of files of documents. `json` may be lines or an array."""
-_DESCRIPTION_PREFIXES = (
-    "readme",
-    "license",
-    "licence",
-    "copying",
-    "notice",
-    "changelog",
-    "citation",
-    "contributing",
-    "security",
+_DESCRIPTION_NAMES = re.compile(
+    "readme|license|licence|copying|notice|changelog|citation|contributing|security"
 )
-"""Beginnings of the names of files that describe their folder and hold no documents."""
+"""Beginnings of the names of text files that describe their folder and hold no documents."""
 REPORT = "-report.json"
 """Ending of the report that `torchtitan tokenize` writes beside token files."""
 _VALIDATION = re.compile(r"(.*[_-])?val([_-]\d+)?\.bin")
@@ -71,29 +60,24 @@ _FOREIGN = {
     "SQLite, or another database": re.compile(r".*\.(sqlite3?|db|lmdb|mdb)"),
 }
 """Names of files of formats that can't be read."""
-_NAMED = 6
+_MAX_NAMES = 6
 """Maximum number of files and folders that a message names."""
-_LISTED = 20
+_MAX_REPORT_FILES = 20
 """Maximum number of ignored files that a report names."""
 _ENDINGS = 8
 """Maximum number of endings by which ignored files are counted."""
-_DESCRIPTIONS = {
-    "dataset_infos.json",
-    "dataset_info.json",
-    "croissant.json",
-    STATE_FILE,
-    SPLITS_FILE,
-}
+_DESCRIPTIONS = {"dataset_infos.json", "dataset_info.json", "croissant.json"}
+_DESCRIPTIONS |= {STATE_FILE, SPLITS_FILE}
 
 
 @dataclass
 class Ignored:
-    """What lies in a folder, or matches a glob, and isn't read."""
+    """Files that lie in a folder, or match a glob, and aren't read."""
 
     files: list[Path] = field(default_factory=list)
     """Files of unknown format, and descriptions."""
-    written: dict[Path, str] = field(default_factory=dict)
-    """Folders of runs, checkpoints and models, or files in them; and which they are."""
+    outputs: dict[Path, str] = field(default_factory=dict)
+    """Folders of runs, checkpoints and models, or files in them, and the kind of each."""
 
     def in_words(self) -> str:
         """`; ignoring 143 files without documents (96 .gz, 47 without an ending): a.gz, ...`;
@@ -102,11 +86,11 @@ class Ignored:
         text = ""
         if self.files:
             kinds = ", ".join(f"{number:,} {ending}" for ending, number in self._endings().items())
-            names = listed(sorted({printable(file.name) for file in self.files}), _NAMED)
+            names = listed(sorted({printable(file.name) for file in self.files}), _MAX_NAMES)
             count = plural(len(self.files), "file")
             text += f"; ignoring {count} without documents ({kinds}): {names}"
-        if self.written:
-            text += f"; leaving out {written_in_words(self.written)}"
+        if self.outputs:
+            text += f"; leaving out {outputs_in_words(self.outputs)}"
         return text
 
     def as_data(self) -> dict[str, Any]:
@@ -114,8 +98,8 @@ class Ignored:
         return {
             "files": len(self.files),
             "endings": self._endings(),
-            "first": [printable(str(file)) for file in self.files[:_LISTED]],
-            "written": {printable(str(path)): kind for path, kind in self.written.items()},
+            "first": [printable(str(file)) for file in self.files[:_MAX_REPORT_FILES]],
+            "written": {printable(str(path)): kind for path, kind in self.outputs.items()},
         }
 
     def _endings(self) -> dict[str, int]:
@@ -128,9 +112,11 @@ class Ignored:
         return dict(common)
 
 
-def written_in_words(written: Mapping[Path, str]) -> str:
+def outputs_in_words(outputs: Mapping[Path, str]) -> str:
     """`outputs (run), exported (model or tokenizer)`."""
-    return listed((printable(f"{path} ({kind})") for path, kind in sorted(written.items())), _NAMED)
+    return listed(
+        (printable(f"{path} ({kind})") for path, kind in sorted(outputs.items())), _MAX_NAMES
+    )
 
 
 class Entry(NamedTuple):
@@ -147,9 +133,9 @@ class Scan:
     path: str
     entries: list[Entry]
     links: list[str]
-    """Links to what has another name."""
-    written: Mapping[Path, str]
-    """Folders or files that runs wrote, and which they are."""
+    """Links to files that have another name."""
+    outputs: Mapping[Path, str]
+    """Folders and files that runs wrote, and the kind of each."""
 
     def files(self, *roles: Role) -> list[Path]:
         """The files that have one of these roles."""
@@ -159,14 +145,14 @@ class Scan:
         if self.links:
             logger.info(
                 f"{key}: skipping {plural(len(self.links), 'link')} to what is read under another "
-                f"name: {listed(self.links, _NAMED)}"
+                f"name: {listed(self.links, _MAX_NAMES)}"
             )
-        if self.written:
-            logger.info(f"{key}: leaving out {written_in_words(self.written)}: never data")
+        if self.outputs:
+            logger.info(f"{key}: leaving out {outputs_in_words(self.outputs)}: never data")
 
     def no_data_error(self, key: str) -> UserError:
         """The error about a path that names no data."""
-        only = f"; {written_in_words(self.written)} is no data" if self.written else ""
+        only = f"; {outputs_in_words(self.outputs)} is no data" if self.outputs else ""
         return UserError(
             f"{key}: no file matches {self.path!r} (looked for {', '.join(FORMATS)} and .bin "
             f"token files){only}"
@@ -174,31 +160,31 @@ class Scan:
 
 
 def scan(path: str, key: str) -> Scan:
-    """The file that `path` names; or the files in a folder, except hidden ones; or those that a
+    """The file that `path` names, the files in a folder, except hidden ones, or the files that a
     pattern matches.
 
     Raises:
         UserError: too many files would have to be searched.
     """
-    skipped: list[str] = []
+    loops: list[str] = []
     expanded = os.path.expanduser(path)
-    matches = matching_files(expanded, SEARCHED_FILES, skipped)
+    matches = matching_files(expanded, SEARCHED_FILES, loops)
     try:
-        names, again = without_aliases(matches)
+        names, aliases = without_aliases(matches)
     except TooManyFilesError as error:
         raise UserError(f"{key}: {error}; name a folder closer to the files") from None
     files = sorted(map(Path, names))
-    links = sorted({*skipped, *again})
+    links = sorted({*loops, *aliases})
     if os.path.isfile(expanded):
         return Scan(path, _with_roles(files, files), links, {})
-    folders = WrittenFolders(Path(fixed_folder(expanded)))
-    return Scan(path, _with_roles(files, folders.without(files)), links, folders.left_out)
+    folders = OutputFolders(Path(fixed_folder(expanded)))
+    return Scan(path, _with_roles(files, folders.without(files)), links, folders.outputs)
 
 
 def _with_roles(files: Sequence[Path], unwritten: Sequence[Path]) -> list[Entry]:
-    written = set(files).difference(unwritten)
-    written |= {file.with_suffix(".json") for file in unwritten if file.suffix == ".bin"}
-    return [Entry(file, "written" if file in written else _role(file)) for file in files]
+    outputs = set(files).difference(unwritten)
+    outputs |= {file.with_suffix(".json") for file in unwritten if file.suffix == ".bin"}
+    return [Entry(file, "written" if file in outputs else _role(file)) for file in files]
 
 
 def _role(file: Path) -> Role:
@@ -209,9 +195,120 @@ def _role(file: Path) -> Role:
     return "description" if _is_description(file) else "documents"
 
 
+def fixed_folder(path: str) -> str:
+    """The folder `path`, or the part of a pattern before its first wildcard."""
+    if os.path.isdir(path):
+        return path
+    fixed = itertools.takewhile(lambda name: not glob.has_magic(name), path.split("/")[:-1])
+    return "/".join(fixed) or ("/" if path.startswith("/") else "")
+
+
+class TooManyFilesError(Exception):
+    """Too many files and folders would have to be searched."""
+
+
+def matching_files(path: str, most: int, loops: list[str]) -> Iterator[str]:
+    """The files below the folder `path`, or the files that match it as a pattern, in no order.
+
+    The rules are as in `glob.glob(path, recursive=True)`, except that `**` finds each folder once,
+    whatever links lead to it. Links that lead nowhere, pipes and devices are among the files:
+    opening them raises the error.
+
+    Args:
+        most: number of files and folders to look at.
+        loops: collects the links to folders that were searched already.
+
+    Raises:
+        TooManyFilesError: there are more.
+    """
+    budget = most
+
+    def look_at(count: int) -> None:
+        nonlocal budget
+        budget -= count
+        if budget < 0:
+            raise TooManyFilesError(f"{path!r} searches more than {most:,} files and folders")
+
+    def matching(folder: str, patterns: Sequence[str]) -> Iterator[str]:
+        pattern, *below_it = patterns
+        if pattern == "**":
+            for below, files in _folders_below(folder, loops):
+                look_at(len(files) + 1)
+                if below_it == ["*"]:
+                    yield from (os.path.join(below, name) for name in files if name[0] != ".")
+                else:
+                    yield from matching(below, below_it)
+            return
+        for name in glob.iglob(pattern, root_dir=folder or None):
+            look_at(1)
+            inner = os.path.join(folder, name)
+            is_folder = os.path.isdir(inner)
+            if below_it and is_folder:
+                yield from matching(inner, below_it)
+            elif not below_it and not is_folder:
+                yield inner
+
+    if os.path.isdir(path):
+        return matching(path, ["**", "*"])
+    patterns = [pattern for pattern in path.split("/") if pattern]
+    if not patterns:
+        return iter(())
+    if patterns[-1] == "**":
+        patterns.append("*")
+    return matching("/" if path.startswith("/") else "", patterns)
+
+
+def _folders_below(folder: str, loops: list[str]) -> Iterator[tuple[str, list[str]]]:
+    """A folder and its subfolders, except hidden ones, each once and with the names of its files.
+
+    Links come last, so that a folder is found under its own name.
+    """
+    links = [folder]
+    seen = set()
+    while links:
+        for path, folders, files in os.walk(heapq.heappop(links) or "."):
+            status = os.stat(path)
+            key = (status.st_dev, status.st_ino)
+            if key in seen and status.st_ino:  # 0: the file system doesn't number its files
+                loops.append(path)
+                folders.clear()
+                continue
+            seen.add(key)
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            for name in folders:
+                inner = os.path.join(path, name)
+                if os.path.islink(inner):
+                    heapq.heappush(links, inner)
+            yield path, files
+
+
+def without_aliases(files: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Each file under one name, and its other names, both sorted.
+
+    A file's own name precedes the names of links; hard links are files.
+    """
+    folders: dict[str, str] = {}
+    names: dict[str, str] = {}
+    aliases = []
+    for file in sorted(set(files)):
+        folder, name = os.path.split(file)
+        if folder not in folders:
+            folders[folder] = os.path.realpath(folder)
+        resolved = os.path.join(folders[folder], name)
+        target = os.path.realpath(resolved) if os.path.islink(resolved) else resolved
+        if target not in names:
+            names[target] = file
+        elif target == os.path.abspath(file):
+            aliases.append(names[target])
+            names[target] = file
+        else:
+            aliases.append(file)
+    return sorted(names.values()), sorted(aliases)
+
+
 def find_token_files(path: str, key: str) -> list[Path]:
-    """The token files that `path` names: a `.bin` file, a glob of them, or a folder that holds
-    some, at any depth.
+    """The token files that `path` names: a `.bin` file, a glob, or a folder that holds some, at any
+    depth.
 
     A Megatron pair may also be named by its `.idx` file.
 
@@ -236,11 +333,11 @@ def find_token_files(path: str, key: str) -> list[Path]:
         tokens = {
             file for file in tokens if {file.with_suffix(".json"), file.with_suffix(".idx")} & files
         }
-    tokens -= _held_out(tokens, key)
+    tokens -= _validation_files(tokens, key)
     if tokens:
         result.log(key)
-    if tokens and (beside := result.files("documents")):
-        names = listed(sorted(file.name for file in beside), 6)
+    if tokens and (texts := result.files("documents")):
+        names = listed(sorted(file.name for file in texts), 6)
         logger.warning(
             f"{key}: reading {plural(len(tokens), 'token file')} of {path}, and not what lies "
             f"beside: {names}. To read that, name it by itself, or as another source"
@@ -253,27 +350,27 @@ def is_undescribed(file: Path) -> bool:
     return not (file.with_suffix(".json").exists() or file.with_suffix(".idx").exists())
 
 
-def _held_out(tokens: Set[Path], key: str) -> set[Path]:
-    """The files that llm.c and nanoGPT name as those for validation, if others are for training."""
-    undescribed = {file for file in tokens if is_undescribed(file)}
-    held_out = {file for file in undescribed if _VALIDATION.fullmatch(file.name)}
-    if not held_out or held_out == undescribed:
+def _validation_files(tokens: Set[Path], key: str) -> set[Path]:
+    """The files that llm.c and nanoGPT name as validation sets, if others are for training."""
+    bare_files = {file for file in tokens if is_undescribed(file)}
+    validation = {file for file in bare_files if _VALIDATION.fullmatch(file.name)}
+    if not validation or validation == bare_files:
         return set()
-    names = listed(sorted(file.name for file in held_out), _NAMED)
+    names = listed(sorted(file.name for file in validation), _MAX_NAMES)
     logger.info(
         f"{key}: leaving out {names}, by name for validation; name it as validation.dataset_path"
     )
-    return held_out
+    return validation
 
 
 def find_text_files(
     path: str | Sequence[str], key: str, ignored: Ignored | None = None
 ) -> list[Path]:
-    """The files of documents that `path` names: a file, folder or glob, or several of them. Sorted
-    within each.
+    """The files of documents that `path` names: a file, folder or glob, or several; sorted within
+    each.
 
     Args:
-        ignored: collects what lies beside them.
+        ignored: collects the files beside them.
 
     Raises:
         UserError: there are none, or a file that is named by itself has an unknown format.
@@ -292,7 +389,7 @@ def find_text_files(
             except DataError as error:
                 raise UserError(f"{key}: {error}") from None
         result.log(key)
-        ignored.written |= result.written
+        ignored.outputs |= result.outputs
         if not files:
             raise result.no_data_error(key)
         if is_file and format_of(files[0]) is None:
@@ -322,13 +419,13 @@ _FORMATS_READ = (
 
 
 def path_problem(path: str) -> str | None:
-    """The problem of a file or folder that its name or descriptions show, else None."""
-    named = Path(path).expanduser()
-    if not named.is_dir():
-        is_known = format_of(named) or named.suffix in (".bin", ".idx")
-        return None if is_known else _unknown(path)
+    """A problem that the name or the descriptions of a file or folder show; None without one."""
+    target = Path(path).expanduser()
+    if not target.is_dir():
+        readable = format_of(target) or target.suffix in (".bin", ".idx")
+        return None if readable else _unknown(path)
     try:
-        files = sorted(named.iterdir())
+        files = sorted(target.iterdir())
         if foreign := _foreign(file.name for file in files):
             readable = (
                 role == "documents" or (role == "tokens" and not _foreign([file.name]))
@@ -336,8 +433,8 @@ def path_problem(path: str) -> str | None:
             )
             if not (any(readable) or any(map(Path.is_dir, files))):
                 return f"no documents in {path}{foreign}; {_FORMATS_READ}"
-        saved_splits(named)
-        saved_shards(named)
+        saved_splits(target)
+        saved_shards(target)
     except DataError as error:
         return str(error)
     except OSError as error:
@@ -350,7 +447,7 @@ def _unknown(path: str) -> str:
 
 
 def _foreign(names: Iterable[str]) -> str:
-    """`: a.tfrecord is TFRecord, which can't be read`; nothing if all formats are unknown."""
+    """`: a.tfrecord is TFRecord, which can't be read`; empty if all formats are unknown."""
     for name in sorted(names):
         for words, pattern in _FOREIGN.items():
             if pattern.fullmatch(name.lower()):
@@ -364,7 +461,8 @@ def _is_description(file: Path) -> bool:
         return True
     if name == "index.json" and any(map(_LITDATA_OR_MDS.fullmatch, os.listdir(file.parent))):
         return True
-    return FORMATS.get(file.suffix.lower()) == "text" and name.startswith(_DESCRIPTION_PREFIXES)
+    is_text = FORMATS.get(file.suffix.lower()) == "text"
+    return is_text and _DESCRIPTION_NAMES.match(name) is not None
 
 
 def format_of(file: Path) -> Format | None:

@@ -1,7 +1,7 @@
-"""The range of bytes of each sound document of a local file, to read them in any order.
+"""The byte range of each sound document of a local file, to read them in any order.
 
-A file that can't be read at any place (compressed, Parquet, Arrow, CSV, a JSON array) is copied as
-plain text at the same time. Documents that can't be decoded are left out and counted.
+A file without random access (compressed, Parquet, Arrow, CSV, a JSON array) is copied as plain text
+at the same time. Documents that can't be decoded are skipped and counted.
 """
 
 import array
@@ -36,15 +36,15 @@ from torchtitan.data.read.records import (
 )
 
 _VERSION = 3
-"""Version of the index, and of what counts as a document."""
+"""Version of the index, and of the definition of a document."""
 RANGE_BYTES = 16
 """Bytes of a document in `.ranges`."""
-_LISTED_BAD = 1000
+_MAX_BAD = 1000
 """Number of a file's bad documents that the index lists."""
 
 
 class CachedFile(BaseModel):
-    """A file of the cache: what it was when it was written."""
+    """The stamp and hash of a file of the cache when it was written."""
 
     size: int
     mtime_ns: int
@@ -87,9 +87,9 @@ class FileIndex(BaseModel):
     documents: int = 0
     text_bytes: int = 0
     bad: dict[str, int] = {}
-    """Numbers of documents left out, by kind."""
+    """Numbers of bad documents, by kind."""
     places: list[tuple[int, str]] = []
-    """Number and problem of the first documents left out."""
+    """Number and problem of the first bad documents."""
     ranges: CachedFile | None = None
     """None if they are in memory."""
     texts: CachedFile | None = None
@@ -111,7 +111,7 @@ class FileIndex(BaseModel):
 
 
 def new_index(stamp: FileStamp, column: str, chat: str = "") -> FileIndex:
-    """The index of a file whose documents haven't been looked for."""
+    """The index of a file that hasn't been read yet."""
     kind = kind_of(Path(stamp.path), stamp)
     copied = kind not in ("json", "text") or is_compressed(Path(stamp.path))
     return FileIndex(
@@ -129,8 +129,8 @@ def new_index(stamp: FileStamp, column: str, chat: str = "") -> FileIndex:
 
 def key_of(stamps: Sequence[FileStamp], column: str, chat: str = "") -> str:
     """A name that changes when the files do. It ignores the inode, see `FileStamp.hash`."""
-    named = [(stamp.path, stamp.size, stamp.mtime_ns) for stamp in stamps]
-    name = json.dumps([named, column, _VERSION, *([chat] if chat else [])])
+    files = [(stamp.path, stamp.size, stamp.mtime_ns) for stamp in stamps]
+    name = json.dumps([files, column, _VERSION, *([chat] if chat else [])])
     return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
@@ -147,12 +147,12 @@ def find_documents(
     Args:
         stop: whether a bad document is an error.
         ranges: the documents' ranges are written to it instead of returned.
-        texts: takes the copy of the texts, if one is needed.
+        texts: receives the copy of the texts, if the index needs one.
         advance: called after every document.
         chat: the documents are conversations.
 
     Returns:
-        `[documents, 2]`: the first byte and the one after the last; empty with `ranges`.
+        `[documents, 2]`: the first byte and the end; empty with `ranges`.
 
     Raises:
         BadDocument: the first bad document, if `stop`; with its file and line.
@@ -170,7 +170,7 @@ def find_documents(
             if stop:
                 problem = f"{record_location(file, record.number)}: {error}{SKIP_ADVICE}"
                 raise BadDocument(error.kind, problem) from None
-            if bad.total() < _LISTED_BAD:
+            if bad.total() < _MAX_BAD:
                 index.places.append((record.number, str(error)))
             bad[error.kind] += 1
             continue

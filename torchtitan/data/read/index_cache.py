@@ -1,12 +1,12 @@
 """The cache folder that keeps the indexes of files from run to run.
 
-    <key>.ranges        first byte of each sound document and the one after its last, two int64
-    <key>.texts         a copy of the texts, only of a file that can't be read at any place
+    <key>.ranges        first byte and end of each sound document, two int64
+    <key>.texts         a copy of the texts, only of a file without random access
     <key>.json          the `FileIndex`; written last: if it exists, the others are complete
     <key>.corpus.json   the indexes of all files of a source, to open thousands by reading one
 
 Keys are hashes of the files' paths, sizes and times and of the column. Any number of processes
-share a folder: each makes the index of a file that no other is making, and waits for the others.
+share a folder: each makes the indexes that no other process is making, and waits for the others.
 
 `<key>.json` has the size, time, inode and hash of the first two. If their time or inode differs,
 their contents are compared with the hash: all of `.ranges`, samples of `.texts`. A file is indexed
@@ -56,17 +56,17 @@ _COMPRESSION_RATIO = 4
 """Assumed compression ratio (for the disk estimate)."""
 
 
-def chosen_cache(chosen: str | None, key: str) -> Path:
-    """The folder that is named, or else `$TORCHTITAN_CACHE`, or `torchtitan` in the user's cache
-    folder.
+def cache_path(folder: str | None, key: str) -> Path:
+    """The path of the cache: `folder`, or else `$TORCHTITAN_CACHE`, or `torchtitan` in the user's
+    cache folder.
 
     Args:
-        key: the configuration key that names it.
+        key: the configuration key that names the folder.
 
     Raises:
         UserError: the user has no home.
     """
-    folder = chosen or user_cache()
+    folder = folder or user_cache()
     try:
         return Path(folder).expanduser()
     except RuntimeError as error:
@@ -92,25 +92,25 @@ class IndexCache:
         return self.folder / f"{index.key}.{ending}"
 
     def open(self, stamps: Sequence[FileStamp], column: str, stop: bool) -> list[FileIndex]:
-        """The indexes of files; the missing ones are made.
+        """The indexes of files; makes what the cache lacks.
 
         Raises:
             UserError: the folder can't be written to, or has too little space.
             DataError: a file can't be read, or has a bad document and `stop` is set.
         """
         corpus = self.folder / f"{key_of(stamps, column, self._template)}.corpus.json"
-        if (complete := self._read_corpus(corpus, stamps, column)) is not None:
-            return complete
+        if (indexes := self._read_corpus(corpus, stamps, column)) is not None:
+            return indexes
         with self._errors(stamps):
             self.folder.mkdir(parents=True, exist_ok=True)
-            new = [new_index(stamp, column, self._template) for stamp in stamps]
-            todo = {index.key: index for index in new}
-            done = {key: known for key, index in todo.items() if (known := self._read(index))}
-            if missing := [index for key, index in todo.items() if key not in done]:
-                self._warn_of_damage(missing)
-                self._announce(missing)
-                self._index_all(missing, done, stop)
-            indexes = [done[index.key] for index in new]
+            drafts = [new_index(stamp, column, self._template) for stamp in stamps]
+            by_key = {draft.key: draft for draft in drafts}
+            complete = {key: index for key, draft in by_key.items() if (index := self._read(draft))}
+            if new_indexes := [draft for key, draft in by_key.items() if key not in complete]:
+                self._warn_of_damage(new_indexes)
+                self._announce(new_indexes)
+                self._index_all(new_indexes, complete, stop)
+            indexes = [complete[draft.key] for draft in drafts]
             with _locked(corpus.with_suffix(".lock")) as ending:
                 if ending is not None:  # else another process writes the same
                     content = [index.model_dump() for index in indexes]
@@ -126,13 +126,13 @@ class IndexCache:
         except (OSError, ValueError, TypeError, RecursionError):
             return None
         by_key = {index.key: index for index in indexes}
-        known = []
+        current: list[FileIndex] = []
         for stamp in stamps:
             index = self._if_current(by_key.get(key_of([stamp], column, self._template)), stamp)
             if index is None:
                 return None
-            known.append(index)
-        return known
+            current.append(index)
+        return current
 
     def _read(self, new: FileIndex) -> FileIndex | None:
         """The index of a file, if it was made."""
@@ -145,7 +145,7 @@ class IndexCache:
         return self._if_current(index, new.stamp)
 
     def _if_current(self, index: FileIndex | None, stamp: FileStamp) -> FileIndex | None:
-        """`index`, unless it is missing, of another file, or its files have changed."""
+        """`index`; None if it is None, of another file, or its files have changed."""
         if index is None or index.ranges is None or (index.copied and index.texts is None):
             return None
         size = index.documents * RANGE_BYTES
@@ -162,29 +162,31 @@ class IndexCache:
         files = index.cache_files(self.folder).values()
         return index if all(file.is_current() for file in files) else None
 
-    def _warn_of_damage(self, missing: Sequence[FileIndex]) -> None:
-        if again := [index for index in missing if self._path(index, "json").exists()]:
+    def _warn_of_damage(self, new_indexes: Sequence[FileIndex]) -> None:
+        if again := [index for index in new_indexes if self._path(index, "json").exists()]:
             logger.warning(
                 f"{self.folder}: what was kept of {plural(len(again), 'file')} was changed or "
                 f"deleted; indexing again: {listed((index.path for index in again), 6)}"
             )
 
-    def _announce(self, missing: Sequence[FileIndex]) -> None:
-        """Log what will be written, and where.
+    def _announce(self, new_indexes: Sequence[FileIndex]) -> None:
+        """Log the size and place of the new indexes.
 
         Raises:
             UserError: the folder has too little space for it.
         """
-        copied = [index for index in missing if index.copied]
+        copied = [index for index in new_indexes if index.copied]
         texts = sum(
             index.size * (1 if index.kind == "array" else _COMPRESSION_RATIO) for index in copied
         )
-        size = texts + sum(index.size // _MEAN_DOCUMENT_BYTES * RANGE_BYTES for index in missing)
+        size = texts + sum(
+            index.size // _MEAN_DOCUMENT_BYTES * RANGE_BYTES for index in new_indexes
+        )
         free = shutil.disk_usage(self.folder).free
         what = f"a copy of the texts of {plural(len(copied), 'file')} and " if copied else ""
         logger.info(
-            f"Indexing {plural(len(missing), 'file')} "
-            f"({show_size(sum(index.size for index in missing))}) once: {what}the documents' "
+            f"Indexing {plural(len(new_indexes), 'file')} "
+            f"({show_size(sum(index.size for index in new_indexes))}) once: {what}the documents' "
             f"positions go to {self.folder}, about {show_size(size)} of {show_size(free)} free "
             f"there. Set {self.key} to use another folder"
         )
@@ -200,24 +202,24 @@ class IndexCache:
             )
 
     def _index_all(
-        self, missing: Sequence[FileIndex], done: dict[str, FileIndex], stop: bool
+        self, new_indexes: Sequence[FileIndex], complete: dict[str, FileIndex], stop: bool
     ) -> None:
-        left = list(missing)
-        while left:
-            before = len(left)
-            for index in list(left):
-                so_far = f"{len(missing) - len(left)} of {plural(len(missing), 'file')}"
-                complete = self._index(index, stop, so_far)
-                if complete is not None:
-                    done[index.key] = complete
-                    left.remove(index)
-            if len(left) == before:
-                what = f"{plural(len(left), 'file')}, such as {left[0].path}"
+        queue = list(new_indexes)
+        while queue:
+            before = len(queue)
+            for index in list(queue):
+                so_far = f"{len(new_indexes) - len(queue)} of {plural(len(new_indexes), 'file')}"
+                result = self._index(index, stop, so_far)
+                if result is not None:
+                    complete[index.key] = result
+                    queue.remove(index)
+            if len(queue) == before:
+                what = f"{plural(len(queue), 'file')}, such as {queue[0].path}"
                 self._report(f"waiting for other processes to index {what}")
                 time.sleep(_WAIT_SECONDS)
 
     def _index(self, index: FileIndex, stop: bool, so_far: str) -> FileIndex | None:
-        """Index a file; None if another process is doing it."""
+        """Index a file; None if another process is indexing it."""
         with _locked(self.folder / f"{index.key}.lock") as ending:
             if ending is None:
                 return None
@@ -244,9 +246,9 @@ class IndexCache:
                         advance=advance,
                         chat=self.chat,
                     )
-                    for written in (file, copy):
-                        written.flush()
-                        os.fsync(written.fileno())
+                    for stream in (file, copy):
+                        stream.flush()
+                        os.fsync(stream.fileno())
                 index.ranges = _finalize(ranges, self._path(index, "ranges"), full_hash)
                 if index.copied:
                     index.texts = _finalize(texts, self._path(index, "texts"), sample_hash)
@@ -264,13 +266,13 @@ class IndexCache:
 
     @contextmanager
     def _errors(self, inputs: Sequence[FileStamp]) -> Iterator[None]:
-        """Tell an error of writing the cache from one of reading the data."""
+        """Distinguish errors of writing the cache from errors of reading the data."""
         try:
             yield
         except OSError as error:
-            named = error.filename and os.path.abspath(os.fsdecode(error.filename))
-            of_input = named in {stamp.path for stamp in inputs}
-            if of_input or (named is None and error.errno not in _CANT_WRITE):
+            path = error.filename and os.path.abspath(os.fsdecode(error.filename))
+            of_input = path in {stamp.path for stamp in inputs}
+            if of_input or (path is None and error.errno not in _CANT_WRITE):
                 raise
             raise cache_error(self.key, self.folder, error.strerror) from error
 
@@ -289,7 +291,7 @@ def cache_error(key: str, folder: Path | str, problem: str | None) -> UserError:
 
 
 def _finalize(temporary: Path, path: Path, hash: Callable[[int], str]) -> CachedFile:
-    """Give a written file its final name."""
+    """Give a complete file its final name."""
     with open_data(temporary) as file:
         handle = file.fileno()
         status = os.fstat(handle)
@@ -302,7 +304,7 @@ def _finalize(temporary: Path, path: Path, hash: Callable[[int], str]) -> Cached
 
 @contextmanager
 def _locked(path: Path) -> Iterator[str | None]:
-    """Take the lock, which ends with the process.
+    """Hold the lock, which ends with the process.
 
     Yields:
         An ending for temporary files; None if another process has the lock. On a file system

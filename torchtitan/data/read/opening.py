@@ -1,8 +1,8 @@
 """Reads the bytes of data files: opens them safely, decompresses them in sequence or reads anywhere
 in them, and retries.
 
-A `FileStamp` shows whether a file is still the one that was looked at. Its hash costs little: for a
-large file, it is of samples at fixed places.
+A `FileStamp` shows whether a file has changed since it was indexed. Its hash is cheap: it covers
+samples of a large file, at fixed offsets.
 """
 
 import bz2
@@ -54,8 +54,8 @@ class BadDocument(DataError):
 
 
 def sample_hash(handle: int) -> str:
-    """A hash of the size and contents of an open file; of a large one, of 16 blocks from its
-    beginning to its end.
+    """A hash of the size and contents of an open file; for a large file, of 16 blocks between its
+    beginning and its end.
     """
     size = os.fstat(handle).st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=8)
@@ -141,7 +141,7 @@ class FileStamp:
             raise changed(self.path)
 
     def is_current(self) -> bool:
-        """Whether the file is still the same; opened only if time or inode is another."""
+        """Whether the file is unchanged; opens it only if its time or inode differs."""
         try:
             if not self.matches(os.stat(self.path)):
                 os.close(data_handle(self.path, self))
@@ -151,7 +151,7 @@ class FileStamp:
 
 
 def changed(path: str) -> DataError:
-    """The error about a file that is no longer what it was."""
+    """The error about a file that has changed since it was indexed."""
     return DataError(f"{path} has changed since the run indexed it; start the run again")
 
 
@@ -222,7 +222,7 @@ def open_plain(
 
 class _XZ(io.RawIOBase):
     """The contents of an xz file: several streams, with padding of zeros between and after them.
-    `lzma.open` calls such a file cut off, or ignores what follows the padding.
+    `lzma.open` reports such a file as cut off, or ignores the streams after the padding.
     """
 
     def __init__(self, file: IO[bytes]):
@@ -250,12 +250,12 @@ class _XZ(io.RawIOBase):
 
     def _next_stream(self) -> bool:
         """Skip padding; whether another stream follows."""
-        rest = self._decoder.unused_data.lstrip(b"\0")
-        while not rest and (block := self._file.read(_BUFFER)):
-            rest = block.lstrip(b"\0")
-        self._pending = rest
-        self._decoder = lzma.LZMADecompressor() if rest else self._decoder
-        return bool(rest)
+        data = self._decoder.unused_data.lstrip(b"\0")
+        while not data and (block := self._file.read(_BUFFER)):
+            data = block.lstrip(b"\0")
+        self._pending = data
+        self._decoder = lzma.LZMADecompressor() if data else self._decoder
+        return bool(data)
 
     def close(self) -> None:
         self._file.close()
@@ -283,7 +283,7 @@ def is_damage(error: BaseException) -> bool:
 
 
 class EndOfFileError(OSError):
-    """A file ends before what was to be read."""
+    """A file ends before the bytes to read."""
 
 
 class FilePool:
@@ -309,15 +309,15 @@ class FilePool:
             DataError: it is not a regular file, or has changed since `stamp`.
         """
         with self._lock:
-            opened = self._open.pop(path, None)
-            if opened is None:
+            entry = self._open.pop(path, None)
+            if entry is None:
                 handle = data_handle(path, stamp)
-                opened = handle, _times(handle)
+                entry = handle, _times(handle)
                 while len(self._open) >= self.most:
                     _, (oldest, _) = self._open.popitem(last=False)
                     os.close(oldest)
-            self._open[path] = opened
-            handle, before = opened
+            self._open[path] = entry
+            handle, before = entry
             chunks = []
             while size:
                 # Linux reads at most 2 GiB at once.
@@ -349,9 +349,7 @@ OSError, such as a web page in place of JSON, may be transient.
 
 @dataclass
 class Retry:
-    """Retries the reads of one data source, with growing pauses, unless its contents are at
-    fault.
-    """
+    """Retries the reads of one data source, with growing pauses, unless the data is damaged."""
 
     section: str
     """`training`, `validation`, or a table of sources below one of them."""
@@ -367,8 +365,8 @@ class Retry:
         """Return `read()`.
 
         Args:
-            what: names what is read.
-            reset: undoes what a failed attempt changed.
+            what: the part of the data to read, for messages.
+            reset: undoes the changes of a failed attempt.
 
         Raises:
             UserError: every attempt failed, or the contents can't be decoded; or `read` raised it.
@@ -416,13 +414,11 @@ def _is_transient(error: Exception) -> bool:
 
 
 def _is_of_writing(error: Exception) -> bool:
-    """Whether something couldn't be written: a library keeps what it downloads."""
+    """Whether writing failed: a library caches its downloads."""
     return isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 
 
 def first_line(error: BaseException | None) -> str:
-    """The type of an error and the first line of its message; of a `DataError` the message
-    alone.
-    """
+    """The type of an error and the first line of its message; only the message of a `DataError`."""
     text = str(error) if isinstance(error, DataError) else f"{type(error).__name__}: {error}"
     return text.splitlines()[0]

@@ -81,7 +81,7 @@ class WindowsPosition(Strict):
 
 
 class SourcePosition(Strict):
-    """How much was read from a source, and the position in its windows or in each of its lanes."""
+    """The amount read from a source, and the position in its windows or in each of its lanes."""
 
     contents: str
     """Fingerprint of the source."""
@@ -126,7 +126,7 @@ class SourcePosition(Strict):
         )
 
     @property
-    def skipped(self) -> Counter[str]:
+    def skip_counts(self) -> Counter[str]:
         """Bad documents that the lanes have skipped, by kind."""
         counts = Counter[str]()
         for lane in (self.lanes or {}).values():
@@ -151,7 +151,7 @@ class SourcePosition(Strict):
 
 
 class SharesState(Strict):
-    """How the rows since the last change of weights were divided among the sources."""
+    """The division among the sources of the rows since the last change of weights."""
 
     weights: dict[str, Annotated[int, Field(ge=1)]]
     rows: Count
@@ -231,7 +231,7 @@ def complete_state(state: DataState, positions: Sequence[DataPosition]) -> DataS
 
 
 def json_fault(value: object, depth: int = 0) -> tuple[str, str] | None:
-    """Place and description of a part of `value` that JSON would change; None if there is none."""
+    """Path and description of an element of `value` that JSON would change, or None."""
     if type(value) is dict:
         for key in value:
             if type(key) is not str:

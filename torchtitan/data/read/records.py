@@ -24,7 +24,7 @@ from torchtitan.data.read.opening import (
     is_damage,
     open_plain,
 )
-from torchtitan.data.read.tables import missing_column, parquet_rows, rows_by_datasets
+from torchtitan.data.read.tables import no_column_error, parquet_rows, rows_by_datasets
 from torchtitan.utils.files import BOM
 from torchtitan.utils.limits import RECORD_BYTES
 
@@ -98,16 +98,16 @@ def read_records(
     advance: Callable[[int], None] | None = None,
     stamp: FileStamp | None = None,
 ) -> Iterator[FileRecord]:
-    """The records of a file, blank lines left out.
+    """The records of a file, except blank lines.
 
     Args:
         advance: called with the number of bytes of every read.
-        stamp: of the file that is expected.
+        stamp: of the file when it was indexed.
 
     Raises:
         OSError: reading fails.
-        DataError: the file's structure is damaged, so that its records can't be told apart; or it
-        is not a regular file, or has changed since `stamp`.
+        DataError: the file's structure is damaged, so that its records can't be separated; or it is
+        not a regular file, or has changed since `stamp`.
     """
     kind = kind_of(file, stamp)
     if kind in ("parquet", "arrow") and is_compressed(file):
@@ -183,7 +183,7 @@ def _lines(file: IO[bytes]) -> Iterator[FileRecord]:
 
 
 def _array(file: IO[bytes]) -> Iterator[FileRecord]:
-    """The entries of a JSON array, which is held in memory as a whole.
+    """The entries of a JSON array, which is loaded whole.
 
     Raises:
         DataError: it is no JSON.
@@ -237,7 +237,7 @@ def _value(row: Any, column: str) -> Any:
             "not an object", f'must be an object with a "{column}", got {type(row).__name__}'
         )
     if column not in row:
-        raise missing_column(column, row)
+        raise no_column_error(column, row)
     if row[column] is None:
         raise BadDocument(f"null {column}", f"column {column!r} is null")
     return row[column]

@@ -1,4 +1,4 @@
-"""Folders that `save_to_disk` of the library `datasets` writes: which of their files are data.
+"""Data files in the folders that `save_to_disk` of the library `datasets` writes.
 
 `state.json` lists the Arrow files of a data set; others beside it are caches of `map` and the like.
 `dataset_dict.json` names the folders of splits that were saved together.
@@ -25,24 +25,24 @@ def without_leftovers(files: Sequence[Path], in_folder: bool, key: str) -> list[
     Raises:
         DataError: there is no such split, or a data set isn't complete.
     """
-    left_out: set[Path] = set()
+    leftovers: set[Path] = set()
     """Files, and folders of splits."""
     dictionaries = {file.parent for file in files if in_folder and file.name == SPLITS_FILE}
     for folder in sorted(dictionaries):
         if splits := saved_splits(folder):
-            left_out |= {folder / name for name in splits if name != _SPLIT}
+            leftovers |= {folder / name for name in splits if name != _SPLIT}
             logger.info(
                 f"{key}: of the saved splits, reading {folder / _SPLIT}; name another's folder "
                 "to read that"
             )
     for folder in {file.parent for file in files if file.suffix == ".arrow"}:
         if shards := saved_shards(folder):
-            left_out |= {file for file in folder.glob("*.arrow") if file.name not in shards}
-    return [file for file in files if left_out.isdisjoint([file, *file.parents])]
+            leftovers |= {file for file in folder.glob("*.arrow") if file.name not in shards}
+    return [file for file in files if leftovers.isdisjoint([file, *file.parents])]
 
 
 def saved_splits(folder: Path) -> list[str]:
-    """The splits that are saved in a folder, `train` among them; none if it holds no splits.
+    """The splits that are saved in a folder, `train` among them; empty if it holds no splits.
 
     Raises:
         DataError: `train` is not among them.
@@ -57,7 +57,7 @@ def saved_splits(folder: Path) -> list[str]:
 
 
 def saved_shards(folder: Path) -> list[str]:
-    """The names of a saved data set's files; none if the folder holds no saved data set.
+    """The names of a saved data set's files; empty if the folder holds no saved data set.
 
     Raises:
         DataError: a file is missing, or the rows are chosen by a table beside them.

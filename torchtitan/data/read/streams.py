@@ -14,7 +14,10 @@ from torchtitan.data.read.tables import import_datasets
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.logging import logger
 
-KNOWN = {"c4": ("allenai/c4", "en", "train"), "c4_validation": ("allenai/c4", "en", "validation")}
+SHORT_NAMES = {
+    "c4": ("allenai/c4", "en", "train"),
+    "c4_validation": ("allenai/c4", "en", "validation"),
+}
 
 
 class Stream(Protocol):
@@ -32,7 +35,7 @@ class Stream(Protocol):
 
 
 def open_stream(dataset: str, section: str, text_column: str = "text") -> Stream:
-    """Open a streaming dataset by a known name, or as `org/name[:config][@split]`, for its column
+    """Open a streaming dataset by a short name, or as `org/name[:config][@split]`, for its column
     `text_column`.
 
     Raises:
@@ -41,8 +44,8 @@ def open_stream(dataset: str, section: str, text_column: str = "text") -> Stream
     if problem := unknown_dataset(dataset):
         raise UserError(f"{section}.dataset: {problem}")
     datasets = import_datasets()
-    if dataset in KNOWN:
-        path, name, split = KNOWN[dataset]
+    if dataset in SHORT_NAMES:
+        path, name, split = SHORT_NAMES[dataset]
     else:
         name_and_config, _, split = dataset.partition("@")
         path, _, name = name_and_config.partition(":")
@@ -88,15 +91,15 @@ class StreamCursor:
         self.text_column = text_column
         self.chat = chat
         self.stop = on_bad_document == "stop"
-        self.skipped: Counter[str] = Counter()
-        """Bad documents passed over since the first step, by kind."""
+        self.skip_counts: Counter[str] = Counter()
+        """Bad documents skipped since the first step, by kind."""
         self.key = f"{retry.section}.dataset"
         self.epoch = 0
         self.iterator: Iterator[dict[str, Any]] | None = None
-        self.loaded: StreamPosition | None = None
+        self.target: StreamPosition | None = None
         """The position that was sought; None after the next read."""
         self.has_text = False
-        """Whether any document of this epoch has text so far; assumed after a resume within it."""
+        """Whether a document of this epoch has text so far; True after a resume within it."""
 
     @property
     def epochs(self) -> float:
@@ -108,14 +111,14 @@ class StreamCursor:
         while True:
             before = self.position()
             text = self.retry(self._location(before.stream), self._read, partial(self.seek, before))
-            self.loaded = None
+            self.target = None
             if isinstance(text, BadDocument):
-                if not self.skipped:
+                if not self.skip_counts:
                     logger.warning(
                         f"{self.key}: skipping bad documents of {self.retry.source}; the "
                         f"first is {text}"
                     )
-                self.skipped[text.kind] += 1
+                self.skip_counts[text.kind] += 1
                 continue
             self.has_text |= bool(text)
             if text is not None or not self.infinite:
@@ -153,18 +156,18 @@ class StreamCursor:
         return ", ".join(words)
 
     def position(self) -> StreamPosition:
-        if self.loaded is not None:  # the stream returns it only after the next read
-            return self.loaded
+        if self.target is not None:  # the stream returns it only after the next read
+            return self.target
         state = None
         if self.iterator is not None:
             state = self.stream.state_dict()
             check_state(state, self.key, self.retry.source)
-        return StreamPosition(epoch=self.epoch, stream=state, skipped=dict(self.skipped))
+        return StreamPosition(epoch=self.epoch, stream=state, skipped=dict(self.skip_counts))
 
     def seek(self, position: StreamPosition) -> None:
         self.epoch = position.epoch
-        self.skipped = Counter(position.skipped)
-        self.loaded = position
+        self.skip_counts = Counter(position.skipped)
+        self.target = position
         self.has_text = True
         self.stream.set_epoch(self.epoch)
         self.iterator = None

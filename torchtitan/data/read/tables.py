@@ -41,9 +41,9 @@ def parquet_rows(file: IO[bytes], column: str, advance: Callable[[int], None]) -
         table = pyarrow.parquet.ParquetFile(file, buffer_size=_BUFFER)
         metadata = table.metadata
         if _index(table.schema_arrow, column) is None:
-            yield from [missing_column(column, table.schema_arrow.names)] * metadata.num_rows
+            yield from [no_column_error(column, table.schema_arrow.names)] * metadata.num_rows
             return
-        reported = 0
+        bytes_read = 0
         for group in range(metadata.num_row_groups):
             rows = _rows_at_once(metadata.row_group(group), column)
             for batch in table.iter_batches(
@@ -53,9 +53,9 @@ def parquet_rows(file: IO[bytes], column: str, advance: Callable[[int], None]) -
                 values = _as_binary(batch.column(_index(batch.schema, column)))
                 for value in values.to_pylist():
                     yield {column: value}
-                end = max(reported, file.tell())
-                advance(end - reported)
-                reported = end
+                end = max(bytes_read, file.tell())
+                advance(end - bytes_read)
+                bytes_read = end
 
 
 def _rows_at_once(group: Any, column: str) -> int:
@@ -98,7 +98,7 @@ def _as_binary(values: Any) -> Any:
 
 @contextmanager
 def _damage_reported(what: str) -> Iterator[None]:
-    """Turn a library's errors about contents into `DataError`, but not those of the disk."""
+    """Turn a library's errors about contents into `DataError`, but no errors of the disk."""
     from pyarrow import ArrowException, ArrowMemoryError
 
     try:
@@ -140,7 +140,7 @@ def rows_by_datasets(file: Path, kind: str, column: str) -> Iterator[Any]:
         warnings.catch_warnings(),
         _damage_reported(f"{what} file"),
     ):
-        # A name of its own: the library takes names as patterns, and decompresses by endings.
+        # Under another name: the library treats names as patterns, and decompresses by endings.
         plain = Path(folder, f"data.{kind}")
         if is_compressed(file):
             with open_plain(file) as content, plain.open("wb") as copy:
@@ -156,12 +156,12 @@ def rows_by_datasets(file: Path, kind: str, column: str) -> Iterator[Any]:
             builder = Csv(cache_dir=folder, data_files=str(plain), **options)
         rows = builder.as_streaming_dataset(split="train")
         if column not in rows.features:
-            raise missing_column(column, rows.features)
+            raise no_column_error(column, rows.features)
         yield from rows.select_columns([column])
 
 
 def _all_text(file: Path, separator: str) -> dict[str, Any]:
-    """Options with which every field of a CSV file is text as it stands."""
+    """Options with which every field of a CSV file is read as unchanged text."""
     import datasets
     import pandas
 
@@ -174,7 +174,7 @@ def _all_text(file: Path, separator: str) -> dict[str, Any]:
     }
 
 
-def missing_column(column: str, names: Iterable[object]) -> BadDocument:
+def no_column_error(column: str, names: Iterable[object]) -> BadDocument:
     """The error about a document without the column of the text."""
     has = ", ".join(map(str, names)) or "none"
     advice = (

@@ -1,8 +1,8 @@
 """Folders that training and its tools write: runs, checkpoints, models. They hold no documents.
 
 A folder of data may lie beside them, or above: `dataset_path = "."` beside `outputs/`. Their JSON
-files would be read as documents, and grow while the run reads them. They are recognized by the
-names in them: by at least two that such a folder has, one of which is typical.
+files would be read as documents, and grow while the run reads them. A folder is such an output if
+it contains at least two of our file names, including a distinctive one.
 """
 
 import os
@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 class _Kind(NamedTuple):
     words: str
-    typical: re.Pattern[str]
+    distinctive: re.Pattern[str]
     names: re.Pattern[str]
-    """All names of files and folders that can hold what looks like documents."""
+    """All names of its files and folders whose contents look like documents."""
 
 
 _KINDS = (
@@ -51,45 +51,45 @@ _KINDS = (
 )
 
 
-class WrittenFolders:
-    """Leaves the files of such folders out of those below a folder that the user named."""
+class OutputFolders:
+    """Leaves the files of outputs out of the files below a folder that the user named."""
 
     def __init__(self, base: Path):
         """
         Args:
-            base: the folder, as the beginning of the files' paths. Of this one, only the files and
-                folders of a run, checkpoint or model are left out.
+            base: the folder, as the beginning of the files' paths. If it is an output itself, only
+                the names of its kind are left out.
         """
         self.base = base
-        self.left_out: dict[Path, str] = {}
-        """The folders and files left out, and which kind they are of."""
+        self.outputs: dict[Path, str] = {}
+        """The folders and files that are outputs, and their kinds."""
         self._base_kind = _kind_of(base)
-        self._known: dict[Path, tuple[Path, str] | None] = {}
+        self._output_of: dict[Path, tuple[Path, str] | None] = {}
 
     def without(self, files: Iterable[Path]) -> list[Path]:
         """The files that may be data."""
-        kept = []
+        data_files = []
         for file in files:
-            written = self._part_of_base(file) or self._around(file.parent)
-            if written is None:
-                kept.append(file)
+            output = self._output_in_base(file) or self._enclosing_output(file.parent)
+            if output is None:
+                data_files.append(file)
             else:
-                path, kind = written
-                self.left_out[path] = kind
-        return kept
+                path, kind = output
+                self.outputs[path] = kind
+        return data_files
 
-    def _around(self, folder: Path) -> tuple[Path, str] | None:
-        """The topmost written folder among this one and those above it, and its kind."""
+    def _enclosing_output(self, folder: Path) -> tuple[Path, str] | None:
+        """The topmost output among a folder and its parents, and its kind."""
         if folder in (self.base, folder.parent):
             return None
-        if folder not in self._known:
-            written = self._around(folder.parent) or self._part_of_base(folder)
-            if written is None and (kind := _kind_of(folder)):
-                written = folder, kind.words
-            self._known[folder] = written
-        return self._known[folder]
+        if folder not in self._output_of:
+            output = self._enclosing_output(folder.parent) or self._output_in_base(folder)
+            if output is None and (kind := _kind_of(folder)):
+                output = folder, kind.words
+            self._output_of[folder] = output
+        return self._output_of[folder]
 
-    def _part_of_base(self, path: Path) -> tuple[Path, str] | None:
+    def _output_in_base(self, path: Path) -> tuple[Path, str] | None:
         kind = self._base_kind
         if kind is None or path.parent != self.base or not kind.names.fullmatch(path.name):
             return None
@@ -97,13 +97,13 @@ class WrittenFolders:
 
 
 def _kind_of(folder: Path) -> _Kind | None:
-    """The kind of such a folder; None of any other."""
+    """The kind of an output; None for any other folder."""
     try:
         names = os.listdir(folder)
     except OSError:
         return None
     for kind in _KINDS:
-        fitting = [name for name in names if kind.names.fullmatch(name)]
-        if len(fitting) > 1 and any(kind.typical.fullmatch(name) for name in fitting):
+        matches = [name for name in names if kind.names.fullmatch(name)]
+        if len(matches) > 1 and any(kind.distinctive.fullmatch(name) for name in matches):
             return kind
     return None
