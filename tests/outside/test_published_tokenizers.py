@@ -121,7 +121,7 @@ def test_pieces_have_the_ids_of_the_whole_text(name, published, monkeypatch):
         whole = tokenizer.encode(text)
         with monkeypatch.context() as patch:
             patch.setattr(base, "PIECE", 300)
-            parts = list(base.pieces(text, 0, tokenizer._fits))
+            parts = list(base.pieces(text, 0, tokenizer._splits_cleanly))
             assert len(parts) > 100
             assert tokenizer.encode(text) == whole
             patch.setattr(base, "LONG", 1000)

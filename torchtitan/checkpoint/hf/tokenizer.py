@@ -110,7 +110,7 @@ def _tiktoken_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
             for head, tail in sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
         ]
     special = tokenizer.special
-    form = tokenizer.rules.normal_form
+    form = tokenizer.spec.normal_form
     flags = {
         "single_word": False,
         "lstrip": False,
@@ -126,7 +126,7 @@ def _tiktoken_json(tokenizer: TiktokenTokenizer) -> dict[str, Any]:
     }
     split = {
         "type": "Split",
-        "pattern": {"Regex": tokenizer.rules.pattern},
+        "pattern": {"Regex": tokenizer.spec.pattern},
         "behavior": "Isolated",
         "invert": False,
     }

@@ -1,4 +1,4 @@
-"""What every tokenizer does: text to ids and back, marks around documents, pieces of long texts.
+"""Every tokenizer: text to ids and back, marks around documents, pieces of long texts.
 
 Text never becomes a special token; only `bos` and `eos` add those. A text of more than 200,000
 characters is encoded in pieces, so that memory is bounded (`pieces`). Imports no torch.
@@ -21,8 +21,7 @@ from torchtitan.data.encode.special_tokens import Ends
 from torchtitan.utils.errors import UserError
 
 # Before a space that follows no blank, and between a letter or digit and a newline or a punctuation
-# mark: there words end in most tokenizers, whatever the text. Only characters that every version of
-# Unicode has.
+# mark: words end there in most tokenizers. Only characters that every version of Unicode has.
 _CUT = re.compile(
     r"(?<=\S)(?= )"
     r"|(?<=[A-Za-z0-9\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3])"
@@ -31,9 +30,9 @@ _CUT = re.compile(
 _NEAR = 256
 """Characters on either side of a cut that are encoded to see whether it changes ids."""
 _TRIES = 1000
-"""Cuts that are tried in this way for the end of a piece."""
+"""Maximum number of cuts to try for the end of a piece."""
 PIECE = 100_000
-"""Smallest number of characters of a piece; the largest is twice that."""
+"""Minimum number of characters of a piece; the maximum is twice as large."""
 LONG = 4 * 2**20
 """Documents of more characters are returned piece by piece, so that a resume can begin inside."""
 
@@ -44,29 +43,31 @@ CONTINUES = 1 << 30
 PLAIN = CONTINUES - 1
 """The bits of the id itself."""
 
-Fits = Callable[[str, str], bool]
-"""Whether the ids of two neighboring texts, one after the other, are those of both together."""
+SplitsCleanly = Callable[[str, str], bool]
+"""True if tokenizing two neighboring texts separately gives the ids of their concatenation."""
 
 
-def pieces(text: str, start: int = 0, fits: Fits = lambda left, right: True) -> Iterator[str]:
+def pieces(
+    text: str, start: int = 0, splits_cleanly: SplitsCleanly = lambda head, tail: True
+) -> Iterator[str]:
     """The pieces in which a long text is encoded, from a piece's first character on.
 
-    A text of at most `2 * PIECE` characters is one piece. Of a longer one, each piece ends at the
-    first `_CUT` after `PIECE` characters at which `fits` is true of the text around it; a run of
-    `2 * PIECE` without one is cut anyway.
+    A text of at most `2 * PIECE` characters is one piece. Pieces of a longer text end at the
+    first `_CUT` after `PIECE` characters at which the text around it splits cleanly; a run of
+    `2 * PIECE` characters without one is cut anyway.
     """
     while len(text) - start > 2 * PIECE:
-        end = _end_of_piece(text, start, fits)
+        end = _end_of_piece(text, start, splits_cleanly)
         yield text[start:end]
         start = end
     yield text[start:]
 
 
-def _end_of_piece(text: str, start: int, fits: Fits) -> int:
+def _end_of_piece(text: str, start: int, splits_cleanly: SplitsCleanly) -> int:
     cuts = _CUT.finditer(text, start + PIECE, start + 2 * PIECE)
     for cut in islice(cuts, _TRIES):
         at = cut.start()
-        if fits(text[max(start, at - _NEAR) : at], text[at : at + _NEAR]):
+        if splits_cleanly(text[max(start, at - _NEAR) : at], text[at : at + _NEAR]):
             return at
     return start + 2 * PIECE
 
@@ -93,7 +94,7 @@ class Tokenizer(ABC):
     stop_ids: tuple[int, ...] = ()
     """Tokens that end a generated text, in addition to `eos_id`."""
     notes: tuple[str, ...] = ()
-    """What to know about the tokenizer's files, for the log of a start."""
+    """Remarks about the tokenizer's files, for the log of a start."""
     path: Path | None = None
     """The tokenizer's file, if it has one."""
     chat_template: Path | None = None
@@ -113,7 +114,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def drops_space(self) -> bool:
-        """Whether each text gets a space in front, which isn't wanted again within a text."""
+        """Whether the tokenizer puts a space before each text, which pieces must not repeat."""
         try:
             apart = [*self._ids("a"), *self._ids("b")]
             return [*self._ids("a b")] == apart != [*self._ids("a"), *self._ids(" b")]
@@ -130,7 +131,7 @@ class Tokenizer(ABC):
         if bos and self.bos_id is not None:
             ids.append(self.bos_id)
         with rust_errors(self.name, "can't encode a text"):
-            for index, piece in enumerate(pieces(text, 0, self._fits)):
+            for index, piece in enumerate(pieces(text, 0, self._splits_cleanly)):
                 ids += self._ids(self._inner(piece) if index else piece)
         if eos:
             ids += self.ends
@@ -138,11 +139,11 @@ class Tokenizer(ABC):
 
     @property
     def ends(self) -> list[int]:
-        """What follows a document's text: `eos_id`, if there is one."""
+        """The ids after a document's text: `eos_id`, if there is one."""
         return [] if self.eos_id is None else [self.eos_id]
 
     def end_for(self, key: str) -> int:
-        """`eos_id`, for what `key` asks for.
+        """`eos_id`, which `key` requires.
 
         Raises:
             UserError: the tokenizer has none.
@@ -154,14 +155,14 @@ class Tokenizer(ABC):
             )
         return self.eos_id
 
-    def _fits(self, left: str, right: str) -> bool:
-        if self.drops_space and not right.startswith(" "):
+    def _splits_cleanly(self, head: str, tail: str) -> bool:
+        if self.drops_space and not tail.startswith(" "):
             return False
-        both = [*self._ids(left), *self._ids(self._inner(right))]
-        return both == list(self._ids(left + right))
+        both = [*self._ids(head), *self._ids(self._inner(tail))]
+        return both == list(self._ids(head + tail))
 
     def _inner(self, piece: str) -> str:
-        """What to encode of a piece that isn't a text's first."""
+        """The text to encode for a piece after a text's first."""
         return piece[1:] if self.drops_space and piece.startswith(" ") else piece
 
     @property
@@ -171,11 +172,11 @@ class Tokenizer(ABC):
 
     @property
     def text_size(self) -> int:
-        """Largest id that a document of text can have, plus one: what a vocabulary must hold."""
+        """Largest id that a document can have, plus one: the minimum size of a vocabulary."""
         return self.vocab_size
 
     def describe(self) -> str:
-        """How documents begin and end, for the log."""
+        """The beginning and end of documents in words, for the log."""
         end = "end with their text"
         if self.eos_id is not None:
             end = f"end with {self.decode([self.eos_id])} ({self.eos_id})"
@@ -194,8 +195,8 @@ class Tokenizer(ABC):
     def byte_lengths(self) -> NDArray[np.int32]:
         """UTF-8 bytes of text that each token stands for, `[vocab_size]`; 0 for special tokens.
 
-        For byte-level tokenizers, the sum over the ids of a text is its exact length. Those that
-        normalize text or prefix it with a space count the changed text.
+        For byte-level tokenizers, the sum over the ids of a text is its exact length. Tokenizers
+        that normalize text or prefix it with a space count the changed text.
         """
         lengths = np.zeros(self.vocab_size, np.int32)
         for token, length in self._byte_lengths().items():
@@ -203,7 +204,7 @@ class Tokenizer(ABC):
         return lengths
 
     def _byte_lengths(self) -> dict[int, int]:
-        """Bytes of each token by its id; special tokens are missing."""
+        """Bytes of each token by its id, without special tokens."""
         return self._decoded_lengths(set(range(self.vocab_size)) - {self.bos_id, self.eos_id})
 
     def _decoded_lengths(self, tokens: Collection[int]) -> dict[int, int]:
@@ -214,8 +215,8 @@ class Tokenizer(ABC):
         return {id: len(self.decode([word, id]).encode()) - before for id in tokens}
 
     def encode_document(self, text: str) -> list[int]:
-        """A document as training sees it: begin-of-text, text, end-of-text; without those that the
-        tokenizer doesn't have.
+        """A document as training sees it: begin-of-text, text and end-of-text, as far as the
+        tokenizer has them.
         """
         return self.encode(text, bos=True, eos=True)
 
@@ -231,7 +232,7 @@ class Tokenizer(ABC):
         if len(text) <= LONG:
             yield 0, np.asarray(self.encode_document(text), np.int64)
             return
-        for piece in pieces(text, start, self._fits):
+        for piece in pieces(text, start, self._splits_cleanly):
             with rust_errors(self.name, "can't encode a text"):
                 ids = self._ids(self._inner(piece) if start else piece)
             if start == 0 and self.bos_id is not None:
@@ -261,7 +262,7 @@ class Tokenizer(ABC):
 
     @property
     def files(self) -> list[Path]:
-        """The files an export needs for others to use the tokenizer."""
+        """The files that an export needs for using the tokenizer elsewhere."""
         if self.path is None:
             return []
         names = ["tokenizer_config.json", "special_tokens_map.json"]

@@ -6,15 +6,15 @@ assistant's turns.
     <|im_start|>user\\n2+2?<|im_end|>\\n<|im_start|>assistant\\n4<|im_end|>\\n
                                                               -----------
 
-Between reading and encoding a conversation is the JSON of its messages, so that whatever carries
-texts carries conversations too. The assistant's turns are what the template has between
-`{% generation %}` and `{% endgeneration %}`. In a template without these, a turn is what it adds to
-the conversation before it, rendered with the prompt for the assistant; where it writes turns
-differently once others follow, a turn is what follows the prompt's text (`turns_after_prompts`).
+Between reading and encoding, a conversation is the JSON of its messages, a text like others. The
+assistant's turns are the text between `{% generation %}` and `{% endgeneration %}` in the template.
+In a template without these, a turn is the text added to the conversation before it, rendered with
+the prompt for the assistant. If the template renders turns differently once others follow, a turn
+is the text after the prompt's text (`turns_after_prompts`).
 
-Special tokens in the template are ids of their own, and so are other added tokens that it writes.
-Their spelling in a message stays text: before rendering, a mark is put into it, which is removed
-before encoding. Only tags such as `<think>` the assistant writes itself. Imports no torch.
+Special tokens in the template are separate ids, and so are other added tokens in its source. Their
+spelling in a message stays text: before rendering, a mark is put into it, which is removed before
+encoding. Only tags such as `<think>` are tokens in the assistant's messages. Imports no torch.
 """
 
 import json
@@ -51,13 +51,13 @@ class Rendered(NamedTuple):
 
     text: str
     turns: list[tuple[int, int]]
-    """First character of each of the assistant's turns, and the one after its last."""
+    """First character and end of each of the assistant's turns."""
     spelled: set[int]
     """Characters in messages at which the spelling of a special token begins."""
 
 
 class Chat:
-    """Checks, renders and encodes conversations; to readers it is like a tokenizer."""
+    """Checks, renders and encodes conversations; readers use it like a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, key: str):
         """
@@ -79,31 +79,32 @@ class Chat:
         self.fingerprint = self.template.fingerprint
         tokens = tokenizer.backend.get_added_tokens_decoder().values()
         special = [token.content for token in tokens if token.special]
-        written = [
+        template_tokens = [
             token.content
             for token in tokens
             if _CONTROL.fullmatch(token.content) and not token.special
             if token.content in self.template.source
         ]
         self._special = any_of(special)
-        self._tokens = any_of([*special, *written])
-        self._own = any_of([*special, *(name for name in written if not _TAG.fullmatch(name))])
-        """What the assistant doesn't write as tokens."""
-        self._written = written
-        self.special = [*special, *written]
-        """Names of the tokens that the template writes, or could."""
+        self.special = [*special, *template_tokens]
+        """Names of the tokens that the template may contain."""
+        self._tokens = any_of(self.special)
+        tags = [name for name in template_tokens if _TAG.fullmatch(name)]
+        self._literal_in_assistant = any_of([name for name in self.special if name not in tags])
+        """Tokens that are plain text inside an assistant turn."""
+        self._template_tokens = template_tokens
         self._starts = {name[:size] for name in self.special for size in range(1, len(name))}
         self._longest = max(map(len, self.special), default=0)
         self._last: tuple[str, Rendered] | None = None
 
     @cached_property
     def _backend(self) -> Any:
-        """The tokenizer's library, for which no token that the template writes is in a text."""
-        if not self._written:
+        """The tokenizer's library, set to read no token of the template in a text."""
+        if not self._template_tokens:
             return self.tokenizer.backend
         content = json.loads(self.tokenizer.backend.to_str())
         for token in content["added_tokens"]:
-            token["special"] |= token["content"] in self._written
+            token["special"] |= token["content"] in self._template_tokens
         backend = type(self.tokenizer.backend).from_str(json.dumps(content))
         backend.encode_special_tokens = True
         return backend
@@ -112,8 +113,8 @@ class Chat:
     def vocabulary(self) -> int:
         """Largest id that a conversation can have, plus one."""
         tokens = self.tokenizer.backend.get_added_tokens_decoder()
-        written = [id for id, token in tokens.items() if token.content in self.template.source]
-        return max(self.tokenizer.text_size, *(id + 1 for id in written), 0)
+        ids = [id for id, token in tokens.items() if token.content in self.template.source]
+        return max(self.tokenizer.text_size, *(id + 1 for id in ids), 0)
 
     def document(self, value: Any) -> str:
         """The document of a list of messages.
@@ -145,8 +146,9 @@ class Chat:
         return len(rendered.text.encode()) - sum(len(token.encode()) for token in special)
 
     def _render(self, messages: Messages) -> Rendered:
+        literal = self._literal_in_assistant
         marked = [
-            self._marked(message, self._own if message["role"] == "assistant" else self._tokens)
+            self._marked(message, literal if message["role"] == "assistant" else self._tokens)
             for message in messages
         ]
         if self.template.marks_turns:
@@ -164,12 +166,12 @@ class Chat:
         """The text, with marks around the turns that the template doesn't mark.
 
         Raises:
-            UserError: it isn't clear what the assistant says.
+            UserError: the assistant's text is ambiguous.
         """
         whole = self.template.render(messages)
         always = self._always(messages, whole)
         chunks = []
-        done = 0
+        position = 0
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
                 before = self.template.render(messages[:i], prompt=True)
@@ -178,12 +180,12 @@ class Chat:
                 if not (whole.startswith(after) and after.startswith(before)):
                     return self._with_turns_after_prompts(messages, whole)
                 end = end_of_turn(after, self._tokens)
-                chunks += [whole[done : len(before)], START, whole[len(before) : end], END]
-                done = end
-        return "".join([*chunks, whole[done:]])
+                chunks += [whole[position : len(before)], START, whole[len(before) : end], END]
+                position = end
+        return "".join([*chunks, whole[position:]])
 
     def _always(self, messages: Messages, whole: str) -> str:
-        """The prompt for the assistant, in a template that writes it behind every conversation."""
+        """The prompt for the assistant, if the template puts it behind every conversation."""
         if self.template.render(messages, prompt=True) != whole:
             return ""
         try:
@@ -194,7 +196,7 @@ class Chat:
         return nothing if whole.endswith(nothing) else ""
 
     def _with_turns_after_prompts(self, messages: Messages, whole: str) -> str:
-        """`_with_turns` of a template that writes turns differently once others follow."""
+        """`_with_turns` of a template that renders turns differently once others follow."""
         first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
         before = self.template.render(messages[:first]) if first else ""
         prompted = self.template.render(messages[:first], prompt=True)
@@ -221,7 +223,7 @@ class Chat:
         while match := tokens.search(value, at + 1):
             at = match.start()
             starts.append(at)
-        # A beginning at the end could be completed by what the template puts behind it.
+        # The text that the template adds could complete a beginning at the end.
         for begin in range(max(len(value) - self._longest, at + 1, 0), len(value)):
             if value[begin:] in self._starts:
                 starts.append(begin)
@@ -230,9 +232,9 @@ class Chat:
         return value
 
     def encode(self, text: str) -> NDArray[np.int64]:
-        """The ids of a document as training sees it, those outside of the assistant's turns
-        flagged, as well as each end-of-text but the last. Begin-of-text and end-of-text are added
-        unless the template has them.
+        """The ids of a document as training sees it. Ids outside the assistant's turns are flagged,
+        and so is each end-of-text except the last. Begin-of-text and end-of-text are added unless
+        the template has them.
 
         Raises:
             UserError: the tokenizer fails on this text.
@@ -255,16 +257,16 @@ class Chat:
         before = [bos] if bos is not None and ids[:1] != [bos] else []
         behind = [self.end] if ids[-1:] != [self.end] else []
         predicted = np.pad(predicted, (len(before), len(behind)))
-        whole = np.asarray([*before, *ids, *behind], np.int64)
-        continues = whole == self.end
+        document = np.asarray([*before, *ids, *behind], np.int64)
+        continues = document == self.end
         continues[-1] = False
-        return flagged(flagged(whole, UNPREDICTED, ~predicted), CONTINUES, continues)
+        return flagged(flagged(document, UNPREDICTED, ~predicted), CONTINUES, continues)
 
     def _pieces(self, rendered: Rendered) -> Iterator[tuple[int, int, bool]]:
-        """Parts of a text: first and last character, and whether to read special tokens there.
+        """Pieces of a text: first character, end, and whether to read special tokens there.
 
-        A text without their spelling in messages is one part. Else it is cut at the special tokens
-        of the template.
+        A text whose messages spell no special token is one piece. Else it is cut at the special
+        tokens of the template.
         """
         begin = at = 0
         while rendered.spelled and (match := self._tokens.search(rendered.text, at)):
@@ -284,7 +286,7 @@ class Chat:
 
 
 class MessageTexts:
-    """Reads conversations without a template: what their messages say, a line each."""
+    """Reads conversations without a template: the contents of their messages, a line each."""
 
     fingerprint = ""
 
@@ -318,7 +320,7 @@ def _checked(value: Any) -> list[dict[str, Any]]:
     """A conversation, without keys that are null: columns of tables have all keys in all messages.
 
     Raises:
-        BadDocument: it is none, or has no turn of the assistant.
+        BadDocument: it is no conversation, or has no turn of the assistant.
     """
     if not isinstance(value, list) or not value:
         what = "an empty list" if value == [] else type(value).__name__
@@ -347,7 +349,7 @@ def _checked(value: Any) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any, level: int = 1) -> Any:
-    """Part of a message as JSON holds it: dates and other values that tables have become strings.
+    """Values of a message as in JSON: dates and other values of tables become strings.
 
     Raises:
         BadDocument: it is nested too deeply.

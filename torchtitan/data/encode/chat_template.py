@@ -2,8 +2,8 @@
 
 It gets what transformers gives a template: `messages`, `tools` (none), the special tokens by their
 names, `add_generation_prompt`, `raise_exception`, `tojson`, `{% generation %}`. Only the date
-differs: `strftime_now` returns the one in Llama 3's templates, because a row must not depend on the
-day on which it is read.
+differs: `strftime_now` returns the date in Llama 3's templates, because a row must not depend on
+the current day.
 """
 
 import datetime
@@ -35,9 +35,9 @@ character of a special token's spelling.
 _PADDING = {"center", "expandtabs", "ljust", "rjust", "zfill"}
 """String methods that pad to any requested length."""
 _GROWING = ("batch", "indent", "join", "replace", "slice", "tojson", "truncate", "wordwrap")
-"""Filters whose result may be longer than what they are given."""
+"""Filters whose result may be longer than their input."""
 _WIDE = re.compile(r"[0-9]{5}|\*")
-"""Widths in a format that are too large, or may be."""
+"""Widths in a format that may be too large."""
 _TODAY = datetime.date(2024, 7, 26)
 _FILE = "chat_template.jinja"
 _CONFIG = "tokenizer_config.json"
@@ -54,7 +54,7 @@ class ChatTemplate:
     ):
         """
         Args:
-            tokenizer: its file; the template is beside it, unless `file` names it.
+            tokenizer: the tokenizer's file; the template is beside it, unless `file` names it.
             special: special tokens by the names that templates use, such as `eos_token`.
             key: a configuration key, for errors.
 
@@ -69,7 +69,7 @@ class ChatTemplate:
         self.source = source
         self.special = {role: name for role, name in special.items() if name is not None}
         self.marks_turns = bool(_GENERATION.search(source))
-        """Whether it says which text is the assistant's."""
+        """Whether the template marks the assistant's text."""
         content = json.dumps([source, sorted(self.special.items())])
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
         try:
@@ -88,7 +88,7 @@ class ChatTemplate:
         """The text of messages, and with `prompt` the beginning of the assistant's turn.
 
         Raises:
-            BadDocument: the template refuses them, fails, or writes too much.
+            BadDocument: the template refuses them, fails, or renders too much.
         """
         chunks = []
         length = 0
@@ -117,7 +117,7 @@ class ChatTemplate:
 
     @property
     def not_by_prefixes(self) -> str:
-        """The error about a template whose turns can't be found from what each message adds."""
+        """The error about a template whose turns aren't the text that each message adds."""
         return (
             f"model.hf_assets_path: the chat template in {self.path} renders turns differently "
             "once others follow, or begins the assistant's turn differently in its prompt, so the "
@@ -144,17 +144,17 @@ def _find_template(tokenizer: Path, config: Mapping[str, Any], key: str) -> tupl
         path = tokenizer.with_name(_OLD_FILE)
         template = _read_json(path, key).get("chat_template")
     if isinstance(template, list):
-        named = {
+        templates = {
             entry.get("name"): entry.get("template")
             for entry in template
             if isinstance(entry, dict)
         }
-        if "default" not in named:
+        if "default" not in templates:
             raise UserError(
                 f'{key}: none of the chat templates in {path} is named "default"; there are '
-                f"{', '.join(map(str, named)) or 'none'}. Write the one to use to {file}"
+                f"{', '.join(map(str, templates)) or 'none'}. Write the one to use to {file}"
             )
-        template = named["default"]
+        template = templates["default"]
     if not isinstance(template, str):
         raise UserError(
             f"{key}: the tokenizer of model.hf_assets_path has no chat template; name a file with "
@@ -175,7 +175,7 @@ def _read_template(file: Path, key: str) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %}`: puts marks around what it encloses."""
+    """`{% generation %}`: puts marks around its contents."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -190,7 +190,7 @@ class _Generation(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Also refuses what would fill the memory; `range` has a limit already."""
+    """Also refuses operations that would fill the memory; `range` has a limit already."""
 
     intercepted_binops = frozenset(["*", "**", "%"])
 
@@ -233,7 +233,7 @@ def _extent(value: Any) -> float:
 def _check_growth(values: Sequence[Any]) -> None:
     """
     Raises:
-        SecurityError: what is made of `values` may be far longer than any conversation.
+        SecurityError: the result of `values` may be far longer than any conversation.
     """
     if _product(*values) > 10 * CONVERSATION_CHARACTERS:
         raise SecurityError("a text or a list would be too long")

@@ -1,5 +1,5 @@
-"""A Hugging Face folder's `tokenizer.json`, read by the `tokenizers` library as the files beside it
-say.
+"""A Hugging Face folder's `tokenizer.json`, read by the `tokenizers` library with the settings of
+the files beside it.
 """
 
 import json
@@ -13,8 +13,8 @@ from typing import Any
 from torchtitan.data.encode.base import Tokenizer, rust_errors
 from torchtitan.data.encode.special_tokens import (
     END_NAMES,
-    NamedTokens,
-    named_tokens,
+    FolderTokens,
+    read_folder_tokens,
     resolve_ends,
     tokens_around,
 )
@@ -39,9 +39,9 @@ class HuggingFaceTokenizer(Tokenizer):
         """
         super().__init__(path)
         self.backend, settings = open_backend(path)
-        named = named_tokens(path)
-        self.added = _add_tokens(self.backend, path, named)
-        """Entries of `tokenizer.json` for the tokens that only the files beside it list."""
+        folder_tokens = read_folder_tokens(path)
+        self.added = _add_tokens(self.backend, path, folder_tokens)
+        """Entries for the tokens that only the files beside `tokenizer.json` list."""
         # The spelling of a special token in a text stays text.
         self.backend.encode_special_tokens = True
         self.vocab_size = (
@@ -51,11 +51,11 @@ class HuggingFaceTokenizer(Tokenizer):
         added = self.backend.get_added_tokens_decoder().values()
         special = [token.content for token in added if token.special]
         around = tokens_around(json.loads(processor.__getstate__()) if processor else None, special)
-        ends = resolve_ends(path, named, around, self.backend.token_to_id, end_of_document)
+        ends = resolve_ends(path, folder_tokens, around, self.backend.token_to_id, end_of_document)
         self.set_ends(ends)
         self.names = ends.names
         """Special tokens by their roles, as the folder names them."""
-        self.notes = (*settings, *named.notes)
+        self.notes = (*settings, *folder_tokens.notes)
         if end_of_document is None:
             self.notes += tuple(self._end_of_turn(special))
 
@@ -71,7 +71,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def reading_special_tokens(self) -> Any:
-        """The library's tokenizer, for which the spelling of a special token is that token."""
+        """The library's tokenizer, set to read the spelling of a special token as that token."""
         backend = type(self.backend).from_str(self.backend.to_str())
         backend.encode_special_tokens = False
         return backend
@@ -117,7 +117,7 @@ def open_backend(path: Path) -> tuple[Any, list[str]]:
     """Open a `tokenizer.json` without the settings that make ids random or texts shorter.
 
     Returns:
-        The library's tokenizer, and what was switched off.
+        The library's tokenizer, and a note on the settings that were switched off.
 
     Raises:
         UserError: it is damaged.
@@ -147,7 +147,7 @@ def open_backend(path: Path) -> tuple[Any, list[str]]:
 
 
 def _growth(normalizer: Any) -> float:
-    """How many times as long replacements make a text at most."""
+    """The maximum factor by which replacements lengthen a text."""
 
     def factor(step: Mapping[str, Any]) -> float:
         if step.get("type") == "Sequence":
@@ -160,31 +160,31 @@ def _growth(normalizer: Any) -> float:
     return factor(json.loads(normalizer.__getstate__())) if normalizer else 1.0
 
 
-def _add_tokens(backend: Any, path: Path, named: NamedTokens) -> list[dict[str, Any]]:
-    """Add the tokens that the files beside a tokenizer list, and it lacks.
+def _add_tokens(backend: Any, path: Path, folder_tokens: FolderTokens) -> list[dict[str, Any]]:
+    """Add the tokens that the files beside a tokenizer list, and the tokenizer lacks.
 
     Returns:
-        The entries that `tokenizer.json` would have of them.
+        Their entries, as in `tokenizer.json`.
 
     Raises:
-        UserError: they can't have their ids.
+        UserError: their ids are taken.
     """
     from tokenizers import AddedToken
 
-    known = backend.get_added_tokens_decoder()
-    roles = {name for role, name in named.names.items() if name}
+    current = backend.get_added_tokens_decoder()
+    roles = {name for role, name in folder_tokens.names.items() if name}
     entries = []
-    for id, token in sorted(named.added.items()):
-        if id in known and known[id].content == token["content"]:
+    for id, token in sorted(folder_tokens.added.items()):
+        if id in current and current[id].content == token["content"]:
             continue
         fields = {"special": token["content"] in roles, "normalized": False} | token
         added = AddedToken(**fields)
         (backend.add_special_tokens if fields["special"] else backend.add_tokens)([added])
-        got = backend.token_to_id(token["content"])
-        if got != id:
+        actual_id = backend.token_to_id(token["content"])
+        if actual_id != id:
             raise UserError(
                 f"model.hf_assets_path: the files beside {path} give {token['content']!a} the id "
-                f"{id}, but its place is {got}"
+                f"{id}, but its place is {actual_id}"
             )
         flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
         entries.append({"id": id, "content": added.content} | {f: getattr(added, f) for f in flags})

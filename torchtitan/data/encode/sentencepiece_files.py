@@ -7,17 +7,22 @@ from itertools import groupby
 from pathlib import Path
 
 from torchtitan.data.encode.base import Tokenizer, rust_errors
-from torchtitan.data.encode.special_tokens import CONFIG, named_tokens, read_json, resolve_ends
+from torchtitan.data.encode.special_tokens import (
+    CONFIG,
+    read_folder_tokens,
+    read_json,
+    resolve_ends,
+)
 from torchtitan.utils.errors import UserError
 
 _CLASSES = ("Llama", "CodeLlama", "Gemma", "PreTrained")
-"""Beginnings of the classes that give a text the ids of the model; others move them."""
+"""Prefixes of the classes that keep the ids of the model; others shift them."""
 _CONVERT = (
     "Make a tokenizer.json of the folder with transformers: "
     "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 )
 _HEAD = 64
-"""Bytes that tell a protocol buffer from text."""
+"""Bytes that distinguish a protocol buffer from text."""
 
 
 def is_sentencepiece(path: Path) -> bool:
@@ -51,14 +56,16 @@ class SentencePieceTokenizer(Tokenizer):
             self.backend.LoadFromFile(str(path))
         self._check_class(read_json(path.with_name(CONFIG)))
         self.vocab_size = self.backend.vocab_size()
-        named = named_tokens(path)
-        self._check_added(named.added)
+        folder_tokens = read_folder_tokens(path)
+        self._check_added(folder_tokens.added)
         begin, end = (
             self.backend.id_to_piece(id) if id >= 0 else None
             for id in (self.backend.bos_id(), self.backend.eos_id())
         )
-        self.set_ends(resolve_ends(path, named, (begin, end), self._token_id, end_of_document))
-        self.notes = tuple(named.notes)
+        self.set_ends(
+            resolve_ends(path, folder_tokens, (begin, end), self._token_id, end_of_document)
+        )
+        self.notes = tuple(folder_tokens.notes)
 
     def _check_class(self, config: dict[str, object]) -> None:
         """
@@ -98,12 +105,12 @@ class SentencePieceTokenizer(Tokenizer):
         return self.backend.encode(list(texts), num_threads=1)
 
     def decode(self, ids: Sequence[int]) -> str:
-        parts = []
+        texts = []
         for special, group in groupby(map(int, ids), self.backend.is_control):
             tokens = list(group)
             names = "".join(map(self.backend.id_to_piece, tokens)) if special else ""
-            parts.append(names or self.backend.decode(tokens))
-        return "".join(parts)
+            texts.append(names or self.backend.decode(tokens))
+        return "".join(texts)
 
     def _byte_lengths(self) -> dict[int, int]:
         lengths = {}

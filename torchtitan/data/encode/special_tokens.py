@@ -1,9 +1,8 @@
-"""Which tokens begin and end a document: what the files of a Hugging Face folder say.
+"""The tokens that begin and end a document, from the files of a Hugging Face folder.
 
-`tokenizer_config.json` and `special_tokens_map.json` take precedence, then what the
-post-processor of `tokenizer.json` puts around a text. Only where none of them names a token, usual
-names are looked for, and only among the added special tokens: an ordinary word may be spelled like
-one.
+`tokenizer_config.json` and `special_tokens_map.json` take precedence over the post-processor of
+`tokenizer.json`. If none of them names a token, a usual name among the added special tokens is
+used, but no ordinary word: a word may be spelled like a special token.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,23 +20,23 @@ END_NAMES = ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>")
 
 
 @dataclass(frozen=True)
-class NamedTokens:
-    """What the files beside a tokenizer say about its tokens."""
+class FolderTokens:
+    """The tokens in the files beside a tokenizer."""
 
     names: dict[str, str | None]
     """Special tokens by their roles, such as `eos_token`; None: the folder has no such token."""
     added: dict[int, dict[str, Any]]
     """Added tokens by their ids: the fields of tokenizers' `AddedToken`."""
     add_bos: bool
-    """False if a text shall not begin with `bos_token`."""
+    """False if texts don't begin with `bos_token`."""
     notes: list[str] = field(default_factory=list)
 
 
-def named_tokens(tokenizer: Path) -> NamedTokens:
-    """Read what is beside a tokenizer's file.
+def read_folder_tokens(tokenizer: Path) -> FolderTokens:
+    """Read the files beside a tokenizer's file.
 
     Raises:
-        UserError: a file can't be read, or isn't what it should be.
+        UserError: a file can't be read, or is malformed.
     """
     config = read_json(tokenizer.with_name(CONFIG))
     in_config = dict(_names(config, tokenizer.with_name(CONFIG)))
@@ -49,15 +48,15 @@ def named_tokens(tokenizer: Path) -> NamedTokens:
             "must be true or false"
         )
     # as in transformers
-    config_counts = "added_tokens_decoder" in config
+    prefer_config = "added_tokens_decoder" in config
     notes = [
         f"{tokenizer.parent}: {CONFIG} says that {role} is {in_config[role]}, {MAP} {name}; the "
-        f"{'first' if config_counts else 'second'} counts, as in transformers"
+        f"{'first' if prefer_config else 'second'} takes precedence, as in transformers"
         for role, name in in_map.items()
         if role in ("bos_token", "eos_token") and in_config.get(role, name) != name
     ]
-    return NamedTokens(
-        in_map | in_config if config_counts else in_config | in_map,
+    return FolderTokens(
+        in_map | in_config if prefer_config else in_config | in_map,
         dict(_added(tokenizer, config)),
         add_bos is not False,
         notes,
@@ -80,20 +79,20 @@ class Ends:
 
 def resolve_ends(
     path: Path,
-    named: NamedTokens,
+    folder_tokens: FolderTokens,
     defaults: tuple[str | None, str | None],
     token_id: Callable[[str], int | None],
     end_of_document: str | None,
 ) -> Ends:
-    """The tokens that begin and end documents, as `model.end_of_document`, the folder, or else the
-    tokenizer's file names them.
+    """The tokens that begin and end documents, named by `model.end_of_document`, by the folder, or
+    else by the tokenizer's file.
 
     Args:
         defaults: begin-of-text and end-of-text of the tokenizer's file.
         token_id: the id of a token; None if there is no such token.
 
     Raises:
-        UserError: a token is missing, or documents have no end and no file says so.
+        UserError: a token is missing, or no file names an end and none sets it to null.
     """
 
     def id_of(role: str, name: str) -> int:
@@ -101,9 +100,9 @@ def resolve_ends(
             raise UserError(f"model.hf_assets_path: {role} is {name!a}, which {path} doesn't have")
         return id
 
-    names = dict(zip(("bos_token", "eos_token"), defaults, strict=True)) | named.names
+    names = dict(zip(("bos_token", "eos_token"), defaults, strict=True)) | folder_tokens.names
     begin, end = names["bos_token"], names["eos_token"]
-    bos = id_of("bos_token", begin) if begin and named.add_bos else None
+    bos = id_of("bos_token", begin) if begin and folder_tokens.add_bos else None
     eos: int | None = None
     stop: tuple[int, ...] = ()
     fingerprint = ""
@@ -116,7 +115,7 @@ def resolve_ends(
             fingerprint = f"-ends-{eos}"
     elif end is not None:
         eos = id_of("eos_token", end)
-    elif "eos_token" in named.names and defaults[1] is None:
+    elif "eos_token" in folder_tokens.names and defaults[1] is None:
         fingerprint = "-ends-none"
     else:
         raise UserError(
@@ -130,7 +129,7 @@ def tokens_around(
     post_processor: Mapping[str, Any] | None, special: Sequence[str]
 ) -> tuple[str | None, str | None]:
     """Begin-of-text and end-of-text of a `tokenizer.json`: the special tokens that its
-    post-processor puts before and behind a text, or else those with a usual name.
+    post-processor puts before and behind a text, or else special tokens with a usual name.
 
     Args:
         special: the added special tokens.
@@ -141,10 +140,10 @@ def tokens_around(
     steps += steps[0].get("processors", [])
     for step in steps:
         if step.get("type") == "TemplateProcessing":
-            parts = step["single"]
-            at = next((i for i, part in enumerate(parts) if "Sequence" in part), 0)
-            before += [str(part["SpecialToken"]["id"]) for part in parts[:at]]
-            behind += [str(part["SpecialToken"]["id"]) for part in parts[at + 1 :]]
+            template = step["single"]
+            at = next((i for i, element in enumerate(template) if "Sequence" in element), 0)
+            before += [str(element["SpecialToken"]["id"]) for element in template[:at]]
+            behind += [str(element["SpecialToken"]["id"]) for element in template[at + 1 :]]
         elif step.get("type") in ("BertProcessing", "RobertaProcessing"):
             before.append(str(step["cls"][0]))
             behind.append(str(step["sep"][0]))
@@ -181,13 +180,13 @@ def _names(content: Mapping[str, Any], path: Path) -> Iterator[tuple[str, str | 
 def _added(tokenizer: Path, config: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
     """The added tokens that `tokenizer_config.json` lists, or else `added_tokens.json`."""
     path = tokenizer.with_name(CONFIG)
-    listed = config.get("added_tokens_decoder")
-    if not listed:
+    table = config.get("added_tokens_decoder")
+    if not table:
         path = tokenizer.with_name("added_tokens.json")
-        listed = {id: {"content": content} for content, id in read_json(path).items()}
+        table = {id: {"content": content} for content, id in read_json(path).items()}
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     try:
-        for id, token in listed.items():
+        for id, token in table.items():
             fields = {flag: bool(token[flag]) for flag in flags if flag in token}
             yield int(id), {"content": str(token["content"]), **fields}
     except (AttributeError, KeyError, TypeError, ValueError):

@@ -1,9 +1,9 @@
 """Files of tokens and ranks, read by `tiktoken`: Llama 3's `.model`, OpenAI's and Qwen's
 `.tiktoken`, Kimi's `tiktoken.model`, and Mistral's `tekken.json`.
 
-But for the last, such a file doesn't say how text is split before merging, nor which special tokens
-follow the ranks. What the folder, the file's name and the number of ranks say chooses among the
-rules that are known here; a file of unknown rules is refused.
+Except in the last, the pattern that splits text before merging and the special tokens after the
+ranks are not in the file. The folder, the file's name and the number of ranks choose among the
+specifications here; a file that matches none is refused.
 """
 
 import base64
@@ -16,8 +16,8 @@ from typing import Any
 from torchtitan.data.encode.base import Tokenizer
 from torchtitan.data.encode.special_tokens import (
     CONFIG,
-    NamedTokens,
-    named_tokens,
+    FolderTokens,
+    read_folder_tokens,
     read_json,
     resolve_ends,
 )
@@ -35,16 +35,16 @@ LLAMA3_SPECIAL = {
     9: "<|eot_id|>",
     10: "<|python_tag|>",
 }
-"""Named special tokens by their place after the ranks; the rest of the 256 are reserved."""
+"""Special tokens by their offset after the ranks; the other 256 are reserved."""
 
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"  # noqa: E501
     r"|\s+(?!\S)|\s+"
 )
-"""How Llama 3 splits text before byte-pair merging."""
+"""Llama 3's pattern to split text before byte-pair merging."""
 
 QWEN2_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
-"""How Qwen 2 splits text: as Llama 3, with every digit by itself."""
+"""Qwen 2's pattern: as Llama 3's, with every digit by itself."""
 
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
@@ -80,37 +80,37 @@ _HARMONY = {
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What a file of ranks doesn't say."""
+class EncodingSpec:
+    """Pattern and special tokens that a file of ranks does not contain."""
 
     kind: str
     pattern: str
-    """How text is split before merging."""
+    """Splits text before merging."""
     special: Mapping[int, str]
-    """Special tokens by their place after the ranks."""
+    """Special tokens by their offset after the ranks."""
     count: int
     """Number of special tokens; the nameless ones are reserved."""
     begin: str | None
     end: str
     reserved: str = "<|reserved_special_token_{}|>"
-    """Their names, by a number."""
-    by_place: bool = False
-    """Whether the number is the id, rather than counted."""
+    """Name of a reserved token, by a number."""
+    number_is_id: bool = False
+    """Whether the number is the id, rather than an index of reserved tokens."""
     normal_form: str | None = None
     """The normal form of Unicode in which text is encoded."""
 
     def special_ids(self, ranks: int) -> dict[str, int]:
         names = dict(self.special)
-        nameless = [place for place in range(self.count) if place not in names]
-        for number, place in enumerate(nameless):
-            names[place] = self.reserved.format(ranks + place if self.by_place else number)
-        return {name: ranks + place for place, name in sorted(names.items())}
+        nameless = [offset for offset in range(self.count) if offset not in names]
+        for number, offset in enumerate(nameless):
+            names[offset] = self.reserved.format(ranks + offset if self.number_is_id else number)
+        return {name: ranks + offset for offset, name in sorted(names.items())}
 
 
-LLAMA3 = Rules(
+LLAMA3 = EncodingSpec(
     "Llama 3", LLAMA3_PATTERN, LLAMA3_SPECIAL, 256, "<|begin_of_text|>", "<|end_of_text|>"
 )
-QWEN = Rules(
+QWEN = EncodingSpec(
     "Qwen",
     QWEN2_PATTERN,
     dict(enumerate(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])),
@@ -120,7 +120,7 @@ QWEN = Rules(
     "<|extra_{}|>",
     normal_form="NFC",
 )
-KIMI = Rules(
+KIMI = EncodingSpec(
     "Kimi",
     KIMI_PATTERN,
     {0: "[BOS]", 1: "[EOS]"},
@@ -130,12 +130,12 @@ KIMI = Rules(
     "<|reserved_token_{}|>",
     True,
 )
-HARMONY = Rules(
+HARMONY = EncodingSpec(
     "gpt-oss", O200K_PATTERN, _HARMONY, 21, "<|startoftext|>", "<|return|>", "<|reserved_{}|>", True
 )
 END = "<|endoftext|>"
-O200K = Rules("GPT-4o", O200K_PATTERN, {1: END, 20: "<|endofprompt|>"}, 21, None, END)
-CL100K = Rules(
+O200K = EncodingSpec("GPT-4o", O200K_PATTERN, {1: END, 20: "<|endofprompt|>"}, 21, None, END)
+CL100K = EncodingSpec(
     "GPT-4",
     LLAMA3_PATTERN,
     {1: END, 2: "<|fim_prefix|>", 3: "<|fim_middle|>", 4: "<|fim_suffix|>", 20: "<|endofprompt|>"},
@@ -143,7 +143,7 @@ CL100K = Rules(
     None,
     END,
 )
-GPT2 = Rules("GPT-2", GPT2_PATTERN, {0: END}, 0, None, END)
+GPT2 = EncodingSpec("GPT-2", GPT2_PATTERN, {0: END}, 0, None, END)
 _BY_CLASS = {"QWenTokenizer": QWEN}
 _BY_FILE = {
     "qwen.tiktoken": QWEN,
@@ -160,7 +160,7 @@ _BY_RANKS = {
     50_256: GPT2,
 }
 _GENERAL = ("PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer", "LlamaTokenizerFast")
-"""Classes in `tokenizer_config.json` that say nothing about a file of ranks."""
+"""Classes in `tokenizer_config.json` that don't identify a file of ranks."""
 
 
 class TiktokenTokenizer(Tokenizer):
@@ -174,38 +174,35 @@ class TiktokenTokenizer(Tokenizer):
             end_of_document: the token that ends documents, instead of the folder's.
 
         Raises:
-            UserError: it is damaged, its rules aren't known, or it lacks a token.
+            UserError: it is damaged, matches no specification, or lacks a token.
         """
         import tiktoken
 
-        named = named_tokens(path)
+        folder_tokens = read_folder_tokens(path)
         if path.name == "tekken.json":
-            self.ranks, self.rules, special = _read_tekken(path)
+            self.ranks, self.spec, special = _read_tekken(path)
         else:
             self.ranks = _read_ranks(path)
-            self.rules = _find_rules(path, len(self.ranks))
-            special = _special(self.rules, len(self.ranks), named, path)
+            self.spec = _find_spec(path, len(self.ranks))
+            special = _special(self.spec, len(self.ranks), folder_tokens, path)
         super().__init__(path)
         self.backend = tiktoken.Encoding(
-            path.stem,
-            pat_str=self.rules.pattern,
-            mergeable_ranks=self.ranks,
-            special_tokens=special,
+            path.stem, pat_str=self.spec.pattern, mergeable_ranks=self.ranks, special_tokens=special
         )
         self.special = special
         self.vocab_size = self.backend.max_token_value + 1
-        if named.names.get("eos_token") is None:
-            named.names.pop("eos_token", None)
-        defaults = self.rules.begin, self.rules.end
-        self.set_ends(resolve_ends(path, named, defaults, special.get, end_of_document))
-        self.notes = (f"{path} is read by the rules of {self.rules.kind}", *named.notes)
+        if folder_tokens.names.get("eos_token") is None:
+            folder_tokens.names.pop("eos_token", None)
+        defaults = self.spec.begin, self.spec.end
+        self.set_ends(resolve_ends(path, folder_tokens, defaults, special.get, end_of_document))
+        self.notes = (f"{path} is read by the rules of {self.spec.kind}", *folder_tokens.notes)
 
     @property
     def text_size(self) -> int:
         return max(*self.ranks.values(), self.eos_id, self.bos_id or 0) + 1
 
     def _normal(self, text: str) -> str:
-        form: Any = self.rules.normal_form
+        form: Any = self.spec.normal_form
         return unicodedata.normalize(form, text) if form else text
 
     def _ids(self, text: str) -> list[int]:
@@ -222,33 +219,34 @@ class TiktokenTokenizer(Tokenizer):
         return {id: len(token) for token, id in self.ranks.items()}
 
 
-def _find_rules(path: Path, ranks: int) -> Rules:
-    """
+def _find_spec(path: Path, ranks: int) -> EncodingSpec:
+    """The specification of a file with this number of ranks.
+
     Raises:
-        UserError: they aren't known.
+        UserError: there is none.
     """
     config = read_json(path.with_name(CONFIG))
     kind = config.get("tokenizer_class")
     code = str(config.get("auto_map", ""))
-    rules: Rules | None
+    spec: EncodingSpec | None
     if kind is None or kind in _GENERAL:
         model = read_json(path.with_name("config.json")).get("model_type")
-        rules = _BY_FILE.get(path.name, _BY_RANKS.get(ranks))
+        spec = _BY_FILE.get(path.name, _BY_RANKS.get(ranks))
         if (
-            rules is None
+            spec is None
             and path.suffix == ".model"
             and model in (None, "llama")
             and ranks < 128_000
         ):
-            rules = LLAMA3  # of another size
-        if rules is O200K and model == "gpt_oss":
-            rules = HARMONY
+            spec = LLAMA3  # of another size
+        if spec is O200K and model == "gpt_oss":
+            spec = HARMONY
     elif kind == "TikTokenTokenizer" and ("kimi" in code or "moonshot" in code):
-        rules = KIMI
+        spec = KIMI
     else:
-        rules = _BY_CLASS.get(kind)
-    if rules is not None:
-        return rules
+        spec = _BY_CLASS.get(kind)
+    if spec is not None:
+        return spec
     whose = f"the class {kind}" if kind not in (None, *_GENERAL) else f"{ranks:,} ranks"
     raise UserError(
         f"model.hf_assets_path: {path} is a tiktoken file of {whose}, which doesn't say how its "
@@ -258,10 +256,12 @@ def _find_rules(path: Path, ranks: int) -> Rules:
     )
 
 
-def _special(rules: Rules, ranks: int, named: NamedTokens, path: Path) -> dict[str, int]:
-    """The special tokens: the folder's names take the places that the rules have for them."""
-    names = {id: name for name, id in rules.special_ids(ranks).items()}
-    for id, token in named.added.items():
+def _special(
+    spec: EncodingSpec, ranks: int, folder_tokens: FolderTokens, path: Path
+) -> dict[str, int]:
+    """The special tokens, with the folder's names in place of the specification's."""
+    names = {id: name for name, id in spec.special_ids(ranks).items()}
+    for id, token in folder_tokens.added.items():
         if id < ranks:
             raise UserError(
                 f"model.hf_assets_path: {path.with_name(CONFIG)} gives {token['content']!a} the id "
@@ -293,17 +293,17 @@ def _check_ranks(pairs: Sequence[tuple[bytes, int]], start: str) -> None:
         UserError: the ranks aren't 0, 1, 2 and so on, or don't encode every text.
     """
     ranks = sorted(rank for _, rank in pairs)
-    known = {token for token, _ in pairs}
-    if len(set(ranks)) < len(ranks) or len(known) < len(pairs):
+    tokens = {token for token, _ in pairs}
+    if len(set(ranks)) < len(ranks) or len(tokens) < len(pairs):
         raise UserError(f"{start}a token or a rank is there twice")
     if not ranks or ranks != list(range(len(ranks))):
         raise UserError(f"{start}ranks are missing (truncated?)")
-    if any(bytes([i]) not in known for i in range(256)):
+    if any(bytes([i]) not in tokens for i in range(256)):
         raise UserError(f"{start}it lacks tokens of single bytes, so it can't encode every text")
 
 
-def _read_tekken(path: Path) -> tuple[dict[bytes, int], Rules, dict[str, int]]:
-    """Tokens and their ids, rules and special tokens of Mistral's `tekken.json`."""
+def _read_tekken(path: Path) -> tuple[dict[bytes, int], EncodingSpec, dict[str, int]]:
+    """Tokens and their ids, specification and special tokens of Mistral's `tekken.json`."""
     content = read_json(path)
     start = f"model.hf_assets_path: {path} is not Mistral's tekken.json: "
     try:
@@ -317,11 +317,11 @@ def _read_tekken(path: Path) -> tuple[dict[bytes, int], Rules, dict[str, int]]:
         raise UserError(f"{start}{type(error).__name__}: {error}") from None
     _check_ranks(pairs, start)
     special = {names.get(id, f"<SPECIAL_{id}>"): id for id in range(first)}
-    rules = Rules("Mistral's tekken.json", pattern, {}, 0, "<s>", "</s>")
-    return {token: first + rank for token, rank in pairs}, rules, special
+    spec = EncodingSpec("Mistral's tekken.json", pattern, {}, 0, "<s>", "</s>")
+    return {token: first + rank for token, rank in pairs}, spec, special
 
 
-def _tekken_special(listed: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str]]:
+def _tekken_special(entries: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, str]]:
     yield from enumerate(("<unk>", "<s>", "</s>"))
-    for token in listed:
+    for token in entries:
         yield int(token["rank"]), str(token["token_str"])

@@ -44,7 +44,7 @@ __all__ = [
 FILES = ("tokenizer.json", "*.model", "tekken.json", "*.tiktoken", "*.model.v*")
 """Tokenizers of a folder, the first one that is there."""
 _OLD_FILES = ("vocab.json", "merges.txt", "vocab.txt")
-"""Of tokenizers that can't be read."""
+"""Files of tokenizers that can't be read."""
 
 
 def build_tokenizer(
@@ -55,11 +55,11 @@ def build_tokenizer(
 ) -> Tokenizer:
     """Open the tokenizer in a folder or its `original/`, or the file that the path names.
 
-    A token that is to begin documents and to end them only ends them.
+    A token that would both begin and end documents only ends them.
 
     Args:
         make: constructor of a registered tokenizer, called with the path.
-        end_of_document: the token that ends documents; None: the one that the folder names.
+        end_of_document: the token that ends documents; None: the folder's.
         chat_template: file of the chat template; None: the folder's.
 
     Raises:

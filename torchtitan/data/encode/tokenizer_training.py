@@ -40,8 +40,8 @@ CHAT_TEMPLATES = {
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
     )
 }
-"""Special tokens and Jinja source of each template. What `generation` encloses is to be predicted;
-transformers reads it as well.
+"""Special tokens and Jinja source of each template. Text inside `generation` is predicted, also by
+transformers.
 """
 
 
@@ -61,7 +61,7 @@ class Sample:
 
 @dataclass
 class TokenizerSummary:
-    """Counts of what a tokenizer was trained on, and its size."""
+    """Counts of the text that a tokenizer was trained on, and its size."""
 
     documents: int = 0
     """Documents of the corpus."""
@@ -69,7 +69,7 @@ class TokenizerSummary:
     sampled_documents: int = 0
     sampled_bytes: int = 0
     vocab_size: int = 0
-    """Entries; fewer than asked for if no pair was left to merge."""
+    """Entries; fewer than requested if the pairs to merge run out."""
 
 
 def train_tokenizer(
@@ -85,11 +85,11 @@ def train_tokenizer(
 ) -> TokenizerSummary:
     """Write `tokenizer.json` and `tokenizer_config.json` to the folder `output`.
 
-    The first ids are those of begin-of-text, end-of-text and `special_tokens`.
+    Begin-of-text, end-of-text and `special_tokens` have the first ids.
 
     Args:
         vocab_size: largest number of entries, special tokens included.
-        pattern: the model whose way to split text into words to use.
+        pattern: the model whose pattern splits text into words.
         special_tokens: beside `BOS` and `EOS`.
         chat_template: a name of `CHAT_TEMPLATES`, whose special tokens are added.
         sample: None trains on all documents.
@@ -115,15 +115,15 @@ def train_tokenizer(
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    trained = TokenizerSummary()
-    chosen = _sampled(corpus.texts(advance), sample, trained)
-    tokenizer.train_from_iterator((piece for text in chosen for piece in pieces(text)), trainer)
-    _check_has_text(corpus, trained)
-    trained.vocab_size = tokenizer.get_vocab_size()
+    summary = TokenizerSummary()
+    texts = _sampled(corpus.texts(advance), sample, summary)
+    tokenizer.train_from_iterator((piece for text in texts for piece in pieces(text)), trainer)
+    _check_has_text(corpus, summary)
+    summary.vocab_size = tokenizer.get_vocab_size()
     content = json.loads(tokenizer.to_str()) | {"post_processor": post_processor(BOS, 0)}
     settings: dict[str, Any] = {"chat_template": template} if template else {}
     _write(output, content, tokenizer_config(settings, BOS, EOS))
-    return trained
+    return summary
 
 
 def character_tokenizer(
@@ -135,8 +135,8 @@ def character_tokenizer(
 ) -> TokenizerSummary:
     """Write a tokenizer with an entry for each character of the corpus.
 
-    Characters are numbered from 0 in their order by code point, so the ids of a text are those of
-    nanoGPT's `prepare.py` for characters. There is no begin-of-text.
+    Characters are numbered from 0 by code point, so the ids of a text match nanoGPT's `prepare.py`
+    for characters. There is no begin-of-text.
 
     Args:
         end_of_text: add `EOS` as the last entry; else documents follow each other without a token
@@ -148,23 +148,23 @@ def character_tokenizer(
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-    trained = TokenizerSummary()
+    summary = TokenizerSummary()
     characters: set[str] = set()
-    for text in _sampled(corpus.texts(advance), None, trained):
+    for text in _sampled(corpus.texts(advance), None, summary):
         characters.update(text)
-    _check_has_text(corpus, trained)
+    _check_has_text(corpus, summary)
     tokenizer = Tokenizer(models.WordLevel({c: i for i, c in enumerate(sorted(characters))}))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     if end_of_text:
         tokenizer.add_special_tokens([AddedToken(EOS, special=True)])
-    trained.vocab_size = tokenizer.get_vocab_size()
+    summary.vocab_size = tokenizer.get_vocab_size()
     _write(
         output,
         json.loads(tokenizer.to_str()),
         tokenizer_config({}, None, EOS if end_of_text else None),
     )
-    return trained
+    return summary
 
 
 def _write(output: Path, content: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -178,7 +178,7 @@ def _write(output: Path, content: Mapping[str, Any], config: Mapping[str, Any]) 
 
 
 def _words(pattern: Pattern) -> "PreTokenizer":
-    """Splits text into words, within which pairs are merged; such as `encode` can cut."""
+    """Splits text into words, within which pairs are merged."""
     from tokenizers import Regex, pre_tokenizers
 
     if pattern == "gpt2":
@@ -212,47 +212,47 @@ def _check(special: Sequence[str], words: "PreTokenizer", vocab_size: int) -> No
         )
 
 
-def _check_has_text(corpus: Corpus, trained: TokenizerSummary) -> None:
+def _check_has_text(corpus: Corpus, summary: TokenizerSummary) -> None:
     """
     Raises:
         UserError: no text was read, or none is in the sample.
     """
     names = ", ".join(corpus.paths)
-    if not trained.bytes:
+    if not summary.bytes:
         what = (
-            f"all {trained.documents:,} documents are empty"
-            if trained.documents
+            f"all {summary.documents:,} documents are empty"
+            if summary.documents
             else "no documents"
         )
         raise UserError(
             f"{corpus.key}: {names} holds no text: {what}; "
             f"{show_bad_documents(corpus.skip_counts)} skipped"
         )
-    if not trained.sampled_bytes:
+    if not summary.sampled_bytes:
         raise UserError(
-            f"--sample: none of the {trained.documents:,} documents of {names} with text is in the "
+            f"--sample: none of the {summary.documents:,} documents of {names} with text is in the "
             "sample; choose a larger one"
         )
 
 
 def _sampled(
-    texts: Iterable[tuple[str, int, int]], sample: Sample | None, trained: TokenizerSummary
+    texts: Iterable[tuple[str, int, int]], sample: Sample | None, summary: TokenizerSummary
 ) -> Iterator[str]:
-    """The texts of the sample. Counts them and all."""
+    """The texts of the sample. Counts all texts and the sample."""
 
     def read() -> Iterator[tuple[str, int, int]]:
         for text, hash, size in texts:
-            trained.documents += 1
-            trained.bytes += size
+            summary.documents += 1
+            summary.bytes += size
             if sample is None or sample.share is None or sample.rank(hash) < sample.share:
                 yield text, hash, size
 
-    chosen = read()
+    sample_texts = read()
     if sample is not None and sample.bytes is not None:
-        chosen = _lowest(chosen, sample)
-    for text, _, size in chosen:
-        trained.sampled_documents += 1
-        trained.sampled_bytes += size
+        sample_texts = _lowest(sample_texts, sample)
+    for text, _, size in sample_texts:
+        summary.sampled_documents += 1
+        summary.sampled_bytes += size
         yield text
 
 
@@ -262,15 +262,15 @@ def _lowest(
     """The texts of lowest rank that together reach the sample's bytes."""
     assert sample.bytes is not None
     highest: list[tuple[float, int, int, str]] = []
-    size_of_chosen = 0
+    sample_bytes = 0
     for number, (text, hash, size) in enumerate(texts):
         entry = (-sample.rank(hash), number, size, text)
-        if size_of_chosen >= sample.bytes and entry < highest[0]:
+        if sample_bytes >= sample.bytes and entry < highest[0]:
             continue
         heapq.heappush(highest, entry)
-        size_of_chosen += size
-        while size_of_chosen - highest[0][2] >= sample.bytes:
-            size_of_chosen -= heapq.heappop(highest)[2]
+        sample_bytes += size
+        while sample_bytes - highest[0][2] >= sample.bytes:
+            sample_bytes -= heapq.heappop(highest)[2]
     for _, _, size, text in sorted(highest, key=lambda entry: entry[:2], reverse=True):
         yield text, 0, size
 
@@ -300,7 +300,7 @@ def tokenizer_config(
 
     Args:
         config: its contents so far, whose tokens stay as they are.
-        max_length: tokens that the model takes, for a file that doesn't say.
+        max_length: maximum number of tokens, unless `config` sets it.
     """
     fixed = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -5,24 +5,24 @@ from collections.abc import Sequence
 
 
 def any_of(names: Sequence[str]) -> re.Pattern[str]:
-    """A pattern of names, of which the longest counts; of nothing if there are none."""
+    """A pattern that matches the longest of some names; without names, nothing."""
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def end_of_turn(text: str, tokens: re.Pattern[str]) -> int:
-    """Where a text ends, without blanks after a token at its end."""
+    """The end of a text, without blanks after a token at its end."""
     short = text.rstrip()
     ends = [match.end() for match in tokens.finditer(short)]
     return len(short if ends and ends[-1] == len(short) else text)
 
 
 def turns_after_prompts(text: str, prompt: str, tokens: re.Pattern[str]) -> list[tuple[int, int]]:
-    """First character of each of the assistant's turns, and the one after its last, in a text in
-    which each begins with the same prompt.
+    """First character and end of each of the assistant's turns, in a text in which all begin with
+    the same prompt.
 
-    A turn ends with the token that ends the text, or before the token with which prompts begin.
-    Turns that follow each other are one, such as a chain of thought and its answer.
+    A turn ends with the token that ends the text, or before the first token of prompts. Adjacent
+    turns are one, such as a chain of thought and its answer.
     """
     names = tokens.findall(text)
     start = tokens.match(prompt)
