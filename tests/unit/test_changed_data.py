@@ -261,7 +261,7 @@ def test_validation_data_is_compared(tmp_path):
 
     def run(held_out="held_out", **options):
         reading = loader(tmp_path / "train", **options)
-        reading.record.add_held_out(loader(tmp_path / held_out, section="validation").record)
+        reading.record.add_validation_set(loader(tmp_path / held_out, section="validation").record)
         return reading
 
     _, checkpoint = steps(run())

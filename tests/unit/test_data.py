@@ -14,8 +14,7 @@ from tests.data_kinds import ROWS, SEQ, TOKENIZER, loader, open_kind, take
 from tests.positions import saved
 from tests.runs import write_corpus
 from torchtitan.commands import tokenize
-from torchtitan.data.order.mixture import permute
-from torchtitan.data.order.rows import IGNORE_INDEX
+from torchtitan.data.order.rows import IGNORE_INDEX, permute
 from torchtitan.data.read.documents import DemoDocuments, LocalDocuments
 from torchtitan.data.tokens.token_files import write_token_file
 from torchtitan.utils.errors import UserError

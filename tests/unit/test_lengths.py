@@ -125,7 +125,7 @@ def test_random_lengths_cover_all_windows():
         while not order.ended:
             length = draw.choice([2, 3, 4, 6, 8, 12, 5])
             rows = draw.randint(1, 7)
-            left = order.left(length)
+            left = order.remaining_rows(length)
             taken = order.take(rows, length, range(rows))
             assert len(taken) == min(rows, left)
             for pieces in taken.values():

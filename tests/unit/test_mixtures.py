@@ -17,7 +17,7 @@ from tests.positions import saved
 from tests.runs import write_corpus
 from torchtitan.config.sections.data import DataLoader, DataStage, Source
 from torchtitan.data.loader import build_loader
-from torchtitan.data.order.mixture import Shares, divide, permute, scatter
+from torchtitan.data.order.rows import Shares, divide, permute, scatter
 from torchtitan.data.read.positions import merge_positions
 from torchtitan.data.spec import DataSpec
 from torchtitan.data.tokens.token_files import write_token_file

@@ -101,7 +101,7 @@ def test_the_pool_of_a_file_is_counted_in_rows(monkeypatch):
     pools = [len(ids) // 8 for ids in packer.add(documents)]
     assert pools == [4, 4]
     assert len(packer.finish()) == 2 * 8
-    assert packer.packed.padding == 0
+    assert packer.stats.padding == 0
 
 
 def test_waste_of_a_known_case():

@@ -28,7 +28,13 @@ from torchtitan.data.read.corpus import Corpus
 from torchtitan.data.read.documents import show_bad_documents
 from torchtitan.data.read.files import REPORT
 from torchtitan.data.tokens.encoding import Encoder
-from torchtitan.data.tokens.tokenizing import HeldOutSplit, Output, is_done, split_alone, tokenize
+from torchtitan.data.tokens.tokenizing import (
+    HeldOutSplit,
+    Output,
+    is_complete,
+    split_alone,
+    tokenize,
+)
 from torchtitan.utils.argument_types import command_parser, count, share
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import write_whole
@@ -165,7 +171,7 @@ def _write(
                     held_out = replace(held_out, tail=tail)
                     print(f"Of the only document, the last {held_out.share:.3%} are held out")
             return tokenize(
-                items, encoder, output, options.workers, advance=progress.wrote, held_out=held_out
+                items, encoder, output, options.workers, advance=progress.wrote, split=held_out
             )
     except BrokenProcessPool:
         raise UserError(
@@ -207,7 +213,7 @@ def run(argv: list[str]) -> str:
     }
     output = _output(options, options.output, common, options.best_fit)
     held_out = _held_out(options, common) if options.held_out else None
-    if done := sum(is_done(i, output, held_out) for i in output.existing()):
+    if done := sum(is_complete(i, output, held_out) for i in output.existing()):
         print(f"{plural(done, 'part')} already done")
     encoder = Encoder(tokenizer.origin, column, stop, messages)
     file_count = done

@@ -35,19 +35,19 @@ class ContentsRecord:
             )
             for source in spec.sources
         }
-        self.held_out: dict[str, SourceFingerprint] = {}
+        self.validation_sets: dict[str, SourceFingerprint] = {}
         self._lists: dict[str, dict[str, Sequence[DataFile]]] = {
             "sources": {name: source_contents.files for name, source_contents in contents.items()}
         }
-        self._held_out: dict[str, ContentsRecord] = {}
+        self._validation_records: dict[str, ContentsRecord] = {}
         self._rendered: bytes | None = None
 
-    def add_held_out(self, other: "ContentsRecord") -> None:
-        """Record a validation set, too."""
+    def add_validation_set(self, other: "ContentsRecord") -> None:
+        """Also record a validation set."""
         (source,) = other.spec.sources
         section = other.spec.section
-        self.held_out[section] = other.fingerprints[source.name]
-        self._held_out[section] = other
+        self.validation_sets[section] = other.fingerprints[source.name]
+        self._validation_records[section] = other
         self._lists.setdefault("held_out", {})[section] = other.contents[source.name].files
         self._rendered = None
 
@@ -58,7 +58,7 @@ class ContentsRecord:
         return self._rendered
 
     def compare(self, state: DataState, lists: Callable[[], FileLists]) -> list[str]:
-        """The sources whose contents have changed since a position was taken.
+        """The sources whose contents have changed since a position was recorded.
 
         Args:
             lists: reads the recorded files of the sources; called only if something has changed.
@@ -67,35 +67,35 @@ class ContentsRecord:
             UserError: sources or validation sets have changed, unless `on_changed_data` allows it.
         """
         saved = state.sources
-        if parked := saved.keys() - self.contents.keys():
+        if names := saved.keys() - self.contents.keys():
             saved_files = lists().get("sources", {})
             self._lists["sources"] |= {
-                name: saved_files[name] for name in parked & saved_files.keys()
+                name: saved_files[name] for name in names & saved_files.keys()
             }
             self._rendered = None
-        compared: list[tuple[ContentsRecord, Source, str, str]] = [
+        comparisons: list[tuple[ContentsRecord, Source, str, str]] = [
             (self, source, saved[source.name].contents, "sources")
             for source in self.spec.sources
             if source.name in saved
         ]
-        for section, other in self._held_out.items():
+        for section, other in self._validation_records.items():
             before = state.fingerprint.held_out.get(section)
             # With another name, the set was changed on purpose; no position depends on it.
-            if before is not None and before.dataset == self.held_out[section].dataset:
-                compared.append((other, other.spec.sources[0], before.contents, "held_out"))
-        changed = []
-        for record, source, fingerprint, section in compared:
+            if before is not None and before.dataset == self.validation_sets[section].dataset:
+                comparisons.append((other, other.spec.sources[0], before.contents, "held_out"))
+        changed_sources = []
+        for record, source, fingerprint, section in comparisons:
             name = source.name if record is self else record.spec.section
             key = f"{record.spec.key(source)}.dataset{'_path' if source.dataset_path else ''}"
             now = record.contents[source.name]
-            recorded = partial(_files, lists, section, name)
-            if problem := _difference(fingerprint, now, recorded):
+            old_files = partial(_files, lists, section, name)
+            if problem := _difference(fingerprint, now, old_files):
                 self._report(
                     f"{key}: the data has changed since the checkpoint was saved: {problem}"
                 )
                 if record is self:
-                    changed.append(name)
-        return changed
+                    changed_sources.append(name)
+        return changed_sources
 
     def _report(self, problem: str) -> None:
         """
@@ -112,7 +112,7 @@ class ContentsRecord:
 
 
 def _difference(before: str, now: Contents, files: Callable[[], Sequence[DataFile]]) -> str | None:
-    """How the contents of a source differ from those at the checkpoint; None if they don't.
+    """The change of a source's contents since the checkpoint, in words; None without one.
 
     Args:
         before: the fingerprint at the checkpoint.
@@ -120,11 +120,11 @@ def _difference(before: str, now: Contents, files: Callable[[], Sequence[DataFil
     """
     if before == now.fingerprint:
         return None
-    recorded = files() if now.files else ()
+    old_files = files() if now.files else ()
     same_reading = before.partition("; ")[2] == now.fingerprint.partition("; ")[2]
-    if not (recorded and same_reading):
+    if not (old_files and same_reading):
         return f"it was {before}, and is {now.fingerprint}"
-    return in_words(differences) if (differences := changes(recorded, now.files)) else None
+    return in_words(differences) if (differences := changes(old_files, now.files)) else None
 
 
 def check_same(what: str, key: str, old: object, now: object) -> None:
@@ -144,7 +144,7 @@ def check_same(what: str, key: str, old: object, now: object) -> None:
 def check_packing(spec: DataSpec, position: SourcePosition) -> None:
     """
     Raises:
-        UserError: the documents of a position were made rows of in another way.
+        UserError: documents became rows in another way at a position.
     """
     if not position.lanes:
         return

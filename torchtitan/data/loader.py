@@ -15,9 +15,15 @@ from torch import Tensor
 
 from torchtitan.data.changed import ContentsRecord, check_packing, check_same
 from torchtitan.data.encode.tokenizer import CONTINUES, PLAIN, UNPREDICTED
-from torchtitan.data.order.mixture import Shares, exhaustion_steps, whole_steps
 from torchtitan.data.order.packing import PackingStats
-from torchtitan.data.order.rows import IGNORE_INDEX, Share, blank_row
+from torchtitan.data.order.rows import (
+    IGNORE_INDEX,
+    Share,
+    Shares,
+    blank_row,
+    exhaustion_steps,
+    whole_steps,
+)
 from torchtitan.data.read.contents import FileLists
 from torchtitan.data.read.positions import DataFingerprint, DataPosition, DataState, SourcePosition
 from torchtitan.data.reader import ReadAhead, StepReader, StepRows, Workers
@@ -43,13 +49,11 @@ class StepBatch:
     sources: Tensor | None = None
     """`[rows]` int64: the source of each row by its index in the configuration."""
     epochs: Sequence[float] = ()
-    """How often each source has been read; for text, on this rank."""
+    """Epochs of each source that were read; for text, on this rank."""
     stage: int = 0
     """The stage of the data: 0, or the number of `[[training.stages]]` that have begun."""
     continues: Tensor | None = None
-    """`[rows, seq]`, whether a token is an end-of-text that doesn't end its document; None: there
-    are none.
-    """
+    """`[rows, seq]`, True for an end-of-text that doesn't end its document; None: there is none."""
 
 
 _KEYS = {"tokenizer": "model.hf_assets_path", "seed": "debug.seed"}
@@ -126,7 +130,7 @@ class StepLoader:
             tokenizer=spec.tokenizer.fingerprint,
             seq_len=spec.seq_len,
             seed=spec.seed,
-            held_out=self.record.held_out,
+            held_out=self.record.validation_sets,
         )
 
     def local_state(self, position: DataPosition) -> DataState:
@@ -152,10 +156,10 @@ class StepLoader:
         Raises:
             UserError: the position is in other data, and `on_changed_data` doesn't allow that.
         """
-        saved = state.fingerprint
+        before = state.fingerprint
         now = self.fingerprint
         for name, key in _KEYS.items():
-            check_same(name, key, getattr(saved, name), getattr(now, name))
+            check_same(name, key, getattr(before, name), getattr(now, name))
         positions = dict(state.sources)
         for name, position in positions.items():
             if name in self.sources and self.sources[name].kind != "tokens":
@@ -170,7 +174,7 @@ class StepLoader:
                 continue
             logger.warning(f"{self.spec.section}.sources: {name} {why}; starting at its beginning")
             del positions[name]
-        self._announce_changes(set(saved.sources))
+        self._announce_changes(set(before.sources))
         self._warn_of_joined_windows(positions)
         self.start = state.model_copy(update={"sources": positions})
         self._workers = None
@@ -185,9 +189,9 @@ class StepLoader:
         """Warn of sources that end before `steps`.
 
         Args:
-            step: steps trained so far: less than those read after the guard's rewinds. Default:
-                those read.
-            position: after them; default: the start.
+            step: steps trained so far: after the guard's rewinds, fewer than were read. Default:
+                the steps read.
+            position: the position after these steps; default: the start.
 
         Raises:
             UserError: all of them do.
@@ -196,36 +200,36 @@ class StepLoader:
         first = position.step
         rewound = 0 if step is None else first - step
         plans = self.spec.plans
-        left: dict[str, int] = {}
+        remaining_tokens: dict[str, int] = {}
         for name, source in self.sources.items():
-            tokens = source.left(position.sources.get(name))
+            tokens = source.remaining_tokens(position.sources.get(name))
             if tokens is not None:
-                left[name] = tokens
-        if left.keys() == self.sources.keys():
-            enough = first + whole_steps(plans, sum(left.values()), first) - rewound
+                remaining_tokens[name] = tokens
+        if remaining_tokens.keys() == self.sources.keys():
+            enough = first + whole_steps(plans, sum(remaining_tokens.values()), first) - rewound
             if enough < steps:
                 raise UserError(
                     f"training.steps: the data runs out after step {enough:,} of {steps:,} (every "
                     f"source reaches max_epochs); set training.steps = {enough}, or raise "
                     "max_epochs"
                 )
-        ends = exhaustion_steps(plans, left, range(first, steps + rewound - 1))
+        ends = exhaustion_steps(plans, remaining_tokens, range(first, steps + rewound - 1))
         for name, read in ends.items():
             logger.warning(
                 f"{self.spec.section}.sources: {name} reaches max_epochs in step "
                 f"{read + 1 - rewound:,} of {steps:,}; from then on the others share its weight"
             )
 
-    def _announce_changes(self, saved: set[str]) -> None:
+    def _announce_changes(self, before: set[str]) -> None:
         now = set(self.sources)
         key = f"{self.spec.section}.sources"
-        if added := sorted(now - saved):
+        if added := sorted(now - before):
             logger.info(f"{key}: new from this step: {', '.join(added)}")
-        if removed := sorted(saved - now):
+        if removed := sorted(before - now):
             logger.info(f"{key}: no longer {', '.join(removed)}; their positions are kept")
 
     def skip_counts(self, position: DataPosition) -> Counter[str]:
-        """Numbers of bad documents that were left out, by kind.
+        """Numbers of bad documents that were skipped, by kind.
 
         Args:
             position: has all lanes; a stream's documents are counted up to it.
@@ -274,24 +278,24 @@ class StepLoader:
         else:
             steps = StepReader(self.spec, self.sources, self.share, self.start).steps()
         for step, rows in enumerate(steps, self.start.step):
-            self._log_packing(rows.packed)
+            self._log_packing(rows.packing_stats)
             yield self._batch(step, rows)
 
-    def _log_packing(self, packed: Sequence[PackingStats]) -> None:
-        for source, stats in zip(self.spec.sources, packed, strict=True):
+    def _log_packing(self, stats_of_sources: Sequence[PackingStats]) -> None:
+        for source, stats in zip(self.spec.sources, stats_of_sources, strict=True):
             if stats.rows and source.name not in self._packing_logged:
                 self._packing_logged.add(source.name)
                 logger.info(f"{self.spec.key(source)}: so far, {stats}")
 
     def _batch(self, step: int, rows: StepRows) -> StepBatch:
-        missing = self.size(step) - len(rows.rows)
+        blanks = self.size(step) - len(rows.rows)
         plan = self.spec.at(step)
-        ids = torch.from_numpy(np.stack(rows.rows + [blank_row(plan.seq_len)] * missing))
+        ids = torch.from_numpy(np.stack(rows.rows + [blank_row(plan.seq_len)] * blanks))
         # A missing input may be any id: its label is ignored too.
         inputs = ids[:, :-1].clamp(min=0)
         targets = ids[:, 1:]
         labels = (targets & PLAIN).masked_fill(targets & UNPREDICTED != 0, IGNORE_INDEX)
-        sources = torch.tensor(rows.sources + [0] * missing)
+        sources = torch.tensor(rows.sources + [0] * blanks)
         return StepBatch(
             inputs & PLAIN,
             labels,
@@ -331,24 +335,24 @@ class StepLoader:
                     "windows at different positions"
                 )
 
-    def _warn_of_joined_windows(self, saved: Mapping[str, SourcePosition]) -> None:
+    def _warn_of_joined_windows(self, positions: Mapping[str, SourcePosition]) -> None:
         """
         Args:
-            saved: positions to continue from; others start at their beginning.
+            positions: positions to continue from; others start at their beginning.
         """
         lengths = sorted({plan.seq_len for plan in self.spec.plans})
         for name, source in self.sources.items():
             if not isinstance(source, TokenSource):
                 continue
-            width = source.width(saved.get(name))
-            joined = [length for length in lengths if width % length]
-            if joined:
+            width = source.width(positions.get(name))
+            cut_lengths = [length for length in lengths if width % length]
+            if cut_lengths:
                 logger.warning(
-                    f"{self.spec.section}.seq_len: rows of {listed(joined)} tokens of {name} are "
-                    f"joined from parts of windows of {width}, in which it is shuffled. Windows "
-                    "are as long as the longest stage at a source's first step: list that stage "
-                    "from the start, and let its seq_len be a multiple of the others', or read "
-                    "the source under a new name, from its beginning"
+                    f"{self.spec.section}.seq_len: rows of {listed(cut_lengths)} tokens of {name} "
+                    f"are joined from parts of windows of {width}, in which it is shuffled. "
+                    "Windows are as long as the longest stage at a source's first step: list that "
+                    "stage from the start, and let its seq_len be a multiple of the others', or "
+                    "read the source under a new name, from its beginning"
                 )
 
 

@@ -16,9 +16,17 @@ from typing import Generic, TypeVar
 import torch.utils.data
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from torchtitan.data.order.mixture import Shares, divide, scatter
 from torchtitan.data.order.packing import PackingStats
-from torchtitan.data.order.rows import Row, Share, SourceReader, blank_row, local_rows
+from torchtitan.data.order.rows import (
+    Row,
+    Share,
+    Shares,
+    SourceReader,
+    blank_row,
+    divide,
+    local_rows,
+    scatter,
+)
 from torchtitan.data.read.positions import DataPosition, merge_positions
 from torchtitan.data.sources import OpenSource, open_source
 from torchtitan.data.spec import DataSpec
@@ -42,10 +50,10 @@ class StepRows:
     sources: list[int]
     """The source of each row by its index in the configuration."""
     epochs: list[float]
-    """How often each source has been read after the step."""
+    """Epochs of each source that were read after the step."""
     position: DataPosition
     """The position after the step, with this reader's lanes."""
-    packed: Sequence[PackingStats] = ()
+    packing_stats: Sequence[PackingStats] = ()
     """The cost of packing so far, for each source."""
 
 
@@ -66,13 +74,12 @@ class StepReader:
         self.shares.seek(start.shares)
         self.readers: dict[str, SourceReader] = {}
         for name, source in sources.items():
-            saved = start.sources.get(name)
-            if saved is None:
-                self.readers[name] = source.reader(share)
-            else:
-                self.readers[name] = source.reader(share, saved)
-                self.readers[name].seek(saved)
-        self.parked = {name: saved for name, saved in start.sources.items() if name not in sources}
+            position = start.sources.get(name)
+            self.readers[name] = source.reader(share, position)
+            if position is not None:
+                self.readers[name].seek(position)
+        others = start.sources.keys() - sources.keys()
+        self.parked_positions = {name: start.sources[name] for name in others}
         """Positions of sources that this run doesn't read. A later run may read them again."""
 
     def steps(self) -> Iterator[StepRows]:
@@ -89,24 +96,24 @@ class StepReader:
         plan = self.spec.at(self.step)
         count = plan.rows
         length = plan.seq_len
-        left: dict[str, int] = {}
+        limits: dict[str, int] = {}
         if self.spec.infinite:
             for name, reader in self.readers.items():
-                rows_left = reader.left(length)
-                if rows_left is not None:
-                    left[name] = rows_left
-        counts = divide(self.shares, plan.weights, count, left)
+                limit = reader.remaining_rows(length)
+                if limit is not None:
+                    limits[name] = limit
+        counts = divide(self.shares, plan.weights, count, limits)
         if sum(counts.values()) < count:
             raise UserError(
                 f"{self.spec.section}.sources: all have been read max_epochs times; lower "
                 "training.steps, or raise max_epochs"
             )
-        places = scatter(counts, self.spec.seed, self.step)
+        slots = scatter(counts, self.spec.seed, self.step)
         row_of: dict[int, Row] = {}
         source_of: dict[int, int] = {}
         for index, (name, reader) in enumerate(self.readers.items()):
-            if name in places:
-                rows = reader.read(self.step, count, places[name], length)
+            if name in slots:
+                rows = reader.read(self.step, count, slots[name], length)
                 row_of.update(rows)
                 source_of.update(dict.fromkeys(rows, index))
         if not self.spec.infinite and not row_of:
@@ -115,18 +122,18 @@ class StepReader:
         local = local_rows(count, self.share)
         blank = blank_row(length)
         return StepRows(
-            [row_of.get(place, blank) for place in local],
-            [source_of.get(place, 0) for place in local],
+            [row_of.get(slot, blank) for slot in local],
+            [source_of.get(slot, 0) for slot in local],
             [reader.epochs for reader in self.readers.values()],
             self.position(),
-            packed=[reader.packed for reader in self.readers.values()],
+            packing_stats=[reader.packing_stats for reader in self.readers.values()],
         )
 
     def position(self) -> DataPosition:
         """The position after the last step, with this reader's lanes."""
         sources = {name: reader.position() for name, reader in self.readers.items()}
         return DataPosition(
-            step=self.step, shares=self.shares.position(), sources=self.parked | sources
+            step=self.step, shares=self.shares.position(), sources=self.parked_positions | sources
         )
 
 
@@ -156,41 +163,37 @@ class Workers:
         )
 
     def steps(self) -> Iterator[StepRows]:
-        """The rank's rows of each step. DataLoader takes an item from each worker in turn, so one
-        round is a step.
-        """
+        """The rank's rows of each step: DataLoader yields an item of each worker in turn."""
         with helpers_shielded():
-            items = iter(self.loader)
+            workers = iter(self.loader)
         for step in itertools.count(self.first):
-            results: list[StepRows | str | None] = [next(items) for _ in self.shares]
-            for result in results:
-                if isinstance(result, str):
-                    raise UserError(result)
-            present = [result for result in results if isinstance(result, StepRows)]
-            if not present:
+            items: list[StepRows | str | None] = [next(workers) for _ in self.shares]
+            for item in items:
+                if isinstance(item, str):
+                    raise UserError(item)
+            results = [item for item in items if isinstance(item, StepRows)]
+            if not results:
                 return
-            sums = map(sum, zip(*(result.epochs for result in present), strict=True))
-            epochs = [total / len(present) for total in sums]
-            whole = StepRows(
-                [],
-                [],
-                epochs,
-                merge_positions([result.position for result in present]),
-                packed=[
-                    sum(of_source, PackingStats())
-                    for of_source in zip(*(result.packed for result in present), strict=True)
-                ],
-            )
-            for result, share in zip(results, self.shares, strict=True):
-                if isinstance(result, StepRows):
-                    whole.rows.extend(result.rows)
-                    whole.sources.extend(result.sources)
+            plan = self.spec.at(step)
+            rows: list[Row] = []
+            sources: list[int] = []
+            for item, share in zip(items, self.shares, strict=True):
+                if isinstance(item, StepRows):
+                    rows += item.rows
+                    sources += item.sources
                 else:  # its lanes ended before the others'
-                    plan = self.spec.at(step)
-                    missing = len(local_rows(plan.rows, share))
-                    whole.rows.extend([blank_row(plan.seq_len)] * missing)
-                    whole.sources.extend([0] * missing)
-            yield whole
+                    count = len(local_rows(plan.rows, share))
+                    rows += [blank_row(plan.seq_len)] * count
+                    sources += [0] * count
+            epochs = zip(*(result.epochs for result in results), strict=True)
+            stats = zip(*(result.packing_stats for result in results), strict=True)
+            yield StepRows(
+                rows,
+                sources,
+                [sum(of_source) / len(results) for of_source in epochs],
+                merge_positions([result.position for result in results]),
+                packing_stats=[sum(of_source, PackingStats()) for of_source in stats],
+            )
 
 
 class _WorkerRows(IterableDataset):
@@ -224,7 +227,7 @@ class _WorkerRows(IterableDataset):
 
 
 def _undivided() -> AbstractContextManager[None]:
-    """Hide from `datasets` that this is a worker: it would divide the shards that lanes divide."""
+    """Hide the worker from `datasets`, which would divide the shards that lanes divide."""
     return replaced(torch.utils.data, get_worker_info=lambda: None)
 
 
@@ -234,7 +237,7 @@ def _unchanged(item: T) -> T:
 
 
 class ReadAhead(Generic[T]):
-    """Runs `items` in a thread until `depth` of them wait to be taken."""
+    """Runs `items` in a thread, up to `depth` items ahead."""
 
     def __init__(self, items: Iterator[T], depth: int):
         self._queue: queue.Queue[T | BaseException | None] = queue.Queue(depth)
@@ -271,7 +274,7 @@ class ReadAhead(Generic[T]):
             self._put(error)
 
     def _put(self, item: T | BaseException | None) -> bool:
-        """Whether `item` was queued before the consumer closed this."""
+        """Queue an item; False if the consumer closed this first."""
         while not self._stop.is_set():
             try:
                 self._queue.put(item, timeout=0.1)

@@ -3,8 +3,8 @@
 A module of the user registers them with `make(dataset_path[, keys])`, which returns either
 
 - numbered documents: `len(it)`, `it[i]`, the text of document i, and `fingerprint`, a string that
-  changes when the texts do. Document i must be the same on every rank and at every call; which one
-  is read when follows from the seed.
+  changes when the texts do. Document i must be the same on every rank and at every call; the seed
+  decides the order.
 - a `datasets.IterableDataset` with a column of texts, for example by
   `IterableDataset.from_generator(texts, gen_kwargs={"shards": [...]})`, whose shards ranks divide
   among them. Its `state_dict()` is its position, and must be JSON.
@@ -24,7 +24,7 @@ from torchtitan.data.read.streams import Stream
 from torchtitan.utils.errors import UserError
 
 _CHECKED_DOCUMENTS = 1000
-"""Registered documents in which to look for text. Reading all may take long."""
+"""Registered documents in which to look for text. Reading all may be slow."""
 
 
 class RegisteredDocuments:
@@ -45,10 +45,10 @@ class RegisteredDocuments:
         self.key = key
         self.chat = chat
         self.skip_counts: Counter[str] = Counter()
-        needed = ("__len__", "__getitem__", "fingerprint")
-        if lacks := [name for name in needed if not hasattr(documents, name)]:
+        methods = ("__len__", "__getitem__", "fingerprint")
+        if absent := [name for name in methods if not hasattr(documents, name)]:
             raise UserError(
-                f"{key} made a {type(documents).__name__} without {', '.join(lacks)}; documents "
+                f"{key} made a {type(documents).__name__} without {', '.join(absent)}; documents "
                 "need these, unless they are a datasets.IterableDataset"
             )
         if not isinstance(documents.fingerprint, str):
@@ -91,8 +91,8 @@ def open_custom(
     Raises:
         UserError: it is neither of the two kinds, or has no text.
     """
-    opened = make(dataset_path)
-    if hasattr(opened, "num_shards"):  # a stream; importing its class would take seconds
-        stream: Stream = opened
+    source = make(dataset_path)
+    if hasattr(source, "num_shards"):  # a stream; importing its class would take seconds
+        stream: Stream = source
         return stream
-    return RegisteredDocuments(opened, f'{section}.dataset: "{dataset}"', chat)
+    return RegisteredDocuments(source, f'{section}.dataset: "{dataset}"', chat)

@@ -45,16 +45,16 @@ class OpenSource(ABC):
         """The size of the source."""
 
     @abstractmethod
-    def reader(self, share: Share, saved: SourcePosition | None = None) -> SourceReader:
+    def reader(self, share: Share, position: SourcePosition | None = None) -> SourceReader:
         """A reader of a share of the rows.
 
         Args:
-            saved: a position that it will be asked to seek; with its lanes, or its windows.
+            position: the reader is for this position, with its lanes or windows, and will seek it.
         """
 
-    def left(self, saved: SourcePosition | None) -> int | None:
-        """Tokens from a position, or the beginning, until the source ends; None if it doesn't, or
-        that isn't known.
+    def remaining_tokens(self, position: SourcePosition | None) -> int | None:
+        """Tokens from a position, or the beginning, to the end; None without an end, or if its
+        length is unknown.
         """
         return None
 
@@ -71,8 +71,8 @@ def open_source(spec: DataSpec, source: Source, retry: Retry) -> OpenSource:
 
 def _open(spec: DataSpec, source: Source, retry: Retry) -> OpenSource:
     for kind in (_open_registered, _open_tokens, _open_documents):
-        if opened := kind(spec, source, retry):
-            return opened
+        if data := kind(spec, source, retry):
+            return data
     return _open_stream(spec, source, retry)
 
 
@@ -81,10 +81,10 @@ def _open_registered(spec: DataSpec, source: Source, retry: Retry) -> OpenSource
     if make is None:
         return None
     chat = _chat(spec, source)
-    opened = open_custom(make, source.dataset, source.dataset_path, spec.key(source), chat=chat)
-    if isinstance(opened, RegisteredDocuments):
-        return DocumentSource(opened, spec, retry, chat)
-    stream = StreamSource(opened, spec, source, retry, chat=chat)
+    data = open_custom(make, source.dataset, source.dataset_path, spec.key(source), chat=chat)
+    if isinstance(data, RegisteredDocuments):
+        return DocumentSource(data, spec, retry, chat)
+    stream = StreamSource(data, spec, source, retry, chat=chat)
     stream.check()
     return stream
 
@@ -125,7 +125,7 @@ def _open_stream(spec: DataSpec, source: Source, retry: Retry) -> OpenSource:
 
 
 def _chat(spec: DataSpec, source: Source) -> Chat | None:
-    """How a source's conversations are read; None if it holds text.
+    """The encoder of a source's conversations; None if it holds text.
 
     Raises:
         UserError: a source of text has an end, or the tokenizer no chat template.
@@ -145,22 +145,22 @@ def _chat(spec: DataSpec, source: Source) -> Chat | None:
 def _check_packing(files: TokenFiles, spec: DataSpec, section: str) -> None:
     """
     Raises:
-        UserError: rows of the run are not those that the files hold.
+        UserError: the run has rows of other lengths than the files.
     """
     path = f"{section}.dataset_path"
     lengths = sorted({plan.seq_len for plan in spec.plans})
     key = f"{spec.section.split('.')[0]}.seq_len"
-    if files.packed is None:
+    if files.packed_length is None:
         if spec.packing == "best_fit":
             raise UserError(
                 f"{path}: these token files are not packed; write them with `torchtitan tokenize "
                 f'--best-fit {spec.seq_len}`, or set training.packing = "stream"'
             )
-    elif lengths != [files.packed]:
+    elif lengths != [files.packed_length]:
         raise UserError(
-            f"{path}: these token files are packed for rows of {files.packed} tokens; set {key} = "
-            f"{files.packed}, also in all stages, or write them again with `torchtitan tokenize "
-            f"--best-fit {lengths[-1]}`"
+            f"{path}: these token files are packed for rows of {files.packed_length} tokens; set "
+            f"{key} = {files.packed_length}, also in all stages, or write them again with "
+            f"`torchtitan tokenize --best-fit {lengths[-1]}`"
         )
 
 
@@ -181,22 +181,23 @@ class TokenSource(OpenSource):
         tokens = sum(count for *_, count in self.files.files)
         return f"{plural(len(self.files.files), 'token file')}, {show_tokens(tokens)} tokens"
 
-    def reader(self, share: Share, saved: SourcePosition | None = None) -> SourceReader:
-        files = self._files(saved)
+    def reader(self, share: Share, position: SourcePosition | None = None) -> SourceReader:
+        files = self._files(position)
         return TokenReader(files, share, self.seed, self._order(files), retry=self.retry)
 
-    def left(self, saved: SourcePosition | None) -> int | None:
-        order = self._order(self._files(saved))
-        if saved is not None and saved.windows is not None:
-            order.seek(saved.windows)
-        return order.left(1)
+    def remaining_tokens(self, position: SourcePosition | None) -> int | None:
+        order = self._order(self._files(position))
+        if position is not None and position.windows is not None:
+            order.seek(position.windows)
+        return order.remaining_rows(1)
 
-    def width(self, saved: SourcePosition | None) -> int:
+    def width(self, position: SourcePosition | None) -> int:
         """The width of windows from a position, or the beginning."""
-        return self.files.width if saved is None or saved.windows is None else saved.windows.width
+        windows = position and position.windows
+        return windows.width if windows else self.files.width
 
-    def _files(self, saved: SourcePosition | None) -> TokenFiles:
-        width = self.width(saved)
+    def _files(self, position: SourcePosition | None) -> TokenFiles:
+        width = self.width(position)
         return self.files if width == self.files.width else self.files.in_windows_of(width)
 
     def _order(self, files: TokenFiles) -> WindowOrder:
@@ -225,9 +226,9 @@ class _LaneSource(OpenSource):
     def cursor(self, lane: int, lanes: int) -> Cursor:
         """The documents of a lane."""
 
-    def reader(self, share: Share, saved: SourcePosition | None = None) -> SourceReader:
+    def reader(self, share: Share, position: SourcePosition | None = None) -> SourceReader:
         spec = self.spec
-        count = (saved and saved.lane_count) or self.lanes
+        count = (position and position.lane_count) or self.lanes
         numbers: set[int] = set()
         for rows in spec.batch_sizes:
             numbers.update(lanes_within(local_rows(rows, share), rows, count))

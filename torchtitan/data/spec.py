@@ -13,7 +13,7 @@ from torchtitan.config.sections.data import DataLoader, DataStage, Source, Valid
 from torchtitan.config.sections.schema import Config
 from torchtitan.config.sections.training import Training, Validation
 from torchtitan.data.encode.tokenizer import Tokenizer
-from torchtitan.data.order.mixture import BatchPlan
+from torchtitan.data.order.rows import BatchPlan
 from torchtitan.data.read.documents import OnBad
 from torchtitan.data.read.opening import Retry
 
@@ -40,7 +40,7 @@ class DataSpec:
     on_changed_data: Literal["stop", "continue"] = "stop"
     """Whether files with other contents than at the checkpoint end a resume."""
     packing: Literal["stream", "best_fit"] = "stream"
-    """How rows are made of documents."""
+    """The way that documents become rows."""
     section: str = "training"
     """Section of the configuration: `training` or `validation`."""
     custom: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
@@ -99,15 +99,15 @@ def data_spec(
     config: Config,
     key: Literal["training", "validation"],
     tokenizer: Tokenizer,
-    held_out: ValidationSet | None = None,
+    validation_set: ValidationSet | None = None,
 ) -> DataSpec:
     """The data that `[training]` or `[validation]` reads.
 
     Args:
-        held_out: one of several validation sets.
+        validation_set: one of several validation sets.
     """
     section: Training | Validation = getattr(config, key)
-    table = held_out or section
+    table = validation_set or section
     sources = [
         Source(
             name="data",
@@ -136,7 +136,7 @@ def data_spec(
         on_bad_document=config.training.on_bad_document,
         on_changed_data=config.training.on_changed_data,
         packing=section.packing if isinstance(section, Training) else "stream",
-        section=key if held_out is None else f"{key}.sets.{held_out.name}",
+        section=key if validation_set is None else f"{key}.sets.{validation_set.name}",
         custom={
             source.dataset: make
             for source in sources

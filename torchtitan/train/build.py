@@ -67,7 +67,7 @@ def build(
     if config.validation.enable:
         validation_sets = build_validation_data(config, setup.tokenizer, share, builders.data)
     for validation_set in validation_sets:
-        loader.record.add_held_out(validation_set.loader.record)
+        loader.record.add_validation_set(validation_set.loader.record)
     models = builders.models(
         config, setup.spec, setup.args, stages=setup.stages, mesh=mesh, device=device
     )

@@ -1,7 +1,7 @@
 """Lanes: endless sequences of documents that rows are made of.
 
-A `StreamLane` lays them end to end and cuts rows from that, a `PackedLane` packs them. Either's
-position is one small record.
+A `StreamLane` lays them end to end and cuts rows from the result, a `PackedLane` packs them. The
+position of either is one small record.
 """
 
 import math
@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan.data.encode.tokenizer import UNPREDICTED
-from torchtitan.data.order.mixture import permute
 from torchtitan.data.order.packing import FIRST_POOL_ROWS, POOL_ROWS, PackingStats, pack
-from torchtitan.data.order.rows import Row, Share, SourceReader, local_rows, padded
+from torchtitan.data.order.rows import Row, Share, SourceReader, local_rows, padded, permute
 from torchtitan.data.read.documents import Documents
 from torchtitan.data.read.opening import Retry
 from torchtitan.data.read.positions import (
@@ -32,7 +31,7 @@ class Cursor(Protocol):
 
     @property
     def epochs(self) -> float:
-        """How often the lane's documents have been read."""
+        """Epochs of the lane's documents that were read."""
 
     def next(self) -> str | None:
         """The next document; None at the end of a finite pass."""
@@ -40,7 +39,7 @@ class Cursor(Protocol):
     def position(self) -> DocumentPosition | StreamPosition: ...
 
     def seek(self, position: Any) -> None:
-        """Continue from what `position` of such a cursor returned."""
+        """Continue from a `position` of such a cursor."""
 
 
 class DocumentCursor:
@@ -101,7 +100,7 @@ class Lane(ABC):
 
     @abstractmethod
     def seek(self, position: Any) -> None:
-        """Continue from what `position` of such a lane returned."""
+        """Continue from a `position` of such a lane."""
 
 
 class StreamLane(Lane):
@@ -125,20 +124,20 @@ class StreamLane(Lane):
         self.pieces: Iterator[tuple[int, Row]] = iter(())
 
     def row(self, length: int) -> Row | None:
-        """The next row of `length + 1` ids, padded where the data ends; None after that."""
+        """The next row of `length + 1` ids, padded where the data ends; None after the end."""
         chunks: list[Row] = []
-        missing = length + 1
-        while missing:
+        deficit = length + 1
+        while deficit:
             if self.ids is None and not self._read():
                 break
             assert self.ids is not None
-            chunk = self.ids[self.offset : self.offset + missing]
+            chunk = self.ids[self.offset : self.offset + deficit]
             chunks.append(chunk)
-            missing -= len(chunk)
+            deficit -= len(chunk)
             self.offset += len(chunk)
-            if missing:
+            if deficit:
                 self.ids = None
-        if missing >= length:  # only the last row's last id is left
+        if deficit >= length:  # only the last row's last id is left
             return None
         # The next row begins with this row's last id.
         self.offset -= 1
@@ -176,14 +175,14 @@ class StreamLane(Lane):
 class PackedLane(Lane):
     """Packs pools of documents into rows of one length (`packing`).
 
-    Its position is the cursor's position before the pool, and the number of rows taken from it.
-    While rows are taken, the next pool is read, so that no row waits for a whole pool.
+    Its position is the cursor's position before the pool, and the index of the pool's next row. The
+    next pool is read row by row along with this one, so that no row waits for a whole pool.
     """
 
     def __init__(self, cursor: Cursor, encoder: DocumentEncoder, length: int, pad: int):
         """
         Args:
-            length: ids of a row; the last one's label is padding.
+            length: ids of a row; the last label is padding.
             pad: id of the padding.
         """
         self.cursor = cursor
@@ -192,8 +191,8 @@ class PackedLane(Lane):
         self.pad = pad
         self.rows = np.empty((0, length), np.uint32)
         """Rows of the current pool."""
-        self.taken = 0
-        """Rows taken from the pool."""
+        self.next_row = 0
+        """The pool's next row."""
         self.size = min(FIRST_POOL_ROWS, POOL_ROWS)
         """Approximate number of rows that the pool fills."""
         self.next_size = self.size
@@ -205,28 +204,28 @@ class PackedLane(Lane):
         """Number of ids in `ahead`."""
         self.after = self.before
         """The cursor's position before `ahead`."""
-        self.packed = PackingStats()
+        self.packing_stats = PackingStats()
         """Statistics of the pools of full size."""
 
     def row(self, length: int) -> Row | None:
         assert length == self.length, "the rules refuse other lengths"
-        if self.taken == len(self.rows) and not self._next_pool():
+        if self.next_row == len(self.rows) and not self._next_pool():
             return None
-        row = self.rows[self.taken].astype(np.int64)
-        self.taken += 1
-        self._read(self.next_size * self.length * self.taken // len(self.rows))
+        row = self.rows[self.next_row].astype(np.int64)
+        self.next_row += 1
+        self._read(self.next_size * self.length * self.next_row // len(self.rows))
         return np.append(row, self.pad | UNPREDICTED)
 
     def _next_pool(self) -> bool:
         self._read(self.next_size * self.length)
         if not self.ahead:
             return False
-        self.rows, packed = pack(self.ahead, self.length, self.pad)
+        self.rows, packing_stats = pack(self.ahead, self.length, self.pad)
         self.size = self.next_size
         self.next_size = min(2 * self.size, POOL_ROWS)
         if self.size == POOL_ROWS:
-            self.packed += packed
-        self.taken = 0
+            self.packing_stats += packing_stats
+        self.next_row = 0
         self.before = self.after
         self.after = self.cursor.position()
         self.ahead = []
@@ -241,11 +240,11 @@ class PackedLane(Lane):
             self.ids += len(self.ahead[-1])
 
     def position(self) -> PackedPosition:
-        done = self.taken == len(self.rows)
+        at_end = self.next_row == len(self.rows)
         return PackedPosition(
-            cursor=self.after if done else self.before,
-            pool_rows=self.next_size if done else self.size,
-            rows=0 if done else self.taken,
+            cursor=self.after if at_end else self.before,
+            pool_rows=self.next_size if at_end else self.size,
+            rows=0 if at_end else self.next_row,
             length=self.length,
         )
 
@@ -255,11 +254,11 @@ class PackedLane(Lane):
         self.ahead = []
         self.ids = 0
         self.rows = self.rows[:0]
-        self.taken = 0
+        self.next_row = 0
         self.next_size = position.pool_rows
         if position.rows and self._next_pool():
             # A registered stream that has changed unnoticed may have fewer.
-            self.taken = min(position.rows, len(self.rows))
+            self.next_row = min(position.rows, len(self.rows))
 
 
 class LaneReader(SourceReader):
@@ -278,23 +277,25 @@ class LaneReader(SourceReader):
         self.count = count
         self.rows = self.tokens = 0
 
-    def read(self, step: int, count: int, places: NDArray[np.int64], length: int) -> dict[int, Row]:
+    def read(self, step: int, count: int, slots: NDArray[np.int64], length: int) -> dict[int, Row]:
         local = local_rows(count, self.share)
-        lanes = lane_of_each(places, step, count, self.count)
+        lanes = lane_of_each(slots, step, count, self.count)
         rows = {}
-        for place, lane in zip(places.tolist(), lanes.tolist(), strict=True):
+        for slot, lane in zip(slots.tolist(), lanes.tolist(), strict=True):
             if lane in self.lanes:
                 row = self.lanes[lane].row(length)
-                if place in local and row is not None:
-                    rows[place] = row
-        self.rows += len(places)
-        self.tokens += len(places) * length
+                if slot in local and row is not None:
+                    rows[slot] = row
+        self.rows += len(slots)
+        self.tokens += len(slots) * length
         return rows
 
     @property
-    def packed(self) -> PackingStats:
-        packed = (lane.packed for lane in self.lanes.values() if isinstance(lane, PackedLane))
-        return sum(packed, PackingStats())
+    def packing_stats(self) -> PackingStats:
+        packing_stats = (
+            lane.packing_stats for lane in self.lanes.values() if isinstance(lane, PackedLane)
+        )
+        return sum(packing_stats, PackingStats())
 
     @property
     def epochs(self) -> float:
@@ -317,8 +318,8 @@ class LaneReader(SourceReader):
             lane.seek(saved[str(index)])
 
 
-def lane_of_each(places: NDArray[np.int64], step: int, count: int, lanes: int) -> NDArray[np.int64]:
-    """The lane of each place of a step of `count` rows.
+def lane_of_each(slots: NDArray[np.int64], step: int, count: int, lanes: int) -> NDArray[np.int64]:
+    """The lane of each slot of a step of `count` rows.
 
     Neighbours in a batch are neighbours in lanes, so that a rank's rows come from few lanes. If
     `count` isn't a multiple of the number of lanes, the lanes take turns; over some steps all give
@@ -326,13 +327,13 @@ def lane_of_each(places: NDArray[np.int64], step: int, count: int, lanes: int) -
     """
     unit = math.gcd(count, lanes)
     turn = step % (lanes // unit) * unit
-    return (places * lanes + turn) // count
+    return (slots * lanes + turn) // count
 
 
-def lanes_within(places: range, count: int, lanes: int) -> range:
-    """Lanes that any of these places of steps of `count` rows may have."""
-    if not places:
+def lanes_within(slots: range, count: int, lanes: int) -> range:
+    """Lanes that these slots may have in steps of `count` rows."""
+    if not slots:
         return range(0)
-    first = places.start * lanes // count
-    last = ((places.stop - 1) * lanes + lanes - math.gcd(count, lanes)) // count
+    first = slots.start * lanes // count
+    last = ((slots.stop - 1) * lanes + lanes - math.gcd(count, lanes)) // count
     return range(first, last + 1)

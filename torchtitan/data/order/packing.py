@@ -4,13 +4,13 @@
     rows of 8     a a a a a a a a | a a a c c c c c | b b b d d . . .
 
 Ding et al., "Fewer Truncations Improve Language Modeling" (arXiv:2404.10830, 2024). Documents come
-in pools. Those longer than a row are cut into pieces that overlap by one id; the rest of each, and
-all others, longest first, go to the fullest row that has room. What then is left of a row is
-padding.
+in pools. Documents longer than a row are cut into pieces that overlap by one id. Then the last
+piece of each, and all shorter documents, longest first, go to the fullest row that has room. The
+space that remains in a row is padding.
 
-The first id of a piece isn't predicted, because nothing of its document is before it in the row; of
-a later piece it was, at the end of the piece before. So every id of a document but its first is
-predicted exactly once, and never from another document.
+The first id of a piece isn't predicted, because nothing of its document is before it in the row;
+the piece before predicts the first id of a later piece. So every id of a document except its first
+is predicted exactly once, and never from another document.
 """
 
 from bisect import bisect_left, insort
@@ -77,9 +77,9 @@ def pack(
     bins = best_fit([len(piece) for piece in pieces], length)
     rows = np.full((len(bins), length), pad | UNPREDICTED, np.uint32)
     padding = 0
-    for row, chosen in zip(rows, bins, strict=True):
+    for row, items in zip(rows, bins, strict=True):
         at = 0
-        for i in chosen:
+        for i in items:
             row[at : at + len(pieces[i])] = pieces[i]
             row[at] |= UNPREDICTED
             at += len(pieces[i])
@@ -103,7 +103,7 @@ class Packer:
     def __init__(self, length: int, pad: int):
         self.length = length
         self.pad = pad
-        self.packed = PackingStats()
+        self.stats = PackingStats()
         self._pool: list[NDArray[Any]] = []
         self._ids = 0
 
@@ -117,8 +117,8 @@ class Packer:
 
     def finish(self) -> NDArray[np.uint32]:
         """The packed ids of the current pool, which ends it."""
-        rows, packed = pack(self._pool, self.length, self.pad)
-        self.packed += packed
+        rows, stats = pack(self._pool, self.length, self.pad)
+        self.stats += stats
         self._pool = []
         self._ids = 0
         return rows.ravel()
@@ -126,7 +126,7 @@ class Packer:
     @property
     def description(self) -> dict[str, Any]:
         """Entries of a token file's description."""
-        return {"packed": self.length, "packing": vars(self.packed)}
+        return {"packed": self.length, "packing": vars(self.stats)}
 
 
 def _cut(document: NDArray[Any], length: int) -> list[NDArray[Any]]:
@@ -137,7 +137,7 @@ def _cut(document: NDArray[Any], length: int) -> list[NDArray[Any]]:
 
 
 def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Divide items among as few bins as best-fit decreasing needs: at most 11/9 of the fewest
+    """Divide items among bins by best-fit decreasing, which needs at most 11/9 of the fewest bins
     possible, and one (Johnson, "Near-optimal bin packing algorithms", 1973).
 
     Args:
@@ -148,7 +148,7 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """
     bins: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
-    """Room left and index of each bin that isn't full, ascending."""
+    """Remaining room and index of each bin that isn't full, ascending."""
     for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         at = bisect_left(rooms, (sizes[item], 0))
         if at < len(rooms):

@@ -1,12 +1,12 @@
-"""Which ids of token files each row has, whatever its length.
+"""The ids of token files that each row has, whatever its length.
 
 Files are cut into windows of equal width, which each epoch shuffles. Rows that are shorter than a
-window are cut from a group of windows side by side: first the beginning of each, then what follows
-it in each. So the rows of a step are as mixed as if they had been shuffled themselves, and rows as
-long as a window, in a later stage, are whole windows of text.
+window are cut from a group of windows side by side: first the beginning of each, then the next
+range of each. So the rows of a step are as mixed as if they had been shuffled themselves, and rows
+as long as a window, in a later stage, are whole windows of text.
 
     windows 0 1 2 of a group, rows of a third      0a 1a 2a   0b 1b 2b   0c 1c 2c
-    rows of a whole window after five of those     2b 0c | 1c 2c | the windows of the next group
+    rows of a whole window after five of these     2b 0c | 1c 2c | the windows of the next group
 
 Where the length changes within a group, its unread ids are read next, window after window. Rows
 that don't divide the width are cut from windows one after another, too. Every id is predicted once,
@@ -54,21 +54,20 @@ class WindowOrder:
         """Advance by `rows` rows of `length` predicted ids.
 
         Args:
-            indices: which of these rows to return.
+            indices: the rows to return.
 
         Returns:
-            The pieces that each row consists of, together at most `length`; rows after the end are
-            missing.
+            The pieces of each row, together at most `length`; none of rows after the end.
         """
         pieces_of = {}
-        done = 0
-        while done < rows and not self.ended:
+        row = 0
+        while row < rows and not self.ended:
             self._open(length)
-            count = min(self._rows_of_group(length), rows - done)
-            for index in range(max(done, indices.start), min(done + count, indices.stop)):
-                pieces_of[index] = self._pieces(index - done, length)
+            count = min(self._rows_of_group(length), rows - row)
+            for index in range(max(row, indices.start), min(row + count, indices.stop)):
+                pieces_of[index] = self._pieces(index - row, length)
             self._advance(count, length)
-            done += count
+            row += count
         return pieces_of
 
     @property
@@ -77,11 +76,11 @@ class WindowOrder:
 
     @property
     def read(self) -> int:
-        """Positions of all windows read so far."""
+        """Predicted ids read so far."""
         return self.first * self.width + self.rows * self.length + (self.tail_read or 0)
 
-    def left(self, length: int) -> int | None:
-        """Rows of `length` until the end; None if there is none."""
+    def remaining_rows(self, length: int) -> int | None:
+        """Rows of `length` until the end; None if there is no end."""
         if self.limit is None:
             return None
         if self.ended:
@@ -136,9 +135,9 @@ class WindowOrder:
             self.tail_read = 0
 
     def _rows_of_group(self, length: int) -> int:
-        """Rows of `length` left in the group."""
-        left = self._unread - (self.tail_read or 0)
-        return max(-(-left // length), 1)
+        """Rows of `length` that remain in the group."""
+        ids = self._unread - (self.tail_read or 0)
+        return max(-(-ids // length), 1)
 
     def _advance(self, rows: int, length: int) -> None:
         if self.tail_read is None:

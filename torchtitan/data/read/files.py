@@ -422,8 +422,8 @@ def path_problem(path: str) -> str | None:
     """A problem that the name or the descriptions of a file or folder show; None without one."""
     target = Path(path).expanduser()
     if not target.is_dir():
-        readable = format_of(target) or target.suffix in (".bin", ".idx")
-        return None if readable else _unknown(path)
+        is_readable = format_of(target) or target.suffix in (".bin", ".idx")
+        return None if is_readable else _unknown(path)
     try:
         files = sorted(target.iterdir())
         if foreign := _foreign(file.name for file in files):

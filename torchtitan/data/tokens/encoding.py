@@ -1,4 +1,4 @@
-"""Encodes documents: what the worker processes of `torchtitan tokenize` do. Imports no torch."""
+"""Encodes documents, in the worker processes of `torchtitan tokenize`. Imports no torch."""
 
 import os
 from collections.abc import Sequence
@@ -38,20 +38,20 @@ class Encoded(NamedTuple):
         ends = self.lengths.cumsum().tolist()
         return [self.ids[start:end] for start, end in pairwise([0, *ends])]
 
-    def only(self, chosen: NDArray[np.bool_]) -> "Encoded":
-        """The documents at which `chosen` is true."""
+    def only(self, mask: NDArray[np.bool_]) -> "Encoded":
+        """The documents at which `mask` is true."""
         return Encoded(
-            self.ids[np.repeat(chosen, self.lengths)],
-            self.lengths[chosen],
-            self.hashes[chosen],
-            self.sizes[chosen],
+            self.ids[np.repeat(mask, self.lengths)],
+            self.lengths[mask],
+            self.hashes[mask],
+            self.sizes[mask],
             bad=[],
         )
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes batches; sent to the processes that do it."""
+    """Encodes batches; sent to the worker processes."""
 
     tokenizer: Origin
     column: str
@@ -78,7 +78,7 @@ class Encoder:
             hashes.append(hash)
             sizes.append(size if template_size is None else template_size)
 
-        short: list[str] = []
+        batch_texts: list[str] = []
         for item in batch:
             try:
                 text = decode(item.content, self.column, chat)
@@ -88,29 +88,29 @@ class Encoder:
                     note(rendered.text, chat.size(rendered))
                     continue
                 if len(text) <= 2 * PIECE:
-                    short.append(text)
+                    batch_texts.append(text)
                     note(text)
                     continue
-                ids += tokenizer.encode_batch(short, dtype)
-                short = []
-                long = [piece.astype(dtype) for _, piece in tokenizer.encode_in_pieces(text)]
+                ids += tokenizer.encode_batch(batch_texts, dtype)
+                batch_texts = []
+                pieces = [piece.astype(dtype) for _, piece in tokenizer.encode_in_pieces(text)]
                 note(text)
-                ids.append(np.concatenate(long))
+                ids.append(np.concatenate(pieces))
             except BadDocument as error:
                 problem = f"{item.location}: {error}"
                 if self.stop:
                     raise bad_document("--input", problem) from None
                 bad.append((error.kind, problem))
-        ids += tokenizer.encode_batch(short, dtype)
-        joined = np.concatenate(ids) if ids else np.empty(0, dtype)
+        ids += tokenizer.encode_batch(batch_texts, dtype)
+        all_ids = np.concatenate(ids) if ids else np.empty(0, dtype)
         lengths = np.array([len(document) for document in ids], np.int64)
         return Encoded(
-            joined, lengths, np.array(hashes, np.uint64), np.array(sizes, np.int64), bad=bad
+            all_ids, lengths, np.array(hashes, np.uint64), np.array(sizes, np.int64), bad=bad
         )
 
 
 def open_again(origin: Origin) -> Tokenizer:
-    """`tokenizer_of` as it is now: since an earlier call, another may have been trained there."""
+    """`tokenizer_of`, read again: another may have been trained there since an earlier call."""
     tokenizer_of.cache_clear()
     _chat.cache_clear()
     return tokenizer_of(origin)

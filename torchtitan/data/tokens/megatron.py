@@ -5,8 +5,8 @@
             first bytes in X.bin (int64), and the boundaries: the first sequence of each document,
             and the number of sequences (int64)
 
-The ids are read as one sequence, as in our token files: begin-of-text and end-of-text are those in
-the file.
+The ids are read as one sequence, as in our token files, with the begin-of-text and end-of-text that
+the file contains.
 """
 
 import struct
@@ -50,10 +50,10 @@ def read_index(tokens: FileStamp) -> tuple[str, int]:
         )
     count = _check_sequences(files, index, sequences, dtype.itemsize)
     _check_documents(files, index, sequences, boundaries)
-    needed = count * dtype.itemsize
-    if tokens.size != needed:
+    ids_size = count * dtype.itemsize
+    if tokens.size != ids_size:
         raise DataError(
-            f"{tokens.path} has {tokens.size:,} bytes instead of the {needed:,} of "
+            f"{tokens.path} has {tokens.size:,} bytes instead of the {ids_size:,} of "
             f"{index.name} (cut off?)"
         )
     return dtype.name, count

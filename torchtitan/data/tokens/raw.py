@@ -23,7 +23,7 @@ _MAGIC = {magic for magic, _ in _KINDS}
 _NANOGPT = re.compile(r"(train|val)\.bin")
 _LITDATA = re.compile(r"chunk-\d+-\d+(\..+)?\.bin")
 _LOOKED_AT = 2**16
-"""Number of ids by which a file without a description is judged."""
+"""Number of ids that are read to check a file without a description."""
 
 
 def read_raw(file: FileStamp) -> tuple[str, int, int] | None:

@@ -4,8 +4,8 @@
              "uint32-flagged" if some are read but not predicted (`tokenizer.UNPREDICTED`)
     X.json   {"dtype", "tokens", "documents", "bytes", "vocab_size", "tokenizer", "hash", ...}
 
-Megatron's token files, which have an `.idx` file instead, are read as well (`megatron.py`), and so
-are those of llm.c and nanoGPT (`raw.py`).
+Token files of Megatron, which have an `.idx` file instead (`megatron.py`), and of llm.c and nanoGPT
+(`raw.py`) are read as well.
 """
 
 import copy
@@ -22,8 +22,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from torchtitan.config.load.messages import explain_errors
 from torchtitan.data.encode.tokenizer import PLAIN, UNPREDICTED, Tokenizer
-from torchtitan.data.order.mixture import permute
-from torchtitan.data.order.rows import Row, Share, SourceReader, local_rows, padded
+from torchtitan.data.order.rows import Row, Share, SourceReader, local_rows, padded, permute
 from torchtitan.data.order.windows import Piece, WindowOrder
 from torchtitan.data.read.contents import Contents, sampled
 from torchtitan.data.read.files import is_undescribed
@@ -39,7 +38,7 @@ from torchtitan.utils.wording import plural
 
 
 class _Meta(BaseModel):
-    """The part of a token file's description that readers use."""
+    """The fields of a token file's description that readers use."""
 
     model_config = {"strict": True}
 
@@ -52,7 +51,7 @@ class _Meta(BaseModel):
     packed: int | None = Field(None, ge=2, lt=2**31)
     """Ids of each of the rows that documents were packed into; None: they follow one another."""
     end_of_document: int | None = None
-    """The id that ends documents, if the writer says so."""
+    """The id that ends documents, if the writer recorded it."""
     hash: str = Field("", pattern=r"^[0-9a-f]{0,64}$")
     """Hash of the token file, from its writer."""
 
@@ -78,7 +77,7 @@ def write_token_file(
     complete.
 
     Args:
-        about: further entries of the JSON file, read when `documents` is exhausted.
+        entries: further entries of the JSON file, read when `documents` is exhausted.
         flags: ids may be flagged.
 
     Returns:
@@ -129,40 +128,40 @@ class TokenFiles:
         self._open = FilePool()
         self.vocab_size = tokenizer.vocab_size
         stamps: list[FileStamp] = []
-        wholes: list[str] = []
+        hashes: list[str] = []
         dtypes: set[str] = set()
-        packed: dict[int | None, Path] = {}
-        """A file of each length of rows."""
+        file_of_length: dict[int | None, Path] = {}
+        """A file for each length of packed rows."""
         for file in files:
             meta, start, stamp = describe(file, tokenizer, key)
             name, _, flags = meta.dtype.partition("-")
             stamps.append(stamp)
-            wholes.append(meta.hash)
+            hashes.append(meta.hash)
             dtypes.add(meta.dtype)
-            packed.setdefault(meta.packed, file)
+            file_of_length.setdefault(meta.packed, file)
             if meta.tokens > 1:
                 self.files.append((stamp, start, np.dtype(name), bool(flags), meta.tokens))
-        if unnamed := sum(not file.with_suffix(".json").exists() for file in files):
+        if undescribed := sum(not file.with_suffix(".json").exists() for file in files):
             logger.info(
-                f"{key}: {plural(unnamed, 'token file')} of a tokenizer that can't be checked "
+                f"{key}: {plural(undescribed, 'token file')} of a tokenizer that can't be checked "
                 "(Megatron's, llm.c's or nanoGPT's): ids must be those of model.hf_assets_path, "
                 f"and below {self.vocab_size}"
             )
-        if len(packed) > 1:
-            few = ", ".join(f"{file} ({length or 'not packed'})" for length, file in packed.items())
+        if len(file_of_length) > 1:
+            few = ", ".join(f"{file} ({n or 'not packed'})" for n, file in file_of_length.items())
             raise UserError(
                 f"{key}: token files that are packed for rows of different lengths can't be mixed "
                 f"in one source: {few}"
             )
-        self.packed = next(iter(packed), None)
+        self.packed_length = next(iter(file_of_length), None)
         """See `_Meta.packed`."""
         self._cut(width)
         if not len(self):
             more = f" and {len(files) - 1} more" if len(files) > 1 else ""
             raise UserError(f"{key}: no tokens in {files[0]}{more}")
         self._check_has_text([tokenizer.bos_id, tokenizer.eos_id], key)
-        hashed = sampled(stamps, os.path.commonpath([file.parent for file in files]), wholes)
-        self.contents = Contents.of(hashed, ", ".join(sorted(dtypes)))
+        data_files = sampled(stamps, os.path.commonpath([file.parent for file in files]), hashes)
+        self.contents = Contents.of(data_files, ", ".join(sorted(dtypes)))
 
     def _cut(self, width: int) -> None:
         self.width = width
@@ -193,8 +192,8 @@ class TokenFiles:
         """The `width + 1` ids of window `index`; fewer for the last of a file.
 
         Args:
-            first, after: return only the predicted ids of these places, and the id before them;
-                nothing if the window ends before them.
+            first, after: return only the predicted ids in this range, and the id before it; nothing
+                if the window ends before it.
 
         Raises:
             OSError: the file can't be read, or has been truncated since it was opened.
@@ -243,19 +242,19 @@ class TokenReader(SourceReader):
         self.retry = retry
         self.rows = self.tokens = 0
 
-    def read(self, step: int, count: int, places: NDArray[np.int64], length: int) -> dict[int, Row]:
+    def read(self, step: int, count: int, slots: NDArray[np.int64], length: int) -> dict[int, Row]:
         local = local_rows(count, self.share)
-        first, after = np.searchsorted(places, [local.start, local.stop])
-        pieces_of = self.order.take(len(places), length, range(first, after))
-        self.rows += len(places)
-        self.tokens += len(places) * length
-        return {int(places[i]): self._row(pieces, length) for i, pieces in pieces_of.items()}
+        first, after = np.searchsorted(slots, [local.start, local.stop])
+        pieces_of = self.order.take(len(slots), length, range(first, after))
+        self.rows += len(slots)
+        self.tokens += len(slots) * length
+        return {int(slots[i]): self._row(pieces, length) for i, pieces in pieces_of.items()}
 
     def _row(self, pieces: Sequence[Piece], length: int) -> Row:
         ids_of_pieces: list[Row] = []
         for piece in pieces:
             ids = self._ids(piece)
-            # Of a further piece, only what is predicted: the id before it may be in another row.
+            # Of a later piece, only the predicted ids: the id before it may be in another row.
             ids_of_pieces.append(ids[1:] if any(map(len, ids_of_pieces)) else ids)
         return padded(np.concatenate(ids_of_pieces), length)
 
@@ -267,8 +266,8 @@ class TokenReader(SourceReader):
             f"window {window}", lambda: self.files.window(window, piece.first, piece.after)
         )
 
-    def left(self, length: int) -> int | None:
-        return self.order.left(length)
+    def remaining_rows(self, length: int) -> int | None:
+        return self.order.remaining_rows(length)
 
     @property
     def epochs(self) -> float:
@@ -297,7 +296,7 @@ def _stamp(file: Path, key: str) -> FileStamp:
 
 
 def describe(file: Path, tokenizer: Tokenizer, key: str) -> tuple[_Meta, int, FileStamp]:
-    """What is known of a token file before its ids are read, and the first id's byte.
+    """The description of a token file, the first id's byte, and the file's stamp.
 
     Raises:
         UserError: it isn't one, is damaged, or was made with another tokenizer.
@@ -341,8 +340,8 @@ def _read_foreign(stamp: FileStamp, tokenizer: Tokenizer, key: str) -> tuple[_Me
     try:
         if os.path.lexists(file.with_suffix(".idx")):
             dtype, tokens = read_index(stamp)
-        elif is_undescribed(file) and (found := read_raw(stamp)):
-            dtype, tokens, start = found
+        elif is_undescribed(file) and (raw_format := read_raw(stamp)):
+            dtype, tokens, start = raw_format
         else:
             return None
     except DataError as error:

@@ -1,4 +1,4 @@
-"""Text to token files: one process finds the documents, others decode and encode them in order.
+"""Text to token files: one process finds the documents, workers decode and encode them in order.
 
     records (lines, rows, texts) -> batches -> encode, in any process -> token files
 
@@ -35,7 +35,7 @@ _BATCH = 2**18
 """Bytes of a batch. Encoding a text takes hundreds of times its size for a moment."""
 _SPOOLED = 2**25
 """Bytes of a file's held-out tokens that stay in memory; more go to a temporary file."""
-_LISTED_BAD = 100
+_MAX_BAD = 100
 """Number of a file's bad documents that its description lists."""
 
 
@@ -111,21 +111,21 @@ class HeldOutSplit:
     """Fraction of the documents."""
     output: Output
     tail: int | None = None
-    """Hash of the document to hold out, instead: the end of the only one, see `split_alone`."""
+    """Hash of the only document to hold out: the end of a single one, see `split_alone`."""
 
     def choose(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Which documents are held out."""
+        """A mask of the documents that are held out."""
         if self.tail is not None:
             return np.asarray(hashes == self.tail)
-        drawn = [uniform(int(hash), "held-out") for hash in hashes]
-        return np.array(drawn) < self.share
+        draws = [uniform(int(hash), "held-out") for hash in hashes]
+        return np.array(draws) < self.share
 
 
 def split_alone(
     items: Iterator[RawDocument], column: str, share: float
 ) -> tuple[Iterator[RawDocument], int | None]:
-    """Documents, and None; or of a single one, its beginning and its end, as documents of their
-    own, and the hash of the end.
+    """Documents, and None; for a single document, its beginning and its end as two documents, and
+    the hash of the end.
 
     Args:
         share: of the characters, at the end.
@@ -137,18 +137,18 @@ def split_alone(
             at = int(len(text) * (1 - share))
             head, tail = text[:at], text[at:]
             if head and tail and head != tail:
-                parts = [first[0]._replace(content={column: part}) for part in (head, tail)]
-                return iter(parts), hash_text(tail)[0]
+                halves = [first[0]._replace(content={column: text}) for text in (head, tail)]
+                return iter(halves), hash_text(tail)[0]
     return chain(first, items), None
 
 
-def is_done(index: int, output: Output, held_out: HeldOutSplit | None) -> bool:
+def is_complete(index: int, output: Output, split: HeldOutSplit | None) -> bool:
     """Whether a token file and its held-out one are complete.
 
     Raises:
         UserError: see `Output.meta`.
     """
-    outputs = [output, held_out.output] if held_out else [output]
+    outputs = [output, split.output] if split else [output]
     return all(target.meta(index) is not None for target in outputs)
 
 
@@ -158,12 +158,12 @@ def tokenize(
     output: Output,
     workers: int,
     advance: Callable[[int, int], None],
-    held_out: HeldOutSplit | None = None,
+    split: HeldOutSplit | None = None,
 ) -> int:
-    """Write the token files that are missing.
+    """Write the token files that aren't complete yet.
 
     Args:
-        held_out: what to write to other files, if anything.
+        split: the documents to write to other files.
         advance: called with the numbers of documents and of tokens that were written.
 
     Returns:
@@ -175,20 +175,20 @@ def tokenize(
     """
     file_count = 0
 
-    def missing() -> Iterator[tuple[int, list[RawDocument]]]:
+    def new_batches() -> Iterator[tuple[int, list[RawDocument]]]:
         nonlocal file_count
         for first in items:
             index = file_count
             file_count += 1
             documents = _take(chain([first], items), output.documents_per_file)
-            if not is_done(index, output, held_out):
+            if not is_complete(index, output, split):
                 for batch in batch_documents(documents):
                     yield index, batch
-            for _ in documents:  # skip those of a file that is complete
+            for _ in documents:  # skip the documents of a complete file
                 pass
 
     tokenizer = open_again(encoder.tokenizer)
-    encoded_batches = encode_batches(missing(), encoder, workers)
+    encoded_batches = encode_batches(new_batches(), encoder, workers)
     for index, batches in groupby(encoded_batches, key=lambda numbered: numbered[0]):
         _write_file(
             output,
@@ -196,7 +196,7 @@ def tokenize(
             (encoded for _, encoded in batches),
             tokenizer,
             advance=advance,
-            held_out=held_out,
+            split=split,
             flags=encoder.messages,
         )
     return file_count
@@ -217,23 +217,23 @@ def encode_batches(
             yield index, encoder(batch)
         return
     _start_fork_server()
-    waiting: deque[tuple[int, Future[Encoded]]] = deque()
+    futures: deque[tuple[int, Future[Encoded]]] = deque()
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("forkserver")) as pool:
         try:
             for index, batch in batches:
-                waiting.append((index, pool.submit(encoder, batch)))
-                if len(waiting) > 4 * workers:
-                    first, future = waiting.popleft()
+                futures.append((index, pool.submit(encoder, batch)))
+                if len(futures) > 4 * workers:
+                    first, future = futures.popleft()
                     yield first, future.result()
-            while waiting:
-                first, future = waiting.popleft()
+            while futures:
+                first, future = futures.popleft()
                 yield first, future.result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _start_fork_server() -> None:
-    """Start what starts the workers, so that they don't receive Ctrl-C: this process ends them."""
+    """Start the server that starts the workers, without Ctrl-C for them: this process ends them."""
     resource_tracker.ensure_running()  # unblocks the signal
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     forkserver.ensure_running()
@@ -259,7 +259,7 @@ class _Description:
     def count_bad(self, bad: Sequence[tuple[str, str]]) -> None:
         for kind, problem in bad:
             self.entries["bad"][kind] += 1
-            if len(self.entries["places"]) < _LISTED_BAD:
+            if len(self.entries["places"]) < _MAX_BAD:
                 self.entries["places"].append(problem)
 
 
@@ -269,37 +269,37 @@ def _write_file(
     batches: Iterator[Encoded],
     tokenizer: Tokenizer,
     advance: Callable[[int, int], None],
-    held_out: HeldOutSplit | None,
+    split: HeldOutSplit | None,
     *,
     flags: bool,
 ) -> None:
-    written = _Description(output, index)
+    description = _Description(output, index)
     packer = output.best_fit and Packer(output.best_fit, tokenizer.end_for("--best-fit"))
-    held_out_file = _Description(held_out.output, index) if held_out else None
+    split_description = _Description(split.output, index) if split else None
     with SpooledTemporaryFile(_SPOOLED, dir=str(output.folder)) as spool:
 
         def ids() -> Iterator[NDArray[Any]]:
             for encoded in batches:
-                written.count_bad(encoded.bad)
-                if held_out and held_out_file:
-                    chosen = held_out.choose(encoded.hashes)
-                    held_out_documents = encoded.only(chosen)
-                    held_out_file.count(held_out_documents)
-                    spool.write(held_out_documents.ids.tobytes())
-                    encoded = encoded.only(~chosen)
-                written.count(encoded)
+                description.count_bad(encoded.bad)
+                if split and split_description:
+                    mask = split.choose(encoded.hashes)
+                    split_documents = encoded.only(mask)
+                    split_description.count(split_documents)
+                    spool.write(split_documents.ids.tobytes())
+                    encoded = encoded.only(~mask)
+                description.count(encoded)
                 yield from packer.add(encoded.documents) if packer else [encoded.ids]
                 advance(len(encoded.hashes), len(encoded.ids))
             if packer:
                 yield packer.finish()
-                written.entries |= packer.description
+                description.entries |= packer.description
 
         marked = flags or packer is not None
-        write_token_file(written.file, ids(), tokenizer, written.entries, flags=marked)
-        if held_out_file:
+        write_token_file(description.file, ids(), tokenizer, description.entries, flags=marked)
+        if split_description:
             back = _read_back(spool, token_dtype(tokenizer, flags))
             write_token_file(
-                held_out_file.file, back, tokenizer, held_out_file.entries, flags=flags
+                split_description.file, back, tokenizer, split_description.entries, flags=flags
             )
 
 

@@ -103,7 +103,7 @@ class _Loader:
         self.sources = sources
         self.name = "no data"
         self.fingerprint = DataFingerprint(sources={}, tokenizer="", seq_len=self.length, seed=0)
-        self.record = SimpleNamespace(add_held_out=lambda _: None, lists=lambda: b"{}")
+        self.record = SimpleNamespace(add_validation_set=lambda _: None, lists=lambda: b"{}")
         read = {name: SourcePosition(contents="", rows=1, tokens=self.length) for name in sources}
         self.start = DataPosition(
             step=1, shares=SharesState(weights={}, rows=0, counts={}), sources=read
