@@ -99,7 +99,7 @@ def loader(rank: int, ranks: int) -> Any:
     from torchtitan.config.sections.data import DataLoader, Source
     from torchtitan.data.encode.tokenizer import build_tokenizer
     from torchtitan.data.loader import build_loader
-    from torchtitan.data.spec import DataSpec
+    from torchtitan.data.sources import DataSpec
 
     spec = DataSpec(
         sources=[Source(name="data", dataset="demo")],

@@ -20,7 +20,7 @@ from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.data.loader import build_loader
 from torchtitan.data.read.documents import DemoDocuments
-from torchtitan.data.spec import DataSpec
+from torchtitan.data.sources import DataSpec
 
 ROWS = 8
 SEQ_LEN = 2048

@@ -92,7 +92,7 @@ def start(folder: Path, cache: Path) -> None:
     from torchtitan.config.sections.data import DataLoader, Source
     from torchtitan.data.encode.tokenizer import build_tokenizer
     from torchtitan.data.loader import build_loader
-    from torchtitan.data.spec import DataSpec
+    from torchtitan.data.sources import DataSpec
     from torchtitan.tools.rehearsal.requests import count_files
 
     tokenizer = build_tokenizer(TOKENIZER)

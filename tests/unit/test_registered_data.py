@@ -11,7 +11,7 @@ from torchtitan.config.sections.data import DataLoader, Source
 from torchtitan.data.encode.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.data.loader import build_loader
 from torchtitan.data.registered import open_custom
-from torchtitan.data.spec import DataSpec
+from torchtitan.data.sources import DataSpec
 from torchtitan.utils.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("registered")

@@ -28,8 +28,7 @@ from torchtitan.data.order.rows import (
     scatter,
 )
 from torchtitan.data.read.positions import DataPosition, merge_positions
-from torchtitan.data.sources import OpenSource, open_source
-from torchtitan.data.spec import DataSpec
+from torchtitan.data.sources import DataSpec, OpenSource, open_source
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.signals import become_stoppable, helpers_shielded
 from torchtitan.utils.torch_compat import replaced

@@ -22,10 +22,10 @@ from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from torchtitan.data.encode.special_tokens import CONFIG, read_json
 from torchtitan.data.read.opening import BadDocument
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.files import read_regular, text_of
-from torchtitan.utils.formats import read_json_object
 from torchtitan.utils.limits import CHAT_TEMPLATE_BYTES, CONVERSATION_CHARACTERS
 
 START, END, BREAK = MARKS = "\ufdd0\ufdd1\ufdd2"
@@ -40,7 +40,6 @@ _WIDE = re.compile(r"[0-9]{5}|\*")
 """Widths in a format that may be too large."""
 _TODAY = datetime.date(2024, 7, 26)
 _FILE = "chat_template.jinja"
-_CONFIG = "tokenizer_config.json"
 _OLD_FILE = "chat_template.json"
 """As older versions of transformers' processors write it."""
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -61,7 +60,7 @@ class ChatTemplate:
         Raises:
             UserError: there is no template, or it can't be parsed.
         """
-        config = _read_json(tokenizer.with_name(_CONFIG), key)
+        config = read_json(tokenizer.with_name(CONFIG), key)
         if file is not None:
             self.path, source = file, _read_template(file, "model.chat_template")
         else:
@@ -126,23 +125,16 @@ class ChatTemplate:
         )
 
 
-def _read_json(file: Path, key: str) -> dict[str, Any]:
-    try:
-        return read_json_object(file) if file.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}: {error}") from None
-
-
 def _find_template(tokenizer: Path, config: Mapping[str, Any], key: str) -> tuple[Path, str]:
     """The file of a template, and the template."""
     file = tokenizer.with_name(_FILE)
     if file.is_file():
         return file, _read_template(file, key)
     template = config.get("chat_template")
-    path = tokenizer.with_name(_CONFIG)
+    path = tokenizer.with_name(CONFIG)
     if template is None:
         path = tokenizer.with_name(_OLD_FILE)
-        template = _read_json(path, key).get("chat_template")
+        template = read_json(path, key).get("chat_template")
     if isinstance(template, list):
         templates = {
             entry.get("name"): entry.get("template")

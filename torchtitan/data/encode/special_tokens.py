@@ -154,7 +154,7 @@ def tokens_around(
     return begin, end
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, key: str = "model.hf_assets_path") -> dict[str, Any]:
     """A JSON object; empty if there is no such file.
 
     Raises:
@@ -163,7 +163,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         return read_json_object(path) if path.exists() else {}
     except (OSError, ValueError) as error:
-        raise UserError(f"model.hf_assets_path: {error}") from None
+        raise UserError(f"{key}: {error}") from None
 
 
 def _names(content: Mapping[str, Any], path: Path) -> Iterator[tuple[str, str | None]]:

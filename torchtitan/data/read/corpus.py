@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torchtitan.data.read.contents import Contents, base_folder, sampled
 from torchtitan.data.read.documents import DemoDocuments
 from torchtitan.data.read.files import Ignored, find_text_files
-from torchtitan.data.read.opening import BadDocument, DataError, FileStamp
+from torchtitan.data.read.opening import BadDocument, DataError, FileStamp, data_errors
 from torchtitan.data.read.records import Conversations, decode, read_records, record_location
 from torchtitan.utils.errors import UserError
 from torchtitan.utils.wording import plural
@@ -72,11 +72,9 @@ class Corpus:
             self._demo = DemoDocuments(validation=self.paths == ["demo_validation"])
             self.size = self._demo.text_bytes
             return
-        try:
+        with data_errors(key):
             files = find_text_files(self.paths, key, self.ignored)
             self.stamps = [FileStamp.of(file) for file in files]
-        except DataError as error:
-            raise UserError(f"{key}: {error}") from None
         self.size = sum(stamp.size for stamp in self.stamps)
         """Bytes of all files."""
 

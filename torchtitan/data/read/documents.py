@@ -20,6 +20,7 @@ from torchtitan.data.read.opening import (
     DataError,
     FilePool,
     FileStamp,
+    data_errors,
     is_compressed,
     open_data,
 )
@@ -124,7 +125,7 @@ class LocalDocuments:
             self._folder = cache_path(cache_folder, cache_key)
         self._ranges = list[NDArray[np.int64]]()
         """`[documents, 2]` for each file, without a cache folder."""
-        try:
+        with data_errors(key):
             stamps = [FileStamp.of(file) for file in files]
             if self._folder is None:
                 self.indexes = self._index_in_memory(stamps, stop, cache_key)
@@ -133,8 +134,6 @@ class LocalDocuments:
                 self.indexes = cache.open(stamps, text_column, stop)
             if stop and (location := next(self._bad_places(), None)):
                 raise DataError(f"{location}{SKIP_ADVICE}")
-        except DataError as error:
-            raise UserError(f"{key}: {error}") from None
         self._ends = np.cumsum([index.documents for index in self.indexes], dtype=np.int64)
         self.text_bytes = sum(index.text_bytes for index in self.indexes)
         self.skip_counts = Counter[str]()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from torchtitan.data.read.opening import COMPRESSED, DataError
+from torchtitan.data.read.opening import COMPRESSED, DataError, data_errors
 from torchtitan.data.read.output_folders import OutputFolders
 from torchtitan.data.read.saved_sets import (
     SPLITS_FILE,
@@ -384,10 +384,8 @@ def find_text_files(
         expanded = os.path.expanduser(name)
         is_file = os.path.isfile(expanded)
         if not is_file and any(f.suffix == ".arrow" or f.name == SPLITS_FILE for f in files):
-            try:
+            with data_errors(key):
                 files = without_leftovers(files, os.path.isdir(expanded), key)
-            except DataError as error:
-                raise UserError(f"{key}: {error}") from None
         result.log(key)
         ignored.outputs |= result.outputs
         if not files:

@@ -16,7 +16,8 @@ import stat
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
@@ -51,6 +52,15 @@ class BadDocument(DataError):
 
     def __reduce__(self) -> tuple[type["BadDocument"], tuple[str, str]]:
         return BadDocument, (self.kind, str(self))
+
+
+@contextmanager
+def data_errors(key: str) -> Iterator[None]:
+    """Turn a `DataError` into a `UserError` about a configuration key."""
+    try:
+        yield
+    except DataError as error:
+        raise UserError(f"{key}: {error}") from None
 
 
 def sample_hash(handle: int) -> str:

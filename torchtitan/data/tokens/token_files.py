@@ -26,7 +26,14 @@ from torchtitan.data.order.rows import Row, Share, SourceReader, local_rows, pad
 from torchtitan.data.order.windows import Piece, WindowOrder
 from torchtitan.data.read.contents import Contents, sampled
 from torchtitan.data.read.files import is_undescribed
-from torchtitan.data.read.opening import DataError, EndOfFileError, FilePool, FileStamp, Retry
+from torchtitan.data.read.opening import (
+    DataError,
+    EndOfFileError,
+    FilePool,
+    FileStamp,
+    Retry,
+    data_errors,
+)
 from torchtitan.data.read.positions import SourcePosition
 from torchtitan.data.tokens.megatron import read_index
 from torchtitan.data.tokens.raw import read_raw
@@ -179,12 +186,10 @@ class TokenFiles:
 
     def _check_has_text(self, special: list[int | None], key: str) -> None:
         ids = [i for i in special if i is not None]
-        try:
+        with data_errors(key):
             for i in range(len(self)):  # seldom reads more than one
                 if not np.isin(self.window(i) & PLAIN, ids).all():
                     return
-        except DataError as error:
-            raise UserError(f"{key}: {error}") from None
         folder = Path(self.files[0][0].path).parent
         raise UserError(f"{key}: {folder} holds no tokens but begin-of-text and end-of-text")
 
@@ -288,21 +293,16 @@ class TokenReader(SourceReader):
         self.order.seek(position.windows)
 
 
-def _stamp(file: Path, key: str) -> FileStamp:
-    try:
-        return FileStamp.of(file)
-    except DataError as error:
-        raise UserError(f"{key}: {error}") from None
-
-
 def describe(file: Path, tokenizer: Tokenizer, key: str) -> tuple[_Meta, int, FileStamp]:
     """The description of a token file, the first id's byte, and the file's stamp.
 
     Raises:
         UserError: it isn't one, is damaged, or was made with another tokenizer.
     """
-    stamp = _stamp(file, key)
-    meta, start = _read_foreign(stamp, tokenizer, key) or (_read_meta(file, key), 0)
+    with data_errors(key):
+        stamp = FileStamp.of(file)
+        foreign = _read_foreign(stamp, tokenizer)
+    meta, start = foreign or (_read_meta(file, key), 0)
     if meta.tokenizer != tokenizer.fingerprint:
         raise UserError(
             f"{key}: {file} was made with another tokenizer than model.hf_assets_path; "
@@ -331,21 +331,18 @@ def describe(file: Path, tokenizer: Tokenizer, key: str) -> tuple[_Meta, int, Fi
     return meta, start, stamp
 
 
-def _read_foreign(stamp: FileStamp, tokenizer: Tokenizer, key: str) -> tuple[_Meta, int] | None:
+def _read_foreign(stamp: FileStamp, tokenizer: Tokenizer) -> tuple[_Meta, int] | None:
     """The description of a file of Megatron, llm.c or nanoGPT, which names no tokenizer; None if
     it has our own.
     """
     file = Path(stamp.path)
     start = 0
-    try:
-        if os.path.lexists(file.with_suffix(".idx")):
-            dtype, tokens = read_index(stamp)
-        elif is_undescribed(file) and (raw_format := read_raw(stamp)):
-            dtype, tokens, start = raw_format
-        else:
-            return None
-    except DataError as error:
-        raise UserError(f"{key}: {error}") from None
+    if os.path.lexists(file.with_suffix(".idx")):
+        dtype, tokens = read_index(stamp)
+    elif is_undescribed(file) and (raw_format := read_raw(stamp)):
+        dtype, tokens, start = raw_format
+    else:
+        return None
     fields = {"dtype": dtype, "tokens": tokens, "tokenizer": tokenizer.fingerprint}
     return _Meta.model_validate(fields), start
 
