@@ -66,17 +66,15 @@ class ContentsRecord:
         Raises:
             UserError: sources or validation sets have changed, unless `on_changed_data` allows it.
         """
-        saved = state.sources
-        if names := saved.keys() - self.contents.keys():
-            saved_files = lists().get("sources", {})
-            self._lists["sources"] |= {
-                name: saved_files[name] for name in names & saved_files.keys()
-            }
+        positions = state.sources
+        if names := positions.keys() - self.contents.keys():
+            old_lists = lists().get("sources", {})
+            self._lists["sources"] |= {name: old_lists[name] for name in names & old_lists.keys()}
             self._rendered = None
         comparisons: list[tuple[ContentsRecord, Source, str, str]] = [
-            (self, source, saved[source.name].contents, "sources")
+            (self, source, positions[source.name].contents, "sources")
             for source in self.spec.sources
-            if source.name in saved
+            if source.name in positions
         ]
         for section, other in self._validation_records.items():
             before = state.fingerprint.held_out.get(section)

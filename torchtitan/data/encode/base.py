@@ -116,8 +116,8 @@ class Tokenizer(ABC):
     def drops_space(self) -> bool:
         """Whether the tokenizer puts a space before each text, which pieces must not repeat."""
         try:
-            apart = [*self._ids("a"), *self._ids("b")]
-            return [*self._ids("a b")] == apart != [*self._ids("a"), *self._ids(" b")]
+            separate_ids = [*self._ids("a"), *self._ids("b")]
+            return [*self._ids("a b")] == separate_ids != [*self._ids("a"), *self._ids(" b")]
         except Exception:  # a vocabulary of words or characters that lacks these
             return False
 

@@ -152,10 +152,10 @@ class Chat:
             for message in messages
         ]
         if self.template.marks_turns:
-            whole = self.template.render(marked)
+            full_text = self.template.render(marked)
         else:
-            whole = self._with_turns(marked)
-        rendered = _without_marks(whole)
+            full_text = self._with_turns(marked)
+        rendered = _without_marks(full_text)
         if not any(begin < end for begin, end in rendered.turns):
             raise BadDocument(
                 "no assistant turn", "the chat template renders no turn of the assistant"
@@ -168,8 +168,8 @@ class Chat:
         Raises:
             UserError: the assistant's text is ambiguous.
         """
-        whole = self.template.render(messages)
-        always = self._always(messages, whole)
+        full_text = self.template.render(messages)
+        always = self._always(messages, full_text)
         chunks = []
         position = 0
         for i, message in enumerate(messages):
@@ -177,38 +177,43 @@ class Chat:
                 before = self.template.render(messages[:i], prompt=True)
                 after = self.template.render(messages[: i + 1])
                 after = after[: len(after) - len(always)]
-                if not (whole.startswith(after) and after.startswith(before)):
-                    return self._with_turns_after_prompts(messages, whole)
+                if not (full_text.startswith(after) and after.startswith(before)):
+                    return self._with_turns_after_prompts(messages, full_text)
                 end = end_of_turn(after, self._tokens)
-                chunks += [whole[position : len(before)], START, whole[len(before) : end], END]
+                chunks += [
+                    full_text[position : len(before)],
+                    START,
+                    full_text[len(before) : end],
+                    END,
+                ]
                 position = end
-        return "".join([*chunks, whole[position:]])
+        return "".join([*chunks, full_text[position:]])
 
-    def _always(self, messages: Messages, whole: str) -> str:
+    def _always(self, messages: Messages, full_text: str) -> str:
         """The prompt for the assistant, if the template puts it behind every conversation."""
-        if self.template.render(messages, prompt=True) != whole:
+        if self.template.render(messages, prompt=True) != full_text:
             return ""
         try:
             nothing = self.template.render([])
         except BadDocument:
             return ""
         nothing = nothing.removeprefix(self.template.special.get("bos_token", ""))
-        return nothing if whole.endswith(nothing) else ""
+        return nothing if full_text.endswith(nothing) else ""
 
-    def _with_turns_after_prompts(self, messages: Messages, whole: str) -> str:
+    def _with_turns_after_prompts(self, messages: Messages, full_text: str) -> str:
         """`_with_turns` of a template that renders turns differently once others follow."""
         first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
         before = self.template.render(messages[:first]) if first else ""
         prompted = self.template.render(messages[:first], prompt=True)
         if not first or not prompted.startswith(before):
             raise UserError(self.template.not_by_prefixes)
-        turns = turns_after_prompts(whole, prompted[len(before) :], self._tokens)
+        turns = turns_after_prompts(full_text, prompted[len(before) :], self._tokens)
         roles = [role for role, _ in groupby(message["role"] for message in messages)]
         if len(turns) != roles.count("assistant"):
             raise UserError(self.template.not_by_prefixes)
         for begin, end in reversed(turns):
-            whole = f"{whole[:begin]}{START}{whole[begin:end]}{END}{whole[end:]}"
-        return whole
+            full_text = f"{full_text[:begin]}{START}{full_text[begin:end]}{END}{full_text[end:]}"
+        return full_text
 
     def _marked(self, value: Any, tokens: re.Pattern[str]) -> Any:
         """Part of a message, with a mark in each spelling of a token."""

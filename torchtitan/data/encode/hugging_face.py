@@ -171,11 +171,11 @@ def _add_tokens(backend: Any, path: Path, folder_tokens: FolderTokens) -> list[d
     """
     from tokenizers import AddedToken
 
-    current = backend.get_added_tokens_decoder()
+    added_tokens = backend.get_added_tokens_decoder()
     roles = {name for role, name in folder_tokens.names.items() if name}
     entries = []
     for id, token in sorted(folder_tokens.added.items()):
-        if id in current and current[id].content == token["content"]:
+        if id in added_tokens and added_tokens[id].content == token["content"]:
             continue
         fields = {"special": token["content"] in roles, "normalized": False} | token
         added = AddedToken(**fields)

@@ -148,8 +148,10 @@ def tokens_around(
             before.append(str(step["cls"][0]))
             behind.append(str(step["sep"][0]))
     begin, end = (
-        tokens[0] if len(tokens) == 1 else next((name for name in usual if name in special), None)
-        for tokens, usual in ((before, BEGIN_NAMES), (behind, END_NAMES))
+        tokens[0]
+        if len(tokens) == 1
+        else next((name for name in candidates if name in special), None)
+        for tokens, candidates in ((before, BEGIN_NAMES), (behind, END_NAMES))
     )
     return begin, end
 

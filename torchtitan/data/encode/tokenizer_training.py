@@ -302,17 +302,17 @@ def tokenizer_config(
         config: its contents so far, whose tokens stay as they are.
         max_length: maximum number of tokens, unless `config` sets it.
     """
-    fixed = {
+    class_fields = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": bos is not None,
         "add_eos_token": False,
     }
-    usual: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+    defaults: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     if max_length is not None:
-        usual["model_max_length"] = max_length
-    usable = {
+        defaults["model_max_length"] = max_length
+    user_fields = {
         key: value["content"] if key.endswith("_token") and isinstance(value, dict) else value
         for key, value in config.items()
         if key != "auto_map"
     }
-    return usual | {"bos_token": bos, "eos_token": eos} | usable | fixed
+    return defaults | {"bos_token": bos, "eos_token": eos} | user_fields | class_fields

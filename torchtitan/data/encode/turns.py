@@ -12,9 +12,9 @@ def any_of(names: Sequence[str]) -> re.Pattern[str]:
 
 def end_of_turn(text: str, tokens: re.Pattern[str]) -> int:
     """The end of a text, without blanks after a token at its end."""
-    short = text.rstrip()
-    ends = [match.end() for match in tokens.finditer(short)]
-    return len(short if ends and ends[-1] == len(short) else text)
+    trimmed_text = text.rstrip()
+    ends = [match.end() for match in tokens.finditer(trimmed_text)]
+    return len(trimmed_text if ends and ends[-1] == len(trimmed_text) else text)
 
 
 def turns_after_prompts(text: str, prompt: str, tokens: re.Pattern[str]) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from torchtitan.data.encode.tokenizer import UNPREDICTED
 from torchtitan.data.order.packing import FIRST_POOL_ROWS, POOL_ROWS, PackingStats, pack
-from torchtitan.data.order.rows import Row, Share, SourceReader, local_rows, padded, permute
+from torchtitan.data.order.rows import Row, Share, SourceReader, local_rows, pad_row, permute
 from torchtitan.data.read.documents import Documents
 from torchtitan.data.read.opening import Retry
 from torchtitan.data.read.positions import (
@@ -141,7 +141,7 @@ class StreamLane(Lane):
             return None
         # The next row begins with this row's last id.
         self.offset -= 1
-        return padded(np.concatenate(chunks), length)
+        return pad_row(np.concatenate(chunks), length)
 
     def _read(self, start: int = 0) -> bool:
         """Get the next piece, or else the next document from position `start` on."""
@@ -198,12 +198,12 @@ class PackedLane(Lane):
         self.next_size = self.size
         self.before = cursor.position()
         """The cursor's position before the pool."""
-        self.ahead: list[NDArray[np.uint32]] = []
+        self.next_documents: list[NDArray[np.uint32]] = []
         """Documents of the next pool."""
         self.ids = 0
-        """Number of ids in `ahead`."""
+        """Number of ids in `next_documents`."""
         self.after = self.before
-        """The cursor's position before `ahead`."""
+        """The cursor's position before `next_documents`."""
         self.packing_stats = PackingStats()
         """Statistics of the pools of full size."""
 
@@ -218,9 +218,9 @@ class PackedLane(Lane):
 
     def _next_pool(self) -> bool:
         self._read(self.next_size * self.length)
-        if not self.ahead:
+        if not self.next_documents:
             return False
-        self.rows, packing_stats = pack(self.ahead, self.length, self.pad)
+        self.rows, packing_stats = pack(self.next_documents, self.length, self.pad)
         self.size = self.next_size
         self.next_size = min(2 * self.size, POOL_ROWS)
         if self.size == POOL_ROWS:
@@ -228,7 +228,7 @@ class PackedLane(Lane):
         self.next_row = 0
         self.before = self.after
         self.after = self.cursor.position()
-        self.ahead = []
+        self.next_documents = []
         self.ids = 0
         return True
 
@@ -236,8 +236,8 @@ class PackedLane(Lane):
         """Read documents until the next pool has `count` ids."""
         while self.ids < count and (text := self.cursor.next()) is not None:
             pieces = [ids.astype(np.uint32) for _, ids in self.encoder.encode_in_pieces(text)]
-            self.ahead.append(np.concatenate(pieces))
-            self.ids += len(self.ahead[-1])
+            self.next_documents.append(np.concatenate(pieces))
+            self.ids += len(self.next_documents[-1])
 
     def position(self) -> PackedPosition:
         at_end = self.next_row == len(self.rows)
@@ -251,7 +251,7 @@ class PackedLane(Lane):
     def seek(self, position: PackedPosition) -> None:
         self.cursor.seek(position.cursor)
         self.before = self.after = position.cursor
-        self.ahead = []
+        self.next_documents = []
         self.ids = 0
         self.rows = self.rows[:0]
         self.next_row = 0
@@ -311,11 +311,11 @@ class LaneReader(SourceReader):
         )
 
     def seek(self, position: SourcePosition) -> None:
-        saved = position.lanes or {}
+        positions = position.lanes or {}
         self.rows = position.rows
         self.tokens = position.tokens
         for index, lane in self.lanes.items():
-            lane.seek(saved[str(index)])
+            lane.seek(positions[str(index)])
 
 
 def lane_of_each(slots: NDArray[np.int64], step: int, count: int, lanes: int) -> NDArray[np.int64]:

@@ -102,7 +102,7 @@ def blank_row(seq_len: int) -> Row:
     return np.full(seq_len + 1, IGNORE_INDEX)
 
 
-def padded(ids: Row, seq_len: int) -> Row:
+def pad_row(ids: Row, seq_len: int) -> Row:
     """A row, without labels where ids are missing."""
     row = blank_row(seq_len)
     row[: len(ids)] = ids

@@ -95,7 +95,7 @@ def data_file(path: str, base: str, size: int, sample: str, full_hash: str = "")
     return DataFile(name, size, sample, full_hash)
 
 
-def sampled(
+def sample_files(
     stamps: Sequence[FileStamp], base: str | Path, full_hashes: Sequence[str] = ()
 ) -> list[DataFile]:
     """Sample files.

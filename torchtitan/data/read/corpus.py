@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan.data.read.contents import Contents, base_folder, sampled
+from torchtitan.data.read.contents import Contents, base_folder, sample_files
 from torchtitan.data.read.documents import DemoDocuments
 from torchtitan.data.read.files import Ignored, find_text_files
 from torchtitan.data.read.opening import BadDocument, DataError, FileStamp, data_errors
@@ -86,7 +86,7 @@ class Corpus:
         reading = "" if self.stop else "skip"
         if reading or self.column != "text":
             reading = f"{self.column}: {reading or 'stop'}"
-        return Contents.of(sampled(self.stamps, base_folder(self.paths)), reading).fingerprint
+        return Contents.of(sample_files(self.stamps, base_folder(self.paths)), reading).fingerprint
 
     def sources(self) -> str:
         """The sources in words."""

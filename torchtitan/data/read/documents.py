@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan.data.read.contents import Contents, base_folder, data_file, sampled
+from torchtitan.data.read.contents import Contents, base_folder, data_file, sample_files
 from torchtitan.data.read.files import find_text_files
 from torchtitan.data.read.index import RANGE_BYTES, FileIndex, find_documents, new_index
 from torchtitan.data.read.index_cache import IndexCache, cache_path
@@ -80,7 +80,7 @@ class DemoDocuments:
             del files[::_VALIDATION_STRIDE]
         self.files = validation_files if validation else files
         stamps = [FileStamp.of(file) for file in self.files]
-        self.contents = Contents.of(sampled(stamps, root))
+        self.contents = Contents.of(sample_files(stamps, root))
         self.text_bytes = sum(stamp.size for stamp in stamps)
         self.skip_counts: Counter[str] = Counter()
 

@@ -163,10 +163,10 @@ class IndexCache:
         return index if all(file.is_current() for file in files) else None
 
     def _warn_of_damage(self, new_indexes: Sequence[FileIndex]) -> None:
-        if again := [index for index in new_indexes if self._path(index, "json").exists()]:
+        if stale := [index for index in new_indexes if self._path(index, "json").exists()]:
             logger.warning(
-                f"{self.folder}: what was kept of {plural(len(again), 'file')} was changed or "
-                f"deleted; indexing again: {listed((index.path for index in again), 6)}"
+                f"{self.folder}: what was kept of {plural(len(stale), 'file')} was changed or "
+                f"deleted; indexing again: {listed((index.path for index in stale), 6)}"
             )
 
     def _announce(self, new_indexes: Sequence[FileIndex]) -> None:

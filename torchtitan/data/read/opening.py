@@ -148,7 +148,7 @@ class FileStamp:
             return
         same = self.size == now.st_size and (self.copies or self.mtime_ns == now.st_mtime_ns)
         if not same or self.hash != self.hasher(handle):
-            raise changed(self.path)
+            raise changed_error(self.path)
 
     def is_current(self) -> bool:
         """Whether the file is unchanged; opens it only if its time or inode differs."""
@@ -160,7 +160,7 @@ class FileStamp:
         return True
 
 
-def changed(path: str) -> DataError:
+def changed_error(path: str) -> DataError:
     """The error about a file that has changed since it was indexed."""
     return DataError(f"{path} has changed since the run indexed it; start the run again")
 
@@ -338,7 +338,7 @@ class FilePool:
                 start += len(chunk)
                 size -= len(chunk)
             if stamp is not None and _times(handle) != before:
-                raise changed(path)
+                raise changed_error(path)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def __del__(self) -> None:

@@ -38,14 +38,14 @@ def read_index(tokens: FileStamp) -> tuple[str, int]:
     files = FilePool()
     header = files.read(str(index), 0, min(size, _HEADER.size))
     dtype, sequences, boundaries = _read_header(index, header)
-    expected = _HEADER.size + 12 * sequences + 8 * boundaries
-    if size == expected + sequences and sequences:
+    index_bytes = _HEADER.size + 12 * sequences + 8 * boundaries
+    if size == index_bytes + sequences and sequences:
         raise DataError(
             f"{index} gives modes to its sequences (multimodal data), which can't be read"
         )
-    if size != expected:
+    if size != index_bytes:
         raise DataError(
-            f"{index} has {size:,} bytes instead of the {expected:,} of its {sequences:,} "
+            f"{index} has {size:,} bytes instead of the {index_bytes:,} of its {sequences:,} "
             f"sequences and {boundaries:,} document boundaries (cut off?)"
         )
     count = _check_sequences(files, index, sequences, dtype.itemsize)

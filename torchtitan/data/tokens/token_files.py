@@ -22,9 +22,9 @@ from pydantic import BaseModel, Field, ValidationError
 
 from torchtitan.config.load.messages import explain_errors
 from torchtitan.data.encode.tokenizer import PLAIN, UNPREDICTED, Tokenizer
-from torchtitan.data.order.rows import Row, Share, SourceReader, local_rows, padded, permute
+from torchtitan.data.order.rows import Row, Share, SourceReader, local_rows, pad_row, permute
 from torchtitan.data.order.windows import Piece, WindowOrder
-from torchtitan.data.read.contents import Contents, sampled
+from torchtitan.data.read.contents import Contents, sample_files
 from torchtitan.data.read.files import is_undescribed
 from torchtitan.data.read.opening import (
     DataError,
@@ -167,7 +167,9 @@ class TokenFiles:
             more = f" and {len(files) - 1} more" if len(files) > 1 else ""
             raise UserError(f"{key}: no tokens in {files[0]}{more}")
         self._check_has_text([tokenizer.bos_id, tokenizer.eos_id], key)
-        data_files = sampled(stamps, os.path.commonpath([file.parent for file in files]), hashes)
+        data_files = sample_files(
+            stamps, os.path.commonpath([file.parent for file in files]), hashes
+        )
         self.contents = Contents.of(data_files, ", ".join(sorted(dtypes)))
 
     def _cut(self, width: int) -> None:
@@ -261,7 +263,7 @@ class TokenReader(SourceReader):
             ids = self._ids(piece)
             # Of a later piece, only the predicted ids: the id before it may be in another row.
             ids_of_pieces.append(ids[1:] if any(map(len, ids_of_pieces)) else ids)
-        return padded(np.concatenate(ids_of_pieces), length)
+        return pad_row(np.concatenate(ids_of_pieces), length)
 
     def _ids(self, piece: Piece) -> Row:
         epoch, window = divmod(piece.window, len(self.files))

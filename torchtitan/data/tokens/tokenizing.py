@@ -189,7 +189,7 @@ def tokenize(
 
     tokenizer = open_again(encoder.tokenizer)
     encoded_batches = encode_batches(new_batches(), encoder, workers)
-    for index, batches in groupby(encoded_batches, key=lambda numbered: numbered[0]):
+    for index, batches in groupby(encoded_batches, key=lambda pair: pair[0]):
         _write_file(
             output,
             index,
