@@ -142,7 +142,7 @@ def check_same(what: str, key: str, old: object, now: object) -> None:
 def check_packing(spec: DataSpec, position: SourcePosition) -> None:
     """
     Raises:
-        UserError: documents became rows in another way at a position.
+        UserError: the position was recorded with another packing.
     """
     if not position.lanes:
         return
