@@ -1,9 +1,8 @@
 """The cache folder that keeps the indexes of files from run to run.
 
-    <key>.ranges        first byte and end of each sound document, two int64
-    <key>.texts         a copy of the texts, only of a file without random access
-    <key>.json          the `FileIndex`; written last: if it exists, the others are complete
-    <key>.corpus.json   the indexes of all files of a source, to open thousands by reading one
+    <key>.ranges  first byte and end of each sound document, two int64
+    <key>.texts   a copy of the texts, only of a file without random access
+    <key>.json    the `FileIndex`; written last: if it exists, the others are complete
 
 Keys are hashes of the files' paths, sizes and times and of the column. Any number of processes
 share a folder: each makes the indexes that no other process is making, and waits for the others.
@@ -98,9 +97,6 @@ class IndexCache:
             UserError: the folder can't be written to, or has too little space.
             DataError: a file can't be read, or has a bad document and `stop` is set.
         """
-        corpus = self.folder / f"{key_of(stamps, column, self._template)}.corpus.json"
-        if (indexes := self._read_corpus(corpus, stamps, column)) is not None:
-            return indexes
         with self._errors(stamps):
             self.folder.mkdir(parents=True, exist_ok=True)
             drafts = [new_index(stamp, column, self._template) for stamp in stamps]
@@ -110,29 +106,7 @@ class IndexCache:
                 self._warn_of_damage(new_indexes)
                 self._announce(new_indexes)
                 self._index_all(new_indexes, complete, stop)
-            indexes = [complete[draft.key] for draft in drafts]
-            with _locked(corpus.with_suffix(".lock")) as ending:
-                if ending is not None:  # else another process writes the same
-                    content = [index.model_dump() for index in indexes]
-                    write_whole(corpus, json.dumps(content).encode())
-        return indexes
-
-    def _read_corpus(
-        self, corpus: Path, stamps: Sequence[FileStamp], column: str
-    ) -> list[FileIndex] | None:
-        try:
-            entries = json.loads(read_regular(corpus, CACHE_RECORD_BYTES))
-            indexes = [FileIndex.model_validate(entry) for entry in entries]
-        except (OSError, ValueError, TypeError, RecursionError):
-            return None
-        by_key = {index.key: index for index in indexes}
-        current: list[FileIndex] = []
-        for stamp in stamps:
-            index = self._if_current(by_key.get(key_of([stamp], column, self._template)), stamp)
-            if index is None:
-                return None
-            current.append(index)
-        return current
+        return [complete[draft.key] for draft in drafts]
 
     def _read(self, new: FileIndex) -> FileIndex | None:
         """The index of a file, if it was made."""
@@ -144,9 +118,9 @@ class IndexCache:
             return None
         return self._if_current(index, new.stamp)
 
-    def _if_current(self, index: FileIndex | None, stamp: FileStamp) -> FileIndex | None:
-        """`index`; None if it is None, of another file, or its files have changed."""
-        if index is None or index.ranges is None or (index.copied and index.texts is None):
+    def _if_current(self, index: FileIndex, stamp: FileStamp) -> FileIndex | None:
+        """`index`; None if it is of another file, or its files have changed."""
+        if index.ranges is None or (index.copied and index.texts is None):
             return None
         size = index.documents * RANGE_BYTES
         if index.key != key_of([stamp], index.column, index.chat) or index.ranges.size != size:
