@@ -17,7 +17,6 @@ from torchtitan.config.load.messages import explain_errors
 from torchtitan.config.registry import Registry, model_families
 from torchtitan.config.types import Section, SeqLen, VocabSize, Width
 from torchtitan.models.hf_names import HFNames
-from torchtitan.models.relatives import nearest_family
 from torchtitan.utils.errors import ConfigError, did_you_mean
 from torchtitan.utils.wording import brief
 
@@ -294,6 +293,9 @@ def spec_of_hf(config: Mapping[str, Any]) -> ModelSpec:
         if kind in model_types:
             return spec
         types |= {repr(each) for each in model_types}
-    known = ", ".join(sorted(types))
-    problem = f"config.json: model_type: got {brief(kind)}, must be one of {known}"
-    raise ConfigError([f"{problem}{nearest_family(kind)}"])
+    raise ConfigError(
+        [
+            f"config.json: model_type: got {brief(kind)}, must be one of "
+            f"{', '.join(sorted(types))}; docs/reference/models.md has the nearest family of others"
+        ]
+    )
