@@ -280,8 +280,8 @@ BAD = {
     ),
     "hf weights": (
         ["--checkpoint.enable", "--checkpoint.initial_load_in_hf"],
-        "no .safetensors files",
-        1,
+        "is not the folder of a Hugging Face model",
+        2,
     ),
 }
 
