@@ -53,6 +53,7 @@ def addresses_that_listen(launcher):
     return found
 
 
+@pytest.mark.proof
 def test_run_train_in_another_folder_on_two_ranks(tmp_path):
     """The demo configuration on gloo ranks, then the same command again, which has nothing left to
     do.

@@ -204,6 +204,7 @@ def generate_text(capsys, *argv):
     return status, *capsys.readouterr()
 
 
+@pytest.mark.proof
 def test_every_format_of_a_model_gives_the_same_text(run, capsys):
     ask = [
         "--prompt=def main(",

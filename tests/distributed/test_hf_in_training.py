@@ -18,6 +18,7 @@ from torchtitan.train.preflight import preflight
 from torchtitan.utils.errors import CheckpointError
 
 
+@pytest.mark.proof
 def test_hf_export_loads_in_transformers_and_here(ranks, tmp_path):
     transformers = pytest.importorskip("transformers")
     extra = ["--checkpoint.enable", "--checkpoint.last_save_in_hf"]

@@ -66,7 +66,14 @@ def full_weights(layout):
 
 
 @pytest.mark.parametrize(
-    ("world", "layout"), [(2, "fsdp"), (3, "fsdp"), (4, "fsdp"), (4, "hsdp"), (4, "tp")]
+    ("world", "layout"),
+    [
+        (2, "fsdp"),
+        (3, "fsdp"),
+        (4, "fsdp"),
+        (4, "hsdp"),
+        pytest.param(4, "tp", marks=pytest.mark.proof),
+    ],
 )
 def test_weights_do_not_depend_on_the_layout(ranks, world, layout):
     expected = ranks(1, full_weights, "plain")[0]

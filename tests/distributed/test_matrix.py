@@ -55,7 +55,19 @@ def lab(pools, tmp_path_factory):
     return Lab(tmp_path_factory.mktemp("matrix"), pools)
 
 
-SUITE = [cell for cell in CELLS if cell not in CORNER]
+PROOFS = [
+    Cell((1, 1, 2, 1, 1), "Muon"),
+    Cell((1, 1, 1, 1, 2), "chunked loss"),
+    Cell((1, 1, 1, 2, 1), "all-to-all"),
+    Cell((2, 1, 2, 1, 1), "accumulation", ep=2),
+    Cell(PIPELINE, schedule="InterleavedZeroBubble", family="gpt_oss"),
+]
+"""Of the suite: a cell of each axis, one of which splits the backward."""
+SUITE = [
+    pytest.param(cell, marks=pytest.mark.proof) if cell in PROOFS else cell
+    for cell in CELLS
+    if cell not in CORNER
+]
 REST = [
     pytest.param(cell, marks=pytest.mark.slow) for cell in cells() if cell not in (*CORNER, *CELLS)
 ]

@@ -225,13 +225,14 @@ def test_where_tokens_go_astray():
         (4, [*SMALL, *degrees(dp_replicate=2, dp_shard=2), "--checkpoint.enable_checkpoint=true"]),
         (4, [*MIXTURE, *degrees(pp=2), "--moe.sequence_balance_loss=0.01"]),
         (4, [*degrees(pp=2, tp=2), "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"]),
-        (
+        pytest.param(
             2,
             [
                 *degrees(pp=2),
                 "--parallelism.pipeline_parallel_schedule=LoopedBFS",
                 "--model.overrides.n_layers=2",
             ],
+            marks=pytest.mark.proof,
         ),
         (
             2,

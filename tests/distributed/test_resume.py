@@ -65,7 +65,7 @@ def test_log_says_how_much_host_memory_copies_take(ranks, tmp_path):
     ("before", "after"),
     [
         ((1, []), (4, ["--training.local_batch_size=1"])),
-        ((4, []), (1, [])),
+        pytest.param((4, []), (1, []), marks=pytest.mark.proof),
         ((2, []), (4, [REPLICATE])),
         ((4, [REPLICATE]), (2, [])),
         ((2, [REPLICATE]), (2, [])),

@@ -150,7 +150,7 @@ def test_a_run_that_rewound_resumes_with_the_data_that_come_next(ranks, tmp_path
     assert rates == pytest.approx([LR] * 9 + [LR / 4] * 5)
 
 
-@pytest.mark.parametrize("policy", ["skip", "rewind"])
+@pytest.mark.parametrize("policy", ["skip", pytest.param("rewind", marks=pytest.mark.proof)])
 def test_a_spike_with_no_checkpoint_to_go_back_to_is_skipped(ranks, tmp_path, policy):
     extra = [
         *WATCH,
@@ -242,7 +242,11 @@ def test_experts_without_copies_are_not_compared(ranks, tmp_path):
 @pytest.mark.parametrize(
     ("layout", "rank", "name", "where"),
     [
-        ("hsdp", 2, "layers.0.attention.wq.weight", "along dp_replicate: rank 0 against rank 2"),
+        pytest.param(
+            *("hsdp", 2, "layers.0.attention.wq.weight"),
+            "along dp_replicate: rank 0 against rank 2",
+            marks=pytest.mark.proof,
+        ),
         ("pp x tp", 1, "layers.0.attention_norm.weight", "along tp: rank 0 against rank 1"),
         ("hsdp x ep", 3, "layers.0.moe.experts.w1", "along dp_replicate: rank 1 against rank 3"),
         (

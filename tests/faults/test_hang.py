@@ -119,6 +119,7 @@ def hang_in_data(argv):
     return train_with(argv, starve)
 
 
+@pytest.mark.proof
 def test_a_rank_that_waits_for_data(ranks, tmp_path):
     sentence, step = ranks(2, hang_in_data, arguments(tmp_path))[0]
     assert sentence.startswith(

@@ -108,7 +108,7 @@ def killed(argv, moment):
     [
         ("in_a_forward", [3]),
         ("in_a_collective", [3]),
-        ("between_shard_and_metadata", [3]),
+        pytest.param("between_shard_and_metadata", [3], marks=pytest.mark.proof),
         ("in_the_manifest", [3]),
         ("between_the_renames", [3]),
         ("in_a_deletion", [6, 7]),

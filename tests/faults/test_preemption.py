@@ -195,7 +195,7 @@ def test_a_signal_in_the_first_moments(tmp_path, seconds):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("ranks_", [1, 2])
+@pytest.mark.parametrize("ranks_", [pytest.param(1, marks=pytest.mark.proof), 2])
 def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path, ranks_):
     """One rank by the shell script; two, each in a session of its own, by the launcher, which must
     wait for them.
@@ -216,6 +216,10 @@ def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path, ranks_):
     assert "Traceback" not in out + err
     run = json.loads((tmp_path / "out/run.json").read_text())
     assert run["starts"][0]["end"] == "preempted"
+    again = launch(*command, *argv, f"--training.steps={step + 1}", NGPU="1")
+    out, err, status = finish(again)
+    assert status == 0, err
+    assert f"Resumed from {tmp_path}/out/checkpoint/step-{step}" in out
 
 
 STUCK = """

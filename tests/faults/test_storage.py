@@ -49,7 +49,11 @@ def told(argv):
 
 
 @pytest.mark.parametrize(
-    ("harm", "what"), [(flip_a_bit, "has a wrong checksum"), (truncate, "bytes instead of")]
+    ("harm", "what"),
+    [
+        (flip_a_bit, "has a wrong checksum"),
+        pytest.param(truncate, "bytes instead of", marks=pytest.mark.proof),
+    ],
 )
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_loaded(
     ranks, tmp_path, uninterrupted, harm, what
