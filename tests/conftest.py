@@ -23,8 +23,8 @@ if (
 
 _CACHE = os.environ["TORCHTITAN_CACHE"] = tempfile.mkdtemp(prefix="torchtitan-tests-")
 
-from tests.long_tier import mark_long_tier, share_of
 from tests.seconds import Seconds
+from tests.shares import share_of
 from torchtitan.testing.ranks import RankPool
 from torchtitan.utils.logging import logger
 
@@ -47,7 +47,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> Generator[None, None, None]:
-    mark_long_tier(items, whole_files=not any("::" in argument for argument in config.args))
     for item in items:
         if "pools" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)

@@ -32,7 +32,7 @@ WAYS = {
     "hsdp": (4, [DDP], 1 / 2),
     "hsdp, offloaded": (4, [DDP, OFFLOAD], 1 / 2),
 }
-SLOW = ("context", "hsdp, offloaded")
+SLOW = ("one rank", "fsdp, offloaded", "ddp", "context", "hsdp", "hsdp, offloaded")
 SHOWN = feature_release(torch.__version__) < (2, 15)
 """Python sees the whole gradients that FSDP adds up."""
 

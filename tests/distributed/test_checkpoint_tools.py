@@ -89,7 +89,15 @@ EXPORTED = {
 }
 
 
-@pytest.mark.parametrize("extra", EXPORTED.values(), ids=EXPORTED)
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param(
+            extra, id=name, marks=[] if name in ("llama3", "qwen3_moe") else pytest.mark.slow
+        )
+        for name, extra in EXPORTED.items()
+    ],
+)
 def test_to_hf_and_back_is_bitwise_equal(ranks, tmp_path, capsys, extra):
     pytest.importorskip("transformers")
     run = ranks(

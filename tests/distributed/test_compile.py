@@ -59,10 +59,12 @@ def compared(argv, cache=None):
 @pytest.mark.parametrize(
     "extra",
     [
-        [],
+        # The corner of the support matrix compiles with sharding.
+        *(
+            pytest.param(extra, marks=pytest.mark.slow)
+            for extra in ([], degrees(cp=2), [*degrees(cp=2), "--training.document_mask"])
+        ),
         degrees(tp=2),
-        degrees(cp=2),
-        [*degrees(cp=2), "--training.document_mask"],
         PIPELINE,
         *(
             pytest.param(
@@ -72,14 +74,23 @@ def compared(argv, cache=None):
                     "--training.local_batch_size=4",
                     *OP,
                 ],
-                marks=pytest.mark.skipif(
-                    torch_is_before_2_13(), reason="refused with torch before 2.13"
-                ),
+                marks=[
+                    pytest.mark.skipif(
+                        torch_is_before_2_13(), reason="refused with torch before 2.13"
+                    ),
+                    *marks,
+                ],
             )
-            for name in ("ZBVZeroBubble", "DualPipeV")
+            for name, marks in (("ZBVZeroBubble", []), ("DualPipeV", [pytest.mark.slow]))
         ),
-        [*degrees(tp=2), "--activation_checkpoint.mode=full"],
-        ["--activation_checkpoint.mode=memory_budget", "--activation_checkpoint.memory_budget=0.3"],
+        pytest.param([*degrees(tp=2), "--activation_checkpoint.mode=full"], marks=pytest.mark.slow),
+        pytest.param(
+            [
+                "--activation_checkpoint.mode=memory_budget",
+                "--activation_checkpoint.memory_budget=0.3",
+            ],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda extra: " ".join(e.rpartition(".")[2] for e in extra) or "fsdp",
 )

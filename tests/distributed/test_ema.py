@@ -114,12 +114,15 @@ def test_updates_are_those_of_torch(every, start, warmup):
 @pytest.mark.parametrize(
     "extra",
     [
-        [
-            "--training.dtype=bfloat16",
-            "--training.mixed_precision_param=bfloat16",
-            "--training.enable_cpu_offload",
-            "--parallelism.pipeline_parallel_degree=2",
-        ],
+        pytest.param(
+            [
+                "--training.dtype=bfloat16",
+                "--training.mixed_precision_param=bfloat16",
+                "--training.enable_cpu_offload",
+                "--parallelism.pipeline_parallel_degree=2",
+            ],
+            marks=pytest.mark.slow,
+        ),
         [
             "--optimizer.early_step_in_backward",
             "--training.max_norm=0",

@@ -29,12 +29,8 @@ KINDS = {
     "on the device": (1, []),
     "accumulation, ema": (2, ["--ema.enable", "--training.local_batch_size=1"]),
     "judged on the host": (2, ["--guard.policy=skip"]),
-    "in the backward": (2, IN_BACKWARD),
     "bfloat16 moments": (1, ["--optimizer.state_dtype=bfloat16"]),
     "muon, in the backward": (2, ["--optimizer.name=Muon", *IN_BACKWARD]),
-    "pipeline": (2, [f"{P}pipeline_parallel_degree=2"]),
-    "tensor parallel, experts": (2, [f"{P}tensor_parallel_degree=2", *EXPERTS]),
-    "context parallel": (2, [f"{P}context_parallel_degree=2"]),
     "multi-token prediction": (1, ["--model.overrides.n_mtp=1"]),
 }
 
@@ -111,7 +107,14 @@ def observe(argv):
 
 
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
-SLOW = {"compiled": (1, COMPILED), "compiled, in the backward": (2, [*COMPILED, *IN_BACKWARD])}
+SLOW = {
+    "in the backward": (2, IN_BACKWARD),
+    "pipeline": (2, [f"{P}pipeline_parallel_degree=2"]),
+    "tensor parallel, experts": (2, [f"{P}tensor_parallel_degree=2", *EXPERTS]),
+    "context parallel": (2, [f"{P}context_parallel_degree=2"]),
+    "compiled": (1, COMPILED),
+    "compiled, in the backward": (2, [*COMPILED, *IN_BACKWARD]),
+}
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *(pytest.param(k, marks=pytest.mark.slow) for k in SLOW)])

@@ -94,10 +94,10 @@ CP, TP, PP = (
     f"--parallelism.{axis}_parallel_degree=2" for axis in ("context", "tensor", "pipeline")
 )
 LAYOUTS = [
-    (1, []),
-    (2, []),
-    (2, [TP]),
-    (2, [CP]),
+    pytest.param(1, [], marks=pytest.mark.slow),
+    pytest.param(2, [], marks=pytest.mark.slow),
+    pytest.param(2, [TP], marks=pytest.mark.slow),
+    pytest.param(2, [CP], marks=pytest.mark.slow),
     (2, [PP]),
     pytest.param(8, [TP, CP, PP], marks=pytest.mark.slow),
 ]

@@ -51,7 +51,10 @@ ALL = [
 TP = ["--parallelism.tensor_parallel_degree=2", "--training.loss_chunks=2"]
 
 
-@pytest.mark.parametrize(("world", "axes"), [(2, ["tensor"]), (4, ["tensor", "pipeline"])])
+@pytest.mark.parametrize(
+    ("world", "axes"),
+    [(2, ["tensor"]), pytest.param(4, ["tensor", "pipeline"], marks=pytest.mark.slow)],
+)
 def test_gated_attention_trains_as_on_one_process(ranks, world, axes):
     degrees = [f"--parallelism.{axis}_parallel_degree=2" for axis in axes]
     for passed, text in ranks(

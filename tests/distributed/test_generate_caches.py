@@ -94,7 +94,15 @@ def on_two_ranks(kind):
     return [row.tokens for row in generate(PROMPTS, GREEDY, 12)], generate.cache.bytes
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(x, marks=pytest.mark.slow)
+        if x in ("window", "latent", "latent queries")
+        else x
+        for x in KINDS
+    ],
+)
 def test_two_ranks_generate_the_same(ranks, kind):
     """With half the heads each. Latent vectors have none, so both keep them."""
     generate = generator(build(kind))

@@ -157,6 +157,7 @@ def write_hf(folder, layers):
     return weights
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(tmp_path):
     """Commands and loading need memory for a few stacks of experts; the model has dozens."""
     small = tmp_path / "small"

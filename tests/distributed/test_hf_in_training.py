@@ -74,10 +74,9 @@ def test_from_their_folder_to_their_folder(ranks, tmp_path, capsys):
         assert said["text"] == tokenizer.decode(expected[len(prompt["input_ids"][0]) :])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "layouts",
-    [["one process", "pp 2 x dp_shard 2"], pytest.param([*CHAIN], marks=pytest.mark.slow)],
-    ids=["two", "all"],
+    "layouts", [["one process", "pp 2 x dp_shard 2"], [*CHAIN]], ids=["two", "all"]
 )
 def test_hugging_face_weights_go_in_and_out_of_layouts(ranks, tmp_path, layouts):
     """Exported under pipeline and tensor parallelism, and loaded under others."""

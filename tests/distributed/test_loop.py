@@ -16,7 +16,10 @@ def looped(argv):
 
 @pytest.mark.parametrize(
     ("world", "layout"),
-    [(1, []), (4, [f"{P}tensor_parallel_degree=2", f"{P}pipeline_parallel_degree=2"])],
+    [
+        pytest.param(1, [], marks=pytest.mark.slow),
+        (4, [f"{P}tensor_parallel_degree=2", f"{P}pipeline_parallel_degree=2"]),
+    ],
     ids=["one rank", "pp 2 x tp 2"],
 )
 def test_the_losses_are_the_trainers(ranks, tmp_path, world, layout):

@@ -38,12 +38,14 @@ def in_bf16(ranks, tmp_path_factory):
     "extra",
     [
         FLOAT8,
-        [*FLOAT8, "--quantize.linear.float8.recipe_name=rowwise"],
-        pytest.param(
-            [*FLOAT8, "--quantize.linear.float8.recipe_name=rowwise_with_gw_hp"],
-            marks=pytest.mark.slow,
+        *(
+            pytest.param([*FLOAT8, *flags], marks=pytest.mark.slow)
+            for flags in (
+                ["--quantize.linear.float8.recipe_name=rowwise"],
+                ["--quantize.linear.float8.recipe_name=rowwise_with_gw_hp"],
+                [GATHER, PRECOMPUTE],
+            )
         ),
-        [*FLOAT8, GATHER, PRECOMPUTE],
         ["--model.converters=mx", "--quantize.linear.mx.recipe_name=mxfp8_emulated"],
     ],
     ids=lambda extra: " ".join(e.rpartition(".")[2] for e in extra),
@@ -70,16 +72,9 @@ def test_precomputed_scales_are_the_scales(ranks, tmp_path):
     assert losses(runs[0]) == losses(runs[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("world", "extra"),
-    [
-        (5, [PRECOMPUTE]),
-        *(
-            pytest.param(w, e, marks=pytest.mark.slow)
-            for w, e in ((3, []), (5, []), (3, [PRECOMPUTE]))
-        ),
-    ],
-    ids=str,
+    ("world", "extra"), [(3, []), (5, []), (3, [PRECOMPUTE]), (5, [PRECOMPUTE])], ids=str
 )
 def test_float8_weights_are_gathered_whole_where_ranks_hold_unequal_rows(
     ranks, tmp_path, world, extra
@@ -97,13 +92,12 @@ def test_float8_weights_are_gathered_whole_where_ranks_hold_unequal_rows(
     assert losses(sharded) == pytest.approx(losses(alone), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
         ([*FLOAT8, GATHER, PRECOMPUTE], [*FLOAT8, TP]),
-        pytest.param(
-            ["--optimizer.name=Muon"], ["--optimizer.name=Muon", TP], marks=pytest.mark.slow
-        ),
+        (["--optimizer.name=Muon"], ["--optimizer.name=Muon", TP]),
         (["--optimizer.state_dtype=bfloat16"], ["--optimizer.state_dtype=bfloat16", TP]),
         (["--optimizer.state_dtype=bfloat16"], []),
     ],
@@ -155,6 +149,7 @@ def test_what_is_saved_knows_nothing_of_torchao(ranks, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_float8_gather_works_for_chunks_and_for_a_stage_of_one_weight(ranks, tmp_path):
     """Of the last stage, FSDP gathers nothing but a Float8 weight, and the loss uses it slice by
     slice.

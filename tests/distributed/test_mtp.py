@@ -30,6 +30,7 @@ LAYOUTS = {
     "Interleaved1F1B": (2, [*PP, f"{SCHEDULE}=Interleaved1F1B"]),
     "ZBVZeroBubble with experts": (2, [*EXPERTS, *PP, f"{SCHEDULE}=ZBVZeroBubble"]),
 }
+SLOW = ("one process, accumulating", "Interleaved1F1B")
 
 
 def finding(argv, fault=None):
@@ -40,7 +41,9 @@ def finding(argv, fault=None):
         return compare(argv, Tolerances())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in LAYOUTS]
+)
 def test_losses_and_gradients_equal_one_process(ranks, tmp_path, layout):
     if layout.startswith("ZBV") and torch_is_before_2_13():
         pytest.skip("refused with torch before 2.13")

@@ -48,7 +48,13 @@ def initial(ranks, tmp_path_factory):
     ]["initial"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SUITE = ("one process, accumulating", "fsdp 2, accumulating", "hsdp 2 x 2")
+"""The support matrix has each axis."""
+
+
+@pytest.mark.parametrize(
+    "layout", [x if x in SUITE else pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS]
+)
 def test_curve_and_weights_equal_a_plain_loop(ranks, reference, initial, tmp_path, layout):
     world, extra = LAYOUTS[layout]
     results = ranks(
@@ -73,7 +79,10 @@ def test_the_reference_learns(reference):
     assert reference.losses[-1] < reference.losses[0] - 1
 
 
-@pytest.mark.parametrize(("dtype", "param"), [("float32", "bfloat16"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("dtype", "param"),
+    [("float32", "bfloat16"), pytest.param("bfloat16", "bfloat16", marks=pytest.mark.slow)],
+)
 def test_bf16_stays_near_fp32(ranks, reference, tmp_path, dtype, param):
     extra = [f"--training.dtype={dtype}", f"--training.mixed_precision_param={param}"]
     run = ranks(2, train, arguments(tmp_path, *extra, steps=STEPS))[0]

@@ -39,7 +39,7 @@ SMALL = ["--training.local_batch_size=2", "--training.global_batch_size=8"]
             *("partial_norm_gradient", {"tp": 2, "cp": 2}, "layers.1.ffn_norm.weight: gradient is"),
             marks=pytest.mark.slow,
         ),
-        ("shifted labels", {"cp": 2, "tp": 2}, "along cp ("),
+        pytest.param("shifted labels", {"cp": 2, "tp": 2}, "along cp (", marks=pytest.mark.slow),
     ],
 )
 def test_a_planted_mistake_is_found_and_named(ranks, bug, layout, sentence):
@@ -60,8 +60,8 @@ def test_a_planted_mistake_is_found_and_named(ranks, bug, layout, sentence):
 @pytest.mark.parametrize(
     ("bug", "sentence"),
     [
-        ("decayed_vectors", "norm.weight: update off by"),
-        ("wrong_beta", "times its rounding, along"),
+        pytest.param("decayed_vectors", "norm.weight: update off by", marks=pytest.mark.slow),
+        pytest.param("wrong_beta", "times its rounding, along", marks=pytest.mark.slow),
         (
             "later_gradient",
             "FAIL: layers.0.ffn_norm.weight: gradient off by 1.0e-02 in a later step, along",
@@ -98,14 +98,16 @@ MIXTURE = [
     ("bug", "sentence"),
     [
         ("scaled experts", "FAIL: layers.1.moe.experts.w3: gradient is 2.00x, along ep (6 of"),
-        (
+        pytest.param(
             "doubled bias",
             "FAIL: layers.0.moe.router.expert_bias: is 2.00x after step 1, along ep (the "
             "first step's",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "counted padding",
             "FAIL: layers.0.moe.router: counts 256 rows in step 1 instead of 192, along ep",
+            marks=pytest.mark.slow,
         ),
         pytest.param("wrong inverse", ", so the forward is wrong too)", marks=pytest.mark.slow),
     ],
@@ -223,8 +225,16 @@ def test_where_tokens_go_astray():
     ("world", "argv"),
     [
         (4, [*SMALL, *degrees(dp_replicate=2, dp_shard=2), "--checkpoint.enable_checkpoint=true"]),
-        (4, [*MIXTURE, *degrees(pp=2), "--moe.sequence_balance_loss=0.01"]),
-        (4, [*degrees(pp=2, tp=2), "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"]),
+        pytest.param(
+            4,
+            [*MIXTURE, *degrees(pp=2), "--moe.sequence_balance_loss=0.01"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            4,
+            [*degrees(pp=2, tp=2), "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             2,
             [
@@ -234,7 +244,7 @@ def test_where_tokens_go_astray():
             ],
             marks=pytest.mark.proof,
         ),
-        (
+        pytest.param(
             2,
             [
                 *degrees(pp=2),
@@ -243,6 +253,7 @@ def test_where_tokens_go_astray():
                 "--parallelism.pipeline_parallel_last_stage_less_layers=0",
                 "--parallelism.pipeline_parallel_microbatches=4",
             ],
+            marks=pytest.mark.slow,
         ),
         (
             2,
@@ -281,10 +292,9 @@ def test_tolerances_are_tight_enough_to_matter(ranks):
     assert torch.finfo(torch.float32).eps < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.parametrize(
-    "launcher", ["torchtitan", pytest.param("torchrun", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("launcher", ["torchtitan", "torchrun"])
 def test_the_command(tmp_path, launcher):
     command = [sys.executable, "-m"]
     ranks = "--nproc-per-node=2"

@@ -78,7 +78,17 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("name", CUTS)
+SLOW = (
+    "one layer per stage",
+    "three microbatches on two ranks",
+    "embedding alone on the first stage",
+    "both ends alone",
+)  # a cut of each kind stays
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CUTS]
+)
 def test_cuts_and_microbatches(ranks, one_process, tmp_path, name):
     run = ranks(2, train, arguments(tmp_path, *PP, *CUTS[name], local_batch=4))[0]
     if "three" in name:
@@ -143,7 +153,15 @@ def test_a_rank_holds_only_its_stages(ranks, one_process, tmp_path):
     )
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "InterleavedZeroBubble", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "1F1B",
+        "ZBVZeroBubble",
+        pytest.param("GPipe", marks=pytest.mark.slow),
+        pytest.param("InterleavedZeroBubble", marks=pytest.mark.slow),
+    ],
+)
 def test_validation_before_between_and_after_steps_changes_nothing(
     ranks, one_process, tmp_path, schedule
 ):
@@ -177,6 +195,7 @@ def test_validation_before_between_and_after_steps_changes_nothing(
     assert [n for _, n in measured] == [n for _, n in expected]
 
 
+@pytest.mark.slow
 def test_bf16(ranks, one_process, tmp_path):
     extra = [
         "--training.mixed_precision_param=bfloat16",
@@ -217,7 +236,13 @@ def one_step(argv, schedules):
     return out
 
 
-@pytest.mark.parametrize("schedule", NAMED_SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        x if x in ("1F1B", "ZBVZeroBubble") else pytest.param(x, marks=pytest.mark.slow)
+        for x in NAMED_SCHEDULES
+    ],
+)
 def test_every_count_of_microbatches_that_is_accepted_is_right(ranks, tmp_path, schedule):
     schedules = dict.fromkeys(range(1, 8), f"schedule={schedule}")
     for results in ranks(2, one_step, arguments(tmp_path, *PP), schedules):

@@ -36,7 +36,7 @@ def _as_replayed(monkeypatch):
             8,
         ),
         # Meant for 8 ranks, on 3, which 16 rows don't divide: three batches, padded to 18.
-        (
+        pytest.param(
             [
                 "--training.local_batch_size=2",
                 "--training.global_batch_size=16",
@@ -45,9 +45,14 @@ def _as_replayed(monkeypatch):
                 "--checkpoint.enable",
             ],
             3,
+            marks=pytest.mark.slow,
         ),
         (["--training.local_batch_size=4", f"{P}tensor_parallel_degree=4"], 8),
-        (["--training.local_batch_size=4", f"{P}pipeline_parallel_degree=2"], 4),
+        pytest.param(
+            ["--training.local_batch_size=4", f"{P}pipeline_parallel_degree=2"],
+            4,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_closed_forms_agree_with_a_trace(argv, world):

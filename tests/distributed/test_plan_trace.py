@@ -97,7 +97,7 @@ LAYOUTS = {
     ),
     "optimizer in backward": (2, ["--optimizer.early_step_in_backward", "--training.max_norm=0"]),
 }
-SUITE = ("one rank", "fsdp, by operation", "tensor", "context, a ring", "1F1B")
+SUITE = ("one rank", "fsdp, by operation")
 REST = [pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name not in SUITE]
 
 
@@ -203,6 +203,7 @@ def test_flops_are_the_formulas(tmp_path):
     assert full.flops["attention", "float32"] == 5 * attention * 9 / 7
 
 
+@pytest.mark.slow
 def test_what_reducing_once_costs(tmp_path):
     """At the peak: the whole gradients in fp32 of all that the last backward has not reached."""
     many = [

@@ -23,7 +23,14 @@ def clipping(folder, *extra, limit=0.3, name="out"):
 
 
 @pytest.mark.parametrize(
-    ("layout", "latent"), [*((layout, False) for layout in LAYOUTS), ("tp 2", True), ("cp 2", True)]
+    ("layout", "latent"),
+    [
+        *(pytest.param(x, False, marks=pytest.mark.slow) for x in ("dp 2", "tp 2", "cp 2")),
+        ("ulysses 2", False),
+        ("pp 2", False),
+        ("tp 2", True),
+        ("cp 2", True),
+    ],
 )
 def test_every_layout_clips_as_one_process(ranks, tmp_path, layout, latent):
     model = [f"--model.overrides.{key}={value}" for key, value in LATENT.items()] if latent else []

@@ -389,13 +389,10 @@ def outcome(ranks, world: int, argv: list[str], timeout: float = 200) -> str:
 
 
 SUITE = [(runs, 3, 2), (runs, 4, 2), (mixtures, 4, 2), (kinds, 4, 1)]
-REST = [
-    pytest.param(kind, world, 30, marks=pytest.mark.slow)
-    for kind in (runs, mixtures, kinds)
-    for world in range(2, 9)
-]
+REST = [(kind, world, 30) for kind in (runs, mixtures, kinds) for world in range(2, 9)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("kind", "world", "examples"),

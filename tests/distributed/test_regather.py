@@ -132,7 +132,9 @@ def block_of_a_rank(argv, whole):
     return kept, names.count("_c10d_functional::all_gather_into_tensor"), gradients
 
 
-@pytest.mark.parametrize("extra", [[], AOT], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "extra", [[], pytest.param(AOT, marks=pytest.mark.slow)], ids=["eager", "compiled"]
+)
 def test_a_block_keeps_shards_and_gathers_them_again(ranks, extra):
     """Both inputs of `[b, s, dim]` in fp32, of which an eager block keeps a quarter. A compiled one
     keeps nothing of them: it recomputes the shard from the norm's input.

@@ -416,6 +416,7 @@ def test_requests_to_the_store_are_those_of_real_groups(monkeypatch, lazy):
         assert max(requests(members, *collectives)) == count
 
 
+@pytest.mark.slow
 def test_a_start_costs_a_rank_the_same_in_any_world(monkeypatch):
     """Requests to the store, groups, files and objects; connections grow with the logarithm."""
     toml = str(ROOT / "train_configs/debug_model.toml")

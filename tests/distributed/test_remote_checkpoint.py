@@ -75,7 +75,14 @@ def uninterrupted(ranks, tmp_path_factory):
     return ranks(1, train, arguments(tmp_path_factory.mktemp("whole"), SAVE[-1], steps=8))[0]
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "disabled",
+        pytest.param("async", marks=pytest.mark.slow),
+        pytest.param("async_with_pinned_mem", marks=pytest.mark.slow),
+    ],
+)
 def test_resume_from_a_bucket_on_other_ranks(ranks, tmp_path, s3, uninterrupted, mode):
     url = f"s3://runs/{mode}"
     extra = [*SAVE, f"--checkpoint.folder={url}", f"--checkpoint.async_mode={mode}"]
@@ -91,6 +98,8 @@ def test_resume_from_a_bucket_on_other_ranks(ranks, tmp_path, s3, uninterrupted,
     assert losses(run) == pytest.approx(losses(uninterrupted), rel=1e-5)
 
 
+# A local disk has the same test in the suite.
+@pytest.mark.slow
 def test_retention_damage_and_the_commands(ranks, tmp_path, s3, capsys):
     url = "s3://runs/kept"
     folder = storage_path(url)
@@ -169,6 +178,8 @@ def failing(env, argv):
     return None
 
 
+# A local disk has the same test in the suite.
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_save_that_fails_leaves_nothing_that_looks_complete(ranks, tmp_path, s3, mode):
     url = f"s3://runs/failing-{mode}"
@@ -217,6 +228,8 @@ main(sys.argv[1:])
 """
 
 
+# A local disk has the same test in the suite.
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_kill_during_a_save_leaves_a_good_checkpoint(ranks, tmp_path, s3):
     folder = storage_path("s3://runs/killed")

@@ -33,7 +33,14 @@ AVERAGE = ["--ema.enable", "--ema.decay=0.8", "--ema.warmup=false"]
 REPLICATE = "--parallelism.data_parallel_replicate_degree=2"
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("disabled", marks=pytest.mark.slow),
+        "async",
+        pytest.param("async_with_pinned_mem", marks=pytest.mark.slow),
+    ],
+)
 def test_async_modes_write_the_same_checkpoint(ranks, tmp_path, uninterrupted, mode):
     extra = [*SAVE, SCHEDULE, f"--checkpoint.async_mode={mode}"]
     ranks(2, train, arguments(tmp_path, *extra, steps=6))
@@ -64,10 +71,11 @@ def test_log_says_how_much_host_memory_copies_take(ranks, tmp_path):
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ((1, []), (4, ["--training.local_batch_size=1"])),
+        # The chain of layouts below passes through the slow ones.
+        pytest.param((1, []), (4, ["--training.local_batch_size=1"]), marks=pytest.mark.slow),
         pytest.param((4, []), (1, []), marks=pytest.mark.proof),
-        ((2, []), (4, [REPLICATE])),
-        ((4, [REPLICATE]), (2, [])),
+        pytest.param((2, []), (4, [REPLICATE]), marks=pytest.mark.slow),
+        pytest.param((4, [REPLICATE]), (2, []), marks=pytest.mark.slow),
         ((2, [REPLICATE]), (2, [])),
     ],
     ids=["1 to fsdp4", "fsdp4 to 1", "fsdp2 to hsdp", "hsdp to fsdp2", "ddp to fsdp"],

@@ -42,10 +42,10 @@ CP, TP, PP = (
 )
 LAYOUTS = [
     (1, ["--training.loss_chunks=2", "--training.document_mask"]),
-    (2, ["--training.local_batch_size=1"]),
+    pytest.param(2, ["--training.local_batch_size=1"], marks=pytest.mark.slow),
     (2, [TP, "--training.loss_chunks=2"]),
-    (2, [CP]),
-    (2, [PP]),
+    pytest.param(2, [CP], marks=pytest.mark.slow),
+    pytest.param(2, [PP], marks=pytest.mark.slow),
     pytest.param(4, [CP, TP, "--training.loss_chunks=2"], marks=pytest.mark.slow),
     pytest.param(8, [CP, TP, PP], marks=pytest.mark.slow),
 ]

@@ -223,7 +223,12 @@ def advance(argv, agree):
 
 
 @pytest.mark.parametrize(
-    "extra", [[], [f"{P}tensor_parallel_degree=2"], EXPERTS], ids=["fsdp", "tp", "experts"]
+    "extra",
+    [
+        pytest.param([], id="fsdp"),
+        pytest.param([f"{P}tensor_parallel_degree=2"], id="tp", marks=pytest.mark.slow),
+        pytest.param(EXPERTS, id="experts", marks=pytest.mark.slow),
+    ],
 )
 def test_update_before_the_host_knows_the_norm(ranks, tmp_path, extra):
     """The same as after a policy has judged it. Every step is clipped; one that isn't finite

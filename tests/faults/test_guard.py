@@ -99,7 +99,10 @@ def assert_same(run, folder, other, other_folder, rel=1e-6):
 
 @pytest.mark.parametrize(
     ("world", "layout", "factor"),
-    [pytest.param(4, HSDP, 400.0, id="hsdp"), pytest.param(2, PP, float("nan"), id="pp")],
+    [
+        pytest.param(4, HSDP, 400.0, id="hsdp"),
+        pytest.param(2, PP, float("nan"), id="pp", marks=pytest.mark.slow),
+    ],
 )
 def test_rewind_is_a_run_that_never_saw_the_batches_before_the_spike(
     ranks, tmp_path, world, layout, factor
@@ -150,7 +153,10 @@ def test_a_run_that_rewound_resumes_with_the_data_that_come_next(ranks, tmp_path
     assert rates == pytest.approx([LR] * 9 + [LR / 4] * 5)
 
 
-@pytest.mark.parametrize("policy", ["skip", pytest.param("rewind", marks=pytest.mark.proof)])
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param("skip", marks=pytest.mark.slow), pytest.param("rewind", marks=pytest.mark.proof)],
+)
 def test_a_spike_with_no_checkpoint_to_go_back_to_is_skipped(ranks, tmp_path, policy):
     extra = [
         *WATCH,
@@ -222,11 +228,8 @@ def corrupted(argv, rank, name):
     return "ok"
 
 
-SLOW = ("hsdp", "dp_replicate x cp", "fsdp x tp", "tp x ep")
-
-
 @pytest.mark.parametrize(
-    "layout", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in LAYOUTS]
+    "layout", [x if x == "hsdp x ep" else pytest.param(x, marks=pytest.mark.slow) for x in LAYOUTS]
 )
 def test_copies_stay_equal_bit_for_bit_in_every_layout(ranks, tmp_path, layout):
     extra = [*LAYOUTS[layout], "--guard.weight_hash_freq=1"]
@@ -247,7 +250,11 @@ def test_experts_without_copies_are_not_compared(ranks, tmp_path):
             "along dp_replicate: rank 0 against rank 2",
             marks=pytest.mark.proof,
         ),
-        ("pp x tp", 1, "layers.0.attention_norm.weight", "along tp: rank 0 against rank 1"),
+        pytest.param(
+            *("pp x tp", 1, "layers.0.attention_norm.weight"),
+            "along tp: rank 0 against rank 1",
+            marks=pytest.mark.slow,
+        ),
         ("hsdp x ep", 3, "layers.0.moe.experts.w1", "along dp_replicate: rank 1 against rank 3"),
         (
             "hsdp x ep",

@@ -165,6 +165,8 @@ def late_exchange(argv):
 MIXTURE = [*EXPERTS, "--parallelism.expert_parallel_degree=2"]
 
 
+# A hang in the data, in a collective, in a pipeline and in a save is in the suite.
+@pytest.mark.slow
 def test_a_rank_that_does_not_exchange_rows_with_experts(ranks, tmp_path):
     sentence, step = ranks(2, late_exchange, arguments(tmp_path, *MIXTURE))[0]
     found = re.search(

@@ -106,12 +106,12 @@ def killed(argv, moment):
 @pytest.mark.parametrize(
     ("moment", "left"),
     [
-        ("in_a_forward", [3]),
+        pytest.param("in_a_forward", [3], marks=pytest.mark.slow),
         ("in_a_collective", [3]),
         pytest.param("between_shard_and_metadata", [3], marks=pytest.mark.proof),
-        ("in_the_manifest", [3]),
+        pytest.param("in_the_manifest", [3], marks=pytest.mark.slow),
         ("between_the_renames", [3]),
-        ("in_a_deletion", [6, 7]),
+        pytest.param("in_a_deletion", [6, 7], marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_rank_loses_no_checkpoint(ranks, tmp_path, uninterrupted, moment, left):

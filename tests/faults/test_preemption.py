@@ -195,7 +195,9 @@ def test_a_signal_in_the_first_moments(tmp_path, seconds):
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("ranks_", [pytest.param(1, marks=pytest.mark.proof), 2])
+@pytest.mark.parametrize(
+    "ranks_", [pytest.param(1, marks=pytest.mark.proof), pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_ctrl_c_saves_and_the_same_command_resumes(tmp_path, ranks_):
     """One rank by the shell script; two, each in a session of its own, by the launcher, which must
     wait for them.

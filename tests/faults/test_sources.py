@@ -142,6 +142,7 @@ def stalled(argv):
     train(argv)
 
 
+@pytest.mark.slow
 def test_a_stall_is_an_error_of_its_rank_before_any_collective_times_out(ranks, tmp_path):
     argv = arguments(
         tmp_path,

@@ -55,11 +55,12 @@ LAYOUTS = {
 }
 
 
-SLOW = ("tensor", "validation is due")
-
-
 @pytest.mark.parametrize(
-    "layout", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in LAYOUTS]
+    "layout",
+    [
+        x if x == "async save in flight" else pytest.param(x, marks=pytest.mark.slow)
+        for x in LAYOUTS
+    ],
 )
 def test_the_last_rank_is_asked_and_all_save_the_same_step(ranks, tmp_path, layout):
     """In step 3, so that the others learn of it in step 4. Then the run goes on as if nothing had

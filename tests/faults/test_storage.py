@@ -51,7 +51,7 @@ def told(argv):
 @pytest.mark.parametrize(
     ("harm", "what"),
     [
-        (flip_a_bit, "has a wrong checksum"),
+        pytest.param(flip_a_bit, "has a wrong checksum", marks=pytest.mark.slow),
         pytest.param(truncate, "bytes instead of", marks=pytest.mark.proof),
     ],
 )
@@ -113,7 +113,7 @@ def full_disk(argv):
     return None
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("disabled", marks=pytest.mark.slow), "async"])
 def test_full_disk_leaves_earlier_checkpoints_intact(ranks, tmp_path, mode):
     extra = [*SAVE, f"--checkpoint.async_mode={mode}"]
     ranks(2, train, arguments(tmp_path, *extra, steps=3))

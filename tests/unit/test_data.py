@@ -105,7 +105,14 @@ def test_resuming_again_and_again_changes_nothing(corpora, kind, chain):
         assert one == other
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("jsonl", 3), ("tokens", 2), ("stream", 2)])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        pytest.param("jsonl", 3, marks=pytest.mark.slow),
+        ("tokens", 2),
+        pytest.param("stream", 2, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.e2e
 def test_workers_change_nothing(corpora, kind, workers):
     ranks = [take(open_kind(kind, corpora, rank, 2), 6) for rank in (0, 1)]

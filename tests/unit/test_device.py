@@ -107,6 +107,7 @@ raise SystemExit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_a_mac_trains_on_its_cpu_and_says_so(tmp_path):
     """What Linux has and macOS lacks is taken away; the real thing has not been tried."""

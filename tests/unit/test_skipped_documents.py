@@ -185,7 +185,7 @@ def test_tokenize_skips_and_counts(tmp_path, capsys):
     assert len(token_file_ids(tmp_path / "out")) == report["tokens"]
 
 
-@pytest.mark.parametrize("kind", ["files", "stream"])
+@pytest.mark.parametrize("kind", ["files", pytest.param("stream", marks=pytest.mark.slow)])
 def test_a_run_records_what_it_skipped(tmp_path, ranks, kind):
     """In `run.json`, alike on one rank and two, where each reads a lane of its own of the stream,
     after a resume.
