@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import families
-from tests.lm_eval_tasks import write_tasks
+from tests.distributed.lm_eval_tasks import write_tasks
 from tests.runs import EXPERTS, arguments, losses, train
 from torchtitan.commands import ckpt
 from torchtitan.commands import eval as command

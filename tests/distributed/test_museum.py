@@ -5,8 +5,8 @@ The tests that exhibits name are run without a mistake by the suite itself; here
 
 import pytest
 
+from tests.distributed.museum import BY_NAME, EXHIBITS, compared, outcomes, with_mistake
 from tests.doc_blocks import ROOT
-from tests.museum import BY_NAME, EXHIBITS, compared, outcomes, with_mistake
 from tests.runs import arguments
 
 CASES = [

@@ -10,8 +10,8 @@ from itertools import pairwise
 import psutil
 import pytest
 
+from tests.faults.slurm_cluster import ROOT, Cluster, what_is_missing
 from tests.slow_run import SlowRun
-from tests.slurm_cluster import ROOT, Cluster, what_is_missing
 from torchtitan.checkpoint.commit import committed_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(1200)]

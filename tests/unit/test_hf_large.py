@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.sparse_folders import (
+from tests.unit.sparse_folders import (
     DEEPSEEK_V3,
     GPT_OSS_120B,
     KIMI_K2,

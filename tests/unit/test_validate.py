@@ -5,8 +5,8 @@ accepted.
 import pytest
 
 from tests.config_answers import answer
-from tests.rule_cases_layout import ELASTIC, FLOAT8, LAYOUT_CASES
-from tests.rule_cases_runs import RUN_CASES
+from tests.unit.rule_cases_layout import ELASTIC, FLOAT8, LAYOUT_CASES
+from tests.unit.rule_cases_runs import RUN_CASES
 from torchtitan.config import gradient_accumulation_steps, resolve, rules
 from torchtitan.config.derive import axis_degrees, degrees_fill, derive
 from torchtitan.config.load.decode import load_config

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGES = "slurm-wlm slurmdbd munge mariadb-server iproute2 util-linux"
 _PROGRAMS = (
     "slurmctld slurmd slurmdbd munged mariadbd mariadb-install-db ip unshare nsenter setpriv"

@@ -35,7 +35,7 @@ from torchtitan.testing import parity
 from torchtitan.testing.difference import Tolerances
 from torchtitan.train import step
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 Plant = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
