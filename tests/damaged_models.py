@@ -137,41 +137,21 @@ def poison(value):
 
 SHARDS = {"__metadata__": {"DCP_SHARDING_INFO": DEEP}}
 WEIGHTS = {
-    "garbage": (
-        weights(b"\x93NUMPY garbage" * 99),
-        "model.safetensors is damaged, or not safetensors",
-    ),
-    "empty": (weights(b""), "model.safetensors is damaged, or not safetensors"),
     "cut in the data": (
         weights(lambda b: b[:-5]),
-        "model.safetensors is damaged, or not safetensors",
-    ),
-    "cut in the header": (
-        weights(lambda b: b[:99]),
         "model.safetensors is damaged, or not safetensors",
     ),
     "huge header": (
         weights(lambda b: struct.pack("<Q", 2**60) + b[8:]),
         "model.safetensors is damaged",
     ),
-    "deep header": (
-        weights(struct.pack("<Q", 100_000) + DEEP.encode()),
-        "model.safetensors is damaged",
-    ),
-    "not UTF-8": (weights(struct.pack("<Q", 8) + b"\xff" * 8), "model.safetensors is damaged"),
     "a pickle": (weights(pickle.dumps(Gadget())), "model.safetensors is damaged"),
     "overlap": (entry(data_offsets=[0, 2048]), "model.safetensors is damaged"),
-    "out of range": (entry(data_offsets=[0, 2**50]), "model.safetensors is damaged"),
-    "backwards": (entry(data_offsets=[2048, 0]), "model.safetensors is damaged"),
-    "another size": (entry(shape=[16, 31]), "model.safetensors is damaged"),
     "huge shape": (entry(shape=[2**40, 2**40]), "model.safetensors is damaged"),
-    "negative shape": (entry(shape=[-16, 32]), "model.safetensors is damaged"),
-    "unknown dtype": (entry(dtype="F33"), "model.safetensors is damaged"),
     "integers": (entry(dtype="I32"), f"{LAST} has dtype I32, must be one of F64"),
     "shards": (header(lambda names: names.update(SHARDS)), "consolidate them into whole tensors"),
     "zeros": (linked("model.safetensors", "/dev/zero"), "model.safetensors is not a regular file"),
     "dangling": (linked("model.safetensors", "nowhere"), "model.safetensors is missing"),
-    "circle": (linked("model.safetensors", "model.safetensors"), "model.safetensors is missing"),
     "pipe": (pipe("model.safetensors"), "model.safetensors is not a regular file"),
     "pickles": (
         pickled,
@@ -184,19 +164,12 @@ WEIGHTS = {
         f"{LAST} is .32, 16., ",
     ),
     "nan": (poison(float("nan")), f"model.safetensors: {LAST} holds NaN or infinity"),
-    "infinity": (poison(-float("inf")), f"model.safetensors: {LAST} holds NaN or infinity"),
     "index of numbers": (
         index({"weight_map": {"a": 5}}),
         "model.safetensors.index.json: weight_map.a: ",
     ),
-    "index of a list": (index({"weight_map": []}), "model.safetensors.index.json: weight_map: "),
-    "index without a map": (index({}), "model.safetensors.index.json: weight_map: "),
     "index elsewhere": (
         index({"weight_map": {"a": "../model.safetensors"}}),
-        "must name .safetensors files beside it",
-    ),
-    "index absolute": (
-        index({"weight_map": {"a": "/etc/passwd"}}),
         "must name .safetensors files beside it",
     ),
     "index of pickles": (

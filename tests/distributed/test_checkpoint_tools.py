@@ -80,24 +80,10 @@ def test_verify_lists_every_damaged_file(run, tmp_path, capsys):
         assert text in out
 
 
-EXPORTED = {
-    "llama3": TIED,
-    "mistral": ["--model.name=mistral", "--model.overrides.head_size=none"],
-    "qwen2_5": ["--model.name=qwen2_5"],
-    "qwen3": ["--model.name=qwen3"],
-    "qwen3_moe": EXPERTS,
-}
+EXPORTED = {"llama3": TIED, "qwen3_moe": EXPERTS}
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        pytest.param(
-            extra, id=name, marks=[] if name in ("llama3", "qwen3_moe") else pytest.mark.slow
-        )
-        for name, extra in EXPORTED.items()
-    ],
-)
+@pytest.mark.parametrize("extra", EXPORTED.values(), ids=EXPORTED)
 def test_to_hf_and_back_is_bitwise_equal(ranks, tmp_path, capsys, extra):
     pytest.importorskip("transformers")
     run = ranks(

@@ -1,4 +1,4 @@
-"""Ring attention against attention on one process, and against torch's own context parallelism."""
+"""Ring attention against attention on one process."""
 
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -7,8 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -220,83 +218,6 @@ def test_the_kernel_of_a_block_is_torchs_choice_with_gradients():
 
     with patch("torch._fused_sdp_choice", chosen), torch.no_grad():
         assert attention_kernel.chosen_kernel(q, k, v, BlockScores(1.0, True)) == 7
-
-
-def against_torch(rotate):
-    """torch's `context_parallel`, taught the CPU's attention kernel by two entries in its dispatch
-    table.
-    """
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import set_rotate_method
-    from torch.distributed.tensor.experimental._context_parallel import _attention as cp
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-    def handler(op, args, kwargs):
-        sharded = next(a for a in args if isinstance(a, DTensor))
-        args = [a.to_local() if isinstance(a, DTensor) else a for a in args]
-        group = sharded.device_mesh.get_group()
-        scale = kwargs.get("scale")
-        if op is forward:
-            q, k, v = args[:3]
-            out = cp._templated_ring_attention(
-                group,
-                2,
-                forward,
-                query=q,
-                key=k,
-                value=v,
-                is_causal=True,
-                dropout_p=0.0,
-                scale=scale,
-            )
-        else:
-            grad, q, k, v, out, lse, *_ = args
-            out = cp._templated_ring_attention_backward(
-                group,
-                2,
-                lambda *, is_causal, **kw: backward(**kw, is_causal=is_causal),
-                grad_out=grad,
-                grad_out_name="grad_out",
-                query=q,
-                key=k,
-                value=v,
-                out=out,
-                logsumexp=lse,
-                is_causal=True,
-                dropout_p=0.0,
-                scale=scale,
-            )
-        return tuple(
-            DTensor.from_local(t, sharded.device_mesh, sharded.placements, run_check=False)
-            for t in out
-        )
-
-    cp.custom_ops[forward] = cp.custom_ops[backward] = handler
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    set_rotate_method(rotate)
-    q, k, v, grad = inputs(torch.float32, SHAPE["heads"])
-    mine = local_positions(SHAPE["seq"], dist.get_world_size(), dist.get_rank(), True)
-    ours = attended(
-        ring_attention_backend(dist.group.WORLD, rotate, True),
-        *(x[:, :, mine] for x in (q, k, v, grad)),
-    )
-    buffers = [x.clone() for x in (q, k, v, grad)]
-    with (
-        context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4),
-        sdpa_kernel(SDPBackend.FLASH_ATTENTION),
-    ):
-        theirs = attended(
-            lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), *buffers
-        )
-    return max(relative(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
-def test_ring_attention_agrees_with_torch(ranks, rotate):
-    assert max(ranks(2, against_torch, rotate)) < rounding(SHAPE["seq"], 3)
 
 
 @pytest.mark.parametrize("balanced", [True, False])

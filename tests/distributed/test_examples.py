@@ -223,12 +223,6 @@ def test_z_loss_is_its_formula():
     torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_z_loss_has_the_gradients_of_one_process(ranks):
-    argv = [*ALL[:1], *ALL[4:5], "--custom.z_loss.coefficient=1.0", *TP]
-    for passed, text in ranks(2, parity.check, argv, timeout=240):
-        assert passed, text
-
-
 def test_worker_processes_can_make_tokenizer_and_source_again():
     config = resolve([*ALL, "--custom.characters.alphabet=abc?"], 1).config
     tokenizer = build_tokenizer("anywhere", tokenizers.maker("characters", config.custom))

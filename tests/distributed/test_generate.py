@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-import shutil
 
 import pytest
 import torch
@@ -11,15 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests import families
 from tests.runs import arguments, train
-from torchtitan.commands import ckpt
 from torchtitan.commands import generate as command
-from torchtitan.data.encode.tokenizer import build_tokenizer
 from torchtitan.inference import load as sources
 from torchtitan.inference.generator import SamplingSettings, TextGenerator, sample
 from torchtitan.models import get_spec
 from torchtitan.models.attention.backend import attention_backend
 from torchtitan.parallel.tensor.styles import apply_tensor_parallel
-from torchtitan.utils.assets import find_asset
 from torchtitan.utils.process import run_main
 
 SPEC = get_spec("llama3")
@@ -227,57 +223,6 @@ def test_every_format_of_a_model_gives_the_same_text(run, capsys):
     assert first["end"] == "length"
     before = json.loads(generate_text(capsys, "--checkpoint", run / "checkpoint/step-2", *ask)[1])
     assert before["continuations"] != answers[0]["continuations"], "another step's weights"
-
-
-@pytest.mark.parametrize("family", families.SIZES)
-def test_transformers_generates_the_same_before_and_after(family, tmp_path, capsys):
-    """A model that transformers saved, converted to a checkpoint, and exported again."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    rope = (
-        {"rope_scaling": {"factor": 8.0, "original_max_seq_len": 32}} if family == "llama3" else {}
-    )
-    theirs = families.twin(family, families.build(family, vocab_size=2048, **rope))
-    source = tmp_path / "source"
-    ours = tmp_path / "ours"
-    back = tmp_path / "back"
-    theirs.config.eos_token_id = 1  # the defaults of some classes are beyond this vocabulary
-    theirs.config.pad_token_id = 0
-    theirs.save_pretrained(source)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(find_asset("./tests/assets/tokenizer") / name, source)
-    assert ckpt.main(["from-hf", str(source), str(ours)]) == 0
-    assert ckpt.main(["to-hf", str(ours), str(back), "--check", "--max-file-gb=0.0002"]) == 0
-    assert "Largest logit difference" in capsys.readouterr().out
-    again = transformers.AutoModelForCausalLM.from_pretrained(back).eval()
-
-    text = (
-        "def main(argv):\n    return [line for line in open(argv[1]) if line.strip() and not "
-        "line.startswith('#')]\n"
-    )
-    prompt = torch.tensor([build_tokenizer(str(source)).encode(text, bos=True)])
-    assert prompt.shape[1] > 32
-    assert torch.equal(again(prompt).logits, theirs(prompt).logits)
-    auto = transformers.AutoTokenizer.from_pretrained(back)
-    if family != "qwen2_5":  # transformers forces a class of its own on it
-        assert auto(text)["input_ids"] == prompt[0].tolist()
-    found = theirs.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=16,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    expected = found[0, prompt.shape[1] :].tolist()
-    assert len(set(expected)) > 1, "a model that repeats itself proves nothing"
-    ask = [f"--prompt={text}", "--temperature=0", "--max-new-tokens=16", "--json"]
-    for folder in (source, ours, back):
-        status, out, err = generate_text(capsys, "--checkpoint", folder, *ask)
-        assert status == 0, err
-        made = json.loads(out)["continuations"][0]
-        assert made["tokens"] == expected
-        assert text + made["text"] == auto.decode([*prompt[0, 1:].tolist(), *expected])
 
 
 @pytest.mark.parametrize("form", ["step-4", "step-4-hf"])

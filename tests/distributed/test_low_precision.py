@@ -113,20 +113,6 @@ def test_a_checkpoint_continues_under_another_layout(ranks, tmp_path, before, af
     assert losses(resumed)[-3:] == pytest.approx(losses(whole)[3:6], rel=3e-3)
 
 
-@pytest.mark.slow
-def test_muon_learns_and_is_the_same_sharded_or_not(ranks, tmp_path):
-    argv = ["--optimizer.name=Muon", "--lr_scheduler.warmup_steps=1"]
-    curves = []
-    for world, layout in ((1, []), (4, [TP])):
-        folder = f"--job.dump_folder={tmp_path / str(len(curves))}"
-        curves.append(
-            losses(ranks(world, train, arguments(tmp_path, *argv, *layout, folder, steps=8))[0])
-        )
-    assert curves[0][-1] < 0.8 * curves[0][0]
-    for curve in curves[1:]:
-        assert curve == pytest.approx(curves[0], rel=1e-3)  # its products are in bf16
-
-
 def test_what_is_saved_knows_nothing_of_torchao(ranks, tmp_path):
     """FSDP's float8 gather wraps the weights; files must hold plain tensors, which any reader can
     load.

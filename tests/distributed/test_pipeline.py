@@ -195,16 +195,6 @@ def test_validation_before_between_and_after_steps_changes_nothing(
     assert [n for _, n in measured] == [n for _, n in expected]
 
 
-@pytest.mark.slow
-def test_bf16(ranks, one_process, tmp_path):
-    extra = [
-        "--training.mixed_precision_param=bfloat16",
-        "--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble",
-    ]
-    run = ranks(2, train, arguments(tmp_path, *PP, *extra, local_batch=4))[0]
-    assert losses(run) == pytest.approx(losses(one_process), rel=0.03)
-
-
 def one_step(argv, schedules):
     """By number of microbatches: loss and gradient norm of one step, by the pipeline and by the
     plain model.

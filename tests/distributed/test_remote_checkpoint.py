@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.runs import arguments, losses, train
 from torchtitan.checkpoint.commit import committed_steps, leftovers
@@ -148,51 +147,6 @@ def test_retention_damage_and_the_commands(ranks, tmp_path, s3, capsys):
     assert not leftovers(folder)
     assert ckpt.main(["verify", url]) == 0, "resumed from step 3, and step 4 was saved again"
     assert (folder / "step-8/.metadata").is_file(), "not ours to delete"
-
-
-def failing(env, argv):
-    """Train with a server that is unreachable after three steps."""
-    os.environ.update(env)
-    import torchtitan.utils.storage as storage
-    from torchtitan.train.trainer import Trainer
-
-    storage._ATTEMPTS = 2
-    storage._PAUSE = 0.01
-    config = resolve(argv, dist.get_world_size()).config
-    trainer = Trainer(config, preflight(config))
-    real = type(trainer.checkpointer.folder).open
-
-    def unreachable(self, mode="r", *args, **kwargs):
-        if "w" in mode and self.parent.name == "step-6" and self.name.startswith("__1"):
-            raise ConnectionError("the server has gone")
-        return real(self, mode, *args, **kwargs)
-
-    type(trainer.checkpointer.folder).open = unreachable
-    try:
-        trainer.train()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    finally:
-        type(trainer.checkpointer.folder).open = real
-        trainer.close()
-    return None
-
-
-# A local disk has the same test in the suite.
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_save_that_fails_leaves_nothing_that_looks_complete(ranks, tmp_path, s3, mode):
-    url = f"s3://runs/failing-{mode}"
-    argv = arguments(
-        tmp_path, *SAVE, f"--checkpoint.folder={url}", f"--checkpoint.async_mode={mode}", steps=6
-    )
-    for kind, message in ranks(2, failing, s3, argv):
-        assert kind == "CheckpointError"
-        assert "rank 1: ConnectionError: the server has gone" in message
-        assert f"the last good checkpoint is {url}/step-3" in message
-    assert committed_steps(storage_path(url)) == [3]
-    assert not leftovers(storage_path(url))
-    assert ranks(2, train_remote, s3, argv)[0]["progress"]["step"] == 6
 
 
 @pytest.mark.slow

@@ -147,16 +147,6 @@ def test_bits_per_byte_are_those_of_the_text(ranks, tmp_path):
     )
 
 
-def test_validation_steps_limit_the_batches(ranks, tmp_path):
-    extra = [
-        "--validation.local_batch_size=2",
-        "--validation.steps=2",
-        "--validation.global_batch_size=4",
-    ]
-    run = ranks(2, train, validation_arguments(tmp_path, *extra))[0]
-    assert validations(run)[0][2] == 2 * 4 * 32
-
-
 def test_a_save_after_validation_holds_whole_weights(ranks, tmp_path):
     """Gathered weights that a forward leaves behind must not reach a checkpoint."""
     extra = ["--checkpoint.enable", "--checkpoint.interval=2"]

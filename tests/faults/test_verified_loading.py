@@ -272,10 +272,6 @@ def on_one_rank(folder):
     return resume(folder)
 
 
-def on_two_ranks(folder):
-    return resume(folder)
-
-
 def test_other_numbers_of_ranks(ranks, tmp_path):
     folder = tmp_path / "checkpoint"
     saved = ranks(2, save, folder, 1)[0][1]

@@ -201,16 +201,6 @@ def test_flavors_that_name_an_attention_kernel_mean_a_document_mask(toml, flavor
     assert (own.model.flavor, own.training.document_mask) == (flavor, False)
 
 
-def test_stages_can_be_listed_on_the_command_line():
-    key = "module_fqns_per_model_part"
-    assert load(
-        f'--parallelism.{key}=[["a", "b"], ["c"]]'
-    ).parallelism.module_fqns_per_model_part == [["a", "b"], ["c"]]
-    assert load(
-        f"--parallelism.{key}=layers.2,layers.4"
-    ).parallelism.module_fqns_per_model_part == ["layers.2", "layers.4"]
-
-
 def test_old_sections_are_renamed(toml):
     for old, new in RENAMED_SECTIONS.items():
         warnings = load_config(["--config", toml(f"[{old}]\nfilter_fqns = []\n")]).warnings

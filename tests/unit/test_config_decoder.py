@@ -5,28 +5,13 @@ of, exact TOML.
 import pytest
 import tomli
 
+from tests.config_loading import problems
 from torchtitan.config import load_config, resolve
 from torchtitan.config.load.compat import UNSUPPORTED, NoEffect
 from torchtitan.config.load.keys import FIELDS
-from torchtitan.config.load.render import help_text, to_toml
+from torchtitan.config.load.render import help_text
 from torchtitan.config.load.toml_file import line_numbers
 from torchtitan.utils.errors import ConfigError
-
-
-@pytest.fixture
-def toml(tmp_path):
-    def write(text, name="run.toml"):
-        path = tmp_path / name
-        path.write_text(text, encoding="utf-8")
-        return str(path)
-
-    return write
-
-
-def problems(*argv):
-    with pytest.raises(ConfigError) as error:
-        load_config(list(argv))
-    return error.value.problems
 
 
 def test_lines_of_an_awkward_file():
@@ -172,25 +157,6 @@ def test_well_formed_values_of_unsupported_keys_on_the_command_line():
     assert problem.endswith("must be 'allgather' or 'alltoall'; did you mean 'alltoall'?")
 
 
-def test_empty_sections_of_the_convention_are_accepted(toml):
-    load_config(
-        [
-            "--config",
-            toml("[quantize]\n[quantize.linear]\n[compile]\n[float8]\n[training.dataloader]\n"),
-        ]
-    )
-
-
-def test_a_convention_file_that_saves_nothing_is_accepted(toml):
-    resolve(
-        [
-            "--config",
-            toml("[checkpoint]\nenable = false\nlast_save_model_only = true\nload_only = true\n"),
-        ],
-        1,
-    )
-
-
 @pytest.mark.parametrize("value", ["inf", "nan"])
 @pytest.mark.parametrize("key", ["optimizer.lr", "optimizer.eps", "training.max_norm"])
 def test_numbers_are_finite(key, value):
@@ -208,21 +174,6 @@ def test_wrong_degrees_bring_no_advice_about_the_batch(toml):
     assert problem.startswith(
         f"{file}:2: parallelism.data_parallel_shard_degree 3 is 3, but the number of ranks is 4"
     )
-
-
-def test_overrides_of_any_name_and_value_round_trip(toml):
-    source = toml(
-        '[job]\ndescription = "two\\nlines, a tab\\t"\n[model.overrides]\n"a b" = 1\nday '
-        "= 1979-05-27\n"
-        'at = 1979-05-27T07:32:00Z\nlist = [1.5, "a DEL \\u007f", { "c d" = [], on = true }]\n'
-    )
-    config = load_config(["--config", source]).config
-    again = load_config(["--config", toml(to_toml(config), "again.toml")]).config
-    assert again.job.description == config.job.description
-    assert again.model == config.model
-    assert load_config(
-        ["--model.overrides", "{ dim = 64, n_layers = 2 }"]
-    ).config.model.overrides == {"dim": 64, "n_layers": 2}
 
 
 def test_help_of_one_section(capsys):

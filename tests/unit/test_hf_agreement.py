@@ -33,11 +33,6 @@ def config_of(family, changes):
 TWICE = {
     "base": ("llama3", {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 2e4}}, "rope_theta"),
     "scaling": ("llama3", {"rope_scaling": YARN, "rope_parameters": LINEAR}, r"\.rope_type"),
-    "factor": (
-        "llama3",
-        {"rope_scaling": YARN, "rope_parameters": YARN | {"factor": 8.0}},
-        "factor",
-    ),
     "type": (
         "llama3",
         {"rope_scaling": YARN | {"type": "linear"}},
@@ -58,20 +53,10 @@ TWICE = {
         {"rope_local_base_freq": 3e4},
         "rope_local_base_freq is 30000.0, but rope_parameters.sliding_attention.rope_theta",
     ),
-    "by layer, full": (
-        "olmo3",
-        {"rope_scaling": LINEAR},
-        "rope_scaling.rope_type is 'linear', but",
-    ),
     "experts": (
         "qwen3_moe",
         {"num_local_experts": 9},
         "num_experts is 8, but num_local_experts is 9",
-    ),
-    "experts of others": (
-        "deepseek_v3",
-        {"num_local_experts": 9},
-        "num_local_experts is 9, but n_routed_experts is 16",
     ),
     "chosen": (
         "gpt_oss",

@@ -8,17 +8,7 @@ import shutil
 
 import pytest
 
-from tests.damaged_models import (
-    CONFIG,
-    CONFIGS,
-    DEEP,
-    EXPERTS,
-    WEIGHTS,
-    linked,
-    pipe,
-    text,
-    write_model,
-)
+from tests.damaged_models import CONFIG, CONFIGS, DEEP, EXPERTS, WEIGHTS, linked, text, write_model
 from torchtitan.checkpoint.hf.weights import load_hf
 from torchtitan.commands import ckpt, generate
 from torchtitan.data.encode.tokenizer import build_tokenizer
@@ -128,31 +118,15 @@ def settings(**values):
 
 
 TOKENIZERS = {
-    "garbage": (text("tokenizer.json", "garbage"), "tokenizer.json is not a tokenizer"),
-    "empty": (text("tokenizer.json", ""), "tokenizer.json is not a tokenizer"),
     "not UTF-8": (text("tokenizer.json", b"\xff" * 99), "tokenizer.json is not a tokenizer"),
-    "deep": (text("tokenizer.json", DEEP), "tokenizer.json is not a tokenizer"),
     "zeros": (linked("tokenizer.json", "/dev/zero"), "holds no tokenizer"),
-    "pipe": (pipe("tokenizer.json"), "holds no tokenizer"),
     "no entries": (
         tokens(lambda t: t.update(added_tokens=[], model=t["model"] | {"vocab": {}, "merges": []})),
         "bos_token is .* doesn.t have",
     ),
-    "negative id": (
-        tokens(lambda t: t["model"]["vocab"].update(a=-1)),
-        "tokenizer.json is not a tokenizer",
-    ),
-    "id of 2^40": (
-        tokens(lambda t: t["model"]["vocab"].update(a=2**40)),
-        "tokenizer.json is not a tokenizer",
-    ),
     "id of 2^32": (
         tokens(lambda t: t["model"]["vocab"].update(a=2**32 - 1)),
         "has the id 4,294,967,295; ids must be below",
-    ),
-    "merges": (
-        tokens(lambda t: t["model"].update(merges=["\u2603 a"])),
-        "tokenizer.json is not a tokenizer",
     ),
     "special": (
         tokens(lambda t: t["added_tokens"][0].update(content=5)),
@@ -162,26 +136,10 @@ TOKENIZERS = {
         settings(eos_token=5),
         "tokenizer_config.json: eos_token is int, must be a string",
     ),
-    "end, object": (
-        settings(eos_token={"content": ["a"]}),
-        "tokenizer_config.json: eos_token is list",
-    ),
     "unknown end": (settings(eos_token="nowhere"), "eos_token is 'nowhere', which"),
-    "settings garbage": (
-        text("tokenizer_config.json", "{"),
-        "tokenizer_config.json is not valid JSON",
-    ),
-    "settings list": (
-        text("tokenizer_config.json", "[]"),
-        "tokenizer_config.json is not a JSON object",
-    ),
     "settings deep": (
         text("tokenizer_config.json", DEEP),
         "tokenizer_config.json is nested too deeply",
-    ),
-    "settings zeros": (
-        linked("tokenizer_config.json", "/dev/zero"),
-        "tokenizer_config.json: not a regular file",
     ),
 }
 

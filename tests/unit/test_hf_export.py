@@ -44,13 +44,6 @@ INEXPRESSIBLE = [
         "llama .* computes with false, this model with true",
         ["qwen3"],
     ),
-    (
-        "llama3",
-        {"qkv_bias": True},
-        "qkv_bias",
-        "llama .* computes with false, this model with true",
-        ["qwen2_5"],
-    ),
     ("llama3", EXPERTS, "n_experts", "llama .* computes with 0, this model with 8", []),
     ("mistral", {"qkv_bias": True}, "qkv_bias", "mistral .* computes with false", ["qwen2_5"]),
     (
@@ -61,7 +54,6 @@ INEXPRESSIBLE = [
         ["llama3", "mistral"],
     ),
     ("qwen3", {"qk_norm": False}, "qk_norm", "qwen3 .* computes with true", ["llama3"]),
-    ("qwen3_moe", EXPERTS | {"qkv_bias": True}, "qkv_bias", "qwen3_moe .* computes with false", []),
 ]
 
 

@@ -3,19 +3,13 @@
 The tensors are listed from the published description, independently of our map of names.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.unit.sparse_folders import (
-    DEEPSEEK_V3,
-    GPT_OSS_120B,
-    KIMI_K2,
-    deepseek_v3,
-    gpt_oss,
-    write_sparse,
-)
+from tests.unit.sparse_folders import deepseek_v3, gpt_oss, write_sparse
 from torchtitan.checkpoint.hf.opening import meta_model, open_hf
 from torchtitan.checkpoint.save import LazyPlanner
 from torchtitan.checkpoint.state import model_state
@@ -24,12 +18,14 @@ from torchtitan.models import parameter_names
 PIECE = 2**25
 MEMORY = 5 * 2 * PIECE
 """Bytes of a piece in fp32, of what it is unpacked from in steps, and of what is freed but kept."""
+PUBLISHED = json.loads((Path(__file__).parents[1] / "assets/published_models.json").read_text())
+FP8 = {"fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
 MODELS = {
-    "gpt-oss-120b": (GPT_OSS_120B, gpt_oss, 116_829_156_672, 65e9),
-    "DeepSeek-V3": (DEEPSEEK_V3, deepseek_v3, 671_026_404_352, 680e9),
-    "Kimi-K2": (KIMI_K2, deepseek_v3, 1_026_408_209_408, 1020e9),
+    "gpt_oss/120b": (gpt_oss, {"quant_method": "mxfp4"}, 116_829_156_672, 65e9),
+    "deepseek_v3/671B": (deepseek_v3, FP8, 671_026_404_352, 680e9),
+    "deepseek_v3/Kimi-K2": (deepseek_v3, FP8, 1_026_408_209_408, 1020e9),
 }
-"""Configuration, tensors, parameters without those of multi-token prediction, bytes."""
+"""Tensors, quantization, parameters without those of multi-token prediction, bytes."""
 
 
 def status(key):
@@ -37,12 +33,16 @@ def status(key):
     return next(int(line.split()[1]) << 10 for line in lines if key in line)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("DeepSeek-V3", "Kimi-K2")]
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("deepseek_v3/671B", "deepseek_v3/Kimi-K2")
+]
 
 
-@pytest.mark.parametrize("model", ["gpt-oss-120b", *SLOW])
+@pytest.mark.parametrize("model", ["gpt_oss/120b", *SLOW])
 def test_every_weight_of_a_large_model_has_its_source(tmp_path, model):
-    config, list_tensors, parameters, size = MODELS[model]
+    list_tensors, quantization, parameters, size = MODELS[model]
+    config = PUBLISHED[model] | {"quantization_config": quantization}
     tensors = list_tensors(config)
     assert write_sparse(tmp_path, config, tensors, files=64) > size
     opened = open_hf(tmp_path)  # nothing is missing, and nothing unknown

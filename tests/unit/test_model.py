@@ -120,20 +120,6 @@ PUBLISHED = {
     },
     "smollm3": {"3B": 3_075_098_624},
 }
-WITHOUT_EMBEDDINGS = {
-    # Billions, from the model cards.
-    "qwen2_5": {
-        "0.5B": 0.36,
-        "1.5B": 1.31,
-        "3B": 2.77,
-        "7B": 6.53,
-        "14B": 13.1,
-        "32B": 31.0,
-        "72B": 70.0,
-    },
-    "qwen3": {"0.6B": 0.44, "1.7B": 1.4, "4B": 3.6, "8B": 6.95, "14B": 13.2, "32B": 31.2},
-    "qwen3_moe": {"30B-A3B": 29.9, "235B-A22B": 234},
-}
 ACTIVE = {
     "30B-A3B": 3.3,
     "235B-A22B": 22,
@@ -158,10 +144,6 @@ def test_parameter_counts_are_the_published_ones(family):
         assert {name for name, _ in model.named_parameters()} == set(parameter_names(spec, args))
         sizes = {name: param.numel() for name, param in model.named_parameters()}
         assert sum(sizes.values()) == published, flavor
-        inner = published - sizes["tok_embeddings.weight"] - sizes.get("output.weight", 0)
-        assert inner / 1e9 == pytest.approx(
-            WITHOUT_EMBEDDINGS.get(family, {}).get(flavor, inner / 1e9), rel=0.012
-        )
         if args.n_experts:
             unused = 1 - args.experts_per_token / args.n_experts
             active = published - unused * sum(
@@ -237,18 +219,6 @@ def test_logits_loss_and_gradients_equal_transformers(case):
         assert_rounds(param.grad, gradients[name], terms=256, chain=48, of=name)
 
 
-@pytest.mark.parametrize("flavor", ["30M", "125M", "350M"])
-def test_small_sizes_equal_transformers(flavor):
-    """Two blocks of each, with its own heads and vocabulary."""
-    torch.manual_seed(0)
-    args = SPEC.args(flavor, {"n_layers": 2}, max_seq_len=256)
-    ours = SPEC.build(args, attention_backend("cpu"))
-    theirs = twin("llama3", ours)
-    tokens = torch.randint(0, args.vocab_size, (1, 64))
-    with torch.no_grad():
-        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_missing_keys_mean_what_they_do_in_transformers(family):
     transformers = pytest.importorskip("transformers")
@@ -269,11 +239,6 @@ def test_missing_keys_mean_what_they_do_in_transformers(family):
         ("llama3", {"hidden_act": "gelu"}, "hidden_act: got 'gelu', must be 'silu'"),
         (
             "llama3",
-            {"quantization_config": {"bits": 4}},
-            "quantization_config: .* names no quant_method, can't be read",
-        ),
-        (
-            "llama3",
             {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
             "RoPE scaling of type 'longrope'",
         ),
@@ -281,11 +246,6 @@ def test_missing_keys_mean_what_they_do_in_transformers(family):
             "llama3",
             {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
             "RoPE scaling .* lacks some",
-        ),
-        (
-            "llama3",
-            {"rope_parameters": {"partial_rotary_factor": 0.5}},
-            "partial_rotary_factor is 0.5, must be 1",
         ),
         ("llama3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, must be 1"),
         ("llama3", {"model_type": "qwen2"}, "model_type: got 'qwen2', must be 'llama'"),
@@ -296,18 +256,8 @@ def test_missing_keys_mean_what_they_do_in_transformers(family):
         ),
         (
             "qwen3",
-            {"layer_types": ["full_attention", "sliding_attention"] * 3},
-            "layer_types has 'sliding_attention', but use_sliding_window is false",
-        ),
-        (
-            "qwen3",
             {"layer_types": ["chunked_attention"] * 6},
             "layer_types: got 'chunked_attention', must be one of 'full_attention', 'sliding_a",
-        ),
-        (
-            "gpt_oss",
-            {"layer_types": ["full_attention", "linear_attention"] * 2},
-            "layer_types: got 'linear_attention', must be one of 'full_attention', 'sliding_a",
         ),
         ("gpt_oss", {"swiglu_limit": 6.0}, "swiglu_limit: got 6.0, must be 7.0"),
         (
@@ -323,30 +273,12 @@ def test_missing_keys_mean_what_they_do_in_transformers(family):
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping: got 50.0, must be"),
         ("smollm3", {"no_rope_layers": [1]}, "the kinds of 1 layers are given"),
         ("smollm3", {"use_sliding_window": True}, "use_sliding_window: got True, must be False"),
-        ("qwen3", {"attention_bias": True}, "attention_bias: got True, must be False"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step: got 2, must be 1"),
-        (
-            "qwen3_moe",
-            {"mlp_only_layers": [1]},
-            r"mlp_only_layers: got \[1\], must be a list of the first layers",
-        ),
-        (
-            "qwen3_moe",
-            {"mlp_only_layers": 3},
-            "mlp_only_layers: got 3, must be a list of the first layers",
-        ),
-        ("olmo2", {"attention_bias": True}, "attention_bias: got True, must be False"),
         (
             "phi4",
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [4.0]}},
             "rope_scaling.rope_type: got 'longrope', must be 'default'",
         ),
-        (
-            "phi4",
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_parameters.rope_type: got 'yarn', must be 'default'",
-        ),
-        ("qwen2_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers: got \[1\], must be a list"),
         (
             "qwen3_moe",
             {"num_experts_per_tok": 99},

@@ -21,18 +21,6 @@ def curve(total, **kwargs):
     return [lr_factor(step, schedule) for step in range(total)]
 
 
-def test_warmup_rises_linearly_to_the_peak():
-    assert curve(10, warmup_steps=4, decay_ratio=0.0) == pytest.approx(
-        [0.25, 0.5, 0.75] + [1.0] * 7
-    )
-
-
-def test_stable_phase_then_decay_over_the_last_share():
-    factors = curve(20, warmup_steps=2, decay_ratio=0.25)
-    assert factors[2:15] == [1.0] * 13
-    assert factors[15:] == pytest.approx([5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
-
-
 SHAPES = {
     "linear": lambda t: 1 - t,
     "sqrt": lambda t: 1 - math.sqrt(t),
@@ -74,11 +62,6 @@ def test_a_named_shape_decays_from_the_end_of_warmup(name):
     factors, schedule = named(name, "--lr_scheduler.min_lr_factor=0.1")
     assert factors == pytest.approx(ramp(lambda t: 0.1 + 0.9 * SHAPES[name](t)))
     assert (schedule.decay_type, schedule.decay_ratio) == (name, None)
-
-
-def test_constant_never_decays():
-    factors, _ = named("constant")
-    assert factors == ramp(lambda t: 1.0)
 
 
 @pytest.mark.parametrize(("flags", "decay"), [((), 8), (("--lr_scheduler.decay_ratio=0.5",), 20)])

@@ -309,11 +309,6 @@ def test_options_are_strict(capsys):
         main(["--world=1", HARDWARE, *TINY, "--schedule-svg=x.svg"])
 
 
-def test_too_large_is_a_failure(capsys):
-    assert main(["--model.flavor=70B", "--world=8", HARDWARE]) == 1
-    assert "DOES NOT FIT" in capsys.readouterr().out
-
-
 def test_comparison(tmp_path, capsys):
     other = tmp_path / "b.toml"
     other.write_text(f'extends = "{LLAMA_8B}"\n[activation_checkpoint]\nmode = "full"\n')

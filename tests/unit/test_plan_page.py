@@ -10,7 +10,7 @@ from tests.plans import FULL, H100, ONE_ROW, SPEC, workload
 from torchtitan.commands.plan import main
 from torchtitan.tools.planner.advice import faster
 from torchtitan.tools.planner.costs import timeline
-from torchtitan.tools.planner.page import page, pictures
+from torchtitan.tools.planner.page import pictures
 from torchtitan.tools.planner.predict import predict
 from torchtitan.tools.planner.render import as_data
 from torchtitan.tools.web import web_page
@@ -239,38 +239,6 @@ def test_dots_and_rows_of_a_search_are_tied(planned, tab):
 
 @in_browser
 @pytest.mark.e2e
-def test_charts_zoom_and_follow_the_window(planned, tab):
-    tab.open(planned["search"][0].as_uri(), 1280, height=4000)
-    scale = "(({min, max}) => [min, max])(document.querySelector('.chart').plot.scales.x)"
-    frame = (
-        "(box => [box.left, box.top, box.width, "
-        "box.height])(document.querySelector('.u-over').getBoundingClientRect())"
-    )
-    whole, (left, top, width, height) = tab.evaluate(scale), tab.evaluate(frame)
-    tab.drag((left + width / 4, top + height / 4), (left + width / 2, top + height / 2))
-    low = whole[0] + (whole[1] - whole[0]) / 4
-    high = whole[0] + (whole[1] - whole[0]) / 2
-    assert tab.evaluate(scale) == pytest.approx([low, high], rel=0.02)
-    tab.evaluate(
-        "document.querySelector('.u-over').dispatchEvent(new MouseEvent('dblclick', "
-        "{bubbles: true}))"
-    )
-    assert tab.evaluate(scale) == pytest.approx(whole)
-    tab.call(
-        "Emulation.setDeviceMetricsOverride",
-        width=500,
-        height=900,
-        deviceScaleFactor=1,
-        mobile=False,
-    )
-    tab.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    assert tab.evaluate("document.documentElement.scrollWidth") == 500
-    assert tab.evaluate("document.querySelector('.chart').plot.width") < 500
-    assert tab.problems == []
-
-
-@in_browser
-@pytest.mark.e2e
 def test_what_does_not_fit_is_drawn_so(planned, tab):
     file, data = planned["search"]
     assert data["too_large"]
@@ -290,8 +258,3 @@ def test_what_does_not_fit_is_drawn_so(planned, tab):
     assert [text.endswith("does not fit") for text in said] == [
         not point["fits"] for point in data["scaling"]
     ]
-
-
-def test_pictures_need_no_search():
-    plan = predict(workload("--model.flavor=8B", *ONE_ROW, world=8), SPEC, H100)
-    assert page(as_data(plan) | pictures(plan)).count("<script") == 2

@@ -13,7 +13,6 @@ from tests.plans import H100, SPEC, workload
 from torchtitan.commands.plan import main
 from torchtitan.config import load_config, resolve
 from torchtitan.config.derive import AXES, DEGREE_KEYS, layout_degrees, replace
-from torchtitan.config.rules import table
 from torchtitan.tools.planner.axes import settings_of
 from torchtitan.tools.planner.layouts import any_layout
 from torchtitan.tools.planner.memory import memory_of
@@ -185,56 +184,8 @@ def test_a_search_interleaves_as_deep_as_it_pays(monkeypatch):
     assert best.time.seconds / shallow.time.seconds == pytest.approx(bubbles, rel=0.05)
 
 
-def test_no_legal_layout_is_missed(monkeypatch):
-    """All degrees of 24 ranks, tried one by one, are those that the search prices."""
-    priced = set()
-    module = "torchtitan.tools.planner.search"
-    monkeypatch.setattr(
-        f"{module}.memory_of", lambda w, rank: priced.add(degrees_of(w.config)) or HUGE
-    )
-    argv = ["--model.flavor=8B", "--training.seq_len=6144", "--training.global_batch_size=24"]
-    found_for(argv, 24)
-    legal = set()
-    config = load_config(argv).config
-    for degrees in itertools.product([d for d in range(1, 25) if 24 % d == 0], repeat=5):
-        if math.prod(degrees) == 24:
-            update = {DEGREE_KEYS[axis]: degree for axis, degree in zip(AXES, degrees, strict=True)}
-            p = config.parallelism.model_copy(update=update)
-            for local in [n for n in range(1, 25) if 24 % (n * degrees[1] * degrees[2]) == 0]:
-                t = config.training.model_copy(update={"local_batch_size": local})
-                try:
-                    derived_workload(
-                        config.model_copy(update={"parallelism": p, "training": t}), SPEC, 24
-                    )
-                except ConfigError:
-                    continue
-                legal.add((*degrees, 1))
-    assert priced == legal
-    assert max(degrees[3] for degrees in legal) == 24  # context parallelism of any degree
-
-
-HUGE = type("Memory", (), {"reserved": 1e15})()
-
-
 def degrees_of(config):
     return tuple(layout_degrees(config.parallelism).values())
-
-
-def test_every_rule_is_asked_of_every_layout(monkeypatch):
-    """Whatever it depends on, as this one on the number of shards."""
-    because = "parallelism.data_parallel_shard_degree: not a multiple of 3"
-    monkeypatch.setattr(table, "RULES", [*table.RULES])
-    table.refuse(
-        "parallelism.data_parallel_shard_degree",
-        when=lambda c: c.parallelism.data_parallel_shard_degree % 3 != 0,
-        because=because,
-    )
-    argv = ["--model.flavor=1B", "--training.seq_len=4096", "--training.global_batch_size=24"]
-    found = found_for(argv, 12)
-    shards = {proposal.plan.workload.dp_shard for proposal in found.best}
-    assert shards
-    assert all(degree % 3 == 0 for degree in shards)
-    assert because in found.refused
 
 
 def test_proposals_differ_and_none_beats_another(found):
@@ -278,13 +229,6 @@ def test_the_surer_of_two_like_predictions_comes_first():
         (small, "20 GiB less for 5% of the speed"),
         (unsure, "the fastest with dp_shard x cp"),
     ]
-
-
-def test_larger_microbatches_and_more_of_them():
-    """Up to all of a rank's rows, and to as many microbatches as there are rows."""
-    argv = ["--model.flavor=8B", "--training.seq_len=1024", "--training.global_batch_size=64"]
-    best = [proposal.plan.workload for proposal in found_for(argv, 4).best]
-    assert max(w.config.training.local_batch_size for w in best if w.pp == 1) > 4
 
 
 def test_the_files_own_layout_is_a_row():

@@ -33,7 +33,6 @@ from torchtitan.utils.errors import FormatBugError, UserError
 TOKENIZER = build_tokenizer("./tests/assets/tokenizer")
 SEQ = 16
 STEPS = 12
-AFTER = 3
 RANDOM = random.Random(7)
 WORDS = ["some", "words,", "grün", "1234", "日本", "a\r\nline"]
 SHORT = [" ".join(RANDOM.choices(WORDS, k=RANDOM.randrange(1, 30))) for _ in range(19)]

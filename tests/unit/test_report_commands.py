@@ -147,40 +147,6 @@ def test_names_do_not_control_the_terminal(tmp_path, monkeypatch, capsys):
         assert "\x1b" not in out
 
 
-def test_absurd_numbers(tmp_path, monkeypatch, capsys):
-    huge = 9e59
-    tiny = 5e-324
-    extremes = {
-        "loss": huge,
-        "tokens": huge,
-        "tokens_per_second": tiny,
-        "tflops": huge,
-        "mfu": -huge,
-        "time": huge,
-    }
-    records = [
-        record(1),
-        record(2) | extremes,
-        *(record(step, tokens=huge, loss=-huge) for step in range(3, 99)),
-    ]
-    starts = [
-        start(None, last_seen=time.time()),
-        start(None, time=1e300, last_seen=-1e300),
-        start("failed", time=None),
-    ]
-    write_run(tmp_path / "a", records, starts, f"[training]\nsteps = {2**52}\n")
-    write_run(tmp_path / "b", records[::-1], [start("completed", last_seen=1e300, ranks=2**60)])
-    write(
-        tmp_path / "b" / "events.jsonl",
-        [{"time": 1e99, "kind": "saved"}, {"time": -5, "kind": "spike", "step": 1e99}],
-    )
-    for command in ("runs", "report"):
-        assert "a" in run(monkeypatch, capsys, command, tmp_path).out
-        json.loads(
-            run(monkeypatch, capsys, command, tmp_path, "--json").out, parse_constant=pytest.fail
-        )
-
-
 # ---- report
 
 

@@ -143,17 +143,6 @@ def test_other_ways_to_cut(extra, expected):
             ],
             [[], [0], [1], [2], [3], [4], [5], []],
         ),
-        (
-            4,
-            ["--parallelism.pipeline_parallel_schedule=Interleaved1F1B"],
-            [[], [0], [1], [2], [3], [4], [5], []],
-        ),
-        (
-            4,
-            ["--parallelism.pipeline_parallel_schedule=InterleavedZeroBubble"],
-            [[], [0], [1], [2], [3], [4], [5], []],
-        ),
-        (8, [], [[], [0], [1], [2], [3], [4], [5], []]),
         (7, [], [[0], [1], [2], [3], [4], [5], []]),
         (
             3,
@@ -211,12 +200,6 @@ REFUSED = [
         ["--training.local_batch_size=6"],
     ),
     (
-        ["--parallelism.pipeline_parallel_schedule=DualPipeV", "--training.local_batch_size=3"],
-        {},
-        "needs at least as many microbatches as its 4 stages, got 3",
-        ["--training.local_batch_size=4"],
-    ),
-    (
         ["--parallelism.pipeline_parallel_schedule=LoopedBFS"],
         {"degree": 5},
         "10 stages for 6 layers; at most 8",
@@ -226,21 +209,6 @@ REFUSED = [
         ["--parallelism.pipeline_parallel_layers_per_stage=2"],
         {},
         "gives 4 stages on 2 ranks, but schedule 1F1B takes 1 stage per rank (2 stages)",
-        ["--parallelism.pipeline_parallel_layers_per_stage=4"],
-    ),
-    (
-        [
-            "--parallelism.pipeline_parallel_layers_per_stage=4",
-            "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble",
-        ],
-        {},
-        "gives 2 stages on 2 ranks, but schedule ZBVZeroBubble takes 2 stages per rank (4 stages)",
-        ["--parallelism.pipeline_parallel_layers_per_stage=2"],
-    ),
-    (
-        ["--parallelism.pipeline_parallel_layers_per_stage=3"],
-        {"degree": 2},
-        "gives 3 stages on 2 ranks",
         ["--parallelism.pipeline_parallel_layers_per_stage=4"],
     ),
     (

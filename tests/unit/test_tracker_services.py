@@ -2,16 +2,13 @@
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.tracker_runs import Start, free_port, history, recorded, wandb_records
+from tests.tracker_runs import Start, history, recorded, wandb_records
 from torchtitan.telemetry import tracker_set
 from torchtitan.telemetry.trackers.mlflow import artifact_location
 from torchtitan.telemetry.trackers.tensorboard import TensorBoardSink
@@ -200,10 +197,8 @@ def test_files_of_mlflow_lie_beside_its_database(uri, location):
 
 
 @pytest.mark.slow
-def test_mlflow_in_its_default_file_and_on_a_server(tmp_path, monkeypatch):
-    """A real server, over HTTP. Without `MLFLOW_TRACKING_URI`, an SQLite file in the run's
-    folder.
-    """
+def test_mlflow_in_its_default_file(tmp_path, monkeypatch):
+    """Without `MLFLOW_TRACKING_URI`, an SQLite file in the run's folder."""
     mlflow = pytest.importorskip("mlflow")
     pytest.importorskip("sqlalchemy")
     monkeypatch.setattr(tracker_set, "CLOSE_SECONDS", 200.0)  # making the database takes a while
@@ -216,60 +211,6 @@ def test_mlflow_in_its_default_file_and_on_a_server(tmp_path, monkeypatch):
     assert mlflow_values(local, known["id"], "train/loss") == [(1, 3.0), (2, 1.5)]
     (sample,) = (tmp_path / "local").rglob("step-2.txt")
     assert sample.read_text() == "Once upon"
-    port = free_port()
-    store = [
-        "--backend-store-uri",
-        known["uri"],
-        "--artifacts-destination",
-        str(tmp_path / "artifacts"),
-    ]
-    command = [
-        sys.executable,
-        "-m",
-        "mlflow",
-        "server",
-        *store,
-        "--port",
-        str(port),
-        "--workers",
-        "1",
-    ]
-    server = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        deadline = time.monotonic() + 200
-        while not listens(port):
-            assert server.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
-        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
-        for step, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-            start = Start(tmp_path / "remote", "mlflow", step=step, end="preempted").log(*steps)
-            start.trackers.call("log_samples", step, [{"prompt": "Once", "text": " upon"}])
-            start.close()
-        known = recorded(tmp_path / "remote")["mlflow"]
-        client = mlflow.MlflowClient()
-        assert client.get_run(known["id"]).info.status == "KILLED"
-        assert mlflow_values(client, known["id"], "train/loss") == [
-            (1, 3.0),
-            (2, 1.5),
-            (3, 1.0),
-            (3, 1.0),
-            (4, 0.75),
-        ]
-        assert [file.path for file in client.list_artifacts(known["id"], "samples")] == [
-            "samples/step-0.txt",
-            "samples/step-2.txt",
-        ]
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-
-
-def listens(port):
-    with socket.socket() as one:
-        return one.connect_ex(("127.0.0.1", port)) == 0
 
 
 # ---- Trackio
