@@ -114,7 +114,7 @@ def waits_of_parts():
             with counter.within("documents"):
                 document_mask(documents, positions, torch.bfloat16, with_documents=True)
             with counter.within("copies"):
-                LocalBatch(tokens, tokens, None, tokens[:, 0]).pinned().to(device)
+                LocalBatch(tokens, tokens, None, tokens[:, 0]).pin_memory().to(device)
             with counter.within("scale"):
                 model.embed(torch.zeros(2, 16, dtype=torch.int64, device=device))
             with counter.within("clip"):

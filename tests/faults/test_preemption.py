@@ -16,7 +16,7 @@ import pytest
 
 from tests.runs import arguments, losses, read_metrics, train
 from torchtitan.checkpoint.commit import committed_steps
-from torchtitan.train.rank_main import _lost
+from torchtitan.train.rank_main import _resume_hint
 from torchtitan.utils.signals import AGAIN_SECONDS, STOPPING, StopRequest
 
 ROOT = Path(__file__).parents[2]
@@ -292,7 +292,7 @@ def test_a_second_ctrl_c_ends_at_once_and_says_what_is_lost(tmp_path, ranks_):
     ],
 )
 def test_what_a_second_ctrl_c_loses(step, saved, text):
-    assert _lost(step, saved) == text
+    assert _resume_hint(step, saved) == text
 
 
 def test_only_a_later_ctrl_c_is_a_second_one(capsys):

@@ -243,7 +243,7 @@ def check(
         config,
         world=most * ranks,
         sources=loaded.sources,
-        others=_problems_of_fewer_nodes(loaded, nodes, ranks),
+        other_problems=_problems_of_fewer_nodes(loaded, nodes, ranks),
         output=output,
     )
     # A node that joins a running job finds its folder in use.

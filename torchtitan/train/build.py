@@ -208,7 +208,7 @@ def build_validation_data(
         return [ValidationData("", data(config, "validation", tokenizer, share), section.steps)]
     data_of_sets = []
     for validation_set in section.sets:
-        loader = data(config, "validation", tokenizer, share, held_out=validation_set)
+        loader = data(config, "validation", tokenizer, share, validation_set=validation_set)
         steps = section.steps if validation_set.steps is None else validation_set.steps
         data_of_sets.append(ValidationData(validation_set.name, loader, steps))
     return data_of_sets
@@ -220,19 +220,19 @@ def build_data(
     tokenizer: Tokenizer,
     share: tuple[int, int] = (0, 1),
     *,
-    held_out: ValidationSet | None = None,
+    validation_set: ValidationSet | None = None,
 ) -> StepLoader:
     """Build the loader of `[training]` or `[validation]`; by default it reads all rows of a step.
 
     Args:
         share: this rank's index among those that read different rows, and their number.
-        held_out: the validation set to read, if there are several.
+        validation_set: the set to read, if there are several.
     """
     comm = config.comm
     first = comm.init_timeout_seconds if key == "training" else comm.train_timeout_seconds
     limits = first / 2, comm.train_timeout_seconds / 2  # fail before a collective does
     return build_loader(
-        data_spec(config, key, tokenizer, held_out),
+        data_spec(config, key, tokenizer, validation_set),
         dp_rank=share[0],
         dp_degree=share[1],
         limits=limits,

@@ -73,7 +73,7 @@ def all_callbacks(
         CheckReplicas(checkpointer),  # before a save would make a fault permanent
         *evaluations,
         *users,
-        Save(engine, state, checkpointer),  # after all that has a state in the checkpoint
+        Save(engine, state, checkpointer),  # after all callbacks with a state in the checkpoint
         CollectGarbage(),
     )
 
@@ -101,9 +101,9 @@ class AverageWeights(Callback):
 
 
 class LimitCollectives(Callback):
-    """Lowers the time limit of collectives after the first step, with its compilation and lazy
-    set-up. The limit rises again for what may compile later: the first step of a stage of the data,
-    which has another shape, and the first time that an evaluation runs the model.
+    """Lowers the time limit of collectives after the first step, which includes compilation and
+    lazy set-up. Raises it again for what may compile later: the first step of a stage of the data,
+    whose rows have another shape, and an evaluation's first run of the model.
     """
 
     def __init__(self, engine: Engine, watch: Watch | None, evaluations: Sequence[Evaluation]):
@@ -121,8 +121,8 @@ class LimitCollectives(Callback):
 
     def after_step(self, run: Run, result: StepResult) -> None:
         compiles = run.config.compile.enable
-        evaluates = [each for each in self.cold if each.due(run, result)]
-        self.cold = [each for each in self.cold if each not in evaluates]
+        due = [evaluation for evaluation in self.cold if evaluation.due(run, result)]
+        self.cold = [evaluation for evaluation in self.cold if evaluation not in due]
         if not self.warm:
             self.warm = True
             if compiles and not self.announced:
@@ -130,7 +130,7 @@ class LimitCollectives(Callback):
                 seconds = time.monotonic() - self.began
                 logger.info(f"The first step took {show_duration(seconds)}, most of it compilation")
             self._set(run.config.comm.train_timeout_seconds)
-        if compiles and (evaluates or _next_stage(self.engine) != self.engine.stage):
+        if compiles and (due or _next_stage(self.engine) != self.engine.stage):
             self.warm = False
             self._set(self.slow)
 
@@ -143,7 +143,7 @@ class LimitCollectives(Callback):
 def first_limit(config: Config, setup: Setup) -> int:
     """The time limit of collectives, in seconds, while the model may compile.
 
-    Pipeline stages compile one after another: each waits for the activations of those before.
+    Pipeline stages compile one after another: each waits for the previous stage's activations.
     """
     stages = len(setup.stages.ranks) if config.compile.enable and setup.stages else 1
     return config.comm.init_timeout_seconds * stages
@@ -164,9 +164,9 @@ class AnnounceStages(Callback):
         changes = training.stages[index - 1].model_dump(
             exclude_defaults=True, exclude={"from_step"}
         )
-        listed = [f"{key} = {to_toml_value(value)}" for key, value in changes.items()]
+        settings = [f"{key} = {to_toml_value(value)}" for key, value in changes.items()]
         logger.info(
-            f"A stage of the data begins with step {step}: {', '.join(listed)}",
+            f"A stage of the data begins with step {step}: {', '.join(settings)}",
             extra=event("stage", step, **changes),
         )
 
@@ -260,17 +260,17 @@ class FindStragglers(Callback):
 
 
 class Advise(Callback):
-    """Says once, after the first steps, that a CPU recomputes what its memory could keep."""
+    """Logs once, after the first steps, that a CPU recomputes activations which fit in memory."""
 
     after = 3
-    """Steps of this start: by then a step's memory is allocated."""
+    """Steps after which it checks: by then a step's memory is allocated."""
 
     def __init__(self) -> None:
         self.steps = 0
 
     def after_step(self, run: Run, result: StepResult) -> None:
         self.steps += 1
-        # A GPU of a cluster may be chosen for a larger run, or shared: nothing is known there.
+        # On GPUs the memory may be reserved for a larger run, so nothing is printed.
         if self.steps != self.after or run.device.type != "cpu" or dist.get_rank() != 0:
             return
         resident, _ = peak_memory()
@@ -379,10 +379,10 @@ class CollectGarbage(Callback):
         if step % training.gc_freq:
             return
         with phase("other", "collecting garbage"):
-            collected = gc.collect()
+            count = gc.collect()
         if training.gc_debug:
             logger.info(
-                f"step {step}: garbage collection found {collected} objects in reference cycles"
+                f"step {step}: garbage collection found {count} objects in reference cycles"
             )
 
     def on_end(self, run: Run, reason: str) -> None:

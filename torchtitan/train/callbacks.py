@@ -125,10 +125,10 @@ class CallbackStates:
         Raises:
             UserError: a state isn't JSON.
         """
-        return {name: _checked(name, x.state_dict()) for name, x in self.callbacks.items()}
+        return {name: _json_copy(name, x.state_dict()) for name, x in self.callbacks.items()}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Load each callback's state. Logs which callbacks have none, and which are unknown."""
+        """Load each callback's state. Logs callbacks without a state, and states without one."""
         for name, callback in self.callbacks.items():
             if name not in states:
                 logger.info(f"callback {name} starts fresh: the checkpoint has no state of it")
@@ -139,28 +139,28 @@ class CallbackStates:
                 raise RuntimeError(
                     f"callback {name}: load_state_dict failed for the checkpoint's state: {error!r}"
                 ) from error
-        if gone := sorted(states.keys() - self.callbacks.keys()):
+        if names := sorted(states.keys() - self.callbacks.keys()):
             logger.info(
                 "The checkpoint also has the state of callbacks that this run doesn't use: "
-                f"{', '.join(gone)}"
+                f"{', '.join(names)}"
             )
 
 
-def _checked(name: str, state: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a callback's state, as a checkpoint returns it."""
+def _json_copy(name: str, state: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a callback's state after the conversion to JSON and back, as in a checkpoint."""
     what = f"callback {name}: state_dict()"
     try:
         text = json.dumps(state, allow_nan=False, ensure_ascii=False).encode()
         copy: dict[str, Any] = from_json(text)  # as manifests are read
-        same = isinstance(state, dict) and copy == state
+        is_same = isinstance(state, dict) and copy == state
     except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"{what} can't be saved: {error}. {_JSON}") from error
-    if not same:
+    if not is_same:
         raise UserError(f"{what} changes when it is saved. {_JSON}")
     if len(text) > _MOST_BYTES:
         raise UserError(
             f"{what} has {len(text):,} bytes as JSON, more than {_MOST_BYTES:,}; write large data "
-            "to a file of its own, and keep its name here"
+            "to a separate file, and keep its name here"
         )
     return copy
 
@@ -187,9 +187,9 @@ class LoggedValues:
     def add(self, name: str, value: float | Tensor, reduce: Reduction) -> None:
         if reduce not in _REDUCE:
             raise UserError(f"run.log({name!r}): reduce is {reduce!r}, not {', '.join(_REDUCE)}")
-        known, values = self._values.setdefault(name, (reduce, []))
-        if known != reduce:
-            raise UserError(f"run.log({name!r}): reduced by {known} before, by {reduce} now")
+        earlier, values = self._values.setdefault(name, (reduce, []))
+        if earlier != reduce:
+            raise UserError(f"run.log({name!r}): reduced by {earlier} before, by {reduce} now")
         values.append(unsharded(value).detach() if isinstance(value, Tensor) else value)
 
     def take(self) -> dict[str, float]:
@@ -206,7 +206,7 @@ class LoggedValues:
         }
         self.clear()
         reductions: dict[str, str] = {}
-        merged: dict[str, list[float]] = {}
+        all_values: dict[str, list[float]] = {}
         for rank, logged in enumerate(from_all(local_values)):
             for name, (reduce, values) in logged.items():
                 if reductions.setdefault(name, reduce) != reduce:
@@ -214,8 +214,8 @@ class LoggedValues:
                         f"run.log({name!r}): rank {rank} reduces by {reduce}, others by "
                         f"{reductions[name]}"
                     )
-                merged.setdefault(name, []).extend(values)
-        return {name: _REDUCE[reductions[name]](values) for name, values in merged.items()}
+                all_values.setdefault(name, []).extend(values)
+        return {name: _REDUCE[reductions[name]](values) for name, values in all_values.items()}
 
     def clear(self) -> None:
         self._values = {}
@@ -252,7 +252,7 @@ class Run(Protocol):
         """Record a metric at the next logged step, in `metrics.jsonl` and trackers.
 
         Values of all ranks and of all steps since the last logged one become one number. Ranks may
-        log different names, such as those of a pipeline stage's layers.
+        log different names, for example of a pipeline stage's layers.
 
         Args:
             value: a number, or a tensor of one element, which the host reads only at the logged
@@ -265,14 +265,14 @@ class Run(Protocol):
 
 
 Arrange = Callable[[tuple[Callback, ...]], Sequence[Callback]]
-"""A function that takes all callbacks, in order, and returns those that the run calls."""
+"""A function of all callbacks, in order, that returns the callbacks to call."""
 
 
 def build_callbacks(config: Config) -> tuple[Callback, ...]:
     """The user's callbacks that `training.callbacks` names, in its order.
 
     Raises:
-        UserError: what is registered makes no `Callback`.
+        UserError: a registered maker returns something else than a `Callback`.
     """
     callbacks = []
     for name in config.training.callbacks:

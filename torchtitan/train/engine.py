@@ -26,8 +26,7 @@ from torchtitan.train.validation import Validator
 
 @dataclass
 class Engine:
-    """The objects that training works with: model, optimizer, data, and what goes with them.
-    Callbacks see it as a `Run`.
+    """The objects that train. Callbacks see it as a `Run`.
 
     They are built once, except `compute`, which is rebuilt when a stage of the data changes the
     shape of rows.

@@ -42,7 +42,7 @@ class Evaluation(Callback):
     """A callback that runs the model after some steps."""
 
     def due(self, run: Run, result: StepResult) -> bool:
-        """Whether it does after this step."""
+        """Whether it runs the model after this step."""
         raise NotImplementedError
 
 
@@ -62,13 +62,13 @@ class Validate(Evaluation):
         if validator is None or not self.due(run, result):
             return
         with phase("validation", "validating"):
-            records = [validated.record() for validated in validator.run()]
+            records = [outcome.record() for outcome in validator.run()]
             if run.config.ema.validation:
                 with _averaged_weights(self.engine):
-                    averaged = [validated.record() for validated in validator.run()]
-                for record, of_average in zip(records, averaged, strict=True):
-                    record["loss_ema"] = of_average["loss"]
-                    record["bits_per_byte_ema"] = of_average["bits_per_byte"]
+                    average_records = [outcome.record() for outcome in validator.run()]
+                for record, average_record in zip(records, average_records, strict=True):
+                    record["loss_ema"] = average_record["loss"]
+                    record["bits_per_byte_ema"] = average_record["bits_per_byte"]
         self.metrics.log_validation(run.progress.step, records)
         self.engine.notify("on_validation", records)
 

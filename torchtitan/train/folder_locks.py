@@ -25,13 +25,13 @@ class FolderLocks:
         """Check that the run still has the locks on its folders.
 
         Args:
-            remote: also check folders in object storage, which takes a request.
+            remote: also check folders in object storage, at the cost of a request.
 
         Returns:
             False if one was deleted; it exists again now.
 
         Raises:
-            UserError: another run has taken one.
+            UserError: another run has locked one.
         """
         intact = [lock.confirm() for lock in self.locks if remote or not is_remote(lock.folder)]
         return all(intact)
@@ -53,17 +53,17 @@ def lock_folders(config: Config) -> FolderLocks:
         folders["checkpoint.folder"] = storage_path(
             config.checkpoint.folder, config.job.dump_folder
         )
-    claimed = FolderLocks([])
+    folder_locks = FolderLocks([])
     problem = None
     if dist.get_rank() == 0:
         locks, problem = _take(folders)
         if problem is None:
             remove_leftovers(folders["job.dump_folder"])
-        claimed.locks.extend(locks)
+        folder_locks.locks.extend(locks)
     if problem := from_rank_0(problem):
-        claimed.release()
+        folder_locks.release()
         raise ConfigError([problem])
-    return claimed
+    return folder_locks
 
 
 def open_log(config: Config) -> None:
@@ -81,7 +81,7 @@ def open_log(config: Config) -> None:
 
 
 def _take(folders: dict[str, Path]) -> tuple[list[FolderLock], str | None]:
-    """Lock all folders at once, as each may take long. Returns the locks and the first problem."""
+    """Lock all folders at once, as each may be slow. Returns the locks and the first problem."""
     locks = []
     problems = []
     with ThreadPoolExecutor(len(folders)) as pool:

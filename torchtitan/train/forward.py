@@ -52,7 +52,7 @@ class LocalBatch:
             for columns in zip(*(columns or [None] * count for columns in fields), strict=True)
         ]
 
-    def pinned(self) -> "LocalBatch":
+    def pin_memory(self) -> "LocalBatch":
         """The same batch in page-locked memory, from which copies don't make the host wait."""
         sources = None if self.sources is None else self.sources.pin_memory()
         return LocalBatch(
@@ -196,7 +196,7 @@ class Compute:
             documents,
             sources if self.tally else None,
         )
-        return rows.pinned() if self.pin else rows
+        return rows.pin_memory() if self.pin else rows
 
     def local_columns(self, rows: Tensor) -> Tensor:
         """The columns of whole rows that this rank holds."""
@@ -219,14 +219,14 @@ class Compute:
         factors = None if mtp is None else mtp.factors(totals)
 
         def local_loss(output: Tensor, labels: Tensor, first: int = 0) -> Tensor:
-            summed, row_losses = self.loss(self.models[-1], output, labels, factors)
+            loss_sum, row_losses = self.loss(self.models[-1], output, labels, factors)
             if mtp is not None:
                 mtp.add(row_losses, totals)
                 row_losses = row_losses[:, 0]
                 labels = labels[..., 0]
             if self.tally is not None and rows.sources is not None:
                 self.tally.add(rows.sources[first : first + len(labels)], row_losses, labels)
-            return summed / total
+            return loss_sum / total
 
         weights = (rows.labels != IGNORE_INDEX) / totals if self.weighs_tokens else None
         with self.loss.context():
@@ -245,9 +245,11 @@ class Compute:
         """The summed loss of one batch on this rank, without gradients."""
         with self.loss.context():
             if self.pipeline is not None:
-                return self.pipeline.forward(rows.tokens, rows.labels, rows.documents, self._summed)
+                return self.pipeline.forward(
+                    rows.tokens, rows.labels, rows.documents, self._loss_sum
+                )
             (model,) = self.models
-            return self._summed(self._run(model, rows), rows.labels)
+            return self._loss_sum(self._run(model, rows), rows.labels)
 
     def _run(
         self, model: FSDPModule, rows: LocalBatch, token_weights: Tensor | None = None
@@ -267,7 +269,7 @@ class Compute:
         options = {} if token_weights is None else {"token_weights": token_weights}
         return model(rows.tokens, self.positions, mask, project=self.loss.project, **options)
 
-    def _summed(self, output: Tensor, labels: Tensor, first: int = 0) -> Tensor:
+    def _loss_sum(self, output: Tensor, labels: Tensor, first: int = 0) -> Tensor:
         return self.loss(self.models[-1], output, labels)[0]
 
     def reshard(self) -> None:

@@ -1,6 +1,6 @@
 """Open the files that a configuration names: weights, tokenizer, data, a pipeline schedule.
 
-Rules get their contents as facts; a file that can't be used is a problem at once.
+Their contents become facts for the rules; a file that can't be used is a problem at once.
 """
 
 import os
@@ -24,7 +24,7 @@ from torchtitan.utils.errors import ConfigError, UserError
 from torchtitan.utils.limits import SEARCHED_AT_CHECK
 from torchtitan.utils.storage import is_url, storage_path
 
-_DESCRIBED = 16
+_MAX_CHECKED_FILES = 16
 """Number of a folder's token files that are checked."""
 
 
@@ -46,7 +46,7 @@ class NamedModel:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What the files contain."""
+    """Contents of the files."""
 
     tokenizer: Tokenizer | None
     facts: dict[str, Any]
@@ -57,7 +57,7 @@ def open_inputs(config: Config, model: NamedModel, reasons: list[str]) -> Inputs
     """Open the files that `config` names.
 
     Args:
-        reasons: receives the problems of files.
+        reasons: problems of files are appended to it.
     """
     facts: dict[str, Any] = {"data_problems": dict(_data_problems(config))}
     if model.spec is not None:
@@ -90,8 +90,8 @@ def hf_weights_folder(config: Config) -> Path:
 
 
 def _initial_weights_problems(config: Config, spec: ModelSpec, args: Any) -> list[str]:
-    """Why the run can't start from the Hugging Face folder that it names. Imports torch if there is
-    one, and no checkpoint that the run would resume from instead.
+    """Reasons why the run can't start from the Hugging Face folder that it names. Imports torch
+    only if it would load the folder: there is one, and no checkpoint to resume from instead.
     """
     section = config.checkpoint
     if not (section.enable and section.initial_load_in_hf) or spec.hf is None:
@@ -120,26 +120,27 @@ def _data_sections(config: Config) -> dict[str, Training | Source | Validation |
     sections: dict[str, Training | Source | Validation | ValidationSet] = {
         "training": config.training
     }
-    sections |= {f"training.sources.{entry.name}": entry for entry in config.training.sources}
+    sections |= {f"training.sources.{source.name}": source for source in config.training.sources}
     if config.validation.enable:
         sections["validation"] = config.validation
-        sections |= {f"validation.sets.{entry.name}": entry for entry in config.validation.sets}
+        sections |= {f"validation.sets.{each.name}": each for each in config.validation.sets}
     return sections
 
 
 def _end_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
-    """What a tokenizer without end-of-text can't do."""
+    """Problems of settings that need an end-of-text token, if the tokenizer has none."""
     training = config.training
-    asked = {
+    needs_end = {
         "training.document_mask": training.document_mask,
         'training.packing = "best_fit"': training.packing == "best_fit",
         "eval.enable": config.eval.enable,
         "sampling.prompts: an empty prompt": "" in config.sampling.prompts
         and tokenizer.bos_id is None,
     }
-    for key in (key for key, is_set in asked.items() if is_set):
+    for key, needs in needs_end.items():
         try:
-            tokenizer.end_for(key)
+            if needs:
+                tokenizer.end_for(key)
         except UserError as error:
             yield str(error)
 
@@ -151,24 +152,24 @@ def _chat_problems(config: Config, tokenizer: Tokenizer, args: Any) -> Iterator[
             continue
         key = f"{name}.messages_column"
         try:
-            needed = Chat(tokenizer, key).vocabulary
-            if args is not None and needed > args.vocab_size:
+            vocab_size = Chat(tokenizer, key).vocabulary
+            if args is not None and vocab_size > args.vocab_size:
                 yield (
-                    f"{key}: the chat template writes ids up to {needed - 1}, the model has only "
-                    f"{args.vocab_size}; set [model.overrides] vocab_size = {needed}"
+                    f"{key}: the chat template writes ids up to {vocab_size - 1}, the model has "
+                    f"only {args.vocab_size}; set [model.overrides] vocab_size = {vocab_size}"
                 )
         except UserError as error:
             yield str(error)
 
 
 def _token_file_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
-    """Reasons why files of ids that are here can't be read: of a folder, its first ones."""
+    """Reasons why local files of ids can't be read. Only a folder's first files are checked."""
     for name, section in _data_sections(config).items():
         path = Path(section.dataset_path or "").expanduser()
         if not section.dataset_path or data_sources.find(section.dataset):
             continue
-        named = [path.with_suffix(".bin")] if path.suffix in (".bin", ".idx") else []
-        files = sorted(path.glob("*.bin"))[:_DESCRIBED] if path.is_dir() else named
+        candidates = [path.with_suffix(".bin")] if path.suffix in (".bin", ".idx") else []
+        files = sorted(path.glob("*.bin"))[:_MAX_CHECKED_FILES] if path.is_dir() else candidates
         for file in filter(Path.is_file, files):
             try:
                 describe(file, tokenizer, f"{name}.dataset_path")
@@ -178,7 +179,7 @@ def _token_file_problems(config: Config, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _data_problems(config: Config) -> Iterator[tuple[str, str]]:
-    """Pairs: the key of a path, and why no data can be read from it."""
+    """The keys of paths that no data can be read from, each with the reason."""
     for name, section in _data_sections(config).items():
         path = section.dataset_path
         # A registered source interprets its path itself, and only the loader can look up a remote

@@ -1,9 +1,9 @@
-"""Read the model's logits at chosen positions of any texts, under any layout.
+"""Read the model's logits at some positions of any texts, under any layout.
 
-The forward is the one that validates. Texts are padded at the end, where causal attention doesn't
-look, and spread over the ranks that read different rows. Instead of labels, the forward gets the
-numbers of the chosen positions; instead of a loss, a function that reads the logits there. Each
-position is computed by one rank, so a sum over ranks collects the results.
+Validation uses the same forward. Texts are padded at the end, which causal attention doesn't see,
+and spread over the ranks that read different rows. Instead of labels, the forward gets the numbers
+of the positions; instead of a loss, a function that reads the logits there. Each position is
+computed by one rank, so a sum over ranks collects the results.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -72,16 +72,15 @@ class Probe:
 
     @torch.no_grad()
     def __call__(
-        self, texts: Sequence[list[int]], chosen: Sequence[Sequence[int]], read: Read, width: int
+        self, texts: Sequence[list[int]], positions: Sequence[Sequence[int]], read: Read, width: int
     ) -> Tensor:
-        """The values that `read` returns for the chosen positions: `[positions, width]` fp32, on
-        the device.
+        """The values that `read` returns for `positions`: `[positions, width]` fp32, on the device.
 
         Args:
             texts: token ids, at most `max_seq_len` each.
-            chosen: positions of each text. They are numbered over all texts, in order.
+            positions: positions in each text, numbered over all texts, in order.
         """
-        starts = torch.tensor([0, *map(len, chosen)]).cumsum(0).tolist()
+        starts = torch.tensor([0, *map(len, positions)]).cumsum(0).tolist()
         values = torch.zeros(starts[-1], width, device=self.device)
         self._read = read
         self._values = values
@@ -97,7 +96,7 @@ class Probe:
                 numbers = torch.full_like(tokens, IGNORE_INDEX)
                 for row, i in enumerate(local):
                     tokens[row, : len(texts[i])] = torch.tensor(texts[i])
-                    numbers[row, list(chosen[i])] = torch.arange(starts[i], starts[i + 1])
+                    numbers[row, list(positions[i])] = torch.arange(starts[i], starts[i + 1])
                 compute = self._compute(length)
                 compute.forward(compute.local_rows(tokens, numbers).to(self.device))
         self._values = torch.empty(0)
@@ -134,15 +133,15 @@ class Probe:
         for row, column in zip(rows.split(_AT_ONCE), columns.split(_AT_ONCE), strict=True):
             number = numbers[row, column]
             if len(number):
-                self._values[number] = self._read(self._whole(logits, row, column), number)
+                self._values[number] = self._read(self._full_logits(logits, row, column), number)
         return torch.zeros(len(numbers), device=self.device)
 
-    def _whole(self, logits: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    def _full_logits(self, logits: Tensor, row: Tensor, column: Tensor) -> Tensor:
         """The logits of some positions over the whole vocabulary: `[n, vocab]` fp32."""
         if isinstance(logits, DTensor):
             local_logits = logits.to_local()[row, column].float()
             shape = torch.Size((len(row), logits.shape[-1]))
-            sharded = DTensor.from_local(
+            full_logits = DTensor.from_local(
                 local_logits,
                 logits.device_mesh,
                 [Shard(1)],
@@ -150,7 +149,7 @@ class Probe:
                 shape=shape,
                 stride=(shape[1], 1),
             )
-            return sharded.full_tensor()
+            return full_logits.full_tensor()
         return logits[row, column].float()
 
     @contextmanager

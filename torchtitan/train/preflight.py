@@ -73,7 +73,7 @@ def preflight(
     sources: Mapping[str, str] | None = None,
     device: Accelerator | None = None,
     whole: Config | None = None,
-    others: Sequence[str] = (),
+    other_problems: Sequence[str] = (),
     output: bool = True,
 ) -> Setup:
     """Find the model, tokenizer, data and folders that `config` names, and apply the rules.
@@ -82,13 +82,13 @@ def preflight(
         world: number of ranks, if `config` isn't validated for it yet.
         sources: key to where it was set, named in the messages.
         device: the kind of device it trains on, if known.
-        whole: the configuration that `config` is without the files that this machine lacks. It is
-            asked about everything else.
-        others: problems found elsewhere, reported with these.
+        whole: the configuration before keys of files that this machine lacks were removed. All
+            other rules are applied to it.
+        other_problems: problems from elsewhere, reported with these.
         output: also create the dump folder and check that it is writable.
 
     Raises:
-        ConfigError: everything that is missing or inconsistent.
+        ConfigError: all problems.
     """
     reasons: list[str] = []
     model = read_model(config, reasons)
@@ -98,11 +98,12 @@ def preflight(
         facts = replace(facts, device=device)
     if world is not None and whole is None:
         facts = with_ranks(facts, config, world)
-    reasons = [*others, *problems(config, facts), *reasons]
+    reasons = [*other_problems, *problems(config, facts), *reasons]
     if world is not None and whole is not None:
-        elsewhere_facts = replace(facts, **dict.fromkeys(HERE, ABSENT))
-        asked = problems(whole, with_ranks(elsewhere_facts, whole, world))
-        reasons = list(dict.fromkeys([*asked, *reasons]))
+        # The machines that train may have what this one lacks.
+        portable_facts = replace(facts, **dict.fromkeys(HERE, ABSENT))
+        whole_problems = problems(whole, with_ranks(portable_facts, whole, world))
+        reasons = list(dict.fromkeys([*whole_problems, *reasons]))
     if output and not reasons:  # last, because it creates the folder
         reasons = problems(config, Facts(unwritable=_try_dump_folder(config)))
     if reasons or model.spec is None or inputs.tokenizer is None:
@@ -154,8 +155,8 @@ def args_of_stages(config: Config, spec: ModelSpec) -> list[Any]:
     longest = _longest_row(config)
     stage_args: list[Any] = []
     before = None
-    for index, staged in enumerate(stages_of(config)):
-        overrides = staged.model.overrides
+    for index, stage_config in enumerate(stages_of(config)):
+        overrides = stage_config.model.overrides
         if overrides == before:
             stage_args.append(stage_args[-1])
             continue
@@ -186,7 +187,7 @@ def _model_facts(config: Config, spec: ModelSpec, stage_args: Sequence[Any]) -> 
     """
     args, last_args = stage_args[0], stage_args[-1]
     names_weights = config.optimizer.param_groups or config.model.converters
-    exported = config.checkpoint.initial_load_in_hf or config.checkpoint.last_save_in_hf
+    uses_hf = config.checkpoint.initial_load_in_hf or config.checkpoint.last_save_in_hf
     return {
         "args": args,
         "decoder": args if isinstance(args, DecoderArgs) else None,
@@ -196,9 +197,9 @@ def _model_facts(config: Config, spec: ModelSpec, stage_args: Sequence[Any]) -> 
         "tensor_parallel_sizes": spec.tensor_parallel_sizes(args),
         "context_parallel_sizes": spec.context_parallel_sizes(args),
         "expert_sizes": spec.expert_sizes(args),
-        "export_problems": export_problems(spec, last_args) if exported else [],
+        "export_problems": export_problems(spec, last_args) if uses_hf else [],
         "has_hf_class": spec.hf is not None,
-        "exported_buffers": exported_buffers(spec, args) if exported else [],
+        "exported_buffers": exported_buffers(spec, args) if uses_hf else [],
         "module_flops": spec.module_flops(args, config.training.seq_len),
         "tied_modules": spec.tied_modules(args),
     }

@@ -32,7 +32,7 @@ COMMAND_ENV = "TORCHTITAN_COMMAND"
 LAUNCHER_ENV = "TORCHTITAN_LAUNCHER"
 """Process id of a launcher that should exit, not restart this rank, after a requested stop."""
 _RECORDING_SECONDS = 2.0
-"""Time to record a second Ctrl-C; a disk that doesn't answer may be why it was pressed."""
+"""Time limit for recording a second Ctrl-C: a hanging disk may be why it was pressed."""
 
 
 def main(argv: list[str]) -> int:
@@ -41,15 +41,15 @@ def main(argv: list[str]) -> int:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     refuse_tasks_without_ranks()
     rank, world = rank_and_world()
-    # The launcher may start it again.
-    stop = StopRequest(lambda: os._exit(_stopped(rank, "before the first step")))
+    # The launcher may restart this rank, so a stop is possible before training.
+    stop = StopRequest(lambda: os._exit(_report_stop(rank, "before the first step")))
     stop.listen()
     init_logging(rank)
     resolved = resolve(argv, world, check=False)
     for warning in resolved.warnings:
         logger.warning(warning)
-    if untested := too_new(installed_torch()):
-        logger.warning(untested)
+    if note := too_new(installed_torch()):
+        logger.warning(note)
     setup = preflight(resolved.config, world=world, sources=resolved.sources)
     for warning in setup.warnings:
         logger.warning(warning)
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 def _run(resolved: Resolved, setup: Setup, stop: StopRequest, rank: int) -> int:
     """Train. Returns the exit status."""
-    gc.disable()  # an import makes half a million objects, and no garbage
+    gc.disable()  # the import creates half a million objects, and no garbage
     # imports torch, so only after the configuration is checked
     from torchtitan.train.trainer import Trainer
 
@@ -82,13 +82,13 @@ def _run(resolved: Resolved, setup: Setup, stop: StopRequest, rank: int) -> int:
         stop.ignore()
         if launcher := os.environ.get(LAUNCHER_ENV):
             os.kill(int(launcher), signal.SIGTERM)
-        return _stopped(rank, f"after step {progress.step}")
+        return _report_stop(rank, f"after step {progress.step}")
     if rank == 0:
         _summarize(resolved, progress)
     return 0
 
 
-def _stopped(rank: int, when: str) -> int:
+def _report_stop(rank: int, when: str) -> int:
     """Print how to resume. Returns the exit status."""
     if rank == 0:
         print(f"Stopped {when}, as asked. To resume:\n  {_command()}", file=sys.stderr, flush=True)
@@ -99,13 +99,17 @@ def _interrupt(trainer: "Trainer", rank: int) -> None:
     """Exit at once, whatever the main thread does, after a second Ctrl-C."""
     step = trainer.progress.step
     if rank == 0:
-        saved = trainer.checkpointer.newest_step if trainer.checkpointer.saving else None
-        print(f"interrupted: {_lost(step, saved)}\n  {_command()}", file=sys.stderr, flush=True)
+        newest = trainer.checkpointer.newest_step if trainer.checkpointer.saving else None
+        print(
+            f"interrupted: {_resume_hint(step, newest)}\n  {_command()}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def record() -> None:
         telemetry = trainer.telemetry
-        ended = telemetry.run_record.end(step, trainer.config.training.steps, KeyboardInterrupt())
-        telemetry.events.end(step, ended)
+        reason = telemetry.run_record.end(step, trainer.config.training.steps, KeyboardInterrupt())
+        telemetry.events.end(step, reason)
 
     recording = threading.Thread(target=record, daemon=True)
     recording.start()
@@ -113,19 +117,19 @@ def _interrupt(trainer: "Trainer", rank: int) -> None:
     os._exit(INTERRUPTED)
 
 
-def _lost(step: int, saved: int | None) -> str:
-    """A sentence: which steps a run loses that exits after `step`, and where it would continue.
+def _resume_hint(step: int, newest: int | None) -> str:
+    """A sentence: the steps that a run loses by exiting after `step`, and where it would continue.
 
     Args:
-        saved: the newest checkpoint's step, 0 if there is none; None if the run doesn't save.
+        newest: the newest checkpoint's step, 0 if there is none; None if the run doesn't save.
     """
-    first = (saved or 0) + 1
+    first = (newest or 0) + 1
     what = f"step {step} is lost" if step == first else f"steps {first} to {step} are lost"
     if step < first:
         what = "no finished step is lost"
-    elif saved is None:
+    elif newest is None:
         what += ", as checkpoint.enable = false or load_only = true"
-    return f"{what}. To resume after step {saved}:" if saved else f"{what}. To start again:"
+    return f"{what}. To resume after step {newest}:" if newest else f"{what}. To start again:"
 
 
 def _command() -> str:
@@ -158,16 +162,16 @@ def _summarize(resolved: Resolved, progress: "Progress") -> None:
         loss = f"loss {show_loss(first)} -> {show_loss(last)}"
     logger.info(f"Done: step {step}, {show_tokens(progress.tokens)} tokens, {loss}")
     results = {"metrics": f"{dump}/metrics.jsonl", "config": f"{dump}/config.toml"}
-    saved = config.checkpoint.enable and not config.checkpoint.load_only
+    saves = config.checkpoint.enable and not config.checkpoint.load_only
     checkpoint = storage_path(config.checkpoint.folder, dump) / f"step-{step}"
-    if saved:
+    if saves:
         results["checkpoint"] = str(checkpoint)
     for name, path in results.items():
-        missing = "" if storage_path(path).exists() else " (missing)"
-        logger.info(f"  {name:<11} {path}{missing}")
-    if saved and not checkpoint.exists():
+        note = "" if storage_path(path).exists() else " (missing)"
+        logger.info(f"  {name:<11} {path}{note}")
+    if saves and not checkpoint.exists():
         raise UserError(f"{checkpoint}: deleted while the run was writing to it")
-    if saved:
+    if saves:
         if not config.checkpoint.last_save_model_only:
             more = config.training.steps * 2
             logger.info(f"To continue training: the same command with --training.steps {more}")

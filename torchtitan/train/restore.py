@@ -27,8 +27,8 @@ class RunState:
     callbacks: CallbackStates
 
     def local_state(self) -> dict[str, Any]:
-        """The state to save. Its position in the data is that of this rank's lanes; a save joins
-        the positions of all ranks.
+        """The state to save, with this rank's position in the data; a save joins the positions of
+        all ranks.
         """
         engine = self.engine
         state = {
@@ -50,7 +50,7 @@ class RunState:
 
         Args:
             exclude: `checkpoint.exclude_from_loading`.
-            data_files: reads the lists of files that the data sources had.
+            data_files: reads the data sources' lists of files at the time of the save.
         """
         if "train_state" not in exclude:
             self.engine.progress.load_state_dict(state["progress"])
@@ -77,8 +77,8 @@ class RunState:
 
 
 def restore(checkpointer: Checkpointer, state: RunState) -> None:
-    """Load the checkpoint or weights that the configuration says to start from, if any. Called by
-    all ranks.
+    """Load the checkpoint or weights that the configuration starts from, if any. Called by all
+    ranks.
 
     Raises:
         CheckpointError: it is missing, damaged, or another model's.
@@ -87,10 +87,10 @@ def restore(checkpointer: Checkpointer, state: RunState) -> None:
     engine = state.engine
     config = engine.config
     section = config.checkpoint
-    if resumed := checkpointer.resume():
-        state.load(resumed.train_state, set(section.exclude_from_loading), resumed.data_files)
-        if changed := changed_settings(resumed.manifest.model_dump(), checkpointer.run_info):
-            logger.info(f"Changed since step {resumed.step}: {', '.join(changed)}")
+    if checkpoint := checkpointer.resume():
+        state.load(checkpoint.train_state, set(section.exclude_from_loading), checkpoint.data_files)
+        if changes := changed_settings(checkpoint.manifest.model_dump(), checkpointer.run_info):
+            logger.info(f"Changed since step {checkpoint.step}: {', '.join(changes)}")
     elif section.enable and section.initial_load_in_hf:
         folder = hf_weights_folder(config)
         notes = load_hf(engine.models, folder, engine.setup.spec, engine.setup.args)

@@ -30,7 +30,7 @@ from torchtitan.utils.device import device_syncs
 
 
 def is_finite(loss: float | None, grad_norm: float) -> bool:
-    """Whether the weights may be updated: there is a loss, and all is finite."""
+    """Whether the weights may be updated: there is a loss, and both values are finite."""
     return loss is not None and math.isfinite(loss) and math.isfinite(grad_norm)
 
 
@@ -48,8 +48,8 @@ def train_step(
     Args:
         update: from `build_update`; None: build it now.
         stop: whether this rank was asked to stop.
-        approve: tells from the loss and the gradient norm whether to update the weights; without a
-            loss, nothing is updated whatever it says.
+        approve: decides from the loss and the gradient norm whether to update the weights. It is
+            called even without a loss, but then nothing is updated.
         before_update: called once the gradients are complete, before they are clipped and any
             weight changes; or before the backward, if the backward updates the weights.
     """
@@ -91,31 +91,31 @@ class Update:
         """
         Args:
             max_norm: clip gradients to this norm; 0: don't.
-            agree: make loss and gradient norm bit-identical on all ranks, because a policy decides
-                by them.
+            agree: make loss and gradient norm bit-identical on all ranks, because a policy on each
+                rank decides by them.
         """
         self.engine = engine
         self.max_norm = max_norm
         self.agree = agree
-        # Listed once: walking all modules takes time in every step, most of it of small models.
+        # Listed once: walking all modules in every step is slow, mostly for small models.
         self._parameters = [p for model in engine.models for p in model.parameters()]
 
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
 
     def clip(self) -> Tensor:
-        """Compute the norm of the gradients, and clip them if this kind of update does it here."""
+        """Compute the norm of the gradients. `HostUpdate` also clips them here."""
         return _norm(self.engine, self._gradients())
 
     def queue_update(self, loss: Tensor, norm: Tensor, tokens: Tensor) -> None:
-        """Queue the update on the device before the host reads loss and norm, if this kind does.
+        """Queue the update on the device before the host reads loss and norm: `DeviceUpdate` only.
 
         Args:
             tokens: number of tokens with a label in the global batch; without any, nothing changes.
         """
 
     def expect(self, any_label: AnyRank) -> None:
-        """Prepare for the backward of a batch.
+        """Prepare for the backward of a batch: `UpdateInBackward` only.
 
         Args:
             any_label: whether any token of the global batch has a label.
@@ -143,8 +143,8 @@ class HostUpdate(Update):
         note("updating the weights")
         if approved:
             self.engine.optimizer.step()
-        rejected = torch.ones((), dtype=torch.bool, device=self.engine.device)
-        _end_step(self.engine, None if approved else rejected)
+        reject = torch.ones((), dtype=torch.bool, device=self.engine.device)
+        _end_step(self.engine, None if approved else reject)
 
 
 class DeviceUpdate(Update):
@@ -168,7 +168,9 @@ class UpdateInBackward(HostUpdate):
     in_backward = True
 
     def expect(self, any_label: AnyRank) -> None:
-        """The only time the host waits for the device before the backward: later is too late."""
+        """Pause the updates of a batch without labels. The host must wait for the device here,
+        because the backward updates the weights.
+        """
         optimizer = self.engine.optimizer
         assert isinstance(optimizer, OptimizerInBackward)
         with device_syncs(report=False):
@@ -182,10 +184,10 @@ class UpdateInBackward(HostUpdate):
 
 
 def build_update(engine: Engine, *, agree: bool = False) -> Update:
-    """Choose the update for the run's optimizer.
+    """Build the kind of update that the run's optimizer needs.
 
     Args:
-        agree: as for `Update`. A policy must see loss and norm before the weights change, which
+        agree: as for `Update`. A policy reads loss and norm before the weights change, which
             excludes `DeviceUpdate`.
     """
     optimizer = engine.optimizer
@@ -236,7 +238,7 @@ def forward_backward(
     the result.
 
     Args:
-        stop: whether this rank was asked to stop. All ranks learn it here, so all of them stop
+        stop: whether this rank was asked to stop. Ranks exchange it here, so all of them stop
             after the same step.
         before_update: as for `train_step`.
     """
@@ -252,8 +254,8 @@ def forward_backward(
         loss_and_norm = torch.stack([x.double() for x in (outcome.loss, outcome.norm)])
         if update.agree:
             loss_and_norm = all_reduce(loss_and_norm, dist.group.WORLD) / dist.get_world_size()
-        others = [x.double() for x in (outcome.tokens, outcome.local_loss, any_stop.answer())]
-        values = [loss_and_norm, torch.stack(others), outcome.mtp_losses.double()]
+        scalars = [x.double() for x in (outcome.tokens, outcome.local_loss, any_stop.answer())]
+        values = [loss_and_norm, torch.stack(scalars), outcome.mtp_losses.double()]
         loss, grad_norm, tokens, local_loss, stop_flag, *mtp_losses = torch.cat(values).tolist()
     return BackwardResult(
         loss=loss if tokens else None,
@@ -292,7 +294,7 @@ def device_step(
     A test traces this function to check the planner.
 
     Args:
-        rows: this rank's part of the global batch.
+        rows: this rank's rows of the global batch, on the host.
         local_tokens: number of its tokens that have a label.
         before_update: as for `train_step`.
     """

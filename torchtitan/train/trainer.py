@@ -65,9 +65,9 @@ class Trainer:
         Args:
             config: derived and validated.
             setup: from `preflight`.
-            stop: tells whether this rank was asked to stop.
+            stop: the request to stop this rank, if there is one.
             callbacks: called after those that `training.callbacks` names.
-            arrange: takes all callbacks in order, and returns those to call.
+            arrange: selects and orders the callbacks to call.
             builders: build process groups, model and data.
             device: where this rank computes; None: CUDA if available, else the CPU.
         """
@@ -108,8 +108,8 @@ class Trainer:
         precision = describe_cpu_precision(config.training.mixed_precision_param)
         if self.device.type == "cpu" and precision:
             logger.info(precision)
-        if unused := unused_gpu():
-            logger.info(unused)
+        if hint := unused_gpu():
+            logger.info(hint)
         logger.info(self.setup.tokenizer.describe())
 
     def _build(self, builders: Builders, user_callbacks: Sequence[Callback]) -> None:
@@ -173,10 +173,10 @@ class Trainer:
             self.checkpointer.run_info,
             step=self.progress.step,
             resumable=self.checkpointer.saving,
-            # The time of imports counts if the process exists only for this run.
+            # Imports are included if the process exists only for this run.
             began=torchtitan.IMPORTED if self.owns_process_group else began,
         )
-        self._record_skipped()
+        self._record_bad_documents()
         callbacks = all_callbacks(
             self.engine,
             self.state,
@@ -224,7 +224,7 @@ class Trainer:
                 with phase("saves", SAVING):
                     self.checkpointer.close()
                 with phase("other", "counting documents that were skipped"):
-                    self._record_skipped()
+                    self._record_bad_documents()
         except (RuntimeError, MemoryError) as error:
             if self.watch is not None and (hang := self.watch.explain(error)):
                 raise HangError(hang) from error
@@ -274,8 +274,8 @@ class Trainer:
         except UserError as error:
             logger.warning(f"After the rewind: {error}")
 
-    def _record_skipped(self) -> None:
-        """Record the documents that were skipped: of files at the start, of streams at the end."""
+    def _record_bad_documents(self) -> None:
+        """Record the skipped documents of files at the start, and of streams at the end."""
         if self.config.training.on_bad_document == "skip":
             skipped = skipped_documents(self.engine.loader, self.progress.data)
             self.telemetry.run_record.record("skipped_documents", skipped)
@@ -286,7 +286,7 @@ class Trainer:
             'Set activation_checkpoint.mode = "full" or training.loss_chunks, lower '
             "training.local_batch_size (training.global_batch_size keeps the batch, by "
             "accumulation), shard over more ranks, or set training.enable_cpu_offload = true; "
-            f"`torchtitan plan` says what each takes.\n{error}"
+            f"`torchtitan plan` prints what each needs.\n{error}"
         )
 
     # ---- the end
@@ -296,19 +296,19 @@ class Trainer:
 
         After an error nothing waits for other ranks, which may be gone.
 
-        The order matters: the error is recorded and the other ranks' watches learn of it before
+        The order matters: the error is recorded and sent to the other ranks' watches before
         anything may block; a save in flight gets a moment before its threads die; callbacks still
         see the loader; and folders are released last, when nothing writes any more.
         """
         step = self.progress.step
-        ended = self.telemetry.run_record.end(step, self.config.training.steps, error)
-        reason = ended or ("failed" if error is not None else "completed")
+        recorded_reason = self.telemetry.run_record.end(step, self.config.training.steps, error)
+        reason = recorded_reason or ("failed" if error is not None else "completed")
         explained = isinstance(error, HangError)  # by the watch itself
         if self.watch is not None and isinstance(error, Exception) and not explained:
             self.watch.failed(error)
         if error is not None:
             self.checkpointer.settle(COMMIT_SECONDS)
-        self.telemetry.close(step, ended, reason, self.progress.last_loss)
+        self.telemetry.close(step, recorded_reason, reason, self.progress.last_loss)
         self._end_callbacks(reason, error)
         self.engine.loader.close()
         if error is None and dist.get_rank() == 0:

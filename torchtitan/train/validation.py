@@ -107,21 +107,21 @@ class Validator:
             counts += self._tokens_and_bytes(rows.labels)
         all_reduce(loss, self.mesh.loss_group)
         all_reduce(counts, self.mesh.batch_group)
-        summed, tokens, size = torch.cat([loss[None], counts.double()]).tolist()
-        mean = summed / tokens if tokens else None
+        loss_sum, tokens, size = torch.cat([loss[None], counts.double()]).tolist()
+        mean = loss_sum / tokens if tokens else None
         return ValidationResult(data.name, mean, int(tokens), int(size))
 
     def _tokens_and_bytes(self, labels: Tensor) -> Tensor:
-        predicted = labels != IGNORE_INDEX
-        lengths = self.byte_lengths[labels.masked_fill(~predicted, 0)].masked_fill(~predicted, 0)
-        return torch.stack([predicted.sum(), lengths.sum()])
+        has_label = labels != IGNORE_INDEX
+        lengths = self.byte_lengths[labels.masked_fill(~has_label, 0)].masked_fill(~has_label, 0)
+        return torch.stack([has_label.sum(), lengths.sum()])
 
     def _batches(self, data: ValidationData) -> Iterator[StepBatch]:
         """This rank's rows of each batch.
 
         Ranks may run out of data at different times, but every rank must take part in every
-        forward: one without data feeds rows without labels. Each pass over a set is the same, so
-        ranks ask each other only in the first one whether any has data left, for which the host
+        forward: a rank without data feeds rows without labels. All passes over a set are the same,
+        so only in the first one do ranks exchange whether any has data left, for which the host
         waits.
         """
         batches = iter(data.loader)
