@@ -20,7 +20,7 @@ from torchtitan.models.attention.dense import (
     attention,
     band_backward,
     band_forward,
-    counted_pairs,
+    flop_pairs,
     visible_block,
 )
 from torchtitan.models.attention.interface import Scores, windows_of
@@ -177,8 +177,8 @@ def test_flops_are_twice_the_visible_pairs(window):
         attend_variant(q, k, v, Scores(window=window), sinks).sum().backward()
     distance = torch.arange(40)[:, None] - torch.arange(40)
     visible = ((distance >= 0) & (distance < (window or 40))).sum().item()
-    assert counted_pairs(40, window) == pytest.approx(2 * visible, abs=40)
-    assert counter.get_total_flops() == 6 * 2 * 4 * counted_pairs(40, window) * (12 + 8)
+    assert flop_pairs(40, window) == pytest.approx(2 * visible, abs=40)
+    assert counter.get_total_flops() == 6 * 2 * 4 * flop_pairs(40, window) * (12 + 8)
     with FlopCounterMode(display=False) as spelled_out, sdpa_kernel(SDPBackend.MATH):
         attention_backend("cpu")(q, k, k).sum().backward()
     if window is None:
@@ -389,7 +389,7 @@ def test_blocks_outside_of_a_window_are_skipped():
     computed = [int(x.kv_num_blocks.sum() + x.full_kv_num_blocks.sum()) for x in masks.masks]
     assert computed == [36, 15]  # of 64: each 128 queries see their own keys, and 128 before
     q, k, v, _ = inputs()
-    with pytest.raises(ValueError, match="a window of 7; list those"):
+    with pytest.raises(ValueError, match="a window of 7; list the windows"):
         flex.attend_blocks(q, k, v, Scores(masks, 7))
 
 

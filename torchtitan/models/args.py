@@ -19,7 +19,7 @@ RopeTheta = Annotated[float, Field(gt=0, le=10**12)]
 Epsilon = Annotated[float, Field(gt=0, le=1)]
 
 LayerKind = Literal["full", "window", "nope", "delta"]
-"""How a block mixes tokens.
+"""Ways in which a block mixes tokens.
 
     full     attention to all earlier tokens
     window   attention to the last tokens only
@@ -30,7 +30,7 @@ LayerKind = Literal["full", "window", "nope", "delta"]
 Mixer = Literal["attention", "latent_attention", "delta"]
 """Modules that mix tokens, by their names in a block."""
 Activation = Literal["swiglu", "geglu", "relu2", "clamped_swiglu"]
-"""How a feed-forward network combines gate g and up u, two projections of its input.
+"""Ways in which a feed-forward network combines gate g and up u, two projections of its input.
 
     swiglu           silu(g) u (Shazeer, arXiv:2002.05202)
     geglu            gelu(g) u, with the tanh approximation (ibid.)
@@ -67,8 +67,8 @@ class DecoderArgs(ModelArgs):
     layer_pattern: Annotated[
         tuple[LayerKind, ...], Field(min_length=1, max_length=512, strict=False)
     ] = ("full",)
-    """How each block mixes tokens, repeated over the blocks: `full`, `window`, `nope` (full
-    attention without positions) or `delta` (Gated DeltaNet).
+    """Kinds of the blocks, repeated over the layers: `full`, `window`, `nope` (full attention
+    without positions) or `delta` (Gated DeltaNet).
     """
 
     # ---- attention
@@ -140,7 +140,7 @@ class DecoderArgs(ModelArgs):
     window_rope_theta: RopeTheta | None = None
     """`rope_theta` of `window` layers. `"none"`: the same."""
     scale_window_rope: bool = True
-    """Use `rope_scaling` in `window` layers, too."""
+    """Use `rope_scaling` also in `window` layers."""
 
     # ---- norms and feed-forward
     norm_eps: Epsilon = 1e-5
@@ -172,7 +172,7 @@ class DecoderArgs(ModelArgs):
     logit_softcap: Scale | None = None
     """Largest absolute logit: `cap tanh(logit / cap)` (Gemma 2, arXiv:2408.00118)."""
     init_std: Scale = 0.02
-    """Standard deviation of the initial weights, but for an untied embedding and output."""
+    """Standard deviation of the initial weights, except an untied embedding and output."""
     n_mtp: Annotated[int, Field(ge=0, le=16)] = 0
     """Modules that predict further tokens in training (multi-token prediction, DeepSeek-V3,
     arXiv:2412.19437, section 2.2).
@@ -188,8 +188,8 @@ class DecoderArgs(ModelArgs):
     n_dense_layers: LayersOrZero = 0
     """The first blocks, which have a feed-forward network of `ffn_dim` instead of experts."""
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
-    """How a router's logits become weights of experts. A softmax over the chosen experts alone is
-    `softmax` with `normalize_expert_weights`.
+    """Function that turns a router's logits into weights of experts. A softmax over only the chosen
+    experts is `softmax` with `normalize_expert_weights`.
     """
     router_bias: bool = False
     """A bias on the router's logits."""
@@ -258,21 +258,21 @@ class DecoderArgs(ModelArgs):
         return self.dim / self.mup_base_dim if self.mup_base_dim else 1.0
 
     def kind(self, layer: int) -> LayerKind:
-        """How the block of this index mixes tokens. Modules that predict further tokens have the
-        indices after the last block, and are of its kind.
+        """The kind of the block of this index. Modules that predict further tokens have the indices
+        after the last block, and its kind.
         """
         return self.layer_pattern[min(layer, self.n_layers - 1) % len(self.layer_pattern)]
 
     def layer_args(self, layer: int) -> Self:
-        """The hyper-parameters of one block: its `layer_pattern` is the block's own kind."""
+        """The hyper-parameters of one block, whose `layer_pattern` is only that block's kind."""
         return self.model_copy(update={"layer_pattern": (self.kind(layer),)})
 
     @property
     def has_window_rope(self) -> bool:
         """Whether `window` layers have rotary positions that differ from other layers'."""
-        other = self.window_rope_theta not in (None, self.rope_theta)
+        other_theta = self.window_rope_theta not in (None, self.rope_theta)
         plain = self.rope_scaling is not None and not self.scale_window_rope
-        return "window" in self.layer_pattern and (other or plain)
+        return "window" in self.layer_pattern and (other_theta or plain)
 
     @property
     def feed_forward_options(self) -> dict[str, Any]:
@@ -343,9 +343,9 @@ _MATTER_IN_LAYERS: Mapping[LayerKind, Collection[str]] = {
 def unused(args: DecoderArgs) -> dict[str, str]:
     """Hyper-parameters without effect on a model, each with what the model lacks for it."""
     lacks: dict[str, str] = {}
-    for needed, names in _MATTER_WITH.items():
-        if not getattr(args, needed):
-            lacks |= dict.fromkeys(names, needed)
+    for switch, names in _MATTER_WITH.items():
+        if not getattr(args, switch):
+            lacks |= dict.fromkeys(names, switch)
     for kind, names in _MATTER_IN_LAYERS.items():
         if kind not in args.kinds:
             lacks |= dict.fromkeys(names, f'"{kind}" in layer_pattern')
@@ -355,7 +355,7 @@ def unused(args: DecoderArgs) -> dict[str, str]:
 
 
 def problems(args: DecoderArgs) -> list[str]:
-    """Why no decoder has these hyper-parameters; empty if one can."""
+    """Reasons why no decoder can have these hyper-parameters; empty if one can."""
     return [*_attention_problems(args), *_expert_problems(args)]
 
 
@@ -419,8 +419,8 @@ def _expert_problems(args: DecoderArgs) -> Iterator[str]:
     if n % groups:
         yield f"n_experts {n} must be a multiple of n_expert_groups {groups}"
     elif args.expert_groups_per_token > groups:
-        chosen = args.expert_groups_per_token
-        yield f"expert_groups_per_token {chosen} must be at most n_expert_groups {groups}"
+        groups_per_token = args.expert_groups_per_token
+        yield f"expert_groups_per_token {groups_per_token} must be at most n_expert_groups {groups}"
     elif k > args.expert_groups_per_token * (n // groups):
         yield (
             f"experts_per_token {k} must be at most the {n // groups} experts of each of the "

@@ -1,8 +1,8 @@
-"""Where a model's weights are in Hugging Face's files, as data. Imports no torch.
+"""Places of a model's weights in Hugging Face's files, as data. Imports no torch.
 
-Each of our tensors is one of theirs, an `HFSlice` of one, or a stack of several (a list) along a
-new first dimension. Where several of ours are slices of one of theirs, the slices must cover it, so
-that it can be written again.
+Each of our tensors is one of their tensors, an `HFSlice` of one, or a stack of several (a list)
+along a new first dimension. Where several of our tensors are slices of one of theirs, the slices
+must cover it, so that it can be written again.
 
     "norm.weight": "model.norm.weight"
     "layers.0.moe.experts.w1": [f"model.layers.0.mlp.experts.{e}.gate_proj.weight" for e in ...]
@@ -122,7 +122,7 @@ def hf_slices(theirs: Theirs) -> list[HFSlice]:
 
 def is_buffer(theirs: Theirs) -> bool:
     """Whether our tensor is a buffer."""
-    return any(piece.buffer for piece in hf_slices(theirs))
+    return any(hf_slice.buffer for hf_slice in hf_slices(theirs))
 
 
 def parameters_of(names: HFNames) -> list[str]:

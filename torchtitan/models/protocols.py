@@ -16,7 +16,7 @@ class Model(Protocol):
 
     Without `tok_embeddings` the input, and without `output` the result, is hidden states
     `[b, s, dim]`. A forward calls `tok_embeddings`, each block and `norm` as modules, which makes
-    FSDP gather their weights, and with the norm's the output's.
+    FSDP gather their weights; the output's weight is gathered with the norm's.
     """
 
     tok_embeddings: nn.Module | None
@@ -49,7 +49,7 @@ class Model(Protocol):
         project: bool = True,
         **token_weights: Tensor,
     ) -> Tensor:
-        """`[b, s] -> [b, s, vocab]`. Models with experts also take `token_weights`, `[b, s]`.
+        """`[b, s] -> [b, s, vocab]`. Models with experts also need `token_weights`, `[b, s]`.
 
         Args:
             mask: a `Mask` of `attention/interface.py`.

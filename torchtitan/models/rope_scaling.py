@@ -29,7 +29,7 @@ class RopeScaling(BaseModel):
     """Context length of the first pretraining stage."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> "RopeScaling":
+    def _check_order(self) -> "RopeScaling":
         if self.low_freq_factor >= self.high_freq_factor:
             low = self.low_freq_factor
             high = self.high_freq_factor

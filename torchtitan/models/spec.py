@@ -1,6 +1,4 @@
-"""`ModelSpec`, all that the framework knows about a model family, and the registry. Imports no
-torch.
-"""
+"""`ModelSpec`, the description of a model family, and the registry. Imports no torch."""
 
 from __future__ import annotations
 
@@ -112,7 +110,7 @@ class HFMap(Generic[Args]):
 
 
 class ShardingStyle(StrEnum):
-    """What tensor parallelism does to a module. Between modules, activations are sharded over the
+    """Sharding of a module by tensor parallelism. Between modules, activations are sharded over the
     sequence.
     """
 
@@ -148,8 +146,8 @@ class ShardingStyle(StrEnum):
 
 @dataclass(frozen=True)
 class ModelSpec(Generic[Args]):
-    """A model family: how to build the module for one device, and what is known about it without
-    building it.
+    """A model family: a function that builds the model for one device, and the facts that need no
+    model.
 
     `register(spec.variant(...))` makes another family of it.
     """
@@ -189,8 +187,8 @@ class ModelSpec(Generic[Args]):
     """
 
     mtp_modules: Callable[[Args], int] = lambda args: 0
-    """`mtp_modules(args)`: how many modules predict further tokens in training. The model then
-    takes tokens `[b, s, 1 + n]`, too.
+    """`mtp_modules(args)`: how many modules predict further tokens in training. The model then also
+    accepts tokens `[b, s, 1 + n]`.
     """
 
     unused: Callable[[Args], Mapping[str, str]] = lambda args: {}
@@ -207,8 +205,8 @@ class ModelSpec(Generic[Args]):
     def variant(self, name: str, **changes: Any) -> ModelSpec:
         """A family that differs from this one in the attributes `changes`.
 
-        With another `build` it computes something else than the class in transformers, so it has no
-        `hf` unless `changes` states one.
+        With another `build` it differs from the class in transformers, so it has no `hf` unless
+        `changes` has one.
         """
         if "build" in changes:
             changes = {"hf": None, **changes}
@@ -226,8 +224,8 @@ class ModelSpec(Generic[Args]):
         """
         if flavor not in self.flavors:
             choices = ", ".join(self.flavors)
-            same = [name for name in self.flavors if name.lower() == flavor.lower()]
-            hint = did_you_mean(same[0] if same else flavor, self.flavors)
+            matches = [name for name in self.flavors if name.lower() == flavor.lower()]
+            hint = did_you_mean(matches[0] if matches else flavor, self.flavors)
             problem = f"{self.name} has no flavor {brief(flavor)} (it has {choices}){hint}"
             raise ConfigError([f"model.flavor: {problem}"])
         base = self.flavors[flavor]
@@ -236,10 +234,10 @@ class ModelSpec(Generic[Args]):
             return kind.model_validate(base.model_dump() | dict(overrides) | derived)
         except ValidationError as error:
             problems = explain_errors(error, kind, lambda key: f"model.overrides.{key}".rstrip("."))
-            declared = f"; {kind.__module__}.{kind.__name__} declares those of {self.name}"
+            where = f"; {kind.__module__}.{kind.__name__} declares the keys of {self.name}"
             raise ConfigError(
                 [
-                    problem + declared if problem.endswith("unknown key") else problem
+                    problem + where if problem.endswith("unknown key") else problem
                     for problem in problems
                 ]
             ) from None
@@ -292,7 +290,7 @@ def spec_of_hf(config: Mapping[str, Any]) -> ModelSpec:
         model_types = (spec.hf.model_type, *spec.hf.also_read)
         if kind in model_types:
             return spec
-        types |= {repr(each) for each in model_types}
+        types |= {repr(model_type) for model_type in model_types}
     raise ConfigError(
         [
             f"config.json: model_type: got {brief(kind)}, must be one of "

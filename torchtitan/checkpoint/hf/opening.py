@@ -14,7 +14,7 @@ from torch import nn
 from torchtitan.checkpoint.hf.folder import SafetensorsReader, read_hf_config
 from torchtitan.checkpoint.state import model_state
 from torchtitan.models import HFNames, ModelSpec, hf_map, spec_of_hf
-from torchtitan.models.hf.mapping import described_otherwise
+from torchtitan.models.hf.mapping import differing_settings
 from torchtitan.models.hf_names import hf_slices
 from torchtitan.utils.errors import CheckpointError
 
@@ -111,7 +111,7 @@ def _model_mismatch(
     reader: SafetensorsReader, spec: ModelSpec, args: Any, run: Any, notes: list[str]
 ) -> list[str]:
     """Differences between the run's model and the folder's, as lines; empty if they match."""
-    differences = described_otherwise(run, args)
+    differences = differing_settings(run, args)
     if HEAD in reader.entries and not spec.tied_modules(run):
         differences.pop("tie_embeddings", None)  # the folder has a separate head
     if spec.mtp_modules(run) > spec.mtp_modules(args):

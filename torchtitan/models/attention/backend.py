@@ -1,4 +1,4 @@
-"""Which kernel computes attention on a device, and the masks of documents.
+"""The choice of attention's kernel on a device, and the masks of documents.
 
 Shapes: b batch, s sequence, S the whole row, h query heads, k key-value heads, d head size.
 """
@@ -57,9 +57,10 @@ def _attend_dense(
 
 
 def _repeats_heads(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether the kernel knows no grouped queries: torch would keep a matrix of all scores.
+    """Whether to repeat keys and values: no fast kernel here supports grouped queries, and torch
+    would keep a matrix of all scores.
 
-    In deterministic mode it has to, as that kernel's backward isn't deterministic.
+    In deterministic mode it has to, as the fast kernel's backward isn't deterministic.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
     return device_type == "cuda" and dtype == torch.float32 and not deterministic
@@ -100,7 +101,7 @@ def _activate_flash_attention_3() -> None:
 
 @functools.cache
 def _compiled_create_block_mask() -> Callable[..., Mask]:
-    """`create_block_mask`, which takes a tensor `[s, S]` of queries and keys unless compiled."""
+    """`create_block_mask`, which allocates `[s, S]` for queries and keys unless compiled."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     return torch.compile(create_block_mask, dynamic=False)
@@ -175,6 +176,6 @@ def window_masks(
 
         return create(visible, rows, None, len(positions), seq_len, device=documents.device.type)
 
-    clipped = [Scores(window=window).clip_window(seq_len).window for window in windows]
-    different = tuple(dict.fromkeys(clipped))
-    return WindowMasks(different, tuple(map(mask_of, different)))
+    lengths = [Scores(window=window).clip_window(seq_len).window for window in windows]
+    distinct = tuple(dict.fromkeys(lengths))
+    return WindowMasks(distinct, tuple(map(mask_of, distinct)))

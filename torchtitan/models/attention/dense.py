@@ -1,7 +1,7 @@
 """Attention with a window, sinks, or values of another width than queries: one custom operator.
 
-Kernels that know windows skip what no query sees. For the others, queries are cut into blocks, each
-with the keys that it sees and a mask.
+Kernels with windows skip the keys that no query sees. For other kernels, queries are cut into
+blocks, each with the keys that it sees and a mask.
 
 A sink is a learned logit per head that takes part in the softmax and has no value (gpt-oss,
 arXiv:2508.10925, section 2.2; after Xiao et al., arXiv:2309.17453). If a kernel returns `out` and
@@ -186,8 +186,8 @@ def band_backward(
     assert scores.scale is not None
     shape = _shape(q.shape[2], k.shape[2], scores)
     if shape != "band":
-        unmasked = BlockScores(scores.scale, shape == "causal")
-        return block_backward(grad, q, k, v, out=out, lse=lse, scores=unmasked)
+        block_scores = BlockScores(scores.scale, shape == "causal")
+        return block_backward(grad, q, k, v, out=out, lse=lse, scores=block_scores)
     if _flash_takes(q, v, scores):
         return _flash_backward(grad, q, k, v, out=out, lse=lse, scores=scores)
     sums = torch.promote_types(q.dtype, torch.float32)
@@ -215,7 +215,7 @@ def _flash_takes(q: Tensor, v: Tensor, scores: Scores) -> bool:
 
 
 def _has_windows(q: Tensor, v: Tensor) -> bool:
-    """Whether FlashAttention, which skips what lies outside of a window, takes these tensors."""
+    """Whether FlashAttention, which skips keys outside the window, supports these tensors."""
     widest = max(q.shape[-1], v.shape[-1])
     return q.device.type != "cpu" and q.element_size() == 2 and widest <= _FLASH_WIDTH
 
@@ -247,10 +247,10 @@ def _flash_backward(
     width = aligned(max(q.shape[-1], v.shape[-1]))  # one for all
     tokens = [widen(x, width).transpose(1, 2) for x in (grad, q, k, v, out)]
     lengths = (None, None, q.shape[2], k.shape[2])
-    unused = (0.0, False, no_seed(q), no_seed(q))
+    options = (0.0, False, no_seed(q), no_seed(q))
     window = _flash_window(q, k, scores)
     dq, dk, dv = aten._flash_attention_backward(
-        *tokens, lse, *lengths, *unused, scale=scores.scale, **window
+        *tokens, lse, *lengths, *options, scale=scores.scale, **window
     )
     size = q.shape[-1]
     dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
@@ -282,7 +282,7 @@ def _masked_scores(q: Tensor, block: VisibleBlock, scores: Scores) -> BlockScore
             visible.triu_(block.offset - scores.window + 1)
     if scores.mask is not None:
         visible = visible & scores.mask[:, :, block.rows, block.columns]
-    # A kernel on CUDA asks for rows that begin at multiples of 16 bytes.
+    # A kernel on CUDA needs rows that begin at multiples of 16 bytes.
     width = columns + -columns % 8
     bias = q.new_zeros(*visible.shape[:-1], width)[..., :columns]
     bias = bias.masked_fill_(visible.logical_not_(), float("-inf"))
@@ -361,7 +361,7 @@ def _tensor(value: Any) -> Tensor | None:
 register_backward(attention, attention_backward)
 
 
-def counted_pairs(seq_len: int, window: int | None = None) -> int:
+def flop_pairs(seq_len: int, window: int | None = None) -> int:
     """Pairs of query and key in a row that model FLOPs count: twice the visible ones.
 
     Without a window they are the whole square, by the convention of `module_flops`.
@@ -380,7 +380,7 @@ def _forward_flops(
     b, h, s, d = q
     pairs = s * k[2]
     if offset is not None:
-        pairs = counted_pairs(offset + s, window) - counted_pairs(offset, window)
+        pairs = flop_pairs(offset + s, window) - flop_pairs(offset, window)
     return 2 * b * h * pairs * (d + v[-1])
 
 
@@ -388,6 +388,6 @@ def _forward_flops(
 def _backward_flops(
     grad: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size, *options: Any, **_: object
 ) -> int:
-    """Four products: recomputed scores don't count, as if attention were spelled out."""
+    """Four products: recomputed scores don't count, as in attention written out in PyTorch."""
     _out, _lse, *scores = options
     return 2 * _forward_flops(q, k, v, None, *scores)

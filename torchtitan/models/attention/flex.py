@@ -32,8 +32,8 @@ def attend_blocks(
     assert isinstance(mask, WindowMasks)
     if window not in mask.windows:
         raise ValueError(
-            f"no mask of documents was made for a window of {window}; list those of all layers in "
-            "the model's attribute `windows`"
+            f"no mask of documents was made for a window of {window}; list the windows of all "
+            "layers in the model's attribute `windows`"
         )
     options: dict[str, Any] = {
         "block_mask": mask.masks[mask.windows.index(window)],

@@ -1,4 +1,4 @@
-"""Attention as models call it: a function of queries, keys, values and which scores count.
+"""Attention as models call it: a function of queries, keys, values and `Scores`.
 
 Shapes: b batch, s queries, S keys, h query heads, k key-value heads, d width of queries and keys,
 e width of values.
@@ -27,13 +27,13 @@ def windows_of(models: Iterable[nn.Module]) -> tuple[int | None, ...]:
     """The windows of all layers, which a model lists in an attribute `windows`; None: a layer has
     none.
     """
-    listed = [getattr(model, "windows", (None,)) for model in models]
-    return tuple(dict.fromkeys(window for windows in listed for window in windows))
+    windows_by_model = [getattr(model, "windows", (None,)) for model in models]
+    return tuple(dict.fromkeys(window for windows in windows_by_model for window in windows))
 
 
 class DocumentMask(NamedTuple):
-    """A mask and the documents behind it, for models that mix tokens by other means than attention,
-    too (`reads_documents`).
+    """A mask and its documents, for models that mix tokens not only by attention
+    (`reads_documents`).
     """
 
     mask: Mask
@@ -47,14 +47,14 @@ def reads_documents(model: nn.Module) -> bool:
 
 
 class Scores(NamedTuple):
-    """Which scores, the products of queries and keys, take part in the softmax, and their scale.
+    """The mask and the scale of the scores, the products of queries and keys.
 
-    A query never sees a later key. Code that computes them unpacks all fields, so that a new one it
-    doesn't know is an error.
+    A query never sees a later key. Code that computes scores unpacks all fields, so that a new
+    field is an error until that code supports it.
     """
 
     mask: Mask | None = None
-    """Which keys each query may see, apart from the window and causality. None: all."""
+    """Keys that each query may see, apart from the window and causality. None: all."""
     window: int | None = None
     """A query sees the key at its own position and the `window - 1` keys before it. None: all
     before it.

@@ -21,7 +21,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class BlockScores(NamedTuple):
-    """How a kernel computes and masks the scores of a block."""
+    """Scale and mask of a block's scores."""
 
     scale: float
     causal: bool = False
@@ -44,7 +44,7 @@ def chosen_kernel(q: Tensor, k: Tensor, v: Tensor, scores: BlockScores) -> int:
 def _kernel_and_width(q: Tensor, k: Tensor, v: Tensor, scores: BlockScores) -> tuple[int, int]:
     """The kernel, and the width that it needs values to have.
 
-    Only cuDNN's takes narrow values without a slower kernel than for wide ones.
+    Only for cuDNN are narrow values no slower than wide ones.
     """
     if scores.bias is not None:
         return SDPBackend.EFFICIENT_ATTENTION.value, v.shape[-1]
@@ -122,9 +122,9 @@ def _cuda_backward(
 
 
 def _to_fp32(*tensors: Tensor) -> list[Tensor]:
-    """Tensors in fp32, for the CPU's kernel. In bf16, on an Intel Xeon, its forward takes 1.0 to
-    1.2 times as long, its backward 2 to 3 times; on an AMD EPYC, both together take 0.8 to 1.4
-    times as long.
+    """Tensors in fp32, for the CPU's kernel. In bf16, on an Intel Xeon, its forward is 1.0 to 1.2
+    times as long, its backward 2 to 3 times; on an AMD EPYC, both together are 0.8 to 1.4 times as
+    long.
     """
     return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
 
@@ -134,7 +134,7 @@ def _fp32_bias(scores: BlockScores) -> BlockScores:
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, scores: BlockScores) -> tuple[Tensor, Tensor]:
-    """The kernel knows one width only."""
+    """The kernel supports only one width for queries, keys and values."""
     width = max(q.shape[-1], v.shape[-1])
     q, k, values = (widen(x, width) for x in (q, k, v))
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -157,7 +157,7 @@ def _cpu_backward(
 def _efficient_forward(
     q: Tensor, k: Tensor, v: Tensor, scores: BlockScores
 ) -> tuple[Tensor, Tensor]:
-    """The memory-efficient kernel, for fp32, knows no grouped queries and pads its log-sum-exp."""
+    """The memory-efficient kernel, for fp32, has no grouped queries and pads its log-sum-exp."""
     k = repeat_heads(k, q)
     v = repeat_heads(v, q)
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
@@ -174,9 +174,9 @@ def _efficient_backward(
     v = repeat_heads(v, q)
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
     tensors = (grad, q, k, v, _expand_bias(scores.bias, q), out, lse, no_seed(q), no_seed(q))
-    needed = [True, True, True, False]
+    needs_grad = [True, True, True, False]
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        *tensors, 0.0, needed, scores.causal, scale=scores.scale
+        *tensors, 0.0, needs_grad, scores.causal, scale=scores.scale
     )
     dk = dk.unflatten(1, (kv_heads, -1)).sum(2)
     dv = dv.unflatten(1, (kv_heads, -1)).sum(2)

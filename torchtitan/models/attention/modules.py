@@ -91,7 +91,7 @@ class LatentAttention(nn.Module):
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), on `[b, s, dim]`.
 
     Keys and values of all heads are computed from one narrow vector per token. Positions are in r
-    features of their own, whose keys all heads share.
+    separate features, whose keys all heads share.
     """
 
     def __init__(self, args: DecoderArgs, attend: Attend):

@@ -93,10 +93,10 @@ def document_attention(
     Returns:
         The output `[t, h, d]` and the scores' log-sum-exp `[h, t]`, which the backward needs.
     """
-    bounds, longest, seen, kernel = _plan(q, k, v, starts, sizes, window)
+    bounds, longest, reach, kernel = _plan(q, k, v, starts, sizes, window)
     documents = (bounds, bounds, longest, longest)
     out, lse, _ = torch.ops.torch_attn._varlen_attn(
-        q, k, v, *documents, window is None, scale, seen, **kernel
+        q, k, v, *documents, window is None, scale, reach, **kernel
     )
     return join_sinks(out, lse, sinks)
 
@@ -111,15 +111,15 @@ def _plan(
 
     count, longest = sizes.tolist()
     bounds = starts[: count + 1]
-    seen = [-1 if window is None else window - 1, 0]
+    reach = [-1 if window is None else window - 1, 0]
     select = getattr(varlen, "_select_backend", None)
     if select is None:
-        return bounds, longest, seen, {}
+        return bounds, longest, reach, {}
     with torch.enable_grad():
         # An operator's inputs need no gradient, but some kernels have no backward.
         probe = q.detach().requires_grad_()
-        kernel = select(probe, k, v, bounds, bounds, longest, seen)
-    return bounds, longest, seen, {"backend": kernel}
+        kernel = select(probe, k, v, bounds, bounds, longest, reach)
+    return bounds, longest, reach, {"backend": kernel}
 
 
 @document_attention.register_fake
@@ -141,11 +141,11 @@ def document_attention_backward(
     scale: float,
 ) -> Gradients:
     """Gradients of `document_attention`."""
-    bounds, longest, seen, kernel = _plan(q, k, v, starts, sizes, window)
+    bounds, longest, reach, kernel = _plan(q, k, v, starts, sizes, window)
     documents = (bounds, bounds, longest, longest)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return torch.ops.torch_attn._varlen_attn_backward(
-        grad, q, k, v, out, lse, *documents, window is None, no_dropout, scale, seen, **kernel
+        grad, q, k, v, out, lse, *documents, window is None, no_dropout, scale, reach, **kernel
     )
 
 

@@ -31,7 +31,7 @@ from torchtitan.models.delta.layer import GatedDeltaNet
 from torchtitan.models.layers.feed_forward import FeedForward
 from torchtitan.models.layers.norms import RMSNorm, build_norm
 from torchtitan.models.layers.rope import rope_cache
-from torchtitan.models.moe.moe import MoE, Routed
+from torchtitan.models.moe.moe import MoE, Routing
 from torchtitan.models.moe.router import Load
 
 __all__ = ["Attention", "Block", "Decoder", "MoEBlock"]
@@ -68,15 +68,15 @@ class _Block(nn.Module):
 
     @property
     def mixer(self) -> nn.Module:
-        """How the block mixes tokens: called with `(x, cos, sin, mask)`, on `[b, s, dim]`."""
+        """The module that mixes tokens: called with `(x, cos, sin, mask)`, on `[b, s, dim]`."""
         return getattr(self, self.mixer_name)
 
     def mix(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Mask | None) -> Tensor:
         """Add the mixer's output to the residual stream `[b, s, dim]`."""
-        read = x if self.attention_norm is None else self.attention_norm(x)
+        inputs = x if self.attention_norm is None else self.attention_norm(x)
         if isinstance(mask, DocumentMask) and not reads_documents(self.mixer):
             mask = mask.mask
-        out = self.mixer(read, cos, sin, mask)
+        out = self.mixer(inputs, cos, sin, mask)
         return x + (out if self.attention_post_norm is None else self.attention_post_norm(out))
 
     def read(self, x: Tensor) -> Tensor:
@@ -134,11 +134,11 @@ class MoEBlock(_Block):
         Args:
             token_weights: `[b, s]`, weight of each token in the loss; None in inference.
         """
-        x, read, routed = self.before_experts(x, cos, sin, mask, token_weights)
-        rows, shared = self.moe.compute(routed, read)
-        # Only one of the two `rows` goes on: checkpointing keeps the inputs of each part.
-        out = self.after_experts(x, shared, routed._replace(rows=rows))
-        return out, routed.load
+        x, inputs, routing = self.before_experts(x, cos, sin, mask, token_weights)
+        rows, shared = self.moe.compute(routing, inputs)
+        # Replaced, not passed beside the old `rows`: checkpointing keeps the inputs of each part.
+        out = self.after_experts(x, shared, routing._replace(rows=rows))
+        return out, routing.load
 
     def before_experts(
         self,
@@ -147,14 +147,14 @@ class MoEBlock(_Block):
         sin: Tensor | None,
         mask: Mask | None,
         token_weights: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Routed]:
+    ) -> tuple[Tensor, Tensor | None, Routing]:
         x = self.mix(x, cos, sin, mask)
-        read = self.read(x)
-        routed = self.moe.dispatch(read, token_weights)
-        return x, None if self.moe.shared is None else read, routed
+        inputs = self.read(x)
+        routing = self.moe.dispatch(inputs, token_weights)
+        return x, None if self.moe.shared is None else inputs, routing
 
-    def after_experts(self, x: Tensor, shared: Tensor | None, routed: Routed) -> Tensor:
-        out = self.moe.combine(routed.rows, routed, like=x)
+    def after_experts(self, x: Tensor, shared: Tensor | None, routing: Routing) -> Tensor:
+        out = self.moe.combine(routing.rows, routing, like=x)
         return self.add(x, out if shared is None else out + shared)
 
 
@@ -242,8 +242,8 @@ class Decoder(nn.Module):
         return {"full": full, "window": window, "nope": none, "delta": none}
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Token embeddings `[b, s, dim]`, or `[b, s, (1 + n_mtp) dim]` with the next tokens' behind
-        them; on later pipeline stages the input unchanged.
+        """Token embeddings `[b, s, dim]`, or `[b, s, (1 + n_mtp) dim]` followed by the embeddings
+        of the next tokens; on later pipeline stages the input unchanged.
         """
         if self.tok_embeddings is None:
             return tokens
@@ -290,8 +290,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """
         Args:
-            tokens: `[b, s]`; or `[b, s, 1 + n_mtp]`, each with those after it, which also runs the
-                modules that predict further tokens.
+            tokens: `[b, s]`; or `[b, s, 1 + n_mtp]`, each with the tokens after it, which also runs
+                the modules that predict further tokens.
             positions: position of each token in its row, `[s]` or `[b, s]`. Default: 0, 1, 2, ...
             mask: what each token attends to, from `document_mask`. Default: everything before it.
             token_weights: shaped like `tokens`, the weight of each token in the loss of each
@@ -306,7 +306,7 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embed(tokens)
-        # The hidden states, and the embeddings of the next tokens, which become hidden states too.
+        # The hidden states, and the next tokens' embeddings, which become hidden states below.
         slots = [x] if x.shape[-1] == self.args.dim else [*x.split(self.args.dim, dim=-1)]
         weights: Sequence[Tensor | None] = [None] * len(slots)
         if token_weights is not None:

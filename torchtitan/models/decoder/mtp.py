@@ -1,14 +1,14 @@
 """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): modules that predict the
 tokens after the next one, during training only.
 
-Module k = 1, 2, ... is one more block. From the hidden states of what is before it (k = 1: the
-model's, after the final norm) and the embeddings of the tokens k places on, it predicts the tokens
-k + 1 places on, by the model's own output projection:
+Module k = 1, 2, ... is one more block. From the hidden states of module k - 1 (for k = 1 the
+model's, after the final norm) and the embeddings of the tokens k places ahead, it predicts the
+tokens k + 1 places ahead, by the model's output projection:
 
     hidden_k = output_norm(block(eh_proj([enorm(embed(t_{i+k})), hnorm(hidden_{k-1})])))
 
 The paper's equation 21 has the hidden state first; the published weights expect the embedding
-first. Positions are those of token i.
+first. Positions are token i's.
 
 Beside the hidden states, the embeddings travel through the model as further slots of one tensor
 `[b, s, (1 + n) dim]`. Module k turns slot k from embeddings into its hidden states. So each module
@@ -29,8 +29,7 @@ from torchtitan.models.layers.norms import RMSNorm, build_norm
 
 
 class MTPModule(nn.Module):
-    """Norms and the projection that such a module has besides its block; mixed into the block's
-    class.
+    """Norms and projection of a module besides its block; mixed into the block's class.
 
     The block's input is `[b, s, 2 dim]`: hidden states, then embeddings.
     """
@@ -76,7 +75,7 @@ def mtp_module(block: Any) -> Any:
 
 
 def embed_next(embed: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-    """The embeddings of tokens and of those after them, looked up together.
+    """The embeddings of tokens and of the tokens after them, looked up together.
 
     Args:
         tokens: `[b, s, 1 + n]`.

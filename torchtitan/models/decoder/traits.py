@@ -54,8 +54,8 @@ def module_flops(args: DecoderArgs, seq_len: int) -> dict[str, float]:
     two products over T positions. By the convention for model FLOPs utilization, the masked half of
     attention counts; embedding lookups and norms don't. A mixture of experts counts its router, its
     shared expert and the experts that a token is sent to. Modules that predict further tokens
-    count, with the output projection of each. A window w is a T of `2 w - w^2 / T`: twice the mean
-    number of tokens that a token sees.
+    count, with the output projection of each. With a window of w, `2 w - w^2 / T` replaces T: twice
+    the mean number of tokens that a token sees.
     """
     layers = {}
     for i in range(args.n_layers + args.n_mtp):
@@ -206,7 +206,7 @@ TENSOR_PARALLEL_STYLES: dict[str, Style] = {
     "norm": Style.NORM,
     "output": Style.OUTPUT,
 }
-"""How tensor parallelism splits each module."""
+"""Style of tensor parallelism of each module."""
 
 
 def expert_sizes(args: DecoderArgs) -> dict[str, int]:
@@ -264,7 +264,7 @@ def is_decoder(spec: ModelSpec) -> bool:
 
 
 def _build(args: DecoderArgs, attend: Any) -> Any:
-    # imports torch, which a configuration is checked without
+    # imports torch, which checking a configuration must not
     from torchtitan.models.decoder.model import Decoder
 
     return Decoder(args, attend)

@@ -9,7 +9,7 @@ from torchtitan.models.spec import Init
 from torchtitan.models.spec import ShardingStyle as Style
 
 CHUNK = 64
-"""Tokens per chunk, as in the paper's kernels: longer chunks take fewer steps and more products."""
+"""Tokens per chunk, as in the paper's kernels: longer chunks need fewer steps and more products."""
 
 TENSOR_PARALLEL_STYLES: Mapping[str, Style] = {
     "": Style.GATHER_SEQUENCE,
@@ -23,8 +23,8 @@ TENSOR_PARALLEL_STYLES: Mapping[str, Style] = {
     ".norm": Style.HEAD_NORM,
     ".out_proj": Style.ROWS,
 }
-"""How tensor parallelism splits the modules of a layer, by what follows the layer's name. Each rank
-gets whole key heads, so its degree divides `delta_key_heads`.
+"""Style of tensor parallelism by a module's name within the layer. Each rank gets whole key heads,
+so its degree divides `delta_key_heads`.
 """
 
 

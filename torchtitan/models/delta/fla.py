@@ -1,6 +1,6 @@
 """The gated delta rule by the kernels of flash-linear-attention, on CUDA.
 
-Shapes: those of `torchtitan.models.delta.rule`.
+Shapes: as in `torchtitan.models.delta.rule`.
 """
 
 import torch

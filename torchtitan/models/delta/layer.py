@@ -54,10 +54,10 @@ def convolve(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys `[b, s, k, d]`, and values `[b, s, h, e]`, each of the last few tokens."""
     size = weights.q_conv.shape[1]
-    projected = qkv.split([size, size, weights.v_conv.shape[1]], -1)
+    projections = qkv.split([size, size, weights.v_conv.shape[1]], -1)
     q, k, v = (
         F.silu(causal_convolution(x, weight, documents))
-        for x, weight in zip(projected, weights[:3], strict=True)
+        for x, weight in zip(projections, weights[:3], strict=True)
     )
     return q, k, v.unflatten(-1, (weights.A_log.shape[1], -1)).flatten(2, 3)
 

@@ -7,8 +7,8 @@ stores for the token's key:
     o_t = S_t^T q_t
 
 `recurrent_delta_rule` does this token by token, for generation. `chunked_delta_rule`, for training,
-takes chunks of 64 tokens: within a chunk the corrections solve a triangular system (section 3 of
-the paper), so only one product per chunk depends on the chunk before.
+processes chunks of 64 tokens: within a chunk the corrections solve a triangular system (section 3
+of the paper), so only one product per chunk depends on the chunk before.
 
 A document starts with an empty state, and its convolution doesn't see earlier tokens.
 
@@ -39,8 +39,8 @@ def causal_convolution(x: Tensor, weight: Tensor, documents: Tensor | None = Non
     for back in range(1, min(weight.shape[-1], x.shape[1])):
         earlier = x[:, :-back] * weight[..., -1 - back]
         if documents is not None:
-            other = documents[:, back:] != documents[:, :-back]
-            earlier = earlier.masked_fill(other[..., None, None], 0.0)
+            is_other = documents[:, back:] != documents[:, :-back]
+            earlier = earlier.masked_fill(is_other[..., None, None], 0.0)
         out = out + F.pad(earlier, (0, 0, 0, 0, back, 0))
     return out
 
@@ -72,8 +72,8 @@ def recurrent_delta_rule(
     outputs = []
     for t in range(q.shape[1]):
         state = state * g[:, t, :, None, None].exp()
-        stored = torch.einsum("bhd,bhde->bhe", k[:, t], state)
-        correction = beta[:, t, :, None] * (v[:, t] - stored)
+        recall = torch.einsum("bhd,bhde->bhe", k[:, t], state)
+        correction = beta[:, t, :, None] * (v[:, t] - recall)
         state = state + k[:, t, :, :, None] * correction[:, :, None]
         outputs.append(torch.einsum("bhd,bhde->bhe", q[:, t], state))
     return torch.stack(outputs, dim=1), state
@@ -92,8 +92,8 @@ def chunked_delta_rule(
 
     Args:
         state: before the first token. Default: empty.
-        documents: `[b, s]`, the document of each token: its first one finds an empty state, but for
-            the row's first token.
+        documents: `[b, s]`, the document of each token. Its first token finds an empty state,
+            except the row's first token, which finds `state`.
 
     Returns:
         Outputs `[b, s, h, e]` in the type of `v`, and the last state `[b, h, d, e]` in fp32.
@@ -103,37 +103,37 @@ def chunked_delta_rule(
     size = min(CHUNK, s)
     input_dtype = v.dtype
     dtype = _precision(v)
-    # [n, b, k, group, c, ...]: the chunks first, as they are taken one by one
+    # [n, b, k, group, c, ...]: the chunks first, as they are processed one by one
     q, k, v = (_to_chunks(x.to(dtype), size, heads) for x in (q, k, v))
     g, beta = (_to_chunks(x.to(dtype).unsqueeze(-1), size, heads) for x in (g, beta))
-    same, begun, lasting = _document_masks(documents, size, v.device)
+    visible, began_before, continues = _document_masks(documents, size, v.device)
 
     # Since the chunk's start. In fp64, as differences matter, and a head may add 20 per token.
     decay = g.double().cumsum(-2)
-    between = (decay - decay.mT).to(dtype).masked_fill(~same, -torch.inf).exp()
+    between = (decay - decay.mT).to(dtype).masked_fill(~visible, -torch.inf).exp()
     since_start = decay.to(dtype).exp()
-    if begun is not None:
-        since_start = since_start * begun
+    if began_before is not None:
+        since_start = since_start * began_before
     until_end = (decay[..., -1:, :] - decay).to(dtype).exp()
-    if lasting is not None:
-        until_end = until_end * lasting
+    if continues is not None:
+        until_end = until_end * continues
 
     # A token stores v less the value that the state before the chunk holds for its key, corrected
     # for the keys of its chunk by a triangular system: `values - reads @ state`.
     system = (k @ k.mT) * between * beta
-    right = torch.cat([v * beta, (k * (since_start * beta)).expand(*v.shape[:-1], -1)], -1)
+    rhs = torch.cat([v * beta, (k * (since_start * beta)).expand(*v.shape[:-1], -1)], -1)
     values, reads = torch.linalg.solve_triangular(
-        system, right, upper=False, unitriangular=True
+        system, rhs, upper=False, unitriangular=True
     ).split([v.shape[-1], d], -1)
     if state is None:
         state = values.new_zeros(b, heads * group, d, values.shape[-1])
-    states, stored, last = chunk_states(
+    states, writes, last = chunk_states(
         *(x.flatten(1, 3) for x in (reads, values, k * until_end)),
         since_start[..., -1, :].flatten(1),
         state.to(dtype).flatten(0, 1),
     )
-    states, stored = (x.unflatten(1, (b, heads, group)) for x in (states, stored))
-    out = (q * since_start) @ states + ((q @ k.mT) * between) @ stored
+    states, writes = (x.unflatten(1, (b, heads, group)) for x in (states, writes))
+    out = (q * since_start) @ states + ((q @ k.mT) * between) @ writes
     out = out.permute(1, 0, 4, 2, 3, 5).reshape(b, -1, heads * group, out.shape[-1])
     return out[:, :s].to(input_dtype), last.unflatten(0, (b, -1))
 
@@ -159,8 +159,8 @@ def _document_masks(
 
     Returns:
         `[n, b, 1, 1, c, c]` (or `[c, c]`): the second token isn't after the first one, and in its
-        document. `[n, b, 1, 1, c, 1]` each: the token's document began before its chunk, and lasts
-        until the chunk's end.
+        document. `[n, b, 1, 1, c, 1]` each: the token's document began before its chunk, and
+        continues until the chunk's end.
     """
     causal = torch.ones(size, size, dtype=torch.bool, device=device).tril()
     if documents is None:
@@ -182,9 +182,9 @@ def chunk_states(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The recurrence of the chunked rule, from chunk to chunk:
 
-        stored_i = values_i - reads_i S_i        S_i+1 = decay_i S_i + keys_i^T stored_i
+        writes_i = values_i - reads_i S_i        S_i+1 = decay_i S_i + keys_i^T writes_i
 
-    An operator of its own, because the compiler would unroll the loop.
+    A custom operator, because the compiler would unroll the loop.
 
     Args:
         reads, keys: `[n, heads, c, d]`.
@@ -193,17 +193,16 @@ def chunk_states(
         state: `[heads, d, e]`, S_0.
 
     Returns:
-        The state before each chunk `[n, heads, d, e]`, `stored` `[n, heads, c, e]`, and the state
+        The state before each chunk `[n, heads, d, e]`, `writes` `[n, heads, c, e]`, and the state
         after the last chunk `[heads, d, e]`.
     """
-    states, stored, _ = _allocate(values, decay, state)
+    states, writes, _ = _allocate(values, decay, state)
     state = state.contiguous()
     for i in range(len(decay)):
         states[i] = state
-        torch.baddbmm(values[i], reads[i], state, alpha=-1, out=stored[i])
-        decayed = state * decay[i, :, None, None]
-        state = decayed.baddbmm_(keys[i].mT, stored[i])
-    return states, stored, state
+        torch.baddbmm(values[i], reads[i], state, alpha=-1, out=writes[i])
+        state = (state * decay[i, :, None, None]).baddbmm_(keys[i].mT, writes[i])
+    return states, writes, state
 
 
 @chunk_states.register_fake
@@ -214,7 +213,7 @@ def _(
 
 
 def _allocate(values: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Contiguous, whatever the inputs are: the compiler relies on the strides."""
+    """Tensors for the results, contiguous whatever the inputs are: the compiler relies on it."""
     states = state.new_empty(len(decay), *state.shape)
     return states, values.new_empty(values.shape), state.new_empty(state.shape)
 
@@ -222,22 +221,22 @@ def _allocate(values: Tensor, decay: Tensor, state: Tensor) -> tuple[Tensor, Ten
 @torch.library.custom_op("torchtitan::chunk_states_backward", mutates_args=())
 def chunk_states_backward(
     grad_states: Tensor,
-    grad_stored: Tensor,
+    grad_writes: Tensor,
     grad_last: Tensor,
     reads: Tensor,
     keys: Tensor,
     decay: Tensor,
     states: Tensor,
-    stored: Tensor,
+    writes: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of `chunk_states`, from the last chunk to the first."""
-    grad_values = stored.new_empty(stored.shape)
+    grad_values = writes.new_empty(writes.shape)
     grad_keys = keys.new_empty(keys.shape)
     grad_decay = decay.new_empty(decay.shape)
     after = grad_last.contiguous()
     for i in reversed(range(len(decay))):
-        torch.baddbmm(grad_stored[i], keys[i], after, out=grad_values[i])
-        torch.bmm(stored[i], after.mT, out=grad_keys[i])
+        torch.baddbmm(grad_writes[i], keys[i], after, out=grad_values[i])
+        torch.bmm(writes[i], after.mT, out=grad_keys[i])
         grad_decay[i] = torch.linalg.vecdot(states[i].flatten(1), after.flatten(1))
         before = (after * decay[i, :, None, None]).add_(grad_states[i])
         after = before.baddbmm_(reads[i].mT, grad_values[i], alpha=-1)
@@ -250,15 +249,15 @@ def chunk_states_backward(
 @chunk_states_backward.register_fake
 def _(
     grad_states: Tensor,
-    grad_stored: Tensor,
+    grad_writes: Tensor,
     grad_last: Tensor,
     reads: Tensor,
     keys: Tensor,
     decay: Tensor,
     states: Tensor,
-    stored: Tensor,
+    writes: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    like = (reads, stored, keys, decay, grad_last)
+    like = (reads, writes, keys, decay, grad_last)
     grad_reads, grad_values, grad_keys, grad_decay, grad_state = (
         x.new_empty(x.shape) for x in like
     )
@@ -267,14 +266,14 @@ def _(
 
 def _save_states(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     reads, _, keys, decay, _ = inputs
-    states, stored, _ = output
-    ctx.save_for_backward(reads, keys, decay, states, stored)
+    states, writes, _ = output
+    ctx.save_for_backward(reads, keys, decay, states, writes)
 
 
 def _differentiate_states(
-    ctx: Any, grad_states: Tensor, grad_stored: Tensor, grad_last: Tensor
+    ctx: Any, grad_states: Tensor, grad_writes: Tensor, grad_last: Tensor
 ) -> tuple[Tensor, ...]:
-    return chunk_states_backward(grad_states, grad_stored, grad_last, *ctx.saved_tensors)
+    return chunk_states_backward(grad_states, grad_writes, grad_last, *ctx.saved_tensors)
 
 
 chunk_states.register_autograd(_differentiate_states, setup_context=_save_states)
@@ -288,10 +287,10 @@ def _flops(reads: Any, values: Any, *_: Any, out_shape: Any = None, **__: Any) -
 
 @register_flop_formula(torch.ops.torchtitan.chunk_states_backward)
 def _backward_flops(
-    grad_states: Any, grad_stored: Any, *_: Any, out_shape: Any = None, **__: Any
+    grad_states: Any, grad_writes: Any, *_: Any, out_shape: Any = None, **__: Any
 ) -> int:
     chunks, heads, d, e = grad_states
-    return 2 * 4 * chunks * heads * grad_stored[2] * d * e
+    return 2 * 4 * chunks * heads * grad_writes[2] * d * e
 
 
 def _system_flops(system: Any, right: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:

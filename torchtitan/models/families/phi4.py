@@ -14,7 +14,7 @@ from torchtitan.models.hf_names import HFNames, HFSlice
 
 
 class _PlainRope(Rope):
-    """transformers takes other types for `longrope`, with a factor for each feature."""
+    """transformers reads other types as `longrope`, with a factor for each feature."""
 
     rope_type: Literal["default"] | None = None
 

@@ -1,4 +1,4 @@
-"""What the files of a Hugging Face folder say twice: one value, or an error that names both places.
+"""Values that a Hugging Face folder has in two places: one value, or an error naming both places.
 Imports no torch.
 """
 
@@ -12,54 +12,54 @@ _SYNONYMS = (
     ("num_experts_per_tok", "experts_per_token"),
     ("num_nextn_predict_layers", "num_mtp_layers"),
 )
-"""Keys of which classes in transformers read one as the other, or that publishers give twice."""
+"""Names of the same key: transformers reads one as the other, or publishers write both."""
 
 
-def one_value(given: Mapping[str, Any]) -> Any:
-    """The value of several places, or None.
+def common_value(values: Mapping[str, Any]) -> Any:
+    """The value that all places agree on; None if no place has one.
 
     Args:
-        given: the value of each place, None where it gives none.
+        values: the value in each place, None if absent.
 
     Raises:
         ValueError: two values differ.
     """
-    stated = {place: value for place, value in given.items() if value is not None}
-    for place, value in stated.items():
-        first = next(iter(stated))
-        if value != stated[first]:
+    settings = {place: value for place, value in values.items() if value is not None}
+    for place, value in settings.items():
+        first = next(iter(settings))
+        if value != settings[first]:
             raise ValueError(
-                f"{first} is {brief(stated[first])}, but {place} is {brief(value)}: they must be "
+                f"{first} is {brief(settings[first])}, but {place} is {brief(value)}: they must be "
                 "the same; remove the wrong one"
             )
-    return next(iter(stated.values()), None)
+    return next(iter(settings.values()), None)
 
 
 def with_text_config(config: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
     """The settings of the text model, which a model with a vision tower has in its `text_config`.
 
     Args:
-        keys: those that may not contradict the outer ones.
+        keys: keys that may not contradict the outer ones.
 
     Raises:
-        ValueError: one does.
+        ValueError: one of them does.
     """
     text = config.get("text_config")
     if not isinstance(text, dict):
         return config
     for key in keys & config.keys() & text.keys():
-        one_value({key: config[key], f"text_config.{key}": text[key]})
+        common_value({key: config[key], f"text_config.{key}": text[key]})
     return config | text
 
 
-def with_one_name(config: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """The settings of `keys`, under those names.
+def with_usual_names(config: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    """The configuration with the values of synonyms of `keys` under the names in `keys`.
 
     Raises:
-        ValueError: another name of one of them has another value.
+        ValueError: two names of a key have different values.
     """
     for group in _SYNONYMS:
         key = next((name for name in group if name in keys), None)
-        if key and (value := one_value({name: config.get(name) for name in group})) is not None:
+        if key and (value := common_value({name: config.get(name) for name in group})) is not None:
             config = config | {key: value}
     return config

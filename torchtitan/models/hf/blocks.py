@@ -77,7 +77,7 @@ def _with_copies(name: str, copies: list[str]) -> str | HFSlice:
 
 def _within(prefix: str, theirs: Theirs) -> Theirs:
     if isinstance(theirs, list):
-        return [_within(prefix, each) for each in theirs]  # type: ignore[return-value]
+        return [_within(prefix, name) for name in theirs]  # type: ignore[return-value]
     if isinstance(theirs, HFSlice):
         copies = tuple(prefix + name for name in theirs.copies)
         return replace(theirs, name=prefix + theirs.name, copies=copies)
@@ -100,7 +100,7 @@ def block_names(args: DecoderArgs, layer: int) -> HFNames:
 
 
 def feed_forward_names(args: DecoderArgs, ours: str, theirs: str) -> HFNames:
-    """Names of the weights of the feed-forward network that is `ours` here and `theirs` there."""
+    """Names of the weights of the feed-forward network that we call `ours`, and they `theirs`."""
     ends = ("weight", "bias") if args.ffn_bias else ("weight",)
     return {
         f"{ours}.{our}.{end}": f"{theirs}.{their}.{end}"

@@ -1,8 +1,8 @@
-"""`config.json` of Hugging Face's decoders, to and from `DecoderArgs`: every key, and how each
-layer is called. Imports no torch.
+"""`config.json` of Hugging Face's decoders, to and from `DecoderArgs`: every key, and the kind of
+each layer. Imports no torch.
 
-`HFConfig` has the keys that most classes share; those of `windows.py` add keys for layers with a
-window. A family subclasses one of them.
+`HFConfig` has the keys that most classes share; the classes of `windows.py` add keys for layers
+with a window. A family subclasses one of them.
 """
 
 import re
@@ -14,10 +14,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, PlainSerializer
 from torchtitan.config.load.messages import explain_value
 from torchtitan.config.types import Layers
 from torchtitan.models.args import DecoderArgs, LayerKind, unused
-from torchtitan.models.hf.agreement import with_one_name, with_text_config
+from torchtitan.models.hf.agreement import with_text_config, with_usual_names
 from torchtitan.models.hf.blocks import block_names, decoder_names
 from torchtitan.models.hf.quantization import check_quantization
-from torchtitan.models.hf.rope import Rope, agreed, write_scaling
+from torchtitan.models.hf.rope import Rope, merge_ropes, write_scaling
 from torchtitan.models.hf_names import HFNames
 from torchtitan.models.spec import HFMap
 from torchtitan.utils.errors import ConfigError
@@ -57,8 +57,8 @@ def _read_types(value: Any) -> Any:
         raise ValueError(f"got {brief(value)}, must be a list with the type of each layer")
     for name in value:
         if not isinstance(name, str) or name not in _KIND_OF_TYPE:
-            known = ", ".join(repr(kind) for kind in _KIND_OF_TYPE)
-            raise ValueError(f"got {brief(name)}, must be one of {known}")
+            types = ", ".join(repr(kind) for kind in _KIND_OF_TYPE)
+            raise ValueError(f"got {brief(name)}, must be one of {types}")
     return tuple(_KIND_OF_TYPE[name] for name in value)
 
 
@@ -108,7 +108,7 @@ class HFConfig(BaseModel):
     ignored: ClassVar[tuple[str, ...]] = ()
     """Patterns (`fnmatch`) of tensors in folders of this class that these models don't have."""
     explicit_head_size: ClassVar[bool] = False
-    """Whether the size of a head is its own setting even where it equals `dim / n_heads`."""
+    """Whether the size of a head is a separate setting even where it equals `dim / n_heads`."""
     partial_rope: ClassVar[bool] = False
     """Whether RoPE can rotate only some features of each head (`partial_rotary_factor`)."""
     kinds: ClassVar[tuple[LayerKind, ...]] = ("full", "window")
@@ -169,16 +169,16 @@ class HFConfig(BaseModel):
         """Every hyper-parameter, including a subclass's, with the value that transformers uses
         after an export, which differs from ours where `config.json` has no key for it.
         """
-        exported = cls.read(cls.write(args, "float32"))
-        exported_values = effective_values(exported)
-        used = effective_values(args)
+        export = cls.read(cls.write(args, "float32"))
+        theirs = effective_values(export)
+        ours = effective_values(args)
         fixed = {}
         for name, field in type(args).model_fields.items():
             value = getattr(args, name)
-            preserved = getattr(exported, name, field.default)
-            known = name in exported_values or name not in type(exported).model_fields
-            lost = name in used and known and used[name] != exported_values.get(name, preserved)
-            fixed[name] = preserved if lost else value
+            export_value = getattr(export, name, field.default)
+            matters = name in theirs or name not in type(export).model_fields
+            differs = name in ours and matters and ours[name] != theirs.get(name, export_value)
+            fixed[name] = export_value if differs else value
         return fixed
 
     @classmethod
@@ -193,7 +193,7 @@ class HFConfig(BaseModel):
         }
         values["head_dim"] = args.head_dim
         if not args.n_experts and "num_local_experts" in cls.model_fields:
-            # All their layers have experts: a dense model isn't theirs.
+            # All layers of these classes have experts, so they can't express a dense model.
             values |= {"num_local_experts": 1, "num_experts_per_tok": 1}
         return {
             "architectures": [cls.architecture],
@@ -210,8 +210,8 @@ class HFConfig(BaseModel):
         """Keys for the differences between layers."""
         keys: dict[str, Any] = {}
         if "layer_types" in cls.model_fields:
-            known = (kind if kind in cls.kinds else "full" for kind in all_kinds(args))
-            keys["layer_types"] = [layer_type(kind) for kind in known]
+            kinds = (kind if kind in cls.kinds else "full" for kind in all_kinds(args))
+            keys["layer_types"] = [layer_type(kind) for kind in kinds]
         if "sliding_window" in cls.model_fields:
             keys["sliding_window"] = args.window if "window" in args.kinds else None
             if "layer_types" in keys:  # transformers builds the mask, used or not
@@ -244,7 +244,7 @@ class HFConfig(BaseModel):
             )
         keys = cls.model_fields.keys()
         try:
-            config = with_one_name(with_text_config(config, keys), keys)
+            config = with_usual_names(with_text_config(config, keys), keys)
             return DecoderArgs(**cls.model_validate(config).hyper_parameters())
         except ValidationError as error:
             names = _KEYS | dict(cls.keys) | _LAYER_KEYS
@@ -258,7 +258,7 @@ class HFConfig(BaseModel):
         """Arguments of `DecoderArgs`.
 
         Raises:
-            ValueError: it has no such models. The message names the key.
+            ValueError: `DecoderArgs` can't represent it. The message names the key.
         """
         fields = DecoderArgs.model_fields
         values = {name: getattr(type(self), name) for name in fields if hasattr(type(self), name)}
@@ -295,15 +295,15 @@ class HFConfig(BaseModel):
         types: Sequence[LayerKind] | None = getattr(self, "layer_types", None)
         if types is None:
             return self.periodic_kinds()
-        if unsupported := [kind for kind in types if kind not in self.kinds]:
-            known = ", ".join(repr(layer_type(kind)) for kind in self.kinds)
+        if foreign := [kind for kind in types if kind not in self.kinds]:
+            choices = ", ".join(repr(layer_type(kind)) for kind in self.kinds)
             raise ValueError(
-                f"layer_types: got {layer_type(unsupported[0])!r}, must be one of {known}"
+                f"layer_types: got {layer_type(foreign[0])!r}, must be one of {choices}"
             )
         period = "sliding_window_pattern"
         if period in self.model_fields_set and list(types) != list(self.periodic_kinds()):
-            stated = getattr(self, period)
-            raise ValueError(f"layer_types contradicts {period} {stated}; remove the wrong one")
+            every = getattr(self, period)
+            raise ValueError(f"layer_types contradicts {period} {every}; remove the wrong one")
         return types
 
     def periodic_kinds(self) -> Sequence[LayerKind]:
@@ -317,14 +317,14 @@ class HFConfig(BaseModel):
         Raises:
             ValueError: two keys contradict each other.
         """
-        # transformers takes an empty rope_scaling for none
+        # transformers ignores an empty rope_scaling
         empty = self.rope_scaling is not None and not self.rope_scaling.model_fields_set
         scaling = None if empty else self.rope_scaling
         ropes = {"rope_scaling": scaling, "rope_parameters": self.rope_parameters}
         if scaling is None and self.rope_parameters is None:
             ropes = {"": self.default_rope}
         names = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-        return agreed(
+        return merge_ropes(
             ropes, {name: getattr(self, name) for name in names if name in self.model_fields_set}
         )
 

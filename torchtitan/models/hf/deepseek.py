@@ -1,5 +1,5 @@
-"""`config.json` and weights that DeepSeek's classes in Hugging Face's transformers, and those built
-like them, have in common. Imports no torch.
+"""`config.json` and weights that DeepSeek's classes in Hugging Face's transformers, and classes
+built like them, have in common. Imports no torch.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ class SharedExpertsConfig(HFConfig):
     }
     ignored: ClassVar[tuple[str, ...]] = (
         "model.layers.{n_layers}.*",
-    )  # predicts further tokens, if that isn't trained
+    )  # the module that predicts further tokens, unless it is trained
     has_router_bias: ClassVar[bool] = True
     """Whether the folders have the biases that balance the experts."""
 
@@ -90,7 +90,7 @@ class SharedExpertsConfig(HFConfig):
 
 
 class LatentConfig(SharedExpertsConfig):
-    """Keys of latent attention, besides those of the experts."""
+    """Keys of latent attention, besides the experts' keys."""
 
     keys: ClassVar[Mapping[str, str]] = {
         **SharedExpertsConfig.keys,
@@ -120,7 +120,7 @@ class LatentConfig(SharedExpertsConfig):
     def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
         config = super().write(args, dtype)
         del config["head_dim"]  # transformers derives it: the features with positions
-        if not args.kv_lora_rank:  # they have no other attention: write the defaults
+        if not args.kv_lora_rank:  # these classes have no other attention: write the defaults
             defaults = {key: cls.model_fields[key].default for key in _HEAD_KEYS}
             return config | defaults | {"num_key_value_heads": args.n_heads}
         return config | {

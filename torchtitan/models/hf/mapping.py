@@ -1,5 +1,5 @@
-"""Which models can be exchanged with transformers, under which names. Imports torch only for models
-that can't.
+"""Exchange of models with transformers: whether they can be expressed there, and the names of their
+weights. Imports torch only for models that can't.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NO_CLASS = (
 
 
 def export_problems(spec: ModelSpec, args: ModelArgs) -> list[str]:
-    """Why Hugging Face's class of the family can't express a model; empty if it can.
+    """Reasons why Hugging Face's class of the family can't express a model; empty if it can.
 
     Args:
         args: the model's hyper-parameters.
@@ -45,13 +45,13 @@ def export_problems(spec: ModelSpec, args: ModelArgs) -> list[str]:
     kind = spec.hf.model_type
     return [
         f"model.overrides.{name}: Hugging Face's {kind} has no such setting and computes with "
-        f"{_shown(only)}, this model with {_shown(getattr(args, name))}"
+        f"{_show(only)}, this model with {_show(getattr(args, name))}"
         f"{_other_families(spec, args)}"
         for name, only in _differing(spec.hf, args).items()
     ]
 
 
-def described_otherwise(args: ModelArgs, other: ModelArgs) -> dict[str, str]:
+def differing_settings(args: ModelArgs, other: ModelArgs) -> dict[str, str]:
     """The hyper-parameters by which two models of a family differ, each as the setting that makes
     `args` like `other`. The length of rows and modules that only train may differ.
     """
@@ -60,7 +60,7 @@ def described_otherwise(args: ModelArgs, other: ModelArgs) -> dict[str, str]:
         for each in (args, other)
     )
     return {
-        name: f"{name} = {_shown(getattr(other, name))}"
+        name: f"{name} = {_show(getattr(other, name))}"
         for name, value in theirs.items()
         if name not in ("max_seq_len", "n_mtp")
         and hasattr(args, name)
@@ -73,7 +73,7 @@ def _differing(hf: HFMap, args: ModelArgs) -> Mapping[str, Any]:
 
 
 def _other_families(spec: ModelSpec, args: ModelArgs) -> str:
-    """Advice that names families of the same code whose class in transformers can express the
+    """Advice that names families with the same code whose class in transformers can express the
     model.
     """
     able = []
@@ -91,7 +91,7 @@ def _other_families(spec: ModelSpec, args: ModelArgs) -> str:
     )
 
 
-def _shown(value: Any) -> str:
+def _show(value: Any) -> str:
     if isinstance(value, BaseModel):
         value = value.model_dump(exclude_none=True)
     return '"none"' if value is None else to_toml_value(value)

@@ -11,7 +11,7 @@ from torchtitan.utils.wording import brief
 
 @dataclass(frozen=True)
 class Quantization:
-    """How the weights of a folder are quantized. They are dequantized to bfloat16 on reading."""
+    """The quantization of a folder's weights, which are dequantized to bfloat16 on reading."""
 
     method: Literal["fp8", "mxfp4"]
     """
@@ -22,78 +22,82 @@ class Quantization:
     """Rows and columns of a block of fp8."""
 
 
-def read_quantization(stated: Any) -> Quantization | None:
+def read_quantization(section: Any) -> Quantization | None:
     """The `quantization_config` of a `config.json`.
 
     Raises:
-        ValueError: the kind can't be read. The message says what to do.
+        ValueError: the kind can't be read. The message has the remedy.
     """
-    if stated is None:
+    if section is None:
         return None
-    method = stated.get("quant_method") if isinstance(stated, dict) else None
+    method = section.get("quant_method") if isinstance(section, dict) else None
     if method == "mxfp4":
         return Quantization("mxfp4")
     if method != "fp8":
-        raise ValueError(f"{_kind(stated)} can't be read. {_WHAT_TO_DO}")
-    block = stated.get("weight_block_size", [128, 128])
+        raise ValueError(f"{_kind(section)} can't be read. {_WHAT_TO_DO}")
+    block = section.get("weight_block_size", [128, 128])
     sizes = block if isinstance(block, list | tuple) else []
     if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
         raise ValueError(f"fp8 with weight_block_size {brief(block)} can't be read. {_WHAT_TO_DO}")
-    if stated.get("fmt", "e4m3") != "e4m3" or stated.get("expert_dtype", "fp8") != "fp8":
-        raise ValueError(f"fp8 other than e4m3 can't be read: {brief(stated)}. {_WHAT_TO_DO}")
+    if section.get("fmt", "e4m3") != "e4m3" or section.get("expert_dtype", "fp8") != "fp8":
+        raise ValueError(f"fp8 other than e4m3 can't be read: {brief(section)}. {_WHAT_TO_DO}")
     return Quantization("fp8", (sizes[0], sizes[1]))
 
 
-def _kind(stated: Any) -> str:
-    """Describe weights that can't be read. compressed-tensors states the bits of INT4 for each
-    group of layers.
+def _kind(section: Any) -> str:
+    """Describe weights that can't be read. compressed-tensors has the bits of INT4 for each group
+    of layers.
     """
-    if not isinstance(stated, dict) or "quant_method" not in stated:
-        return f"{brief(stated)}, which names no quant_method,"
-    groups = stated.get("config_groups")
+    if not isinstance(section, dict) or "quant_method" not in section:
+        return f"{brief(section)}, which names no quant_method,"
+    groups = section.get("config_groups")
     first = next(iter(groups.values()), None) if isinstance(groups, dict) else None
     weights = first.get("weights") if isinstance(first, dict) else None
-    bits = stated.get("bits")
+    bits = section.get("bits")
     kind = "int"
     if isinstance(weights, dict):
         bits = weights.get("num_bits")
         kind = weights.get("type", kind)
     format_of = f"{str(kind)[:8].upper()}{bits} " if type(bits) is int else ""
-    return f"{format_of}weights of quant_method {brief(stated['quant_method'])}"
+    return f"{format_of}weights of quant_method {brief(section['quant_method'])}"
 
 
 QUANTIZER_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files beside `config.json` in which NVIDIA's ModelOpt, GPTQ and AWQ describe their weights."""
 
 
-def check_quantizer_file(name: str, stated: Mapping[str, Any], known: Quantization | None) -> None:
-    """Compare a quantizer's own file with `config.json`.
+def check_quantizer_file(
+    name: str, contents: Mapping[str, Any], quantization: Quantization | None
+) -> None:
+    """Compare a quantizer's file with `config.json`.
 
     Args:
-        known: what `config.json` says.
+        quantization: from `config.json`.
 
     Raises:
-        ValueError: the file says that the weights are quantized, and `config.json` doesn't.
+        ValueError: the weights are quantized according to the file, but not to `config.json`.
     """
-    about = stated.get("quantization", stated)
-    algorithm = about.get("quant_algo") if isinstance(about, dict) else None
-    if name == "hf_quant_config.json" and isinstance(about, dict) and algorithm is None:
-        return  # of the cache alone
-    if known and isinstance(algorithm, str) and known.method in algorithm.lower():
+    details = contents.get("quantization", contents)
+    algorithm = details.get("quant_algo") if isinstance(details, dict) else None
+    if name == "hf_quant_config.json" and isinstance(details, dict) and algorithm is None:
+        return  # only the cache is quantized
+    if quantization and isinstance(algorithm, str) and quantization.method in algorithm.lower():
         return
-    kind = algorithm or about
-    says = f"config.json says {known.method}" if known else "config.json says nothing of it"
-    raise ValueError(f"weights quantized as {brief(kind)} can't be read, and {says}. {_WHAT_TO_DO}")
+    method = quantization.method if quantization else "nothing of it"
+    raise ValueError(
+        f"weights quantized as {brief(algorithm or details)} can't be read, and config.json says "
+        f"{method}. {_WHAT_TO_DO}"
+    )
 
 
-def check_quantization(stated: Any) -> Any:
-    """`stated`, if `read_quantization` can read it.
+def check_quantization(section: Any) -> Any:
+    """`section`, if `read_quantization` can read it.
 
     Raises:
         ValueError: it can't.
     """
-    read_quantization(stated)
-    return stated
+    read_quantization(section)
+    return section
 
 
 _WHAT_TO_DO = (

@@ -37,6 +37,6 @@ class SharedExpertConfig(ExpertsConfig):
 
     @classmethod
     def write(cls, args: DecoderArgs, dtype: str) -> dict[str, Any]:
-        # They always share an expert: without one, the model isn't theirs.
+        # These classes always have a shared expert; they can't express a model without one.
         shared = args.shared_expert_dim or args.expert_dim
         return super().write(args, dtype) | {"shared_expert_intermediate_size": shared}

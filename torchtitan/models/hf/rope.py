@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel, model_validator
 
-from torchtitan.models.hf.agreement import one_value
+from torchtitan.models.hf.agreement import common_value
 from torchtitan.models.rope_scaling import AnyScaling, LinearScaling, RopeScaling, YarnScaling
 
 _SCALINGS: dict[str, type[RopeScaling | YarnScaling | LinearScaling]] = {
@@ -41,10 +41,10 @@ class Rope(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _one_type(cls, values: Any) -> Any:
+    def _merge_types(cls, values: Any) -> Any:
         if not isinstance(values, dict) or "type" not in values:
             return values
-        kind = one_value({name: values.get(name) for name in ("rope_type", "type")})
+        kind = common_value({name: values.get(name) for name in ("rope_type", "type")})
         return {name: value for name, value in values.items() if name != "type"} | {
             "rope_type": kind
         }
@@ -56,7 +56,7 @@ class Rope(BaseModel):
     def scaling(self, max_seq_len: int) -> AnyScaling | None:
         """
         Args:
-            max_seq_len: `max_position_embeddings`, YaRN's original length where none is given.
+            max_seq_len: `max_position_embeddings`, the default of YaRN's original length.
 
         Raises:
             ValueError: the type is unknown, or a key is missing.
@@ -65,9 +65,9 @@ class Rope(BaseModel):
             return None
         scaling = _SCALINGS.get(self.kind)
         if scaling is None:
-            known = ", ".join(repr(kind) for kind in _SCALINGS)
+            choices = ", ".join(repr(kind) for kind in _SCALINGS)
             raise ValueError(
-                f"RoPE scaling of type {self.kind[:40]!r}, must be one of {known}, or none"
+                f"RoPE scaling of type {self.kind[:40]!r}, must be one of {choices}, or none"
             )
         values: dict[str, Any] = {"type": self.kind}
         for name in scaling.model_fields.keys() - {"type"}:
@@ -76,18 +76,18 @@ class Rope(BaseModel):
                 values[name] = value
         if self.kind == "yarn":
             values.setdefault("original_max_seq_len", max_seq_len)
-        needed = {"factor"} if self.kind == "yarn" else scaling.model_fields.keys() - {"type"}
-        if needed - values.keys():
+        factors = {"factor"} if self.kind == "yarn" else scaling.model_fields.keys() - {"type"}
+        if factors - values.keys():
             raise ValueError(f"RoPE scaling of type {self.kind!r} lacks some of its factors")
         return scaling.model_validate(values)
 
 
-def agreed(ropes: Mapping[str, Rope | None], outer: Mapping[str, Any]) -> Rope:
-    """RoPE's settings from all places of a `config.json` that give some.
+def merge_ropes(ropes: Mapping[str, Rope | None], outer: Mapping[str, Any]) -> Rope:
+    """RoPE's settings from all places of a `config.json`.
 
     Args:
-        ropes: by their key.
-        outer: the keys that give one setting, under its name.
+        ropes: settings by their key.
+        outer: keys outside of `ropes` for single settings.
 
     Raises:
         ValueError: two places contradict each other.
@@ -95,8 +95,8 @@ def agreed(ropes: Mapping[str, Rope | None], outer: Mapping[str, Any]) -> Rope:
     settings = {key: rope.model_dump() for key, rope in ropes.items() if rope is not None}
     values = {}
     for name in Rope.model_fields:
-        places = {f"{key}.{name}": values[name] for key, values in settings.items()}
-        values[name] = one_value({name: outer.get(name)} | places)
+        nested = {f"{key}.{name}": values[name] for key, values in settings.items()}
+        values[name] = common_value({name: outer.get(name)} | nested)
     return Rope(**values)
 
 

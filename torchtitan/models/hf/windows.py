@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 from pydantic import BaseModel
 
 from torchtitan.models.args import DecoderArgs, LayerKind
-from torchtitan.models.hf.agreement import one_value
+from torchtitan.models.hf.agreement import common_value
 from torchtitan.models.hf.config import HFConfig, LayerTypes, all_kinds
-from torchtitan.models.hf.rope import Rope, agreed, write_scaling
+from torchtitan.models.hf.rope import Rope, merge_ropes, write_scaling
 
 
 class OneWindow(HFConfig):
@@ -63,21 +63,21 @@ class LayerRopes(BaseModel):
 
 
 class RopeByLayer(HFConfig):
-    """Classes whose layers with a window have rotary positions of their own.
+    """Classes whose layers with a window have separate rotary positions.
 
     transformers 5 has `rope_parameters` by kind of layer. Version 4 has `rope_theta` and
-    `rope_scaling` of layers with full attention; those with a window are never scaled.
+    `rope_scaling` of layers with full attention; layers with a window are never scaled.
     """
 
     default_window_theta: ClassVar[float]
-    """RoPE's base in layers with a window where `config.json` gives none."""
+    """RoPE's base in layers with a window if `config.json` has none."""
 
     rope_parameters: LayerRopes | None = None  # type: ignore[assignment]
 
     def ropes(self) -> dict[str, Any]:
         by_layer = self.rope_parameters or LayerRopes()
         key = "rope_parameters.sliding_attention"
-        full = agreed(
+        full = merge_ropes(
             {
                 "rope_scaling": self.rope_scaling,
                 "rope_parameters.full_attention": by_layer.full_attention,
@@ -85,16 +85,16 @@ class RopeByLayer(HFConfig):
             {"rope_theta": self.rope_theta},
         )
         window = by_layer.sliding_attention
-        window_theta = one_value(
+        window_theta = common_value(
             {
                 "rope_local_base_freq": getattr(self, "rope_local_base_freq", None),
                 f"{key}.rope_theta": window.rope_theta,
             }
         )
         for rope in (full, window):
-            if rope.truncate is False:  # it looks for the key beside the kinds of layers
+            if rope.truncate is False:  # transformers 5 looks for it beside the kinds of layers
                 raise ValueError("truncate of YaRN must be true: transformers 5 doesn't read it")
-            if one_value({"": rope.partial_rotary_factor}) not in (None, 1):
+            if common_value({"": rope.partial_rotary_factor}) not in (None, 1):
                 raise ValueError("partial_rotary_factor must be 1: RoPE of whole heads")
         theta = full.rope_theta or self.default_theta
         scaling = full.scaling(self.max_position_embeddings)

@@ -1,4 +1,4 @@
-"""Parameters and linear layers that tensor parallelism gives a style of their own.
+"""Parameters and linear layers with a separate style of tensor parallelism.
 
 Shapes: b batch, s sequence.
 """
@@ -12,7 +12,7 @@ class PerHead(nn.Module):
     """A parameter with an entry, or some entries, for each head: `forward() -> [heads, ...]`.
 
     It is a module so that tensor parallelism can give it a style, `PER_HEAD`: each rank then holds
-    and returns the entries of its own heads.
+    and returns its heads' entries.
     """
 
     def __init__(self, *shape: int):
@@ -24,9 +24,9 @@ class PerHead(nn.Module):
 
 
 class TokenLinear(nn.Module):
-    """A linear layer whose output heads share: `[b, s, inputs] -> [b, s, outputs]`.
+    """A linear layer whose output all heads share: `[b, s, inputs] -> [b, s, outputs]`.
 
-    Tensor parallelism has each rank apply all of it to its own tokens (style `GATE`).
+    Under tensor parallelism, each rank applies the whole layer to its tokens (style `GATE`).
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False):
@@ -38,5 +38,5 @@ class TokenLinear(nn.Module):
         return self.compute(x, *self.parameters())
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The layer's output, with these in place of its parameters."""
+        """The layer's output with this weight and bias instead of its parameters."""
         return F.linear(x, weight, bias)

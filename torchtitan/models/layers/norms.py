@@ -25,8 +25,8 @@ class RMSNorm(nn.RMSNorm):
     """RMSNorm (Zhang & Sennrich, arXiv:1910.07467) over the last dimension, with a weight.
 
     torch has a fused kernel on CUDA. On the CPU it runs several operations, each of which keeps its
-    input for the backward, in fp32; in eager mode, this one keeps its input and one number per row,
-    and makes fewer passes.
+    input for the backward, in fp32. This class, in eager mode, keeps only the norm's input and one
+    number per row, and makes fewer passes.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,14 +53,14 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        kinds = x.dtype, weight.dtype
+        dtypes = x.dtype, weight.dtype
         x, weight, gradient = x.float(), weight.float(), gradient.float()
         normal = x * scale
         products = gradient * normal
         # The normalization removes the gradient's component along the input.
         along = (products @ weight).unsqueeze(-1).div_(x.shape[-1])
         grad_x = (gradient * weight).addcmul_(normal, along, value=-1).mul_(scale)
-        return grad_x.to(kinds[0]), products.flatten(0, -2).sum(0).to(kinds[1]), None
+        return grad_x.to(dtypes[0]), products.flatten(0, -2).sum(0).to(dtypes[1]), None
 
 
 class OffsetRMSNorm(RMSNorm):

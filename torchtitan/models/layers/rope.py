@@ -70,8 +70,8 @@ def _scale_by_yarn(freqs: Tensor, theta: float, scaling: YarnScaling) -> Tensor:
     last = min(last, dim - 1)
     if first == last:  # as where the two betas are equal
         last += 0.001
-    divided = ((torch.arange(len(freqs)) - first) / (last - first)).clamp(0, 1)
-    return freqs * (1 - divided) + freqs / scaling.factor * divided
+    weight = ((torch.arange(len(freqs)) - first) / (last - first)).clamp(0, 1)
+    return freqs * (1 - weight) + freqs / scaling.factor * weight
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -85,19 +85,19 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
             second ones: an order of features that cancels in the products of queries and keys.
     """
     size = cos.shape[-1]
-    unrotated = x[..., size:]
-    rotated = x[..., :size].float()
+    remainder = x[..., size:]
+    features = x[..., :size].float()
     if interleaved:
-        rotated = rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        features = features.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    if runs_eagerly(rotated):
-        out = _Rotation.apply(rotated, cos, sin)
+    if runs_eagerly(features):
+        out = _Rotation.apply(features, cos, sin)
     else:
-        first, second = rotated.chunk(2, dim=-1)
-        turned = torch.cat((-second, first), dim=-1)
-        out = rotated * cos + turned * sin
+        first, second = features.chunk(2, dim=-1)
+        quarter_turn = torch.cat((-second, first), dim=-1)
+        out = features * cos + quarter_turn * sin
     out = out.type_as(x)
-    return torch.cat((out, unrotated), dim=-1) if unrotated.shape[-1] else out
+    return torch.cat((out, remainder), dim=-1) if remainder.shape[-1] else out
 
 
 class _Rotation(torch.autograd.Function):
@@ -124,7 +124,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
     """
     out = x * cos
     first, second = out.chunk(2, dim=-1)
-    crossed = (x * sin).chunk(2, dim=-1)
-    first.sub_(crossed[1], alpha=direction)
-    second.add_(crossed[0], alpha=direction)
+    products = (x * sin).chunk(2, dim=-1)
+    first.sub_(products[1], alpha=direction)
+    second.add_(products[0], alpha=direction)
     return out

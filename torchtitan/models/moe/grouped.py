@@ -2,8 +2,8 @@
 operations that activation checkpointing, the compiler, FLOP counters and the planner see by name.
 
 On CUDA they are torch's `grouped_mm`: one kernel for all groups. On the CPU a loop over the groups
-takes 2.6 times less time than torch's operation. That one also has no fake kernel for fp32 before
-torch 2.14, and counts no FLOPs.
+is 2.6 times as fast as torch's operation, which also has no fake kernel for fp32 before torch 2.14,
+and counts no FLOPs.
 """
 
 from typing import Any
@@ -43,19 +43,19 @@ def _grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool = F
 
 
 @torch.library.custom_op("torchtitan::grouped_outer", mutates_args=())
-def _grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+def _grouped_outer(columns: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     """The product, for each group, of its columns `[m, n]^T` and rows `[n, k]`: `[groups, m,
     k]`.
     """
-    if not len(left):
-        return left.new_zeros(len(ends), left.shape[1], right.shape[1])
-    if left.device.type == "cuda":
-        return _without_empty_groups(F.grouped_mm(left.t(), right, offs=ends), ends)
-    out = left.new_empty(len(ends), left.shape[1], right.shape[1])
+    if not len(columns):
+        return columns.new_zeros(len(ends), columns.shape[1], rows.shape[1])
+    if columns.device.type == "cuda":
+        return _without_empty_groups(F.grouped_mm(columns.t(), rows, offs=ends), ends)
+    out = columns.new_empty(len(ends), columns.shape[1], rows.shape[1])
     start = 0
     for i, end in enumerate(ends.tolist()):
         torch.mm(
-            left[start:end].t(), right[start:end], out=out[i]
+            columns[start:end].t(), rows[start:end], out=out[i]
         )  # zeros for a group without rows
         start = end
     return out
@@ -80,8 +80,8 @@ def _(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool = False) -> T
 
 
 @_grouped_outer.register_fake
-def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+def _(columns: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    return columns.new_empty(ends.shape[0], columns.shape[1], rows.shape[1])
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -154,7 +154,7 @@ class _Bias(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (ends,) = ctx.saved_tensors
         gradient = gradient.contiguous()
-        ones = gradient.new_ones(len(gradient), 8)  # as few columns as torch's kernel takes
+        ones = gradient.new_ones(len(gradient), 8)  # torch's kernel needs 8 columns
         grad_bias = torch.ops.torchtitan.grouped_outer(gradient, ones, ends)[:, :, 0]
         return gradient, grad_bias, None
 
@@ -170,5 +170,5 @@ def _flops(rows: Any, weight: Any, *_: Any, out_shape: Any = None, **__: Any) ->
 
 
 @register_flop_formula(torch.ops.torchtitan.grouped_outer)
-def _outer_flops(left: Any, right: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    return 2 * left[0] * left[1] * right[1]
+def _outer_flops(columns: Any, rows: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    return 2 * columns[0] * columns[1] * rows[1]

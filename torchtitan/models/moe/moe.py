@@ -23,8 +23,8 @@ from torchtitan.models.moe.grouped import grouped_bias, grouped_mm, grouped_swig
 from torchtitan.models.moe.router import Gate, Load, Router
 
 
-class Routed(NamedTuple):
-    """Tokens on their way to the experts, or back."""
+class Routing(NamedTuple):
+    """Rows of tokens sorted by expert, and the way back to the tokens."""
 
     rows: Tensor
     """`[n, dim]`, sorted by expert."""
@@ -143,8 +143,8 @@ class Experts(nn.Module):
         replaces.
 
         Args:
-            rows: `[n, dim]`, sorted by expert. Rows after the last end are of none, and their
-                results may be anything.
+            rows: `[n, dim]`, sorted by expert. Rows after the last end have no expert, and their
+                results are undefined.
             ends: `[e]` int32, the index after each expert's last row.
             weights: the module's parameters, in order; under expert parallelism, of this rank's
                 experts.
@@ -152,15 +152,15 @@ class Experts(nn.Module):
         if len(weights) == 3 and self.activation == "swiglu" and self.product is grouped_mm:
             w1, w2, w3 = weights
             return grouped_swiglu(rows, w1, w2, w3, ends=ends)
-        named = {name: w for (name, _), w in zip(self.named_parameters(), weights, strict=True)}
+        by_name = {name: w for (name, _), w in zip(self.named_parameters(), weights, strict=True)}
 
         def linear(x: Tensor, number: int) -> Tensor:
-            out = self.product(x, named[f"w{number}"], ends)
-            bias = named.get(f"b{number}")
+            out = self.product(x, by_name[f"w{number}"], ends)
+            bias = by_name.get(f"b{number}")
             return out if bias is None else grouped_bias(out, bias, ends)
 
         gate = linear(rows, 1)
-        up = linear(rows, 3) if "w3" in named else None
+        up = linear(rows, 3) if "w3" in by_name else None
         return linear(activate(self.activation, gate, up), 2)
 
 
@@ -185,17 +185,17 @@ class MoE(nn.Module):
         if args.shared_expert_gate:
             self.shared_gate = Gate(args.dim, 1)
 
-    def compute(self, routed: Routed, read: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def compute(self, routing: Routing, inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The experts' output for each row `[n, dim]`, and the shared expert's `[b, s, dim]`.
 
         Args:
-            read: what the shared expert reads, `[b, s, dim]`; None without one.
+            inputs: of the shared expert, `[b, s, dim]`; None without one.
         """
-        if read is None:
-            return self.experts(routed.rows, routed.ends), None
+        if inputs is None:
+            return self.experts(routing.rows, routing.ends), None
         shared: list[Tensor] = []
         rows = self.experts(
-            routed.rows, routed.ends, lambda: shared.append(self.shared_output(read))
+            routing.rows, routing.ends, lambda: shared.append(self.shared_output(inputs))
         )
         return rows, shared[0]
 
@@ -207,19 +207,21 @@ class MoE(nn.Module):
             return out
         return out * self.shared_gate(x).sigmoid().to(out.dtype)
 
-    def dispatch(self, x: Tensor, token_weights: Tensor | None) -> Routed:
-        """Choose experts for the tokens of `x` `[b, s, dim]`, and sort a row for each by expert."""
-        chosen, weights, load = self.router(x, token_weights)
-        by_token = chosen.flatten()
+    def dispatch(self, x: Tensor, token_weights: Tensor | None) -> Routing:
+        """Choose the experts of each token of `x` `[b, s, dim]`, and sort the tokens' rows, one for
+        each chosen expert, by expert.
+        """
+        choice, weights, load = self.router(x, token_weights)
+        by_token = choice.flatten()
         by_expert, order = by_token.sort(stable=True)
         experts = torch.arange(self.router.n_experts, device=x.device)
         ends = torch.searchsorted(by_expert, experts, right=True, out_int32=True)
         position = inverse_permutation(order)
         rows = _Spread.apply(x.flatten(0, 1), order, position, self.router.top_k)
-        return Routed(rows, ends, weights.flatten(0, 1), position, order=order, load=load)
+        return Routing(rows, ends, weights.flatten(0, 1), position, order=order, load=load)
 
-    def combine(self, rows: Tensor, routed: Routed, like: Tensor) -> Tensor:
+    def combine(self, rows: Tensor, routing: Routing, like: Tensor) -> Tensor:
         """Sum each token's rows by their weights, into a tensor like `like` `[b, s, dim]`."""
-        weights = routed.weights.to(rows.dtype)
-        out = _Gather.apply(rows, weights, routed.order, routed.position)
+        weights = routing.weights.to(rows.dtype)
+        out = _Gather.apply(rows, weights, routing.order, routing.position)
         return out.to(like.dtype).view_as(like)

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts each token is sent to, and what balances them.
+"""The router of a mixture of experts: it chooses each token's experts, and balances their load.
 
 Shapes: b batch, s sequence, k experts of a token, e experts.
 """
@@ -34,7 +34,7 @@ class Balance:
 
 
 class Load(NamedTuple):
-    """How a router distributed the tokens that count in the loss."""
+    """Distribution of the tokens that count in the loss over the experts."""
 
     tokens: Tensor
     """`[e]` int64, rows of each expert."""
@@ -97,19 +97,19 @@ class Router(nn.Module):
         """
         scores = self.gate(x)
         probabilities = scores.sigmoid() if self.sigmoid else scores.softmax(dim=-1)
-        chosen = self._choose(probabilities.detach())
-        weights = probabilities.gather(-1, chosen)
+        experts = self._choose(probabilities.detach())
+        weights = probabilities.gather(-1, experts)
         if self.normalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
         weights = weights * self.scale
         if token_weights is None:
-            return chosen, weights, None
-        counts = _count(chosen, token_weights > 0, self.n_experts)
+            return experts, weights, None
+        counts = _count(experts, token_weights > 0, self.n_experts)
         loss = torch.zeros((), device=x.device)
         if self.balance.has_loss:
             loss = (self._losses(scores, probabilities, counts) * token_weights).sum()
             weights = _AddLoss.apply(weights, loss)
-        return chosen, weights, Load(counts.sum(0), loss.detach())
+        return experts, weights, Load(counts.sum(0), loss.detach())
 
     def record(self, load: Load) -> None:
         """Add to the load of the step. `forward` doesn't, because recomputation runs it twice."""
@@ -127,23 +127,23 @@ class Router(nn.Module):
     def _mask_groups(self, choice: Tensor) -> Tensor:
         """Leave out the experts of all but each token's best groups (DeepSeek-V3, section 2.1.2).
 
-        A group is as good as its best expert; with sigmoid scores, as its two best together.
+        A group's score is its best expert's; with sigmoid scores, its two best experts' sum.
         """
         if self.top_groups == self.n_groups:
             return choice
         groups = choice.unflatten(-1, (self.n_groups, -1))
         best = min(2 if self.sigmoid else 1, groups.shape[-1])
         best_groups = top_k(groups.topk(best, dim=-1).values.sum(-1), self.top_groups)
-        excluded = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best_groups, False)
+        exclude = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best_groups, False)
         # not by zeros: biased scores can be negative
-        return groups.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(-2)
+        return groups.masked_fill(exclude.unsqueeze(-1), -torch.inf).flatten(-2)
 
     def _losses(self, scores: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
         """Auxiliary losses of each token, `[b, s]`: linear in its probabilities, given the shares.
 
         A row's loss uses the experts' shares of this row. The loss of the global batch uses the
-        shares of the last step: this step's are known only after the forward of its last
-        microbatch, when the gradients of others are already computed.
+        shares of the last step: this step's shares are complete only after the forward of its last
+        microbatch, when other microbatches' gradients are already computed.
         """
         if self.sigmoid:
             probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
@@ -164,22 +164,22 @@ class Router(nn.Module):
 def top_k(scores: Tensor, k: int) -> Tensor:
     """Indices of the k largest of the last dimension, in order; among equals, the lower index.
 
-    For fp32. `torch.topk` breaks ties differently on each device. Here there are none: scores
-    become integers of the same order, with the index in the low half.
+    For fp32. `torch.topk` breaks ties differently on each device. Here no two keys are equal:
+    scores become integers of the same order, with the index in the low half.
     """
     bits = (scores + 0.0).view(torch.int32)  # -0.0 and 0.0 are equal
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    sortable = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     last = scores.shape[-1] - 1
     index = last - torch.arange(last + 1, device=scores.device)
-    keys = (ordered.long() << 32) | index
+    keys = (sortable.long() << 32) | index
     return last - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
 
 
-def _count(chosen: Tensor, counted: Tensor, n_experts: int) -> Tensor:
-    """How many counted tokens of each row were sent to each expert: `[b, e]` int64."""
-    ones = counted.unsqueeze(-1).expand_as(chosen).flatten(1).long()
-    counts = torch.zeros(len(chosen), n_experts, dtype=torch.int64, device=chosen.device)
-    return counts.scatter_add(1, chosen.flatten(1), ones)
+def _count(experts: Tensor, has_label: Tensor, n_experts: int) -> Tensor:
+    """Number of each row's tokens with a label that were sent to each expert: `[b, e]` int64."""
+    ones = has_label.unsqueeze(-1).expand_as(experts).flatten(1).long()
+    counts = torch.zeros(len(experts), n_experts, dtype=torch.int64, device=experts.device)
+    return counts.scatter_add(1, experts.flatten(1), ones)
 
 
 class _AddLoss(torch.autograd.Function):
